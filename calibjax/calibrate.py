@@ -1,0 +1,277 @@
+"""The whole job: fit on one part of the data, evaluate on the other, leave a head, figures and a report."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from calibjax._checks import UserError
+from calibjax.data import Windows, check_context, load_windows, split_windows
+from calibjax.eval.report import print_report, write_report
+from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
+from calibjax.models import LanguageModel, load_model
+from calibjax.train.ats import AtsFit, fit_ats
+from calibjax.train.checkpoint import save_head
+from calibjax.train.options import AtsOptions, make_plan
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """How text becomes windows of tokens.
+
+    Attributes:
+        text_column: read this column as plain text; by default the format is recognised: text, instruction, prompt and
+            answer, or chat, with the loss on the answers only.
+        prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", where no chat template is used.
+        rows: read only the first rows.
+        seq_len: tokens a window.
+        full_windows: cut each row to exactly seq_len tokens and drop shorter ones.
+        packing: put several short examples into one window, unseen by each other; --no-packing pads.
+        examples: keep only the first windows.
+    """
+
+    text_column: str | None = None
+    prompt_template: str | None = None
+    rows: int | None = None
+    seq_len: int = 128
+    full_windows: bool = False
+    packing: bool = True
+    examples: int | None = None
+
+    @property
+    def layout(self) -> Literal["full", "pack", "pad"]:
+        return "full" if self.full_windows else "pack" if self.packing else "pad"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AtsRun:
+    """Fits Adaptive Temperature Scaling to a language model and proves it on held-out text.
+
+    Prints the model as it is, with a single temperature, and with ATS, and leaves in --out: head/ (Orbax),
+    metrics.json, reliability.png, report.html, and the logs and checkpoints of training. Started again with the same
+    options, a killed run goes on where it was.
+
+    Attributes:
+        model: directory with config.json and safetensors, or a hub id.
+        data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id.
+        out: output directory.
+        split: of a hub data set or directory.
+        fit_fraction: share of the windows, from the first, to fit on; the rest is held out.
+        eval_data: further sets to test the head on: files, directories or hub ids.
+        dtype: compute dtype of the frozen model.
+        bins: equal-width bins of the expected calibration error.
+        closed: which bin a confidence on an inner edge belongs to: the one below (right) or above (left).
+        seed: of everything random.
+        json: print metrics.json to standard output at the end, and nothing else there.
+        quiet: no progress bars.
+        text: how text becomes windows.
+        ats: how the head is fitted.
+    """
+
+    model: str
+    data: str
+    out: Path
+    split: str | None = None
+    fit_fraction: float = 0.6
+    eval_data: tuple[str, ...] = ()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    bins: int = 15
+    closed: Literal["right", "left"] = "right"
+    seed: int = 0
+    json: bool = False
+    quiet: bool = False
+    text: DataOptions = DataOptions()
+    ats: AtsOptions = AtsOptions()  # noqa: RUF009 (frozen)
+
+
+def run_ats(run: AtsRun, announce=print) -> dict[str, Any]:
+    """Carries out `AtsRun`; returns what it wrote to metrics.json. Raises UserError before any work is lost."""
+    if run.bins < 1:
+        raise UserError(f"--bins: expected at least 1, got {run.bins}.")
+    claim_directory(run.out, _identity(run))
+    lm = load_model(run.model, dtype=jnp.dtype(run.dtype))
+    announce(f"model: {lm!r}")
+    check_context(run.text.seq_len, lm.config.max_positions)
+    make_plan(run.ats, lm.config.hidden_size)
+
+    def read(source: str, text: DataOptions, split: str | None = None) -> Windows:
+        windows, description = load_windows(
+            source,
+            lm.tokenizer,
+            seq_len=text.seq_len,
+            layout=text.layout,
+            text_column=text.text_column,
+            prompt_template=text.prompt_template,
+            rows=text.rows,
+            max_windows=text.examples,
+            split=split,
+        )
+        announce(f"data: {description}")
+        return windows
+
+    windows = read(run.data, run.text, run.split)
+    fit, held_out = split_windows(windows, run.fit_fraction)
+    # Every set is read before training starts: a wrong path must not cost the run.
+    transfer = {_set_name(source, run.eval_data): read(source, run.text) for source in run.eval_data}
+    announce(f"split: {len(fit.tokens):,} windows to fit on, {len(held_out.tokens):,} held out")
+    result = calibrate(
+        lm,
+        fit,
+        held_out,
+        options=run.ats,
+        out=run.out,
+        transfer=transfer,
+        bins=run.bins,
+        closed=run.closed,
+        seed=run.seed,
+        description=_identity(run),
+        announce=announce,
+        quiet=run.quiet,
+    )
+    finish(result.document, run.out, show=not run.json)
+    return result.document
+
+
+class Calibrated(NamedTuple):
+    """What `calibrate` returns: the fit, the contents of metrics.json, and the results on the held-out windows."""
+
+    fit: AtsFit
+    document: dict[str, Any]
+    held_out: dict[str, MethodResult]
+
+
+def calibrate(
+    lm: LanguageModel,
+    fit_windows: Windows,
+    held_out: Windows,
+    *,
+    options: AtsOptions = AtsOptions(),  # noqa: B008 (frozen)
+    out: Path,
+    transfer: Mapping[str, Windows] | None = None,
+    bins: int = 15,
+    closed: Literal["right", "left"] = "right",
+    seed: int = 0,
+    description: dict[str, Any] | None = None,
+    keep_tokens: bool = False,
+    announce=print,
+    quiet: bool = False,
+) -> Calibrated:
+    """Fits a single temperature and an ATS head, saves the head, and evaluates both beside the model as it is.
+
+    Args:
+        lm: the frozen model.
+        fit_windows: to fit on.
+        held_out: to evaluate on.
+        options: of the fit.
+        out: directory for the head, checkpoints and logs; see `finish` for the rest.
+        transfer: further sets to evaluate on, by name.
+        bins, closed: of the reliability bins.
+        seed: of everything random.
+        description: of the run, for metrics.json.
+        keep_tokens: keep per-token outputs of the held-out windows.
+        announce: told in one line each what was done.
+        quiet: no progress bars.
+
+    Returns:
+        `Calibrated`.
+    """
+    fitted = fit_ats(lm, fit_windows, options, directory=out / "fit", seed=seed, announce=announce, quiet=quiet)
+    save_head(out / "head", fitted.head, notes=fitted.report)
+    heads = {"uncalibrated": identity_head(lm), "temperature": fitted.temperature, "ats": fitted.head}
+    batch_size = make_plan(options, lm.config.hidden_size).batch_size
+
+    def evaluate(windows: Windows, name: str, keep: bool) -> dict[str, MethodResult]:
+        return evaluate_tokens(
+            lm,
+            windows,
+            heads,
+            batch_size=batch_size,
+            bins=bins,
+            closed=closed,
+            keep_tokens=keep,
+            description=f"evaluating {name}",
+            quiet=quiet,
+        )
+
+    results = evaluate(held_out, "held out", keep_tokens)
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "held_out": results_json(results, closed=closed, seed=seed),
+        "run": {**(description or {}), "fit": fitted.report, "base_fingerprint": lm.fingerprint},
+    }
+    if transfer:
+        document["transfer"] = {
+            name: results_json(evaluate(windows, name, False), closed=closed, seed=seed)
+            for name, windows in transfer.items()
+        }
+    return Calibrated(fitted, document, results)
+
+
+def finish(document: Mapping[str, Any], out: Path, *, show: bool = True) -> None:
+    """Writes metrics.json, then what is drawn from it; `show` prints the tables and, last, where everything is."""
+    (out / "metrics.json").write_text(json.dumps(document, indent=2) + "\n")
+    write_report(document, out)
+    if show:
+        print_report(document)
+        print(f"results in {out}: report.html, metrics.json, reliability.png, head/ (for calibjax.load_head)")
+
+
+def claim_directory(out: Path, identity: dict[str, Any]) -> None:
+    """Makes `out` the directory of the run that `identity` describes, or finds that it already is.
+
+    Raises:
+        UserError: it holds another run, or something that is no run at all.
+    """
+    file = out / "run.json"
+    identity = json.loads(json.dumps(identity))
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: expected a directory, but this is a file.")
+    if file.is_file():
+        try:
+            stored = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
+        if stored != identity:
+            different = ", ".join(_differences(stored, identity)[:8])
+            raise UserError(
+                f"--out {out} holds another run (different: {different}). Choose another directory, remove this one, "
+                "or give the same options to go on with it."
+            )
+        return
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"--out {out} is not empty and holds no run of calibjax: choose another directory.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(identity, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot write there ({error}).") from error
+
+
+def _differences(a: Any, b: Any, path: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [d for key in sorted(a.keys() | b.keys()) for d in _differences(a.get(key), b.get(key), f"{path}.{key}")]
+    return [] if a == b else [f"{path.lstrip('.')} {a!r} there, {b!r} now"]
+
+
+def _identity(run: AtsRun) -> dict[str, Any]:
+    """What makes two runs the same: all options but where the result goes and how it is shown."""
+    shown_only = {"out", "json", "quiet", "eval_data", "bins", "closed"}
+    fields = {name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only}
+    return {"command": "train ats", **fields}
+
+
+def _set_name(source: str, sources: tuple[str, ...]) -> str:
+    """A short name of a data set, told apart from the others by its parent folder where it must be."""
+
+    def short(path: str) -> str:
+        return Path(path.rstrip("/")).name.split(".")[0]
+
+    name = short(source)
+    if sum(short(other) == name for other in sources) > 1:
+        return f"{Path(source).parent.name}/{name}"
+    return name

@@ -1,0 +1,61 @@
+"""The `calibjax` command: parse, call, print."""
+
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+# Before transformers and tokenizers are imported by anything: they read these once.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+import tyro
+
+from calibjax._checks import UserError
+from calibjax.calibrate import AtsRun, run_ats
+from calibjax.quickstart import Quickstart, run_quickstart
+from calibjax.train import NonFiniteLossError
+
+
+def _carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
+    """Runs a command; the exit code. With --json only the document goes to standard output."""
+    try:
+        document = work(run, announce=functools.partial(print, file=sys.stderr if run.json else sys.stdout, flush=True))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except NonFiniteLossError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    if run.json:
+        print(json.dumps(document, indent=2))
+    return 0
+
+
+def _summary(command: type) -> str:
+    """The docstring of a command's options up to their list, which tyro shows beside each option."""
+    return inspect.cleandoc(command.__doc__ or "").split("\n\nAttributes:")[0]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of `calibjax`. Returns 0 on success, 2 on a user's error, 1 where training diverged."""
+    app, train = tyro.extras.SubcommandApp(), tyro.extras.SubcommandApp()
+
+    @app.command(name="quickstart", help=_summary(Quickstart))
+    def quickstart(run: Annotated[Quickstart, tyro.conf.arg(name="")] = Quickstart()) -> int:  # noqa: B008 (frozen)
+        return _carry_out(run, run_quickstart)
+
+    @train.command(name="ats", help=_summary(AtsRun))
+    def ats(run: Annotated[AtsRun, tyro.conf.arg(name="")]) -> int:
+        return _carry_out(run, run_ats)
+
+    app.command(train, name="train", help="Fit something to a language model.")
+    return app.cli(prog="calibjax", args=args, config=(tyro.conf.OmitArgPrefixes,))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

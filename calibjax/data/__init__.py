@@ -1,0 +1,17 @@
+"""Text and chat to batches of tokens: source -> rows -> examples -> windows -> batches."""
+
+from calibjax.data.examples import Example as Example
+from calibjax.data.examples import tokenize_rows as tokenize_rows
+from calibjax.data.formats import Format as Format
+from calibjax.data.formats import recognise as recognise
+from calibjax.data.load import load_windows as load_windows
+from calibjax.data.pipeline import batches as batches
+from calibjax.data.pipeline import eval_batches as eval_batches
+from calibjax.data.source import Rows as Rows
+from calibjax.data.source import read_source as read_source
+from calibjax.data.splits import hold_back as hold_back
+from calibjax.data.splits import split_windows as split_windows
+from calibjax.data.windows import Layout as Layout
+from calibjax.data.windows import Windows as Windows
+from calibjax.data.windows import check_context as check_context
+from calibjax.data.windows import make_windows as make_windows

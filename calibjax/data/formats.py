@@ -1,0 +1,99 @@
+"""What kind of text do the rows hold? Recognised by the names of their columns."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from calibjax._checks import UserError
+from calibjax.data.source import Rows
+
+_CHAT = ("messages", "conversations")
+_INPUT = ("input", "context")
+_INSTRUCTION_RESPONSE = ("output", "response")
+_PROMPT = ("prompt", "question")
+_RESPONSE = ("response", "completion", "answer", "output")
+_TEXT = ("text", "content", "document")
+
+_EXPECTED = (
+    "chat (messages or conversations), instructions (instruction, optionally input or context, and output or "
+    "response), prompts (prompt or question, and response, completion, answer or output), or plain text (text, content "
+    "or document)"
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How to read one row.
+
+    Attributes:
+      kind: "text", plain text; "document", plain text that is a whole file; "instruction" or "prompt", a prompt and
+        its response; "chat", a list of messages.
+      columns: The columns in use. The last one holds the text, the response, or the messages; those before it, the
+        prompt.
+    """
+
+    kind: Literal["text", "document", "instruction", "prompt", "chat"]
+    columns: tuple[str, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token is to be predicted."""
+        return self.kind in ("text", "document")
+
+    def __str__(self) -> str:
+        names = {"text": "plain text", "document": "whole documents", "instruction": "instructions"}
+        names |= {"prompt": "prompts with responses", "chat": "chat"}
+        return f"{names[self.kind]} (column{'s'[: len(self.columns) > 1]} {', '.join(self.columns)})"
+
+
+def recognise(rows: Sequence[Mapping[str, Any]], text_column: str | None = None) -> Format:
+    """Recognises the format of rows.
+
+    The first of these that the columns of the first row allow: chat, instructions, prompts, plain text.
+
+    Args:
+      rows: From `read_source`, or any sequence of dicts.
+      text_column: Read this column as plain text, whatever else there is.
+
+    Returns:
+      The format.
+
+    Raises:
+      UserError: There are no rows, `text_column` is not there, or no format fits the columns.
+    """
+    if len(rows) == 0:
+        raise UserError("expected at least one row, got none.")
+    columns = list(rows[0])
+    plain = "document" if isinstance(rows, Rows) and rows.documents else "text"
+    if text_column is not None:
+        if text_column not in columns:
+            raise UserError(f"text_column={text_column!r} is not there. The columns are: {', '.join(columns)}.")
+        return Format(plain, (text_column,))
+
+    def first(names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if name in columns), None)
+
+    if chat := first(_CHAT):
+        return Format("chat", (chat,))
+    if "instruction" in columns and (response := first(_INSTRUCTION_RESPONSE)):
+        optional = first(_INPUT)
+        return Format("instruction", ("instruction", *([optional] if optional else []), response))
+    if (prompt := first(_PROMPT)) and (response := first(_RESPONSE)):
+        return Format("prompt", (prompt, response))
+    if text := first(_TEXT):
+        return Format(plain, (text,))
+    raise UserError(
+        f"no format fits the columns {', '.join(columns)}. Expected {_EXPECTED}. "
+        "To read one column as plain text, name it by `text_column`."
+    )
+
+
+def string_at(row: Mapping[str, Any], column: str, index: int, *, optional: bool = False) -> str:
+    """Returns the string in `column` of the row at `index`; "" for a missing one if `optional`; else `UserError`."""
+    value = row.get(column)
+    if value is None and optional:
+        return ""
+    if not isinstance(value, str):
+        came = "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
+        raise UserError(f"row {index} (the first is row 0), column {column!r}: expected a string, got {came}.")
+    return value

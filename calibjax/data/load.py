@@ -1,0 +1,73 @@
+"""From a source to windows in one call, with one line to say what was made of it."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from calibjax.data.examples import Example, tokenize_rows
+from calibjax.data.formats import recognise
+from calibjax.data.source import read_source
+from calibjax.data.windows import Layout, Windows, make_windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_windows(
+    source: str | Path,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    seq_len: int,
+    layout: Layout,
+    text_column: str | None = None,
+    prompt_template: str | None = None,
+    rows: int | None = None,
+    max_windows: int | None = None,
+    split: str | None = None,
+) -> tuple[Windows, str]:
+    """Reads, recognises, tokenises and cuts a source.
+
+    Args:
+      source: A file, a directory or a Hub id; see `read_source`.
+      tokenizer: A tokenizer of `transformers`.
+      seq_len: Tokens per window; see `make_windows`.
+      layout: "pack", "pad" or "full"; see `make_windows`.
+      text_column: Read this column as plain text; see `recognise`.
+      prompt_template: The text of a prompt; see `tokenize_rows`.
+      rows: Read only this many first rows.
+      max_windows: Keep only this many first windows.
+      split: See `read_source`.
+
+    Returns:
+      The windows, and a line that says how they came about.
+
+    Raises:
+      UserError: Whatever stands against it, with what to do next.
+    """
+    data = read_source(source, split=split, rows=rows)
+    format = recognise(data, text_column)
+    count = _Count()
+    examples = count.watch(tokenize_rows(data, format, tokenizer, prompt_template=prompt_template))
+    windows = make_windows(examples, seq_len, layout=layout, max_windows=max_windows)
+    kept = len(np.unique(windows.source)) if layout == "full" else count.predicted
+    description = (
+        f"{data.name}: {format}, {count.rows:,} of {len(data):,} rows read, {count.rows - kept:,} of them dropped "
+        f"({'too short' if layout == 'full' else 'nothing to predict'}); {len(windows.source):,} windows of "
+        f"{seq_len} tokens ({layout}), {int(windows.where.sum()):,} tokens to predict"
+    )
+    return windows, description
+
+
+class _Count:
+    """Counts examples on their way: all, and those with a token to be predicted."""
+
+    def __init__(self) -> None:
+        self.rows = self.predicted = 0
+
+    def watch(self, examples: Iterable[Example]) -> Iterator[Example]:
+        for example in examples:
+            self.rows += 1
+            self.predicted += bool(example.loss_mask.any())
+            yield example

@@ -1,0 +1,125 @@
+"""From arrays to batches: shuffled anew each epoch, the same for the same seed, and resumable at any batch."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grain
+import numpy as np
+
+from calibjax._checks import UserError
+
+Arrays = Mapping[str, np.ndarray]
+Batch = dict[str, np.ndarray]
+
+# Everything is in memory: no threads to hand over to, and nothing to prefetch.
+_READ = grain.ReadOptions(num_threads=0)
+
+
+def batches(
+    arrays: Arrays,
+    batch_size: int,
+    *,
+    seed: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    shuffle: bool = True,
+    shard: tuple[int, int] = (0, 1),
+) -> grain.DatasetIterator[Batch]:
+    """Iterates over batches for training.
+
+    Batches run on from one epoch into the next, so every row comes once per epoch whatever the batch size. What is left
+    after the last whole batch is dropped; only if `epochs` do not fill a single batch, that one comes padded, as in
+    `eval_batches`.
+
+    The iterator's `get_state()` is a dict of plain numbers, to be kept as JSON in a checkpoint. After `set_state` on an
+    iterator made with the same arguments, the batches go on as if there had been no break.
+
+    Args:
+      arrays: Arrays with one row per example, all with the same number of rows, such as `windows._asdict()`.
+      batch_size: Rows per batch, over all processes.
+      seed: Of the shuffling, any integer >= 0.
+      epochs: Passes over the rows. Give this or `steps`.
+      steps: Number of batches.
+      shuffle: Whether each epoch comes in a random order of its own, or in the order of the arrays.
+      shard: (`jax.process_index()`, `jax.process_count()`): each process gets its own, consecutive part of every batch.
+
+    Returns:
+      An iterator over dicts with the keys of `arrays`; each array has `batch_size / count` rows.
+
+    Raises:
+      UserError: An argument is out of range, or the arrays differ in their number of rows.
+    """
+    rows = _check(arrays, batch_size, shard)
+    if (epochs is None) == (steps is None):
+        raise UserError(f"expected either epochs or steps, got epochs={epochs} and steps={steps}.")
+    for name, value, least in (("epochs", epochs, 1), ("steps", steps, 1), ("seed", seed, 0)):
+        if value is not None and value < least:
+            raise UserError(f"{name}: expected an integer >= {least}, got {value}.")
+    indices = grain.MapDataset.range(rows)
+    if shuffle:
+        # grain takes seed + epoch for each epoch; hashed, neighbouring seeds do not share their orders.
+        indices = indices.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    indices = indices.repeat(epochs)
+    whole = epochs is None or epochs * rows >= batch_size
+    indices = indices.batch(batch_size, drop_remainder=whole, batch_fn=np.asarray)[:steps]
+    return iter(indices.map(_Gather(arrays, batch_size, shard)).to_iter_dataset(_READ))
+
+
+def eval_batches(arrays: Arrays, batch_size: int, *, shard: tuple[int, int] = (0, 1)) -> Iterator[tuple[Batch, int]]:
+    """Iterates once over all rows in their order, in batches of one shape.
+
+    Args:
+      arrays: As for `batches`. The last batch is filled up with copies of row 0 whose `where` is all False, so the
+        array `where` has to be there unless `batch_size` divides the number of rows.
+      batch_size: Rows per batch, over all processes.
+      shard: As for `batches`.
+
+    Returns:
+      An iterator over (batch, number of its rows that are real). They come first.
+
+    Raises:
+      UserError: As for `batches`, or `where` is missing.
+    """
+    rows = _check(arrays, batch_size, shard)
+    index, count = shard
+    part = batch_size // count
+    indices = grain.MapDataset.range(rows).batch(batch_size, batch_fn=np.asarray)
+    dataset: Any = indices.map(_Gather(arrays, batch_size, shard))
+    return (
+        (dataset[step], int(np.clip(rows - step * batch_size - index * part, 0, part))) for step in range(len(dataset))
+    )
+
+
+class _Gather(grain.transforms.Map):
+    """Fetches the rows of a whole batch at once: one fancy index per array, instead of Python for every row."""
+
+    def __init__(self, arrays: Arrays, batch_size: int, shard: tuple[int, int]):
+        self._arrays = dict(arrays)
+        self._batch_size = batch_size
+        index, count = shard
+        self._part = slice(index * batch_size // count, (index + 1) * batch_size // count)
+
+    def map(self, element: Any) -> Batch:
+        missing = self._batch_size - len(element)
+        indices = np.pad(element, (0, missing))[self._part] if missing else element[self._part]
+        batch = {key: array[indices] for key, array in self._arrays.items()}
+        if missing:
+            if "where" not in batch:
+                raise UserError(
+                    f"the last batch has {len(element)} rows of {self._batch_size}, and without an array 'where' its "
+                    "padding cannot be told from them. Add one, or choose a batch_size that divides the rows."
+                )
+            batch["where"][max(len(element) - self._part.start, 0) :] = False
+        return batch
+
+
+def _check(arrays: Arrays, batch_size: int, shard: tuple[int, int]) -> int:
+    lengths = {key: len(array) for key, array in arrays.items()}
+    if len(set(lengths.values())) != 1 or min(lengths.values()) == 0:
+        raise UserError(f"expected arrays with the same number of rows, at least 1, got {lengths}.")
+    index, count = shard
+    if count < 1 or not 0 <= index < count:
+        raise UserError(f"shard: expected (index, count) with 0 <= index < count, got {shard}.")
+    if batch_size < 1 or batch_size % count:
+        raise UserError(f"batch_size: expected a positive multiple of the {count} process(es), got {batch_size}.")
+    return next(iter(lengths.values()))

@@ -1,0 +1,168 @@
+"""From a row to one text and the stretches of it that the model is to predict."""
+
+from collections.abc import Callable, Mapping, Sequence
+from string import Formatter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from calibjax._checks import UserError
+from calibjax.data.formats import Format, string_at
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ROLES = {"human": "user", "gpt": "assistant"}
+_SEPARATOR = "\n\n"
+
+
+class Rendered(NamedTuple):
+    """A text, and its answers as half-open ranges of characters; None where all of it is to be predicted."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...] | None
+
+
+Render = Callable[[int, Mapping[str, Any]], Rendered]
+
+
+def make_render(format: Format, tokenizer: "PreTrainedTokenizerBase", prompt_template: str | None = None) -> Render:
+    """Returns a function `(index, row) -> Rendered`.
+
+    Prompts and conversations go through the tokenizer's chat template. Without one, or with a `prompt_template`, the
+    text is prompt + response, where the prompt is by default the instruction, then a blank line and the input if there
+    is one, then a blank line; of a conversation, every message that is not the assistant's counts as a prompt.
+
+    Args:
+      format: From `recognise`.
+      tokenizer: Gives the chat template and the end-of-sequence token.
+      prompt_template: A format string over the columns of the row, such as "{instruction} {input} ". Only for
+        instructions and prompts.
+
+    Raises:
+      UserError: `prompt_template` does not apply to the format or is not a format string.
+    """
+    if prompt_template is not None:
+        _check_template(prompt_template, format)
+    if format.is_plain:
+        return lambda index, row: Rendered(string_at(row, format.columns[0], index), None)
+
+    if prompt_template is not None:
+
+        def render_template(index: int, row: Mapping[str, Any]) -> Rendered:
+            prompt = _fill(prompt_template, row, index)
+            response = string_at(row, format.columns[-1], index)
+            return Rendered(prompt + response, ((len(prompt), len(prompt) + len(response)),))
+
+        return render_template
+
+    render_messages = _with_chat_template if tokenizer.chat_template else _without_chat_template
+    read = _messages if format.kind == "chat" else _pair
+    return lambda index, row: render_messages(read(row, format, index), tokenizer, index)
+
+
+def _check_template(template: str, format: Format) -> None:
+    if format.kind not in ("instruction", "prompt"):
+        raise UserError(f"prompt_template is for instructions and prompts, but these rows are {format}. Leave it out.")
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise UserError(f"prompt_template={template!r} is not a format string: {error}.") from error
+    if not fields or not all(field.isidentifier() for field in fields):
+        raise UserError(
+            f"prompt_template={template!r}: expected column names in braces, such as "
+            f"{''.join('{' + name + '}' for name in format.columns[:-1])!r}."
+        )
+    if format.columns[-1] in fields:
+        raise UserError(
+            f"prompt_template={template!r} holds the response itself, {format.columns[-1]!r}. Leave it out."
+        )
+
+
+def _fill(template: str, row: Mapping[str, Any], index: int) -> str:
+    fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    if missing := fields - row.keys():
+        raise UserError(
+            f"prompt_template: row {index} has no column {', '.join(sorted(missing))}. It has: {', '.join(row)}."
+        )
+    return template.format_map({field: string_at(row, field, index, optional=True) for field in fields})
+
+
+def _pair(row: Mapping[str, Any], format: Format, index: int) -> list[dict[str, str]]:
+    prompt, *inputs, response = format.columns
+    text = string_at(row, prompt, index)
+    for column in inputs:
+        if more := string_at(row, column, index, optional=True):
+            text += _SEPARATOR + more
+    return [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": string_at(row, response, index)},
+    ]
+
+
+def _messages(row: Mapping[str, Any], format: Format, index: int) -> list[dict[str, str]]:
+    (column,) = format.columns
+    turns = row.get(column)
+    where = f"row {index} (the first is row 0), column {column!r}"
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise UserError(f"{where}: expected a list of messages, got {str(turns)[:60]!r}.")
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, Mapping):
+            raise UserError(f"{where}: expected a message as a dict, got {str(turn)[:60]!r}.")
+        # One file may hold both spellings; a reader by columns then fills the absent one with None.
+        role, content = (turn.get(new) or turn.get(old) for new, old in (("role", "from"), ("content", "value")))
+        if not isinstance(role, str) or not isinstance(content or "", str):
+            raise UserError(
+                f"{where}: expected role and content (or from and value) to be strings, got {str(turn)[:60]!r}."
+            )
+        messages.append({"role": _ROLES.get(role, role), "content": content or ""})
+    if not any(message["role"] == "assistant" for message in messages):
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"{where}: no message of role assistant (or gpt), so nothing to predict. The roles: {roles}.")
+    return messages
+
+
+def _without_chat_template(
+    messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", index: int
+) -> Rendered:
+    del index
+    text, answers = "", []
+    for position, message in enumerate(messages):
+        start = len(text)
+        text += message["content"]
+        if message["role"] == "assistant":
+            answers.append((start, len(text)))
+            # The token that ends the last answer is added after tokenisation, as after a chat template.
+            text += str(tokenizer.eos_token or _SEPARATOR) if position < len(messages) - 1 else ""
+        else:
+            text += _SEPARATOR
+    return Rendered(text, tuple(answers))
+
+
+def _with_chat_template(messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", index: int) -> Rendered:
+    """An answer begins where the conversation before it ends, rendered with the prompt for generation."""
+
+    def apply(part: list[dict[str, str]], *, prompt: bool) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=prompt))
+        except Exception as error:
+            raise UserError(f"row {index}: the tokenizer's chat template refuses the conversation: {error}") from error
+
+    text = apply(messages, prompt=False)
+    answers = []
+    for position, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = apply(messages[:position], prompt=True) if position else ""
+        content = message["content"]
+        found = text.find(content, len(before))
+        if found < 0:
+            content = content.strip()
+            found = text.find(content, len(before))
+        if not text.startswith(before) or found < 0:
+            raise UserError(
+                f"row {index}: the tokenizer's chat template rewrites the conversation around message {position}, so "
+                "what the model is to predict cannot be told apart. Use single-turn rows, or a chat template whose "
+                "rendering of the first messages is a prefix of the whole."
+            )
+        answers.append((len(before) if position else found, found + len(content)))
+    return Rendered(text, tuple(answers))

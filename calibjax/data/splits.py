@@ -1,0 +1,74 @@
+"""Windows to fit on, to choose on, and to judge on: apart, and never two of one row on both sides."""
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from calibjax._checks import UserError
+from calibjax.data.windows import Windows
+
+
+def split_windows(windows: Windows, fit_fraction: float) -> tuple[Windows, Windows]:
+    """Splits windows in their order: the first `int(fit_fraction * S)` to fit on, the rest held out.
+
+    If this cuts through the windows of one row, the cut moves to the nearest end of a row. A single row, such as one
+    text file, is cut between two windows.
+
+    Args:
+      windows: S windows.
+      fit_fraction: Between 0 and 1, both excluded.
+
+    Returns:
+      (fit, held_out), neither empty.
+
+    Raises:
+      UserError: The fraction is out of range, or would leave a part empty.
+    """
+    cut = _part_size(fit_fraction, len(windows.source), "fit_fraction")
+    ends = np.flatnonzero(np.diff(_groups(windows))) + 1
+    cut = int(ends[np.argmin(np.abs(ends - cut))])
+    return windows.take(slice(cut)), windows.take(slice(cut, None))
+
+
+def hold_back(windows: Windows, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
+    """Chooses windows at random to validate on, such as for the choice of a loss, and leaves the rest to train on.
+
+    Rows are drawn whole until the next one would exceed `int(fraction * S)` windows; one row at least. Of a single row,
+    such as one text file, windows are drawn.
+
+    Args:
+      windows: S windows.
+      fraction: Of the windows, between 0 and 1, both excluded.
+      seed: Any integer >= 0. The same one draws the same windows.
+
+    Returns:
+      (train, validation): indices into the windows, ascending, neither empty.
+
+    Raises:
+      UserError: The fraction or seed is out of range, or would leave a part empty.
+    """
+    if seed < 0:
+        raise UserError(f"seed: expected an integer >= 0, got {seed}.")
+    size = _part_size(fraction, len(windows.source), "fraction")
+    _, group, counts = np.unique(_groups(windows), return_inverse=True, return_counts=True)
+    drawn = np.random.default_rng(seed).permutation(len(counts))
+    number = int(np.searchsorted(np.cumsum(counts[drawn]), size, side="right"))
+    validation = np.isin(group, drawn[: min(max(number, 1), len(counts) - 1)])
+    return np.flatnonzero(~validation), np.flatnonzero(validation)
+
+
+def _groups(windows: Windows) -> Int32[np.ndarray, " S"]:
+    """What must stay together: windows of one row, or, where all are of one row, nothing."""
+    source = windows.source
+    return np.arange(len(source), dtype=np.int32) if (source == source[0]).all() else source
+
+
+def _part_size(fraction: float, total: int, name: str) -> int:
+    if not 0 < fraction < 1:
+        raise UserError(f"{name}: expected a number between 0 and 1, both excluded, got {fraction}.")
+    size = int(fraction * total)
+    if size == 0:
+        raise UserError(
+            f"{name}={fraction} of {total} window{'s'[: total > 1]} is none. Give more text, a shorter seq_len, or a "
+            "larger fraction."
+        )
+    return size

@@ -1,0 +1,111 @@
+"""A small language whose true next-token probabilities are known exactly."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from calibjax.data.windows import Windows
+
+
+class TopicLanguage(NamedTuple):
+    """A hidden Markov mixture of Markov chains: a hidden topic drifts, and each topic has transitions of its own.
+
+    The next token depends on the last one and on the topic; the topic must be inferred from all tokens so far. Some
+    (topic, token) contexts leave one successor, others dozens, so how far a model is over-confident differs from
+    context to context, and no single temperature mends it.
+
+    Attributes:
+        transitions: `[K, V, V]`, P(next token | topic, token); rows sum to 1.
+        topic_transitions: `[K, K]`, P(next topic | topic); rows sum to 1.
+    """
+
+    transitions: Float[Array, "K V V"]
+    topic_transitions: Float[Array, "K K"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.transitions.shape[-1]
+
+
+def make_language(key: Array, *, vocab_size: int = 32, topics: int = 3, drift: float = 0.02) -> TopicLanguage:
+    """A random language: each row of transitions Dirichlet with a concentration of its own, log-uniform in [0.01, 1].
+
+    Args:
+        key: PRNG key.
+        vocab_size: V.
+        topics: K >= 2.
+        drift: probability that the topic changes at a token.
+    """
+    concentration_key, row_key = jax.random.split(key)
+    exponent = jax.random.uniform(concentration_key, (topics, vocab_size, 1), minval=-2.0, maxval=0.0)
+    # Gammas in log space: at concentration 0.01 most would underflow to 0.
+    log_gamma = jax.random.loggamma(row_key, jnp.broadcast_to(10.0**exponent, (topics, vocab_size, vocab_size)))
+    stay = jnp.eye(topics) * (1 - drift)
+    leave = (1 - jnp.eye(topics)) * drift / (topics - 1)
+    return TopicLanguage(jax.nn.softmax(log_gamma, axis=-1), stay + leave)
+
+
+def sample(language: TopicLanguage, key: Array, count: int, length: int) -> Int[Array, "S T"]:
+    """`count` sequences of `length` tokens; topic and first token uniform."""
+    topics = language.topic_transitions.shape[0]
+    topic_key, token_key, scan_key = jax.random.split(key, 3)
+    topic = jax.random.randint(topic_key, (count,), 0, topics)
+    token = jax.random.randint(token_key, (count,), 0, language.vocab_size)
+
+    def step(carry, step_key):
+        topic, token = carry
+        next_key, drift_key = jax.random.split(step_key)
+        chosen = jax.random.categorical(next_key, jnp.log(language.transitions[topic, token]))
+        topic = jax.random.categorical(drift_key, jnp.log(language.topic_transitions[topic]))
+        return (topic, chosen), token
+
+    _, tokens = jax.lax.scan(step, (topic, token), jax.random.split(scan_key, length))
+    return tokens.T.astype(jnp.int32)
+
+
+def true_probabilities(language: TopicLanguage, tokens: Int[Array, "S T"]) -> Float[Array, "S T V"]:
+    """P(next token | all tokens so far), exactly, after every position: Bayesian filtering of the topic.
+
+    With belief b over topics, P(next = v) = Σ_k b_k P_k(v | token); seeing v, b_k becomes proportional to b_k P_k(v |
+    token) and then drifts.
+
+    Args:
+        language: of the tokens.
+        tokens: `[S, T]`.
+
+    Returns:
+        float32 `[S, T, V]`, rows sum to 1. Entry t is the distribution of the token at t + 1.
+    """
+    topics = language.topic_transitions.shape[0]
+    start = jnp.full((tokens.shape[0], topics), 1.0 / topics)
+
+    def step(belief, now):
+        token, following = now
+        rows = jnp.moveaxis(language.transitions[:, token], 0, 1)  # [S, K, V]
+        predicted = jnp.einsum("sk,skv->sv", belief, rows, precision=jax.lax.Precision.HIGHEST)
+        likelihood = jnp.take_along_axis(rows, following[:, None, None], axis=2)[..., 0]
+        belief = belief * likelihood
+        belief = belief / jnp.maximum(jnp.sum(belief, axis=1, keepdims=True), 1e-30)
+        belief = jnp.matmul(belief, language.topic_transitions, precision=jax.lax.Precision.HIGHEST)
+        return belief, predicted
+
+    following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)  # the last one updates nothing that is read
+    _, predicted = jax.lax.scan(step, start, (tokens.T, following.T))
+    return jnp.moveaxis(predicted, 0, 1)
+
+
+def as_windows(tokens: Int[Array | np.ndarray, "S T"]) -> Windows:
+    """Sequences as windows of T − 1 predictions, each a row of its own."""
+    tokens = np.asarray(tokens, np.int32)
+    count, length = tokens.shape[0], tokens.shape[1] - 1
+    return Windows(
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        where=np.ones((count, length), bool),
+        segment_ids=np.ones((count, length), np.int32),
+        positions=np.broadcast_to(np.arange(length, dtype=np.int32), (count, length)).copy(),
+        source=np.arange(count, dtype=np.int32),
+    )

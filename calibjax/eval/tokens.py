@@ -1,0 +1,174 @@
+"""Token-level evaluation: how true is each next-token probability, with and without a head."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from tqdm import tqdm
+
+from calibjax import metrics
+from calibjax.data import Windows, eval_batches
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.models import LanguageModel
+from calibjax.models.frozen import Frozen, batch_hidden, batch_stats, freeze
+
+TEMPERATURE_EDGES = np.geomspace(0.1, 20.0, 61)
+"""Edges of the histogram of temperatures; a head's temperatures lie in [1/10, 20], times the refitted factor."""
+
+
+class TokenOutputs(NamedTuple):
+    """Per token `[S, T]`: confidence (float32), argmax (int32), temperature (float32); zeros where not valid."""
+
+    confidence: np.ndarray
+    argmax: np.ndarray
+    temperature: np.ndarray
+
+
+class MethodResult(NamedTuple):
+    """One method on one set of windows.
+
+    Attributes:
+        sums: one group per window, float64.
+        temperatures: int64 counts between `TEMPERATURE_EDGES`; values outside count in the end bins.
+        tokens: per-token outputs, where they were asked for.
+    """
+
+    sums: metrics.CalibrationSums
+    temperatures: np.ndarray
+    tokens: TokenOutputs | None
+
+
+def identity_head(lm: LanguageModel) -> FittedHead:
+    """The head that changes nothing: temperature 1 for every token."""
+    config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
+    return FittedHead(config, {"log_scale": jnp.zeros((), jnp.float32)}, 0.0, lm.fingerprint)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozens, batch):
+    """Sums and outputs of every method on one batch; the frozen forward pass is shared."""
+    hidden = batch_hidden(model, frozens[0], batch, dtype)
+    shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
+    results = []
+    for config, head_params, factor, frozen in zip(configs, params, factors, frozens, strict=True):
+        stats, log_scale = batch_stats(
+            model,
+            config,
+            head_params,
+            frozen,
+            shared,
+            dtype=dtype,
+            log_factor=factor,
+            statistics=("log_normalizer", "target_logit", "max_logit", "argmax", "correct"),
+        )
+        sums = metrics.calibration_sums(
+            stats.confidence(),
+            stats.require("correct"),
+            log_prob=stats.log_prob(),
+            bins=bins,
+            closed=closed,
+            where=stats.valid,
+        )
+        results.append((sums, stats.confidence(), stats.argmax, jnp.exp(-log_scale), stats.valid))
+    return results
+
+
+def evaluate_tokens(
+    lm: LanguageModel,
+    windows: Windows,
+    heads: Mapping[str, FittedHead],
+    *,
+    batch_size: int = 16,
+    bins: int = 15,
+    closed: metrics.Closed = "right",
+    keep_tokens: bool = False,
+    description: str = "evaluation",
+    quiet: bool = False,
+) -> dict[str, MethodResult]:
+    """Evaluates several heads on the tokens of the windows; the frozen model runs once for all of them.
+
+    Args:
+        lm: the frozen model.
+        windows: S windows of T positions; only targets where `where` is True count.
+        heads: name -> head; see `identity_head` for the uncalibrated model.
+        batch_size: windows a step.
+        bins, closed: of the reliability bins; see `calibjax.metrics`.
+        keep_tokens: keep per-token outputs.
+        description: of the progress bar.
+        quiet: no progress bar.
+
+    Returns:
+        name -> `MethodResult`.
+    """
+    names = list(heads)
+    configs = tuple(heads[name].config for name in names)
+    params = [heads[name].params for name in names]
+    factors = [jnp.float32(heads[name].log_factor) for name in names]
+    frozens: list[Frozen] = [freeze(lm, head=config) for config in configs]
+    kept: dict[str, list[Any]] = {name: [] for name in names}
+    outputs: dict[str, list[Any]] = {name: [] for name in names}
+    histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
+    fields = ("tokens", "targets", "where", "segment_ids", "positions")
+    bar = tqdm(total=len(windows.tokens), desc=description, unit="window", disable=quiet)
+    for batch, real in eval_batches({f: getattr(windows, f) for f in fields}, batch_size):
+        results = jax.device_get(
+            _evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch)
+        )
+        for name, (sums, confidence, argmax, temperature, valid) in zip(names, results, strict=True):
+            kept[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
+            inside = np.clip(temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
+            histograms[name] += np.histogram(inside, TEMPERATURE_EDGES)[0]
+            if keep_tokens:
+                outputs[name].append((confidence[:real], argmax[:real], np.where(valid, temperature, 0)[:real]))
+        bar.update(real)
+    bar.close()
+    return {
+        name: MethodResult(
+            sums=jax.tree.map(lambda *parts: np.concatenate(parts), *kept[name]),
+            temperatures=histograms[name],
+            tokens=TokenOutputs(*(np.concatenate(part) for part in zip(*outputs[name], strict=True)))
+            if keep_tokens
+            else None,
+        )
+        for name in names
+    }
+
+
+def results_json(
+    results: Mapping[str, MethodResult], *, closed: metrics.Closed = "right", resamples: int = 1000, seed: int = 0
+) -> dict[str, Any]:
+    """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
+
+    Each method: nll, brier, accuracy, confidence, mce, rmsce; `ece` with its value, 95% bootstrap interval over
+        windows,
+    bins and edge convention; `reliability` per bin (count, mean confidence, accuracy; null where empty); and
+    `temperatures`, the histogram over `TEMPERATURE_EDGES`.
+    """
+    methods = {}
+    tokens = 0
+    for name, result in results.items():
+        row: dict[str, Any] = metrics.summarise(result.sums)
+        whole = metrics.total(result.sums)
+        low, high = metrics.bootstrap_interval(result.sums, resamples=resamples, seed=seed)
+        bins = len(whole.count)
+        row["ece"] = {"value": row["ece"], "low": low, "high": high, "bins": bins, "closed": closed}
+        row["reliability"] = {
+            "count": [int(n) for n in whole.count],
+            "confidence": _ratio(whole.confidence, whole.count),
+            "accuracy": _ratio(whole.correct, whole.count),
+        }
+        row["temperatures"] = {
+            "edges": [round(float(e), 6) for e in TEMPERATURE_EDGES],
+            "count": [int(n) for n in result.temperatures],
+        }
+        methods[name] = row
+        tokens = int(whole.count.sum())
+    return {"tokens": tokens, "methods": methods}
+
+
+def _ratio(total: Array | np.ndarray, count: Array | np.ndarray) -> list[float | None]:
+    return [float(t / n) if n else None for t, n in zip(total, count, strict=True)]

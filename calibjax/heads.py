@@ -1,0 +1,325 @@
+"""Temperature heads: Flax modules from features of the frozen model to the log inverse temperature of each token.
+
+A head returns log_scale `[B, T]`; the logits are multiplied by s = exp(log_scale) > 0, so no head can change which
+token is the most likely. log_scale is clipped to [log 1/20, log 10]: the upper end is that of the authors of Adaptive
+Temperature Scaling (exp(τ) <= 10), the lower end keeps a distribution from going flat beyond repair. By default a head
+starts as the identity (s = 1 for every token), so an untrained one does no harm.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from calibjax.kernels import vocab_stats
+from calibjax.layers import Block, BlockConfig, Dense, segment_positions, sequence_context
+
+MIN_SCALE, MAX_SCALE = 0.05, 10.0
+FEATURES = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
+"""What a head may read; widths D, 1, 1 and D (the ablation of arXiv 2409.19817, appendix)."""
+
+HeadKind = Literal["constant", "linear", "mlp", "transformer"]
+
+
+def _output_log_scale(
+    features: Float[Array, "B T F"],
+    identity_start: bool,
+    pooling: str,
+    where: Bool[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+) -> Float[Array, "B T"]:
+    """The last layer of every head that reads features: F -> 1, pooled if asked, clipped."""
+    if identity_start:
+        kernel_init = bias_init = nn.initializers.zeros
+    else:
+        # The start of torch.nn.Linear, as the authors' code has it: U(−1/√F, 1/√F) for weight and bias.
+        kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        bound = 1 / math.sqrt(features.shape[-1])
+
+        def bias_init(key, shape, dtype=jnp.float32):
+            return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    dense = Dense(1, kernel_init=kernel_init, bias_init=bias_init, dtype=jnp.float32, name="output")
+    log_scale = dense(features.astype(jnp.float32))[..., 0]
+    if pooling == "sequence":
+        log_scale = sequence_mean(log_scale, where, segment_ids)
+    return jnp.clip(log_scale, math.log(MIN_SCALE), math.log(MAX_SCALE))
+
+
+def sequence_mean(
+    values: Float[Array, "B T"], where: Bool[Array, "B T"] | None = None, segment_ids: Int[Array, "B T"] | None = None
+) -> Float[Array, "B T"]:
+    """Each token gets the mean over the tokens of its own sequence that count (all rows' segments apart).
+
+    A sequence's mean sees its later tokens too: the value belongs to the sequence as a whole, not to a prefix.
+    """
+    counts = jnp.ones(values.shape, bool) if where is None else where
+    if segment_ids is None:
+        same = jnp.broadcast_to(counts[:, None, :], (*values.shape, values.shape[1]))
+    else:
+        same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & counts[:, None, :]
+    same = same.astype(values.dtype)
+    total = jnp.einsum("bts,bs->bt", same, jnp.where(counts, values, 0.0), precision=jax.lax.Precision.HIGHEST)
+    return total / jnp.maximum(jnp.sum(same, axis=-1), 1.0)
+
+
+class ConstantTemperature(nn.Module):
+    """One learned log inverse temperature for every token. Reads nothing but the shape of the features."""
+
+    @nn.compact
+    def __call__(self, features: Float[Array, "B T F"], **_: Any) -> Float[Array, "B T"]:
+        log_scale = self.param("log_scale", nn.initializers.zeros, (), jnp.float32)
+        log_scale = jnp.clip(log_scale, math.log(MIN_SCALE), math.log(MAX_SCALE))
+        return jnp.broadcast_to(log_scale, features.shape[:2])
+
+
+class LinearHead(nn.Module):
+    """log_scale = w·f + b.
+
+    Attributes:
+        identity_start: zero weights, so s = 1 at the start; False: the random start of the authors' code.
+        pooling: "token", or "sequence" for the mean over each sequence.
+    """
+
+    identity_start: bool = True
+    pooling: str = "token"
+
+    @nn.compact
+    def __call__(
+        self,
+        features: Float[Array, "B T F"],
+        *,
+        where: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T"]:
+        return _output_log_scale(features, self.identity_start, self.pooling, where, segment_ids)
+
+
+class MLPHead(nn.Module):
+    """log_scale = w·(silu(f̂ A) ⊙ (f̂ B)) + b with f̂ = f / rms(f): a gated MLP and a linear output.
+
+    The norm makes one learning rate serve models whose hidden states differ by orders of magnitude.
+
+    Attributes:
+        intermediate_size: width of A and B.
+        identity_start, pooling: as in `LinearHead`.
+        dtype: of the products of the MLP; the output layer is float32.
+    """
+
+    intermediate_size: int
+    identity_start: bool = True
+    pooling: str = "token"
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        features: Float[Array, "B T F"],
+        *,
+        where: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T"]:
+        features = features.astype(jnp.float32)
+        normed = features * jax.lax.rsqrt(jnp.mean(jnp.square(features), axis=-1, keepdims=True) + 1e-6)
+        # One product for both halves of the gate.
+        both = Dense(2 * self.intermediate_size, use_bias=False, dtype=self.dtype, name="gate_up")(normed)
+        gate, up = jnp.split(both, 2, axis=-1)
+        return _output_log_scale(nn.silu(gate) * up, self.identity_start, self.pooling, where, segment_ids)
+
+
+class TransformerHead(nn.Module):
+    """One Llama block over the sequence, then a linear output: the head of arXiv 2409.19817, section 3.
+
+    Attention is causal and stays inside each segment. Features that are not `hidden_size` wide are first projected.
+
+    Attributes:
+        block: shape of the block.
+        identity_start, pooling: as in `LinearHead`.
+        dtype: of the block's products; the output layer is float32.
+    """
+
+    block: BlockConfig
+    identity_start: bool = True
+    pooling: str = "token"
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        features: Float[Array, "B T F"],
+        *,
+        where: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T"]:
+        features = features.astype(self.dtype)
+        if features.shape[-1] != self.block.hidden_size:
+            features = Dense(self.block.hidden_size, use_bias=False, dtype=self.dtype, name="project")(features)
+        if segment_ids is None:
+            positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
+        else:
+            positions = segment_positions(segment_ids)
+        context = sequence_context(self.block, positions, segment_ids)
+        mixed = Block(self.block, dtype=self.dtype, name="block")(features, context)
+        return _output_log_scale(mixed, self.identity_start, self.pooling, where, segment_ids)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """Everything that makes a head, as it is stored beside its parameters. Hashable: a static argument of `jax.jit`.
+
+    Attributes:
+        kind: "constant", "linear", "mlp" or "transformer".
+        hidden_size: D of the base model.
+        features: names from `FEATURES`, joined along the last axis. All but "hidden_states" need logits: max_logit and
+            argmax_embedding cost one more product with the unembedding, log_std_logits one with a D x D matrix.
+        pooling: "token": a temperature for each token; "sequence": one for each sequence.
+        identity_start: start with s = 1; False: the authors' random start.
+        intermediate_size: width of the MLP; None: 2 D ("mlp") or 4 D ("transformer").
+        num_heads: attention heads of "transformer"; None: as many as give a head width of 64, at least 8 where D
+            allows.
+    """
+
+    kind: HeadKind
+    hidden_size: int
+    features: tuple[str, ...] = ("hidden_states",)
+    pooling: Literal["token", "sequence"] = "token"
+    identity_start: bool = True
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "features", tuple(self.features))
+        unknown = [name for name in self.features if name not in FEATURES]
+        if unknown or not self.features or len(set(self.features)) != len(self.features):
+            raise ValueError(f"features: expected distinct names among {list(FEATURES)}, got {list(self.features)}.")
+        if self.pooling not in ("token", "sequence"):
+            raise ValueError(f'pooling: expected "token" or "sequence", got {self.pooling!r}.')
+        if self.kind not in ("constant", "linear", "mlp", "transformer"):
+            raise ValueError(f'kind: expected "constant", "linear", "mlp" or "transformer", got {self.kind!r}.')
+
+    def build(self) -> nn.Module:
+        """The module."""
+        shared = {"identity_start": self.identity_start, "pooling": self.pooling}
+        if self.kind == "constant":
+            return ConstantTemperature()
+        if self.kind == "linear":
+            return LinearHead(**shared)
+        if self.kind == "mlp":
+            return MLPHead(self.intermediate_size or 2 * self.hidden_size, **shared)
+        heads = self.num_heads or _number_of_heads(self.hidden_size)
+        if self.hidden_size % heads or (self.hidden_size // heads) % 2:
+            raise ValueError(
+                f"num_heads: expected a divisor of hidden_size {self.hidden_size} with an even quotient, got {heads}."
+            )
+        block = BlockConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size or 4 * self.hidden_size,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=self.hidden_size // heads,
+        )
+        return TransformerHead(block, **shared)
+
+    def init(self, key: Array) -> Any:
+        """Random parameters (identity at start by default); a pytree of float32 arrays."""
+        width = sum(
+            {"hidden_states": self.hidden_size, "argmax_embedding": self.hidden_size}.get(f, 1) for f in self.features
+        )
+        return self.build().init(key, jnp.zeros((1, 1, width), jnp.float32))["params"]
+
+
+def _number_of_heads(hidden_size: int) -> int:
+    """Heads 64 wide, but at least 8 of them, as far as an even width per head divides D."""
+    wanted = max(hidden_size // 64, 8)
+    fitting = [n for n in range(1, wanted + 1) if hidden_size % n == 0 and (hidden_size // n) % 2 == 0]
+    if not fitting:
+        raise ValueError(f"a transformer head needs an even hidden_size, got {hidden_size}.")
+    return fitting[-1]
+
+
+def logit_covariance(unembedding: Float[Array, "V D"], bias: Float[Array, " V"] | None = None) -> Float[Array, "E E"]:
+    """Covariance of the rows of [W b] over the vocabulary (divisor V − 1), float32, E = D + 1.
+
+    The variance of the raw logits of h is then h̃ᵀ C h̃ with h̃ = [h, 1]: the feature log_std_logits without the
+    logits. Computed once for a frozen model.
+    """
+    last = jnp.zeros(unembedding.shape[0], jnp.float32) if bias is None else bias.astype(jnp.float32)
+    rows = jnp.concatenate([unembedding.astype(jnp.float32), last[:, None]], axis=1)
+    rows = rows - jnp.mean(rows, axis=0, keepdims=True)
+    return jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST) / max(unembedding.shape[0] - 1, 1)
+
+
+def head_features(
+    names: tuple[str, ...],
+    hidden: Float[Array, "B T D"],
+    unembedding: Float[Array, "V D"],
+    *,
+    covariance: Float[Array, "E E"] | None = None,
+    bias: Float[Array, " V"] | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "B T F"]:
+    """The features named, joined along the last axis, float32 (hidden states alone keep their dtype).
+
+    Args:
+        names: among `FEATURES`.
+        hidden: hidden states after the final norm.
+        unembedding: W.
+        covariance: of `logit_covariance`, to save its computation where log_std_logits is named.
+        bias, softcap: of the logits. log_std_logits is taken before the soft-cap.
+    """
+    if names == ("hidden_states",):
+        return hidden
+    wanted = [s for f, s in (("max_logit", "max_logit"), ("argmax_embedding", "argmax")) if f in names]
+    stats = vocab_stats(hidden, unembedding, bias=bias, softcap=softcap, statistics=wanted) if wanted else None
+    parts = []
+    for name in names:
+        if name == "hidden_states":
+            parts.append(hidden)
+        elif name == "max_logit" and stats is not None:
+            parts.append(stats.require("max_logit")[..., None])
+        elif name == "argmax_embedding" and stats is not None:
+            parts.append(unembedding[stats.require("argmax")])
+        else:
+            covariance = logit_covariance(unembedding, bias) if covariance is None else covariance
+            augmented = jnp.concatenate([hidden.astype(jnp.float32), jnp.ones((*hidden.shape[:-1], 1))], axis=-1)
+            moved = jnp.matmul(augmented, covariance, precision=jax.lax.Precision.HIGHEST)
+            variance = jnp.sum(moved * augmented, axis=-1, keepdims=True)
+            parts.append(0.5 * jnp.log(jnp.maximum(variance, 1e-12)))
+    return jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedHead:
+    """A head with its parameters and the base model that it belongs to.
+
+    Attributes:
+        config: what it is.
+        params: its parameters.
+        log_factor: log of a common factor on every token's scale (the refitted temperature; 0 for none).
+        fingerprint: of the base model's configuration and weights.
+    """
+
+    config: HeadConfig
+    params: Any
+    log_factor: float
+    fingerprint: str
+
+    def log_scale(
+        self,
+        hidden: Float[Array, "B T D"],
+        unembedding: Float[Array, "V D"],
+        *,
+        where: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        softcap: float | None = None,
+    ) -> Float[Array, "B T"]:
+        """Log inverse temperature of every token, float32 `[B, T]`."""
+        features = head_features(self.config.features, hidden, unembedding, softcap=softcap)
+        log_scale = self.config.build().apply({"params": self.params}, features, where=where, segment_ids=segment_ids)
+        return jnp.asarray(log_scale) + np.float32(self.log_factor)

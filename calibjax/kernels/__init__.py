@@ -1,0 +1,6 @@
+"""The operator at the heart: statistics of the logits over the vocabulary, without the logits."""
+
+from calibjax.kernels.api import IMPLEMENTATIONS as IMPLEMENTATIONS
+from calibjax.kernels.api import vocab_stats as vocab_stats
+from calibjax.kernels.stats import STATISTICS as STATISTICS
+from calibjax.kernels.stats import VocabStats as VocabStats

@@ -1,0 +1,157 @@
+"""`vocab_stats`: one contract, several implementations, chosen by an ordered table."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from calibjax.kernels import chunked, reference
+from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
+
+IMPLEMENTATIONS: dict[str, Callable[..., dict[str, Array]]] = {
+    "chunked": chunked.statistics,
+    "reference": reference.statistics,
+}
+"""Name -> implementation, best first. `implementation=None` takes the first that can run here; all of these can."""
+
+
+def vocab_stats(
+    hidden: Float[Array, "*B D"],
+    unembedding: Float[Array, "V D"],
+    targets: Int[Array, "*B"] | None = None,
+    *,
+    scale: Float[Array, "*B"] | float | None = None,
+    bias: Float[Array, " V"] | None = None,
+    softcap: float | None = None,
+    where: Bool[Array, "*B"] | None = None,
+    ignore_index: int = -100,
+    statistics: Sequence[str] | None = None,
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> VocabStats:
+    """Statistics of the logits z = softcap(h Wᵀ + b) over the vocabulary, without ever holding them all.
+
+    softcap(x) = cap·tanh(x / cap). Everything accumulates in float32, whatever the dtype of the inputs.
+
+    Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode, through `log_normalizer`,
+    `target_logit`, `mean_logit`, `max_logit` (its subgradient: the row of `argmax`) and `expected_logit`;
+    `logit_variance` is a constant under differentiation. What is not differentiated costs nothing: a gradient in
+    `scale` alone uses ∂ log_normalizer/∂s = E_p[z] and ∂ E_p[z]/∂s = Var_p[z] from the forward pass and adds no
+    product.
+
+    Cost of the statistics beyond the one product: `log_normalizer`, `max_logit` one pass over the logits; `argmax`,
+    `expected_logit`, `logit_variance` one more elementwise pass each; `target_logit` a gather; `mean_logit` one row
+    (with a soft-cap a pass).
+
+    Args:
+        hidden: hidden states, `[..., D]`, floating point.
+        unembedding: `[V, D]`, floating point.
+        targets: `[...]`, integer in [0, V), or `ignore_index`. None leaves out `target_logit` and `correct`.
+        scale: inverse temperature s > 0, `[...]` or a scalar; None means 1.
+        bias: `[V]`, added to the logits before the soft-cap.
+        softcap: cap > 0, or None.
+        where: `[...]`, False for tokens that do not count (padding, prompt).
+        ignore_index: target value that does not count.
+        statistics: names of the wanted fields of `VocabStats`; None means all but `logit_variance`.
+        implementation: "chunked" or "reference"; None chooses for the platform. An explicit name never falls back.
+        chunk_size: columns at a time in "chunked"; None chooses by memory (`chunked.choose_chunk_size`).
+        precision: of the products, as in `jax.lax.dot_general`; None means full float32 for float32 inputs.
+
+    Returns:
+        `VocabStats`, each field `[...]`, float32, int32 or bool. Tokens that do not count hold 0 (argmax -1, correct
+        False) and give exactly zero gradient, whatever their hidden state holds.
+
+    Raises:
+        ValueError: for shapes, dtypes or options that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stats = vocab_stats(jnp.ones((2, 4)), jnp.eye(3, 4), jnp.array([0, -100]))
+        >>> [round(float(x), 4) for x in stats.log_prob()]
+        [-1.0986, 0.0]
+    """
+    hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
+    targets = None if targets is None else jnp.asarray(targets)
+    _check_shapes(hidden, unembedding, targets, bias, where, softcap, chunk_size)
+    wanted = _wanted(statistics, targets)
+    if implementation is None:
+        implementation = next(iter(IMPLEMENTATIONS))
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, got {implementation!r}.")
+    if precision is None and jnp.promote_types(hidden.dtype, unembedding.dtype) == jnp.float32:
+        precision = jax.lax.Precision.HIGHEST
+
+    shape, vocab_size = hidden.shape[:-1], unembedding.shape[0]
+    full_scale = jnp.asarray(1.0 if scale is None else scale)
+    full_scale = jnp.broadcast_to(full_scale.astype(jnp.promote_types(full_scale.dtype, jnp.float32)), shape)
+    valid = jnp.ones(shape, bool) if where is None else jnp.broadcast_to(where, shape)
+    if targets is not None:
+        valid = valid & (targets != ignore_index)
+    if targets is not None or where is not None:
+        # A select, not a product: whatever a masked token's hidden state and scale hold, even NaN, reaches neither W nor b.
+        hidden = jnp.where(valid[..., None], hidden, 0)
+    counted_scale = jnp.where(valid, full_scale, 1.0)
+    flat_targets = in_range = None
+    if targets is not None:
+        in_range = (targets >= 0) & (targets < vocab_size)
+        flat_targets = jnp.where(in_range, targets, 0).reshape(-1).astype(jnp.int32)
+
+    needed = (wanted - {"correct"}) | ({"argmax"} if "correct" in wanted else set())
+    values = IMPLEMENTATIONS[implementation](
+        hidden.reshape(-1, hidden.shape[-1]),
+        unembedding,
+        bias,
+        counted_scale.reshape(-1),
+        flat_targets,
+        wanted=frozenset(needed),
+        softcap=softcap,
+        precision=precision,
+        chunk_size=chunk_size,
+    )
+    values = {name: value.reshape(shape) for name, value in values.items()}
+    if "target_logit" in values:
+        assert in_range is not None
+        values["target_logit"] = jnp.where(in_range, values["target_logit"], jnp.nan)
+    if "correct" in wanted:
+        values["correct"] = (values["argmax"] == targets) & valid
+    filler = {"argmax": -1, "correct": False}
+    masked = {name: jnp.where(valid, value, filler.get(name, 0)) for name, value in values.items() if name in wanted}
+    return VocabStats(**{name: masked.get(name) for name in STATISTICS}, valid=valid, scale=full_scale)
+
+
+def _wanted(statistics: Sequence[str] | None, targets: Array | None) -> frozenset[str]:
+    names = DEFAULT_STATISTICS if statistics is None else tuple(statistics)
+    unknown = sorted(set(names) - set(STATISTICS))
+    if unknown:
+        raise ValueError(f"statistics: unknown {unknown}; expected names among {list(STATISTICS)}.")
+    of_targets = {"target_logit", "correct"}
+    if targets is None and statistics is not None and of_targets & set(names):
+        raise ValueError(f"statistics: {sorted(of_targets & set(names))} need targets, and none were given.")
+    return frozenset(names) - (of_targets if targets is None else set())
+
+
+def _check_shapes(hidden, unembedding, targets, bias, where, softcap, chunk_size) -> None:
+    for name, array in (("hidden", hidden), ("unembedding", unembedding)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name}: expected a floating-point array, got {array.dtype}.")
+    if unembedding.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != unembedding.shape[1]:
+        raise ValueError(
+            f"expected hidden [..., D] and unembedding [V, D] with one D, got {hidden.shape} and {unembedding.shape}."
+        )
+    if unembedding.shape[0] < 1:
+        raise ValueError("unembedding: expected at least one row.")
+    if targets is not None:
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
+            raise ValueError(f"targets: expected integers, got {targets.dtype}.")
+        if targets.shape != hidden.shape[:-1]:
+            raise ValueError(f"targets: expected shape {hidden.shape[:-1]} as hidden has, got {targets.shape}.")
+    if bias is not None and jnp.shape(bias) != (unembedding.shape[0],):
+        raise ValueError(f"bias: expected shape ({unembedding.shape[0]},), got {jnp.shape(bias)}.")
+    if where is not None and jnp.asarray(where).dtype != bool:
+        raise ValueError(f"where: expected booleans, got {jnp.asarray(where).dtype}.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: expected a number above 0 or None, got {softcap}.")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1 or None, got {chunk_size}.")

@@ -1,0 +1,48 @@
+"""The operator written out densely: short, differentiated by JAX itself, the contract of all implementations.
+
+Memory: several `[N, V]` arrays. For tests and tiny vocabularies.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from calibjax.kernels.stats import FLOOR
+
+
+def statistics(
+    hidden: Float[Array, "N D"],
+    unembedding: Float[Array, "V D"],
+    bias: Float[Array, " V"] | None,
+    scale: Float[Array, " N"],
+    targets: Int[Array, " N"] | None,
+    *,
+    wanted: frozenset[str],
+    softcap: float | None,
+    precision: jax.lax.PrecisionLike,
+    chunk_size: int | None = None,
+) -> dict[str, Array]:
+    """All wanted statistics of N tokens, in float32, or in float64 where an input is; see `VocabStats`."""
+    if chunk_size is not None:
+        raise ValueError("implementation='reference' is dense: it takes no chunk_size.")
+    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(hidden.dtype, unembedding.dtype))
+    z = jnp.matmul(hidden.astype(dtype), unembedding.astype(dtype).T, precision=precision)
+    if bias is not None:
+        z = z + bias.astype(dtype)[None, :]
+    if softcap is not None:
+        z = softcap * jnp.tanh(z / softcap)
+    finite = jnp.maximum(z, FLOOR)  # a bias of −inf removes an entry: p = 0, and 0·z = 0
+    scaled = scale[:, None].astype(dtype) * finite
+    p = jax.nn.softmax(scaled, axis=-1)
+    expected = jnp.sum(p * finite, axis=-1)
+    everything = {
+        "log_normalizer": jax.nn.logsumexp(scaled, axis=-1),
+        "mean_logit": jnp.mean(z, axis=-1),
+        "max_logit": jnp.max(z, axis=-1),
+        "argmax": jnp.argmax(z, axis=-1).astype(jnp.int32),
+        "expected_logit": expected,
+        "logit_variance": jax.lax.stop_gradient(jnp.sum(p * (finite - expected[:, None]) ** 2, axis=-1)),
+    }
+    if targets is not None:
+        everything["target_logit"] = jnp.take_along_axis(z, targets[:, None], axis=-1)[:, 0]
+    return {name: everything[name] for name in wanted}

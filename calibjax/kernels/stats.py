@@ -1,0 +1,178 @@
+"""What the operator returns for each token, and the rule that merges two pieces of the vocabulary."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+STATISTICS = (
+    "log_normalizer",
+    "target_logit",
+    "mean_logit",
+    "max_logit",
+    "argmax",
+    "expected_logit",
+    "logit_variance",
+    "correct",
+)
+"""Names that `vocab_stats(statistics=...)` accepts."""
+
+DEFAULT_STATISTICS = tuple(name for name in STATISTICS if name != "logit_variance")
+
+# Differences of logits below this are taken as this: exp gives 0 there, and its square is still finite.
+FLOOR = -1e15
+
+
+class VocabStats(NamedTuple):
+    """Statistics over the vocabulary of z = softcap(h Wᵀ + b), one value a token; every loss is algebra on them.
+
+    All fields have the leading shape `[...]` of the hidden states. p = softmax(s·z) is the model's distribution at the
+    inverse temperature s = `scale`. Tokens that are not `valid` (masked, or with target `ignore_index`) hold 0 in every
+    float field, -1 in `argmax`, False in `correct`, and pass no gradient. A field that was not asked for is None.
+
+    Attributes:
+        log_normalizer: float32, log Σ_v exp(s·z_v).
+        target_logit: float32, z_y. NaN where a valid token's target lies outside [0, V).
+        mean_logit: float32, (1/V) Σ_v z_v.
+        max_logit: float32, max_v z_v.
+        argmax: int32, the lowest v that attains it. It does not depend on s: no temperature can change it.
+        expected_logit: float32, E_p[z] = ∂ log_normalizer / ∂s.
+        logit_variance: float32, Var_p[z] = ∂ expected_logit / ∂s. Constant under differentiation.
+        correct: bool, argmax = y.
+        valid: bool, the token counts.
+        scale: float32, s as given (1 where none was given).
+    """
+
+    log_normalizer: Float[Array, "..."] | None
+    target_logit: Float[Array, "..."] | None
+    mean_logit: Float[Array, "..."] | None
+    max_logit: Float[Array, "..."] | None
+    argmax: Int[Array, "..."] | None
+    expected_logit: Float[Array, "..."] | None
+    logit_variance: Float[Array, "..."] | None
+    correct: Bool[Array, "..."] | None
+    valid: Bool[Array, "..."]
+    scale: Float[Array, "..."]
+
+    def require(self, name: str) -> Array:
+        """The field `name`; raises ValueError where `vocab_stats` was not asked for it."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"this needs the statistic {name!r}: add it to vocab_stats(..., statistics=[...]).")
+        return value
+
+    def log_prob(self) -> Float[Array, "..."]:
+        """log p(y) = s·z_y − log_normalizer, in nats; 0 on invalid tokens."""
+        return jnp.where(self.valid, self.scale * self.require("target_logit") - self.require("log_normalizer"), 0.0)
+
+    def log_confidence(self) -> Float[Array, "..."]:
+        """max_v log p(v) = s·max z − log_normalizer, in nats, at most 0; 0 on invalid tokens."""
+        value = self.scale * self.require("max_logit") - self.require("log_normalizer")
+        return jnp.where(self.valid, jnp.minimum(value, 0.0), 0.0)
+
+    def confidence(self) -> Float[Array, "..."]:
+        """max_v p(v), in [0, 1]; 0 on invalid tokens."""
+        return jnp.where(self.valid, jnp.exp(self.log_confidence()), 0.0)
+
+    def entropy(self) -> Float[Array, "..."]:
+        """H(p) = log_normalizer − s·E_p[z], in nats; 0 on invalid tokens."""
+        value = self.require("log_normalizer") - self.scale * self.require("expected_logit")
+        return jnp.where(self.valid, value, 0.0)
+
+
+class Moments(NamedTuple):
+    """What one piece of the vocabulary knows of N tokens, relative to its own largest logit m: nothing overflows.
+
+    Attributes:
+        max_logit: float32 [N], m.
+        argmax: int32 [N], index in the whole vocabulary of the first logit equal to m.
+        weight: float32 [N], Σ e with e = exp(s (z − m)).
+        first: float32 [N], Σ e (z − m), or None.
+        second: float32 [N], Σ e (z − m)², or None.
+        total: float32 [N], Σ z, or None.
+        target: float32 [N], z_y where y lies in this piece, else 0; or None.
+    """
+
+    max_logit: Array
+    argmax: Array | None
+    weight: Array
+    first: Array | None
+    second: Array | None
+    total: Array | None
+    target: Array | None
+
+
+def moments(
+    logits: Float[Array, "N C"],
+    scale: Float[Array, " N"],
+    targets: Int[Array, " N"] | None,
+    start: Int[Array, ""] | int,
+    wanted: frozenset[str],
+) -> Moments:
+    """The moments of the columns `start` to `start + C − 1` of the vocabulary; `wanted` names fields of `Moments`."""
+    width = logits.shape[1]
+    # Never −inf: a piece whose logits are all −inf has weight 0, not NaN.
+    largest = jnp.maximum(jnp.max(logits, axis=1), jnp.finfo(logits.dtype).min)
+    shifted = jnp.maximum(logits - largest[:, None], FLOOR)
+    e = jnp.exp(scale[:, None] * shifted)
+    argmax = target = None
+    if "argmax" in wanted:
+        # A maximum and a minimum vectorise on every platform; argmax's two-operand reduction does not on CPU.
+        column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        first_column = jnp.min(jnp.where(logits == largest[:, None], column, width - 1), axis=1)
+        argmax = start + first_column
+    if "target" in wanted:
+        assert targets is not None
+        local = targets - start
+        inside = (local >= 0) & (local < width)
+        value = jnp.take_along_axis(logits, jnp.clip(local, 0, width - 1)[:, None], axis=1)[:, 0]
+        target = jnp.where(inside, value, 0.0)
+    return Moments(
+        max_logit=largest,
+        argmax=argmax,
+        weight=jnp.sum(e, axis=1),
+        first=jnp.sum(e * shifted, axis=1) if "first" in wanted else None,
+        second=jnp.sum(e * shifted * shifted, axis=1) if "second" in wanted else None,
+        total=jnp.sum(logits, axis=1) if "total" in wanted else None,
+        target=target,
+    )
+
+
+def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
+    """The moments of two disjoint pieces of the vocabulary together. Associative and commutative.
+
+    With m = max(m_a, m_b) and δ = m_a − m ≤ 0 the sums of a piece move to the common reference by
+    Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe), where r = exp(s δ), u = z − m_a.
+    """
+    largest = jnp.maximum(a.max_logit, b.max_logit)
+
+    def moved(piece: Moments) -> tuple[Array, Array | None, Array | None]:
+        delta = jnp.maximum(piece.max_logit - largest, FLOOR)
+        ratio = jnp.exp(scale * delta)
+        first = second = None
+        if piece.first is not None:
+            first = ratio * (piece.first + delta * piece.weight)
+        if piece.second is not None:
+            assert piece.first is not None
+            second = ratio * (piece.second + delta * (2.0 * piece.first + delta * piece.weight))
+        return ratio * piece.weight, first, second
+
+    def add(x: Array | None, y: Array | None) -> Array | None:
+        return None if x is None or y is None else x + y
+
+    argmax = None
+    if a.argmax is not None and b.argmax is not None:
+        b_wins = (b.max_logit > a.max_logit) | ((b.max_logit == a.max_logit) & (b.argmax < a.argmax))
+        argmax = jnp.where(b_wins, b.argmax, a.argmax)
+    weight_a, first_a, second_a = moved(a)
+    weight_b, first_b, second_b = moved(b)
+    return Moments(
+        max_logit=largest,
+        argmax=argmax,
+        weight=weight_a + weight_b,
+        first=add(first_a, first_b),
+        second=add(second_a, second_b),
+        total=add(a.total, b.total),
+        target=add(a.target, b.target),
+    )

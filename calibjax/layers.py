@@ -1,0 +1,377 @@
+"""The blocks that transformers are made of, shared by the frozen decoder and by the calibration heads.
+
+One configuration, `BlockConfig`, describes a pre-norm block: attention and an MLP, each behind a norm and a residual
+connection. Its defaults are a Llama block; other settings give those of GPT-2 and its relatives.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from calibjax._checks import UserError
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": nn.silu,
+    "swish": nn.silu,
+    "relu": nn.relu,
+    "gelu": functools.partial(nn.gelu, approximate=False),
+    "gelu_new": functools.partial(nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": functools.partial(nn.gelu, approximate=True),
+}
+"""Activations by the names that Hugging Face configurations use."""
+
+_kernel_init = nn.initializers.normal(0.02)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), and how it is stretched.
+
+    Args:
+      theta: Base of the wavelengths; positive.
+      scaling: `None`; `"linear"`, every frequency divided by `factor`; or `"llama3"`, only low frequencies divided
+        (Grattafiori et al., 2024, https://arxiv.org/abs/2407.21783), with a smooth passage between
+        `original_max_positions / low_freq_factor` and `original_max_positions / high_freq_factor` in wavelength.
+      factor: By how much the context is stretched; positive.
+      low_freq_factor: For `"llama3"` only.
+      high_freq_factor: For `"llama3"` only; greater than `low_freq_factor`.
+      original_max_positions: Context before stretching; for `"llama3"` only.
+    """
+
+    theta: float = 10000.0
+    scaling: Literal["linear", "llama3"] | None = None
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+    def __post_init__(self):
+        if self.scaling not in (None, "linear", "llama3"):
+            raise UserError(f"Rope.scaling: expected None, 'linear' or 'llama3', got {self.scaling!r}.")
+        if not (self.theta > 0 and self.factor > 0):
+            raise UserError(f"Rope: theta and factor must be positive, got {self.theta} and {self.factor}.")
+        if self.scaling == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise UserError(
+                "Rope: expected 0 < low_freq_factor < high_freq_factor, "
+                f"got {self.low_freq_factor} and {self.high_freq_factor}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """The shape and kind of one transformer block. Hashable, so it can be a static argument of `jax.jit`.
+
+    Args:
+      hidden_size: Width D of the residual stream.
+      intermediate_size: Width of the MLP.
+      num_heads: Query heads.
+      num_kv_heads: Key and value heads; divides `num_heads` (grouped-query attention).
+      head_dim: Width of one head; even where `rope` is set.
+      norm: `"rms"` or `"layer"`.
+      norm_eps: Added to the variance, or to the mean square.
+      activation: A name in `ACTIVATIONS`.
+      gated_mlp: `down(act(gate x) * up x)` if true, else `down(act(up x))`.
+      rope: Rotary positions, or `None` for none.
+      qkv_bias, output_bias, mlp_bias: Which projections have a bias.
+      attention_scale: Factor on attention logits; `None` is `1 / sqrt(head_dim)`.
+
+    Raises:
+      UserError: The sizes do not fit each other, or a name is not known.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    activation: str = "silu"
+    gated_mlp: bool = True
+    rope: Rope | None = Rope()
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    attention_scale: float | None = None
+
+    def __post_init__(self):
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: expected at least 1, got {getattr(self, name)}.")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}."
+            )
+        if self.rope is not None and self.head_dim % 2:
+            raise UserError(f"Rotary positions need an even head_dim, got {self.head_dim}.")
+        if self.norm not in ("rms", "layer"):
+            raise UserError(f"norm: expected 'rms' or 'layer', got {self.norm!r}.")
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"activation: expected one of {', '.join(ACTIVATIONS)}; got {self.activation!r}.")
+
+
+class SequenceContext(NamedTuple):
+    """What every block needs to know of the sequence besides its hidden states; made once by `sequence_context`."""
+
+    rotary: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]] | None
+    mask: Bool[Array, "B 1 T T"] | None
+
+
+def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Returns positions that restart at 0 wherever the segment id changes along T."""
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, :]
+    starts = jnp.concatenate(
+        [jnp.ones_like(segment_ids[:, :1], dtype=bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
+    )
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+
+def sequence_context(
+    config: BlockConfig, positions: Int[Array, "#B T"], segment_ids: Int[Array, "B T"] | None = None
+) -> SequenceContext:
+    """Computes the rotary table and the attention mask of a batch.
+
+    Args:
+      config: The blocks' configuration.
+      positions: Position of each token in its sequence, `[B, T]`, or `[1, T]` where all rows share them.
+      segment_ids: Which sequence of the row each token belongs to, `[B, T]`; 0 is padding. A token attends to itself
+        and to earlier tokens of its own segment. Padding forms a segment like any other: so no row of the mask is
+        empty, and every output is finite. `None`: one sequence a row, and no mask is made.
+
+    Returns:
+      The context that `Block` and `Attention` take.
+    """
+    rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
+    if segment_ids is None:
+        return SequenceContext(rotary, None)
+    index = jnp.arange(segment_ids.shape[1])
+    causal = index[:, None] >= index[None, :]
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return SequenceContext(rotary, (same & causal[None])[:, None])
+
+
+def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Returns the angle per position of each of the `head_dim / 2` rotated pairs, float32.
+
+    `theta ** (-2i / head_dim)` for `i < head_dim / 2`, then scaled as `rope` says.
+    """
+    frequencies = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.scaling == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.scaling == "llama3":
+        # Turns made over the original context: few turns means a long wave, which must be stretched.
+        turns = rope.original_max_positions * frequencies / (2 * math.pi)
+        keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+        frequencies = keep * frequencies + (1 - keep) * frequencies / rope.factor
+    return frequencies.astype(np.float32)
+
+
+def rotary_table(
+    positions: Int[Array, "B T"], rope: Rope, head_dim: int
+) -> tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]]:
+    """Returns cosines and sines of every position's angles, float32 `[B, T, 1, head_dim / 2]`."""
+    angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(rotary_frequencies(rope, head_dim))[None, None, :]
+    return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+
+
+def rotate(
+    x: Float[Array, "B T H K"], table: tuple[Float[Array, "#B T 1 R"], Float[Array, "#B T 1 R"]]
+) -> Float[Array, "B T H K"]:
+    """Rotates each pair `(x_i, x_{i + K/2})` by its angle: the half-split order of Hugging Face's Llama.
+
+    The arithmetic is float32 whatever the dtype of `x`: far positions need angles that bfloat16 cannot hold.
+    """
+    cos, sin = table
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _last_axis(vector: Float[Array, " D"], like: Array) -> Array:
+    return jax.lax.expand_dims(vector.astype(like.dtype), range(like.ndim - 1))
+
+
+class Dense(nn.Dense):
+    """`nn.Dense` over the last axis, with the axes before it joined for the product.
+
+    The same numbers; but XLA's CPU backend contracts the gradient of the kernel over two axes several times slower than
+    over one.
+    """
+
+    def __call__(self, inputs: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
+        flat = super().__call__(inputs.reshape(-1, inputs.shape[-1]))
+        return flat.reshape(*inputs.shape[:-1], self.features)
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x²) + eps) * scale` (Zhang & Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+
+    The mean square is float32; the product with the scale is in `dtype`, as in Hugging Face's Llama.
+    """
+
+    eps: float = 1e-5
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        x = x.astype(self.dtype)
+        return x * _last_axis(scale, x)
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean) / sqrt(var + eps) * scale + bias`, in float32, cast to `dtype` at the end as PyTorch does.
+
+    The variance is that of the centred values: `E[x²] - E[x]²` loses digits where the mean is large, and GPT-2 has
+    such channels.
+    """
+
+    eps: float = 1e-5
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
+        x = x.astype(jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        return (x * _last_axis(scale, x) + _last_axis(bias, x)).astype(self.dtype)
+
+
+def make_norm(config: BlockConfig, dtype: DTypeLike, param_dtype: DTypeLike, name: str) -> RMSNorm | LayerNorm:
+    """Builds the norm that `config` asks for."""
+    kind = RMSNorm if config.norm == "rms" else LayerNorm
+    return kind(config.norm_eps, dtype, param_dtype, name=name)
+
+
+def _attend(query: Array, key: Array, value: Array, mask: Array | None, *, scale: float) -> Array:
+    # JAX's attention promotes dtypes within, and so fails under strict promotion where it is not let to.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=mask is None, scale=scale)
+
+
+def _attend_on_cpu(query: Array, key: Array, value: Array, mask: Array | None, *, scale: float) -> Array:
+    """The same with heads before time: XLA's CPU products then need no transposes, and gradients are much faster.
+
+    Returns `[B, T, H, K]`; logits and softmax are float32.
+    """
+    batch, time, heads, width = query.shape
+    groups = heads // key.shape[2]
+    query = jnp.moveaxis(query.reshape(batch, time, key.shape[2], groups, width), 1, 3)
+    key, value = jnp.moveaxis(key, 1, 2)[:, :, None], jnp.moveaxis(value, 1, 2)[:, :, None]
+    key, value = (jnp.broadcast_to(x, (*query.shape[:3], *x.shape[3:])) for x in (key, value))
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    logits = product(query, jnp.swapaxes(key, -1, -2)) * scale
+    mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
+    logits = jnp.where(mask[:, :, None], logits, jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    mixed = product(weights.astype(value.dtype), value).astype(value.dtype)
+    return jnp.moveaxis(mixed, 3, 1).reshape(batch, time, heads, width)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; logits and softmax are float32 whatever `dtype` is."""
+
+    config: BlockConfig
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, hidden: Float[Array, "B T D"], context: SequenceContext) -> Float[Array, "B T D"]:
+        cfg = self.config
+
+        def dense(width: int, use_bias: bool, name: str) -> Dense:
+            return Dense(
+                width,
+                use_bias=use_bias,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                kernel_init=_kernel_init,
+                name=name,
+            )
+
+        def heads(count: int, name: str) -> Array:
+            projected = dense(count * cfg.head_dim, cfg.qkv_bias, name)(hidden)
+            return projected.reshape(*hidden.shape[:2], count, cfg.head_dim)
+
+        query, key, value = heads(cfg.num_heads, "q"), heads(cfg.num_kv_heads, "k"), heads(cfg.num_kv_heads, "v")
+        if context.rotary is not None:
+            query, key = rotate(query, context.rotary), rotate(key, context.rotary)
+        scale = cfg.head_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+        mixed = jax.lax.platform_dependent(
+            query,
+            key,
+            value,
+            context.mask,
+            cpu=functools.partial(_attend_on_cpu, scale=scale),
+            default=functools.partial(_attend, scale=scale),
+        )
+        return dense(cfg.hidden_size, cfg.output_bias, "o")(mixed.reshape(*hidden.shape[:2], -1))
+
+
+class MLP(nn.Module):
+    """`down(act(gate x) * up x)`, or `down(act(up x))` where it is not gated."""
+
+    config: BlockConfig
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        cfg = self.config
+        dense = functools.partial(
+            Dense,
+            use_bias=cfg.mlp_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=_kernel_init,
+        )
+        activation = ACTIVATIONS[cfg.activation]
+        up = dense(cfg.intermediate_size, name="up")(hidden)
+        inner = activation(dense(cfg.intermediate_size, name="gate")(hidden)) * up if cfg.gated_mlp else activation(up)
+        return dense(cfg.hidden_size, name="down")(inner)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: `h += attention(norm(h))`, then `h += mlp(norm(h))`.
+
+    Args:
+      config: Its shape and kind.
+      dtype: Compute dtype, and that of the output.
+      param_dtype: Dtype of the parameters it creates.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> config = BlockConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
+      >>> hidden = jnp.ones((1, 3, 8))
+      >>> context = sequence_context(config, jnp.arange(3)[None])
+      >>> params = Block(config).init(jax.random.key(0), hidden, context)
+      >>> Block(config).apply(params, hidden, context).shape
+      (1, 3, 8)
+    """
+
+    config: BlockConfig
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, hidden: Float[Array, "B T D"], context: SequenceContext) -> Float[Array, "B T D"]:
+        kinds = (self.dtype, self.param_dtype)
+        normed = make_norm(self.config, *kinds, name="attention_norm")(hidden)
+        hidden = hidden + Attention(self.config, *kinds, name="attention")(normed, context)
+        normed = make_norm(self.config, *kinds, name="mlp_norm")(hidden)
+        return hidden + MLP(self.config, *kinds, name="mlp")(normed)

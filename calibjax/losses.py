@@ -1,0 +1,165 @@
+"""Losses per token: pure functions of `VocabStats`.
+
+Every function returns float32 of the statistics' shape, unreduced, with exactly 0 (and no gradient) on tokens that are
+not valid or where `where` is False. The caller chooses the mean: `loss.sum() / count`, with `count` from
+`valid_tokens`. Notation: s inverse temperature, z logits (after any soft-cap), q = softmax(s·z), y target, V
+vocabulary size.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from calibjax.kernels import VocabStats
+
+Mask = Bool[Array, "..."] | None
+
+REQUIRED_STATISTICS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("log_normalizer", "target_logit"),
+    "label_smoothing": ("log_normalizer", "target_logit", "mean_logit"),
+    "selective_smoothing": ("log_normalizer", "target_logit", "mean_logit", "correct"),
+    "focal": ("log_normalizer", "target_logit"),
+    "z_loss": ("log_normalizer",),
+    "confidence_penalty": ("log_normalizer", "target_logit", "expected_logit"),
+    "top_label": ("log_normalizer", "max_logit", "correct"),
+}
+"""What each loss needs of `vocab_stats(statistics=...)`; asking for no more saves passes over the logits."""
+
+
+def valid_tokens(stats: VocabStats, where: Mask = None) -> Bool[Array, "..."]:
+    """The tokens that count: valid in the statistics and, if given, True in `where`."""
+    return stats.valid if where is None else stats.valid & where
+
+
+def _masked(loss: Float[Array, "..."], stats: VocabStats, where: Mask) -> Float[Array, "..."]:
+    return jnp.where(valid_tokens(stats, where), loss, 0.0)
+
+
+def _uniform_cross_entropy(stats: VocabStats) -> Float[Array, "..."]:
+    """−(1/V) Σ_v log q_v = log_normalizer − s·mean_logit."""
+    return stats.require("log_normalizer") - stats.scale * stats.require("mean_logit")
+
+
+def cross_entropy(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
+    """−log q_y, in nats: a proper score, least in expectation exactly at the true probabilities.
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token.
+    """
+    return _masked(-stats.log_prob(), stats, where)
+
+
+def label_smoothing(stats: VocabStats, beta: float, *, where: Mask = None) -> Float[Array, "..."]:
+    """(1−β)(−log q_y) + β (−1/V Σ_v log q_v), in nats (Szegedy et al. 2016, section 7; arXiv 2508.00264, eq. 2).
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`, `mean_logit`.
+        beta: smoothing β in [0, 1]; 0 is cross-entropy.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token.
+    """
+    loss = -(1.0 - beta) * stats.log_prob() + beta * _uniform_cross_entropy(stats)
+    return _masked(loss, stats, where)
+
+
+def selective_smoothing(
+    stats: VocabStats, alpha: float | Float[Array, ""] = 0.5, *, balanced: bool = False, where: Mask = None
+) -> Float[Array, "..."]:
+    """Selective smoothing, the loss of Adaptive Temperature Scaling (arXiv 2409.19817, section 3).
+
+    −(1−α) log q_y where the base model's most likely token is right, −(α/V) Σ_v log q_v where it is wrong. It is not a
+    proper score: its minimum is not the true probability, and with α = 0.5 the head is driven far under-confident.
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`, `mean_logit`, `correct`.
+        alpha: weight α in [0, 1] of the wrong tokens.
+        balanced: the form of the authors' code: each group is averaged over its own tokens and weighted by the other
+            group's share, w_right = (1−α) n_wrong / m and w_wrong = α n_right / m with m = (1−α) n_wrong + α n_right.
+            Values are scaled so that their mean over all valid tokens is the balanced loss. The counts are those of the
+            array given, so a batch cut into micro-batches is balanced within each. 0 where a group is empty.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token.
+    """
+    counts = valid_tokens(stats, where)
+    right = stats.require("correct")
+    right_weight, wrong_weight = 1.0 - jnp.asarray(alpha, jnp.float32), jnp.asarray(alpha, jnp.float32)
+    if balanced:
+        # mean over n of w·(n/n_right) on the right tokens = w times their own mean; n_wrong/n_right etc. cancel below.
+        n_right, n = jnp.sum(counts & right).astype(jnp.float32), jnp.sum(counts).astype(jnp.float32)
+        n_wrong = n - n_right
+        total = right_weight * n_wrong + wrong_weight * n_right
+        right_weight, wrong_weight = (
+            jnp.where((n_right > 0) & (n_wrong > 0), w * other * n / jnp.maximum(total * own, 1e-30), 0.0)
+            for w, other, own in ((right_weight, n_wrong, n_right), (wrong_weight, n_right, n_wrong))
+        )
+    loss = jnp.where(right, -right_weight * stats.log_prob(), wrong_weight * _uniform_cross_entropy(stats))
+    return jnp.where(counts, loss, 0.0)
+
+
+def focal(stats: VocabStats, gamma: float, *, where: Mask = None) -> Float[Array, "..."]:
+    """−(1−q_y)^γ log q_y (Lin et al. 2017, eq. 4; for calibration Mukhoti et al. 2020). γ = 0 is cross-entropy.
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`.
+        gamma: focusing γ >= 0.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token.
+    """
+    log_prob = jnp.minimum(stats.log_prob(), 0.0)
+    # 1 − q from expm1 keeps its digits where q is near 1; the floor keeps the power's gradient finite at q = 1.
+    miss = jnp.maximum(-jnp.expm1(log_prob), 1e-12)
+    return _masked(-(miss**gamma) * log_prob, stats, where)
+
+
+def z_loss(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
+    """(log Σ_v exp(s·z_v))², the penalty on the normaliser (Chowdhery et al. 2022, section 5; weight 1e-4 there).
+
+    Args:
+        stats: with `log_normalizer`.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token.
+    """
+    return _masked(jnp.square(stats.require("log_normalizer")), stats, where)
+
+
+def confidence_penalty(stats: VocabStats, weight: float, *, where: Mask = None) -> Float[Array, "..."]:
+    """−log q_y − λ H(q): cross-entropy less λ times the entropy in nats (Pereyra et al. 2017, eq. 1).
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`, `expected_logit`.
+        weight: λ >= 0.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token.
+    """
+    return _masked(-stats.log_prob() - weight * stats.entropy(), stats, where)
+
+
+def top_label(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
+    """Log loss of the confidence: −log c where the most likely token is right, −log(1 − c) where it is wrong.
+
+    With c = max_v q_v. A proper score for the one probability that a calibration diagram shows. Cross-entropy alone
+    scores the whole distribution, and where no temperature makes it exact, its best temperature can leave c biased.
+
+    Args:
+        stats: with `log_normalizer`, `max_logit`, `correct`.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token, nats; at most about 16 (c is kept below 1 − 1e-7).
+    """
+    log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
+    log_miss = jnp.log(-jnp.expm1(log_confidence))
+    return _masked(-jnp.where(stats.require("correct"), log_confidence, log_miss), stats, where)

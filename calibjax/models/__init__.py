@@ -1,0 +1,33 @@
+"""The frozen language model: one decoder for all families, and how to load it."""
+
+from calibjax.models.config import DecoderConfig
+from calibjax.models.decoder import (
+    Decoder,
+    abstract_params,
+    hidden_states,
+    init_params,
+    logits,
+    unembed,
+    unembedding,
+)
+from calibjax.models.families import FAMILIES, config_from_hf
+from calibjax.models.fingerprint import fingerprint, named_tensors
+from calibjax.models.load import load_model
+from calibjax.models.model import LanguageModel
+
+__all__ = [
+    "FAMILIES",
+    "Decoder",
+    "DecoderConfig",
+    "LanguageModel",
+    "abstract_params",
+    "config_from_hf",
+    "fingerprint",
+    "hidden_states",
+    "init_params",
+    "load_model",
+    "logits",
+    "named_tensors",
+    "unembed",
+    "unembedding",
+]

@@ -1,0 +1,108 @@
+"""A model and its head together: calibrated probabilities of any text."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from calibjax._checks import UserError
+from calibjax.heads import FittedHead
+from calibjax.models import decoder
+from calibjax.models.frozen import batch_hidden, batch_stats, freeze
+from calibjax.models.model import LanguageModel
+
+
+class TokenConfidence(NamedTuple):
+    """Of each next token, `[B, T]`: the most likely one, its calibrated probability, and the temperature used."""
+
+    argmax: Int[Array, "B T"]
+    confidence: Float[Array, "B T"]
+    temperature: Float[Array, "B T"]
+
+
+def _inputs(lm: LanguageModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:
+    if head.fingerprint != lm.fingerprint:
+        raise UserError(
+            f"the head was fitted on another base model (fingerprint {head.fingerprint[:12]}..., this one has "
+            f"{lm.fingerprint[:12]}...)."
+        )
+    tokens = jnp.asarray(tokens)
+    segment_ids = jnp.ones_like(tokens) if segment_ids is None else jnp.asarray(segment_ids)
+    batch = {"tokens": tokens, "segment_ids": segment_ids, "where": segment_ids > 0}
+    batch["positions"] = decoder.segment_positions(segment_ids)
+    batch["targets"] = jnp.zeros_like(tokens)
+    return batch
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _logprobs(model, config, dtype, params, factor, frozen, batch):
+    hidden = batch_hidden(model, frozen, batch, dtype)
+    _, log_scale = batch_stats(
+        model, config, params, frozen, {**batch, "hidden": hidden}, dtype=dtype, log_factor=factor, statistics=()
+    )
+    z = decoder.unembed(model, frozen.params, hidden)
+    best = jnp.argmax(z, axis=-1, keepdims=True)
+    log_probs = jax.nn.log_softmax(jnp.exp(log_scale)[..., None] * z, axis=-1)
+    # Rounding can make a near tie a tie, or the other way round; the base model's choice stays strictly the first.
+    top = jnp.take_along_axis(log_probs, best, axis=-1)
+    others = jnp.arange(z.shape[-1]) != best
+    return jnp.where(others & (log_probs >= top), jnp.nextafter(top, -jnp.inf), log_probs)
+
+
+def calibrated_logprobs(
+    lm: LanguageModel,
+    head: FittedHead,
+    tokens: Int[Array | np.ndarray, "B T"],
+    *,
+    segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Calibrated log-probabilities of the token after each position: log softmax(s_t z_t).
+
+    The most likely token is that of `lm.logits(tokens)`, always. The whole vocabulary is returned; where only the
+    confidence is wanted, `calibrated_confidence` never forms it.
+
+    Args:
+        lm: the base model.
+        head: fitted on it.
+        tokens: `[B, T]`, integer.
+        segment_ids: `[B, T]`, 0 for padding; None: all tokens of a row are one sequence.
+
+    Returns:
+        float32 `[B, T, V]`, nats.
+
+    Raises:
+        UserError: the head belongs to another model, or tokens do not fit the model.
+    """
+    batch = _inputs(lm, head, tokens, segment_ids)
+    frozen = freeze(lm, head=head.config)
+    return _logprobs(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _confidence(model, config, dtype, params, factor, frozen, batch):
+    wanted = ("log_normalizer", "max_logit", "argmax")
+    stats, log_scale = batch_stats(
+        model, config, params, frozen, batch, dtype=dtype, log_factor=factor, statistics=wanted
+    )
+    return TokenConfidence(stats.require("argmax"), stats.confidence(), jnp.exp(-log_scale))
+
+
+def calibrated_confidence(
+    lm: LanguageModel,
+    head: FittedHead,
+    tokens: Int[Array | np.ndarray, "B T"],
+    *,
+    segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+) -> TokenConfidence:
+    """Calibrated probability of the most likely next token at each position. Arguments as `calibrated_logprobs`'s.
+
+    Returns:
+        `TokenConfidence`, `[B, T]` each: argmax (int32, -1 on padding), confidence (float32 in [0, 1], 0 on padding)
+        and temperature (float32 > 0).
+    """
+    batch = _inputs(lm, head, tokens, segment_ids)
+    frozen = freeze(lm, head=head.config)
+    return _confidence(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch)

@@ -1,0 +1,46 @@
+"""What a decoder is: its sizes and kinds, and nothing of its weights."""
+
+import dataclasses
+from typing import Literal
+
+from calibjax._checks import UserError
+from calibjax.layers import BlockConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig(BlockConfig):
+    """A decoder-only language model: a block, how often it is repeated, and what stands at both ends.
+
+    Hashable, so it can be a static argument of `jax.jit`. The block's own fields are those of `BlockConfig`.
+
+    Args:
+      family: The Hugging Face `model_type` it was read from, a key of `FAMILIES`.
+      vocab_size: Rows V of the embedding and of the unembedding.
+      num_layers: Blocks L.
+      max_positions: The longest sequence it was made for; with learned positions, the rows of their table.
+      tie_embeddings: Whether the unembedding is the embedding.
+      logit_softcap: `c` in `c * tanh(logits / c)`, or `None`.
+
+    Raises:
+      UserError: The sizes do not fit each other, or a name is not known.
+    """
+
+    family: str
+    vocab_size: int
+    num_layers: int
+    max_positions: int
+    tie_embeddings: bool = False
+    logit_softcap: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("vocab_size", "num_layers", "max_positions"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: expected at least 1, got {getattr(self, name)}.")
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise UserError(f"logit_softcap: expected None or a positive number, got {self.logit_softcap}.")
+
+    @property
+    def positions(self) -> Literal["rope", "learned"]:
+        """How the model knows positions: a table is learned where they are not rotary."""
+        return "learned" if self.rope is None else "rope"

@@ -1,0 +1,203 @@
+"""The one decoder for all families: embedding, a scan over blocks, final norm, unembedding.
+
+The functions here are pure: a configuration, a tree of parameters and tokens in, arrays out. The tree is
+
+    embedding [V, D], position_embedding [P, D] where learned, layers.<...> [L, ...], final_norm.<...> [D],
+    unembedding [V, D] where it is not tied to the embedding.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from calibjax._checks import UserError
+from calibjax.layers import Block, SequenceContext, make_norm, segment_positions, sequence_context
+from calibjax.models.config import DecoderConfig
+
+Params = Mapping[str, Any]
+Layers = Literal["last", "all"]
+
+
+class Decoder(nn.Module):
+    """A pre-norm transformer decoder up to its final norm; the blocks' parameters are stacked along a first axis L.
+
+    Most callers want the functions below.
+
+    Args:
+      config: What it is.
+      dtype: Compute dtype.
+      param_dtype: Dtype of the parameters it creates.
+    """
+
+    config: DecoderConfig
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None,
+        positions: Int[Array, "#B T"],
+        layers: Layers = "last",
+    ) -> Float[Array, "*L B T D"]:
+        cfg = self.config
+        hidden = self._lookup("embedding", cfg.vocab_size, tokens)
+        if cfg.positions == "learned":
+            hidden = hidden + self._lookup("position_embedding", cfg.max_positions, positions)
+
+        def step(block: Block, hidden: Array, context: SequenceContext) -> tuple[Array, Array | None]:
+            hidden = block(hidden, context)
+            return hidden, hidden if layers == "all" else None
+
+        scan = nn.scan(
+            step,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
+            length=cfg.num_layers,
+        )
+        context = sequence_context(cfg, positions, segment_ids)
+        last, outputs = scan(Block(cfg, self.dtype, self.param_dtype, name="layers"), hidden, context)
+        last = make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last)
+        if not cfg.tie_embeddings:
+            # Not used here: declared so that one initialisation makes the whole tree.
+            self.param("unembedding", nn.initializers.normal(0.02), (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
+        if outputs is None:
+            return last
+        return jnp.concatenate([hidden[None], outputs[:-1], last[None]])
+
+    def _lookup(self, name: str, rows: int, index: Array) -> Array:
+        table = self.param(name, nn.initializers.normal(0.02), (rows, self.config.hidden_size), self.param_dtype)
+        # An index beyond the table gives NaN; clamping it would give plausible numbers for a wrong token.
+        return jnp.take(table, index, axis=0, mode="fill").astype(self.dtype)
+
+
+def hidden_states(
+    config: DecoderConfig,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    layers: Layers = "last",
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "*L B T D"]:
+    """Runs the decoder on tokens, up to the final norm; no logits are formed.
+
+    Args:
+      config: What the decoder is; static under `jax.jit`.
+      params: Its parameters.
+      tokens: Token ids in `[0, V)`, `[B, T]`, integer; an id beyond V turns its row NaN.
+      segment_ids: Which of the sequences packed in a row each token belongs to, `[B, T]`; 0 is padding. A token sees
+        its own segment only. `None`: one sequence a row.
+      positions: Position of each token, `[B, T]`. `None`: counted from 0, and from 0 again at each new segment.
+      layers: `"last"` for the states after the final norm; `"all"` for the embeddings, every block's output, and in
+        place of the last block's the states after the final norm, as transformers' `output_hidden_states` has them.
+      dtype: Compute dtype. In float32, matrix products are of the highest precision on every platform.
+
+    Returns:
+      `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"`, in `dtype`.
+
+    Raises:
+      UserError: The shapes do not agree, tokens are not integers, or T is larger than `config.max_positions`.
+    """
+    _check_inputs(config, tokens, segment_ids, positions, layers)
+    if positions is None:
+        if segment_ids is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        else:
+            positions = segment_positions(segment_ids)
+    with _matmul_precision(dtype):
+        hidden = Decoder(config, dtype).apply({"params": params}, tokens, segment_ids, positions, layers)
+    return cast(Array, hidden)
+
+
+def unembedding(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
+    """Returns the matrix whose rows are scored against hidden states: the embedding itself where they are tied."""
+    return params["embedding"] if config.tie_embeddings else params["unembedding"]
+
+
+def unembed(config: DecoderConfig, params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """Turns hidden states into logits: `softcap(hidden @ unembedding.T)`.
+
+    Args:
+      config: What the decoder is.
+      params: Its parameters.
+      hidden: Hidden states `[..., D]`; their dtype is the compute dtype.
+
+    Returns:
+      Logits `[..., V]`, accumulated and returned in float32.
+    """
+    with _matmul_precision(hidden.dtype):
+        logits = jnp.einsum(
+            "...d,vd->...v",
+            hidden,
+            unembedding(config, params).astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
+    cap = config.logit_softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def logits(
+    config: DecoderConfig,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "B T V"]:
+    """Runs the decoder on tokens and returns logits `[B, T, V]` in float32; the arguments are `hidden_states`'."""
+    hidden = hidden_states(config, params, tokens, segment_ids=segment_ids, positions=positions, dtype=dtype)
+    return unembed(config, params, hidden)
+
+
+def init_params(config: DecoderConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
+    """Returns random parameters: matrices and embeddings normal with deviation 0.02, scales one, biases zero.
+
+    Args:
+      config: What the decoder is.
+      key: A key of `jax.random`.
+      dtype: Dtype of the parameters.
+
+    Returns:
+      The tree described at the top of this module.
+    """
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    init = jax.jit(lambda key: Decoder(config, param_dtype=dtype).init(key, tokens, None, tokens)["params"])
+    return init(key)
+
+
+def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
+    """Returns the parameter tree's shapes and dtypes, as `jax.ShapeDtypeStruct`s; nothing is computed."""
+    return jax.eval_shape(lambda key: init_params(config, key, dtype), jax.random.key(0))
+
+
+def _matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager:
+    # TPUs and recent GPUs multiply float32 in bfloat16 or TF32 unless told otherwise.
+    return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
+
+
+def _check_inputs(
+    config: DecoderConfig, tokens: Array, segment_ids: Array | None, positions: Array | None, layers: str
+) -> None:
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
+    for name, value in (("segment_ids", segment_ids), ("positions", positions)):
+        if value is not None and value.shape != tokens.shape:
+            raise UserError(f"{name}: expected the tokens' shape {list(tokens.shape)}, got {list(value.shape)}.")
+    if tokens.shape[1] > config.max_positions:
+        raise UserError(
+            f"tokens: {tokens.shape[1]} positions, but the model was made for at most {config.max_positions}; "
+            "cut the sequences shorter."
+        )
+    if layers not in ("last", "all"):
+        raise UserError(f"layers: expected 'last' or 'all', got {layers!r}.")

@@ -1,0 +1,66 @@
+"""A model's identity: one hash over its configuration and every weight."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jax.typing import ArrayLike
+
+from calibjax.models.config import DecoderConfig
+
+
+def fingerprint(config: DecoderConfig, tensors: Iterable[tuple[str, ArrayLike]]) -> str:
+    """Hashes a model: `sha256` over the configuration and over each tensor's digest, in the order of their names.
+
+    It depends on what the model is, and not on how its files are divided or in what order its tensors come.
+
+    Args:
+      config: The configuration; hashed as JSON with sorted keys.
+      tensors: Pairs of name and array, such as `named_tensors` yields, in any order.
+
+    Returns:
+      64 hexadecimal digits.
+    """
+    return combine_digests(config, {name: tensor_digest(name, tensor) for name, tensor in tensors})
+
+
+def tensor_digest(name: str, tensor: ArrayLike) -> str:
+    """Returns the `sha256` of one tensor's name, shape, dtype and raw bytes."""
+    array = np.ascontiguousarray(tensor)
+    digest = hashlib.sha256(json.dumps([name, str(array.dtype), array.shape]).encode())
+    digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def combine_digests(config: DecoderConfig, digests: Mapping[str, str]) -> str:
+    """Returns the fingerprint of a model whose tensors' digests are known; `digests` is keyed by tensor name."""
+    canonical = [dataclasses.asdict(config), sorted(digests.items())]
+    return hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
+
+
+def named_tensors(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields a parameter tree's tensors on the host, by dotted names; stacked ones layer by layer."""
+    for path, leaf in dotted_leaves(params):
+        array = np.asarray(leaf)
+        if path.startswith("layers."):
+            for layer, piece in enumerate(array):
+                yield layer_name(path, layer), piece
+        else:
+            yield path, array
+
+
+def dotted_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of nested dictionaries as pairs of dotted path and leaf, sorted by key."""
+    for key, value in sorted(tree.items()):
+        if isinstance(value, Mapping):
+            yield from dotted_leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def layer_name(path: str, layer: int | None) -> str:
+    """Returns the name of one layer's slice of the stacked tensor at `path`; without a layer, `path` itself."""
+    return path if layer is None else path.replace("layers.", f"layers.{layer}.", 1)

@@ -1,0 +1,107 @@
+"""The frozen model as training and evaluation see it: hidden states of a batch, computed or read back."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from calibjax.heads import HeadConfig, head_features, logit_covariance
+from calibjax.kernels import VocabStats, vocab_stats
+from calibjax.models import decoder
+from calibjax.models.config import DecoderConfig
+from calibjax.models.model import LanguageModel
+
+
+class Frozen(NamedTuple):
+    """The arrays of a frozen model: arguments of jitted functions, never constants of their programs.
+
+    Attributes:
+        params: of the decoder; None where batches bring their hidden states along.
+        unembedding: `[V, D]`.
+        covariance: of the logits (`heads.logit_covariance`), where a head reads log_std_logits; else None.
+    """
+
+    params: decoder.Params | None
+    unembedding: Float[Array, "V D"]
+    covariance: Float[Array, "E E"] | None = None
+
+
+def freeze(lm: LanguageModel, *, head: HeadConfig | None = None, hidden_given: bool = False) -> Frozen:
+    """The arrays of `lm` that a step needs: no decoder where the hidden states come with the batch."""
+    covariance = None
+    if head is not None and "log_std_logits" in head.features:
+        covariance = jax.jit(logit_covariance)(lm.unembedding)
+    return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance)
+
+
+def batch_hidden(
+    config: DecoderConfig, frozen: Frozen, batch: Mapping[str, Array], dtype: DTypeLike
+) -> Float[Array, "B T D"]:
+    """Hidden states after the final norm: `batch["hidden"]` where given, else the decoder's on `batch["tokens"]`.
+
+    Reads `tokens`, `segment_ids` and `positions` of the batch, all `[B, T]`.
+    """
+    if "hidden" in batch:
+        return batch["hidden"].astype(dtype)
+    if frozen.params is None:
+        raise ValueError("the batch holds no hidden states, and this frozen model no decoder to compute them.")
+    return jax.lax.stop_gradient(
+        decoder.hidden_states(
+            config,
+            frozen.params,
+            batch["tokens"],
+            segment_ids=batch["segment_ids"],
+            positions=batch["positions"],
+            dtype=dtype,
+        )
+    )
+
+
+def batch_stats(
+    config: DecoderConfig,
+    head: HeadConfig,
+    head_params: Mapping[str, Any],
+    frozen: Frozen,
+    batch: Mapping[str, Array],
+    *,
+    dtype: DTypeLike = jnp.float32,
+    log_factor: Float[Array, ""] | float = 0.0,
+    statistics: tuple[str, ...] | None = None,
+) -> tuple[VocabStats, Float[Array, "B T"]]:
+    """Frozen forward pass, head, and vocabulary statistics of one batch: the path of training and evaluation alike.
+
+    Args:
+        config: of the decoder; static.
+        head: of the head; static.
+        head_params: its parameters.
+        frozen: the model's arrays.
+        batch: `targets` (int), `where` (bool), `segment_ids` (int), and `hidden` `[B, T, D]` or `tokens` and
+            `positions`; all else `[B, T]`.
+        dtype: compute dtype of the frozen model.
+        log_factor: added to every log_scale.
+        statistics: wanted of `vocab_stats`.
+
+    Returns:
+        The statistics at the head's scale, and log_scale `[B, T]` with the factor.
+    """
+    hidden = batch_hidden(config, frozen, batch, dtype)
+    softcap = config.logit_softcap
+    unembedding = frozen.unembedding.astype(dtype)
+    features = head_features(head.features, hidden, unembedding, covariance=frozen.covariance, softcap=softcap)
+    log_scale = head.build().apply(
+        {"params": head_params}, features, where=batch["where"], segment_ids=batch["segment_ids"]
+    )
+    log_scale = jnp.asarray(log_scale) + log_factor
+    stats = vocab_stats(
+        hidden,
+        unembedding,
+        batch["targets"],
+        scale=jnp.exp(log_scale),
+        softcap=softcap,
+        where=batch["where"],
+        statistics=statistics,
+    )
+    return stats, log_scale

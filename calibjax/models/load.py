@@ -1,0 +1,166 @@
+"""From a Hugging Face directory, or hub id, to a `LanguageModel`. Model files are data: nothing is unpickled or run."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+
+from calibjax._checks import UserError, require_directory
+from calibjax.models.config import DecoderConfig
+from calibjax.models.convert import Plan, TensorEntry, plan_tensors
+from calibjax.models.families import config_from_hf
+from calibjax.models.fingerprint import combine_digests, layer_name, tensor_digest
+from calibjax.models.model import LanguageModel, check_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Not float16: its range is too small for many models' hidden states, and JAX's attention needs a GPU for it.
+_DTYPES = ("float32", "bfloat16")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
+# Subfolders and `consolidated*` repeat the same weights in their authors' own layout.
+_HUB_SKIPPED = ["*/*", "consolidated*"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> LanguageModel:
+    """Loads a causal language model from safetensors.
+
+    Everything that can be known to be wrong from file names, headers and configuration is reported before a weight
+    is read.
+
+    Args:
+      path: A directory in Hugging Face's layout (`config.json`, `model.safetensors` or its sharded index, tokenizer
+        files), or a model's id on the hub, which is downloaded once.
+      dtype: What the weights are cast to and computed in: float32 or bfloat16; the files may hold float16 too.
+      mesh: Devices to copy the weights to, each a whole copy; `None` for the default device.
+
+    Returns:
+      The model. Its fingerprint is of the weights as stored, whatever `dtype` is.
+
+    Raises:
+      UserError: There is no such model; its architecture, its configuration or its tensors are not supported; files
+        are missing, damaged or pickled; its tokenizer has ids the model has not; or a weight is not finite.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in _DTYPES:
+        raise UserError(f"dtype: expected {' or '.join(_DTYPES)}, got {dtype.name}.")
+    folder = _find_folder(path)
+    config = config_from_hf(folder)
+    plan = plan_tensors(config, _read_headers(_find_weights(folder)))
+    tokenizer = _load_tokenizer(folder)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, config)
+    placement = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    params, fingerprint = _read_params(config, plan, dtype, placement)
+    return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
+
+
+def _find_folder(path: str | Path) -> Path:
+    if Path(path).exists() or not _HUB_ID.fullmatch(str(path)):
+        return require_directory(path, "model")
+
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIPPED))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model: {path} is no local directory, and could not be had from the Hugging Face hub ({reason}). "
+            "Give the path of a directory, or a hub id that is cached or reachable."
+        ) from error
+
+
+def _find_weights(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        return _read_index(index)
+    pickles = sorted({file.name for pattern in _PICKLES for file in folder.glob(pattern)})
+    if pickles:
+        raise UserError(
+            f"{folder}: the weights are pickled ({', '.join(pickles[:3])}), and to unpickle a file is to run whatever "
+            "code it holds, so we never do. Where you trust it, convert it once with PyTorch and transformers: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('converted')."
+        )
+    raise UserError(f"{folder}: expected model.safetensors or model.safetensors.index.json, found neither.")
+
+
+def _read_index(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: expected a JSON object with a weight_map ({error!r}).") from error
+    outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if outside:
+        raise UserError(f"{index}: expected names of files beside it, got {outside[0]!r}.")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise UserError(f"{index} names files that are not there: {', '.join(missing[:10])}. Download them again.")
+    return [index.parent / name for name in names]
+
+
+def _read_headers(files: list[Path]) -> Iterator[TensorEntry]:
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as handle:
+                for name in handle.keys():  # noqa: SIM118 (not a dictionary)
+                    view = handle.get_slice(name)
+                    yield TensorEntry(name, tuple(view.get_shape()), view.get_dtype(), file)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file}: damaged or cut short ({error}). Download it again.") from error
+
+
+def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the tokenizers package raises bare Exception for damaged files
+        raise UserError(f"{folder}: transformers cannot read the tokenizer files: {error}") from error
+
+
+def _read_params(
+    config: DecoderConfig, plan: Plan, dtype: np.dtype, placement: NamedSharding | None
+) -> tuple[dict[str, Any], str]:
+    """Reads one parameter at a time: the host never holds more than the largest, beyond what is on the device."""
+    if plan.must_equal is not None:
+        first, second = plan.must_equal
+        if not np.array_equal(_read(first), _read(second)):
+            raise UserError(f"The configuration ties {first.name} and {second.name}, but the files' values differ.")
+    params, digests = {}, {}
+    for path, leaf in plan.leaves.items():
+        stacked = np.empty(leaf.shape, dtype)
+        for piece in plan.pieces[path]:
+            values = np.ascontiguousarray(piece.cut(_read(piece.entry)))
+            slot = stacked if piece.layer is None else stacked[piece.layer]
+            with np.errstate(over="ignore"):
+                slot[...] = values
+            if not np.isfinite(slot).all():
+                cause = "holds values too large for" if np.isfinite(values).all() else "holds NaN or infinity, read in"
+                raise UserError(f"{piece.entry.file}: {piece.entry.name} {cause} {dtype.name}.")
+            name = layer_name(path, piece.layer)
+            digests[name] = tensor_digest(name, values)
+        params[path] = jax.device_put(stacked, placement)
+    return traverse_util.unflatten_dict(params, sep="."), combine_digests(config, digests)
+
+
+def _read(entry: TensorEntry) -> np.ndarray:
+    with safe_open(entry.file, framework="numpy") as handle:
+        return handle.get_tensor(entry.name)

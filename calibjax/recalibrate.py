@@ -1,0 +1,141 @@
+"""Post-hoc maps fitted on held-back data. Here: one temperature for all tokens, fitted exactly."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from calibjax.kernels import VocabStats
+from calibjax.losses import top_label
+
+
+class TemperatureFit(NamedTuple):
+    """The scalar that minimises the negative log-likelihood, and how sure one can be of it.
+
+    Attributes:
+        log_scale: log s; temperature T = exp(−log_scale).
+        standard_error: of log_scale, robust to dependence inside a group (sandwich estimator over groups).
+        nll: mean negative log-likelihood at the minimum, nats a token.
+        nll_before: the same at s = 1.
+        iterations: passes over the data.
+        converged: the last step was below the tolerance; False where the data have no finite optimum.
+    """
+
+    log_scale: float
+    standard_error: float
+    nll: float
+    nll_before: float
+    iterations: int
+    converged: bool
+
+    @property
+    def temperature(self) -> float:
+        return math.exp(-self.log_scale)
+
+
+class LikelihoodSums(NamedTuple):
+    """Of each group of tokens at one u: Σ nll, Σ ∂nll/∂u, Σ ∂²nll/∂u², and the number of tokens; `[G]` each."""
+
+    nll: Array | np.ndarray
+    first: Array | np.ndarray
+    second: Array | np.ndarray
+    count: Array | np.ndarray
+
+
+NEEDED_STATISTICS = ("log_normalizer", "target_logit", "expected_logit", "logit_variance", "max_logit", "correct")
+"""What `likelihood_sums` needs of `vocab_stats(statistics=...)`."""
+
+
+def likelihood_sums(stats: VocabStats, top_label_weight: float = 0.0) -> LikelihoodSums:
+    """Negative log-likelihood and its derivatives in a common factor e^u of the scale, summed over the last axis.
+
+    nll = log_normalizer − s z_y, so ∂nll/∂u = s (E_p[z] − z_y) and ∂²nll/∂u² = s (E_p[z] − z_y) + s² Var_p[z].
+    With a weight w, w times `losses.top_label` is added: with confidence c, correctness y and a = s (max z − E_p[z]) =
+    ∂ log c/∂u its slope is a (c − y)/(1 − c); its curvature is taken in expectation over y ~ c (Fisher), a² c/(1 − c).
+
+    Args:
+        stats: `[G, N]`, with the fields in `NEEDED_STATISTICS`.
+        top_label_weight: w >= 0.
+
+    Returns:
+        `LikelihoodSums`, float32 `[G]`.
+    """
+    nll = -stats.log_prob()
+    slope = stats.scale * (stats.require("expected_logit") - stats.require("target_logit"))
+    curvature = slope + jnp.square(stats.scale) * stats.require("logit_variance")
+    if top_label_weight:
+        log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
+        miss = -jnp.expm1(log_confidence)
+        confidence = jnp.exp(log_confidence)
+        grows = stats.scale * (stats.require("max_logit") - stats.require("expected_logit"))
+        nll = nll + top_label_weight * top_label(stats)
+        slope = slope + top_label_weight * grows * (confidence - stats.require("correct")) / miss
+        curvature = curvature + top_label_weight * jnp.square(grows) * confidence / miss
+
+    def add(value: Float[Array, "G N"]) -> Float[Array, " G"]:
+        return jnp.sum(jnp.where(stats.valid, value, 0.0), axis=-1)
+
+    return LikelihoodSums(add(nll), add(slope), add(curvature), jnp.sum(stats.valid, axis=-1).astype(jnp.float32))
+
+
+def fit_temperature(
+    sums_at: Callable[[Float[Array, ""]], Iterable[LikelihoodSums]],
+    *,
+    bounds: tuple[float, float] = (-6.0, 6.0),
+    tolerance: float = 1e-5,
+    max_iterations: int = 40,
+) -> TemperatureFit:
+    """The one factor on all logits that minimises the negative log-likelihood (Guo et al. 2017, section 4.2).
+
+    Newton's method in u = log s, so that T > 0 always. The likelihood is convex in s, so the sign of the slope brackets
+    the minimum; a step that would leave the bracket, or a curvature that is not positive, is replaced by bisection.
+
+    Args:
+        sums_at: one pass over the data: u (float32 scalar) -> the `LikelihoodSums` of its batches.
+        bounds: range of u searched. Separable or constant data have their optimum at infinity: the bound is returned,
+            with `converged` False.
+        tolerance: on u.
+        max_iterations: passes at most.
+
+    Returns:
+        `TemperatureFit`.
+
+    Raises:
+        ValueError: where no token counts or the likelihood is not finite.
+    """
+    low, high = bounds
+    u, best_before, iterations, converged = 0.0, math.nan, 0, False
+    nll = first = second = np.zeros(0)
+    count = 0.0
+    while True:
+        batches = [jax.device_get(batch) for batch in sums_at(jnp.float32(u))]
+        nll, first, second, counts = (
+            np.concatenate([np.atleast_1d(np.asarray(batch[i], np.float64)) for batch in batches]) for i in range(4)
+        )
+        count = counts.sum()
+        if not count:
+            raise ValueError("fit_temperature: no token counts; check the masks.")
+        if not np.isfinite(nll.sum()):
+            raise ValueError(f"fit_temperature: the likelihood at log_scale {u:.3g} is {nll.sum()}; check the logits.")
+        if iterations == 0:
+            best_before = nll.sum() / count
+        iterations += 1
+        slope, curvature = first.sum(), second.sum()
+        if slope > 0:
+            high = u
+        else:
+            low = u
+        step = -slope / curvature if curvature > 0 else math.inf
+        if abs(step) < tolerance:
+            converged = True
+            break
+        if iterations >= max_iterations or high - low < tolerance:
+            break
+        u = u + step if low < u + step < high else (low + high) / 2
+    # Sandwich: Var(u) = Σ_g (slope of group g)² / curvature².
+    error = math.sqrt(np.square(first).sum()) / float(second.sum()) if second.sum() > 0 else math.inf
+    return TemperatureFit(float(u), error, float(nll.sum() / count), float(best_before), iterations, converged)

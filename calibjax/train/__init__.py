@@ -1,0 +1,12 @@
+"""Training: state, step, loop and checkpoints, and the objectives over them."""
+
+from calibjax.train.ats import AtsObjective as AtsObjective
+from calibjax.train.ats import fit_ats as fit_ats
+from calibjax.train.checkpoint import load_head as load_head
+from calibjax.train.checkpoint import save_head as save_head
+from calibjax.train.loop import NonFiniteLossError as NonFiniteLossError
+from calibjax.train.options import AtsOptions as AtsOptions
+from calibjax.train.state import OptimizerConfig as OptimizerConfig
+from calibjax.train.state import TrainState as TrainState
+from calibjax.train.state import create_state as create_state
+from calibjax.train.step import make_train_step as make_train_step

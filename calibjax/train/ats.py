@@ -1,0 +1,287 @@
+"""Adaptive Temperature Scaling: what differs from any other training (arXiv 2409.19817)."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from calibjax import losses, recalibrate
+from calibjax.data import Windows, batches, eval_batches, hold_back
+from calibjax.heads import MAX_SCALE, MIN_SCALE, FittedHead, HeadConfig
+from calibjax.kernels import VocabStats
+from calibjax.models import LanguageModel
+from calibjax.models.config import DecoderConfig
+from calibjax.models.frozen import Frozen, batch_stats, freeze
+from calibjax.sharding import batch_sharding, make_mesh, replicated
+from calibjax.train.cache import array_hash, window_arrays
+from calibjax.train.loop import train
+from calibjax.train.options import AtsOptions, Trial, make_plan
+from calibjax.train.state import create_state
+from calibjax.train.step import make_train_step
+
+_LOSSES: dict[str, tuple[tuple[str, ...], Callable[[VocabStats, Mapping[str, Array]], Array]]] = {
+    "cross-entropy": (("cross_entropy",), lambda stats, hyper: losses.cross_entropy(stats)),
+    "joint": (
+        ("cross_entropy", "top_label"),
+        lambda stats, hyper: losses.cross_entropy(stats) + hyper["top_label_weight"] * losses.top_label(stats),
+    ),
+    "selective": (
+        ("selective_smoothing",),
+        lambda stats, hyper: losses.selective_smoothing(stats, hyper["alpha"]),
+    ),
+    "selective-balanced": (
+        ("selective_smoothing",),
+        lambda stats, hyper: losses.selective_smoothing(stats, hyper["alpha"], balanced=True),
+    ),
+}
+"""Name on the command line -> (functions of `losses` it is made of, the loss per token)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AtsObjective:
+    """The `Objective` of a temperature head: frozen forward pass, head, statistics, loss. Hashable.
+
+    With the base model frozen only the scale is differentiated, so the step holds the forward pass, one product with
+    the unembedding, and the head: no backward product of the unembedding's size.
+    """
+
+    model: DecoderConfig
+    head: HeadConfig
+    loss: str
+    dtype: DTypeLike = jnp.float32
+
+    def __call__(
+        self, params: Any, frozen: Frozen, batch: Mapping[str, Array], hyper: Mapping[str, Array]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        names, loss = _LOSSES[self.loss]
+        needed = tuple(sorted({s for name in names for s in losses.REQUIRED_STATISTICS[name]}))
+        stats, _ = batch_stats(self.model, self.head, params, frozen, batch, dtype=self.dtype, statistics=needed)
+        return jnp.sum(loss(stats, hyper)), jnp.sum(stats.valid).astype(jnp.float32)
+
+
+class Candidate(NamedTuple):
+    """One loss that was tried, and what its head scored on the windows kept from training (per token, nats)."""
+
+    trial: Trial
+    params: Any
+    validation_nll: float
+    validation_score: float
+    refit: recalibrate.TemperatureFit | None
+
+
+class AtsFit(NamedTuple):
+    """What `fit_ats` returns.
+
+    Attributes:
+        head: the finished head.
+        temperature: the single temperature, as a head.
+        report: JSON-able: what was tried, chosen and refitted.
+    """
+
+    head: FittedHead
+    temperature: FittedHead
+    report: dict[str, Any]
+
+
+def fit_ats(
+    lm: LanguageModel,
+    windows: Windows,
+    options: AtsOptions = AtsOptions(),  # noqa: B008 (frozen)
+    *,
+    directory: Path,
+    seed: int = 0,
+    announce: Callable[[str], None] = print,
+    quiet: bool = False,
+) -> AtsFit:
+    """Fits a single temperature and an ATS head to a frozen model.
+
+    Everything is kept in `directory`: killed and called again with the same arguments it goes on where it was and ends
+    with the same head, bit for bit.
+
+    Args:
+        lm: the frozen model.
+        windows: to fit on. A part of them, chosen by `seed`, is kept from training the head; the single temperature is
+            fitted on all of them.
+        options: see `AtsOptions`.
+        directory: for checkpoints, logs and the cache of hidden states.
+        seed: of the head's start, the order of the windows and the part kept back.
+        announce: told in one line each what was done.
+        quiet: no progress bars.
+
+    Returns:
+        `AtsFit`.
+
+    Raises:
+        UserError: options that do not fit, or a directory with another run.
+        NonFiniteLossError: training diverged.
+    """
+    plan = make_plan(options, lm.config.hidden_size)
+    train_rows, validation_rows = hold_back(windows, plan.validation_fraction, seed)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    arrays, hidden_given = window_arrays(
+        lm,
+        windows,
+        mode=plan.cache_hidden,
+        directory=directory,
+        batch_size=plan.batch_size,
+        announce=announce,
+        quiet=quiet,
+    )
+    frozen = jax.device_put(freeze(lm, head=plan.head, hidden_given=hidden_given), replicated(mesh))
+
+    def scores(head: HeadConfig, params: Any, rows: np.ndarray, top_label_weight: float) -> _Pass:
+        """A pass over rows of the windows at a factor e^u on the head's scale."""
+        part = _Rows(arrays, rows)
+
+        def sums_at(u: Float[Array, ""]) -> Iterator[recalibrate.LikelihoodSums]:
+            for batch, _ in eval_batches(part, plan.batch_size):
+                batch = jax.device_put(batch, batch_sharding(mesh))
+                yield _likelihood(lm.config, head, lm.dtype, top_label_weight, params, frozen, batch, u)
+
+        return sums_at
+
+    constant = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
+    identity = {"log_scale": jnp.zeros((), jnp.float32)}
+    bounds = (math.log(MIN_SCALE), math.log(MAX_SCALE))
+    every_row = np.arange(len(windows.tokens))
+    single = recalibrate.fit_temperature(scores(constant, identity, every_row, 0.0), bounds=bounds)
+    announce(
+        f"single temperature {single.temperature:.4f} on {len(every_row):,} windows: NLL {single.nll_before:.4f} -> "
+        f"{single.nll:.4f}{'' if single.converged else ' (no finite optimum: the bound was taken)'}"
+    )
+
+    run = {
+        "plan": dataclasses.asdict(plan),
+        "seed": seed,
+        "fingerprint": lm.fingerprint,
+        "dtype": str(lm.dtype),
+        "windows": array_hash(windows._asdict()),
+    }
+    steps = max(1, plan.epochs * len(train_rows) // plan.batch_size)
+    optimizer = plan.optimizer.build(steps)
+    step_fns = {  # trials that differ in alpha alone share a program
+        loss: make_train_step(AtsObjective(lm.config, plan.head, loss, lm.dtype), optimizer, accumulate=plan.accumulate)
+        for loss in {trial.loss for trial in plan.trials}
+    }
+    candidates = []
+    for trial in plan.trials:
+        state = train(
+            step_fns[trial.loss],
+            jax.device_put(create_state(plan.head.init(jax.random.key(seed)), optimizer), replicated(mesh)),
+            frozen,
+            {"alpha": jnp.float32(trial.alpha or 0.0), "top_label_weight": jnp.float32(plan.top_label_weight)},
+            batches(_Rows(arrays, train_rows), plan.batch_size, seed=seed, epochs=plan.epochs),
+            steps=steps,
+            mesh=mesh,
+            directory=directory / str(trial),
+            run={**run, "loss": trial.loss, "alpha": trial.alpha},
+            description=f"ATS {trial}",
+            checkpoint_every=plan.checkpoint_every,
+            quiet=quiet,
+        )
+        params = state.params
+        at = scores(plan.head, params, validation_rows, plan.top_label_weight)
+        refit = recalibrate.fit_temperature(at) if plan.refit_temperature else None
+        score = _mean(at) if refit is None else refit.nll
+        nll = _mean(scores(plan.head, params, validation_rows, 0.0))
+        candidates.append(Candidate(trial, params, nll, score, refit))
+        announce(f"ATS {trial}: on validation NLL {nll:.4f}, score {score:.4f}")
+    best = min(candidates, key=lambda c: c.validation_score)
+    if len(candidates) > 1:
+        others = ", ".join(f"{c.trial} {c.validation_score:.4f}" for c in candidates if c is not best)
+        announce(f"chose {best.trial}: best score on validation, {best.validation_score:.4f} (others: {others})")
+
+    log_factor, refit_report = 0.0, None
+    if best.refit is not None:
+        # Within its noise a factor is not known to be other than 1, and applying it only adds that noise.
+        significant = abs(best.refit.log_scale) > 2.0 * best.refit.standard_error
+        log_factor = best.refit.log_scale if significant else 0.0
+        refit_report = {
+            "factor": math.exp(best.refit.log_scale),
+            "standard_error_of_log": best.refit.standard_error,
+            "applied": significant,
+        }
+        announce(
+            f"refit on top: scale x {refit_report['factor']:.4f} (standard error of its log "
+            f"{best.refit.standard_error:.4f}): {'applied' if significant else 'not applied, within its noise'}"
+        )
+    report = {
+        "plan": dataclasses.asdict(plan),
+        "loss": str(best.trial),
+        "score": f"NLL + {plan.top_label_weight:g} x top-label log loss, nats a token",
+        "candidates": [
+            {"loss": str(c.trial), "validation_nll": c.validation_nll, "validation_score": c.validation_score}
+            for c in candidates
+        ],
+        "refit": refit_report,
+        "temperature": single.temperature,
+        "windows": {"train": len(train_rows), "validation": len(validation_rows)},
+    }
+    log_scale = {"log_scale": jnp.asarray(single.log_scale, jnp.float32)}
+    return AtsFit(
+        FittedHead(plan.head, best.params, log_factor, lm.fingerprint),
+        FittedHead(constant, log_scale, 0.0, lm.fingerprint),
+        report,
+    )
+
+
+class _Rows(Mapping[str, Any]):
+    """Some rows of arrays, without a copy of them: hidden states may fill the memory once."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], rows: np.ndarray):
+        self._arrays = {name: _Selection(array, rows) for name, array in arrays.items()}
+
+    def __getitem__(self, name: str) -> "_Selection":
+        return self._arrays[name]
+
+    def __iter__(self):
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+class _Selection:
+    """array[rows], fetched when it is indexed."""
+
+    def __init__(self, array: np.ndarray, rows: np.ndarray):
+        self._array, self._rows = array, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: np.ndarray) -> np.ndarray:
+        return self._array[self._rows[index]]
+
+
+def _likelihood_of_batch(model, head, dtype, top_label_weight, params, frozen, batch, log_factor):
+    stats, _ = batch_stats(
+        model,
+        head,
+        params,
+        frozen,
+        batch,
+        dtype=dtype,
+        log_factor=log_factor,
+        statistics=recalibrate.NEEDED_STATISTICS,
+    )
+    return recalibrate.likelihood_sums(stats, top_label_weight)
+
+
+_likelihood = jax.jit(_likelihood_of_batch, static_argnums=(0, 1, 2, 3))
+
+
+_Pass = Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]
+
+
+def _mean(sums_at: _Pass) -> float:
+    """The score per token at factor 1."""
+    parts = [jax.device_get(part) for part in sums_at(jnp.float32(0.0))]
+    return float(sum(part.nll.sum(dtype=np.float64) for part in parts) / sum(part.count.sum() for part in parts))

@@ -1,0 +1,149 @@
+"""The loop: batches in, steps out, progress shown, everything resumable."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array
+from tqdm import tqdm
+
+from calibjax.sharding import batch_sharding
+from calibjax.train.checkpoint import Checkpoints
+from calibjax.train.state import TrainState
+from calibjax.train.step import StepMetrics, TrainStep
+
+
+class NonFiniteLossError(FloatingPointError):
+    """The loss of a step was NaN or infinite."""
+
+
+class TrainLog:
+    """Scalars of a run as JSON lines (`train.jsonl`) and TensorBoard events (`tensorboard/`).
+
+    Args:
+        directory: made if missing.
+        first_step: what an earlier, killed process logged from this step on is dropped: the steps are run again.
+    """
+
+    def __init__(self, directory: Path, *, first_step: int):
+        from tensorboardX import SummaryWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / "train.jsonl"
+        kept = []
+        if file.is_file():
+            for line in file.read_text().splitlines():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:  # the line that the kill cut short
+                    continue
+                if row["step"] <= first_step:
+                    kept.append(line + "\n")
+        file.write_text("".join(kept))
+        self._file = file.open("a")
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step + 1)
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **scalars}) + "\n")
+        self._file.flush()
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._writer.close()
+
+
+def train(
+    step_fn: TrainStep,
+    state: TrainState,
+    frozen: Any,
+    hyper: Mapping[str, Array],
+    batches: grain.DatasetIterator,
+    *,
+    steps: int,
+    mesh: Mesh,
+    directory: Path,
+    run: dict[str, Any],
+    description: str,
+    checkpoint_every: int = 200,
+    log_every: int = 10,
+    quiet: bool = False,
+) -> TrainState:
+    """Takes `steps` steps, from the newest checkpoint in `directory` if there is one.
+
+    A run that was killed at any moment and is started again with the same arguments ends with bit-identical parameters:
+    state, optimiser and position in the data come from the checkpoint, and every step is a pure function of them.
+
+    Args:
+        step_fn: of `make_train_step`.
+        state: the state before the first step; donated.
+        frozen: arrays that the objective reads.
+        hyper: scalars that the objective reads.
+        batches: iterator of dicts of arrays, with `get_state` and `set_state`.
+        steps: in all, counted from the state before the first.
+        mesh: that batches are laid out on.
+        directory: for checkpoints and logs.
+        run: JSON-able description of the run, kept with the checkpoints.
+        description: of the progress bar.
+        checkpoint_every: steps between checkpoints; the last step is always kept.
+        log_every: steps between lines of the log.
+        quiet: no progress bar.
+
+    Returns:
+        The state after the last step.
+
+    Raises:
+        NonFiniteLossError: names the first step whose loss was not finite; checkpoints before it are kept.
+        UserError: the directory holds checkpoints of another run.
+    """
+    checkpoints = Checkpoints(directory / "checkpoints", run)
+    restored = checkpoints.restore(state)
+    if restored is not None:
+        state, data_state = restored
+        batches.set_state(data_state)
+    start = int(state.step)
+    log = TrainLog(directory, first_step=start)
+    sharding = batch_sharding(mesh)
+    bar = tqdm(total=steps, initial=start, desc=description, unit="step", disable=quiet, mininterval=0.2)
+    tokens, begin = 0.0, time.perf_counter()
+
+    def settle(number: int, metrics: StepMetrics) -> None:
+        """Waits for a step and looks at it; called one step late, so that the device is never idle."""
+        nonlocal tokens
+        loss, count, norm = (float(x) for x in jax.device_get(metrics))
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"{description}: the loss at step {number} is {loss}. Lower the learning rate or check the data; "
+                f"checkpoints of earlier steps are in {directory / 'checkpoints'}."
+            )
+        tokens += count
+        rate = tokens / (time.perf_counter() - begin)
+        bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+        bar.update()
+        if number % log_every == 0 or number == steps:
+            log.write(number, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
+
+    try:
+        pending: tuple[int, StepMetrics] | None = None
+        for number in range(start + 1, steps + 1):
+            batch = jax.device_put(next(batches), sharding)
+            state, metrics = step_fn(state, frozen, batch, hyper)
+            if pending is not None:
+                settle(*pending)
+            pending = (number, metrics)
+            if number % checkpoint_every == 0 or number == steps:
+                settle(*pending)
+                pending = None
+                checkpoints.save(state, batches.get_state(), step=number)
+    finally:
+        bar.close()
+        log.close()
+        checkpoints.close()
+    return state

@@ -1,0 +1,197 @@
+"""How an ATS head is fitted: what the user says, the recipes, and the plan that they make together."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from calibjax._checks import UserError
+from calibjax.heads import HeadConfig, HeadKind
+from calibjax.train.cache import CacheMode
+from calibjax.train.state import OptimizerConfig
+
+LossName = Literal["auto", "joint", "cross-entropy", "selective", "selective-balanced"]
+ALPHA_GRID = (0.02, 0.1, 0.5)
+"""Weights of selective smoothing that `--loss auto` tries; 0.5 is the paper's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AtsOptions:
+    """How a head is fitted. `None` takes the recipe's value.
+
+    Attributes:
+        recipe: default, or paper: the paper's head, loss, schedule and batch (arXiv 2409.19817, section 4, and the
+            authors' code): a randomly started Llama block, balanced selective smoothing with alpha 0.5, AdamW 5e-5 with
+            cosine decay, 2 epochs, batches of 8 windows as 8 micro-batches, no choice of loss and no refit.
+        head: constant, linear, mlp or transformer.
+        features: what the head reads, names joined by "+": hidden_states, max_logit, log_std_logits, argmax_embedding.
+        pooling: a temperature per token, or one per sequence.
+        random_start: start from random weights instead of from temperature 1.
+        loss: joint (cross-entropy + log loss of the top label, both proper scores), cross-entropy, selective,
+            selective-balanced, or auto: fits with joint, cross-entropy and selective for a few alpha, and keeps the
+            head with the best proper score on windows that training never saw.
+        alpha: weight of wrong tokens in selective smoothing, 0 to 1. With --loss auto, tried in place of the grid.
+        top_label_weight: weight of the log loss of the top label in joint, and in the score that auto chooses by.
+        refit_temperature: fit one more scalar on top of the finished head, on windows that training never saw, and
+            apply it where it differs from 1 by more than two standard errors.
+        validation_fraction: of the fitting windows, kept from training for the choice and the refit.
+        epochs: passes over the fitting windows.
+        batch_size: windows a step.
+        accumulate: micro-batches a step.
+        learning_rate: peak.
+        warmup_fraction: of the steps.
+        weight_decay: of AdamW.
+        cache_hidden: keep the frozen model's hidden states in memory, on disk, or off; auto: memory where they fit.
+        checkpoint_every: steps between checkpoints.
+    """
+
+    recipe: Literal["default", "paper"] = "default"
+    head: HeadKind | None = None
+    features: str = "hidden_states"
+    pooling: Literal["token", "sequence"] = "token"
+    random_start: bool | None = None
+    loss: LossName | None = None
+    alpha: float | None = None
+    top_label_weight: float = 1.0
+    refit_temperature: bool | None = None
+    validation_fraction: float = 0.1
+    epochs: int | None = None
+    batch_size: int | None = None
+    accumulate: int | None = None
+    learning_rate: float | None = None
+    warmup_fraction: float | None = None
+    weight_decay: float = 0.0
+    cache_hidden: CacheMode = "auto"
+    checkpoint_every: int = 200
+
+
+class Recipe(NamedTuple):
+    """The values that `AtsOptions` leaves to it; `mlp_ratio` is the width of the head's MLP over D (None: its own)."""
+
+    head: HeadKind
+    random_start: bool
+    loss: LossName
+    refit_temperature: bool
+    epochs: int
+    batch_size: int
+    accumulate: int
+    learning_rate: float
+    warmup_fraction: float
+    mlp_ratio: float | None = None
+
+
+RECIPES = {
+    "default": Recipe(
+        head="mlp",
+        random_start=False,
+        loss="auto",
+        refit_temperature=True,
+        epochs=6,
+        batch_size=16,
+        accumulate=1,
+        learning_rate=2e-3,
+        warmup_fraction=0.1,
+    ),
+    "paper": Recipe(
+        head="transformer",
+        random_start=True,
+        loss="selective-balanced",
+        refit_temperature=False,
+        epochs=2,
+        batch_size=8,
+        accumulate=8,
+        learning_rate=5e-5,
+        warmup_fraction=0.0,
+        mlp_ratio=11008 / 4096,  # the block is that of Llama-2-7B
+    ),
+}
+
+
+class Trial(NamedTuple):
+    """A loss to train with; `alpha` is None where it has none."""
+
+    loss: str
+    alpha: float | None
+
+    def __str__(self) -> str:
+        return self.loss if self.alpha is None else f"{self.loss}-{self.alpha:g}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AtsPlan:
+    """`AtsOptions` with every value decided; JSON-able by `dataclasses.asdict`."""
+
+    head: HeadConfig
+    trials: tuple[Trial, ...]
+    top_label_weight: float
+    refit_temperature: bool
+    validation_fraction: float
+    epochs: int
+    batch_size: int
+    accumulate: int
+    optimizer: OptimizerConfig
+    cache_hidden: CacheMode
+    checkpoint_every: int
+
+
+def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
+    """The options and their recipe, decided and checked, for a model of width `hidden_size`.
+
+    Raises:
+        UserError: a value is out of range, or the head cannot be built.
+    """
+    recipe = RECIPES[options.recipe]
+    recipe = recipe._replace(**{name: v for name in recipe._fields if (v := getattr(options, name, None)) is not None})
+    ranges = {
+        "alpha": options.alpha is None or 0 <= options.alpha <= 1,
+        "top_label_weight": options.top_label_weight >= 0,
+        "validation_fraction": 0 < options.validation_fraction < 1,
+        "epochs": recipe.epochs >= 1,
+        "batch_size": recipe.batch_size >= 1,
+        "accumulate": recipe.accumulate >= 1 and recipe.batch_size % recipe.accumulate == 0,
+        "learning_rate": recipe.learning_rate > 0,
+        "warmup_fraction": 0 <= recipe.warmup_fraction < 1,
+        "weight_decay": options.weight_decay >= 0,
+        "checkpoint_every": options.checkpoint_every >= 1,
+    }
+    for name, right in ranges.items():
+        if not right:
+            value = getattr(recipe, name, getattr(options, name))
+            hint = f"a divisor of --batch-size {recipe.batch_size}" if name == "accumulate" else "see --help"
+            raise UserError(f"--{name.replace('_', '-')}: {value} is out of range ({hint}).")
+    try:
+        head = HeadConfig(
+            kind=recipe.head,
+            hidden_size=hidden_size,
+            features=tuple(options.features.split("+")),
+            pooling=options.pooling,
+            identity_start=not recipe.random_start,
+            intermediate_size=None if recipe.mlp_ratio is None else max(1, round(recipe.mlp_ratio * hidden_size)),
+        )
+        head.build()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return AtsPlan(
+        head=head,
+        trials=_trials(recipe.loss, options.alpha),
+        top_label_weight=options.top_label_weight,
+        refit_temperature=recipe.refit_temperature,
+        validation_fraction=options.validation_fraction,
+        epochs=recipe.epochs,
+        batch_size=recipe.batch_size,
+        accumulate=recipe.accumulate,
+        optimizer=OptimizerConfig(
+            learning_rate=recipe.learning_rate,
+            warmup_fraction=recipe.warmup_fraction,
+            weight_decay=options.weight_decay,
+        ),
+        cache_hidden=options.cache_hidden,
+        checkpoint_every=options.checkpoint_every,
+    )
+
+
+def _trials(loss: LossName, alpha: float | None) -> tuple[Trial, ...]:
+    if loss == "auto":
+        grid = ALPHA_GRID if alpha is None else (alpha,)
+        return (Trial("joint", None), Trial("cross-entropy", None), *(Trial("selective", a) for a in grid))
+    if loss in ("selective", "selective-balanced"):
+        return (Trial(loss, 0.5 if alpha is None else alpha),)
+    return (Trial(loss, None),)

@@ -1,0 +1,70 @@
+"""One training step: pure, jitted once, its state donated."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from calibjax.train.state import TrainState
+
+Batch = Mapping[str, Array]
+
+
+class Objective(Protocol):
+    """What is minimised: the sum of a loss over the tokens that count, divided by their number.
+
+    Called with what is trained, frozen arrays, a batch and hyper-parameters (float32 scalars: a change of their value
+    compiles nothing anew); returns the sum of the loss and the number of tokens, float32 scalars.
+    """
+
+    def __call__(
+        self, params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]: ...
+
+
+class StepMetrics(NamedTuple):
+    """Float32 scalars of one step: mean loss per token, number of tokens, global norm of the gradient."""
+
+    loss: Float[Array, ""]
+    tokens: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+
+
+TrainStep = Callable[[TrainState, Any, Batch, Mapping[str, Array]], tuple[TrainState, StepMetrics]]
+
+
+def make_train_step(objective: Objective, optimizer: optax.GradientTransformation, *, accumulate: int = 1) -> TrainStep:
+    """The jitted step (state, frozen, batch, hyper) -> (state, metrics); the state given is donated.
+
+    Args:
+        objective: see `Objective`.
+        optimizer: of the trained parameters.
+        accumulate: micro-batches, one after the other, that a batch is cut into; divides the batch size. The gradient
+            is that of the mean over all tokens of the whole batch, however they fall into the micro-batches.
+    """
+
+    def gradients(params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array]):
+        return jax.value_and_grad(lambda p: objective(p, frozen, batch, hyper), has_aux=True)(params)
+
+    def step(state: TrainState, frozen: Any, batch: Batch, hyper: Mapping[str, Array]):
+        if accumulate == 1:
+            (loss, tokens), grads = gradients(state.params, frozen, batch, hyper)
+        else:
+            micro = jax.tree.map(lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), dict(batch))
+            zeros = (jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, state.params)
+
+            def add(carry, part):
+                return jax.tree.map(jnp.add, carry, gradients(state.params, frozen, part, hyper)), None
+
+            ((loss, tokens), grads), _ = jax.lax.scan(add, zeros, micro)
+        count = jnp.maximum(tokens, 1.0)
+        grads = jax.tree.map(lambda g: g / count, grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = StepMetrics(loss / count, tokens, optax.global_norm(grads))
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return jax.jit(step, donate_argnums=0)

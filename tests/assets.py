@@ -1,0 +1,30 @@
+"""Where the real models and data are that some tests use; without them those tests are skipped, and say why."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ASSETS = Path(os.environ.get("CALIBJAX_ASSETS", Path(__file__).parents[2] / "shared" / "assets"))
+
+LLAMA_MODELS = ("stories260K", "tinystories-656k", "baby-llama-105")
+GPT2_MODELS = ("craftgpt-5M",)
+MODELS = LLAMA_MODELS + GPT2_MODELS
+
+
+def require_asset(relative: str) -> Path:
+    """Returns the path of an asset; skips the calling test where it is not there."""
+    path = ASSETS / relative
+    if not path.exists():
+        pytest.skip(f"{path} is not there; set CALIBJAX_ASSETS to the folder with the test assets")
+    return path
+
+
+def model_path(name: str) -> Path:
+    """Returns the directory of one of `MODELS`, or skips the calling test."""
+    return require_asset(f"models/{name}")
+
+
+def data_path(relative: str) -> Path:
+    """Returns a file or folder of the data sets, or skips the calling test."""
+    return require_asset(f"data/{relative}")

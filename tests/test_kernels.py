@@ -1,0 +1,530 @@
+"""One table of laws over the implementations of `vocab_stats`, all held against the float64 oracle."""
+
+import functools
+import itertools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.test_util import check_grads
+from oracle import EPS, FLOATS, assert_within, f64
+
+from calibjax.kernels import IMPLEMENTATIONS, STATISTICS, chunked, stats, vocab_stats
+
+ALL = (*FLOATS, "argmax", "logit_variance", "correct")
+
+
+class Case(NamedTuple):
+    """A row of the table: V, N, D, chunk (None: reference), options, dtype, and the size of the logits."""
+
+    vocab: int
+    tokens: int
+    width: int
+    chunk: int | None
+    bias: bool = False
+    softcap: float | None = None
+    scale: bool = False
+    dtype: str = "float32"
+    size: float = 3.0
+
+    @property
+    def options(self):
+        chunk = {} if self.chunk is None else {"chunk_size": self.chunk}
+        name = "reference" if self.chunk is None else "chunked"
+        return {"implementation": name, "softcap": self.softcap, **chunk}
+
+
+# Small logits (size 0.01) show a vocabulary padded with zeros; large ones show overflow. 2049 and 129 leave a ragged
+# piece of one column, 127 and 1 are below any tile, 500 divides nothing.
+CASES = [
+    Case(1, 7, 8, 128),
+    Case(1, 1, 8, None, bias=True),
+    Case(2, 7, 8, 1, scale=True, softcap=2.0),
+    Case(2, 1, 100, 2, bias=True),
+    Case(127, 128, 8, 128, bias=True, softcap=5.0, scale=True),
+    Case(127, 7, 100, 50, dtype="bfloat16", bias=True),
+    Case(128, 7, 8, 32, scale=True, bias=True, size=30.0),
+    Case(128, 128, 8, 128, dtype="bfloat16", softcap=30.0, size=30.0),
+    Case(129, 7, 100, 128, bias=True, scale=True, softcap=10.0),
+    Case(129, 128, 8, 43, size=0.01),
+    Case(129, 7, 8, None, bias=True, scale=True, softcap=10.0, dtype="bfloat16"),
+    Case(2049, 7, 8, 128, size=0.01, bias=True),
+    Case(2049, 7, 100, 500, size=0.01, dtype="bfloat16", scale=True),
+    Case(2049, 128, 8, 128, size=30.0, scale=True, bias=True),
+    Case(2049, 7, 100, 2048, softcap=20.0, bias=True, scale=True, dtype="bfloat16"),
+    Case(2049, 7, 100, 4096, dtype="bfloat16", bias=True),
+    Case(2049, 7, 8, None, scale=True, bias=True),
+    Case(2049, 1, 8, 700, size=0.01),
+]
+
+
+def make(case: Case, seed=0):
+    """hidden, unembedding, bias, scale in the case's dtype; targets, with the last token masked where there are more."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(case.dtype)
+    hidden = jnp.asarray(rng.normal(size=(case.tokens, case.width)) * case.size, dtype)
+    unembedding = jnp.asarray(rng.normal(size=(case.vocab, case.width)) / np.sqrt(case.width), dtype)
+    bias = jnp.asarray(rng.normal(size=case.vocab) * case.size, dtype) if case.bias else None
+    scale = np.geomspace(1e-3, 1e3, case.tokens) if case.scale else np.linspace(0.6, 1.7, case.tokens)
+    targets = rng.integers(0, case.vocab, case.tokens)
+    targets[-1:] = -100 if case.tokens > 1 else targets[-1:]
+    return hidden, unembedding, bias, jnp.asarray(scale, jnp.float32), jnp.asarray(targets, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def evaluate(options, hidden, unembedding, bias, scale, targets, cotangents):
+    """All statistics, and the gradients of Σ cotangents·statistics in (hidden, unembedding, bias, scale)."""
+
+    def forward(*inputs):
+        got = vocab_stats(*inputs[:2], targets, bias=inputs[2], scale=inputs[3], statistics=ALL, **dict(options))
+        return {name: getattr(got, name) for name in FLOATS}, got
+
+    _, pull, got = jax.vjp(forward, hidden, unembedding, bias, scale, has_aux=True)
+    return got, pull(cotangents)
+
+
+def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
+    """First-order bounds on the errors that rounding must leave, of statistics and gradients.
+
+    Every logit carries at most zerr = 2 ε Σ_d |h_d W_vd| (plus the bias, the soft-cap and their rounding), p_v the
+    relative error rel = 2 s zerr + ε (1 + |s max z|), the products of the backward pass ε Σ|dz||W|, and where the inputs
+    are bfloat16 dz and the result are rounded to it, 2⁻⁸ at most.
+    """
+    h, w, s = np.abs(f64(hidden)), np.abs(f64(unembedding)), f64(scale)
+    extra = 0.0 if bias is None else np.abs(f64(bias)).max()
+    zabs = (h @ w.T).max(axis=1) + extra
+    zerr = 2 * EPS * (zabs + (case.softcap or 0.0))
+    z = oracle.logits(hidden, unembedding, bias, case.softcap)
+    p, want = oracle.probabilities(z, scale), oracle.statistics(hidden, unembedding, targets, scale, bias, case.softcap)
+    top = np.abs(s * want["max_logit"]) + np.abs(want["log_normalizer"])
+    rel = 2 * s * zerr + EPS * (4 + top)
+    centred = np.abs(z - want["expected_logit"][:, None])
+    spread = (p * centred).sum(axis=1)
+    below = want["max_logit"] - want["expected_logit"]
+    far = (p * (z - want["max_logit"][:, None]) ** 2).sum(axis=1)
+    root = 1 + 0.1 * np.sqrt(case.vocab)
+    forward = {
+        "log_normalizer": s * zerr + EPS * (top + root),
+        "target_logit": zerr,
+        "mean_logit": zerr,
+        "max_logit": zerr,
+        "expected_logit": zerr + rel * spread + root * EPS * below + EPS * np.abs(want["expected_logit"]),
+        "logit_variance": 2 * zerr * spread + rel * want["logit_variance"] + 2 * root * EPS * far + zerr**2,
+    }
+    g = {name: np.abs(f64(cotangents[name]))[:, None] for name in FLOATS}
+    part = p * (s[:, None] * g["log_normalizer"] + g["expected_logit"] * (1 + s[:, None] * centred))
+    dz_error = rel[:, None] * part + 2 * p * s[:, None] * g["expected_logit"] * (
+        zerr[:, None] + forward["expected_logit"][:, None]
+    )
+    all_dz = part + g["mean_logit"] / case.vocab
+    np.add.at(all_dz, (np.arange(len(z)), targets), g["target_logit"][:, 0])
+    np.add.at(all_dz, (np.arange(len(z)), argmax), g["max_logit"][:, 0])
+    if case.softcap is not None:
+        dz_error = dz_error + all_dz * (2 * zerr / case.softcap + EPS)[:, None]
+    rounding = root * EPS + (2.0**-8 if case.dtype == "bfloat16" else 0.0)
+    dz_error = dz_error + rounding * all_dz
+    backward = (dz_error @ w, dz_error.T @ h, dz_error.sum(axis=0))
+    d_scale = (
+        g["log_normalizer"][:, 0] * forward["expected_logit"] + g["expected_logit"][:, 0] * (forward["logit_variance"])
+    )
+    d_scale = d_scale + 4 * EPS * (
+        g["log_normalizer"][:, 0] * np.abs(want["expected_logit"]) + g["expected_logit"][:, 0] * want["logit_variance"]
+    )
+    if case.chunk is None:  # autodiff sums p (g + g (z − E)) z over v, which cancels
+        size = (p * np.abs(z) * (g["log_normalizer"] + g["expected_logit"] * centred)).sum(axis=1)
+        d_scale = d_scale + (rel + root * EPS) * size
+    return forward, (*backward, d_scale)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
+def test_statistics_and_gradients_match_float64(case):
+    hidden, unembedding, bias, scale, targets = make(case)
+    rng = np.random.default_rng(1)
+    cotangents = {name: jnp.asarray(rng.normal(size=case.tokens), jnp.float32) for name in FLOATS}
+    options = tuple(sorted(case.options.items()))
+    got, grads = evaluate(options, hidden, unembedding, bias, scale, targets, cotangents)
+
+    valid = np.asarray(targets) != -100
+    safe = np.where(valid, targets, 0)
+    counted = {name: f64(g) * valid for name, g in cotangents.items()}
+    inputs = (hidden, unembedding, bias, scale)
+    argmax = np.where(valid, got.argmax, 0)
+    want = oracle.statistics(hidden, unembedding, safe, scale, bias, case.softcap)
+    expected, _ = oracle.gradients(counted, hidden, unembedding, safe, scale, bias, case.softcap, argmax)
+    forward, backward = bounds(case, *inputs, safe, counted, argmax)
+
+    worst = {}
+    for name, tolerance in forward.items():
+        value = getattr(got, name)
+        assert value.dtype == jnp.float32, name
+        worst[name] = assert_within(np.asarray(value)[valid], want[name][valid], tolerance[valid], name)
+        np.testing.assert_array_equal(np.asarray(value)[~valid], 0.0, name)
+    # A near tie may go either way in float32; what is picked must be a maximum as far as the logits are known.
+    z = oracle.logits(hidden, unembedding, bias, case.softcap)
+    picked = z[np.arange(case.tokens), argmax]
+    assert_within(picked[valid], want["max_logit"][valid], 2 * forward["max_logit"][valid], "logit of argmax")
+    np.testing.assert_array_equal(np.asarray(got.argmax)[~valid], -1)
+    np.testing.assert_array_equal(got.correct, (np.asarray(got.argmax) == targets) & valid)
+
+    for name, got_grad, want_grad, tolerance, x in zip(
+        ("hidden", "unembedding", "bias", "scale"), grads, expected, backward, inputs, strict=True
+    ):
+        if x is None:
+            assert got_grad is None
+            continue
+        assert got_grad.dtype == x.dtype, name
+        rounded = 2.0**-8 * np.abs(want_grad) if x.dtype == jnp.bfloat16 else 0.0
+        worst["d_" + name] = assert_within(got_grad, want_grad, tolerance + rounded + 1e-30, "d_" + name)
+    np.testing.assert_array_equal(f64(grads[0])[~valid], 0.0)
+    np.testing.assert_array_equal(f64(grads[3])[~valid], 0.0)
+    print({name: f"{value:.2f}" for name, value in worst.items()}, "of the bound")
+
+
+SMALL = Case(11, 5, 4, 4, bias=True, softcap=None, size=1.5)
+
+
+def small(seed=0, softcap=None):
+    case = SMALL._replace(softcap=softcap)
+    return case, [None if x is None else np.array(x) for x in make(case, seed)]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_oracle_has_the_right_gradients(softcap):
+    _, (hidden, unembedding, bias, scale, targets) = small(softcap=softcap)
+    targets = np.maximum(targets, 0)
+    inputs = [f64(x) for x in (hidden, unembedding, bias, scale)]
+    rng = np.random.default_rng(2)
+    g = {name: rng.normal(size=5) for name in FLOATS}
+
+    def value(h, w, b, s):
+        got = oracle.statistics(h, w, targets, s, b, softcap)
+        return sum((g[name] * got[name]).sum() for name in FLOATS)
+
+    grads, _ = oracle.gradients(g, *inputs[:2], targets, inputs[3], inputs[2], softcap)
+    for i, grad in enumerate(grads):
+        numeric = oracle.difference(lambda x, i=i: value(*inputs[:i], x, *inputs[i + 1 :]), inputs[i])
+        assert_within(grad, numeric, 1e-8 * (1 + np.abs(numeric).max()), str(i))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("name", FLOATS)
+def test_each_cotangent_alone(name, softcap):
+    """Only one statistic asked for: the branches where the other cotangents do not exist at all."""
+    case, (hidden, unembedding, bias, scale, targets) = small(softcap=softcap)
+    g = np.linspace(-1, 2, 5).astype(np.float32)
+
+    @jax.jit
+    def grad(*inputs):
+        def loss(h, w, b, s):
+            got = vocab_stats(h, w, targets, bias=b, scale=s, softcap=softcap, statistics=[name], chunk_size=case.chunk)
+            return jnp.sum(g * getattr(got, name))
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(*inputs)
+
+    valid = targets != -100
+    want, _ = oracle.gradients({name: g * valid}, hidden, unembedding, np.maximum(targets, 0), scale, bias, softcap)
+    for label, got, expected in zip(("h", "W", "b", "s"), grad(hidden, unembedding, bias, scale), want, strict=True):
+        # D = 4 and logits of a few units: 50 ε of the largest entry is some ten roundings in a row.
+        assert_within(got, expected, 50 * EPS * (1 + np.abs(expected).max()), label)
+
+
+@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+def test_check_grads(implementation):
+    _, (hidden, unembedding, bias, scale, targets) = small()
+
+    @jax.jit
+    def value(h, w, b, s):
+        got = vocab_stats(h, w, targets, bias=b, scale=s, softcap=6.0, implementation=implementation)
+        return [getattr(got, name) for name in FLOATS]
+
+    # Float32 differences with step 1e-2: a step of the third order and rounding, each some 1e-3.
+    check_grads(value, (hidden, unembedding, bias, scale), order=1, modes=["rev"], atol=1e-2, rtol=1e-2, eps=1e-2)
+
+
+def test_gradient_is_linear_in_the_cotangent():
+    case, inputs = small(softcap=4.0)
+    options = tuple(case.options.items())
+    rng = np.random.default_rng(4)
+    a, b = ({n: rng.normal(size=5).astype(np.float32) for n in FLOATS} for _ in range(2))
+    both = {n: 2 * a[n] - 3 * b[n] for n in FLOATS}
+    of_a, of_b, of_both = (evaluate(options, *inputs, g)[1] for g in (a, b, both))
+    for x, y, z in zip(of_a, of_b, of_both, strict=True):
+        x, y = f64(x), f64(y)
+        assert_within(z, 2 * x - 3 * y, 20 * EPS * (2 * np.abs(x) + 3 * np.abs(y) + 1))
+    zero = evaluate(options, *inputs, {n: np.zeros(5, np.float32) for n in FLOATS})[1]
+    for x in zero:
+        np.testing.assert_array_equal(x, 0.0)
+
+
+def pieces(logits, cuts, scale, targets):
+    wanted = frozenset({"first", "second", "total", "target", "argmax"})
+    edges = [0, *cuts, logits.shape[1]]
+    return [
+        stats.moments(logits[:, lo:hi], scale, targets, lo, wanted) for lo, hi in itertools.pairwise(edges) if hi > lo
+    ]
+
+
+def test_merge_is_associative_and_commutative():
+    rng = np.random.default_rng(5)
+    logits = (rng.normal(size=(6, 40)) * np.array([[0.01], [1], [10], [100], [1], [1]])).astype(np.float32)
+    logits[4, [3, 17, 30]] = 50.0  # the largest in all three pieces
+    logits[5, 10:25] = -np.inf  # a piece without any mass
+    scale = np.array([1, 1e-3, 1e3, 1, 1, 1], np.float32)
+    targets = np.array([0, 12, 39, 25, 17, 5], np.int32)
+    a, b, c = pieces(logits, [10, 25], scale, targets)
+    whole = pieces(logits, [], scale, targets)[0]
+    merge = functools.partial(stats.merge, scale=scale)
+    orders = {
+        "(ab)c": merge(merge(a, b), c),
+        "a(bc)": merge(a, merge(b, c)),
+        "(cb)a": merge(merge(c, b), a),
+        "b(ca)": merge(b, merge(c, a)),
+    }
+    for order, got in orders.items():
+        for name in ("max_logit", "argmax", "target"):  # selections: exact
+            np.testing.assert_array_equal(getattr(got, name), getattr(whole, name), f"{order} {name}")
+        for name in ("weight", "first", "second"):
+            want = f64(getattr(whole, name))
+            assert_within(getattr(got, name), want, 40 * EPS * (1 + np.abs(want)), f"{order} {name}")
+        finite = slice(0, 5)
+        size = np.abs(f64(logits[finite])).sum(axis=1)
+        assert_within(got.total[finite], whole.total[finite], 4 * EPS * size, f"{order} total")
+    assert whole.argmax[4] == 3
+    swapped = merge(b, a)
+    for name, x, y in zip(stats.Moments._fields, merge(a, b), swapped, strict=True):
+        np.testing.assert_array_equal(x, y, name)
+
+
+def test_permutation_of_the_vocabulary():
+    case = Case(130, 7, 8, 32, bias=True)
+    hidden, unembedding, bias, scale, targets = (np.asarray(x) for x in make(case))
+    order = np.random.default_rng(6).permutation(case.vocab)
+    place = np.argsort(order)
+    g = {name: np.linspace(-1, 1, 7).astype(np.float32) for name in FLOATS}
+    options = tuple(case.options.items())
+    moved_targets = np.where(targets >= 0, place[targets], targets).astype(np.int32)
+    got, grads = evaluate(options, hidden, unembedding, bias, scale, targets, g)
+    moved, moved_grads = evaluate(options, hidden, unembedding[order], bias[order], scale, moved_targets, g)
+    for name in (*FLOATS, "logit_variance"):
+        x = f64(getattr(got, name))
+        assert_within(getattr(moved, name), x, 100 * EPS * (1 + np.abs(x)), name)
+    np.testing.assert_array_equal(got.correct, moved.correct)
+    valid = targets >= 0
+    np.testing.assert_array_equal(order[np.asarray(moved.argmax)[valid]], np.asarray(got.argmax)[valid])
+    assert_within(moved_grads[1], f64(grads[1])[order], 1e-4 * np.abs(f64(grads[1])).max(), "d_unembedding")
+
+
+@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+def test_masked_tokens_give_exact_zeros_whatever_they_hold(implementation):
+    """NaN and infinity in a masked token's hidden state and scale reach no other value and no gradient."""
+    case, (hidden, unembedding, bias, scale, targets) = small()
+    options = {**case.options} if implementation == "chunked" else {"implementation": "reference"}
+    options = tuple(options.items())
+    g = {name: np.ones(5, np.float32) for name in FLOATS}
+    clean, clean_grads = evaluate(options, hidden, unembedding, bias, scale, targets, g)
+    hidden, scale = hidden.copy(), scale.copy()
+    hidden[-1] = [np.nan, np.inf, -np.inf, 1e38]
+    scale[-1] = np.nan
+    got, grads = evaluate(options, hidden, unembedding, bias, scale, targets, g)
+    for name in FLOATS:
+        np.testing.assert_array_equal(getattr(got, name), getattr(clean, name), name)
+        assert getattr(got, name)[-1] == 0
+    assert not got.valid[-1]
+    assert not got.correct[-1]
+    assert got.argmax[-1] == -1
+    for name, x, y in zip(("h", "W", "b", "s"), grads, clean_grads, strict=True):
+        np.testing.assert_array_equal(x, y, name)
+    np.testing.assert_array_equal(grads[0][-1], 0.0)
+    assert grads[3][-1] == 0
+    for method in (got.log_prob, got.confidence, got.entropy):
+        assert np.isfinite(method()).all()
+        assert method()[-1] == 0
+
+
+def test_all_masked():
+    case, (hidden, unembedding, bias, scale, targets) = small()
+    g = {name: np.ones(5, np.float32) for name in FLOATS}
+    got, grads = evaluate(
+        tuple(case.options.items()),
+        np.full_like(hidden, np.nan),
+        unembedding,
+        bias,
+        scale,
+        np.full_like(targets, -100),
+        g,
+    )
+    for x in (*(getattr(got, name) for name in FLOATS), *grads):
+        np.testing.assert_array_equal(x, 0.0)
+
+
+def test_where_and_ignore_index_are_the_same_mask():
+    _, (hidden, unembedding, bias, scale, targets) = small()
+    run = jax.jit(functools.partial(vocab_stats, chunk_size=4, ignore_index=7))
+    where = np.array([True, False, True, True, False])
+    kept = np.where(targets == -100, 0, targets % 5)
+    by_where = run(hidden, unembedding, kept, bias=bias, scale=scale, where=where)
+    by_target = run(hidden, unembedding, np.where(where, kept, 7), bias=bias, scale=scale, where=np.ones(5, bool))
+    for name, x, y in zip(by_where._fields, by_where, by_target, strict=True):
+        if x is not None:
+            np.testing.assert_array_equal(x, y, name)
+
+
+@pytest.mark.parametrize("bad", [-1, 11, 1000])
+def test_a_target_outside_the_vocabulary_is_nan(bad):
+    _, (hidden, unembedding, *_) = small()
+    got = vocab_stats(hidden, unembedding, np.array([0, bad, 2, -100, bad]), where=np.array([True] * 4 + [False]))
+    np.testing.assert_array_equal(np.isnan(got.target_logit), [False, True, False, False, False])
+    assert np.isfinite(got.log_normalizer).all()
+    assert not got.correct[1]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 9, None])
+def test_ties_go_to_the_lowest_index(chunk):
+    z = np.zeros((4, 9), np.float32)
+    z[0, [2, 7]] = z[1, [5, 8]] = z[2, [0, 3, 6]] = 4.0
+    options = {"implementation": "reference"} if chunk is None else {"chunk_size": chunk}
+    got = vocab_stats(z, np.eye(9, dtype=np.float32), statistics=["argmax"], **options)
+    np.testing.assert_array_equal(got.argmax, [2, 5, 0, 0])
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 4}, {"implementation": "reference"}], ids=["chunked", "reference"])
+def test_a_bias_of_minus_infinity_removes_entries(options):
+    """Masked vocabulary entries, whole chunks of them (0 to 3, 8 to 10): as if these rows of W were not there."""
+    _, (hidden, unembedding, bias, scale, targets) = small()
+    bias[[0, 1, 2, 3, 5, 8, 9, 10]] = -np.inf
+    targets = np.array([4, 6, 7, 4, -100], np.int32)
+    names = ("log_normalizer", "target_logit", "max_logit", "expected_logit")
+    g = {name: np.linspace(1, 2, 5).astype(np.float32) * (targets >= 0) for name in names}
+
+    @jax.jit
+    def run(h, w, b, s):
+        def forward(*x):
+            got = vocab_stats(*x[:2], targets, bias=x[2], scale=x[3], statistics=(*names, "argmax"), **options)
+            return {name: getattr(got, name) for name in names}, got.argmax
+
+        value, pull, argmax = jax.vjp(forward, h, w, b, s, has_aux=True)
+        return value, argmax, pull(g)
+
+    value, argmax, grads = run(hidden, unembedding, bias, scale)
+    safe = np.maximum(targets, 4)
+    want = oracle.statistics(hidden, unembedding, safe, scale, bias)
+    valid = targets >= 0
+    np.testing.assert_array_equal(np.asarray(argmax)[valid], want["argmax"][valid])
+    for name in names:
+        assert_within(np.asarray(value[name])[valid], want[name][valid], 1e-5, name)
+    expected, _ = oracle.gradients(g, hidden, unembedding, safe, scale, bias)
+    for name, got, e in zip("hWbs", grads, expected, strict=True):
+        assert_within(got, e, 1e-4, name)
+
+
+def test_leading_dimensions():
+    case, (hidden, unembedding, _, scale, targets) = small()
+    run = jax.jit(functools.partial(vocab_stats, chunk_size=case.chunk, statistics=STATISTICS))
+    flat = run(hidden[:4], unembedding, targets[:4], scale=scale[:4])
+    boxed = run(hidden[:4].reshape(2, 2, -1), unembedding, targets[:4].reshape(2, 2), scale=scale[:4].reshape(2, 2))
+    for name, x, y in zip(flat._fields, flat, boxed, strict=True):
+        assert y.shape == (2, 2), name
+        np.testing.assert_array_equal(np.ravel(y), x, name)
+    single = run(hidden[0], unembedding, targets[0], scale=scale[0])
+    assert single.log_normalizer.shape == ()
+    # The product of one row and of four may add in another order.
+    assert_within(single.log_normalizer, flat.log_normalizer[0], 8 * EPS * (1 + abs(float(flat.log_normalizer[0]))))
+
+
+def test_jit_equals_eager_and_compiles_once():
+    _, (hidden, unembedding, bias, scale, targets) = small()
+    traces = []
+
+    @jax.jit
+    def run(h, s):
+        traces.append(1)
+        return vocab_stats(h, unembedding, targets, bias=bias, scale=s, chunk_size=4)
+
+    jitted = run(hidden, scale)
+    eager = vocab_stats(hidden, unembedding, targets, bias=bias, scale=scale, chunk_size=4)
+    for name, x, y in zip(jitted._fields, jitted, eager, strict=True):
+        if x is not None:
+            assert_within(x, y, 8 * EPS * (1 + np.abs(f64(y))), name)
+    run(hidden + 1, scale * 2)
+    assert len(traces) == 1
+    assert run._cache_size() == 1
+
+
+def test_a_subset_of_the_statistics_has_the_same_values():
+    _, (hidden, unembedding, bias, scale, targets) = small()
+    run = jax.jit(functools.partial(vocab_stats, chunk_size=4), static_argnames="statistics")
+    everything = run(hidden, unembedding, targets, bias=bias, scale=scale, statistics=STATISTICS)
+    for names in [("log_normalizer",), ("correct",), ("mean_logit", "logit_variance"), ()]:
+        got = run(hidden, unembedding, targets, bias=bias, scale=scale, statistics=names)
+        for name in STATISTICS:
+            if name in names:
+                x = f64(getattr(everything, name))
+                assert_within(getattr(got, name), x, 8 * EPS * (1 + np.abs(x)), name)
+            else:
+                assert getattr(got, name) is None, name
+    default = run(hidden, unembedding, bias=bias, scale=scale)
+    assert default.target_logit is default.correct is default.logit_variance is None
+    assert default.valid.all()
+    with pytest.raises(ValueError, match="mean_logit"):
+        run(hidden, unembedding, targets, statistics=("log_normalizer",)).require("mean_logit")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": np.ones((5, 4), np.int32)}, "hidden: expected a floating"),
+        ({"unembedding": np.ones((11, 5), np.float32)}, "one D"),
+        ({"unembedding": np.ones((0, 4), np.float32)}, "at least one row"),
+        ({"targets": np.ones(5, np.float32)}, "targets: expected integers"),
+        ({"targets": np.ones(4, np.int32)}, "targets: expected shape"),
+        ({"bias": np.ones(4, np.float32)}, "bias: expected shape"),
+        ({"where": np.ones(5, np.int32)}, "where: expected booleans"),
+        ({"softcap": 0.0}, "softcap"),
+        ({"chunk_size": 0}, "chunk_size"),
+        ({"implementation": "fastest"}, "implementation: expected one of"),
+        ({"implementation": "reference", "chunk_size": 4}, "takes no chunk_size"),
+        ({"statistics": ["logits"]}, "statistics: unknown"),
+        ({"targets": None, "statistics": ["correct"]}, "need targets"),
+    ],
+)
+def test_errors_teach(change, message):
+    _, (hidden, unembedding, _, _, targets) = small()
+    arguments = {"hidden": hidden, "unembedding": unembedding, "targets": targets, **change}
+    with pytest.raises(ValueError, match=message):
+        vocab_stats(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "chunk"), [(1, 50, 50), (10**9, 500, 128), (2048, 128256, 4096), (0, 300, 300)]
+)
+def test_choose_chunk_size(tokens, vocab, chunk):
+    assert chunked.choose_chunk_size(tokens, vocab) == chunk
+
+
+# argnums of (hidden, unembedding, bias, scale) -> products with the unembedding, or of its size, for each piece
+FROZEN = {(3,): 1, (0,): 3, (1,): 3, (2,): 2, (0, 3): 3, (0, 1, 2, 3): 4}
+
+
+@pytest.mark.parametrize("argnums", FROZEN, ids=str)
+def test_what_is_frozen_costs_nothing(argnums):
+    """Counts products in the compiled program, and looks for the logits there."""
+    case = Case(1000, 24, 16, 300, bias=True)  # pieces: one of 100, and a loop over three of 300
+    hidden, unembedding, bias, scale, targets = make(case)
+
+    def loss(h, w, b, s):
+        got = vocab_stats(h, w, targets, bias=b, scale=s, chunk_size=case.chunk)
+        return jnp.sum(-got.log_prob() - 0.1 * got.entropy() + got.max_logit)
+
+    grad = jax.jit(jax.grad(loss, argnums=argnums))
+    text = grad.lower(hidden, unembedding, bias, scale).compile().as_text()
+    products = re.findall(r"= [a-z0-9]+\[[0-9,]*\]\S* dot\(", text)
+    # Outside the loop XLA uses the logits of the one piece of 100 forward and backward: one product less.
+    count = FROZEN[argnums] + max(1, FROZEN[argnums] - 1)
+    assert len(products) == count, "\n".join(products)
+    assert "custom-call" not in text, "a product could hide in a library call"
+    logits = re.findall(r"\w+\[(?:24,1000|1000,24)\]", text)
+    assert not logits, logits

@@ -1,0 +1,200 @@
+"""Every loss against its formula in float64, from dense logits; and against torch where torch has it."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import EPS, assert_within
+
+from calibjax import losses
+from calibjax.kernels import STATISTICS, vocab_stats
+
+# Losses of logits of about 10: some twenty float32 roundings of numbers of that size.
+TOLERANCE = 20 * EPS * 10
+
+LOSSES = {
+    "cross_entropy": losses.cross_entropy,
+    "label_smoothing": functools.partial(losses.label_smoothing, beta=0.3),
+    "selective_smoothing": functools.partial(losses.selective_smoothing, alpha=0.3),
+    "focal": functools.partial(losses.focal, gamma=2.0),
+    "z_loss": losses.z_loss,
+    "confidence_penalty": functools.partial(losses.confidence_penalty, weight=0.2),
+    "top_label": losses.top_label,
+}
+
+
+def formula(name, z, y, s):
+    """The losses per token from dense float64 logits, targets and scales."""
+    rows = np.arange(len(z))
+    log_q = np.log(oracle.probabilities(z, s))
+    q, ce = np.exp(log_q), -log_q[rows, y]
+    uniform, right, top = -log_q.mean(axis=1), z.argmax(axis=1) == y, np.exp(log_q).max(axis=1)
+    normaliser = (s[:, None] * z - log_q)[:, 0]
+    return {
+        "cross_entropy": ce,
+        "label_smoothing": 0.7 * ce + 0.3 * uniform,
+        "selective_smoothing": np.where(right, 0.7 * ce, 0.3 * uniform),
+        "focal": (1 - q[rows, y]) ** 2 * ce,
+        "z_loss": normaliser**2,
+        "confidence_penalty": ce + 0.2 * (q * log_q).sum(axis=1),
+        "top_label": np.where(right, -np.log(top), -np.log1p(-top)),
+    }[name]
+
+
+def problem(n=12, v=7, seed=0):
+    """Float32 logits, targets (three of them ignored, half of the others right) and scales."""
+    rng = np.random.default_rng(seed)
+    z = (rng.normal(size=(n, v)) * 3).astype(np.float32)
+    y = rng.integers(0, v, n)
+    y[::2] = z[::2].argmax(axis=1)
+    y[[1, 4, 9]] = -100
+    return z, y.astype(np.int32), rng.uniform(0.3, 2.0, n).astype(np.float32)
+
+
+def stats_of(z, y, s=None, statistics=STATISTICS):
+    """The statistics of given logits: hidden = z, unembedding = identity."""
+    return vocab_stats(z, np.eye(z.shape[1], dtype=np.float32), y, scale=s, statistics=statistics)
+
+
+def test_the_table_is_complete():
+    public = {name for name, f in inspect.getmembers(losses, inspect.isfunction) if f.__module__ == losses.__name__}
+    public = {name for name in public if not name.startswith("_")} - {"valid_tokens"}
+    assert public == set(LOSSES) == set(losses.REQUIRED_STATISTICS)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_formula_gradient_and_needs(name):
+    """With exactly the statistics the loss says it needs: value, gradient in the scale, mask."""
+    z, y, s = problem()
+    counts, safe = y != -100, np.maximum(y, 0)
+    where = np.arange(len(y)) % 5 != 0
+    needed = losses.REQUIRED_STATISTICS[name]
+
+    @jax.jit
+    def run(scale):
+        def total(scale):
+            stats = stats_of(z, y, scale, needed)
+            return LOSSES[name](stats).sum(), (LOSSES[name](stats), LOSSES[name](stats, where=where))
+
+        return jax.value_and_grad(total, has_aux=True)(scale)
+
+    (_, (value, masked)), grad = run(s)
+    want = np.where(counts, formula(name, z.astype(np.float64), safe, s.astype(np.float64)), 0.0)
+    assert value.dtype == jnp.float32
+    size = max(1.0, np.abs(want).max() / 10)
+    assert_within(value, want, TOLERANCE * size, name)
+    np.testing.assert_array_equal(np.asarray(value)[~counts], 0.0)
+    np.testing.assert_array_equal(masked, np.where(where, value, 0.0))
+
+    # Each token's loss depends on its own scale alone, so one difference serves all.
+    step = 1e-6
+    up, down = (formula(name, z.astype(np.float64), safe, s.astype(np.float64) + d) for d in (step, -step))
+    numeric = np.where(counts, (up - down) / (2 * step), 0.0)
+    assert_within(grad, numeric, 10 * TOLERANCE * (1 + np.abs(numeric)), f"gradient of {name}")
+    np.testing.assert_array_equal(np.asarray(grad)[~counts], 0.0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_missing_statistic_is_named(name):
+    z, y, _ = problem()
+    everything = stats_of(z, y)
+    for missing in losses.REQUIRED_STATISTICS[name]:
+        with pytest.raises(ValueError, match=missing):
+            LOSSES[name](everything._replace(**{missing: None}))
+
+
+@pytest.mark.parametrize(
+    ("beta", "mean"), [(0.0, 4.5817239556), (0.1, 4.6945284445), (0.5, 5.1457464001), (1.0, 5.7097688445)]
+)
+def test_label_smoothing_of_the_issue(beta, mean):
+    rng = np.random.default_rng(3)
+    z, y = rng.normal(size=(6, 7)) * 3, np.array([0, 6, 3, -100, 2, 2], np.int32)
+    stats = stats_of(z.astype(np.float32), y)
+    value = float(losses.label_smoothing(stats, beta).sum() / losses.valid_tokens(stats).sum())
+    print(f"error {value - mean:.2e}")
+    assert abs(value - mean) < TOLERANCE
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
+def test_label_smoothing_is_that_of_torch(beta):
+    torch = pytest.importorskip("torch")
+    z, y, s = problem()
+    logits = torch.tensor(z.astype(np.float64) * s[:, None].astype(np.float64), requires_grad=True)
+    want = torch.nn.functional.cross_entropy(
+        logits, torch.tensor(y.astype(np.int64)), label_smoothing=beta, reduction="none"
+    )
+    want.sum().backward()
+
+    @jax.jit
+    def run(z):
+        def total(z):
+            value = losses.label_smoothing(stats_of(z, y, s), beta)
+            return value.sum(), value
+
+        return jax.grad(total, has_aux=True)(z)
+
+    grad, value = run(z)
+    assert_within(value, want.detach().numpy(), TOLERANCE, "loss")
+    assert_within(grad, logits.grad.numpy() * s[:, None], 4 * TOLERANCE, "gradient in the logits")
+
+
+def groups_averaged(z, y, s, alpha, where):
+    """The authors' form, token by token: each group's own mean, weighted by the other group's share of the tokens."""
+    hard, smooth = [], []
+    log_q = np.log(oracle.probabilities(z, s))
+    for i in range(len(z)):
+        if y[i] == -100 or not where[i]:
+            continue
+        if z[i].argmax() == y[i]:
+            hard.append(-log_q[i, y[i]])
+        else:
+            smooth.append(-log_q[i].mean())
+    n = len(hard) + len(smooth)
+    if not hard or not smooth:
+        return 0.0
+    w_smooth, w_hard = alpha * len(hard) / n, (1 - alpha) * len(smooth) / n
+    return (w_hard * np.mean(hard) + w_smooth * np.mean(smooth)) / (w_hard + w_smooth)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 1.0])
+def test_balanced_selective_smoothing(alpha):
+    z, y, s = problem(n=30)
+    where = np.arange(30) % 4 != 3
+    run = jax.jit(lambda w: losses.selective_smoothing(stats_of(z, y, s), alpha, balanced=True, where=w))
+    value = run(where)
+    counts = (y != -100) & where
+    z, s = z.astype(np.float64), s.astype(np.float64)
+    want = groups_averaged(z, y, s, alpha, where)
+    assert_within(np.asarray(value, np.float64).sum() / counts.sum(), want, TOLERANCE, "mean")
+    np.testing.assert_array_equal(np.asarray(value)[~counts], 0.0)
+    # One group empty: nothing to balance, and no division by zero.
+    for one_group in (where & (z.argmax(axis=1) == y), where & (z.argmax(axis=1) != y), np.zeros(30, bool)):
+        np.testing.assert_array_equal(run(one_group), 0.0)
+
+
+def test_focal_at_certainty():
+    z = np.array([[200.0, 0.0, 0.0], [0.0, 200.0, 0.0], [3.0, 1.0, 2.0]], np.float32)
+    y = np.array([0, 0, 0], np.int32)
+    for gamma in (0.5, 1.0, 2.0, 5.0):
+        value, grad = jax.value_and_grad(lambda s, g=gamma: losses.focal(stats_of(z, y, s), g).sum())(np.ones(3, np.float32))
+        assert np.isfinite(float(value))
+        assert np.isfinite(grad).all(), (gamma, grad)
+        assert_within(grad[:2], [0.0, 200.0], 1e-3, f"gamma {gamma}")  # q = 1: flat; q = 0: that of cross-entropy
+    zero = losses.focal(stats_of(z, y), 0.0)
+    assert_within(zero, losses.cross_entropy(stats_of(z, y)), TOLERANCE * 20)
+
+
+def test_top_label_at_certainty():
+    """Confidence 1 in float32: right costs nothing, wrong costs much, but both are finite with finite gradients."""
+    z = np.array([[200.0, 0.0], [200.0, 0.0], [0.0, 0.0]], np.float32)
+    y = np.array([0, 1, 1], np.int32)
+    value, grad = jax.vmap(
+        jax.value_and_grad(lambda s, z, y: losses.top_label(stats_of(z[None], y[None], s[None]))[0])
+    )(np.ones(3, np.float32), z, y)
+    assert_within(value, [1e-7, -np.log(1e-7), np.log(2)], [1e-8, 0.01, 1e-6], "loss")
+    assert np.isfinite(grad).all(), grad
+    assert value.max() < 16.5
