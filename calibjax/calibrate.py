@@ -99,7 +99,8 @@ def run_ats(run: AtsRun, announce=print) -> dict[str, Any]:
     check_context(run.text.seq_len, lm.config.max_positions)
     make_plan(run.ats, lm.config.hidden_size)
 
-    def read(source: str, text: DataOptions, split: str | None = None) -> Windows:
+    def read(source: str, *, split: str | None = None, column_optional: bool = False) -> Windows:
+        text = run.text
         windows, description = load_windows(
             source,
             lm.tokenizer,
@@ -110,14 +111,15 @@ def run_ats(run: AtsRun, announce=print) -> dict[str, Any]:
             rows=text.rows,
             max_windows=text.examples,
             split=split,
+            column_optional=column_optional,
         )
         announce(f"data: {description}")
         return windows
 
-    windows = read(run.data, run.text, run.split)
+    windows = read(run.data, split=run.split)
     fit, held_out = split_windows(windows, run.fit_fraction)
     # Every set is read before training starts: a wrong path must not cost the run.
-    transfer = {_set_name(source, run.eval_data): read(source, run.text) for source in run.eval_data}
+    transfer = {_set_name(source, run.eval_data): read(source, column_optional=True) for source in run.eval_data}
     announce(f"split: {len(fit.tokens):,} windows to fit on, {len(held_out.tokens):,} held out")
     result = calibrate(
         lm,
@@ -266,12 +268,13 @@ def _identity(run: AtsRun) -> dict[str, Any]:
 
 
 def _set_name(source: str, sources: tuple[str, ...]) -> str:
-    """A short name of a data set, told apart from the others by its parent folder where it must be."""
+    """A short name of a data set: the file's, with its folder's where that alone says little or stands for two."""
 
     def short(path: str) -> str:
         return Path(path.rstrip("/")).name.split(".")[0]
 
     name = short(source)
-    if sum(short(other) == name for other in sources) > 1:
-        return f"{Path(source).parent.name}/{name}"
+    says_little = name in ("train", "valid", "validation", "test", "data")
+    if says_little or sum(short(other) == name for other in sources) > 1:
+        return f"{Path(source).absolute().parent.name}/{name}"
     return name

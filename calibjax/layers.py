@@ -278,8 +278,9 @@ def _attend_on_cpu(query: Array, key: Array, value: Array, mask: Array | None, *
     mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
     logits = jnp.where(mask[:, :, None], logits, jnp.finfo(jnp.float32).min)
     weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = product(weights.astype(value.dtype), value).astype(value.dtype)
+    # Divided after the product: a pass over [T, K] in place of one over [T, T], forward and backward.
+    mixed = product(weights.astype(value.dtype), value) / jnp.sum(weights, axis=-1, keepdims=True)
+    mixed = mixed.astype(value.dtype)
     return jnp.moveaxis(mixed, 3, 1).reshape(batch, time, heads, width)
 
 

@@ -8,6 +8,7 @@ Equal-width bins over [0, 1]; a confidence exactly on an inner edge goes to the 
 
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -41,7 +42,8 @@ def bin_index(confidence: Float[Array, "..."], bins: int, closed: Closed = "righ
     if closed not in ("right", "left"):
         raise ValueError(f'closed: expected "right" or "left", got {closed!r}.')
     # Edges are the float32 numbers k/bins, compared exactly: floor(confidence·bins) would misplace some of them.
-    edges = jnp.arange(1, bins, dtype=jnp.float32) / bins
+    # Divided by numpy: XLA may multiply by 1/bins instead, and 9 · (1/10) is not 9/10 in float32.
+    edges = jnp.asarray(np.arange(1, bins, dtype=np.float32) / np.float32(bins))
     return jnp.searchsorted(edges, confidence.astype(jnp.float32), side="left" if closed == "right" else "right")
 
 
@@ -71,8 +73,8 @@ def calibration_sums(
         raise ValueError(f"bins: expected at least 1, got {bins}.")
     confidence, correct = jnp.asarray(confidence), jnp.asarray(correct).astype(jnp.float32)
     where = jnp.ones(confidence.shape, bool) if where is None else jnp.broadcast_to(where, confidence.shape)
-    member = bin_index(confidence, bins, closed)[..., None] == jnp.arange(bins)
-    member = (member & where[..., None]).astype(jnp.float32)
+    member = jax.nn.one_hot(bin_index(confidence, bins, closed), bins, dtype=jnp.float32)
+    member = jnp.where(where[..., None], member, 0.0)
     confidence = jnp.where(where, confidence.astype(jnp.float32), 0.0)
     correct = jnp.where(where, correct, 0.0)
     nll = jnp.zeros(confidence.shape[:-1], jnp.float32)

@@ -109,6 +109,7 @@ def fit_temperature(
     """
     low, high = bounds
     u, best_before, iterations, converged = 0.0, math.nan, 0, False
+    flat = 1e-6  # nats a token: less is rounding, and the data have no optimum here
     nll = first = second = np.zeros(0)
     count = 0.0
     while True:
@@ -129,7 +130,7 @@ def fit_temperature(
             high = u
         else:
             low = u
-        step = -slope / curvature if curvature > 0 else math.inf
+        step = -slope / curvature if curvature > flat * count else math.inf
         if abs(step) < tolerance:
             converged = True
             break
@@ -137,5 +138,6 @@ def fit_temperature(
             break
         u = u + step if low < u + step < high else (low + high) / 2
     # Sandwich: Var(u) = Σ_g (slope of group g)² / curvature².
-    error = math.sqrt(np.square(first).sum()) / float(second.sum()) if second.sum() > 0 else math.inf
+    informative = second.sum() > flat * count
+    error = math.sqrt(np.square(first).sum()) / float(second.sum()) if informative else math.inf
     return TemperatureFit(float(u), error, float(nll.sum() / count), float(best_before), iterations, converged)

@@ -1,4 +1,4 @@
-"""Adaptive Temperature Scaling of a language model: the same as `calibjax train ats`; see `python train/ats.py --help`."""
+"""Adaptive Temperature Scaling of a language model: `python train/ats.py ...` is `calibjax train ats ...`."""
 
 import sys
 

@@ -26,6 +26,7 @@ def load_windows(
     rows: int | None = None,
     max_windows: int | None = None,
     split: str | None = None,
+    column_optional: bool = False,
 ) -> tuple[Windows, str]:
     """Reads, recognises, tokenises and cuts a source.
 
@@ -39,6 +40,7 @@ def load_windows(
       rows: Read only this many first rows.
       max_windows: Keep only this many first windows.
       split: See `read_source`.
+      column_optional: Where the source has no column `text_column`, recognise it as if none had been named.
 
     Returns:
       The windows, and a line that says how they came about.
@@ -47,6 +49,8 @@ def load_windows(
       UserError: Whatever stands against it, with what to do next.
     """
     data = read_source(source, split=split, rows=rows)
+    if column_optional and len(data) and text_column not in data[0]:
+        text_column = None
     format = recognise(data, text_column)
     count = _Count()
     examples = count.watch(tokenize_rows(data, format, tokenizer, prompt_template=prompt_template))

@@ -18,7 +18,7 @@ _COLUMNS = ("NLL", "Brier", "ECE [95% interval]", "MCE", "confidence", "accuracy
 
 
 def verdict(results: Mapping[str, Any]) -> str:
-    """One line: whether ATS came out truer than the single temperature, by the figures of a set.
+    """One line: whether ATS came out truer than the single temperature and the model as it is.
 
     Worse on expected calibration error or on negative log-likelihood counts as worse.
     """
@@ -38,6 +38,11 @@ def verdict(results: Mapping[str, Any]) -> str:
     ]
     if worse:
         return f"WARNING: ATS is worse than a single temperature here: {'; '.join(worse)}."
+    if ats["ece"]["value"] > base["ece"]["value"] or ats["nll"] > base["nll"]:
+        return (
+            f"WARNING: ATS is worse than the uncalibrated model here: ECE {ats['ece']['value']:.4f} against "
+            f"{base['ece']['value']:.4f}; NLL {ats['nll']:.4f} against {base['nll']:.4f}."
+        )
     before = f"uncalibrated {base['ece']['value']:.4f}, {base['nll']:.4f}"
     return f"ATS is truer than a single temperature: {ece}; {nll} ({before})."
 
@@ -166,7 +171,11 @@ pre { overflow-x: auto; font-size: 13px; }
 """
 
 
-def _section(title: str, results: Mapping[str, Any]) -> str:
+def _paragraph(line: str) -> str:
+    return f'<p class="verdict{" warning" if line.startswith("WARNING") else ""}">{html.escape(line)}</p>'
+
+
+def _section(title: str, results: Mapping[str, Any], *, with_verdict: bool) -> str:
     exact = any("exact_error" in row for row in results["methods"].values())
     header = "".join(
         f"<th scope=col>{html.escape(c)}</th>" for c in ("method", *_COLUMNS, *(("exact error",) if exact else ()))
@@ -174,11 +183,9 @@ def _section(title: str, results: Mapping[str, Any]) -> str:
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in _rows(results, exact)
     )
-    line = verdict(results)
-    kind = "verdict warning" if line.startswith("WARNING") else "verdict"
     parts = [f"<h2>{html.escape(title)}</h2>"]
-    if line:
-        parts.append(f'<p class="{kind}">{html.escape(line)}</p>')
+    if with_verdict:
+        parts.append(_paragraph(verdict(results)))
     parts.append(
         f"<p>{results['tokens']:,} tokens</p><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
     )
@@ -200,15 +207,15 @@ def write_report(document: Mapping[str, Any], directory: Path) -> None:
         directory: exists.
     """
     (directory / "reliability.png").write_bytes(_png(reliability_figure(document["held_out"], "held out")))
-    sections = "\n".join(_section(title, results) for title, results in _sets(document))
+    sections = "\n".join(
+        _section(title, results, with_verdict=index > 0) for index, (title, results) in enumerate(_sets(document))
+    )
     details = html.escape(json.dumps(document.get("run", {}), indent=2))
-    # The first line of the page is the verdict on the held-out set.
-    first = verdict(document["held_out"])
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>calibjax report</title><style>{_STYLE}</style></head><body>\n"
-        f'<p class="verdict{" warning" if first.startswith("WARNING") else ""}">{html.escape(first)}</p>\n'
+        f"{_paragraph(verdict(document['held_out']))}\n"  # the first line of the page
         f"<h1>Calibration report</h1>\n{sections}\n"
         "<p>ECE and MCE compare mean confidence and accuracy in equal-width bins of the top token's probability; the "
         "interval is a 95% bootstrap over windows. Vertical bars in the diagrams are the gaps. NLL in nats per token; "

@@ -90,7 +90,7 @@ def vocab_stats(
     if targets is not None:
         valid = valid & (targets != ignore_index)
     if targets is not None or where is not None:
-        # A select, not a product: whatever a masked token's hidden state and scale hold, even NaN, reaches neither W nor b.
+        # Selects, not products: what a masked token's hidden state and scale hold, even NaN, reaches neither W nor b.
         hidden = jnp.where(valid[..., None], hidden, 0)
     counted_scale = jnp.where(valid, full_scale, 1.0)
     flat_targets = in_range = None

@@ -48,7 +48,7 @@ def _logprobs(model, config, dtype, params, factor, frozen, batch):
     log_probs = jax.nn.log_softmax(jnp.exp(log_scale)[..., None] * z, axis=-1)
     # Rounding can make a near tie a tie, or the other way round; the base model's choice stays strictly the first.
     top = jnp.take_along_axis(log_probs, best, axis=-1)
-    others = jnp.arange(z.shape[-1]) != best
+    others = jax.lax.broadcasted_iota(best.dtype, z.shape, z.ndim - 1) != best
     return jnp.where(others & (log_probs >= top), jnp.nextafter(top, -jnp.inf), log_probs)
 
 

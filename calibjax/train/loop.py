@@ -20,7 +20,7 @@ from calibjax.train.step import StepMetrics, TrainStep
 
 
 class NonFiniteLossError(FloatingPointError):
-    """The loss of a step was NaN or infinite."""
+    """The loss of a step, or its gradient, was NaN or infinite."""
 
 
 class TrainLog:
@@ -100,7 +100,7 @@ def train(
         The state after the last step.
 
     Raises:
-        NonFiniteLossError: names the first step whose loss was not finite; checkpoints before it are kept.
+        NonFiniteLossError: names the first step whose loss or gradient was not finite; checkpoints before it are kept.
         UserError: the directory holds checkpoints of another run.
     """
     checkpoints = Checkpoints(directory / "checkpoints", run)
@@ -118,11 +118,13 @@ def train(
         """Waits for a step and looks at it; called one step late, so that the device is never idle."""
         nonlocal tokens
         loss, count, norm = (float(x) for x in jax.device_get(metrics))
-        if not math.isfinite(loss):
-            raise NonFiniteLossError(
-                f"{description}: the loss at step {number} is {loss}. Lower the learning rate or check the data; "
-                f"checkpoints of earlier steps are in {directory / 'checkpoints'}."
-            )
+        # A finite loss with a gradient that is not has already spoilt the parameters, and must not reach a checkpoint.
+        for name, value in (("loss", loss), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                raise NonFiniteLossError(
+                    f"{description}: the {name} at step {number} is {value}. Lower the learning rate or check the "
+                    f"data; checkpoints of earlier steps are in {directory / 'checkpoints'}."
+                )
         tokens += count
         rate = tokens / (time.perf_counter() - begin)
         bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)

@@ -1,6 +1,7 @@
 """How an ATS head is fitted: what the user says, the recipes, and the plan that they make together."""
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 from calibjax._checks import UserError
@@ -142,14 +143,14 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     recipe = recipe._replace(**{name: v for name in recipe._fields if (v := getattr(options, name, None)) is not None})
     ranges = {
         "alpha": options.alpha is None or 0 <= options.alpha <= 1,
-        "top_label_weight": options.top_label_weight >= 0,
+        "top_label_weight": 0 <= options.top_label_weight < math.inf,
         "validation_fraction": 0 < options.validation_fraction < 1,
         "epochs": recipe.epochs >= 1,
         "batch_size": recipe.batch_size >= 1,
         "accumulate": recipe.accumulate >= 1 and recipe.batch_size % recipe.accumulate == 0,
-        "learning_rate": recipe.learning_rate > 0,
+        "learning_rate": 0 < recipe.learning_rate < math.inf,
         "warmup_fraction": 0 <= recipe.warmup_fraction < 1,
-        "weight_decay": options.weight_decay >= 0,
+        "weight_decay": 0 <= options.weight_decay < math.inf,
         "checkpoint_every": options.checkpoint_every >= 1,
     }
     for name, right in ranges.items():

@@ -64,7 +64,7 @@ def make_train_step(objective: Objective, optimizer: optax.GradientTransformatio
         grads = jax.tree.map(lambda g: g / count, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = StepMetrics(loss / count, tokens, optax.global_norm(grads))
+        metrics = StepMetrics(loss / count, tokens, optax.tree.norm(grads))
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return jax.jit(step, donate_argnums=0)

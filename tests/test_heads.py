@@ -1,0 +1,299 @@
+"""What a head must never do: start as anything but the identity, look ahead, or change the most likely token."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import traverse_util
+from oracle import EPS, assert_within
+
+from calibjax import heads, models
+from calibjax.heads import FEATURES, MAX_SCALE, MIN_SCALE, FittedHead, HeadConfig, head_features, logit_covariance
+from calibjax.kernels import vocab_stats
+from calibjax.models.calibrated import calibrated_confidence, calibrated_logprobs
+
+B, T, D, V = 2, 6, 8, 13
+KINDS = ("constant", "linear", "mlp", "transformer")
+POOLINGS = ("token", "sequence")
+FEATURE_SETS = (("hidden_states",), FEATURES)
+SMALL = {"intermediate_size": 6, "num_heads": 2}
+WHERE = np.array([[False, True, True, True, True, False], [True, True, True, True, True, True]])
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]], np.int32)
+
+
+def config_of(kind, pooling="token", features=("hidden_states",), **options):
+    return HeadConfig(kind=kind, hidden_size=D, pooling=pooling, features=features, **SMALL, **options)
+
+
+def inputs(dtype=jnp.float32, size=1.0, seed=0):
+    """Hidden states `[B, T, D]` and an unembedding `[V, D]`."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(B, T, D)) * size, dtype), jnp.asarray(rng.normal(size=(V, D)), dtype)
+
+
+def random_params(config, size=0.7, seed=1):
+    """Parameters far from the start: every one of them random."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(config.init, jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) * size, x.dtype), shapes)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(config, key):
+    return config.init(key)
+
+
+def init(config, seed=0):
+    # The generator that compiles fast: threefry would take most of the time of these tests.
+    return _init(config, jax.random.key(seed, impl="rbg"))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def log_scale(config, params, hidden, unembedding, where=None, segment_ids=None):
+    features = head_features(config.features, hidden, unembedding)
+    return config.build().apply({"params": params}, features, where=where, segment_ids=segment_ids)
+
+
+@pytest.mark.parametrize("features", FEATURE_SETS, ids="+".join)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_untrained_head_is_the_identity(kind, features):
+    for pooling, dtype in zip(POOLINGS, (jnp.float32, jnp.bfloat16), strict=True):
+        start = init(config_of(kind, features=features))
+        hidden, unembedding = inputs(dtype, size=10.0)
+        got = log_scale(config_of(kind, pooling, features), start, hidden, unembedding, WHERE, SEGMENTS)
+        assert got.shape == (B, T)
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, 0.0)
+        assert {x.dtype for x in jax.tree.leaves(start)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_random_start_is_that_of_torch_linear(kind):
+    """Weight and bias of the output U(−1/√F, 1/√F), F the width that the output layer reads."""
+    wide = HeadConfig(kind=kind, hidden_size=64, intermediate_size=64, num_heads=2, identity_start=False)
+    params = jax.jit(jax.vmap(wide.init))(jax.random.split(jax.random.key(0, impl="rbg"), 20))["output"]
+    bound = 1 / math.sqrt(64)
+    kernel, bias = np.asarray(params["kernel"]).ravel(), np.asarray(params["bias"]).ravel()
+    for x in (kernel, bias):
+        tolerance = 4 * bound / math.sqrt(12 * x.size)
+        assert np.abs(x).max() <= bound * (1 + EPS)
+        assert np.abs(x).max() > 0.8 * bound
+        assert_within(x.std(), bound / math.sqrt(3), 2 * tolerance, "standard deviation")
+        assert_within(x.mean(), 0.0, 2 * tolerance, "mean")
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_random_start_is_not_the_identity(kind):
+    config = config_of(kind, identity_start=False)
+    assert np.abs(log_scale(config, init(config), *inputs())).min() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounds(kind):
+    """Whatever the parameters, s stays in [1/20, 10]."""
+    config = config_of(kind)
+    for sign, bound in ((1, MAX_SCALE), (-1, MIN_SCALE)):
+        params = traverse_util.flatten_dict(random_params(config, 10.0))
+        last = ("log_scale",) if kind == "constant" else ("output", "bias")
+        params[last] = jnp.full_like(params[last], sign * 1e15)
+        got = log_scale(config, traverse_util.unflatten_dict(params), *inputs(size=100.0))
+        np.testing.assert_array_equal(got, np.float32(math.log(bound)))
+    got = log_scale(config, random_params(config, 10.0), *inputs(size=100.0))
+    assert (np.exp(got) <= MAX_SCALE * (1 + 2 * EPS)).all()
+    assert (np.exp(got) >= MIN_SCALE * (1 - 2 * EPS)).all()
+
+
+@pytest.mark.parametrize("features", [("hidden_states",), FEATURES], ids="+".join)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_sees_neither_later_tokens_nor_other_segments(kind, features):
+    config = config_of(kind, features=features)
+    params = random_params(config, 0.2)
+    hidden, unembedding = inputs()
+    base = np.asarray(log_scale(config, params, hidden, unembedding, WHERE, SEGMENTS))
+    changed = hidden.at[0, 2].set(-3.0 * hidden[0, 2] + 1)  # the last of segment 1 in row 0
+    got = np.asarray(log_scale(config, params, changed, unembedding, WHERE, SEGMENTS))
+    same = np.ones((B, T), bool)
+    same[0, 2] = False
+    np.testing.assert_array_equal(got[same], base[same])
+    if kind != "constant":
+        assert got[0, 2] != base[0, 2]
+    changed = hidden.at[0, 0].set(5.0).at[0, 5].set(-7.0)  # the first token of row 0, and its padding
+    got = np.asarray(log_scale(config, params, changed, unembedding, WHERE, SEGMENTS))
+    np.testing.assert_array_equal(got[0, 3:5], base[0, 3:5])
+    np.testing.assert_array_equal(got[1], base[1])
+    if kind == "transformer":
+        assert (got[0, 1:3] != base[0, 1:3]).all(), "attention should reach back within the segment"
+        # A segment alone in its row gives what it gives when packed.
+        moved = jnp.roll(hidden, -3, axis=1)
+        alone = np.asarray(log_scale(config, params, moved, unembedding, WHERE, np.ones_like(SEGMENTS)))
+        assert_within(base[0, 3:5], alone[0, :2], 100 * EPS * (1 + np.abs(base[0, 3:5])), "packed and alone")
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_sequence_pooling_is_the_mean_of_the_tokens(kind):
+    """Over the tokens that count, of each segment apart; so masked tokens do not matter."""
+    by_token, by_sequence = config_of(kind, "token"), config_of(kind, "sequence")
+    params, (hidden, unembedding) = random_params(by_token, 0.2), inputs()
+    tokens = np.asarray(log_scale(by_token, params, hidden, unembedding, WHERE, SEGMENTS), np.float64)
+    assert np.abs(tokens).max() < math.log(10) - 0.01, "clipped: nothing could be said of the mean"
+    got = log_scale(by_sequence, params, hidden, unembedding, WHERE, SEGMENTS)
+    for row, segment in ((0, 1), (0, 2), (1, 1)):
+        inside = SEGMENTS[row] == segment
+        want = tokens[row, inside & WHERE[row]].mean()
+        assert_within(got[row, inside], np.full(inside.sum(), want), 10 * EPS * (1 + abs(want)))
+    np.testing.assert_array_equal(got[0, 5], 0.0)  # padding: no token of its sequence counts
+
+
+def test_sequence_mean_ignores_what_masked_tokens_hold():
+    values = jnp.array([[jnp.nan, 1.0, 3.0, jnp.inf]])
+    got = heads.sequence_mean(values, jnp.array([[False, True, True, False]]))
+    np.testing.assert_array_equal(got, [[2.0] * 4])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_features_against_dense_logits(dtype, with_bias):
+    hidden, unembedding = inputs(dtype, size=2.0)
+    bias = jnp.asarray(np.random.default_rng(2).normal(size=V) * 3, jnp.float32) if with_bias else None
+    run = jax.jit(functools.partial(head_features, FEATURES))
+    got = np.asarray(run(hidden, unembedding, bias=bias), np.float64)
+    given = run(hidden, unembedding, bias=bias, covariance=logit_covariance(unembedding, bias))
+    assert_within(got, given, 10 * EPS * (1 + np.abs(got)), "with the covariance given")
+    flat = np.asarray(hidden).reshape(-1, D)
+    z = oracle.logits(flat, unembedding, bias).reshape(B, T, V)
+    assert got.shape == (B, T, 2 * D + 2)
+    np.testing.assert_array_equal(got[..., :D], oracle.f64(hidden))
+    size = np.abs(z).max()
+    assert_within(got[..., D], z.max(axis=-1), 10 * EPS * size, "max_logit")
+    # hᵀCh cancels less than the sum of its terms: (|h| |W|)² / Var is at most some hundred here.
+    assert_within(got[..., D + 1], np.log(z.std(axis=-1, ddof=1)), 200 * EPS, "log_std_logits")
+    np.testing.assert_array_equal(got[..., D + 2 :], oracle.f64(unembedding)[z.argmax(axis=-1)])
+
+
+def test_soft_capped_features():
+    """max_logit after the soft-cap, the standard deviation before it, as documented."""
+    hidden, unembedding = inputs(size=4.0)
+    got = head_features(("max_logit", "log_std_logits"), hidden, unembedding, softcap=3.0)
+    z = oracle.logits(np.asarray(hidden).reshape(-1, D), unembedding).reshape(B, T, V)
+    assert_within(got[..., 0], 3 * np.tanh(z.max(axis=-1) / 3), 20 * EPS * 3)
+    assert_within(got[..., 1], np.log(z.std(axis=-1, ddof=1)), 200 * EPS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "lstm"}, "kind: expected"),
+        ({"pooling": "max"}, "pooling: expected"),
+        ({"features": ("logits",)}, "features: expected distinct names"),
+        ({"features": ()}, "features: expected distinct names"),
+        ({"features": ("max_logit", "max_logit")}, "features: expected distinct names"),
+    ],
+)
+def test_wrong_configurations(change, message):
+    with pytest.raises(ValueError, match=message):
+        HeadConfig(**{"kind": "linear", "hidden_size": D, **change})
+
+
+def test_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match="num_heads: expected a divisor"):
+        HeadConfig(kind="transformer", hidden_size=8, num_heads=3).build()
+    with pytest.raises(ValueError, match="even hidden_size"):
+        HeadConfig(kind="transformer", hidden_size=7).build()
+    widths = {8: 4, 64: 8, 4096: 64, 100: 5, 2: 1}
+    assert {d: HeadConfig(kind="transformer", hidden_size=d).build().block.num_heads for d in widths} == widths
+
+
+def test_configurations_are_static_arguments():
+    config = config_of("mlp", features=list(FEATURES))
+    assert hash(config) == hash(dataclasses.replace(config))
+    assert config.features == FEATURES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_reaches_every_parameter(kind):
+    config = config_of(kind, features=FEATURES)
+    params, (hidden, unembedding) = random_params(config, 0.3), inputs()
+    targets = np.arange(B * T).reshape(B, T) % V
+
+    @jax.jit
+    def grad(params):
+        def loss(params):
+            scale = jnp.exp(log_scale(config, params, hidden, unembedding))
+            return -vocab_stats(hidden, unembedding, targets, scale=scale).log_prob().sum()
+
+        return jax.grad(loss)(params)
+
+    for start in (params, init(config)):
+        for name, g in traverse_util.flatten_dict(grad(start), sep="/").items():
+            assert np.isfinite(g).all(), name
+            if start is params or name in ("log_scale", "output/kernel", "output/bias"):
+                assert np.abs(g).max() > 0, name
+
+
+def small_model(dtype, norm=1.0, seed=0):
+    """A Llama of one block whose final norm weighs `norm`, so hidden states are of that size; with near ties in W."""
+    config = models.DecoderConfig(
+        family="llama",
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=12,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=4,
+        max_positions=8,
+    )
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) * 0.5, models.abstract_params(config))
+    norms = [k for k in traverse_util.flatten_dict(params) if "final_norm" in k or k[0] in ("norm", "final_norm")]
+    assert len(norms) == 1, traverse_util.flatten_dict(params).keys()
+    flat = traverse_util.flatten_dict(params)
+    flat[norms[0]] = np.full_like(flat[norms[0]], norm)
+    w = flat[("unembedding",)]
+    w[5], w[8] = w[2], np.nextafter(w[2], np.float32(np.inf))  # a tie and a tie but for one rounding
+    w[10] = w[3] * np.float32(1 + 1e-6)
+    return models.LanguageModel.from_params(config, traverse_util.unflatten_dict(flat), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_head_changes_the_most_likely_token(kind, dtype):
+    """With random parameters, hidden states of size 1e-4, 1 and 1e4, ties and near ties in the vocabulary."""
+    config = config_of(kind, features=FEATURES if kind == "linear" else ("hidden_states",))
+    tokens = np.random.default_rng(3).integers(0, V, (4, 8)).astype(np.int32)
+    tied = 0
+    for norm in (1e-4, 1.0, 1e4):
+        lm = small_model(dtype, norm)
+        z = np.asarray(lm.logits(tokens))
+        tied += (np.sort(z, axis=-1)[..., -2] >= z.max(axis=-1) * (1 - 4 * EPS)).sum()
+        base = z.argmax(axis=-1)
+        for size, factor in ((0.7, 0.0), (30.0, -2.5), (30.0, 2.5)):
+            head = FittedHead(config, random_params(config, size), factor, lm.fingerprint)
+            log_probs = np.asarray(calibrated_logprobs(lm, head, tokens))
+            np.testing.assert_array_equal(log_probs.argmax(axis=-1), base)
+            got = calibrated_confidence(lm, head, tokens)
+            np.testing.assert_array_equal(got.argmax, base)
+            assert (np.asarray(got.temperature) > 0).all()
+            # The exponent |s z| goes up to 1e6: its rounding in float32 is what the two confidences may differ by.
+            s = 1 / np.asarray(got.temperature, np.float64)
+            tolerance = 8 * EPS * (4 + np.abs(s * z.max(axis=-1)))
+            # What is pushed below the first by one rounding leaves its log-probability where it was.
+            assert_within(np.exp(log_probs.max(axis=-1)), got.confidence, tolerance, "confidence")
+    assert tied > 0, "no tie was met: the test does not test"
+
+
+def test_log_factor_is_added_to_every_token():
+    config = config_of("mlp")
+    hidden, unembedding = inputs()
+    params = random_params(config, 0.3)
+    plain, scaled = (FittedHead(config, params, factor, "") for factor in (0.0, -0.25))
+    a = np.asarray(plain.log_scale(hidden, unembedding, where=WHERE, segment_ids=SEGMENTS))
+    b = np.asarray(scaled.log_scale(hidden, unembedding, where=WHERE, segment_ids=SEGMENTS))
+    assert_within(a, log_scale(config, params, hidden, unembedding, WHERE, SEGMENTS), 8 * EPS)
+    assert b.dtype == np.float32
+    assert_within(b, a - 0.25, 2 * EPS)

@@ -1,0 +1,95 @@
+"""The synthetic language: its truth against a sum over every path of topics, and its samples against its truth."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibjax.data.synthetic import TopicLanguage, as_windows, make_language, sample, true_probabilities
+
+
+def small_language(vocab_size, topics, drift):
+    rows = np.random.default_rng(topics).dirichlet(np.full(vocab_size, 0.5), (topics, vocab_size))
+    moves = np.full((topics, topics), drift / (topics - 1))
+    np.fill_diagonal(moves, 1 - drift)
+    return TopicLanguage(jnp.asarray(rows, jnp.float32), jnp.asarray(moves, jnp.float32))
+
+
+def brute_force(language, row):
+    """P(next | row) after each position, by summing P(path of topics, tokens) over all paths; float64."""
+    transitions = np.asarray(language.transitions, np.float64)
+    topics = np.asarray(language.topic_transitions, np.float64)
+    count, out = len(topics), []
+    for end in range(1, len(row) + 1):
+        joint = np.zeros(transitions.shape[-1])  # over the next token, together with the tokens so far
+        for path in itertools.product(range(count), repeat=end):  # path[t] draws the token after row[t]
+            p = 1.0 / count
+            for t in range(end - 1):
+                p *= transitions[path[t], row[t], row[t + 1]] * topics[path[t], path[t + 1]]
+            joint += p * transitions[path[-1], row[end - 1]]
+        out.append(joint / joint.sum())
+    return np.array(out)
+
+
+@pytest.mark.parametrize(("vocab_size", "topics", "drift"), [(4, 2, 0.02), (3, 3, 0.3)])
+def test_truth_equals_the_sum_over_paths(vocab_size, topics, drift):
+    language = small_language(vocab_size, topics, drift)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, vocab_size, (3, 5)), jnp.int32)
+    got = np.asarray(jax.jit(true_probabilities)(language, tokens), np.float64)
+    expected = np.stack([brute_force(language, row) for row in np.asarray(tokens)])
+    print(f"largest error {np.abs(got - expected).max():.1e}")
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+    first = np.asarray(language.transitions, np.float64)[:, np.asarray(tokens)[:, 0]].mean(axis=0)
+    np.testing.assert_allclose(got[:, 0], first, atol=1e-6)
+
+
+def test_language_is_a_language():
+    language = make_language(jax.random.key(3))
+    assert language.vocab_size == 32
+    for table in (language.transitions, language.topic_transitions):
+        assert np.asarray(table).min() >= 0
+        np.testing.assert_allclose(np.asarray(table).sum(axis=-1), 1.0, atol=2e-6)
+    # Contexts must differ in how sure one can be, or one temperature would do for all.
+    surest = np.asarray(language.transitions).max(axis=-1)
+    assert np.quantile(surest, 0.05) < 0.3
+    assert np.quantile(surest, 0.95) > 0.9
+    other = make_language(jax.random.key(4))
+    assert np.abs(np.asarray(other.transitions - language.transitions)).max() > 0.5
+
+
+def test_samples_follow_the_truth():
+    language = small_language(6, 2, 0.1)
+    tokens = np.asarray(sample(language, jax.random.key(6), 4000, 6))
+    assert tokens.shape == (4000, 6)
+    assert tokens.dtype == np.int32
+    truth = np.asarray(true_probabilities(language, jnp.asarray(tokens)), np.float64)
+    np.testing.assert_allclose(truth.sum(axis=-1), 1.0, atol=2e-6)
+    # Frequency of each token against the mean of its true probability, given the topic's belief of every prefix: the
+    # difference is a martingale with variance Σ p (1 − p), per position and token.
+    for t in range(5):
+        following = np.eye(6)[tokens[:, t + 1]]
+        excess = (following - truth[:, t]).sum(axis=0)
+        deviation = np.sqrt((truth[:, t] * (1 - truth[:, t])).sum(axis=0))
+        assert np.abs(excess / deviation).max() < 4, (t, excess / deviation)
+        # And within those of which the truth is sure to some degree, which the marginals alone would not see.
+        for low, high in ((0.1, 0.5), (0.5, 0.95)):
+            inside = (truth[:, t] > low) & (truth[:, t] <= high)
+            p = truth[:, t][inside]
+            z = (following[inside] - p).sum() / np.sqrt((p * (1 - p)).sum())
+            assert abs(z) < 4, (t, low, z)
+    starts = np.bincount(tokens[:, 0], minlength=6)
+    assert np.abs(starts - 4000 / 6).max() < 4 * np.sqrt(4000 / 6)
+    np.testing.assert_array_equal(tokens, sample(language, jax.random.key(6), 4000, 6))
+
+
+def test_windows_are_pairs_of_neighbours():
+    tokens = np.arange(12).reshape(3, 4)
+    windows = as_windows(tokens)
+    np.testing.assert_array_equal(windows.tokens, tokens[:, :-1])
+    np.testing.assert_array_equal(windows.targets, tokens[:, 1:])
+    np.testing.assert_array_equal(windows.positions, [[0, 1, 2]] * 3)
+    np.testing.assert_array_equal(windows.source, [0, 1, 2])
+    assert windows.where.all()
+    assert (windows.segment_ids == 1).all()

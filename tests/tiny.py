@@ -1,0 +1,162 @@
+"""Models, windows and files small enough that a test costs seconds: random, and the same on every machine."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from calibjax.data import Windows
+from calibjax.data.synthetic import as_windows
+from calibjax.models import DecoderConfig, LanguageModel, abstract_params
+
+VOCAB, WIDTH, LENGTH = 24, 16, 10
+
+
+def make_lm(*, seed=0, dtype=jnp.float32, **changes) -> LanguageModel:
+    """A random model, sure of itself and wrong: there is much to calibrate."""
+    fields = {
+        "family": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "intermediate_size": 20,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "max_positions": 32,
+    }
+    config = DecoderConfig(**{**fields, **changes})
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf):
+        # Norms stay 1; matrices are large enough that attention and the MLP matter.
+        stacked_vector = leaf.ndim < 2 or leaf.shape == (config.num_layers, config.hidden_size)
+        return np.ones(leaf.shape, leaf.dtype) if stacked_vector else rng.normal(0, 0.5, leaf.shape).astype(leaf.dtype)
+
+    params = jax.tree.map(lambda leaf: jnp.asarray(draw(leaf)), abstract_params(config))
+    return LanguageModel.from_params(config, params, dtype=dtype)
+
+
+def make_windows(count=40, *, vocab_size=VOCAB, length=LENGTH, seed=0) -> Windows:
+    """Windows of a Markov chain, `length` predictions each: some tokens have one successor, some several."""
+    chain = np.random.default_rng(1).dirichlet(np.full(vocab_size, 0.1), vocab_size).cumsum(axis=1)
+    rng = np.random.default_rng(100 + seed)
+    tokens = np.empty((count, length + 1), np.int32)
+    tokens[:, 0] = rng.integers(0, vocab_size, count)
+    for t in range(length):
+        tokens[:, t + 1] = np.minimum((chain[tokens[:, t]] < rng.random((count, 1))).sum(axis=1), vocab_size - 1)
+    return as_windows(tokens)
+
+
+def ragged(windows: Windows, seed=0) -> Windows:
+    """The same windows as packing leaves them: two segments, padding at the end, and targets that do not count."""
+    rng = np.random.default_rng(seed)
+    count, length = windows.tokens.shape
+    column = np.arange(length, dtype=np.int32)
+    ends = rng.integers(length // 2, length + 1, (count, 1))
+    cuts = rng.integers(1, length // 2, (count, 1))
+    real = column < ends
+    segments = np.where(real, 1 + (column >= cuts), 0).astype(np.int32)
+    positions = np.where(real, np.where(column >= cuts, column - cuts, column), 0).astype(np.int32)
+    where = real & (rng.random((count, length)) < 0.8)
+    where[:, 0] = True
+    empty = np.where(real, 1, 0).astype(np.int32)
+    return windows._replace(
+        tokens=windows.tokens * empty,
+        targets=windows.targets * empty,
+        where=where,
+        segment_ids=segments,
+        positions=positions,
+    )
+
+
+def answered(lm: LanguageModel, windows: Windows, seed=0) -> Windows:
+    """The windows with targets drawn from the model's own distribution, but flatter than the model believes it.
+
+    The true scale of each token is 0.2 or 0.8, and its hidden state says which: what a head has to find.
+    """
+    hidden = lm.hidden_states(windows.tokens, segment_ids=windows.segment_ids, positions=windows.positions)
+    scale = np.where(np.asarray(hidden, np.float64)[..., 0] > 0, 0.2, 0.8)
+    q = np.exp(dense_log_probs(lm, windows, np.log(scale))).cumsum(axis=-1)
+    drawn = (q < np.random.default_rng(seed).random(scale.shape)[..., None]).sum(axis=-1)
+    targets = np.minimum(drawn, lm.config.vocab_size - 1).astype(np.int32)
+    return windows._replace(targets=np.where(windows.segment_ids > 0, targets, 0).astype(np.int32))
+
+
+def dense_log_probs(lm: LanguageModel, windows: Windows, log_scale=0.0) -> np.ndarray:
+    """log softmax(e^log_scale · logits) over the whole vocabulary, `[S, T, V]`, float64 from the model's own logits."""
+    logits = lm.logits(windows.tokens, segment_ids=windows.segment_ids, positions=windows.positions)
+    z = np.asarray(logits, np.float64) * np.exp(np.asarray(log_scale, np.float64))[..., None]
+    z = z - z.max(axis=-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+def at_targets(log_probs: np.ndarray, windows: Windows) -> np.ndarray:
+    """log p(target) of the tokens that count, `[n]`."""
+    return np.take_along_axis(log_probs, windows.targets[..., None], axis=-1)[..., 0][windows.where]
+
+
+# --- on disk ---
+
+WORDS = [f"w{number}" for number in range(40)]
+CONFIG_JSON = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 43,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def model_tensors() -> dict[str, np.ndarray]:
+    rng, d, inner = np.random.default_rng(0), 12, 20
+    at = "model.layers.0."
+    shapes = {"model.embed_tokens.weight": (43, d), "model.norm.weight": (d,), f"{at}mlp.down_proj.weight": (d, inner)}
+    shapes |= {f"{at}self_attn.{n}_proj.weight": (width, d) for n, width in zip("qkvo", (d, 6, 6, d), strict=True)}
+    shapes |= {f"{at}{name}.weight": (d,) for name in ("input_layernorm", "post_attention_layernorm")}
+    shapes |= {f"{at}mlp.{name}_proj.weight": (inner, d) for name in ("gate", "up")}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write_model(folder: Path, tensors: dict[str, np.ndarray] | None = None, **changes) -> Path:
+    """A Llama with a tokenizer of words, as `--model` takes it; `changes` go into config.json."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(model_tensors() if tensors is None else tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG_JSON | changes))
+    write_tokenizer(folder, WORDS)
+    return folder
+
+
+def write_tokenizer(folder: Path, words: list[str]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+
+
+def write_text(file: Path, rows=60, words=24, seed=0, column="text") -> Path:
+    """JSON lines of words; which word follows depends on the last one, so that there is something to learn."""
+    rng = np.random.default_rng(seed)
+    lines = []
+    for _ in range(rows):
+        row = [int(rng.integers(40))]
+        while len(row) < words:
+            row.append(int((row[-1] * 7 + rng.integers(3)) % 40))
+        lines.append(json.dumps({column: " ".join(WORDS[i] for i in row)}))
+    file.write_text("\n".join(lines) + "\n")
+    return file
