@@ -16,10 +16,10 @@ from calibjax.recalibrate import TemperatureFit
 from calibjax.train import AtsOptions, ats, fit_ats
 from calibjax.train.options import make_plan
 
-QUICK = {"epochs": 6, "batch_size": 8, "learning_rate": 2e-2}
+QUICK = {"epochs": 6, "batch_size": 8, "learning_rate": 1e-2, "validation_fraction": 0.2}
 
 LM = make_lm()
-WINDOWS = answered(LM, ragged(make_windows(64)))
+WINDOWS = answered(LM, ragged(make_windows(160)))
 
 
 def fit(directory, lm=None, windows=None, *, announce=None, seed=0, **options):
@@ -91,7 +91,7 @@ def test_auto_keeps_the_best_score(auto):
     assert said.startswith(f"chose {report['loss']}: ")
     assert all(name in said and f"{score:.4f}" in said for name, score in scores.items())
     # What is reported of the head that was kept, over the dense logits of the windows that were kept back.
-    train_rows, rows = hold_back(WINDOWS, 0.1, 0)
+    train_rows, rows = hold_back(WINDOWS, 0.2, 0)
     assert report["windows"] == {"train": len(train_rows), "validation": len(rows)}
     kept = WINDOWS.take(rows)
     log_scale = log_scale_of(LM, fitted.head, kept) - fitted.head.log_factor
@@ -110,7 +110,7 @@ def test_the_head_finds_what_is_to_be_found(auto):
     }
     found = {name: nll_of(LM, WINDOWS, log_scale) for name, log_scale in log_scales.items()}
     print(found)
-    assert found["ats"] < found["temperature"] - 0.02
+    assert found["ats"] < found["temperature"] - 0.03
     assert found["temperature"] < found["uncalibrated"] - 0.1
 
 
@@ -141,7 +141,7 @@ def test_directory_of_another_fit_is_refused(auto):
         ("plan", {"weight_decay": 0.1}),
         ("seed", {"seed": 1}),
         ("fingerprint", {"lm": make_lm(seed=9)}),
-        ("windows", {"windows": ragged(make_windows(64, seed=1))}),
+        ("windows", {"windows": ragged(make_windows(160, seed=1))}),
     )
     for different, options in cases:
         with pytest.raises(UserError, match=rf"another run \(different: {different}\)"):

@@ -124,7 +124,7 @@ def model_tensors() -> dict[str, np.ndarray]:
     shapes |= {f"{at}self_attn.{n}_proj.weight": (width, d) for n, width in zip("qkvo", (d, 6, 6, d), strict=True)}
     shapes |= {f"{at}{name}.weight": (d,) for name in ("input_layernorm", "post_attention_layernorm")}
     shapes |= {f"{at}mlp.{name}_proj.weight": (inner, d) for name in ("gate", "up")}
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return {name: rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def write_model(folder: Path, tensors: dict[str, np.ndarray] | None = None, **changes) -> Path:

@@ -49,9 +49,9 @@ class Bench:
     hidden_size: int = 512
     layers: int = 8
     heads: int = 8
-    vocab_size: int = 32_000
+    vocab_size: int = 32_256
     batch: int = 8
-    seq_len: int = 128
+    seq_len: int = 160
     dtype: Literal["float32", "bfloat16"] = "float32"
     head: HeadKind = "mlp"
     loss: Literal["joint", "cross-entropy", "selective", "selective-balanced"] = "joint"
@@ -83,7 +83,7 @@ def main(bench: Bench) -> None:
         family="llama",
         vocab_size=bench.vocab_size,
         hidden_size=bench.hidden_size,
-        intermediate_size=4 * bench.hidden_size,
+        intermediate_size=11 * bench.hidden_size // 4,
         num_layers=bench.layers,
         num_heads=bench.heads,
         num_kv_heads=bench.heads,
@@ -130,7 +130,8 @@ def main(bench: Bench) -> None:
             times["step"].append(end - middle)
     tokens = bench.batch * bench.seq_len
     chunk = chunked.choose_chunk_size(tokens, bench.vocab_size)
-    collisions = {chunk, bench.vocab_size % chunk} & {bench.hidden_size, 4 * bench.hidden_size, bench.seq_len, tokens}
+    others = {config.hidden_size, config.intermediate_size, 4 * config.hidden_size, bench.seq_len, tokens}
+    collisions = {chunk, bench.vocab_size % chunk} & others
     if collisions:
         raise SystemExit(f"cannot count products: other axes are {collisions} wide too; change --vocab-size.")
     medians = {name: statistics.median(values) for name, values in times.items()}

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ def window_arrays(
         windows: S windows of T positions.
         mode: "memory": hidden states as one host array; "disk": as a memory-mapped file in `directory`, used again by a
             later run over the same model and windows; "off": recomputed in every step; "auto": "memory" where they take
-            at most a quarter of the free host memory, else "off".
+            at most a quarter of the free host memory, else "off", decided once for `directory`.
         directory: of the file.
         batch_size: windows a forward pass.
         announce: told what is cached and how large it is.
@@ -53,7 +53,7 @@ def window_arrays(
     size = int(np.prod(shape)) * lm.dtype.itemsize
     arrays = {name: getattr(windows, name) for name in ("targets", "where", "segment_ids")}
     if mode == "auto":
-        mode = "memory" if size <= _MEMORY_SHARE * host_memory_available() else "off"
+        mode = _decide(size, directory / "cache.json")
     if mode == "off":
         announce(f"hidden states are recomputed in every step (a cache would take {_readable(size)})")
         return {**arrays, "tokens": windows.tokens, "positions": windows.positions}, False
@@ -63,6 +63,17 @@ def window_arrays(
         _compute(lm, windows, hidden, batch_size, quiet)
         return {**arrays, "hidden": hidden}, True
     return {**arrays, "hidden": _on_disk(lm, windows, shape, directory, batch_size, announce, quiet)}, True
+
+
+def _decide(size: int, note: Path) -> CacheMode:
+    """What "auto" means here; noted, as a run that is gone on with must not take the other way and round otherwise."""
+    stored = _stored(note)
+    if stored in ("memory", "off"):
+        return stored
+    mode = "memory" if size <= _MEMORY_SHARE * host_memory_available() else "off"
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(mode))
+    return mode
 
 
 def _compute(lm: LanguageModel, windows: Windows, out: np.ndarray, batch_size: int, quiet: bool) -> None:
@@ -96,7 +107,7 @@ def _on_disk(
         "shape": list(shape),
         "dtype": str(lm.dtype),
     }
-    if note.is_file() and file.is_file() and json.loads(note.read_text()) == identity:
+    if file.is_file() and _stored(note) == identity:
         announce(f"found them in {file}")
     else:
         try:
@@ -111,6 +122,14 @@ def _on_disk(
                 f"cannot cache hidden states in {file}: {error}. Use --cache-hidden off or memory."
             ) from error
     return np.memmap(file, lm.dtype, "r", shape=shape)
+
+
+def _stored(note: Path) -> Any:
+    """What a note says; None where there is none, or a kill cut it short."""
+    try:
+        return json.loads(note.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def array_hash(arrays: Mapping[str, np.ndarray]) -> str:

@@ -1,0 +1,98 @@
+"""Killed with SIGKILL at any step and started again, a run ends with the same head, bit for bit, and the same report."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from tiny import write_model, write_text
+
+from calibjax.train import load_head
+
+STEPS = 49  # 108 windows to fit on, 10 kept back; 98 windows, 3 epochs, batches of 6
+OPTIONS = [
+    *("--seq-len", "13", "--full-windows", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "3"),
+    *("--loss", "auto", "--alpha", "0.1", "--head", "linear", "--learning-rate", "0.01"),
+]
+
+
+class Run:
+    """`calibjax train ats` in a process of its own."""
+
+    def __init__(self, folder, out):
+        arguments = ["train", "ats", "--model", str(folder / "model"), "--data", str(folder / "data.jsonl")]
+        self.out = out
+        self.command = [sys.executable, "-m", "calibjax.cli", *arguments, "--out", str(out), "--quiet", *OPTIONS]
+        # The second start need not compile again what the first has compiled.
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self.environment = {**os.environ, **cache}
+
+    def finish(self):
+        done = subprocess.run(self.command, env=self.environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def kill_when(self, condition):
+        """Starts the run and kills it without warning once the condition holds; returns what it then had done."""
+        with subprocess.Popen(
+            self.command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as run:
+            deadline = time.monotonic() + 240
+            while not condition():
+                assert run.poll() is None, f"ended before it was killed: {run.stdout.read().decode()}"
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            os.kill(run.pid, signal.SIGKILL)
+            run.communicate()
+            assert run.returncode == -signal.SIGKILL
+        assert not (self.out / "metrics.json").exists(), "it had finished: kill it earlier"
+
+    def log(self, trial):
+        return self.out / "fit" / trial / "train.jsonl"
+
+    def logged(self, trial):
+        return [json.loads(line) for line in self.log(trial).read_text().splitlines()]
+
+
+def lines_in(file):
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def assert_same(run, whole, trials):
+    one, other = load_head(run.out), load_head(whole.out)
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert one.log_factor == other.log_factor
+    assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(one.params["output"])) > 1e-3
+    first, second = (json.loads((r.out / "metrics.json").read_text()) for r in (run, whole))
+    assert first == second
+    for trial in trials:
+        rows = [[(row["step"], row["loss"], row["grad_norm"]) for row in r.logged(trial)] for r in (run, whole)]
+        assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
+def test_killed_twice(tmp_path):
+    """In the first of the losses that are tried and, gone on with, in the second."""
+    write_model(tmp_path / "model")
+    write_text(tmp_path / "data.jsonl", rows=180, words=16)
+    whole, run = Run(tmp_path, tmp_path / "whole"), Run(tmp_path, tmp_path / "killed")
+    whole.finish()
+    assert [row["step"] for row in whole.logged("joint")] == [*range(10, STEPS, 10), STEPS]
+    for trial, lines in (("joint", 2), ("cross-entropy", 3)):
+        run.kill_when(lambda trial=trial, lines=lines: lines_in(run.log(trial)) >= lines)
+        last = max(
+            int(entry.name) for entry in (run.log(trial).parent / "checkpoints").iterdir() if entry.name.isdigit()
+        )
+        print(f"killed in {trial} after step {run.logged(trial)[-1]['step']}, with a checkpoint of step {last}")
+    assert not run.log("selective-0.1").exists()
+    run.finish()
+    assert_same(run, whole, ["joint", "cross-entropy", "selective-0.1"])
