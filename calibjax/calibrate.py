@@ -233,10 +233,13 @@ def claim_directory(out: Path, identity: dict[str, Any]) -> None:
     identity = json.loads(json.dumps(identity))
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
-    if file.is_file():
+    held = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
+    if held == {file.name}:
+        held = set()  # a run that ended before any work, for a mistake in its options: nothing would be lost
+    if file.name in held:
         try:
             stored = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
         if stored != identity:
             different = ", ".join(_differences(stored, identity)[:8])
@@ -245,7 +248,7 @@ def claim_directory(out: Path, identity: dict[str, Any]) -> None:
                 "or give the same options to go on with it."
             )
         return
-    if out.is_dir() and any(out.iterdir()):
+    if held:
         raise UserError(f"--out {out} is not empty and holds no run of calibjax: choose another directory.")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -273,8 +276,11 @@ def _set_name(source: str, sources: tuple[str, ...]) -> str:
     def short(path: str) -> str:
         return Path(path.rstrip("/")).name.split(".")[0]
 
-    name = short(source)
-    says_little = name in ("train", "valid", "validation", "test", "data")
-    if says_little or sum(short(other) == name for other in sources) > 1:
-        return f"{Path(source).absolute().parent.name}/{name}"
-    return name
+    def long(path: str) -> str:
+        return f"{Path(path).absolute().parent.name}/{short(path)}"
+
+    says_little = short(source) in ("train", "valid", "validation", "test", "data")
+    for name in (long,) if says_little else (short, long):
+        if sum(name(other) == name(source) for other in set(sources)) == 1:
+            return name(source)
+    return source

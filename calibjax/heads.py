@@ -181,8 +181,7 @@ class HeadConfig:
         pooling: "token": a temperature for each token; "sequence": one for each sequence.
         identity_start: start with s = 1; False: the authors' random start.
         intermediate_size: width of the MLP; None: 2 D ("mlp") or 4 D ("transformer").
-        num_heads: attention heads of "transformer"; None: as many as give a head width of 64, at least 8 where D
-            allows.
+        num_heads: attention heads of "transformer"; None: 128 wide, but at least 8, as far as D divides.
     """
 
     kind: HeadKind
@@ -223,6 +222,7 @@ class HeadConfig:
             num_heads=heads,
             num_kv_heads=heads,
             head_dim=self.hidden_size // heads,
+            norm_eps=1e-6,
         )
         return TransformerHead(block, **shared)
 
@@ -235,8 +235,8 @@ class HeadConfig:
 
 
 def _number_of_heads(hidden_size: int) -> int:
-    """Heads 64 wide, but at least 8 of them, as far as an even width per head divides D."""
-    wanted = max(hidden_size // 64, 8)
+    """Heads 128 wide, as Llama's, but at least 8 of them, as far as an even width per head divides D."""
+    wanted = max(hidden_size // 128, 8)
     fitting = [n for n in range(1, wanted + 1) if hidden_size % n == 0 and (hidden_size // n) % 2 == 0]
     if not fitting:
         raise ValueError(f"a transformer head needs an even hidden_size, got {hidden_size}.")

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax import losses
+from calibjax._checks import UserError
 from calibjax.calibrate import calibrate, claim_directory, finish
 from calibjax.data import Windows, batches
 from calibjax.data.synthetic import TopicLanguage, as_windows, make_language, sample, true_probabilities
@@ -71,6 +72,9 @@ class LanguageModelObjective:
 
 def run_quickstart(run: Quickstart, announce: Callable[[str], None] = print) -> dict[str, Any]:
     """Carries out `Quickstart`; returns what it wrote to metrics.json."""
+    for name, value, least in (("epochs", run.epochs, 1), ("seed", run.seed, 0)):
+        if value < least:
+            raise UserError(f"--{name}: expected an integer >= {least}, got {value}.")
     identity = {"command": "quickstart", "epochs": run.epochs, "seed": run.seed}
     claim_directory(run.out, identity)
     language_key, *sample_keys = jax.random.split(jax.random.key(run.seed), 4)

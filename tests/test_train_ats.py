@@ -163,11 +163,23 @@ def test_refit_is_applied_beyond_two_standard_errors(tmp_path, monkeypatch, u, e
 
 
 def test_no_refit(tmp_path):
-    fitted = fit(tmp_path, loss="cross-entropy", head="constant", epochs=1, refit_temperature=False)
+    """Nothing to choose or refit: nothing is kept from training. With a choice, the score is of the head as it is."""
+    options = {"head": "constant", "epochs": 1, "refit_temperature": False}
+    fitted = fit(tmp_path / "one", loss="cross-entropy", **options)
     assert fitted.report["refit"] is None
+    assert fitted.report["candidates"] == []
+    assert fitted.report["windows"] == {"train": len(WINDOWS.tokens), "validation": 0}
+    assert json.loads(json.dumps(fitted.report, allow_nan=False))["loss"] == "cross-entropy"
+
+    fitted = fit(tmp_path / "several", loss="auto", alpha=0.1, **options)
     assert fitted.head.log_factor == 0.0
-    candidate = fitted.report["candidates"][0]
-    assert candidate["validation_score"] > candidate["validation_nll"]  # the log loss of the top label is added
+    kept = WINDOWS.take(hold_back(WINDOWS, 0.2, 0)[1])
+    assert fitted.report["windows"]["validation"] == len(kept.tokens)
+    log_scale = log_scale_of(LM, fitted.head, kept)
+    chosen = next(c for c in fitted.report["candidates"] if c["loss"] == fitted.report["loss"])
+    np.testing.assert_allclose(chosen["validation_nll"], nll_of(LM, kept, log_scale), rtol=2e-6)
+    score = nll_of(LM, kept, log_scale) + top_label_of(LM, kept, log_scale)
+    np.testing.assert_allclose(chosen["validation_score"], score, rtol=1e-5)
 
 
 # --- heads, features, pooling, dtypes ---
@@ -177,7 +189,7 @@ def test_no_refit(tmp_path):
     ("options", "dtype"),
     [
         ({"head": "mlp", "features": "hidden_states+max_logit+log_std_logits+argmax_embedding"}, jnp.float32),
-        ({"head": "linear", "pooling": "sequence"}, jnp.float32),
+        ({"head": "linear", "pooling": "sequence", "refit_temperature": False}, jnp.float32),
         ({"head": "transformer", "accumulate": 2, "learning_rate": 5e-3}, jnp.float32),
         ({"head": "linear", "cache_hidden": "disk"}, jnp.bfloat16),
         ({"head": "constant"}, jnp.float32),
@@ -211,7 +223,7 @@ def test_paper_recipe_is_the_paper():
     assert plan.head.kind == "transformer"
     assert not plan.head.identity_start
     assert plan.head.intermediate_size == 11008  # the block of Llama-2-7B
-    assert plan.head.build().block.num_heads == 64
+    assert plan.head.build().block.num_heads == 32
     assert (plan.epochs, plan.batch_size, plan.accumulate) == (2, 8, 8)
     assert plan.optimizer.learning_rate == 5e-5
     assert (plan.optimizer.warmup_fraction, plan.optimizer.weight_decay) == (0.0, 0.0)

@@ -92,7 +92,11 @@ def test_file_is_used_again_only_where_it_fits(tmp_path):
     np.testing.assert_array_equal(first["hidden"], second["hidden"])
     before = np.array(first["hidden"])
     del first, second  # maps of the file that is written over now
-    changes = ({"lm": make_lm(seed=4)}, {"windows": ragged(make_windows(21, seed=1))}, {"lm": make_lm(dtype="bfloat16")})
+    changes = (
+        {"lm": make_lm(seed=4)},
+        {"windows": ragged(make_windows(21, seed=1))},
+        {"lm": make_lm(dtype="bfloat16")},
+    )
     for change in changes:
         third, _, lines = arrays(tmp_path, "disk", **change)
         assert "found" not in " ".join(lines), change
@@ -127,7 +131,7 @@ def test_killed_while_it_was_written(tmp_path, monkeypatch):
 
 def test_no_room_to_write(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot cache hidden states in .* Use --cache-hidden off or memory"):
+    with pytest.raises(UserError, match=r"cannot cache hidden states in .* Use --cache-hidden off or memory"):
         arrays(tmp_path / "file" / "directory", "disk")
 
 

@@ -19,7 +19,6 @@ from calibjax.sharding import batch_sharding, make_mesh, replicated
 from calibjax.train import AtsObjective, OptimizerConfig, create_state, make_train_step
 
 HYPER = {"alpha": 0.3, "top_label_weight": 0.7}
-LOSSES = ("cross-entropy", "joint", "selective", "selective-balanced")
 
 
 def hyper(**changes):
@@ -79,8 +78,10 @@ def dense_loss(params, kind, loss, hidden, unembedding, batch):
     return (weights[0] * mean(nll, right & counts) + weights[1] * mean(uniform, ~right & counts)) / sum(weights)
 
 
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [("linear", "cross-entropy"), ("mlp", "joint"), ("linear", "selective"), ("mlp", "selective-balanced")],
+)
 def test_gradient_equals_the_dense_formula(kind, loss):
     lm, _, batch = setting()
     head, params = random_head(kind, lm)
@@ -191,7 +192,7 @@ def test_eight_devices_equal_one():
 B, T, D, V = 8, 30, 24, 4072
 CHUNK = 128  # V = 31 · 128 + 104; no other size of the program is one of these
 WIDTHS = {V, CHUNK, V % CHUNK}
-COUNTED = ("cross-entropy", "joint", "selective-balanced")
+COUNTED = ("joint", "selective-balanced")
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def programs(monkeypatch):
     monkeypatch.setattr(chunked, "_LOGITS_BYTES", 4 * B * T * CHUNK // 8)
     assert chunked.choose_chunk_size(B * T, V) == CHUNK
     sizes = {"hidden_size": D, "vocab_size": V, "num_heads": 3, "num_kv_heads": 3, "intermediate_size": 40}
-    lm = make_lm(**sizes, num_layers=2, tie_embeddings=False)
+    lm = make_lm(**sizes, num_layers=1, tie_embeddings=False)
     windows = make_windows(B, length=T)
     batch = {name: jnp.asarray(value) for name, value in windows._asdict().items() if name != "source"}
     head = HeadConfig(kind="mlp", hidden_size=D)

@@ -1,5 +1,6 @@
 """From arrays to batches: shuffled anew each epoch, the same for the same seed, and resumable at any batch."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,13 +56,12 @@ def batches(
     for name, value, least in (("epochs", epochs, 1), ("steps", steps, 1), ("seed", seed, 0)):
         if value is not None and value < least:
             raise UserError(f"{name}: expected an integer >= {least}, got {value}.")
-    indices = grain.MapDataset.range(rows)
-    if shuffle:
-        # grain takes seed + epoch for each epoch; hashed, neighbouring seeds do not share their orders.
-        indices = indices.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
-    indices = indices.repeat(epochs)
-    whole = epochs is None or epochs * rows >= batch_size
-    indices = indices.batch(batch_size, drop_remainder=whole, batch_fn=np.asarray)[:steps]
+    if steps is None:
+        assert epochs is not None
+        steps = max(epochs * rows // batch_size, 1)
+    last = steps * batch_size if epochs is None else epochs * rows  # rows drawn in all
+    order = _Order(rows, batch_size, last, seed if shuffle else None)
+    indices = grain.MapDataset.range(steps).map(order)
     return iter(indices.map(_Gather(arrays, batch_size, shard)).to_iter_dataset(_READ))
 
 
@@ -88,6 +88,28 @@ def eval_batches(arrays: Arrays, batch_size: int, *, shard: tuple[int, int] = (0
     return (
         (dataset[step], int(np.clip(rows - step * batch_size - index * part, 0, part))) for step in range(len(dataset))
     )
+
+
+class _Order(grain.transforms.Map):
+    """The rows of a batch, from its number alone: a permutation of its own for each epoch.
+
+    For whole batches at a time: grain's own shuffle answers row by row, at a cost that a small model's step feels.
+    """
+
+    def __init__(self, rows: int, batch_size: int, last: int, seed: int | None):
+        self._rows, self._batch_size, self._last, self._seed = rows, batch_size, last, seed
+        self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if self._seed is None:
+            return np.arange(self._rows)
+        return np.random.default_rng([self._seed, epoch]).permutation(self._rows)
+
+    def map(self, element: Any) -> np.ndarray:
+        drawn = np.arange(element * self._batch_size, min((element + 1) * self._batch_size, self._last))
+        epochs = drawn // self._rows
+        parts = [self._epoch(int(epoch))[drawn[epochs == epoch] % self._rows] for epoch in np.unique(epochs)]
+        return np.concatenate(parts)
 
 
 class _Gather(grain.transforms.Map):

@@ -78,7 +78,7 @@ def _rows(results: Mapping[str, Any], exact: bool) -> list[list[str]]:
 
 def print_report(document: Mapping[str, Any]) -> None:
     """Prints the verdict and the table of every set, to standard output."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)  # names of files may hold brackets
     if not console.is_terminal:
         console.width = 120  # a file or a pipe has no width of its own
     for title, results in _sets(document):
@@ -129,7 +129,9 @@ def reliability_figure(results: Mapping[str, Any], title: str):
         if column == 0:
             upper.set_ylabel("accuracy")
             lower.set_ylabel("tokens")
-    figure.suptitle(f"{title}: reliability of {results['tokens']:,} next-token predictions", fontsize=11)
+    figure.suptitle(
+        f"{title}: reliability of {results['tokens']:,} next-token predictions", fontsize=11, parse_math=False
+    )
     return figure
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from calibjax._checks import UserError
 from calibjax.heads import FittedHead
 from calibjax.models import decoder
-from calibjax.models.frozen import batch_hidden, batch_stats, freeze
+from calibjax.models.frozen import batch_stats, freeze
 from calibjax.models.model import LanguageModel
 
 
@@ -30,6 +30,8 @@ def _inputs(lm: LanguageModel, head: FittedHead, tokens, segment_ids) -> dict[st
             f"{lm.fingerprint[:12]}...)."
         )
     tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2:
+        raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
     segment_ids = jnp.ones_like(tokens) if segment_ids is None else jnp.asarray(segment_ids)
     batch = {"tokens": tokens, "segment_ids": segment_ids, "where": segment_ids > 0}
     batch["positions"] = decoder.segment_positions(segment_ids)
@@ -38,12 +40,8 @@ def _inputs(lm: LanguageModel, head: FittedHead, tokens, segment_ids) -> dict[st
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _logprobs(model, config, dtype, params, factor, frozen, batch):
-    hidden = batch_hidden(model, frozen, batch, dtype)
-    _, log_scale = batch_stats(
-        model, config, params, frozen, {**batch, "hidden": hidden}, dtype=dtype, log_factor=factor, statistics=()
-    )
-    z = decoder.unembed(model, frozen.params, hidden)
+def _logprobs(model, config, dtype, params, factor, frozen, batch, z):
+    _, log_scale = batch_stats(model, config, params, frozen, batch, dtype=dtype, log_factor=factor, statistics=())
     best = jnp.argmax(z, axis=-1, keepdims=True)
     log_probs = jax.nn.log_softmax(jnp.exp(log_scale)[..., None] * z, axis=-1)
     # Rounding can make a near tie a tie, or the other way round; the base model's choice stays strictly the first.
@@ -77,8 +75,11 @@ def calibrated_logprobs(
         UserError: the head belongs to another model, or tokens do not fit the model.
     """
     batch = _inputs(lm, head, tokens, segment_ids)
+    # By the base model's own program, at the price of a second forward pass: another program rounds otherwise, and
+    # would choose otherwise between near ties.
+    z = lm.logits(batch["tokens"], segment_ids=None if segment_ids is None else batch["segment_ids"])
     frozen = freeze(lm, head=head.config)
-    return _logprobs(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch)
+    return _logprobs(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch, z)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

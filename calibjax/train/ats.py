@@ -67,7 +67,10 @@ class AtsObjective:
 
 
 class Candidate(NamedTuple):
-    """One loss that was tried, and what its head scored on the windows kept from training (per token, nats)."""
+    """One loss that was tried, and what its head scored on the windows kept from training (per token, nats).
+
+    The scores are NaN where nothing is chosen or refitted, and so nothing was kept from training.
+    """
 
     trial: Trial
     params: Any
@@ -107,8 +110,8 @@ def fit_ats(
 
     Args:
         lm: the frozen model.
-        windows: to fit on. A part of them, chosen by `seed`, is kept from training the head; the single temperature is
-            fitted on all of them.
+        windows: to fit on. A part of them, chosen by `seed`, is kept from training the head where a loss is chosen or
+            a temperature refitted; the single temperature is fitted on all of them.
         options: see `AtsOptions`.
         directory: for checkpoints, logs and the cache of hidden states.
         seed: of the head's start, the order of the windows and the part kept back.
@@ -123,7 +126,11 @@ def fit_ats(
         NonFiniteLossError: training diverged.
     """
     plan = make_plan(options, lm.config.hidden_size)
-    train_rows, validation_rows = hold_back(windows, plan.validation_fraction, seed)
+    every_row = np.arange(len(windows.tokens))
+    chosen_or_refitted = len(plan.trials) > 1 or plan.refit_temperature
+    train_rows, validation_rows = every_row, every_row[:0]
+    if chosen_or_refitted:
+        train_rows, validation_rows = hold_back(windows, plan.validation_fraction, seed)
     mesh = make_mesh(devices=jax.devices()[:1])
     arrays, hidden_given = window_arrays(
         lm,
@@ -150,7 +157,6 @@ def fit_ats(
     constant = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
     identity = {"log_scale": jnp.zeros((), jnp.float32)}
     bounds = (math.log(MIN_SCALE), math.log(MAX_SCALE))
-    every_row = np.arange(len(windows.tokens))
     single = recalibrate.fit_temperature(scores(constant, identity, every_row, 0.0), bounds=bounds)
     announce(
         f"single temperature {single.temperature:.4f} on {len(every_row):,} windows: NLL {single.nll_before:.4f} -> "
@@ -186,12 +192,14 @@ def fit_ats(
             checkpoint_every=plan.checkpoint_every,
             quiet=quiet,
         )
-        params = state.params
-        at = scores(plan.head, params, validation_rows, plan.top_label_weight)
+        if not chosen_or_refitted:
+            candidates.append(Candidate(trial, state.params, math.nan, math.nan, None))
+            continue
+        at = scores(plan.head, state.params, validation_rows, plan.top_label_weight)
         refit = recalibrate.fit_temperature(at) if plan.refit_temperature else None
         score = _mean(at) if refit is None else refit.nll
-        nll = _mean(scores(plan.head, params, validation_rows, 0.0))
-        candidates.append(Candidate(trial, params, nll, score, refit))
+        nll = _mean(scores(plan.head, state.params, validation_rows, 0.0))
+        candidates.append(Candidate(trial, state.params, nll, score, refit))
         announce(f"ATS {trial}: on validation NLL {nll:.4f}, score {score:.4f}")
     best = min(candidates, key=lambda c: c.validation_score)
     if len(candidates) > 1:
@@ -219,6 +227,7 @@ def fit_ats(
         "candidates": [
             {"loss": str(c.trial), "validation_nll": c.validation_nll, "validation_score": c.validation_score}
             for c in candidates
+            if chosen_or_refitted
         ],
         "refit": refit_report,
         "temperature": single.temperature,

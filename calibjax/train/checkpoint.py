@@ -121,20 +121,22 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
             )
         config = HeadConfig(**description["head"])
         log_factor, fingerprint = float(description["log_factor"]), str(description["base_fingerprint"])
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        abstract = jax.eval_shape(config.init, jax.random.key(0))
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
     if lm is not None and lm.fingerprint != fingerprint:
         raise UserError(
             f"{directory}: this head was fitted on another base model (fingerprint {fingerprint[:12]}..., the model "
             f"given has {lm.fingerprint[:12]}...). Load the model it was fitted on, or fit a head for this one."
         )
-    abstract = jax.eval_shape(config.init, jax.random.key(0))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             params = checkpointer.restore(directory.absolute() / "params", abstract)
-    except (ValueError, FileNotFoundError, KeyError) as error:
+    except Exception as error:  # Orbax raises bare Exception for damaged files
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"{directory / 'params'}: cannot read the head's parameters ({reason}).") from error
     return FittedHead(config, params, log_factor, fingerprint)

@@ -1,5 +1,6 @@
 """The loop: batches in, steps out, progress shown, everything resumable."""
 
+import functools
 import json
 import math
 import time
@@ -110,7 +111,8 @@ def train(
         batches.set_state(data_state)
     start = int(state.step)
     log = TrainLog(directory, first_step=start)
-    sharding = batch_sharding(mesh)
+    # On one device the step takes host arrays as they are: placing them by hand only costs time.
+    place = functools.partial(jax.device_put, device=batch_sharding(mesh)) if mesh.size > 1 else dict
     bar = tqdm(total=steps, initial=start, desc=description, unit="step", disable=quiet, mininterval=0.2)
     tokens, begin = 0.0, time.perf_counter()
 
@@ -135,8 +137,7 @@ def train(
     try:
         pending: tuple[int, StepMetrics] | None = None
         for number in range(start + 1, steps + 1):
-            batch = jax.device_put(next(batches), sharding)
-            state, metrics = step_fn(state, frozen, batch, hyper)
+            state, metrics = step_fn(state, frozen, place(next(batches)), hyper)
             if pending is not None:
                 settle(*pending)
             pending = (number, metrics)

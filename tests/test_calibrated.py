@@ -1,0 +1,188 @@
+"""A model with its head: probabilities of any text, and heads written to disk and read back."""
+
+import dataclasses
+import gc
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import VOCAB, WIDTH, dense_log_probs, make_lm, make_windows, ragged
+
+import calibjax
+from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, calibrated_logprobs, load_head, save_head
+
+LM = make_lm()
+WINDOWS = ragged(make_windows(6))
+ALL = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
+
+
+def random_head(kind="mlp", lm=LM, log_factor=0.0, **options):
+    config = HeadConfig(kind=kind, hidden_size=WIDTH, identity_start=False, **options)
+    return FittedHead(config, config.init(jax.random.key(2)), log_factor, lm.fingerprint)
+
+
+HEADS = {
+    "constant": FittedHead(
+        HeadConfig(kind="constant", hidden_size=WIDTH), {"log_scale": jnp.log(0.3)}, 0.0, LM.fingerprint
+    ),
+    "all features": random_head("linear", features=ALL),
+    "pooled": random_head("mlp", pooling="sequence"),
+    "transformer": random_head("transformer"),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logprobs_are_a_distribution_with_the_same_argmax(name):
+    got = np.asarray(calibrated_logprobs(LM, HEADS[name], WINDOWS.tokens), np.float64)
+    assert got.shape == (*WINDOWS.tokens.shape, VOCAB)
+    np.testing.assert_allclose(np.exp(got).sum(-1), 1.0, atol=1e-5)
+    np.testing.assert_array_equal(got.argmax(-1), np.asarray(LM.logits(WINDOWS.tokens)).argmax(-1))
+    confidence = calibrated_confidence(LM, HEADS[name], WINDOWS.tokens)
+    np.testing.assert_allclose(confidence.confidence, np.exp(got.max(-1)), rtol=1e-5)
+    np.testing.assert_array_equal(confidence.argmax, got.argmax(-1))
+    # The temperature that is said is the one that was used.
+    whole = make_windows(6)._replace(tokens=WINDOWS.tokens)
+    log_scale = -np.log(np.asarray(confidence.temperature, np.float64))
+    np.testing.assert_allclose(got, dense_log_probs(LM, whole, log_scale), atol=2e-5)
+
+
+def test_factor_is_applied():
+    plain = random_head("linear")
+    refitted = dataclasses.replace(plain, log_factor=0.4)
+    one, other = (np.asarray(calibrated_confidence(LM, head, WINDOWS.tokens).temperature) for head in (plain, refitted))
+    np.testing.assert_allclose(other, one * np.exp(-0.4), rtol=1e-5)
+    probabilities = np.asarray(calibrated_logprobs(LM, refitted, WINDOWS.tokens), np.float64)
+    whole = make_windows(6)._replace(tokens=WINDOWS.tokens)
+    np.testing.assert_allclose(probabilities, dense_log_probs(LM, whole, 0.4 - np.log(one)), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["transformer", "pooled"])
+def test_segments_do_not_see_each_other(name):
+    head, segments = HEADS[name], WINDOWS.segment_ids
+    packed = calibrated_confidence(LM, head, WINDOWS.tokens, segment_ids=segments)
+    assert not np.asarray(packed.confidence)[segments == 0].any()
+    assert (np.asarray(packed.argmax)[segments == 0] == -1).all()
+    row = int(np.argmax((segments == 2).sum(axis=1) * (segments == 0).any(axis=1)))
+    inside = segments[row] == 2
+    alone = WINDOWS.tokens[row][inside][None]
+    apart = calibrated_confidence(LM, head, alone)
+    for field in ("argmax", "confidence", "temperature"):
+        got, expected = np.asarray(getattr(packed, field))[row][inside], np.asarray(getattr(apart, field))[0]
+        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=field)
+    if name == "transformer":
+        logprobs = np.asarray(calibrated_logprobs(LM, head, WINDOWS.tokens, segment_ids=segments))
+        np.testing.assert_allclose(logprobs[row][inside], calibrated_logprobs(LM, head, alone)[0], atol=2e-5)
+
+
+def test_ties_stay_with_the_base_model():
+    """Rows of the unembedding that are equal, or a rounding apart, under the flattest and the sharpest scale."""
+    rng = np.random.default_rng(0)
+    base = make_lm(tie_embeddings=False)
+    rows = np.repeat(np.asarray(base.params["unembedding"])[:4], 6, axis=0)
+    rows *= 1 + rng.integers(-1, 2, rows.shape[:1])[:, None].astype(np.float32) * np.finfo(np.float32).eps
+    lm = dataclasses.replace(base, params={**base.params, "unembedding": jnp.asarray(rows)})
+    expected = np.asarray(lm.logits(WINDOWS.tokens)).argmax(-1)
+    for scale in (0.05, 0.4, 10.0):
+        head = dataclasses.replace(HEADS["constant"], params={"log_scale": jnp.log(scale)}, fingerprint=lm.fingerprint)
+        got = np.asarray(calibrated_logprobs(lm, head, WINDOWS.tokens)).argmax(-1)
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_head_of_another_model():
+    other = make_lm(seed=1)
+    for call in (calibrated_logprobs, calibrated_confidence):
+        with pytest.raises(UserError, match=f"{LM.fingerprint[:12]}.*{other.fingerprint[:12]}"):
+            call(other, HEADS["pooled"], WINDOWS.tokens)
+
+
+@pytest.mark.parametrize("tokens", [np.zeros((1, 33), np.int32), np.zeros((1, 3), np.float32), np.zeros(3, np.int32)])
+def test_tokens_that_do_not_fit(tokens):
+    for call in (calibrated_logprobs, calibrated_confidence):
+        with pytest.raises(UserError, match="tokens: "):
+            call(LM, HEADS["constant"], tokens)
+
+
+# --- on disk ---
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_written_and_read_back(tmp_path, name):
+    head = dataclasses.replace(HEADS[name], log_factor=1 / 3)
+    save_head(tmp_path / "run" / "head", head, notes={"loss": "joint"})
+    for path in (tmp_path / "run", tmp_path / "run" / "head", str(tmp_path / "run")):
+        got = load_head(path, LM)
+        assert (got.config, got.log_factor, got.fingerprint) == (head.config, head.log_factor, head.fingerprint)
+        assert jax.tree.structure(got.params) == jax.tree.structure(head.params)
+        for one, other in zip(jax.tree.leaves(got.params), jax.tree.leaves(head.params), strict=True):
+            assert one.dtype == other.dtype
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert json.loads((tmp_path / "run" / "head" / "head.json").read_text())["notes"] == {"loss": "joint"}
+    one, other = (calibrated_confidence(LM, h, WINDOWS.tokens).confidence for h in (got, head))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_a_head_is_replaced_as_a_whole(tmp_path):
+    save_head(tmp_path / "head", HEADS["pooled"])
+    (tmp_path / "head.new").mkdir()  # what a kill left
+    (tmp_path / "head.new" / "rubbish").write_text("")
+    save_head(tmp_path / "head", HEADS["constant"])
+    assert load_head(tmp_path / "head").config.kind == "constant"
+    assert sorted(entry.name for entry in (tmp_path / "head").iterdir()) == ["head.json", "params"]
+    assert not (tmp_path / "head.new").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, on damaged files
+def test_heads_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match=r"expected a head .* found none"):
+        load_head(tmp_path)
+    with pytest.raises(UserError, match=r"expected a head .* found none"):
+        load_head(tmp_path / "nowhere")
+    directory = tmp_path / "head"
+    save_head(directory, HEADS["pooled"])
+    other = make_lm(seed=1)
+    with pytest.raises(UserError, match=f"another base model .*{LM.fingerprint[:12]}.*{other.fingerprint[:12]}"):
+        load_head(directory, other)
+
+    file = directory / "head.json"
+    text = file.read_text()
+    stored = json.loads(text)
+    broken = {
+        "{": "not a head's description",
+        "": "not a head's description",
+        "[1]": "not a head's description",
+        "\udcff": "not a head's description",
+        json.dumps(stored | {"schema": 99}): "schema 99, this calibjax reads 1",
+        json.dumps({k: v for k, v in stored.items() if k != "schema"}): "schema",
+        json.dumps({k: v for k, v in stored.items() if k != "base_fingerprint"}): "base_fingerprint",
+        json.dumps(stored | {"log_factor": "much"}): "not a head's description",
+        json.dumps(stored | {"head": stored["head"] | {"colour": "red"}}): "colour",
+        json.dumps(stored | {"head": stored["head"] | {"kind": "forest"}}): "forest",
+        json.dumps(stored | {"head": stored["head"] | {"features": ["smell"]}}): "smell",
+        json.dumps(stored | {"head": stored["head"] | {"hidden_size": 32}}): "cannot read the head's parameters",
+        json.dumps(stored | {"head": stored["head"] | {"kind": "linear"}}): "cannot read the head's parameters",
+        json.dumps(stored | {"head": stored["head"] | {"kind": "transformer", "num_heads": 3}}): "num_heads",
+    }
+    for content, message in broken.items():
+        file.write_bytes(content.encode(errors="surrogateescape"))
+        with pytest.raises(UserError, match=message) as caught:
+            load_head(directory)
+        assert "\n" not in str(caught.value), content
+    file.write_text(text)
+    data = max((directory / "params").rglob("*"), key=lambda f: f.stat().st_size if f.is_file() else -1)
+    data.write_bytes(data.read_bytes()[:20])
+    with pytest.raises(UserError, match="cannot read the head's parameters"):
+        load_head(directory)
+    shutil.rmtree(directory / "params")
+    with pytest.raises(UserError, match="cannot read the head's parameters"):
+        load_head(directory)
+    gc.collect()  # its warnings belong here
+
+
+def test_public_names():
+    for name in ("load_model", "vocab_stats", "VocabStats", "losses", "heads", "metrics", "load_head", "save_head"):
+        assert hasattr(calibjax, name)
+    for name in ("ConstantTemperature", "LinearHead", "MLPHead", "TransformerHead", "calibrated_logprobs"):
+        assert callable(getattr(calibjax, name))

@@ -1,0 +1,338 @@
+"""The command line: what it prints, where, with which exit code; and every mistake as one line before any work."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import WORDS, model_tensors, write_model, write_text, write_tokenizer
+
+from calibjax import load_head, load_model, quickstart
+from calibjax.calibrate import _set_name
+from calibjax.cli import main
+from calibjax.train import options as ats_options
+
+ROOT = Path(__file__).parents[1]
+SHORT = ["--seq-len", "13", "--full-windows", "--epochs", "2", "--batch-size", "6"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model with its tokenizer, and a file of text for it."""
+    folder = tmp_path_factory.mktemp("made")
+    write_model(folder / "model")
+    write_text(folder / "data.jsonl", rows=60, words=16)
+    write_text(folder / "other.jsonl", rows=12, words=16, seed=1)
+    return folder
+
+
+def train_ats(made, out, *options, model=None, data=None):
+    arguments = ["--model", str(model or made / "model"), "--data", str(data or made / "data.jsonl"), "--out", str(out)]
+    return main(["train", "ats", *arguments, *SHORT, *options])
+
+
+# --- help ---
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ([], ["quickstart", "train"]),
+        (["train"], ["ats"]),
+        (["quickstart"], ["--out", "--epochs", "--seed", "--json"]),
+        (
+            ["train", "ats"],
+            [
+                *("--model", "--data", "--out", "--text-column", "--rows", "--seq-len", "--full-windows", "--examples"),
+                *("--fit-fraction", "--head", "--loss", "--alpha", "--recipe", "--eval-data", "--seed", "--json"),
+                *("--cache-hidden", "--refit-temperature", "--dtype", "--bins", "--packing"),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_help(capsys, command, named):
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "usage: calibjax" in shown
+    assert not [name for name in named if name not in shown]
+    assert "Attributes:" not in shown
+
+
+@pytest.mark.parametrize("command", [["train/ats.py"], ["-m", "calibjax.cli", "train", "ats"]], ids=str)
+def test_script_is_the_command(command):
+    done = subprocess.run(
+        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--cache-hidden" in done.stdout
+    assert "usage: calibjax train ats" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["train", "ats"], ["train", "ats", "--modle", "x"], ["quickstart", "--epochs", "many"], ["train", "sft"]],
+    ids=str,
+)
+def test_options_that_do_not_exist(capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# --- mistakes ---
+
+
+def write_broken(folder, name):
+    """A model directory with one thing wrong."""
+    model = write_model(folder / "model")
+    weights, tensors = model / "model.safetensors", model_tensors()
+    if name == "architecture":
+        (model / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 43}))
+    elif name == "pickle":
+        weights.rename(model / "pytorch_model.bin")
+    elif name == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif name == "vocabulary":
+        write_tokenizer(model, [*WORDS, "one", "more"])
+    elif name == "not finite":
+        tensors["model.norm.weight"][3] = np.inf
+        write_model(model, tensors)
+    elif name == "no tokenizer":
+        for file in model.glob("token*"):
+            file.unlink()
+    return model
+
+
+def one_error(capsys, code, out):
+    """Asserts that one line on standard error says what is wrong, and nothing was trained; returns the line."""
+    printed = capsys.readouterr()
+    lines = printed.err.strip().splitlines()
+    assert code == 2
+    assert len(lines) == 1, printed.err
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in printed.err + printed.out
+    if out.is_dir():
+        assert {entry.name for entry in out.iterdir()} <= {"run.json"}, "something was done"
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("architecture", "model_type 'mamba' is not supported; supported: gpt2, llama"),
+        ("pickle", "the weights are pickled (pytorch_model.bin)"),
+        ("truncated", "model.safetensors: damaged or cut short"),
+        ("vocabulary", "The tokenizer's largest id is 44 ('more'), but the model has vocab_size 43"),
+        ("not finite", "model.norm.weight holds NaN or infinity"),
+        ("no tokenizer", "holds no tokenizer; expected tokenizer.json"),
+    ],
+)
+def test_models_that_are_wrong(capsys, tmp_path, made, name, message):
+    model = write_broken(tmp_path, name)
+    capsys.readouterr()
+    code = train_ats(made, tmp_path / "out", model=model)
+    assert message in one_error(capsys, code, tmp_path / "out")
+    # The right model afterwards may go to the same place: there is no other run to protect.
+    assert train_ats(made, tmp_path / "out", "--alpha", "7") == 2
+    assert "--alpha" in one_error(capsys, 2, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "/nowhere/model"], "/nowhere/model does not exist"),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["--eval-data", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["--text-column", "output"], "text_column='output' is not there. The columns are: text"),
+        (["--seq-len", "33"], "longer than the model's context of 32 tokens"),
+        (["--seq-len", "1"], "seq_len: expected at least 2"),
+        (["--seq-len", "20"], "no window of 20 tokens has anything to predict"),
+        (["--alpha", "1.5"], "--alpha: 1.5 is out of range"),
+        (["--fit-fraction", "1"], "fit_fraction: expected a number between 0 and 1"),
+        (["--validation-fraction", "0.001"], "fraction=0.001 of 36 windows is none"),
+        (["--examples", "1"], "fit_fraction=0.6 of 1 window is none"),
+        (["--rows", "0"], "rows: expected at least 1"),
+        (["--bins", "0"], "--bins: expected at least 1"),
+        (["--seed", "-1"], "seed: expected an integer >= 0"),
+        (["--accumulate", "4"], "--accumulate: 4 is out of range (a divisor of --batch-size 6)"),
+        (["--features", "smell"], "features: expected distinct names among"),
+        (["--split", "test"], "has no splits"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_are_wrong(capsys, tmp_path, made, options, message):
+    code = train_ats(made, tmp_path / "out", *options)
+    assert message in one_error(capsys, code, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no rows"),
+        ('{"words": "w1 w2", "name": "x"}\n', "no format fits the columns words, name. Expected chat"),
+        ('{"text": 3}\n', "expected a string, got int"),
+        ('{"text": ""}\n', "anything to predict"),
+        ('{"text": "w1 w', "cannot be read as json"),
+    ],
+)
+def test_data_that_is_wrong(capsys, tmp_path, made, content, message):
+    (tmp_path / "data.jsonl").write_text(content)
+    code = train_ats(made, tmp_path / "out", data=tmp_path / "data.jsonl")
+    assert message in one_error(capsys, code, tmp_path / "out")
+
+
+def test_directories_that_are_taken(capsys, tmp_path, made):
+    file, full = tmp_path / "file", tmp_path / "full"
+    file.write_text("")
+    code = train_ats(made, file)
+    assert "expected a directory, but this is a file" in one_error(capsys, code, file)
+    full.mkdir()
+    (full / "thesis.tex").write_text("")
+    assert train_ats(made, full) == 2
+    assert "is not empty and holds no run of calibjax" in capsys.readouterr().err
+    assert [entry.name for entry in full.iterdir()] == ["thesis.tex"]
+    (full / "run.json").write_text("{")
+    assert train_ats(made, full) == 2
+    assert "run.json is not readable" in capsys.readouterr().err
+    assert main(["quickstart", "--out", str(full)]) == 2
+    assert main(["quickstart", "--out", str(file / "below")]) == 2
+    assert "cannot write there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--epochs", "0"], ["--seed", "-1"]], ids=str)
+def test_quickstart_options_that_are_wrong(capsys, tmp_path, options):
+    code = main(["quickstart", "--out", str(tmp_path / "out"), *options])
+    assert options[0].strip("-") in one_error(capsys, code, tmp_path / "out")
+
+
+# --- whole runs ---
+
+
+@pytest.fixture(scope="module")
+def done(made, tmp_path_factory):
+    """A finished run, and what it printed."""
+    out = tmp_path_factory.mktemp("done") / "run"
+    from contextlib import redirect_stderr, redirect_stdout
+    from io import StringIO
+
+    stdout, stderr = StringIO(), StringIO()
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        code = train_ats(made, out, "--loss", "joint", "--json", "--eval-data", str(made / "other.jsonl"))
+    assert code == 0, stderr.getvalue()
+    return out, stdout.getvalue(), stderr.getvalue()
+
+
+def test_json_is_all_that_is_printed(done):
+    out, stdout, stderr = done
+    document = json.loads(stdout)
+    assert document == json.loads((out / "metrics.json").read_text())
+    assert document["schema"] == 1
+    assert list(document["held_out"]["methods"]) == ["uncalibrated", "temperature", "ats"]
+    assert document["held_out"]["tokens"] == 24 * 12  # 60 windows, 40% held out
+    assert list(document["transfer"]) == ["other"]
+    assert document["transfer"]["other"]["tokens"] == 12 * 12
+    assert document["run"]["fit"]["loss"] == "joint"
+    assert "model: LanguageModel(llama" in stderr
+    assert "tokens/s" in stderr  # the progress bars
+
+
+def test_what_a_run_leaves(done, made):
+    out = done[0]
+    assert {entry.name for entry in out.iterdir()} == {
+        *("run.json", "fit", "head", "metrics.json", "reliability.png", "report.html")
+    }
+    lm = load_model(made / "model")
+    head = load_head(out, lm)
+    assert head.config.kind == "mlp"
+    assert json.loads((out / "head" / "head.json").read_text())["notes"]["loss"] == "joint"
+
+
+def test_finished_run_again(done, made, capsys):
+    """Nothing is trained anew, everything is written again, and all figures are the same; the tables are printed."""
+    out, stdout, _ = done
+    head = (out / "head" / "head.json").read_text()
+    code = train_ats(made, out, "--loss", "joint", "--eval-data", str(made / "other.jsonl"), "--quiet")
+    printed = capsys.readouterr()
+    assert code == 0
+    assert printed.err == ""
+    assert json.loads((out / "metrics.json").read_text()) == json.loads(stdout)
+    assert (out / "head" / "head.json").read_text() == head
+    lines = printed.out.strip().splitlines()
+    assert lines[-1].startswith(f"results in {out}: ")
+    assert any(line.startswith(("ATS is truer", "WARNING: ATS is worse")) for line in lines)
+    assert any("transfer to other" in line for line in lines)
+    for name in ("uncalibrated", "single temperature", "ATS"):
+        assert sum(f"│ {name} " in line for line in lines) == 2
+
+
+def test_other_run_in_the_same_place(done, made, capsys):
+    out = done[0]
+    before = (out / "metrics.json").read_bytes()
+    for options, different in (
+        (["--loss", "cross-entropy"], "ats.loss 'joint' there, 'cross-entropy' now"),
+        (["--loss", "joint", "--seed", "1"], "seed 0 there, 1 now"),
+    ):
+        assert train_ats(made, out, *options) == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1
+        assert "holds another run" in lines[0]
+        assert different in lines[0]
+    assert main(["quickstart", "--out", str(out)]) == 2
+    assert "holds another run" in capsys.readouterr().err
+    assert (out / "metrics.json").read_bytes() == before
+
+
+def test_training_that_diverges(made, tmp_path, capsys):
+    options = ["--loss", "cross-entropy", "--learning-rate", "1e38", "--weight-decay", "1e38", "--quiet"]
+    assert train_ats(made, tmp_path / "out", *options, "--head", "linear") == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("stopped: ATS cross-entropy: the ")
+    assert " at step " in lines[0]
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_names_of_sets():
+    def names(*sources):
+        return [_set_name(source, sources) for source in sources]
+
+    assert names("a/lima.jsonl.gz", "wiki/test.txt.gz", "org/set/") == ["lima", "wiki/test", "set"]
+    assert names("a/x.jsonl", "b/x.jsonl") == ["a/x", "b/x"]
+    for sources in (("a/x.jsonl", "a/x.csv"), ("a/x.v1.jsonl", "a/x.v2.jsonl"), ("a/b/x.txt", "c/b/x.txt")):
+        assert len(set(names(*sources))) == 2, sources
+
+
+# --- the quick start ---
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path, monkeypatch, capsys):
+    """Smaller than what the user gets, but the same: the model is over-confident, and each method is truer."""
+    for name, size in (("_TRAIN", 128), ("_FIT", 512), ("_HELD_OUT", 256)):
+        monkeypatch.setattr(quickstart, name, size)
+    monkeypatch.setattr(ats_options, "ALPHA_GRID", (0.1,))
+    out = tmp_path / "quick"
+    assert main(["quickstart", "--out", str(out), "--seed", "1", "--epochs", "40"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1].startswith(f"results in {out}: ")
+    assert "tokens/s" in printed.err
+    assert "exact error" in printed.out
+    document = json.loads((out / "metrics.json").read_text())
+    base, single, ats = (document["held_out"]["methods"][name] for name in ("uncalibrated", "temperature", "ats"))
+    assert base["accuracy"] == single["accuracy"] == ats["accuracy"]
+    print({row["exact_error"]: (row["nll"], row["ece"]) for row in (base, single, ats)})
+    assert base["confidence"] > base["accuracy"] + 0.1
+    for key in ("exact_error", "nll", "brier"):
+        assert ats[key] < single[key] < base[key], key
+    assert single["ece"]["value"] < base["ece"]["low"]
+    assert {entry.name for entry in out.iterdir()} == {
+        *("run.json", "decoder", "fit", "head", "metrics.json", "reliability.png", "report.html")
+    }
+    assert load_head(out).config.kind == "mlp"

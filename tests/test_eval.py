@@ -1,0 +1,227 @@
+"""Token-level figures against float64 over the dense logits, and what is drawn from them."""
+
+import base64
+import copy
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import answered, at_targets, dense_log_probs, make_lm, make_windows, ragged
+
+from calibjax.eval import evaluate_tokens, identity_head, print_report, results_json, write_report
+from calibjax.eval.report import verdict
+from calibjax.heads import FittedHead, HeadConfig
+
+LM = make_lm()
+WINDOWS = answered(LM, ragged(make_windows(21)))  # 21: the last batch of 8 is not full
+BINS = 10
+
+
+def random_head(lm, kind="linear", log_factor=0.0, **options):
+    config = HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, identity_start=False, **options)
+    return FittedHead(config, config.init(jax.random.key(2)), log_factor, lm.fingerprint)
+
+
+HEADS = {
+    "uncalibrated": identity_head(LM),
+    "temperature": dataclasses.replace(identity_head(LM), params={"log_scale": jnp.log(0.4)}),
+    "ats": random_head(LM, log_factor=-0.7),
+}
+
+
+def evaluate(closed="right", **options):
+    return evaluate_tokens(LM, WINDOWS, HEADS, batch_size=8, bins=BINS, closed=closed, quiet=True, **options)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {closed: evaluate(closed, keep_tokens=True) for closed in ("right", "left")}
+
+
+def dense_log_scale(name):
+    """From the head's parameters, in float64."""
+    if name != "ats":
+        return np.full(WINDOWS.tokens.shape, float(HEADS[name].params["log_scale"]))
+    hidden = LM.hidden_states(WINDOWS.tokens, segment_ids=WINDOWS.segment_ids, positions=WINDOWS.positions)
+    output = jax.tree.map(lambda x: np.asarray(x, np.float64), HEADS[name].params["output"])
+    u = np.asarray(hidden, np.float64) @ output["kernel"][:, 0] + output["bias"]
+    return np.clip(u, np.log(0.05), np.log(10)) - 0.7
+
+
+def bins_of(confidence, closed):
+    """The bin of each confidence by searching for it: (lo, hi] or [lo, hi)."""
+    index = np.full(confidence.shape, -1)
+    for b in range(BINS):
+        low, high = np.float32(b) / np.float32(BINS), np.float32(b + 1) / np.float32(BINS)
+        inside = (
+            (confidence > low) & (confidence <= high)
+            if closed == "right"
+            else (confidence >= low) & (confidence < high)
+        )
+        index[inside] = b
+    index[confidence == 0], index[confidence == 1] = 0, BINS - 1
+    assert (index >= 0).all()
+    return index
+
+
+@pytest.mark.parametrize("closed", ["right", "left"])
+@pytest.mark.parametrize("name", HEADS)
+def test_figures_equal_the_dense_ones(results, name, closed):
+    log_scale = dense_log_scale(name)
+    log_q = dense_log_probs(LM, WINDOWS, log_scale)
+    where = WINDOWS.where
+    right = (log_q.argmax(-1) == WINDOWS.targets)[where]
+    confidence = np.exp(log_q.max(-1))[where]
+    document = results_json(results[closed], closed=closed, resamples=20)
+    row = document["methods"][name]
+    assert document["tokens"] == where.sum()
+    expected = {
+        "nll": -at_targets(log_q, WINDOWS).mean(),
+        "accuracy": right.mean(),
+        "confidence": confidence.mean(),
+        "brier": np.square(confidence - right).mean(),
+    }
+    for key, value in expected.items():
+        print(f"{name} {key}: {row[key]:.6f}, dense {value:.6f}")
+        np.testing.assert_allclose(row[key], value, rtol=3e-6, err_msg=key)
+
+    tokens = results[closed][name].tokens
+    np.testing.assert_array_equal(tokens.argmax[where], log_q.argmax(-1)[where])
+    np.testing.assert_allclose(tokens.confidence[where], confidence, rtol=1e-5)
+    np.testing.assert_allclose(tokens.temperature[where], np.exp(-log_scale)[where], rtol=1e-5)
+    assert not tokens.confidence[~where].any()
+    assert not tokens.temperature[~where].any()
+    # Bins of the float32 confidences, as rounding can move one across an edge.
+    index = bins_of(tokens.confidence[where], closed)
+    count = np.bincount(index, minlength=BINS)
+    gap = np.abs(np.bincount(index, confidence - right, BINS)) / np.maximum(count, 1)
+    assert row["reliability"]["count"] == list(count)
+    np.testing.assert_allclose(row["ece"]["value"], (gap * count).sum() / count.sum(), rtol=1e-5)
+    np.testing.assert_allclose(row["mce"], gap.max(), rtol=1e-5)
+    np.testing.assert_allclose(row["rmsce"], np.sqrt((gap**2 * count).sum() / count.sum()), rtol=1e-5)
+    for b in range(BINS):
+        accuracy = row["reliability"]["accuracy"][b]
+        assert accuracy is None if count[b] == 0 else abs(accuracy - right[index == b].mean()) < 1e-6
+    edges = np.array(row["temperatures"]["edges"])
+    temperature = np.clip(np.exp(-log_scale)[where], edges[0] * 1.0001, edges[-1] * 0.9999)
+    assert sum(row["temperatures"]["count"]) == where.sum()
+    assert np.abs(np.histogram(temperature, edges)[0] - row["temperatures"]["count"]).sum() <= 2
+
+
+def test_accuracy_is_the_same_in_all_methods(results):
+    rows = results_json(results["right"], resamples=5)["methods"]
+    assert len({row["accuracy"] for row in rows.values()}) == 1
+    assert 0 < rows["ats"]["accuracy"] < 1
+
+
+def test_batch_size_changes_nothing():
+    one, other = (evaluate_tokens(LM, WINDOWS, HEADS, batch_size=size, bins=BINS, quiet=True) for size in (8, 21))
+    for name in HEADS:
+        assert other[name].tokens is None
+        np.testing.assert_array_equal(one[name].sums.count, other[name].sums.count)
+        np.testing.assert_allclose(one[name].sums.nll, other[name].sums.nll, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bfloat16_model():
+    lm = make_lm(dtype=jnp.bfloat16)
+    rows = {}
+    for model in (LM, lm):
+        heads = {"ats": random_head(model, features=("hidden_states", "max_logit"))}
+        rows[model.dtype.name] = results_json(evaluate_tokens(model, WINDOWS, heads, quiet=True), resamples=5)
+    full, half = (row["methods"]["ats"] for row in rows.values())
+    print({key: (full[key], half[key]) for key in ("nll", "brier", "accuracy")})
+    assert abs(full["nll"] - half["nll"]) < 0.05 * full["nll"]
+
+
+# --- the document ---
+
+
+@pytest.fixture
+def document(results):
+    held_out = results_json(results["right"], closed="right", resamples=200)
+    return {"schema": 1, "held_out": held_out, "run": {"model": "<script>alert(1)</script>", "fit": {}}}
+
+
+def test_schema(document):
+    stored = json.loads(json.dumps(document, allow_nan=False))
+    assert stored == document
+    held_out = stored["held_out"]
+    assert set(held_out) == {"tokens", "methods"}
+    assert list(held_out["methods"]) == ["uncalibrated", "temperature", "ats"]
+    for row in held_out["methods"].values():
+        assert {"nll", "brier", "accuracy", "confidence", "ece", "mce", "rmsce"} <= set(row)
+        assert set(row["ece"]) == {"value", "low", "high", "bins", "closed"}
+        assert row["ece"]["bins"] == BINS
+        assert 0 <= row["ece"]["low"] < row["ece"]["high"] <= 1
+        assert len(row["reliability"]["count"]) == BINS
+
+
+def test_interval_is_of_the_seed(results):
+    first, same, other = (results_json(results["right"], resamples=50, seed=seed) for seed in (0, 0, 1))
+    assert first == same
+    assert first["methods"]["ats"]["ece"]["low"] != other["methods"]["ats"]["ece"]["low"]
+
+
+def worse(document, name, **figures):
+    """The document with ATS's figures set from another row's, times a factor."""
+    changed = copy.deepcopy(document)
+    ats, other = changed["held_out"]["methods"]["ats"], changed["held_out"]["methods"][name]
+    ats["nll"] = other["nll"] * figures.get("nll", 0.99)
+    ats["ece"]["value"] = other["ece"]["value"] * figures.get("ece", 0.99)
+    return changed
+
+
+def test_verdict(document):
+    good = worse(document, "temperature")
+    assert verdict(good["held_out"]).startswith("ATS is truer than a single temperature")
+    for figures, named in (
+        ({"ece": 1.01}, ["ECE"]),
+        ({"nll": 1.01}, ["NLL"]),
+        ({"ece": 1.1, "nll": 1.1}, ["ECE", "NLL"]),
+    ):
+        line = verdict(worse(document, "temperature", **figures)["held_out"])
+        assert line.startswith("WARNING: ATS is worse than a single temperature")
+        assert re.findall("ECE|NLL", line) == named
+    assert verdict({"methods": {"ats": {}}}) == ""
+
+
+def test_report_is_self_contained(document, tmp_path):
+    document["transfer"] = {'<script>"x"</script>': document["held_out"], "costs $\\x$ & $y": document["held_out"]}
+    document = worse(document, "temperature", ece=1.5)
+    write_report(document, tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert "&lt;script&gt;&quot;x&quot;&lt;/script&gt;" in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "costs $\\x$ &amp; $y" in page
+    assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", page)
+    sources = re.findall(r'src="([^"]*)"', page)
+    assert len(sources) == 6  # reliability and temperatures of three sets
+    for source in sources:
+        assert base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True).startswith(b"\x89PNG")
+    assert (tmp_path / "reliability.png").read_bytes().startswith(b"\x89PNG")
+    body = page.split("<body>")[1].strip()
+    assert body.startswith('<p class="verdict warning">WARNING: ATS is worse'), "the first line says so"
+    for row in document["held_out"]["methods"].values():
+        assert f"<td>{row['nll']:.4f}</td>" in page
+        assert f"<td>{row['ece']['value']:.4f} [{row['ece']['low']:.4f}, {row['ece']['high']:.4f}]</td>" in page
+
+
+def test_print_report(document, capsys):
+    document = worse(document, "temperature", nll=1.5)
+    document["transfer"] = {"data[v2]": document["held_out"], "[/red] x": document["held_out"]}
+    for row in document["held_out"]["methods"].values():
+        row["exact_error"] = 0.12345
+    print_report(document)
+    shown = capsys.readouterr().out
+    assert shown.startswith("WARNING: ATS is worse")
+    assert "transfer to data[v2]" in shown
+    assert "transfer to [/red] x" in shown
+    assert "0.1235" in shown or "0.1234" in shown
+    assert f"{BINS} equal-width bins (lo, hi]" in shown
+    for row in document["held_out"]["methods"].values():
+        assert f"{row['ece']['value']:.4f} [{row['ece']['low']:.4f}, {row['ece']['high']:.4f}]" in shown
