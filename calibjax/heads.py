@@ -180,7 +180,7 @@ class HeadConfig:
             argmax_embedding cost one more product with the unembedding, log_std_logits one with a D x D matrix.
         pooling: "token": a temperature for each token; "sequence": one for each sequence.
         identity_start: start with s = 1; False: the authors' random start.
-        intermediate_size: width of the MLP; None: 2 D ("mlp") or 4 D ("transformer").
+        intermediate_size: width of the MLP; None: D ("mlp") or 4 D ("transformer").
         num_heads: attention heads of "transformer"; None: 128 wide, but at least 8, as far as D divides.
     """
 
@@ -210,7 +210,7 @@ class HeadConfig:
         if self.kind == "linear":
             return LinearHead(**shared)
         if self.kind == "mlp":
-            return MLPHead(self.intermediate_size or 2 * self.hidden_size, **shared)
+            return MLPHead(self.intermediate_size or self.hidden_size, **shared)
         heads = self.num_heads or _number_of_heads(self.hidden_size)
         if self.hidden_size % heads or (self.hidden_size // heads) % 2:
             raise ValueError(

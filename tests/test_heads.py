@@ -204,7 +204,7 @@ def test_heads_that_do_not_divide():
         HeadConfig(kind="transformer", hidden_size=8, num_heads=3).build()
     with pytest.raises(ValueError, match="even hidden_size"):
         HeadConfig(kind="transformer", hidden_size=7).build()
-    widths = {8: 4, 64: 8, 4096: 64, 100: 5, 2: 1}
+    widths = {8: 4, 64: 8, 4096: 32, 100: 5, 2: 1}
     assert {d: HeadConfig(kind="transformer", hidden_size=d).build().block.num_heads for d in widths} == widths
 
 

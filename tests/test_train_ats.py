@@ -97,8 +97,8 @@ def test_auto_keeps_the_best_score(auto):
     log_scale = log_scale_of(LM, fitted.head, kept) - fitted.head.log_factor
     chosen = next(c for c in report["candidates"] if c["loss"] == report["loss"])
     np.testing.assert_allclose(chosen["validation_nll"], nll_of(LM, kept, log_scale), rtol=2e-6)
-    refitted = log_scale + math.log(report["refit"]["factor"])
-    expected = nll_of(LM, kept, refitted) + top_label_of(LM, kept, refitted)
+    delivered = log_scale + fitted.head.log_factor
+    expected = nll_of(LM, kept, delivered) + top_label_of(LM, kept, delivered)
     np.testing.assert_allclose(chosen["validation_score"], expected, rtol=1e-5)
 
 

@@ -65,11 +65,16 @@ def unembedding_products(program: jax.stages.Compiled, vocab_size: int, chunk: i
     One product stands there twice where the chunks do not divide V: in the loop, and for the ragged piece.
     """
     widths = {vocab_size, chunk, vocab_size % chunk} - {0}
-    text = program.as_text() or ""
-    products = re.findall(r"^.*= .*\b(?:dot|convolution|custom-call)\(.*$", text, flags=re.MULTILINE)
-    # A product may stand inside a fusion; every dot instruction of every computation is counted once.
-    shapes = [{int(n) for dims in re.findall(r"\[([\d,]+)\]", line) for n in dims.split(",")} for line in products]
-    return sum(bool(widths & dims) for dims in shapes)
+    # An instruction's line gives its result's shape and its operands' names: their shapes stand on their own lines.
+    instruction = re.compile(r"\s*(?:ROOT )?(%[\w.-]+) = (.*?)\s([\w-]+)\((.*)$")
+    shapes, products = {}, []
+    for line in (program.as_text() or "").splitlines():
+        if match := instruction.match(line):
+            name, result, operation, rest = match.groups()
+            shapes[name] = {int(n) for dims in re.findall(r"\w+\[([\d,]+)\]", result) for n in dims.split(",")}
+            if operation in ("dot", "convolution", "custom-call"):
+                products.append([name, *re.findall(r"%[\w.-]+", rest.split("), ")[0])])
+    return sum(any(widths & shapes[name] for name in names) for names in products)
 
 
 def _temporaries(program: jax.stages.Compiled) -> float:
@@ -130,7 +135,7 @@ def main(bench: Bench) -> None:
             times["step"].append(end - middle)
     tokens = bench.batch * bench.seq_len
     chunk = chunked.choose_chunk_size(tokens, bench.vocab_size)
-    others = {config.hidden_size, config.intermediate_size, 4 * config.hidden_size, bench.seq_len, tokens}
+    others = {config.hidden_size, config.intermediate_size, 2 * config.hidden_size, bench.seq_len, tokens}
     collisions = {chunk, bench.vocab_size % chunk} & others
     if collisions:
         raise SystemExit(f"cannot count products: other axes are {collisions} wide too; change --vocab-size.")

@@ -144,8 +144,7 @@ def results_json(
     """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
 
     Each method: nll, brier, accuracy, confidence, mce, rmsce; `ece` with its value, 95% bootstrap interval over
-        windows,
-    bins and edge convention; `reliability` per bin (count, mean confidence, accuracy; null where empty); and
+    windows, bins and edge convention; `reliability` per bin (count, mean confidence, accuracy; null where empty); and
     `temperatures`, the histogram over `TEMPERATURE_EDGES`.
     """
     methods = {}

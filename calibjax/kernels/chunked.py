@@ -1,8 +1,8 @@
 """The operator as an XLA loop over chunks of the vocabulary: runs anywhere, the default on CPU.
 
-Memory beyond inputs and outputs: one `[N, C]` block of logits (a few such blocks backward), C columns at a time, plus
-one `[C, D]` slice of the unembedding. Products: 2·N·D·V forward; backward 2·N·D·V to recompute the logits and 2·N·D·V
-for each of dh and dW that is asked for. A gradient in the scale alone needs no backward product at all.
+Memory beyond inputs and outputs: a few float32 blocks `[N, C]`, C columns at a time (two to six, by what is wanted),
+and one `[C, D]` slice of the unembedding. Products: 2·N·D·V forward; backward 2·N·D·V to recompute the logits and
+2·N·D·V for each of dh and dW that is asked for. A gradient in the scale alone needs no backward product at all.
 """
 
 import functools

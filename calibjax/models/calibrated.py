@@ -100,6 +100,9 @@ def calibrated_confidence(
 ) -> TokenConfidence:
     """Calibrated probability of the most likely next token at each position. Arguments as `calibrated_logprobs`'s.
 
+    The logits are not formed as a whole; where two of them tie to the last digit of float32, the token can be the other
+    one of `lm.logits`.
+
     Returns:
         `TokenConfidence`, `[B, T]` each: argmax (int32, -1 on padding), confidence (float32 in [0, 1], 0 on padding)
         and temperature (float32 > 0).

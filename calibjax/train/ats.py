@@ -197,7 +197,7 @@ def fit_ats(
             continue
         at = scores(plan.head, state.params, validation_rows, plan.top_label_weight)
         refit = recalibrate.fit_temperature(at) if plan.refit_temperature else None
-        score = _mean(at) if refit is None else refit.nll
+        score = refit.nll if refit is not None and _is_significant(refit) else _mean(at)
         nll = _mean(scores(plan.head, state.params, validation_rows, 0.0))
         candidates.append(Candidate(trial, state.params, nll, score, refit))
         announce(f"ATS {trial}: on validation NLL {nll:.4f}, score {score:.4f}")
@@ -208,8 +208,7 @@ def fit_ats(
 
     log_factor, refit_report = 0.0, None
     if best.refit is not None:
-        # Within its noise a factor is not known to be other than 1, and applying it only adds that noise.
-        significant = abs(best.refit.log_scale) > 2.0 * best.refit.standard_error
+        significant = _is_significant(best.refit)
         log_factor = best.refit.log_scale if significant else 0.0
         refit_report = {
             "factor": math.exp(best.refit.log_scale),
@@ -239,6 +238,11 @@ def fit_ats(
         FittedHead(constant, log_scale, 0.0, lm.fingerprint),
         report,
     )
+
+
+def _is_significant(refit: recalibrate.TemperatureFit) -> bool:
+    """Whether the factor is known to be other than 1: within its noise, applying it would only add that noise."""
+    return refit.converged and abs(refit.log_scale) > 2.0 * refit.standard_error
 
 
 class _Rows(Mapping[str, Any]):
