@@ -252,7 +252,8 @@ def test_trials():
     assert trials(alpha=0.25) == ["joint", "cross-entropy", "selective-0.25"]
     assert trials(loss="selective") == ["selective-0.5"]
     assert trials(loss="selective-balanced", alpha=0.0) == ["selective-balanced-0"]
-    assert trials(loss="cross-entropy", alpha=0.3) == ["cross-entropy"]
+    with pytest.raises(UserError, match="--alpha: --loss cross-entropy has no such weight"):
+        trials(loss="cross-entropy", alpha=0.3)
 
 
 @pytest.mark.parametrize(

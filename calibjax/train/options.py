@@ -158,6 +158,8 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
             value = getattr(recipe, name, getattr(options, name))
             hint = f"a divisor of --batch-size {recipe.batch_size}" if name == "accumulate" else "see --help"
             raise UserError(f"--{name.replace('_', '-')}: {value} is out of range ({hint}).")
+    if options.alpha is not None and recipe.loss in ("joint", "cross-entropy"):
+        raise UserError(f"--alpha: --loss {recipe.loss} has no such weight; leave it out, or choose a selective loss.")
     try:
         head = HeadConfig(
             kind=recipe.head,
