@@ -254,6 +254,8 @@ def test_trials():
     assert trials(loss="selective-balanced", alpha=0.0) == ["selective-balanced-0"]
     with pytest.raises(UserError, match="--alpha: --loss cross-entropy has no such weight"):
         trials(loss="cross-entropy", alpha=0.3)
+    with pytest.raises(UserError, match="--features, --pooling: a constant head reads nothing"):
+        trials(head="constant", features="max_logit", pooling="sequence")
 
 
 @pytest.mark.parametrize(

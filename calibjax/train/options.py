@@ -160,6 +160,14 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
             raise UserError(f"--{name.replace('_', '-')}: {value} is out of range ({hint}).")
     if options.alpha is not None and recipe.loss in ("joint", "cross-entropy"):
         raise UserError(f"--alpha: --loss {recipe.loss} has no such weight; leave it out, or choose a selective loss.")
+    asked = {
+        "--features": options.features != AtsOptions.features,
+        "--pooling": options.pooling != AtsOptions.pooling,
+        "--random-start": bool(options.random_start),
+    }
+    if recipe.head == "constant" and any(asked.values()):
+        names = ", ".join(name for name, given in asked.items() if given)
+        raise UserError(f"{names}: a constant head reads nothing and always starts at 1; leave it out.")
     try:
         head = HeadConfig(
             kind=recipe.head,
