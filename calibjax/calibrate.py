@@ -27,11 +27,12 @@ class DataOptions:
     Attributes:
         text_column: read this column as plain text; by default the format is recognised: text, instruction, prompt and
             answer, or chat, with the loss on the answers only.
-        prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", where no chat template is used.
+        prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", in place of the chat template.
         rows: read only the first rows.
         seq_len: tokens a window.
         full_windows: cut each row to exactly seq_len tokens and drop shorter ones.
-        packing: put several short examples into one window, unseen by each other; --no-packing pads.
+        packing: put several short examples into one window, unseen by each other; --no-packing pads. Full windows have
+            no room for either.
         examples: keep only the first windows.
     """
 
