@@ -1,19 +1,23 @@
 """`vocab_stats`: one contract, several implementations, chosen by an ordered table."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.kernels import chunked, reference
+from calibjax.kernels import chunked, operator, reference
+from calibjax.kernels.operator import Call
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
 
-IMPLEMENTATIONS: dict[str, Callable[..., dict[str, Array]]] = {
-    "chunked": chunked.statistics,
-    "reference": reference.statistics,
+IMPLEMENTATIONS: dict[str, operator.Implementation | None] = {
+    "chunked": chunked.IMPLEMENTATION,
+    "reference": None,
 }
-"""Name -> implementation, best first. `implementation=None` takes the first that can run here; all of these can."""
+"""Name -> implementation, best first; None stands for the dense formula, differentiated by JAX itself.
+
+`implementation=None` takes the first whose `check` does not raise NotImplementedError; an explicit name raises it.
+"""
 
 
 def vocab_stats(
@@ -30,6 +34,8 @@ def vocab_stats(
     implementation: str | None = None,
     chunk_size: int | None = None,
     precision: jax.lax.PrecisionLike = None,
+    filter_threshold: float | None = None,
+    save_logits: bool = False,
 ) -> VocabStats:
     """Statistics of the logits z = softcap(h Wᵀ + b) over the vocabulary, without ever holding them all.
 
@@ -58,6 +64,12 @@ def vocab_stats(
         implementation: "chunked" or "reference"; None chooses for the platform. An explicit name never falls back.
         chunk_size: columns at a time in "chunked"; None chooses by memory (`chunked.choose_chunk_size`).
         precision: of the products, as in `jax.lax.dot_general`; None means full float32 for float32 inputs.
+        filter_threshold: in the backward pass, leave out blocks of tokens and vocabulary in which every p_v is below
+            this: their part p_v W_v of dh and p_v h of dW. What one-hots and `mean_logit` add stays exact, unless a
+            soft-cap ties `mean_logit` to the blocks: then its part of such a block, g (1 − (z/cap)²)/V, is left out
+            too, an approximation. None leaves out nothing. 2⁻¹² of the largest p is where bfloat16 gradients lose it.
+        save_logits: keep the float32 logits [N, V] from the forward for the backward pass, which saves one product of
+            four where hidden and unembedding are both differentiated.
 
     Returns:
         `VocabStats`, each field `[...]`, float32, int32 or bool. Tokens that do not count hold 0 (argmax -1, correct
@@ -76,10 +88,6 @@ def vocab_stats(
     targets = None if targets is None else jnp.asarray(targets)
     _check_shapes(hidden, unembedding, targets, bias, where, softcap, chunk_size)
     wanted = _wanted(statistics, targets)
-    if implementation is None:
-        implementation = next(iter(IMPLEMENTATIONS))
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, got {implementation!r}.")
     if precision is None and jnp.promote_types(hidden.dtype, unembedding.dtype) == jnp.float32:
         precision = jax.lax.Precision.HIGHEST
 
@@ -89,26 +97,30 @@ def vocab_stats(
     valid = jnp.ones(shape, bool) if where is None else jnp.broadcast_to(where, shape)
     if targets is not None:
         valid = valid & (targets != ignore_index)
-    if targets is not None or where is not None:
-        # Selects, not products: what a masked token's hidden state and scale hold, even NaN, reaches neither W nor b.
-        hidden = jnp.where(valid[..., None], hidden, 0)
     counted_scale = jnp.where(valid, full_scale, 1.0)
     flat_targets = in_range = None
     if targets is not None:
         in_range = (targets >= 0) & (targets < vocab_size)
         flat_targets = jnp.where(in_range, targets, 0).reshape(-1).astype(jnp.int32)
 
-    needed = (wanted - {"correct"}) | ({"argmax"} if "correct" in wanted else set())
-    values = IMPLEMENTATIONS[implementation](
+    call = Call(
+        implementation=_choose(implementation),
+        wanted=frozenset((wanted - {"correct"}) | ({"argmax"} if "correct" in wanted else set())),
+        softcap=softcap,
+        precision=precision,
+        chunk_size=chunk_size,
+        filter_threshold=filter_threshold,
+        save_logits=save_logits,
+    )
+    compute = reference.statistics if call.implementation is None else operator.statistics
+    values = compute(
+        call,
         hidden.reshape(-1, hidden.shape[-1]),
         unembedding,
         bias,
         counted_scale.reshape(-1),
         flat_targets,
-        wanted=frozenset(needed),
-        softcap=softcap,
-        precision=precision,
-        chunk_size=chunk_size,
+        None if targets is None and where is None else valid.reshape(-1),
     )
     values = {name: value.reshape(shape) for name, value in values.items()}
     if "target_logit" in values:
@@ -119,6 +131,14 @@ def vocab_stats(
     filler = {"argmax": -1, "correct": False}
     masked = {name: jnp.where(valid, value, filler.get(name, 0)) for name, value in values.items() if name in wanted}
     return VocabStats(**{name: masked.get(name) for name in STATISTICS}, valid=valid, scale=full_scale)
+
+
+def _choose(name: str | None) -> operator.Implementation | None:
+    if name is None:
+        return next(iter(IMPLEMENTATIONS.values()))
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, got {name!r}.")
+    return IMPLEMENTATIONS[name]
 
 
 def _wanted(statistics: Sequence[str] | None, targets: Array | None) -> frozenset[str]:

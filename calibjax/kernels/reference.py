@@ -5,32 +5,32 @@ Memory: several `[N, V]` arrays. For tests and tiny vocabularies.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from calibjax.kernels.operator import Call
 from calibjax.kernels.stats import FLOOR
 
 
 def statistics(
+    call: Call,
     hidden: Float[Array, "N D"],
     unembedding: Float[Array, "V D"],
     bias: Float[Array, " V"] | None,
     scale: Float[Array, " N"],
     targets: Int[Array, " N"] | None,
-    *,
-    wanted: frozenset[str],
-    softcap: float | None,
-    precision: jax.lax.PrecisionLike,
-    chunk_size: int | None = None,
+    valid: Bool[Array, " N"] | None,
 ) -> dict[str, Array]:
     """All wanted statistics of N tokens, in float32, or in float64 where an input is; see `VocabStats`."""
-    if chunk_size is not None:
+    if call.chunk_size is not None:
         raise ValueError("implementation='reference' is dense: it takes no chunk_size.")
+    if valid is not None:
+        hidden = jnp.where(valid[:, None], hidden, 0)
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(hidden.dtype, unembedding.dtype))
-    z = jnp.matmul(hidden.astype(dtype), unembedding.astype(dtype).T, precision=precision)
+    z = jnp.matmul(hidden.astype(dtype), unembedding.astype(dtype).T, precision=call.precision)
     if bias is not None:
         z = z + bias.astype(dtype)[None, :]
-    if softcap is not None:
-        z = softcap * jnp.tanh(z / softcap)
+    if call.softcap is not None:
+        z = call.softcap * jnp.tanh(z / call.softcap)
     finite = jnp.maximum(z, FLOOR)  # a bias of −inf removes an entry: p = 0, and 0·z = 0
     scaled = scale[:, None].astype(dtype) * finite
     p = jax.nn.softmax(scaled, axis=-1)
@@ -45,4 +45,4 @@ def statistics(
     }
     if targets is not None:
         everything["target_logit"] = jnp.take_along_axis(z, targets[:, None], axis=-1)[:, 0]
-    return {name: everything[name] for name in wanted}
+    return {name: everything[name] for name in call.wanted}

@@ -92,15 +92,17 @@ class Moments(NamedTuple):
         second: float32 [N], Σ e (z − m)², or None.
         total: float32 [N], Σ z, or None.
         target: float32 [N], z_y where y lies in this piece, else 0; or None.
+        rows: float32 [N, D], Σ_{v≠y} e c_v W_v with the soft-cap's slope c_v = 1 − (z_v/cap)²; or None.
     """
 
     max_logit: Array
     argmax: Array | None
     weight: Array
-    first: Array | None
-    second: Array | None
-    total: Array | None
-    target: Array | None
+    first: Array | None = None
+    second: Array | None = None
+    total: Array | None = None
+    target: Array | None = None
+    rows: Array | None = None
 
 
 def moments(
@@ -147,7 +149,7 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
     """
     largest = jnp.maximum(a.max_logit, b.max_logit)
 
-    def moved(piece: Moments) -> tuple[Array, Array | None, Array | None]:
+    def moved(piece: Moments) -> tuple[Array, Array | None, Array | None, Array | None]:
         delta = jnp.maximum(piece.max_logit - largest, FLOOR)
         ratio = jnp.exp(scale * delta)
         first = second = None
@@ -156,7 +158,8 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
         if piece.second is not None:
             assert piece.first is not None
             second = ratio * (piece.second + delta * (2.0 * piece.first + delta * piece.weight))
-        return ratio * piece.weight, first, second
+        rows = None if piece.rows is None else ratio[:, None] * piece.rows
+        return ratio * piece.weight, first, second, rows
 
     def add(x: Array | None, y: Array | None) -> Array | None:
         return None if x is None or y is None else x + y
@@ -165,8 +168,8 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
     if a.argmax is not None and b.argmax is not None:
         b_wins = (b.max_logit > a.max_logit) | ((b.max_logit == a.max_logit) & (b.argmax < a.argmax))
         argmax = jnp.where(b_wins, b.argmax, a.argmax)
-    weight_a, first_a, second_a = moved(a)
-    weight_b, first_b, second_b = moved(b)
+    weight_a, first_a, second_a, rows_a = moved(a)
+    weight_b, first_b, second_b, rows_b = moved(b)
     return Moments(
         max_logit=largest,
         argmax=argmax,
@@ -175,4 +178,5 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
         second=add(second_a, second_b),
         total=add(a.total, b.total),
         target=add(a.target, b.target),
+        rows=add(rows_a, rows_b),
     )
