@@ -11,6 +11,7 @@ from calibjax.heads import LinearHead as LinearHead
 from calibjax.heads import MLPHead as MLPHead
 from calibjax.heads import TransformerHead as TransformerHead
 from calibjax.kernels import VocabStats as VocabStats
+from calibjax.kernels import linear_cross_entropy as linear_cross_entropy
 from calibjax.kernels import vocab_stats as vocab_stats
 from calibjax.models import LanguageModel as LanguageModel
 from calibjax.models import load_model as load_model

@@ -1,23 +1,33 @@
 """`vocab_stats`: one contract, several implementations, chosen by an ordered table."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.kernels import chunked, operator, reference
-from calibjax.kernels.operator import Call
+from calibjax.kernels import chunked, operator, pallas_tpu, reference, sharded
+from calibjax.kernels.operator import Call, Implementation, Model
+from calibjax.kernels.platforms import platform
+from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
 
-IMPLEMENTATIONS: dict[str, operator.Implementation | None] = {
+IMPLEMENTATIONS: dict[str, Implementation | None] = {
+    "pallas_tpu": pallas_tpu.IMPLEMENTATION,
     "chunked": chunked.IMPLEMENTATION,
     "reference": None,
 }
 """Name -> implementation, best first; None stands for the dense formula, differentiated by JAX itself.
 
 `implementation=None` takes the first whose `check` does not raise NotImplementedError; an explicit name raises it.
+`explain` says which that is, and why.
 """
+
+
+class CannotRun(NotImplementedError, ValueError):
+    """No implementation that was asked for can run this call here; a ValueError too, as an argument may be why."""
 
 
 def vocab_stats(
@@ -36,6 +46,7 @@ def vocab_stats(
     precision: jax.lax.PrecisionLike = None,
     filter_threshold: float | None = None,
     save_logits: bool = False,
+    sharding: VocabSharding | None = None,
 ) -> VocabStats:
     """Statistics of the logits z = softcap(h Wᵀ + b) over the vocabulary, without ever holding them all.
 
@@ -61,7 +72,9 @@ def vocab_stats(
         where: `[...]`, False for tokens that do not count (padding, prompt).
         ignore_index: target value that does not count.
         statistics: names of the wanted fields of `VocabStats`; None means all but `logit_variance`.
-        implementation: "chunked" or "reference"; None chooses for the platform. An explicit name never falls back.
+        implementation: a name in `IMPLEMENTATIONS`; None takes the first that can run this call on the devices it is
+            compiled for: the mesh of `sharding`, or that in context (`jax.set_mesh`), or else the default device. An
+            explicit name never falls back.
         chunk_size: columns at a time in "chunked"; None chooses by memory (`chunked.choose_chunk_size`).
         precision: of the products, as in `jax.lax.dot_general`; None means full float32 for float32 inputs.
         filter_threshold: in the backward pass, leave out blocks of tokens and vocabulary in which every p_v is below
@@ -70,6 +83,9 @@ def vocab_stats(
             too, an approximation. None leaves out nothing. 2⁻¹² of the largest p is where bfloat16 gradients lose it.
         save_logits: keep the float32 logits [N, V] from the forward for the backward pass, which saves one product of
             four where hidden and unembedding are both differentiated.
+        sharding: the mesh axes over which tokens and vocabulary are split: each device computes with the rows of the
+            unembedding that it holds, and what they find is merged (`calibjax.kernels.sharded`). None leaves to XLA
+            what to do with sharded arrays: right, but W may be gathered.
 
     Returns:
         `VocabStats`, each field `[...]`, float32, int32 or bool. Tokens that do not count hold 0 (argmax -1, correct
@@ -77,6 +93,7 @@ def vocab_stats(
 
     Raises:
         ValueError: for shapes, dtypes or options that do not fit.
+        NotImplementedError: where the implementation named cannot run this call here, or none can.
 
     Example:
         >>> import jax.numpy as jnp
@@ -86,10 +103,23 @@ def vocab_stats(
     """
     hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
     targets = None if targets is None else jnp.asarray(targets)
-    _check_shapes(hidden, unembedding, targets, bias, where, softcap, chunk_size)
-    wanted = _wanted(statistics, targets)
-    if precision is None and jnp.promote_types(hidden.dtype, unembedding.dtype) == jnp.float32:
-        precision = jax.lax.Precision.HIGHEST
+    call, model, wanted = _plan(
+        hidden,
+        unembedding,
+        targets,
+        bias=bias,
+        softcap=softcap,
+        where=where,
+        statistics=statistics,
+        chunk_size=chunk_size,
+        precision=precision,
+        filter_threshold=filter_threshold,
+        save_logits=save_logits,
+        sharding=sharding,
+    )
+    call = call._replace(
+        implementation=_over_mesh(IMPLEMENTATIONS[_choose(implementation, call, model, sharding)], sharding)
+    )
 
     shape, vocab_size = hidden.shape[:-1], unembedding.shape[0]
     full_scale = jnp.asarray(1.0 if scale is None else scale)
@@ -103,26 +133,18 @@ def vocab_stats(
         in_range = (targets >= 0) & (targets < vocab_size)
         flat_targets = jnp.where(in_range, targets, 0).reshape(-1).astype(jnp.int32)
 
-    call = Call(
-        implementation=_choose(implementation),
-        wanted=frozenset((wanted - {"correct"}) | ({"argmax"} if "correct" in wanted else set())),
-        softcap=softcap,
-        precision=precision,
-        chunk_size=chunk_size,
-        filter_threshold=filter_threshold,
-        save_logits=save_logits,
-    )
+    tokens, padded = valid.size, model.hidden.shape[0]
     compute = reference.statistics if call.implementation is None else operator.statistics
     values = compute(
         call,
-        hidden.reshape(-1, hidden.shape[-1]),
+        _pad(hidden.reshape(-1, hidden.shape[-1]), padded),
         unembedding,
         bias,
-        counted_scale.reshape(-1),
-        flat_targets,
-        None if targets is None and where is None else valid.reshape(-1),
+        _pad(counted_scale.reshape(-1), padded, 1),
+        _pad(flat_targets, padded),
+        None if model.valid is None else _pad(valid.reshape(-1), padded),
     )
-    values = {name: value.reshape(shape) for name, value in values.items()}
+    values = {name: value[:tokens].reshape(shape) for name, value in values.items()}
     if "target_logit" in values:
         assert in_range is not None
         values["target_logit"] = jnp.where(in_range, values["target_logit"], jnp.nan)
@@ -133,12 +155,187 @@ def vocab_stats(
     return VocabStats(**{name: masked.get(name) for name in STATISTICS}, valid=valid, scale=full_scale)
 
 
-def _choose(name: str | None) -> operator.Implementation | None:
-    if name is None:
-        return next(iter(IMPLEMENTATIONS.values()))
-    if name not in IMPLEMENTATIONS:
+def explain(
+    hidden: Any,
+    unembedding: Any,
+    targets: Any = None,
+    *,
+    implementation: str | None = None,
+    sharding: VocabSharding | None = None,
+    **options: Any,
+) -> str:
+    """Which implementation `vocab_stats` takes for these arguments, why, and what the call costs.
+
+    Args:
+        hidden, unembedding, targets, implementation, sharding, options: as for `vocab_stats`; any array may be a
+            `jax.ShapeDtypeStruct`. Nothing is computed.
+
+    Returns:
+        Text: the sizes; every implementation in order, with what it would do or why it cannot; the wanted statistics
+        with what each costs; the products N·D·V by what is differentiated.
+
+    Raises:
+        ValueError: as `vocab_stats` for shapes, dtypes and names that do not fit. A named implementation that cannot
+            run the call is no error here: the text says so.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 2304), (256000, 2304))]
+        >>> text = explain(*shapes, implementation="reference", chunk_size=128)
+        >>> print(text.splitlines()[-2].strip())
+        reference   cannot run this call here: it is dense and takes no chunk_size.
+    """
+    call, model, wanted = _plan(hidden, unembedding, targets, sharding=sharding, **options)
+    try:
+        chosen = _choose(implementation, call, model, sharding)
+    except NotImplementedError:
+        chosen = None
+    where = platform(None if sharding is None else sharding.mesh)
+    tokens, (vocab_size, width) = model.hidden.shape[0], model.unembedding.shape
+    lines = [
+        f"vocab_stats: {tokens} tokens, D = {width}, V = {vocab_size}, {model.hidden.dtype}, "
+        f"for {where.name} ({where.device_kind})"
+    ]
+    lines += [] if sharding is None else [sharding.describe(tokens, vocab_size)]
+    lines += ["implementations, best first:"]
+    for name in IMPLEMENTATIONS:
+        try:
+            note, able = _check(name, call, model, sharding), True
+        except NotImplementedError as reason:
+            note, able = str(reason), False
+        asked = implementation in (None, name)
+        if name == chosen:
+            note = f"chosen: {note}"
+        elif not able:
+            note = f"cannot run this call here: {note}"
+        else:
+            note = f"{'comes later' if asked else 'not asked for'} (could: {note})"
+        lines.append(f"  {name:<11} {note}")
+    if chosen is None:
+        return "\n".join([*lines, "none that was asked for can run: vocab_stats raises NotImplementedError"])
+    lines.append("statistics, beyond the one product:")
+    lines += [f"  {name:<15} {_cost(name, call)}" for name in STATISTICS if name in wanted]
+    lines.append("products N·D·V, forward + backward, by what is differentiated:")
+    for what, of_hidden, of_unembedding in (
+        ("nothing, scale", False, False),
+        ("hidden", True, False),
+        ("unembedding", False, True),
+        ("hidden and unembedding", True, True),
+    ):
+        forward, backward = _products(call, IMPLEMENTATIONS[chosen], of_hidden, of_unembedding)
+        lines.append(f"  {what:<23} {forward} + {backward}")
+    return "\n".join(lines)
+
+
+def _cost(name: str, call: Call) -> str:
+    if name == "mean_logit":
+        return "a row" if call.softcap is None else "an elementwise pass"
+    if name in ("log_normalizer", "max_logit"):
+        return "a pass over the logits" if name == "log_normalizer" else "none: log_normalizer's pass"
+    return {"target_logit": "a gather", "correct": "argmax's pass"}.get(name, "an elementwise pass")
+
+
+def _products(
+    call: Call, implementation: Implementation | None, of_hidden: bool, of_unembedding: bool
+) -> tuple[int, int]:
+    """Products N·D·V of the forward and the backward pass; see `operator`."""
+    if implementation is None:
+        return 1, of_hidden + of_unembedding
+    rows = of_hidden and operator.takes_rows(call, implementation, alone=not of_unembedding)
+    gradients = (of_hidden and not rows) + of_unembedding
+    # With `rows_first` each gradient is a pass of its own; else one pass computes the logits anew for both.
+    again = gradients if implementation.rows_first else min(gradients, 1)
+    return 1 + rows, gradients + (0 if call.save_logits else again)
+
+
+def _plan(
+    hidden: Any,
+    unembedding: Any,
+    targets: Any,
+    *,
+    bias: Any = None,
+    scale: Any = None,
+    softcap: float | None = None,
+    where: Any = None,
+    ignore_index: int = -100,
+    statistics: Sequence[str] | None = None,
+    chunk_size: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    filter_threshold: float | None = None,
+    save_logits: bool = False,
+    sharding: VocabSharding | None = None,
+) -> tuple[Call, Model, frozenset[str]]:
+    """The checked call but for its implementation, the shapes that `operator` will see, and the wanted statistics.
+
+    Looks at shapes and dtypes only. With `sharding` the tokens are padded to divide into their shards.
+    """
+    bias, where = (x if x is None or hasattr(x, "dtype") else jnp.asarray(x) for x in (bias, where))
+    _check_shapes(hidden, unembedding, targets, bias, where, softcap, chunk_size)
+    wanted = _wanted(statistics, targets)
+    dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
+    if precision is None and dtype == jnp.float32:
+        precision = jax.lax.Precision.HIGHEST
+    needs_argmax = {"argmax"} if "correct" in wanted else set()
+    call = Call(
+        implementation=None,
+        wanted=frozenset((wanted - {"correct"}) | needs_argmax),
+        softcap=softcap,
+        precision=precision,
+        chunk_size=chunk_size,
+        filter_threshold=filter_threshold,
+        save_logits=save_logits,
+    )
+    tokens, padding = math.prod(hidden.shape[:-1]), 0
+    if sharding is not None:
+        sharding.check_shape(*unembedding.shape)
+        padding = -tokens % sharding.count(sharding.tokens)
+    masked = targets is not None or where is not None or padding > 0
+    model = Model(
+        hidden=_shape((tokens + padding, hidden.shape[-1]), dtype),
+        unembedding=_shape(unembedding.shape, dtype),
+        bias=None if bias is None else _shape(bias.shape, jnp.float32),
+        valid=_shape((tokens + padding,), bool) if masked else None,
+    )
+    return call, model, wanted
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _pad(x: Array | None, length: int, value: int = 0) -> Any:
+    """`x` with its first axis padded at the end; for a mask, with False."""
+    if x is None or x.shape[0] == length:
+        return x
+    return jnp.pad(x, ((0, length - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=value)
+
+
+def _over_mesh(implementation: Implementation | None, sharding: VocabSharding | None) -> Implementation | None:
+    if implementation is None or sharding is None:
+        return implementation
+    return sharded.implementation(implementation, sharding)
+
+
+def _check(name: str, call: Call, model: Model, sharding: VocabSharding | None) -> str:
+    """What the implementation says of this call; raises NotImplementedError where it cannot run it here."""
+    implementation = _over_mesh(IMPLEMENTATIONS[name], sharding)
+    if implementation is None:
+        return reference.check(call, sharding is not None)
+    return implementation.check(call, model, platform(None if sharding is None else sharding.mesh))
+
+
+def _choose(name: str | None, call: Call, model: Model, sharding: VocabSharding | None) -> str:
+    if name is not None and name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, got {name!r}.")
-    return IMPLEMENTATIONS[name]
+    reasons = []
+    for candidate in IMPLEMENTATIONS if name is None else (name,):
+        try:
+            _check(candidate, call, model, sharding)
+        except NotImplementedError as reason:
+            reasons.append(f"implementation={candidate!r} cannot run this call here: {reason}")
+        else:
+            return candidate
+    raise CannotRun("\n".join(reasons))
 
 
 def _wanted(statistics: Sequence[str] | None, targets: Array | None) -> frozenset[str]:
@@ -167,10 +364,10 @@ def _check_shapes(hidden, unembedding, targets, bias, where, softcap, chunk_size
             raise ValueError(f"targets: expected integers, got {targets.dtype}.")
         if targets.shape != hidden.shape[:-1]:
             raise ValueError(f"targets: expected shape {hidden.shape[:-1]} as hidden has, got {targets.shape}.")
-    if bias is not None and jnp.shape(bias) != (unembedding.shape[0],):
-        raise ValueError(f"bias: expected shape ({unembedding.shape[0]},), got {jnp.shape(bias)}.")
-    if where is not None and jnp.asarray(where).dtype != bool:
-        raise ValueError(f"where: expected booleans, got {jnp.asarray(where).dtype}.")
+    if bias is not None and bias.shape != (unembedding.shape[0],):
+        raise ValueError(f"bias: expected shape ({unembedding.shape[0]},), got {bias.shape}.")
+    if where is not None and where.dtype != bool:
+        raise ValueError(f"where: expected booleans, got {where.dtype}.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected a number above 0 or None, got {softcap}.")
     if chunk_size is not None and chunk_size < 1:

@@ -25,7 +25,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from calibjax.kernels.platforms import Platform
 from calibjax.kernels.stats import Moments
+
+
+def _runs_anywhere(call: "Call", model: "Model", platform: Platform) -> str:
+    return ""
 
 
 class Implementation(NamedTuple):
@@ -37,12 +42,16 @@ class Implementation(NamedTuple):
             come back. `saved` is what `backward` may use instead of computing the logits anew (None unless `save`).
         backward: `(call, model, signal, saved, wanted) -> Gradients`, those in `wanted`, a set of "hidden",
             "unembedding", "bias". Tokens that are not valid add nothing, even where their hidden states are NaN.
+        check: `(call, model, platform) -> str`: what a line of `explain` says of how the call would run (block sizes,
+            say). Raises NotImplementedError with the reason where it cannot run there. Only shapes and dtypes of
+            `model` are looked at (its arrays may be `jax.ShapeDtypeStruct`), and what is static in `call`.
         rows_first: where hidden and unembedding are both differentiated, take the gradient in hidden out of the forward
             pass too, and leave only the unembedding to the backward pass.
     """
 
     forward: Callable[..., tuple[Moments, Any]]
     backward: Callable[..., "Gradients"]
+    check: Callable[["Call", "Model", Platform], str] = _runs_anywhere
     rows_first: bool = False
 
 
@@ -177,6 +186,12 @@ _NEEDED = {
 }
 
 
+def takes_rows(call: Call, implementation: Implementation, alone: bool) -> bool:
+    """Whether the gradient in hidden comes out of the forward pass; `alone`: unembedding and bias are frozen."""
+    second_weight = "expected_logit" in call.wanted or (call.softcap is not None and "mean_logit" in call.wanted)
+    return (implementation.rows_first or alone) and not second_weight
+
+
 def _finish(total: Moments, scale: Array, vocab_size: int, valid: Array | None) -> Outputs:
     shift = None if total.first is None else total.first / total.weight
     variance = None
@@ -215,16 +230,10 @@ def _statistics_fwd(call: Call, hidden, unembedding, bias, scale, targets, valid
     # With symbolic_zeros each argument says whether it is differentiated: what is frozen is neither kept nor computed.
     perturbed = [x is not None and x.perturbed for x in (hidden, unembedding, bias)]
     scale_perturbed = scale.perturbed
-    hidden, unembedding, bias, scale, targets, valid = (
-        None if x is None else x.value for x in (hidden, unembedding, bias, scale, targets, valid)
-    )
+    hidden, unembedding, scale = hidden.value, unembedding.value, scale.value
+    bias, targets, valid = (None if x is None else x.value for x in (bias, targets, valid))
     assert call.implementation is not None
-    rows = (
-        perturbed[0]
-        and (call.implementation.rows_first or not any(perturbed[1:]))
-        and "expected_logit" not in call.wanted
-        and not (call.softcap is not None and "mean_logit" in call.wanted)
-    )
+    rows = perturbed[0] and takes_rows(call, call.implementation, alone=not any(perturbed[1:]))
     wanted = set(call.wanted)
     if scale_perturbed:
         wanted.add("expected_logit")
@@ -270,7 +279,9 @@ def _statistics_bwd(call: Call, residuals: _Residuals, cotangents: Outputs):
     d_model = (None, None, None)
     if residuals.kept is not None:
         gradients, arrays = _model_gradients(call, residuals.kept, residuals.scale, g), residuals.kept.model[:3]
-        d_model = (None if d is None else d.astype(x.dtype) for d, x in zip(gradients, arrays, strict=True))
+        d_model = tuple(
+            None if d is None or x is None else d.astype(x.dtype) for d, x in zip(gradients, arrays, strict=True)
+        )
     return *d_model, d_scale, None, None
 
 
@@ -291,6 +302,7 @@ def _model_gradients(call: Call, kept: _Kept, scale: Array, g: Outputs) -> Gradi
         tilt = scale * g.expected_logit
     of_target = g.target_logit
     if kept.rows is not None and kept.targets is not None and weight is not None:
+        assert outputs.target_logit is not None
         # The rows leave out the target's, which would cancel against its one-hot where the model is nearly certain.
         of_target = weight * jnp.exp(scale * outputs.target_logit - log_normalizer)
         of_target = of_target if g.target_logit is None else of_target + g.target_logit
@@ -309,7 +321,11 @@ def _model_gradients(call: Call, kept: _Kept, scale: Array, g: Outputs) -> Gradi
             tilt=tilt if softmax else None,
             expected=outputs.expected_logit if softmax and tilt is not None else None,
             uniform=None if g.mean_logit is None else g.mean_logit / model.unembedding.shape[0],
-            one_hots=tuple((ids, x * _softcap_slope(call, z)) for ids, x, z in one_hots if x is not None),
+            one_hots=tuple(
+                (ids, x * _softcap_slope(call, z))
+                for ids, x, z in one_hots
+                if ids is not None and x is not None and z is not None
+            ),
         )
         return implementation.backward(call, model, signal, kept.saved, wanted)
 

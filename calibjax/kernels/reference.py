@@ -11,6 +11,19 @@ from calibjax.kernels.operator import Call
 from calibjax.kernels.stats import FLOOR
 
 
+def check(call: Call, sharded: bool) -> str:
+    """What a line of `explain` says; raises NotImplementedError for options that a dense formula does not take."""
+    for option, given in (
+        ("chunk_size", call.chunk_size is not None),
+        ("filter_threshold", call.filter_threshold is not None),
+        ("save_logits", call.save_logits),
+        ("sharding", sharded),
+    ):
+        if given:
+            raise NotImplementedError(f"it is dense and takes no {option}.")
+    return "dense, several [N, V] arrays in memory"
+
+
 def statistics(
     call: Call,
     hidden: Float[Array, "N D"],
@@ -21,8 +34,6 @@ def statistics(
     valid: Bool[Array, " N"] | None,
 ) -> dict[str, Array]:
     """All wanted statistics of N tokens, in float32, or in float64 where an input is; see `VocabStats`."""
-    if call.chunk_size is not None:
-        raise ValueError("implementation='reference' is dense: it takes no chunk_size.")
     if valid is not None:
         hidden = jnp.where(valid[:, None], hidden, 0)
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(hidden.dtype, unembedding.dtype))

@@ -1,0 +1,16 @@
+"""The operator as Pallas kernels for TPUs (v4 and later): one product for the statistics, one more for dh.
+
+| kernel | products | on chip |
+|---|---|---|
+| statistics | 1 | [tokens, D] and a block of W |
+| statistics with the rows that dh needs | 2 | the same and float32 sums [tokens, D] |
+| dh for any cotangents (two weights on the rows) | 2 | the same |
+| dW, db | 2 | [columns, D] with float32 sums, and a block of tokens |
+
+Memory beyond inputs and outputs: 32 bytes a token for the statistics. Where hidden states and unembedding are both
+differentiated, dh comes out of the forward pass and dW is a pass of its own: four products in all, and five where
+`expected_logit`, or `mean_logit` under a soft-cap, is among the statistics.
+"""
+
+from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION as IMPLEMENTATION
+from calibjax.kernels.pallas_tpu.implementation import make as make

@@ -1,0 +1,100 @@
+"""Block sizes of the TPU kernels: a table of preferences, and the bytes on chip that decide among them."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+LANES = 128
+SLICE = 768  # columns of D that one accumulation into [rows, D] takes at a time; bounds the product's temporary
+
+VMEM_BYTES = {"5p": 64, "7": 64}
+"""MiB of on-chip vector memory of a core, by a part of the device kind; 128 for those not listed (v5e, v6e)."""
+
+
+class Blocks(NamedTuple):
+    """Sizes of one grid step.
+
+    Attributes:
+        tokens: rows of hidden states, a multiple of 128.
+        columns: rows of the unembedding, an even multiple of `unit` in the statistics kernel.
+        unit: rows of the streamed operand whose product runs beside the arithmetic on the one before.
+    """
+
+    tokens: int
+    columns: int
+    unit: int
+
+
+Preferences = Mapping[str, tuple[Blocks, ...]]
+
+PREFERENCES: Preferences = {
+    "statistics": (
+        Blocks(1024, 1024, 256),
+        Blocks(1024, 512, 256),
+        Blocks(512, 512, 256),
+        Blocks(512, 256, 128),
+        Blocks(256, 256, 128),
+    ),
+    "rows": (
+        Blocks(1024, 1024, 512),
+        Blocks(1024, 512, 256),
+        Blocks(512, 512, 256),
+        Blocks(256, 256, 128),
+        Blocks(128, 128, 128),
+    ),
+    "unembedding": (
+        Blocks(1024, 1024, 512),
+        Blocks(512, 1024, 256),
+        Blocks(512, 512, 256),
+        Blocks(256, 256, 128),
+        Blocks(128, 128, 128),
+    ),
+}
+"""Kernel -> blocks, fastest first by the static profile (`kernels/tune.py`); the first that fits on the chip is taken.
+
+"rows" holds for the two kernels that accumulate [tokens, D]: the statistics with dh, and dh alone.
+"""
+
+
+def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int) -> int:
+    """On-chip bytes of a kernel: operands and results twice (fetched while the last are used), scratch once.
+
+    With x [tokens, D], w [columns, D] and float32 accumulation:
+    statistics  2x + 2w + three blocks of logits [unit, tokens];
+    rows        2x + 2w + 2 results [tokens, D] + sums [tokens, D] + logits and their slopes [tokens, unit], twice
+                + about ten columns [tokens, 128];
+    unembedding the same with tokens and columns exchanged, and the masked x.
+    """
+    x, w = blocks.tokens * width * itemsize, blocks.columns * width * itemsize
+    if kernel == "statistics":
+        return 2 * x + 2 * w + 3 * 4 * blocks.unit * blocks.tokens
+    side, extra = (blocks.tokens, 0) if kernel == "rows" else (blocks.columns, x)
+    sums = side * width * (4 + 2 * itemsize) + 4 * side * min(SLICE, width)
+    logits = 2 * side * blocks.unit * (4 + itemsize) + 4 * side * blocks.unit
+    return 2 * x + 2 * w + extra + sums + logits + 10 * 4 * LANES * side
+
+
+def capacity(device_kind: str) -> int:
+    """Bytes of on-chip memory that a kernel may plan with on a chip of this kind: 7/8 of it."""
+    name = device_kind.lower().replace("tpu", "").replace(" ", "").removeprefix("v")
+    name = "5p" if name == "5" else name
+    found = [mib for part, mib in VMEM_BYTES.items() if name.startswith(part)]
+    return (found[0] if found else 128) * 2**20 // 8 * 7
+
+
+def choose(
+    preferred: tuple[Blocks, ...], kernel: str, tokens: int, width: int, itemsize: int, device_kind: str
+) -> Blocks:
+    """The first preference that fits, no taller than the tokens need.
+
+    Raises:
+        NotImplementedError: where none fits.
+    """
+    for blocks in preferred:
+        if vmem_bytes(kernel, blocks, width, itemsize) <= capacity(device_kind):
+            needed = -(-tokens // LANES) * LANES
+            return blocks._replace(tokens=min(blocks.tokens, needed))
+    least = vmem_bytes(kernel, preferred[-1], width, itemsize)
+    raise NotImplementedError(
+        f"the TPU kernel {kernel!r} needs {least / 2**20:.0f} MiB on chip at D = {width}, of "
+        f"{capacity(device_kind) / 2**20:.0f} MiB"
+    )

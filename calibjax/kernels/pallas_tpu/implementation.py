@@ -1,0 +1,92 @@
+"""Which kernel runs, with which blocks: the two passes of `Implementation` for TPUs."""
+
+import functools
+from typing import Any, NamedTuple
+
+from jaxtyping import Array
+
+from calibjax.kernels.operator import Call, Gradients, Implementation, Model, Signal, closed_form_hidden
+from calibjax.kernels.pallas_tpu import backward, blocks, forward
+from calibjax.kernels.platforms import Platform, platform
+from calibjax.kernels.stats import Moments
+
+
+class _Setup(NamedTuple):
+    """What `make` fixes."""
+
+    interpret: Any
+    preferences: blocks.Preferences
+
+    def blocks(self, kernel: str, model: Model, device_kind: str) -> blocks.Blocks:
+        tokens, width = model.hidden.shape
+        return blocks.choose(self.preferences[kernel], kernel, tokens, width, model.hidden.dtype.itemsize, device_kind)
+
+
+def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
+    if platform.name != "tpu" and not setup.interpret:
+        raise NotImplementedError(f"it runs on TPUs, and the program is compiled for {platform.name}")
+    for name, given in (
+        ("chunk_size", call.chunk_size is not None),
+        ("filter_threshold", call.filter_threshold is not None),
+        ("save_logits", call.save_logits),
+    ):
+        if given:
+            raise NotImplementedError(f"the TPU kernels do not take {name}")
+    if model.hidden.dtype.name not in ("bfloat16", "float32"):
+        raise NotImplementedError(f"the TPU kernels take bfloat16 and float32, not {model.hidden.dtype.name}")
+    if model.hidden.shape[0] == 0:
+        raise NotImplementedError("there are no tokens")
+    chosen = {kernel: setup.blocks(kernel, model, platform.device_kind) for kernel in setup.preferences}
+    size = chosen["statistics"]
+    return f"blocks of {size.tokens} tokens by {size.columns} columns, in units of {size.unit}"
+
+
+def _forward(
+    setup: _Setup,
+    call: Call,
+    model: Model,
+    scale: Array,
+    targets: Array | None,
+    needed: frozenset[str],
+    save: bool,
+) -> tuple[Moments, None]:
+    assert not save
+    kernel = "rows" if "rows" in needed else "statistics"
+    size = setup.blocks(kernel, model, platform().device_kind)
+    return forward.moments(call, model, scale, targets, needed, size, setup.interpret), None
+
+
+def _backward(
+    setup: _Setup, call: Call, model: Model, signal: Signal, saved: None, wanted: frozenset[str]
+) -> Gradients:
+    kind = platform().device_kind
+    hidden = None
+    if "hidden" in wanted:
+        if signal.weight is None and (signal.uniform is None or call.softcap is None):
+            hidden = closed_form_hidden(model.unembedding, signal)
+        else:
+            hidden = backward.d_hidden(call, model, signal, setup.blocks("rows", model, kind), setup.interpret)
+    rows = bias = None
+    if wanted & {"unembedding", "bias"}:
+        size = setup.blocks("unembedding", model, kind)
+        rows, bias = backward.d_unembedding(call, model, signal, size, wanted, setup.interpret)
+    return Gradients(hidden, rows, bias)
+
+
+def make(interpret: Any = False, preferences: blocks.Preferences = blocks.PREFERENCES) -> Implementation:
+    """The implementation.
+
+    Args:
+        interpret: as in `pl.pallas_call`, such as `pltpu.InterpretParams()`, to run the kernels on a CPU.
+        preferences: blocks to choose among, as in `blocks.PREFERENCES`.
+    """
+    setup = _Setup(interpret, preferences)
+    return Implementation(
+        forward=functools.partial(_forward, setup),
+        backward=functools.partial(_backward, setup),
+        check=functools.partial(_check, setup),
+        rows_first=True,
+    )
+
+
+IMPLEMENTATION = make()

@@ -1,0 +1,345 @@
+"""The operator over a mesh: every device takes its part of the tokens and of the vocabulary.
+
+Any implementation runs inside `jax.shard_map` on the shard of the unembedding that its device holds; targets move by
+where the shard starts. W never moves (but see `VocabSharding.width`). What moves between the vocabulary shards, of N
+local tokens and S shards:
+
+| pass | collective over the vocabulary axes | bytes a device receives |
+|---|---|---|
+| forward | all-gather of the `Moments`, 2 to 6 numbers a token, merged by `stats.merge` | up to 24 N S |
+| forward, hidden differentiated, W frozen | the same, and one psum of the rows | 4 N D more |
+| backward | one psum of dh, where hidden is differentiated | 4 N D |
+
+dW and db stay where their part of the vocabulary is; over the token axes they are summed once, in float32.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from calibjax.kernels import stats
+from calibjax.kernels.operator import Call, Gradients, Implementation, Model, Signal
+from calibjax.kernels.platforms import Platform
+from calibjax.kernels.stats import Moments
+
+_GATHERED_BYTES = 16 * 2**20  # of one piece of W gathered along D; two are held at a time
+_NARROW = 128  # rows of W under which a piece is not worth a collective
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabSharding:
+    """Which mesh axes split what. Each of the three may be empty, one or several axes; the order is the one stored.
+
+    Tokens and vocabulary need not divide: tokens are padded with ones that do not count, and the last V mod S rows of
+    W are taken by every device besides its V // S.
+
+    Attributes:
+        mesh: of devices, or abstract; its axes of type Auto.
+        tokens: axes over which the tokens N are split.
+        vocab: axes over which the rows of `unembedding` (and the bias) are split.
+        width: axes among `tokens` over which the columns of `unembedding`, its D, are stored split too, as in fully
+            sharded data parallelism. Then W is gathered along D in pieces of some 16 MiB, each while the one before it
+            is computed with, and dW is reduced and scattered back in the same pieces: the gather is hidden as long as
+            a piece takes longer to compute with than to receive, and W is never whole on a device. D must divide.
+
+    Raises:
+        ValueError: for axes that the mesh does not have, that have two uses, or whose type is Explicit.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
+        >>> VocabSharding(mesh).describe(tokens=8, vocab_size=32)
+        'tokens over data, fsdp: 1 x 8; vocabulary over tensor: 1 x 32'
+    """
+
+    mesh: Mesh | AbstractMesh
+    tokens: tuple[str, ...] = ("data", "fsdp")
+    vocab: tuple[str, ...] = ("tensor",)
+    width: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for field in ("tokens", "vocab", "width"):
+            axes = getattr(self, field)
+            object.__setattr__(self, field, (axes,) if isinstance(axes, str) else tuple(axes))
+        used = self.tokens + self.vocab
+        faults = [f"no axis {axis!r}" for axis in used + self.width if axis not in self.mesh.axis_names]
+        faults += [f"axis {axis!r} used twice" for axis in sorted(set(used)) if used.count(axis) > 1]
+        faults += [f"width axis {axis!r} not among the tokens'" for axis in self.width if axis not in self.tokens]
+        faults += [f"width axis {axis!r} used twice" for axis in set(self.width) if self.width.count(axis) > 1]
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        faults += [f"axis {axis!r} of type Explicit" for axis in used if types.get(axis) is AxisType.Explicit]
+        if faults:
+            raise ValueError(
+                f"VocabSharding: {'; '.join(faults)}. Expected axes of type Auto of the mesh {dict(self.mesh.shape)}, "
+                f"each for tokens or for vocab, and width among those for tokens; got tokens={self.tokens}, "
+                f"vocab={self.vocab}, width={self.width}."
+            )
+
+    def without_trivial_axes(self) -> "VocabSharding":
+        """The same without axes of one device, over which there is nothing to sum or gather."""
+        fields = {name: getattr(self, name) for name in ("tokens", "vocab", "width")}
+        kept = {name: tuple(axis for axis in axes if self.mesh.shape[axis] > 1) for name, axes in fields.items()}
+        return dataclasses.replace(self, **kept)
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        """Shards along some of the axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def check_shape(self, vocab_size: int, width: int) -> None:
+        """Raises ValueError where `unembedding [V, D]` cannot be split like this."""
+        shards, columns = self.count(self.vocab), self.count(self.width)
+        if vocab_size < shards:
+            raise ValueError(f"sharding: V = {vocab_size} rows for {shards} shards over {self.vocab}: use fewer.")
+        if width % columns:
+            raise ValueError(
+                f"sharding: D = {width} does not divide into the {columns} shards over {self.width}: pad D of hidden "
+                f"and unembedding with zeros, which change nothing, or store unembedding whole along D (width=())."
+            )
+
+    def describe(self, tokens: int, vocab_size: int) -> str:
+        """A line for `explain`."""
+        parts = [("tokens", self.tokens, -(-tokens // self.count(self.tokens)))]
+        parts += [("vocabulary", self.vocab, vocab_size // self.count(self.vocab))]
+        text = "; ".join(f"{what} over {', '.join(axes)}: {self.count(axes)} x {n}" for what, axes, n in parts if axes)
+        return text + (f"; D stored over {', '.join(self.width)}" if self.width else "")
+
+
+@functools.cache
+def implementation(inner: Implementation, sharding: VocabSharding) -> Implementation:
+    """`inner` on every device's part of the vocabulary. Equal arguments give the same object: nothing compiles anew.
+
+    The number of tokens must divide into their shards.
+    """
+    sharding = sharding.without_trivial_axes()
+    return Implementation(
+        forward=functools.partial(_forward, inner, sharding),
+        backward=functools.partial(_backward, inner, sharding),
+        check=functools.partial(_check, inner, sharding),
+        rows_first=inner.rows_first,
+    )
+
+
+def _check(inner: Implementation, sharding: VocabSharding, call: Call, model: Model, platform: Platform) -> str:
+    """Whether `inner` can run the parts that a device takes; what it says of the main one."""
+    tokens = -(-model.hidden.shape[0] // sharding.count(sharding.tokens))
+    (vocab_size, width), dtype = model.unembedding.shape, model.unembedding.dtype
+    share, rest = divmod(vocab_size, sharding.count(sharding.vocab))
+
+    def notes(rows: int) -> str:
+        shapes = ((tokens, width), (rows, width), (rows,), (tokens,))
+        local: Any = (
+            None if x is None else jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in zip(model, shapes, strict=True)
+        )
+        return inner.check(call, Model(*local), platform)
+
+    if rest:
+        notes(rest)
+    return notes(_piece_rows(share, width * dtype.itemsize) if sharding.width else share)
+
+
+_Tail = tuple[Array, Array | None]  # the last rows of W and of the bias
+
+
+def _piece_rows(rows: int, row_bytes: int) -> int:
+    """Rows of W to gather at a time: they divide `rows`, are as many as the budget allows, and not too few."""
+    divisors = [n for n in range(min(_NARROW, rows), rows + 1) if rows % n == 0]
+    return max((n for n in divisors if n * row_bytes <= _GATHERED_BYTES), default=divisors[0])
+
+
+def _split(model: Model, shards: int) -> tuple[Model, _Tail | None]:
+    """The rows of W that divide into the shards, and the few after them (weights, bias), None where all divide."""
+    cut = model.unembedding.shape[0] // shards * shards
+    if cut == model.unembedding.shape[0]:
+        return model, None
+    bias = model.bias
+    head = model._replace(unembedding=model.unembedding[:cut], bias=None if bias is None else bias[:cut])
+    return head, (model.unembedding[cut:], None if bias is None else bias[cut:])
+
+
+def _model_specs(sharding: VocabSharding) -> Any:
+    tokens: Any = P(sharding.tokens)
+    weights: Any = P(sharding.vocab, sharding.width)
+    return Model(hidden=tokens, unembedding=weights, bias=P(sharding.vocab), valid=tokens)  # pyright: ignore
+
+
+def _own_specs(sharding: VocabSharding) -> P:
+    """Of what never leaves its device: an axis in front, one entry a device."""
+    return P((*sharding.vocab, *sharding.tokens))
+
+
+def _over_pieces(
+    sharding: VocabSharding,
+    model: Model,
+    step: Callable[[Any, Array, Array | None, Array | int, Any], tuple[Any, Any]],
+    carry: Any,
+    saved: Any = None,
+) -> tuple[Any, Any]:
+    """`step(carry, weights, bias, start, saved) -> (carry, output)` over the rows of W that this device takes.
+
+    `weights` has all D columns; `start` is where it starts in the vocabulary. Without width axes that is one step.
+    With them it is a loop, in which the next piece is gathered while this one is computed with: nothing in a turn
+    depends on its gather, so the compiler can run both at once. The last turn gathers the first piece again, for
+    nothing: the price of having one program for all pieces. `saved` and the outputs have an axis in front, one entry
+    a piece.
+    """
+    rows = model.unembedding.shape[0]
+    first = jax.lax.axis_index(sharding.vocab) * rows if sharding.vocab else 0
+    if not sharding.width:
+        carry, output = step(carry, model.unembedding, model.bias, first, jax.tree.map(lambda x: x[0], saved))
+        return carry, jax.tree.map(lambda x: x[None], output)
+    columns = sharding.count(sharding.width) * model.unembedding.shape[1]
+    size = _piece_rows(rows, columns * model.unembedding.dtype.itemsize)
+
+    def gather(start: Array | int) -> Array:
+        mine = jax.lax.dynamic_slice_in_dim(model.unembedding, start, size)
+        return jax.lax.all_gather(mine, sharding.width, axis=1, tiled=True)
+
+    def turn(state, x):
+        (carry, weights), (start, saved) = state, x
+        following = gather((start + size) % rows)
+        bias = None if model.bias is None else jax.lax.dynamic_slice_in_dim(model.bias, start, size)
+        carry, output = step(carry, weights, bias, first + start, saved)
+        return (carry, following), output
+
+    starts = jnp.arange(0, rows, size, dtype=jnp.int32)
+    (carry, _), outputs = jax.lax.scan(turn, (carry, gather(0)), (starts, saved))
+    return carry, outputs
+
+
+@functools.partial(jax.jit, static_argnames=("inner", "sharding", "call", "needed", "save"))
+def _forward(
+    inner: Implementation,
+    sharding: VocabSharding,
+    call: Call,
+    model: Model,
+    scale: Array,
+    targets: Array | None,
+    needed: frozenset[str],
+    save: bool,
+) -> tuple[Moments, Any]:
+    head, tail = _split(model, sharding.count(sharding.vocab))
+    tail_start = head.unembedding.shape[0]
+
+    def local(model: Model, tail: _Tail | None, scale: Array, targets: Array | None):
+        def step(total: Moments | None, weights: Array, bias: Array | None, start: Array | int, _):
+            part = model._replace(unembedding=weights, bias=bias)
+            found, saved = inner.forward(call, part, scale, None if targets is None else targets - start, needed, save)
+            found = found._replace(argmax=None if found.argmax is None else found.argmax + start)
+            return found if total is None else stats.merge(total, found, scale), saved
+
+        nothing = _nothing(needed, *model.hidden.shape) if sharding.width else None
+        total, saved = _over_pieces(sharding, model, step, nothing)
+        total = _merge_shards(sharding, total, scale)
+        saved_tail = None
+        if tail is not None:
+            total, saved_tail = step(total, *tail, tail_start, None)
+        return total, jax.tree.map(lambda x: x[None], (saved, saved_tail))
+
+    tokens = P(sharding.tokens)
+    return jax.shard_map(
+        local,
+        mesh=sharding.mesh,
+        in_specs=(_model_specs(sharding), P(), tokens, tokens),
+        out_specs=(tokens, _own_specs(sharding)),
+        check_vma=False,
+    )(head, tail, scale, targets)
+
+
+def _nothing(needed: frozenset[str], tokens: int, width: int) -> Moments:
+    """The moments of no vocabulary at all: merging with them changes nothing."""
+    zeros = jnp.zeros((tokens,), jnp.float32)
+    return Moments(
+        max_logit=jnp.full((tokens,), jnp.finfo(jnp.float32).min),
+        argmax=jnp.full((tokens,), jnp.iinfo(jnp.int32).max) if "argmax" in needed else None,
+        weight=zeros,
+        rows=jnp.zeros((tokens, width), jnp.float32) if "rows" in needed else None,
+        **dict.fromkeys(needed - {"argmax", "rows"}, zeros),
+    )
+
+
+def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Float[Array, " N"]) -> Moments:
+    """The moments of the whole vocabulary, on every device, from those of its shards."""
+    if not sharding.vocab:
+        return mine
+    # As integers, in one collective: their bits pass any device unchanged, which small ones as floats would not.
+    leaves, structure = jax.tree.flatten(mine._replace(rows=None))
+    bits = jnp.stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in leaves])
+    shards = [
+        structure.unflatten([jax.lax.bitcast_convert_type(x, y.dtype) for x, y in zip(shard, leaves, strict=True)])
+        for shard in jax.lax.all_gather(bits, sharding.vocab)
+    ]
+    total: Moments = functools.reduce(functools.partial(stats.merge, scale=scale), shards)
+    if mine.rows is None:
+        return total
+    ratio = jnp.exp(scale * jnp.maximum(mine.max_logit - total.max_logit, stats.FLOOR))
+    return total._replace(rows=jax.lax.psum(ratio[:, None] * mine.rows.astype(jnp.float32), sharding.vocab))
+
+
+@functools.partial(jax.jit, static_argnames=("inner", "sharding", "call", "wanted"))
+def _backward(
+    inner: Implementation,
+    sharding: VocabSharding,
+    call: Call,
+    model: Model,
+    signal: Signal,
+    saved: Any,
+    wanted: frozenset[str],
+) -> Gradients:
+    head, tail = _split(model, sharding.count(sharding.vocab))
+    tail_start = head.unembedding.shape[0]
+
+    def over_tokens(x: Array | None) -> Array | None:
+        return None if x is None else jax.lax.psum(x.astype(jnp.float32), sharding.tokens)
+
+    def stored(x: Array | None) -> Array | None:
+        """Of [rows, D] of this device's tokens, the columns that it stores, of all tokens."""
+        if x is None or not sharding.width:
+            return over_tokens(x)
+        mine = jax.lax.psum_scatter(x.astype(jnp.float32), sharding.width, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(mine, tuple(axis for axis in sharding.tokens if axis not in sharding.width))
+
+    def local(model: Model, tail: _Tail | None, signal: Signal, saved: Any):
+        saved, saved_tail = jax.tree.map(lambda x: x[0], saved)
+
+        def gradients(weights: Array, bias: Array | None, start: Array | int, saved) -> Gradients:
+            part = model._replace(unembedding=weights, bias=bias)
+            shifted = signal._replace(one_hots=tuple((ids - start, g) for ids, g in signal.one_hots))
+            return inner.backward(call, part, shifted, saved, wanted)
+
+        def step(d_hidden: Array | None, weights: Array, bias: Array | None, start: Array | int, saved):
+            found = gradients(weights, bias, start, saved)
+            return _add(d_hidden, found.hidden), (stored(found.unembedding), found.bias)
+
+        nothing = jnp.zeros(model.hidden.shape, jnp.float32) if sharding.width and "hidden" in wanted else None
+        d_hidden, d_pieces = _over_pieces(sharding, model, step, nothing, saved)
+        d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
+        if d_hidden is not None:
+            d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), sharding.vocab)
+        rest = Gradients()
+        if tail is not None:
+            rest = gradients(*tail, tail_start, saved_tail)
+            d_hidden = _add(d_hidden, rest.hidden)
+            rest = Gradients(None, over_tokens(rest.unembedding), over_tokens(rest.bias))
+        return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), rest
+
+    whole, rest = jax.shard_map(
+        local,
+        mesh=sharding.mesh,
+        in_specs=(_model_specs(sharding), P(), P(sharding.tokens), _own_specs(sharding)),
+        out_specs=(Gradients(*_model_specs(sharding)[:3]), P()),
+        check_vma=False,
+    )(head, tail, signal, saved)
+    joined = (x if x is None or y is None else jnp.concatenate([x, y]) for x, y in zip(whole, rest, strict=True))
+    return Gradients(*joined)
+
+
+def _add(x: Array | None, y: Array | None) -> Array | None:
+    return y if x is None else x if y is None else x + y

@@ -1,0 +1,244 @@
+"""Compile a JAX function for a TPU on a machine that has none, and estimate its time from the compiler's own schedule.
+
+libtpu compiles ahead of time for every generation. Its static profile simulates the compiled program, bundle by bundle,
+with its loops and DMAs, and reports cycles per operation, Pallas kernels and XLA's own fusions alike. What comes out is
+a *static estimate*, not a measurement: `Chip.trust` says how far it lay from published times.
+
+Flags and topology belong to the process, and libtpu aborts it on an internal error: each compilation gets a process of
+its own. The caller may have imported jax already.
+"""
+
+import importlib.metadata
+import multiprocessing
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Chip(NamedTuple):
+    """What a program is compiled for: one device of JAX.
+
+    Attributes:
+        topology: libtpu's name of a slice that has the chip.
+        clock: Hz.
+        flops_per_cycle: bfloat16 flop of one core's matrix units.
+        cores: that one device runs at the same time; a Pallas grid with a "parallel" dimension is split between them.
+        trust: how the static estimate compares with time on the chip.
+    """
+
+    topology: str
+    clock: float
+    flops_per_cycle: int
+    cores: int
+    trust: str
+
+
+CHIPS = {
+    "v5e": Chip("v5e:1x1", 1.5e9, 131072, 1, "not calibrated"),
+    "v5p": Chip("v5p:2x2x1", 1.75e9, 131072, 2, "within 2% of published measured times"),
+    "v6e": Chip("v6e:1x1", 1.75e9, 524288, 1, "reads about 0.8x published measured times"),
+    "v7x": Chip(
+        "tpu7x:2x2x1", 2.2e9, 524288, 1, "reads about 0.8x published measured times; one of the chip's two cores"
+    ),
+}
+
+
+class Program(NamedTuple):
+    """A function and the `jax.ShapeDtypeStruct`s of its arguments."""
+
+    function: Callable[..., Any]
+    arguments: Sequence[Any]
+
+
+class Compiled(NamedTuple):
+    """What the compiler said of one program on one device.
+
+    Attributes:
+        cycles: of each operation in the static profile; empty unless asked for. An operation in a loop counts once.
+        temporaries: bytes beyond arguments and outputs.
+        optimal_seconds: XLA's own cost model; of Pallas kernels it knows only the estimate they declare. None for a
+            program with loops, which it counts once.
+        compile_seconds: of the compilation, with the simulation where profiled.
+    """
+
+    cycles: Mapping[str, int]
+    temporaries: int
+    optimal_seconds: float | None
+    compile_seconds: float
+
+
+class DoesNotCompile(Exception):
+    """The compiler refused the program, died of it, or took too long; the message is its first line."""
+
+
+def compile_for(
+    chip: str, build: Callable[..., Program], *args: Any, profile: bool = True, timeout: float = 900.0
+) -> Compiled:
+    """Compile `build(*args)` for one device of `chip` in a new process.
+
+    Args:
+        chip: a key of `CHIPS`.
+        build: gives the program; a function at the top of a module, and called in the new process.
+        *args: of `build`; picklable.
+        profile: simulate the program. It costs 0.05 to 0.3 s for each grid step of a Pallas kernel, so give it few.
+        timeout: seconds.
+
+    Returns:
+        `Compiled`.
+
+    Raises:
+        DoesNotCompile: with the compiler's reason.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="static_profile_") as directory:
+        receiver, sender = context.Pipe(duplex=False)
+        log, profiles = Path(directory, "stderr"), str(Path(directory, "profiles")) if profile else None
+        process = context.Process(target=_child, args=(sender, log, chip, build, args, profiles))
+        kept = dict(os.environ)
+        os.environ.update(_environment(profiles))
+        try:
+            process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(kept)
+        sender.close()
+        try:
+            if not receiver.poll(timeout):
+                raise DoesNotCompile(f"not done after {timeout:.0f} s")
+            result = receiver.recv()
+        except EOFError:
+            process.join()
+            fatal = re.search(r"^F\d{4} .*?\] (.*)", log.read_text(), re.MULTILINE)
+            raise DoesNotCompile(
+                f"the compiler died: {fatal[1][:300]}" if fatal else f"its process ended with code {process.exitcode}"
+            ) from None
+        finally:
+            process.kill()
+            process.join()
+    if isinstance(result, str):
+        raise DoesNotCompile(result)
+    return result
+
+
+def _environment(profile_directory: str | None) -> dict[str, str]:
+    """What must be set before jax and libtpu are loaded."""
+    flags = [os.environ.get("LIBTPU_INIT_ARGS", "")]
+    if profile_directory is not None:
+        # Small operands would be kept in on-chip memory, where those of the full size do not fit: not here either.
+        flags += [f"--xla_jf_dump_static_llo_profile_to={profile_directory}", "--xla_msa_enable=false"]
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": " ".join(filter(None, flags)),
+    }
+
+
+def _child(
+    sender: Connection, log: Path, chip: str, build: Callable[..., Program], args: tuple, directory: str | None
+) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)  # libtpu's, where it says what it died of
+    if directory is not None:
+        os.mkdir(directory)
+    try:
+        sender.send(_compile(CHIPS[chip], build, args, directory))
+    except Exception as error:  # the parent raises it: compilers' exceptions do not pickle
+        lines = str(error).strip().splitlines() or [""]
+        sender.send(f"{type(error).__name__}: {lines[0][:300]}")
+
+
+def _compile(chip: Chip, build: Callable[..., Program], args: tuple, directory: str | None) -> Compiled:
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
+    mesh = jax.sharding.Mesh(np.array([device]), ("x",))
+    jax.set_mesh(mesh)  # tells Pallas which chip it compiles for
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    program = build(*args)
+    arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in program.arguments]
+    start = time.perf_counter()
+    compiled = jax.jit(program.function).lower(*arguments).compile()
+    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    loops = " while(" in (compiled.as_text() or "")
+    return Compiled(
+        cycles={} if directory is None else _cycles(directory),
+        temporaries=0 if memory is None else memory.temp_size_in_bytes,
+        optimal_seconds=None if loops else (compiled.cost_analysis() or {}).get("optimal_seconds"),
+        compile_seconds=seconds,
+    )
+
+
+def _cycles(directory: str) -> dict[str, int]:
+    """Cycles of each operation; one entry of the profile may stand for several equal operations."""
+    found: dict[str, int] = {}
+    for file in Path(directory).glob("*.textproto"):
+        for entry in re.findall(r"hlo_op_estimate \{(.*?)\n\}", file.read_text(), re.DOTALL):
+            fields = dict(re.findall(r"(\w+): (\S+)", entry))
+            cycles = int(fields["estimated_cycles"]) * int(fields.get("num_equivalent_hlos", 1))
+            found[fields["hlo_op_name"].strip('"')] = cycles
+    return found
+
+
+class Estimate(NamedTuple):
+    """A static estimate at the full size.
+
+    Attributes:
+        cycles: of one device.
+        seconds: cycles by the clock.
+        utilization: share of what the device's matrix units could do in that time in bfloat16; NaN for no flop.
+    """
+
+    cycles: float
+    seconds: float
+    utilization: float
+
+
+def estimate(
+    chip: str,
+    build: Callable[..., Program],
+    *args: Any,
+    size: int,
+    points: tuple[int, int],
+    flops: float,
+    timeout: float = 900.0,
+) -> Estimate:
+    """Static estimate of `build(*args, size)`, drawn through the profiles of two smaller sizes.
+
+    The simulation walks every grid step, too many at the full size. A kernel's cycles are affine in the number of its
+    blocks along one axis (the cycles outside the steady state stay in the constant), so with every other axis at its
+    full length two small sizes give the rest. That needs both to be multiples of the kernel's block, and at least two
+    blocks long: a single block is not loaded anew.
+
+    Args:
+        chip: a key of `CHIPS`.
+        build: `build(*args, size)` gives the program; see `compile_for`.
+        *args: of `build`.
+        size: full length of the axis, usually V.
+        points: two shorter lengths.
+        flops: of the matrix products at the full size.
+        timeout: seconds for each compilation.
+
+    Raises:
+        DoesNotCompile: with the compiler's reason.
+    """
+    small, large = (sum(compile_for(chip, build, *args, point, timeout=timeout).cycles.values()) for point in points)
+    cycles = small + (large - small) / (points[1] - points[0]) * (size - points[0])
+    peak = CHIPS[chip].flops_per_cycle * CHIPS[chip].cores
+    return Estimate(cycles, cycles / CHIPS[chip].clock, flops / peak / cycles)
+
+
+def compiler_version() -> str | None:
+    """Version of libtpu, None where it is not installed."""
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None

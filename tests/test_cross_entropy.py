@@ -1,0 +1,368 @@
+"""`linear_cross_entropy` against the float64 oracle, its reductions, its blocks, and blocks left out by a filter."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import EPS, assert_within, f64
+
+from calibjax.kernels import chunked, cross_entropy, linear_cross_entropy, vocab_stats
+
+NAMES = ("hidden", "unembedding", "bias", "scale")
+
+
+class Case(NamedTuple):
+    """A row of the table: V, N, D, columns a chunk (None: reference), tokens a block, options and dtype."""
+
+    vocab: int
+    tokens: int
+    width: int
+    chunk: int | None
+    block: int
+    reduction: str = "mean"
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    bias: bool = False
+    softcap: float | None = None
+    scale: bool = False
+    dtype: str = "float32"
+
+    @property
+    def options(self):
+        implementation = {"implementation": "reference"} if self.chunk is None else {"chunk_size": self.chunk}
+        options = {"label_smoothing": self.smoothing, "z_loss": self.z_loss, "softcap": self.softcap}
+        return {**options, **implementation}
+
+
+CASES = [
+    Case(1, 1, 8, 128, 128),
+    Case(11, 7, 8, 4, 3),
+    Case(11, 7, 8, 4, 3, "sum", 0.1, bias=True),
+    Case(129, 16, 8, 128, 4, "mean", 0.2, 1e-2, bias=True, softcap=4.0, scale=True),
+    Case(129, 17, 8, 43, 5, "sum", 1.0, softcap=3.0),
+    Case(129, 17, 8, 43, 5, "none", 0.3, 1e-2, bias=True, softcap=3.0, scale=True),
+    Case(500, 31, 20, 128, 8, "mean", 0.1, 1e-3, bias=True, scale=True, dtype="bfloat16"),
+    Case(500, 31, 20, 500, 31, "sum", 0.1, bias=True, scale=True, dtype="bfloat16"),
+    Case(500, 31, 20, 128, 8, "none", 0.1, dtype="bfloat16"),
+    Case(2049, 40, 8, 2048, 16, "mean", 0.0, 1e-2, scale=True, bias=True),
+    Case(129, 16, 8, None, 4, "mean", 0.2, 1e-2, bias=True, softcap=4.0, scale=True),
+]
+
+
+def make(case, seed=0):
+    """hidden, unembedding, bias, scale, targets; one token in five is ignored, where there are several."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(case.dtype)
+    hidden = jnp.asarray(rng.normal(size=(case.tokens, case.width)) * 2, dtype)
+    unembedding = jnp.asarray(rng.normal(size=(case.vocab, case.width)) / np.sqrt(case.width), dtype)
+    bias = jnp.asarray(rng.normal(size=case.vocab), dtype) if case.bias else None
+    scale = jnp.asarray(np.geomspace(0.1, 5, case.tokens) if case.scale else np.ones(case.tokens), jnp.float32)
+    targets = rng.integers(0, case.vocab, case.tokens)
+    targets[4::5] = -100
+    return hidden, unembedding, bias, scale, jnp.asarray(targets, jnp.int32)
+
+
+def expected(case, hidden, unembedding, bias, scale, targets, cotangent=1.0, softmax=True, uniform=True):
+    """Loss per token, weights, gradients and a bound on what rounding adds to them; all in float64.
+
+    `softmax` and `uniform` say whether the gradients have the part of p and, beside it, that of the mean logit.
+    """
+    valid = np.asarray(targets) != -100
+    safe, s = np.where(valid, targets, 0), f64(scale)
+    stats = oracle.statistics(hidden, unembedding, safe, s, bias, case.softcap)
+    lse, target, mean, b = stats["log_normalizer"], stats["target_logit"], stats["mean_logit"], case.smoothing
+    loss = (1 - b) * (lse - s * target) + b * (lse - s * mean) + case.z_loss * lse**2
+    weights = valid * cotangent / (max(valid.sum(), 1) if case.reduction == "mean" else 1)
+    g = {
+        "log_normalizer": weights * (1 + 2 * case.z_loss * lse) * softmax,
+        "target_logit": -(1 - b) * s * weights,
+        "mean_logit": -b * s * weights * uniform,
+    }
+    gradients, _ = oracle.gradients(g, hidden, unembedding, safe, s, bias, case.softcap)
+    d_scale = gradients[3] - weights * ((1 - b) * target + b * mean)
+    # Rounding of z moves p by s|z| ε; every term of a sum is rounded; bfloat16 rounds dz and the result.
+    z = oracle.logits(hidden, unembedding, bias, case.softcap)
+    sizes = {name: np.abs(x) for name, x in g.items()}
+    size = oracle.probabilities(z, s) * (s * sizes["log_normalizer"])[:, None]
+    size += sizes["mean_logit"][:, None] / case.vocab
+    size[np.arange(case.tokens), safe] += sizes["target_logit"]
+    error = EPS * (20 + 8 * np.abs(s[:, None] * z).max()) + (2.0**-7 if case.dtype == "bfloat16" else 0.0)
+    of_scale = np.abs(weights) * EPS * 20 * (1 + np.abs(z).max()) * (1 + s * np.abs(z).max())
+    bound = (
+        error * size @ np.abs(f64(unembedding)),
+        error * size.T @ np.abs(f64(hidden)),
+        error * size.sum(axis=0),
+        of_scale,
+    )
+    return np.where(valid, loss, 0.0), weights, (*gradients[:3], d_scale), bound
+
+
+@pytest.fixture
+def block_size(monkeypatch):
+    """Sets the tokens a block."""
+    return lambda tokens: monkeypatch.setattr(cross_entropy, "choose_block_size", lambda *_: tokens)
+
+
+def value_and_gradients(case, inputs, targets, argnums=(0, 1, 2, 3), **options):
+    """The loss and its gradients; for reduction "none" those of its sum."""
+
+    @jax.jit
+    def run(*inputs):
+        def loss(*x):
+            merged = {**case.options, "reduction": case.reduction, **options}
+            values = linear_cross_entropy(x[0], x[1], targets, bias=x[2], scale=x[3], **merged)
+            return jnp.sum(values), values
+
+        (_, values), gradients = jax.value_and_grad(loss, argnums, has_aux=True)(*inputs)
+        return values, gradients
+
+    return run(*inputs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
+def test_loss_and_gradients_match_float64(case, block_size):
+    block_size(case.block)
+    *inputs, targets = make(case)
+    values, gradients = value_and_gradients(case, inputs, targets)
+    loss, weights, want, bound = expected(case, *inputs, targets)
+    scale, largest = f64(inputs[3]), np.abs(oracle.logits(*inputs[:3], case.softcap)).max()
+    near = 8 * EPS * (1 + scale * largest) * (1 + case.z_loss * scale * largest) + EPS * np.sqrt(case.vocab)
+    if case.reduction == "none":
+        assert_within(values, loss, near, "loss")
+        np.testing.assert_array_equal(np.asarray(values)[np.asarray(targets) == -100], 0.0)
+    else:
+        assert_within(values, (weights * loss).sum(), (weights * near).sum(), "loss")
+    assert values.dtype == jnp.float32
+    worst = {}
+    for name, x, got, e, tolerance in zip(NAMES, inputs, gradients, want, bound, strict=True):
+        if x is None:
+            assert got is None
+            continue
+        assert got.dtype == x.dtype, name
+        rounded = 2.0**-8 * np.abs(e) if x.dtype == jnp.bfloat16 else 0.0
+        worst[name] = f"{assert_within(got, e, tolerance + rounded + 1e-30, name):.2f}"
+    print(worst, "of the bound")
+
+
+BASE = Case(129, 17, 8, 64, 5, "mean", 0.2, 1e-2, bias=True, softcap=4.0, scale=True)
+
+
+@pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (3,), (0, 3), (1, 3), (0, 1), (0, 1, 2)], ids=str)
+def test_what_is_differentiated_does_not_change_the_gradient(argnums, block_size):
+    block_size(BASE.block)
+    *inputs, targets = make(BASE)
+    value, gradients = value_and_gradients(BASE, inputs, targets, argnums)
+    loss, weights, want, bound = expected(BASE, *inputs, targets)
+    assert_within(value, (weights * loss).sum(), 1e-5)
+    for i, got in zip(argnums, gradients, strict=True):
+        assert_within(got, want[i], bound[i] + 1e-30, NAMES[i])
+
+
+def test_gradient_is_linear_in_the_cotangent(block_size):
+    block_size(BASE.block)
+    *inputs, targets = make(BASE)
+    options = {**BASE.options, "reduction": "sum"}
+
+    @jax.jit
+    def pulled(factor):
+        def loss(h, w, b, s):
+            return linear_cross_entropy(h, w, targets, bias=b, scale=s, **options)
+
+        return jax.vjp(loss, *inputs)[1](factor)
+
+    one, three, zero = (pulled(jnp.float32(x)) for x in (1, -3, 0))
+    for x, y, z in zip(one, three, zero, strict=True):
+        assert_within(y, -3 * f64(x), 2 * EPS * 3 * np.abs(f64(x)))
+        np.testing.assert_array_equal(z, 0.0)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_masked_tokens_give_exact_zeros_whatever_they_hold(reduction, block_size):
+    block_size(BASE.block)
+    case = BASE._replace(reduction=reduction)
+    hidden, unembedding, bias, scale, targets = make(case)
+    clean = value_and_gradients(case, (hidden, unembedding, bias, scale), targets)
+    masked = np.asarray(targets) == -100
+    hidden = jnp.where(masked[:, None], jnp.nan, hidden)
+    scale = jnp.where(masked, jnp.inf, scale)
+    got = value_and_gradients(case, (hidden, unembedding, bias, scale), targets)
+    jax.tree.map(np.testing.assert_array_equal, got, clean)
+    np.testing.assert_array_equal(np.asarray(got[1][0])[masked], 0.0)
+    np.testing.assert_array_equal(np.asarray(got[1][3])[masked], 0.0)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("argnums", [(0, 3), (0, 1, 2, 3)], ids=str)
+def test_all_masked(reduction, argnums, block_size):
+    block_size(BASE.block)
+    case = BASE._replace(reduction=reduction)
+    hidden, unembedding, bias, scale, targets = make(case)
+    inputs = (jnp.full_like(hidden, jnp.nan), unembedding, bias, scale)
+    for x in jax.tree.leaves(value_and_gradients(case, inputs, jnp.full_like(targets, -100), argnums)):
+        np.testing.assert_array_equal(x, 0.0)
+
+
+def test_where_leading_dimensions_and_a_scale_for_all(block_size):
+    block_size(5)
+    case = BASE._replace(tokens=16, reduction="mean")
+    hidden, unembedding, bias, _, targets = make(case)
+    where = np.arange(16) % 3 > 0
+    options = {**case.options, "reduction": "mean", "bias": bias}
+
+    @jax.jit
+    def flat(h, w, s):
+        kept = jnp.where(where, targets, -100)
+        return linear_cross_entropy(h, w, kept, scale=jnp.broadcast_to(s, (16,)), **options)
+
+    @jax.jit
+    def boxed(h, w, s):
+        shape = (4, 4)
+        return linear_cross_entropy(
+            h.reshape(*shape, -1), w, targets.reshape(shape), scale=s, where=where.reshape(shape), **options
+        )
+
+    inputs = (hidden, unembedding, jnp.float32(0.7))
+    one, two = (jax.value_and_grad(f, (0, 1, 2))(*inputs) for f in (flat, boxed))
+    assert two[1][2].shape == ()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), one, two)
+
+
+@pytest.mark.parametrize("argnums", [(0,), (0, 1)], ids=str)
+def test_a_target_outside_the_vocabulary_is_nan(argnums):
+    *inputs, targets = make(BASE)
+    value, _ = value_and_gradients(BASE, inputs, targets.at[1].set(BASE.vocab), argnums)
+    assert np.isnan(value)
+    ignored, _ = value_and_gradients(BASE, inputs, targets.at[1].set(-7), argnums, ignore_index=-7)
+    assert np.isnan(ignored), "-100 is now a target like any other"
+
+
+def test_jit_equals_eager(block_size):
+    block_size(8)
+    *inputs, targets = make(BASE)
+
+    def loss(h, w, b, s):
+        return linear_cross_entropy(h, w, targets, bias=b, scale=s, reduction="mean", **BASE.options)
+
+    plain = jax.value_and_grad(loss, (0, 1, 2, 3))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), jax.jit(plain)(*inputs), plain(*inputs)
+    )
+    assert_within(jax.jit(loss)(*inputs), f64(plain(*inputs)[0]), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reduction": "total"}, "reduction: expected one of"),
+        ({"label_smoothing": 1.5}, "label_smoothing: expected"),
+        ({"z_loss": -1.0}, "z_loss: expected"),
+        ({"softcap": 0.0}, "softcap: expected"),
+        ({"chunk_size": 0}, "chunk_size: expected"),
+        ({"implementation": "fastest"}, "implementation: expected one of"),
+        ({"targets": np.zeros(3, np.int32)}, "targets: expected shape"),
+    ],
+)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_errors_teach(change, message, reduction):
+    hidden, unembedding, _, _, targets = make(BASE)
+    arguments = {"hidden": hidden, "unembedding": unembedding, "targets": targets, "reduction": reduction, **change}
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 100, 2048, 100_000])
+@pytest.mark.parametrize("vocab", [1, 32_000, 256_000])
+def test_choose_block_size(tokens, vocab):
+    block = cross_entropy.choose_block_size(tokens, vocab)
+    assert 1 <= block <= max(tokens, 1)
+    bytes_allowed = max(24 * 2**20, 4 * vocab * max(128, tokens // 32))
+    assert 4 * vocab * block <= bytes_allowed
+
+
+# --- filter_threshold ---
+
+# Blocks of (3 tokens, 4 columns): in most of them every p is far below the threshold.
+SPARSE = Case(60, 10, 8, 4, 10, "sum", 0.3, bias=True, scale=False)
+
+
+def peaked(seed=0):
+    """Few tokens of the vocabulary have all the probability, and they lie in few chunks."""
+    hidden, unembedding, _, scale, targets = make(SPARSE, seed)
+    bias = jnp.full((SPARSE.vocab,), -12.0).at[jnp.array([5, 6, 30])].set(2.0)
+    return hidden, unembedding, bias, scale, targets
+
+
+@pytest.fixture
+def small_blocks(monkeypatch, block_size):
+    """Tokens a block of the filter: 3. Tokens a block of the loss: as asked."""
+    monkeypatch.setattr(chunked, "_FILTER_TOKENS", 3)
+    return block_size
+
+
+def through_statistics(inputs, targets, softcap, threshold):
+    """The gradients of SPARSE's loss through `vocab_stats`: the backward pass computes the logits anew."""
+
+    @jax.jit
+    def run(*inputs):
+        def loss(h, w, b, s):
+            options = {"bias": b, "scale": s, "softcap": softcap, "chunk_size": 4, "filter_threshold": threshold}
+            got = vocab_stats(h, w, targets, **options)
+            share = SPARSE.smoothing
+            values = got.log_normalizer - s * ((1 - share) * got.target_logit + share * got.mean_logit)
+            return jnp.sum(jnp.where(got.valid, values, 0.0))
+
+        return jax.grad(loss, (0, 1, 2, 3))(*inputs)
+
+    return run(*inputs)
+
+
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize("way", ["blocks", "statistics"])
+@pytest.mark.parametrize("threshold", [0.0, 1e-30, 1e-3, 2.0])
+def test_a_filter_leaves_out_what_is_below_it(threshold, way, softcap, small_blocks):
+    small_blocks(7)
+    case = SPARSE._replace(softcap=softcap)
+    *inputs, targets = peaked()
+    if way == "blocks":
+        _, got = value_and_gradients(case, inputs, targets, filter_threshold=threshold)
+        _, unfiltered = value_and_gradients(case, inputs, targets)
+    else:
+        got = through_statistics(inputs, targets, softcap, threshold)
+        unfiltered = through_statistics(inputs, targets, softcap, None)
+    if threshold == 0.0:
+        jax.tree.map(np.testing.assert_array_equal, got, unfiltered)
+        return
+    dropped = threshold > 1
+    _, weights, want, bound = expected(
+        case, *inputs, targets, softmax=not dropped, uniform=not dropped or softcap is None
+    )
+    _, _, exact, _ = expected(case, *inputs, targets)
+    hidden, unembedding = np.abs(f64(inputs[0])), np.abs(f64(inputs[1]))
+    part = np.zeros((case.tokens, case.vocab))
+    if threshold == 1e-3:
+        # What may be left out of dz: p below the threshold and, under a soft-cap, the uniform part of the same blocks.
+        p = oracle.probabilities(oracle.logits(*inputs[:3], softcap), f64(inputs[3]))
+        below = p < threshold
+        assert below.mean() > 0.9
+        part = (
+            weights[:, None] * below * (np.minimum(p, threshold) + (softcap is not None) * case.smoothing / case.vocab)
+        )
+    slack = (part @ unembedding, part.T @ hidden, part.sum(axis=0), np.zeros(case.tokens))
+    for i, name in enumerate(NAMES):
+        reference = exact[i] if name == "scale" else want[i]  # nothing of the scale's gradient is ever left out
+        assert_within(got[i], reference, bound[i] + slack[i] + 1e-30, name)
+    if threshold == 1e-3:
+        assert not np.array_equal(got[1], unfiltered[1]), "nothing was left out"
+
+
+def test_a_filter_with_saved_logits_is_the_same(small_blocks):
+    small_blocks(7)
+    *inputs, targets = peaked()
+    case = SPARSE._replace(reduction="none")
+    _, got = value_and_gradients(case, inputs, targets, filter_threshold=1e-3, save_logits=True)
+    _, want = value_and_gradients(case, inputs, targets, filter_threshold=1e-3)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
