@@ -98,7 +98,7 @@ def test_a_program_for_tpus_is_planned_on_a_cpu(picky):
     text = explain(HIDDEN, UNEMBEDDING, sharding=VocabSharding(mesh))
     assert "for tpu (TPU v6 lite)" in text
     assert "picky       cannot run this call here: needs a CPU, not TPU v6 lite" in text
-    assert "chunked     chosen" in text
+    assert "pallas_tpu  chosen: blocks of 128 tokens by 1024 columns" in text
 
 
 def test_explain_on_shapes():

@@ -119,7 +119,8 @@ def forward(
             if targets is not None:
                 column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                 e = jnp.where(column == (targets - start)[:, None], 0.0, e)
-            found = found._replace(rows=_product(call, e.astype(hidden.dtype), weights, (1, 0)))
+            summed = _product(call, e.astype(hidden.dtype), weights, (1, 0))
+            found = found._replace(rows=summed * stats.inverse_weight(found.weight)[:, None])
         return found, z if save else None
 
     def step(carry: stats.Moments, start: Array) -> tuple[stats.Moments, Array | None]:
@@ -160,8 +161,8 @@ def backward(
     model = model.clean()
     vocab_size, width = model.unembedding.shape
     tokens = model.hidden.shape[0]
-    if wanted == {"hidden"} and signal.weight is None and (signal.uniform is None or call.softcap is None):
-        return Gradients(hidden=closed_form_hidden(model.unembedding, signal))
+    if wanted == {"hidden"} and signal.hidden_is_closed(call):
+        return Gradients(hidden=closed_form_hidden(model, signal))
     chunk = _chunk(call, tokens, vocab_size)
     if not call.filter_threshold:
         return _accumulate(call, chunk, model, signal, saved, wanted, into)
@@ -262,7 +263,7 @@ def _closed_form(model: Model, signal: Signal, wanted: frozenset[str], into: Gra
         if bias is not None:
             bias = bias + jnp.sum(signal.uniform)
     return Gradients(
-        hidden=closed_form_hidden(model.unembedding, signal) if "hidden" in wanted else None,
+        hidden=closed_form_hidden(model, signal) if "hidden" in wanted else None,
         unembedding=unembedding,
         bias=bias,
     )

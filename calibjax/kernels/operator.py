@@ -100,6 +100,8 @@ class Signal(NamedTuple):
         tilt, expected: float32 [N] or None, E = E_p[z].
         uniform: float32 [N] or None.
         one_hots: pairs of ids int32 [N] and g float32 [N]; ids outside [0, V) match nothing.
+        rows: [N, D] or None, `Moments.rows` of the whole vocabulary: then Σ_v p_v c_v W_v of dh is known but for the
+            target, which stands in `one_hots`.
     """
 
     scale: Array
@@ -109,6 +111,12 @@ class Signal(NamedTuple):
     expected: Array | None
     uniform: Array | None
     one_hots: tuple[tuple[Array, Array], ...]
+    rows: Array | None = None
+
+    def hidden_is_closed(self, call: Call) -> bool:
+        """dh needs no logits: the part in p is absent or known, and no soft-cap ties the uniform part to them."""
+        known = self.rows is not None or self.weight is None
+        return known and self.tilt is None and (self.uniform is None or call.softcap is None)
 
 
 class Gradients(NamedTuple):
@@ -218,7 +226,7 @@ def _forward(
     needed = frozenset().union(*(_NEEDED.get(name, ()) for name in wanted)) | ({"rows"} if rows else set())
     total, saved = call.implementation.forward(call, model, scale, targets, needed, save)
     outputs = _finish(total, scale, model.unembedding.shape[0], model.valid).only(wanted)
-    return outputs, None if total.rows is None else total.rows / total.weight[:, None], saved
+    return outputs, total.rows, saved
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -309,7 +317,7 @@ def _model_gradients(call: Call, kept: _Kept, scale: Array, g: Outputs) -> Gradi
     names = ("hidden", "unembedding", "bias")
     wanted = frozenset(name for name, flag in zip(names, kept.differentiated, strict=True) if flag is not None)
 
-    def backward(of_target: Array | None, wanted: frozenset[str], softmax: bool = True) -> Gradients:
+    def backward(of_target: Array | None, wanted: frozenset[str], rows: Array | None) -> Gradients:
         one_hots = (
             (kept.targets, of_target, outputs.target_logit),
             (outputs.argmax, g.max_logit, outputs.max_logit),
@@ -317,28 +325,27 @@ def _model_gradients(call: Call, kept: _Kept, scale: Array, g: Outputs) -> Gradi
         signal = Signal(
             scale=scale,
             log_normalizer=log_normalizer,
-            weight=weight if softmax else None,
-            tilt=tilt if softmax else None,
-            expected=outputs.expected_logit if softmax and tilt is not None else None,
+            weight=weight,
+            tilt=tilt,
+            expected=None if tilt is None else outputs.expected_logit,
             uniform=None if g.mean_logit is None else g.mean_logit / model.unembedding.shape[0],
             one_hots=tuple(
                 (ids, x * _softcap_slope(call, z))
                 for ids, x, z in one_hots
                 if ids is not None and x is not None and z is not None
             ),
+            rows=rows,
         )
         return implementation.backward(call, model, signal, kept.saved, wanted)
 
     if kept.rows is None:
-        return backward(of_target, wanted)
-    d_hidden = backward(of_target, frozenset({"hidden"}), softmax=False).hidden
+        return backward(of_target, wanted, None)
+    d_hidden = backward(of_target, frozenset({"hidden"}), kept.rows).hidden
     assert d_hidden is not None
-    if weight is not None:
-        d_hidden = d_hidden + weight[:, None] * kept.rows.astype(jnp.float32)
     if model.valid is not None:
-        d_hidden = jnp.where(model.valid[:, None], d_hidden, 0.0)
+        d_hidden = jnp.where(model.valid[:, None], d_hidden, jnp.zeros_like(d_hidden))
     rest = wanted - {"hidden"}
-    return (backward(g.target_logit, rest) if rest else Gradients())._replace(hidden=d_hidden)
+    return (backward(g.target_logit, rest, None) if rest else Gradients())._replace(hidden=d_hidden)
 
 
 def _softcap_slope(call: Call, logit: Array) -> Array | float:
@@ -346,16 +353,37 @@ def _softcap_slope(call: Call, logit: Array) -> Array | float:
     return 1.0 if call.softcap is None else 1.0 - jnp.square(logit / call.softcap)
 
 
-def closed_form_hidden(unembedding: Array, signal: Signal) -> Array:
-    """dh, float32 [N, D], of a signal without softmax part and (under a soft-cap) without uniform part: no product."""
-    assert signal.weight is None
-    assert signal.tilt is None
+_BLOCK = 1024  # tokens whose rows of W are gathered at a time
+
+
+def closed_form_hidden(model: Model, signal: Signal) -> Array:
+    """dh [N, D] where `signal.hidden_is_closed`: weight·rows + Σ_k g_k W[ids_k] + uniform Σ_v W_v, no product.
+
+    In the dtype of `signal.rows`, in its place, or else in float32; a block of tokens at a time, summed in float32.
+    """
+    unembedding = model.unembedding
     tokens, vocab_size = signal.scale.shape[0], unembedding.shape[0]
-    d_hidden = jnp.zeros((tokens, unembedding.shape[1]), jnp.float32)
-    for ids, g in signal.one_hots:
-        inside = (ids >= 0) & (ids < vocab_size)
-        rows = unembedding[jnp.where(inside, ids, 0)].astype(jnp.float32)
-        d_hidden = d_hidden + jnp.where(inside, g, 0.0)[:, None] * rows
-    if signal.uniform is not None:
-        d_hidden = d_hidden + signal.uniform[:, None] * jnp.sum(unembedding, axis=0, dtype=jnp.float32)[None, :]
-    return d_hidden
+    d_hidden = signal.rows
+    if d_hidden is None:
+        d_hidden = jnp.zeros((tokens, unembedding.shape[1]), jnp.float32)
+    everything = None if signal.uniform is None else jnp.sum(unembedding, axis=0, dtype=jnp.float32)
+
+    def add(start: Array | int, d_hidden: Array, size: int) -> Array:
+        def rows(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+        block = jnp.zeros((size, d_hidden.shape[1]), jnp.float32)
+        if signal.rows is not None and signal.weight is not None:
+            block = rows(signal.weight)[:, None] * rows(d_hidden).astype(jnp.float32)
+        for ids, g in signal.one_hots:
+            inside = (ids >= 0) & (ids < vocab_size)
+            gathered = unembedding[rows(jnp.where(inside, ids, 0))].astype(jnp.float32)
+            block = block + rows(jnp.where(inside, g, 0.0))[:, None] * gathered
+        if signal.uniform is not None and everything is not None:
+            block = block + rows(signal.uniform)[:, None] * everything[None, :]
+        return jax.lax.dynamic_update_slice_in_dim(d_hidden, block.astype(d_hidden.dtype), start, axis=0)
+
+    whole, left = divmod(tokens, _BLOCK)
+    if whole:
+        d_hidden = jax.lax.fori_loop(0, whole, lambda i, d: add(i * _BLOCK, d, _BLOCK), d_hidden)
+    return add(whole * _BLOCK, d_hidden, left) if left else d_hidden

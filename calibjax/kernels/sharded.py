@@ -279,8 +279,8 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Float[Array, " 
     total: Moments = functools.reduce(functools.partial(stats.merge, scale=scale), shards)
     if mine.rows is None:
         return total
-    ratio = jnp.exp(scale * jnp.maximum(mine.max_logit - total.max_logit, stats.FLOOR))
-    return total._replace(rows=jax.lax.psum(ratio[:, None] * mine.rows.astype(jnp.float32), sharding.vocab))
+    share = mine.weight * jnp.exp(scale * jnp.maximum(mine.max_logit - total.max_logit, stats.FLOOR)) / total.weight
+    return total._replace(rows=jax.lax.psum(share[:, None] * mine.rows.astype(jnp.float32), sharding.vocab))
 
 
 @functools.partial(jax.jit, static_argnames=("inner", "sharding", "call", "wanted"))
@@ -295,6 +295,9 @@ def _backward(
 ) -> Gradients:
     head, tail = _split(model, sharding.count(sharding.vocab))
     tail_start = head.unembedding.shape[0]
+    rows, weight = signal.rows, signal.weight
+    if rows is not None:  # summed over the shards already
+        signal = signal._replace(rows=None, weight=None)
 
     def over_tokens(x: Array | None) -> Array | None:
         return None if x is None else jax.lax.psum(x.astype(jnp.float32), sharding.tokens)
@@ -338,7 +341,10 @@ def _backward(
         check_vma=False,
     )(head, tail, signal, saved)
     joined = (x if x is None or y is None else jnp.concatenate([x, y]) for x, y in zip(whole, rest, strict=True))
-    return Gradients(*joined)
+    gradients = Gradients(*joined)
+    if rows is None or weight is None:
+        return gradients
+    return gradients._replace(hidden=_add(gradients.hidden, weight[:, None] * rows.astype(jnp.float32)))
 
 
 def _add(x: Array | None, y: Array | None) -> Array | None:

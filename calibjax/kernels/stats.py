@@ -92,7 +92,9 @@ class Moments(NamedTuple):
         second: float32 [N], Σ e (z − m)², or None.
         total: float32 [N], Σ z, or None.
         target: float32 [N], z_y where y lies in this piece, else 0; or None.
-        rows: float32 [N, D], Σ_{v≠y} e c_v W_v with the soft-cap's slope c_v = 1 − (z_v/cap)²; or None.
+        rows: [N, D], float32 or the dtype of the hidden states: Σ_{v≠y} e c_v W_v / weight, with the soft-cap's slope
+            c_v = 1 − (z_v/cap)²; or None. Without the target's own row, so that no rounding cancels against its
+            one-hot where the model is nearly certain of it.
     """
 
     max_logit: Array
@@ -141,11 +143,17 @@ def moments(
     )
 
 
+def inverse_weight(weight: Float[Array, " N"]) -> Float[Array, " N"]:
+    """1/weight, and 0 for a piece whose logits are all −inf."""
+    return jnp.where(weight > 0.0, 1.0 / jnp.where(weight > 0.0, weight, 1.0), 0.0)
+
+
 def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
     """The moments of two disjoint pieces of the vocabulary together. Associative and commutative.
 
     With m = max(m_a, m_b) and δ = m_a − m ≤ 0 the sums of a piece move to the common reference by
-    Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe), where r = exp(s δ), u = z − m_a.
+    Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe), where r = exp(s δ), u = z − m_a. Rows are
+    averages, and each piece's count by its share of the weight.
     """
     largest = jnp.maximum(a.max_logit, b.max_logit)
 
@@ -158,7 +166,7 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
         if piece.second is not None:
             assert piece.first is not None
             second = ratio * (piece.second + delta * (2.0 * piece.first + delta * piece.weight))
-        rows = None if piece.rows is None else ratio[:, None] * piece.rows
+        rows = None if piece.rows is None else (ratio * piece.weight)[:, None] * piece.rows
         return ratio * piece.weight, first, second, rows
 
     def add(x: Array | None, y: Array | None) -> Array | None:
@@ -170,13 +178,14 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
         argmax = jnp.where(b_wins, b.argmax, a.argmax)
     weight_a, first_a, second_a, rows_a = moved(a)
     weight_b, first_b, second_b, rows_b = moved(b)
+    weight, rows = weight_a + weight_b, add(rows_a, rows_b)
     return Moments(
         max_logit=largest,
         argmax=argmax,
-        weight=weight_a + weight_b,
+        weight=weight,
         first=add(first_a, first_b),
         second=add(second_a, second_b),
         total=add(a.total, b.total),
         target=add(a.target, b.target),
-        rows=add(rows_a, rows_b),
+        rows=None if rows is None else rows * inverse_weight(weight)[:, None],
     )

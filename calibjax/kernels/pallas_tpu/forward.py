@@ -355,7 +355,7 @@ def moments(
         transcendentals=tokens * vocab_size * (1 if call.softcap is None else 2),
         interpret=interpret,
     )(pack(rows), hidden, unembedding, *([bias[None, :]] if bias is not None else []))
-    found = dict(zip(_OUTPUTS, out[0], strict=False))
+    found: dict[str, Array] = dict(zip(_OUTPUTS, out[0], strict=False))
     for name, power in (("max_logit", 1), ("first", 1), ("second", 2), ("total", 1), ("target", 1)):
         found[name] = found[name] * in_logits**power
     first, second, total, target = (
@@ -369,5 +369,5 @@ def moments(
         second=second,
         total=total,
         target=target,
-        rows=out[1].astype(jnp.float32) * found["weight"][:, None] if with_rows else None,
+        rows=out[1] if with_rows else None,
     )

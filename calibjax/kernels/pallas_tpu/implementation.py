@@ -62,8 +62,8 @@ def _backward(
     kind = platform().device_kind
     hidden = None
     if "hidden" in wanted:
-        if signal.weight is None and (signal.uniform is None or call.softcap is None):
-            hidden = closed_form_hidden(model.unembedding, signal)
+        if signal.hidden_is_closed(call):
+            hidden = closed_form_hidden(model, signal)
         else:
             hidden = backward.d_hidden(call, model, signal, setup.blocks("rows", model, kind), setup.interpret)
     rows = bias = None
