@@ -341,9 +341,6 @@ def _model_gradients(call: Call, kept: _Kept, scale: Array, g: Outputs) -> Gradi
     if kept.rows is None:
         return backward(of_target, wanted, None)
     d_hidden = backward(of_target, frozenset({"hidden"}), kept.rows).hidden
-    assert d_hidden is not None
-    if model.valid is not None:
-        d_hidden = jnp.where(model.valid[:, None], d_hidden, jnp.zeros_like(d_hidden))
     rest = wanted - {"hidden"}
     return (backward(g.target_logit, rest, None) if rest else Gradients())._replace(hidden=d_hidden)
 
@@ -360,6 +357,7 @@ def closed_form_hidden(model: Model, signal: Signal) -> Array:
     """dh [N, D] where `signal.hidden_is_closed`: weight·rows + Σ_k g_k W[ids_k] + uniform Σ_v W_v, no product.
 
     In the dtype of `signal.rows`, in its place, or else in float32; a block of tokens at a time, summed in float32.
+    0 where a token is not valid.
     """
     unembedding = model.unembedding
     tokens, vocab_size = signal.scale.shape[0], unembedding.shape[0]
@@ -381,6 +379,8 @@ def closed_form_hidden(model: Model, signal: Signal) -> Array:
             block = block + rows(jnp.where(inside, g, 0.0))[:, None] * gathered
         if signal.uniform is not None and everything is not None:
             block = block + rows(signal.uniform)[:, None] * everything[None, :]
+        if model.valid is not None:
+            block = jnp.where(rows(model.valid)[:, None], block, 0.0)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, block.astype(d_hidden.dtype), start, axis=0)
 
     whole, left = divmod(tokens, _BLOCK)

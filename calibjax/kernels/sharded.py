@@ -344,7 +344,10 @@ def _backward(
     gradients = Gradients(*joined)
     if rows is None or weight is None:
         return gradients
-    return gradients._replace(hidden=_add(gradients.hidden, weight[:, None] * rows.astype(jnp.float32)))
+    summed = weight[:, None] * rows.astype(jnp.float32)
+    if model.valid is not None:
+        summed = jnp.where(model.valid[:, None], summed, 0.0)
+    return gradients._replace(hidden=_add(gradients.hidden, summed))
 
 
 def _add(x: Array | None, y: Array | None) -> Array | None:

@@ -33,6 +33,7 @@ PREFERENCES: Preferences = {
         Blocks(512, 512, 256),
         Blocks(512, 256, 128),
         Blocks(256, 256, 128),
+        Blocks(128, 256, 128),
     ),
     "rows": (
         Blocks(1024, 1024, 512),

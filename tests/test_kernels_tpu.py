@@ -1,0 +1,103 @@
+"""The TPU kernels compiled by the real compiler, for chips that need not be there, at the sizes of real models."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from calibjax.kernels import vocab_stats
+from calibjax.kernels.pallas_tpu import blocks
+
+FOLDER = str(Path(__file__).parents[1] / "kernels")
+TOKENS = 8192
+MODELS = {
+    "gemma-2-2b": (2304, 256_000, 30.0),
+    "llama-3.1-8b": (4096, 128_256, None),
+    "qwen2.5-7b": (3584, 152_064, None),
+}
+KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v7x": "TPU7x"}
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
+)
+
+
+def loss(hidden, unembedding, targets, scale, *, softcap):
+    """The mean label-smoothed loss."""
+    names = ("log_normalizer", "target_logit", "mean_logit")
+    stats = vocab_stats(
+        hidden, unembedding, targets, scale=scale, softcap=softcap, statistics=names, implementation="pallas_tpu"
+    )
+    smoothed = 0.9 * stats.target_logit + 0.1 * stats.mean_logit
+    return jnp.sum(jnp.where(stats.valid, stats.log_normalizer - scale * smoothed, 0.0)) / TOKENS
+
+
+def build(model, program):
+    """What the compiler's process compiles."""
+    from static_profile import Program
+
+    width, vocab_size, softcap = MODELS[model]
+
+    def statistics(hidden, unembedding, targets, scale):
+        return vocab_stats(hidden, unembedding, targets, scale=scale, softcap=softcap, implementation="pallas_tpu")
+
+    def gradient(hidden, unembedding, targets, scale):
+        which = {"scale": (3,), "hidden": (0, 3), "everything": (0, 1, 3)}[program]
+        return jax.value_and_grad(lambda *x: loss(*x, softcap=softcap), argnums=which)(
+            hidden, unembedding, targets, scale
+        )
+
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((TOKENS, width), jnp.bfloat16),
+            ((vocab_size, width), jnp.bfloat16),
+            ((TOKENS,), jnp.int32),
+            ((TOKENS,), jnp.float32),
+        )
+    ]
+    return Program(statistics if program == "statistics" else gradient, arguments)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["statistics", "everything"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("chip", KINDS)
+def test_compiles_within_a_few_mebibytes(chip, model, program, monkeypatch):
+    """All statistics, and the gradients in hidden, unembedding and scale: no more than 2 MiB beyond the results."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    compiled = static_profile.compile_for(chip, build, model, program, profile=False)
+    print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
+    assert compiled.temporaries < 2 * 2**20
+
+
+@needs_compiler
+@pytest.mark.parametrize("program", ["scale", "hidden"])
+def test_compiles_for_one_chip(program, monkeypatch):
+    """The quick part of the above: what a temperature head and LoRA take."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    compiled = static_profile.compile_for("v5e", build, "llama-3.1-8b", program, profile=False)
+    print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
+    assert compiled.temporaries < 2 * 2**20
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("width", [128, 2304, 4096, 8192, 16384])
+@pytest.mark.parametrize("chip", KINDS)
+@pytest.mark.parametrize("kernel", blocks.PREFERENCES)
+def test_some_blocks_fit_on_every_chip(kernel, chip, width, itemsize):
+    preferred = blocks.PREFERENCES[kernel]
+    if width * itemsize > 2**15 and chip in ("v5p", "v7x") and kernel != "statistics":
+        with pytest.raises(NotImplementedError, match="MiB on chip at D = 16384"):
+            blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip])
+        return
+    chosen = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip])
+    assert blocks.vmem_bytes(kernel, chosen, width, itemsize) <= blocks.capacity(KINDS[chip])
+    assert blocks.choose(preferred, kernel, 1, width, itemsize, KINDS[chip]).tokens == 128
