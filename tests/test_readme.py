@@ -19,7 +19,7 @@ def test_python_blocks_run(tmp_path):
     head = calibjax.FittedHead(config, config.init(jax.random.key(0)), 0.0, lm.fingerprint)
     calibjax.save_head(tmp_path / "x" / "head", head)
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     namespace = {}
     for block in blocks:
         code = block.replace("path/to/model", str(model)).replace("runs/x", str(tmp_path / "x"))

@@ -127,7 +127,7 @@ def linear_cross_entropy(
         raise ValueError(f"z_loss: expected a number of at least 0, got {z_loss}.")
     hidden, unembedding, targets = jnp.asarray(hidden), jnp.asarray(unembedding), jnp.asarray(targets)
     bias = None if bias is None else jnp.asarray(bias)
-    call, model, _ = api._plan(
+    call, model, _ = api.plan(
         hidden,
         unembedding,
         targets,
@@ -141,7 +141,7 @@ def linear_cross_entropy(
         save_logits=save_logits,
         sharding=sharding,
     )
-    chosen = api._choose(implementation, call, model, sharding)
+    chosen = api.choose(implementation, call, model, sharding)
     loss = _Loss(reduction, label_smoothing, z_loss, ignore_index, implementation, sharding, call)
     formed = reduction != "none" and chosen == "chunked" and sharding is None
     scale = jnp.asarray(1.0 if scale is None else scale)
@@ -246,7 +246,7 @@ def _by_blocks(
         of_block = functools.partial(chunked.rows, start=start, width=width)
         piece = model._replace(hidden=of_block(model.hidden), valid=of_block(valid))
         s, y = of_block(scale), of_block(targets)
-        outputs, _rows, saved = operator._forward(block, piece, s, y, wanted, False, True)
+        outputs, _rows, saved = operator.run_forward(block, piece, s, y, wanted, False, True)
 
         def reduced(outputs: Outputs, s: Array) -> Array:
             assert outputs.target_logit is not None
@@ -256,8 +256,8 @@ def _by_blocks(
 
         value, (g, d_s) = jax.value_and_grad(reduced, argnums=(0, 1))(outputs, s)
         g = g._replace(expected_logit=None)
-        kept = operator._Kept(piece, y, outputs, None, saved, flags)
-        found = operator._model_gradients(block, kept, s, g)
+        kept = operator.Kept(piece, y, outputs, None, saved, flags)
+        found = operator.model_gradients(block, kept, s, g)
         if d_scale is not None:
             d_scale = chunked.put(d_scale, d_s + g.log_normalizer * outputs.expected_logit, start)
         found = found._replace(hidden=chunked.put(gradients.hidden, found.hidden, start))

@@ -148,10 +148,10 @@ class _Residuals(NamedTuple):
     scale: Array
     expected_logit: Array | None
     logit_variance: Array | None
-    kept: "_Kept | None"
+    kept: "Kept | None"
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What the gradients in hidden, unembedding and bias need."""
 
     model: Model
@@ -219,7 +219,7 @@ def _finish(total: Moments, scale: Array, vocab_size: int, valid: Array | None) 
     return Outputs(*(None if x is None else jnp.where(valid, x, jnp.zeros_like(x)) for x in outputs))
 
 
-def _forward(
+def run_forward(
     call: Call, model: Model, scale: Array, targets: Array | None, wanted: frozenset[str], rows: bool, save: bool
 ) -> tuple[Outputs, Array | None, Any]:
     assert call.implementation is not None
@@ -231,7 +231,7 @@ def _forward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _statistics(call, hidden, unembedding, bias, scale, targets, valid) -> Outputs:
-    return _forward(call, Model(hidden, unembedding, bias, valid), scale, targets, call.wanted, False, False)[0]
+    return run_forward(call, Model(hidden, unembedding, bias, valid), scale, targets, call.wanted, False, False)[0]
 
 
 def _statistics_fwd(call: Call, hidden, unembedding, bias, scale, targets, valid):
@@ -256,11 +256,11 @@ def _statistics_fwd(call: Call, hidden, unembedding, bias, scale, targets, valid
     model = Model(hidden, unembedding, bias, valid)
     second_pass = any(perturbed[1:]) or (perturbed[0] and not rows)
     save = call.save_logits and second_pass
-    outputs, direction, saved = _forward(call, model, scale, targets, frozenset(wanted), rows, save)
+    outputs, direction, saved = run_forward(call, model, scale, targets, frozenset(wanted), rows, save)
     kept = None
     if any(perturbed):
         differentiated = tuple(() if flag else None for flag in perturbed)
-        kept = _Kept(model, targets, outputs, direction, saved, differentiated)
+        kept = Kept(model, targets, outputs, direction, saved, differentiated)
     residuals = _Residuals(
         scale=scale,
         expected_logit=outputs.expected_logit if scale_perturbed else None,
@@ -286,7 +286,7 @@ def _statistics_bwd(call: Call, residuals: _Residuals, cotangents: Outputs):
             d_scale = cotangent * derivative if d_scale is None else d_scale + cotangent * derivative
     d_model = (None, None, None)
     if residuals.kept is not None:
-        gradients, arrays = _model_gradients(call, residuals.kept, residuals.scale, g), residuals.kept.model[:3]
+        gradients, arrays = model_gradients(call, residuals.kept, residuals.scale, g), residuals.kept.model[:3]
         d_model = tuple(
             None if d is None or x is None else d.astype(x.dtype) for d, x in zip(gradients, arrays, strict=True)
         )
@@ -296,7 +296,7 @@ def _statistics_bwd(call: Call, residuals: _Residuals, cotangents: Outputs):
 _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
 
 
-def _model_gradients(call: Call, kept: _Kept, scale: Array, g: Outputs) -> Gradients:
+def model_gradients(call: Call, kept: Kept, scale: Array, g: Outputs) -> Gradients:
     model, outputs = kept.model, kept.outputs
     implementation, log_normalizer = call.implementation, outputs.log_normalizer
     assert implementation is not None

@@ -6,8 +6,8 @@ from typing import NamedTuple
 LANES = 128
 SLICE = 768  # columns of D that one accumulation into [rows, D] takes at a time; bounds the product's temporary
 
-VMEM_BYTES = {"5p": 64, "7": 64}
-"""MiB of on-chip vector memory of a core, by a part of the device kind; 128 for those not listed (v5e, v6e)."""
+VMEM_MIB = {"2": 16, "3": 16, "4": 16, "5p": 64, "7": 64}
+"""MiB of on-chip vector memory of a core, by the generation that a device kind names; 128 for others (v5e, v6e)."""
 
 
 class Blocks(NamedTuple):
@@ -75,11 +75,11 @@ def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int) -> int:
 
 
 def capacity(device_kind: str) -> int:
-    """Bytes of on-chip memory that a kernel may plan with on a chip of this kind: 7/8 of it."""
+    """Bytes of on-chip memory that a kernel may plan with on a chip of this kind: 13/16, the rest is the compiler's."""
     name = device_kind.lower().replace("tpu", "").replace(" ", "").removeprefix("v")
     name = "5p" if name == "5" else name
-    found = [mib for part, mib in VMEM_BYTES.items() if name.startswith(part)]
-    return (found[0] if found else 128) * 2**20 // 8 * 7
+    found = [mib for part, mib in VMEM_MIB.items() if name.startswith(part)]
+    return (found[0] if found else 128) * 2**20 // 16 * 13
 
 
 def choose(

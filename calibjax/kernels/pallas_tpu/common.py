@@ -102,7 +102,7 @@ def pallas(
         scratch_shapes=scratch,
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem * 9 // 8 + 6 * 2**20
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem * 9 // 8 + 2**20
         ),
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=bytes_accessed, transcendentals=transcendentals),
     )

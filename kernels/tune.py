@@ -1,0 +1,113 @@
+"""Which block sizes are fastest in the TPU kernels: every candidate that fits on the chip, by the static profile.
+
+    python kernels/tune.py --chip v6e --width 2304
+    python kernels/tune.py --chip v5e --width 4096 --kernel rows --blocks 1024,1024,512 512,512,256 --json rows.json
+
+Prints, best first, the static estimate of each candidate at the full size, its share of the matrix units' time, and
+which one `PREFERENCES` of `calibjax/kernels/pallas_tpu/blocks.py` takes now. A candidate takes one to three minutes on
+a plain CPU machine (two compilations with simulation); nothing runs on a TPU. Needs `pip install libtpu`.
+"""
+
+import argparse
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+from static_profile import CHIPS, DoesNotCompile, Program, compiler_version, estimate
+
+from calibjax.kernels.operator import Call, Model, Signal
+from calibjax.kernels.pallas_tpu import blocks, make
+
+KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v7x": "TPU7x"}
+CANDIDATES = [
+    blocks.Blocks(tokens, columns, unit)
+    for tokens, columns, unit in itertools.product((512, 1024, 2048), (512, 1024, 2048), (128, 256, 512))
+    if columns % (2 * unit) == 0 and tokens % unit == 0
+]
+PRODUCTS = {"statistics": 1, "rows": 2, "unembedding": 2}
+
+
+def build(kernel: str, chosen: blocks.Blocks, tokens: int, width: int, dtype: str, softcap, vocab_size: int) -> Program:
+    """The kernel alone, at a vocabulary of `vocab_size`."""
+    implementation = make(preferences={kernel: (chosen,)})
+    call = Call(implementation, frozenset(), softcap, None, None, None, False)
+
+    def run(hidden, unembedding, scale, targets):
+        model = Model(hidden, unembedding, None, None)
+        if kernel == "unembedding":
+            signal = Signal(scale, scale, scale, None, None, scale, ((targets, scale),))
+            return implementation.backward(call, model, signal, None, frozenset({"unembedding"}))
+        needed = {"target", "rows"} if kernel == "rows" else {"target", "first", "total"}
+        return implementation.forward(call, model, scale, targets, frozenset(needed), False)[0]
+
+    shapes = (
+        ((tokens, width), dtype),
+        ((vocab_size, width), dtype),
+        ((tokens,), jnp.float32),
+        ((tokens,), jnp.int32),
+    )
+    return Program(run, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
+
+
+def main(options: argparse.Namespace) -> None:
+    itemsize, kind = jnp.dtype(options.dtype).itemsize, KINDS[options.chip]
+    rows = []
+    for kernel in options.kernel:
+        current = blocks.choose(blocks.PREFERENCES[kernel], kernel, options.tokens, options.width, itemsize, kind)
+        fits = [x for x in CANDIDATES if blocks.vmem_bytes(kernel, x, options.width, itemsize) <= blocks.capacity(kind)]
+        for i, candidate in enumerate(fits):
+            print(f"{kernel} {i + 1}/{len(fits)}: {tuple(candidate)} on {options.chip} ...", flush=True)
+            row = {"kernel": kernel, **candidate._asdict(), "current": candidate == current}
+            try:
+                found = estimate(
+                    options.chip,
+                    build,
+                    kernel,
+                    candidate,
+                    options.tokens,
+                    options.width,
+                    options.dtype,
+                    options.softcap,
+                    size=options.vocab,
+                    points=(4096, 8192),
+                    flops=2.0 * PRODUCTS[kernel] * options.tokens * options.width * options.vocab,
+                )
+                row |= {"milliseconds": 1e3 * found.seconds, "utilization": found.utilization}
+            except DoesNotCompile as error:
+                row["error"] = str(error)
+            rows.append(row)
+        print(f"\n{kernel}, D = {options.width}, {options.dtype}, {options.chip} ({CHIPS[options.chip].trust}):")
+        ranked = sorted((row for row in rows if row["kernel"] == kernel), key=lambda row: row.get("milliseconds", 1e9))
+        for row in ranked:
+            size = f"tokens {row['tokens']:5} columns {row['columns']:5} unit {row['unit']:4}"
+            figure = row.get("error") or f"{row['milliseconds']:8.2f} ms {row['utilization']:6.1%}"
+            print(f"  {size}  {figure}{'   <- in use' if row['current'] else ''}")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"options": vars(options), "libtpu": compiler_version(), "results": rows}, file, indent=1)
+        print(f"JSON: {options.json}")
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", choices=CHIPS, required=True)
+    parser.add_argument("--kernel", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="default: all")
+    parser.add_argument(
+        "--blocks",
+        nargs="+",
+        type=lambda text: blocks.Blocks(*map(int, text.split(","))),
+        metavar="TOKENS,COLUMNS,UNIT",
+        help="only these; default: all of 512 to 2048 by 512 to 2048 in units of 128 to 512",
+    )
+    parser.add_argument("--width", type=int, default=2304, help="D (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=8192, help="N (%(default)s)")
+    parser.add_argument("--vocab", type=int, default=256_000, help="V (%(default)s)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--softcap", type=float, default=None)
+    parser.add_argument("--json", help="write everything there")
+    return parser
+
+
+if __name__ == "__main__":
+    main(arguments().parse_args())
