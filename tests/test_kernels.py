@@ -444,6 +444,30 @@ def test_a_bias_of_minus_infinity_removes_entries(options):
         assert_within(got, e, 1e-4, name)
 
 
+@pytest.mark.parametrize("implementation", RUNNABLE)
+def test_wide_hidden_states_of_many_tokens(implementation):
+    """Above 4 MiB the closed forms of dh go block by block, the last one ragged."""
+    case = Case(40, 1000, 2304, None)
+    hidden, unembedding, _, scale, targets = make(case)
+    g = np.random.default_rng(8).normal(size=(3, case.tokens)).astype(np.float32)
+    names = ("log_normalizer", "target_logit", "mean_logit")
+
+    @jax.jit
+    def grad(hidden):
+        def value(h):
+            got = vocab_stats(h, unembedding, targets, scale=scale, statistics=names, implementation=implementation)
+            return sum(jnp.sum(x * getattr(got, name)) for name, x in zip(names, g, strict=True))
+
+        return jax.grad(value)(hidden)
+
+    counted = dict(zip(names, g * (np.asarray(targets) != -100), strict=True))
+    want, dz = oracle.gradients(counted, hidden, unembedding, np.maximum(targets, 0), scale)
+    size = np.abs(dz) @ np.abs(f64(unembedding))
+    # p carries some 2 ε |s z|, and the sums over 40 entries a few ε more.
+    logits = np.abs(f64(scale)[:, None] * oracle.logits(hidden, unembedding)).max(axis=1, keepdims=True)
+    assert_within(grad(hidden), want[0], EPS * (20 + 8 * logits) * size + 1e-30)
+
+
 def test_leading_dimensions():
     case, (hidden, unembedding, _, scale, targets) = small()
     run = jax.jit(functools.partial(vocab_stats, chunk_size=case.chunk, statistics=STATISTICS))

@@ -67,13 +67,13 @@ def build(model, program):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("chip", KINDS)
 def test_compiles_within_a_few_mebibytes(chip, model, program, monkeypatch):
-    """All statistics, and the gradients in hidden, unembedding and scale: no more than 2 MiB beyond the results."""
+    """All statistics, and the gradients in hidden, unembedding and scale: no more than 16 MiB beyond the results."""
     monkeypatch.syspath_prepend(FOLDER)
     import static_profile
 
     compiled = static_profile.compile_for(chip, build, model, program, profile=False)
     print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
-    assert compiled.temporaries < 2 * 2**20
+    assert compiled.temporaries < (2 if program == "statistics" else 16) * 2**20
 
 
 @needs_compiler

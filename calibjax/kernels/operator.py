@@ -350,7 +350,7 @@ def _softcap_slope(call: Call, logit: Array) -> Array | float:
     return 1.0 if call.softcap is None else 1.0 - jnp.square(logit / call.softcap)
 
 
-_BLOCK = 1024  # tokens whose rows of W are gathered at a time
+_GATHERED_BYTES = 4 * 2**20  # of the rows of W, in float32, that are gathered at a time
 
 
 def closed_form_hidden(model: Model, signal: Signal) -> Array:
@@ -360,17 +360,17 @@ def closed_form_hidden(model: Model, signal: Signal) -> Array:
     0 where a token is not valid.
     """
     unembedding = model.unembedding
-    tokens, vocab_size = signal.scale.shape[0], unembedding.shape[0]
+    tokens, (vocab_size, width) = signal.scale.shape[0], unembedding.shape
     d_hidden = signal.rows
     if d_hidden is None:
-        d_hidden = jnp.zeros((tokens, unembedding.shape[1]), jnp.float32)
+        d_hidden = jnp.zeros((tokens, width), jnp.float32)
     everything = None if signal.uniform is None else jnp.sum(unembedding, axis=0, dtype=jnp.float32)
 
     def add(start: Array | int, d_hidden: Array, size: int) -> Array:
         def rows(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, size)
 
-        block = jnp.zeros((size, d_hidden.shape[1]), jnp.float32)
+        block = jnp.zeros((size, width), jnp.float32)
         if signal.rows is not None and signal.weight is not None:
             block = rows(signal.weight)[:, None] * rows(d_hidden).astype(jnp.float32)
         for ids, g in signal.one_hots:
@@ -383,7 +383,8 @@ def closed_form_hidden(model: Model, signal: Signal) -> Array:
             block = jnp.where(rows(model.valid)[:, None], block, 0.0)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, block.astype(d_hidden.dtype), start, axis=0)
 
-    whole, left = divmod(tokens, _BLOCK)
+    size = max(_GATHERED_BYTES // (4 * width), 8)
+    whole, left = divmod(tokens, size)
     if whole:
-        d_hidden = jax.lax.fori_loop(0, whole, lambda i, d: add(i * _BLOCK, d, _BLOCK), d_hidden)
-    return add(whole * _BLOCK, d_hidden, left) if left else d_hidden
+        d_hidden = jax.lax.fori_loop(0, whole, lambda i, d: add(i * size, d, size), d_hidden)
+    return add(whole * size, d_hidden, left) if left else d_hidden
