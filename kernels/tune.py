@@ -55,7 +55,11 @@ def main(options: argparse.Namespace) -> None:
     rows = []
     for kernel in options.kernel:
         current = blocks.choose(blocks.PREFERENCES[kernel], kernel, options.tokens, options.width, itemsize, kind)
-        fits = [x for x in CANDIDATES if blocks.vmem_bytes(kernel, x, options.width, itemsize) <= blocks.capacity(kind)]
+        fits = [
+            x
+            for x in options.blocks or CANDIDATES
+            if blocks.vmem_bytes(kernel, x, options.width, itemsize) <= blocks.capacity(kind)
+        ]
         for i, candidate in enumerate(fits):
             print(f"{kernel} {i + 1}/{len(fits)}: {tuple(candidate)} on {options.chip} ...", flush=True)
             row = {"kernel": kernel, **candidate._asdict(), "current": candidate == current}

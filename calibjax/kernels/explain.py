@@ -83,7 +83,7 @@ def explain(
 
 def _cost(name: str, call: Call) -> str:
     if name == "mean_logit":
-        return "a row" if call.softcap is None else "an elementwise pass"
+        return "a row of W (on TPU an elementwise pass)" if call.softcap is None else "an elementwise pass"
     if name in ("log_normalizer", "max_logit"):
         return "a pass over the logits" if name == "log_normalizer" else "none: log_normalizer's pass"
     return {"target_logit": "a gather", "correct": "argmax's pass"}.get(name, "an elementwise pass")
