@@ -64,14 +64,16 @@ def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int) -> int:
     rows        2x + 2w + 2 results [tokens, D] + sums [tokens, D] + logits and their slopes [tokens, unit], twice
                 + about ten columns [tokens, 128];
     unembedding the same with tokens and columns exchanged, and the masked x.
+    A float32 operand is split into three of bfloat16 for its product: x and w once more, and a half.
     """
     x, w = blocks.tokens * width * itemsize, blocks.columns * width * itemsize
+    split = 3 * (x + w) // 2 if itemsize == 4 else 0
     if kernel == "statistics":
-        return 2 * x + 2 * w + 3 * 4 * blocks.unit * blocks.tokens
+        return 2 * x + 2 * w + split + 3 * 4 * blocks.unit * blocks.tokens
     side, extra = (blocks.tokens, 0) if kernel == "rows" else (blocks.columns, x)
     sums = side * width * (4 + 2 * itemsize) + 4 * side * min(SLICE, width)
     logits = 2 * side * blocks.unit * (4 + itemsize) + 4 * side * blocks.unit
-    return 2 * x + 2 * w + extra + sums + logits + 10 * 4 * LANES * side
+    return 2 * x + 2 * w + split + extra + sums + logits + 10 * 4 * LANES * side
 
 
 def capacity(device_kind: str) -> int:
@@ -85,13 +87,17 @@ def capacity(device_kind: str) -> int:
 def choose(
     preferred: tuple[Blocks, ...], kernel: str, tokens: int, width: int, itemsize: int, device_kind: str
 ) -> Blocks:
-    """The first preference that fits, no taller than the tokens need.
+    """The first preference that fits, no taller than the tokens need; for float32 at most 512 tokens and columns.
+
+    A float32 product takes six passes of the matrix units: small blocks keep them as busy, and the unrolled program of
+    large ones takes minutes to compile.
 
     Raises:
         NotImplementedError: where none fits.
     """
     for blocks in preferred:
-        if vmem_bytes(kernel, blocks, width, itemsize) <= capacity(device_kind):
+        small = itemsize == 2 or max(blocks.tokens, blocks.columns) <= 512
+        if small and vmem_bytes(kernel, blocks, width, itemsize) <= capacity(device_kind):
             needed = -(-tokens // LANES) * LANES
             return blocks._replace(tokens=min(blocks.tokens, needed))
     least = vmem_bytes(kernel, preferred[-1], width, itemsize)
