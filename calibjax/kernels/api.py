@@ -80,7 +80,7 @@ def vocab_stats(
         filter_threshold: in the backward pass, leave out blocks of tokens and vocabulary in which every p_v is below
             this: their part p_v W_v of dh and p_v h of dW. What one-hots and `mean_logit` add stays exact, unless a
             soft-cap ties `mean_logit` to the blocks: then its part of such a block, g (1 − (z/cap)²)/V, is left out
-            too, an approximation. None leaves out nothing. 2⁻¹² of the largest p is where bfloat16 gradients lose it.
+            too, an approximation. None leaves out nothing.
         save_logits: keep the float32 logits [N, V] from the forward for the backward pass, which saves one product of
             four where hidden and unembedding are both differentiated.
         sharding: the mesh axes over which tokens and vocabulary are split: each device computes with the rows of the
