@@ -112,9 +112,8 @@ def evaluate_tokens(
     kept: dict[str, list[Any]] = {name: [] for name in names}
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
-    fields = ("tokens", "targets", "where", "segment_ids", "positions")
     bar = tqdm(total=len(windows.tokens), desc=description, unit="window", disable=quiet)
-    for batch, real in eval_batches({f: getattr(windows, f) for f in fields}, batch_size):
+    for batch, real in eval_batches(windows.arrays(), batch_size):
         results = jax.device_get(
             _evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch)
         )
