@@ -64,6 +64,7 @@ def brier_parts(sums: CalibrationSums) -> BrierParts:
 
     Example:
         >>> import jax.numpy as jnp
+        >>> from calibjax.metrics import calibration_sums
         >>> sums = calibration_sums(jnp.array([0.75, 0.75, 0.25, 0.25]), jnp.array([1, 0, 0, 0]), bins=2)
         >>> [float(part) for part in brier_parts(sums)]
         [0.0625, 0.0625, 0.1875, 0.0]
