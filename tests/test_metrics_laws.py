@@ -64,7 +64,11 @@ def test_against_the_formulas(kind, counted):
     c, y, x = points(kind)
     rng = np.random.default_rng(6)
     where = (rng.integers(0, 4, N) if counted == "counts" else rng.uniform(size=N) < 0.7).astype(np.float32)
-    garbage = [np.where(where > 0, c, np.nan), np.where(where > 0, y, 77), np.where(where[:, None] > 0, x, np.inf)]
+    garbage = [
+        np.where(where > 0, c, rng.choice([np.nan, 3e38], N)),
+        np.where(where > 0, y, 77),
+        np.where(where[:, None] > 0, x, np.inf),
+    ]
     got = everything(*garbage, where)
     same = everything(c, y, x, where)
     times = where.astype(int)
@@ -84,10 +88,9 @@ def test_nothing_to_say():
     """No point, or a NaN that counts: NaN under jit, an error outside it; one class has no AUROC."""
     c, y, x = points("plain")
     none = everything(c, y, x, np.zeros(N, np.float32))
-    unknown = everything(np.where(np.arange(N) == 3, np.nan, c), y, x, np.ones(N, np.float32))
+    wrong = [everything(np.where(np.arange(N) == 3, bad, c), y, x, np.ones(N, np.float32)) for bad in (np.nan, 1.1)]
     for name in (*ORACLES, *FEATURED):
-        assert np.isnan(float(none[name])), name
-        assert np.isnan(float(unknown[name])), name
+        assert all(np.isnan(float(values[name])) for values in (none, *wrong)), name
     for constant in (0, 1):
         one_class = everything(c, np.full(N, constant, np.float32), x, np.ones(N, np.float32))
         assert np.isnan(float(one_class["auroc"]))
@@ -177,6 +180,7 @@ def test_inputs_of_other_precision():
     c = jnp.asarray(metric_data.continuous()[0], jnp.bfloat16)
     y = metric_data.continuous()[1]
     assert metrics.brier_score(c, y) == metrics.brier_score(c.astype(jnp.float32), y)
+    assert float(metrics.brier_score(np.array([1 + 1e-6, -1e-6]), np.array([1, 0]))) == 0.0  # rounding
     near = np.array([1 - 1e-12, 1 - 1e-12])
     np.testing.assert_array_equal(metrics.bin_index(jnp.asarray(near), 10, "right"), [9, 9])
     np.testing.assert_array_equal(metrics.bin_index(jnp.asarray(near), 10, "none"), [10, 10])

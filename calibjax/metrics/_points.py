@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
+_ROUNDING = 1e-5
 Metric = TypeVar("Metric", bound=Callable[..., Any])
 
 
@@ -18,10 +19,10 @@ class Points(NamedTuple):
     """Points of a metric.
 
     Attributes:
-        confidence: float32 `[...]`, finite also where a point does not count.
+        confidence: float32 `[...]`, in [0, 1] also where a point does not count.
         correct: float32 `[...]`, the same.
         weight: float32 `[...]`, how often each point counts.
-        usable: some point counts and none that counts is NaN or infinite.
+        usable: some point counts and none that counts is NaN or outside [0, 1].
     """
 
     confidence: Float[Array, "..."]
@@ -45,18 +46,23 @@ def points(confidence, correct, where) -> Points:
     weight = jnp.ones(confidence.shape, jnp.float32)
     if where is not None:
         weight = jnp.broadcast_to(jnp.asarray(where).astype(jnp.float32), confidence.shape)
-    known = jnp.isfinite(confidence) & jnp.isfinite(correct)
+    confidence, correct = confidence.astype(jnp.float32), correct.astype(jnp.float32)
+    known = _inside(confidence) & _inside(correct)
     # Selected by what is known, not by the weight: the sorts of a bootstrap, mapped over weights, are then done once.
-    confidence = jnp.where(known, confidence.astype(jnp.float32), 0.0)
-    correct = jnp.where(known, correct.astype(jnp.float32), 0.0)
+    confidence, correct = (jnp.where(known, jnp.clip(x, 0, 1), 0.0) for x in (confidence, correct))
     return Points(confidence, correct, weight, jnp.any(weight > 0) & ~jnp.any((weight > 0) & ~known))
+
+
+def _inside(values: Any) -> Any:
+    """In [0, 1] but for the rounding of a softmax; False for NaN."""
+    return (values >= -_ROUNDING) & (values <= 1 + _ROUNDING)
 
 
 def metric(*static: str, rank: int = 1) -> Callable[[Metric], Metric]:
     """Makes a one-call metric of a function of (confidence, correct, ..., where): checked at the door, then jitted.
 
     `static`: names of the arguments that are not arrays; `rank` of the first two. Values are checked where they are
-    known, which they are not under an outer `jax.jit`: there a NaN that counts makes the answer NaN.
+    known, which they are not under an outer `jax.jit`: there a wrong one that counts makes the answer NaN.
     """
 
     def wrap(function: Metric) -> Metric:
@@ -88,8 +94,7 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1) -> None:
     counts = np.ones(shapes[0][:1], bool) if where is None else np.asarray(where) > 0
     for name, array in arrays.items():
         values = np.asarray(array)
-        inside = ((values >= 0) & (values <= 1)).all(axis=tuple(range(1, rank)))  # False for NaN
-        bad = counts & ~inside
+        bad = counts & ~_inside(values).all(axis=tuple(range(1, rank)))
         if bad.any():
             at = int(np.argmax(bad))
             raise ValueError(

@@ -66,7 +66,7 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
 def ks_calibration_error(confidence, correct, *, where=None):
     """Kolmogorov-Smirnov calibration error, max_t |(1/n) Σ_{i: confidence_i <= t} (confidence_i − correctness_i)|.
 
-    Gupta et al. 2021, section 4. Points of equal confidence come together. Arguments as `expected_calibration_error`'s.
+    Gupta et al. 2021. Points of equal confidence come together. Arguments as `expected_calibration_error`'s.
 
     Returns:
         float32 scalar in [0, 1]; NaN where no point counts.

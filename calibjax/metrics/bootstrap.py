@@ -65,8 +65,7 @@ def _draws(pools: int, resamples: int, seed: int, rows: int) -> Iterator[np.ndar
     """How often each pool is drawn, float32 `[rows, pools]`, until there are `resamples` rows; the last may be more."""
     rng = np.random.default_rng(seed)
     for _ in range(0, resamples, rows):
-        drawn = rng.integers(0, pools, size=(rows, pools)) + pools * np.arange(rows)[:, None]
-        yield np.bincount(drawn.ravel(), minlength=rows * pools).reshape(rows, pools).astype(np.float32)
+        yield rng.multinomial(pools, np.full(pools, 1.0 / pools), size=rows).astype(np.float32)
 
 
 def _quantiles(values: np.ndarray, level: float) -> tuple[float, float]:
@@ -196,7 +195,7 @@ def _pool_sums(
 ) -> CalibrationSums:
     """`CalibrationSums` `[pools, bins]` in float64."""
     index = np.asarray(bin_index(jnp.asarray(confidence), bins, closed))
-    c, y = (np.asarray(x, np.float32).astype(np.float64) for x in (confidence, correct))  # as the metrics take them
+    c, y = (np.clip(np.asarray(x, np.float32), 0, 1).astype(np.float64) for x in (confidence, correct))  # as metrics do
     with np.errstate(divide="ignore", invalid="ignore"):
         nll = -np.where(y > 0, y * np.log(c), 0.0) - np.where(y < 1, (1 - y) * np.log1p(-c), 0.0)
     pools = int(pool.max()) + 1

@@ -45,7 +45,7 @@ def rmsce_from_sums(sums: CalibrationSums):
 
 
 def debiased_from_sums(sums: CalibrationSums):
-    """Debiased L2 error (Kumar et al. 2019, section 5); shape `[...]`, in [0, 1]. See `debiased_calibration_error`."""
+    """Debiased L2 error (Kumar et al. 2019); shape `[...]`, in [0, 1]. See `debiased_calibration_error`."""
     xp, gap, share = _gaps(sums)
     count, safe = sums.count, xp.maximum(sums.count, 2)
     accuracy = sums.correct / safe
@@ -107,7 +107,8 @@ def expected_calibration_error(
         float32 scalar in [0, 1]; NaN where no point counts.
 
     Raises:
-        ValueError: for wrong options or shapes and, outside jit, where a point that counts is NaN or not in [0, 1].
+        ValueError: for wrong options or shapes and, outside jit, where a point that counts is NaN or not in [0, 1]
+            (1e-5 over is rounding, and clipped).
 
     Example:
         >>> import jax.numpy as jnp
@@ -131,7 +132,7 @@ def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, c
 
 @metric("bins", "norm")
 def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Norm = "l1", where=None):
-    """ECE over bins of equal mass (Nguyen and O'Connor 2015, section 3.2): as many points in each as ties allow.
+    """ECE over bins of equal mass (Nguyen and O'Connor 2015): as many points in each as ties allow.
 
     Bins as `equal_mass_index`; other arguments as ECE's.
     """
@@ -142,14 +143,14 @@ def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Nor
 def debiased_calibration_error(
     confidence, correct, *, bins: int = 15, equal_mass: bool = True, closed: Closed = "right", where=None
 ):
-    """L2 calibration error without most of the bias that few points a bin give it (Kumar et al. 2019, section 5).
+    """L2 calibration error without most of the bias that few points a bin give it (Kumar et al. 2019).
 
     (max(0, Σ_b (n_b/n) [(conf_b − acc_b)² − s²_b/n_b]))^½ with s²_b the sample variance of correctness in the bin
     (acc_b (1 − acc_b) n_b/(n_b − 1) where it is 0 or 1); bins of one point add nothing.
 
     Args:
         confidence, correct, bins, closed, where: as ECE's.
-        equal_mass: bins of equal mass, as in the paper's experiments; False for equal width (`closed` matters then
+        equal_mass: bins of equal mass, as the authors' package; False for equal width (`closed` matters then
             alone).
     """
     if equal_mass:
@@ -178,7 +179,7 @@ def classwise_calibration_error(
     closed: Closed = "right",
     where: Array | None = None,
 ) -> Float[Array, ""]:
-    """Mean over the classes of the ECE of a class' probability (Kull et al. 2019, section 2).
+    """Mean over the classes of the ECE of a class' probability (Kull et al. 2019).
 
     (1/K) Σ_k Σ_b (n_bk/n) |mean probability_bk − share of class k_b|. By its nature it takes more than a confidence.
 

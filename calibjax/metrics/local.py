@@ -26,9 +26,9 @@ def local_calibration_error(
     reduction: Literal["mean", "max"] = "mean",
     where: Array | None = None,
 ) -> Float[Array, ""]:
-    """Local calibration error (Luo et al. 2022, section 3): the gap among the answers like each answer.
+    """Local calibration error (LCE, Luo et al. 2022): the gap among the answers like each answer.
 
-    LCE_i = |Σ_j k_ij (confidence_j − correctness_j)| / Σ_j k_ij over the j in the bin of i, with the Laplacian kernel
+    LCE_i = |Σ_j k_ij (confidence_j − correctness_j)| / Σ_j k_ij over the j in the bin of i; the kernel here is
     k_ij = exp(−mean_f |features_if − features_jf| / bandwidth). A large bandwidth gives the gap of the bin: the mean is
     then the ECE and the maximum the MCE; a small one gives |confidence_i − correctness_i|.
 
@@ -88,7 +88,7 @@ def grouping_parts(
     bins: int = 15,
     where: Array | None = None,
 ) -> GroupingParts:
-    """The lower bound of the grouping loss that a partition of the features gives (Perez-Lebel et al. 2023, section 4).
+    """The lower bound of the grouping loss that a partition of the features gives (Perez-Lebel et al. 2023).
 
     With μ_br, n_br the accuracy and size of region r in bin b, and regions of one point left out:
     explained = Σ_b (n_b/n) Σ_r (n_br/n_b) (μ_br − μ_b)²;

@@ -85,7 +85,7 @@ def _area(data: Points, score: Float[Array, " N"], loss: Float[Array, " N"]) -> 
 
 @metric()
 def aurc(confidence, correct, *, where=None):
-    """Area under the risk-coverage curve (Geifman and El-Yaniv 2017; Geifman et al. 2019, section 3).
+    """Area under the risk-coverage curve (Geifman and El-Yaniv 2017; Geifman et al. 2019).
 
     (1/n) Σ_k (share of wrong answers among the k of highest confidence). Arguments as `expected_calibration_error`'s.
 
@@ -103,7 +103,7 @@ def aurc(confidence, correct, *, where=None):
 
 @metric()
 def excess_aurc(confidence, correct, *, where=None):
-    """AURC less that of the best order, all right answers first (E-AURC, Geifman et al. 2019, section 3)."""
+    """AURC less that of the best order, all right answers first (E-AURC, Geifman et al. 2019)."""
     data = points(confidence, correct, where)
     loss = 1 - data.correct
     return data.answer(_area(data, data.confidence, loss) - _area(data, -loss, loss))
@@ -111,7 +111,7 @@ def excess_aurc(confidence, correct, *, where=None):
 
 @metric("error")
 def ause(confidence, correct, *, error: Literal["brier", "zero-one"] = "brier", where=None):
-    """Area under the sparsification error (Ilg et al. 2018, section 5.1), uncertainty being 1 − confidence.
+    """Area under the sparsification error (Ilg et al. 2018), uncertainty being 1 − confidence.
 
     Mean over k of (mean error of the k most certain points − mean error of the k points of least error), over the mean
     error of all; so both curves start at one, and 0 is best.
