@@ -34,7 +34,7 @@ class AtsRun:
         eval_data: further sets to test the head on: files, directories or hub ids.
         dtype: compute dtype of the frozen model.
         bins: equal-width bins of the expected calibration error.
-        closed: which bin a confidence on an inner edge belongs to: the one below (right) or above (left).
+        closed: which bin a confidence on an edge belongs to: the one below (right), above (left), or none.
         seed: of everything random.
         json: print metrics.json to standard output at the end, and nothing else there.
         quiet: no progress bars.
@@ -50,7 +50,7 @@ class AtsRun:
     eval_data: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
     bins: int = 15
-    closed: Literal["right", "left"] = "right"
+    closed: Literal["right", "left", "none"] = "right"
     seed: int = 0
     json: bool = False
     quiet: bool = False
@@ -108,7 +108,7 @@ def calibrate(
     out: Path,
     transfer: Mapping[str, Windows] | None = None,
     bins: int = 15,
-    closed: Literal["right", "left"] = "right",
+    closed: Literal["right", "left", "none"] = "right",
     seed: int = 0,
     description: dict[str, Any] | None = None,
     keep_tokens: bool = False,

@@ -112,7 +112,7 @@ def print_report(document: Mapping[str, Any]) -> None:
             console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
         console.print(table(results, title))
         some = next(iter(results["methods"].values()))["ece"]
-        edge = "(lo, hi]" if some["closed"] == "right" else "[lo, hi)"
+        edge = {"right": "(lo, hi]", "left": "[lo, hi)", "none": "(lo, hi)"}[some["closed"]]
         console.print(
             f"ECE, MCE: {some['bins']} equal-width bins {edge} of the top token's probability; interval: bootstrap "
             "over windows. Brier: of the top token.",

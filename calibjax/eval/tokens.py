@@ -142,7 +142,7 @@ def results_json(
 ) -> dict[str, Any]:
     """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
 
-    Each method: nll, brier, accuracy, confidence, mce, rmsce; `ece` with its value, 95% bootstrap interval over
+    Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% bootstrap interval over
     windows, bins and edge convention; `reliability` per bin (count, mean confidence, accuracy; null where empty); and
     `temperatures`, the histogram over `TEMPERATURE_EDGES`.
     """
@@ -164,7 +164,7 @@ def results_json(
             "count": [int(n) for n in result.temperatures],
         }
         methods[name] = row
-        tokens = int(whole.count.sum())
+        tokens = int(whole.whole()[0])
     return {"tokens": tokens, "methods": methods}
 
 
