@@ -285,7 +285,13 @@ def fit_sft(
 
     with jax.set_mesh(mesh):
         state = train(
-            make_train_step(objective, optimizer, accumulate=options.accumulate, reduction=options.reduction),
+            make_train_step(
+                objective,
+                optimizer,
+                accumulate=options.accumulate,
+                reduction=options.reduction,
+                clip_norm=options.clip_norm,
+            ),
             state,
             frozen,
             {},
