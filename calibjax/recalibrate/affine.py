@@ -12,6 +12,8 @@ from calibjax.recalibrate.optimize import minimize
 
 MAX_CLASSES = 1024
 """Of the methods with a K by K matrix: a million parameters, of which the optimiser holds some forty copies."""
+MAX_REGRESSIONS = 4096
+"""Of one-vs-rest Platt scaling: that many bounded logistic regressions in one problem take minutes beyond it."""
 
 
 class VectorState(NamedTuple):
@@ -103,7 +105,7 @@ def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> Vecto
     divided by their sum. Slopes and intercepts are kept within ±16, where a class is never (or always) the label.
 
     Args:
-        data: with `logits`, `labels`.
+        data: with `logits` (at most `MAX_REGRESSIONS` classes), `labels`.
         where: bool `[N]`, False for rows that do not count.
 
     Returns:
@@ -112,7 +114,7 @@ def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> Vecto
     Raises:
         UserError: see `select`.
     """
-    logits, labels = select(data, ("logits", "labels"), where)
+    logits, labels = select(data, ("logits", "labels"), where, MAX_REGRESSIONS)
     start = _start(logits.shape[1])
     bounds = tuple(jax.tree.map(lambda x, side=side: np.full_like(x, side), start) for side in (-16.0, 16.0))
     (slope, intercept), report = minimize(_one_vs_rest_loss, start, (logits, labels), bounds=bounds)
@@ -131,24 +133,33 @@ def _dense(params: Any, x: Array) -> Array:
 
 
 def _matrix_loss(params, rows, extra):
-    """With ODIR, λ/(K(K−1)) Σ_{i≠j} W_ij² + μ/K Σ b_j², added to every prediction: the mean adds it once."""
+    """With ODIR, λ/(K(K−1)) Σ_{i≠j} W_ij² + μ/K Σ b_j², added to every prediction: the mean adds it once.
+
+    The parameters are W and c = b + W x̄, the intercept of centred inputs: log-probabilities lie far from 0 together,
+    and W and b would pull at the same string.
+    """
     x, labels = rows
-    matrix, intercept = params
-    classes = len(intercept)
+    matrix, centred = params
+    classes = len(centred)
     off_diagonal = jnp.where(jnp.eye(classes, dtype=bool), 0.0, matrix)
+    intercept = _intercept(params, extra["mean"])
     penalty = extra["off_diagonal"] * jnp.sum(jnp.square(off_diagonal)) / (classes * max(classes - 1, 1))
     penalty = penalty + extra["intercept"] * jnp.mean(jnp.square(intercept))
-    return _nll(_log_probs_of(_dense(params, x.astype(matrix.dtype))), labels) + penalty
+    return _nll(_log_probs_of(_dense((matrix, intercept), x.astype(matrix.dtype))), labels) + penalty
+
+
+def _intercept(params: Any, mean: Any) -> Any:
+    matrix, centred = params
+    return centred - matrix @ mean
 
 
 def _fit_dense(data, where, off_diagonal: float, intercept: float, of_log_probs: bool) -> MatrixState:
     logits, labels = select(data, ("logits", "labels"), where, MAX_CLASSES)
     x = np.asarray(_log_probs_of(jnp.asarray(logits))) if of_log_probs else logits
-    classes = x.shape[1]
-    start = np.eye(classes), np.zeros(classes)
-    extra = {"off_diagonal": off_diagonal, "intercept": intercept}
-    (matrix, offset), report = minimize(_matrix_loss, start, (x, labels), extra)
-    return MatrixState(matrix, offset, report)
+    mean = x.mean(axis=0, dtype=np.float64)
+    extra = {"off_diagonal": off_diagonal, "intercept": intercept, "mean": mean}
+    params, report = minimize(_matrix_loss, (np.eye(len(mean)), mean), (x, labels), extra)
+    return MatrixState(params[0], np.asarray(_intercept(params, mean), np.float32), report)
 
 
 def fit_matrix(

@@ -129,8 +129,8 @@ def select(
     classes = arrays["logits"].shape[1] if "logits" in arrays else None if shared is None else len(shared)
     if max_classes is not None and classes is not None and classes > max_classes:
         raise UserError(
-            f"this method fits some K² parameters and is meant for at most {max_classes:,} classes, got {classes:,}: "
-            "take temperature, ensemble_temperature or ats."
+            f"this method has too many parameters for so large a label set: at most {max_classes:,} classes, got "
+            f"{classes:,}; take temperature, ensemble_temperature or ats."
         )
     limits = {"confidence": (0, 1), "correct": (0, 1), "slices": (0, None), "labels": (0, classes)}
     for field, value in arrays.items():
@@ -146,8 +146,11 @@ def select(
             wanted = "finite values" if low is None else f"{low} to {'K - 1' if field == 'labels' else high}"
             raise UserError(f"{field}: row {rows[first]} holds {worst}, expected {wanted}; mend it or leave it out.")
     if shared is not None:
-        if not np.isfinite(shared).all():
-            raise UserError("unembedding: expected finite values.")
+        bad = ~np.isfinite(shared).all(axis=1)
+        if bad.any():
+            row = int(np.argmax(bad))
+            first = shared[row][~np.isfinite(shared[row])][0]
+            raise UserError(f"unembedding: row {row} holds {first}, expected finite values.")
         if "features" in arrays and arrays["features"].shape[1] != shared.shape[1]:
             raise UserError(f"features {arrays['features'].shape} and unembedding {shared.shape} do not fit.")
         arrays["unembedding"] = shared

@@ -25,7 +25,7 @@ def _mixed(weights: Array, parts: Float[Array, "3 ..."]) -> Array:
 
 
 def _parts(log_scale: Array | np.ndarray, logits: Array) -> Float[Array, "3 N K"]:
-    tempered = jax.nn.log_softmax(jnp.exp(log_scale) * logits, axis=-1)
+    tempered = temperature.log_softmax_at(jnp.exp(log_scale), logits)
     uniform = jnp.full(logits.shape, -np.log(logits.shape[-1]), logits.dtype)
     return jnp.stack([tempered, jax.nn.log_softmax(logits, axis=-1), uniform])
 

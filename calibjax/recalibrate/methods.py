@@ -20,7 +20,11 @@ METHODS: dict[str, Method] = {
     "ensemble_temperature": _of_logits(ensemble.fit, ensemble.apply, order=True, source="Zhang et al. 2020"),
     "vector": _of_logits(affine.fit_vector, affine.apply_vector, order=False, source="Guo et al. 2017"),
     "one_vs_rest_platt": _of_logits(
-        affine.fit_one_vs_rest, affine.apply_one_vs_rest, order=False, source="Zadrozny and Elkan 2002"
+        affine.fit_one_vs_rest,
+        affine.apply_one_vs_rest,
+        order=False,
+        max_classes=affine.MAX_REGRESSIONS,
+        source="Zadrozny and Elkan 2002",
     ),
     "matrix": _of_logits(
         affine.fit_matrix, affine.apply_matrix, order=False, max_classes=affine.MAX_CLASSES, source="Guo et al. 2017"

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from calibjax.heads import MLPHead
 from calibjax.recalibrate.contract import FitReport, Predictions, select
 from calibjax.recalibrate.optimize import descend
+from calibjax.recalibrate.temperature import log_softmax_at
 
 _UNITS = 32
 
@@ -91,7 +92,7 @@ def _tempered(params: Any, logits: Array, features: Array) -> Array:
     # The width is in the parameters; the head is a pure function of both.
     width = params["params"]["gate_up"]["kernel"].shape[1] // 2
     log_scale = MLPHead(intermediate_size=width).apply(params, features[None])
-    return jax.nn.log_softmax(jnp.exp(jnp.asarray(log_scale)[0])[:, None] * logits, axis=-1)
+    return log_softmax_at(jnp.exp(jnp.asarray(log_scale)[0])[:, None], logits)
 
 
 def _ats_loss(params, rows, extra):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport
@@ -54,28 +53,31 @@ def minimize(
 
     n = len(rows[0])
     pieces = -(-sum(row.size for row in rows) // _BLOCK)
+    leaves, treedef = jax.tree.flatten(start)
+    shapes, sizes = [np.shape(leaf) for leaf in leaves], [np.size(leaf) for leaf in leaves]
+
+    def flat(tree: Any) -> np.ndarray:
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
+
+    def unravel(x: np.ndarray) -> Any:
+        parts = np.split(x, np.cumsum(sizes)[:-1])
+        return treedef.unflatten([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)])
+
     with jax.enable_x64(True):
-        flat, unravel = ravel_pytree(jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), start))
         extra = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), extra)
         blocks = list(zip(*(map(jnp.asarray, np.array_split(row, pieces)) for row in rows), strict=True))
 
         def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-            params = unravel(jnp.asarray(x))
             value, slope = 0.0, np.zeros_like(x)
             for block in blocks:
-                part, grad = _value_and_grad(loss, params, block, extra)
-                value, slope = value + float(part), slope + np.asarray(ravel_pytree(grad)[0])
+                part, grad = jax.device_get(_value_and_grad(loss, unravel(x), block, extra))
+                value, slope = value + float(part), slope + flat(grad)
             return value / n, slope / n
 
-        limits = None
-        if bounds is not None:
-            low, high = (np.asarray(ravel_pytree(jax.tree.map(np.float64, side))[0]) for side in bounds)
-            limits = list(zip(low, high, strict=True))
-        options = {"maxiter": max_iterations, "maxfun": 10 * max_iterations, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-8}
-        found = optimize.minimize(
-            objective, np.asarray(flat), jac=True, method="L-BFGS-B", bounds=limits, options=options
-        )
-        params = jax.tree.map(lambda x: np.asarray(x, np.float32), unravel(jnp.asarray(found.x)))
+        limits = None if bounds is None else list(zip(flat(bounds[0]), flat(bounds[1]), strict=True))
+        options = {"maxiter": max_iterations, "maxfun": 2 * max_iterations, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-8}
+        found = optimize.minimize(objective, flat(start), jac=True, method="L-BFGS-B", bounds=limits, options=options)
+    params = jax.tree.map(lambda x: np.asarray(x, np.float32), unravel(found.x))
     finite_optimum = found.fun > _SEPARATED
     return params, FitReport.of(found.fun, bool(found.success and finite_optimum), found.nit)
 
@@ -124,16 +126,17 @@ def descend(
     """
     rng = np.random.default_rng(seed)
     n = len(rows[0])
-    if groups is None or len(np.unique(groups)) < 2:
-        groups = np.arange(n)
-    names = rng.permutation(np.unique(groups))
-    kept = np.isin(groups, names[: max(len(names) // 5, 1)])
-    if kept.all():  # a single row
-        validation = training = np.arange(n)
+    if groups is None or groups.min() == groups.max():
+        shuffled, fifth = rng.permutation(n), max(n // 5, 1)
+        validation, training = shuffled[:fifth], shuffled[fifth:]
     else:
-        validation, training = np.flatnonzero(kept), np.flatnonzero(~kept)
+        names = rng.permutation(np.unique(groups))
+        kept = np.isin(groups, names[: max(len(names) // 5, 1)])
+        validation, training = rng.permutation(np.flatnonzero(kept)), np.flatnonzero(~kept)
+    if not len(training):  # a single row
+        training = validation
     # Whole batches, rows repeated in turn to fill them.
-    tests = rng.permutation(validation)[: 8 * BATCH]
+    tests = validation[: 8 * BATCH]
     tests = np.resize(tests, (-(-len(tests) // BATCH), BATCH))
 
     def take(index: np.ndarray) -> tuple[np.ndarray, ...]:

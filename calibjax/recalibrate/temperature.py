@@ -196,7 +196,11 @@ def _dense_sums(u: Array, logits: Array, labels: Array) -> LikelihoodSums:
     return LikelihoodSums(nll.sum(), slope.sum(), (slope + s * s * variance).sum(), jnp.ones_like(nll).sum())
 
 
+def log_softmax_at(scale: Array, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
+    """log softmax(s z), the largest logit taken off before the product: s z itself may be rounded by whole nats."""
+    return jax.nn.log_softmax(scale * (logits - jnp.max(logits, axis=-1, keepdims=True)), axis=-1)
+
+
 def apply(state: TemperatureState, data: Predictions) -> Float[Array, "N K"]:
     """log softmax(s z)."""
-    assert data.logits is not None
-    return jax.nn.log_softmax(jnp.exp(state.log_scale) * jnp.asarray(data.logits, jnp.float32), axis=-1)
+    return log_softmax_at(jnp.exp(state.log_scale), jnp.asarray(data.logits, jnp.float32))
