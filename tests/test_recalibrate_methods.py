@@ -169,7 +169,8 @@ def test_odir(name):
 
 
 def test_ensemble_temperature_is_the_best_mixture():
-    logits, labels = recalibration_data.classes()
+    logits, labels = recalibration_data.classes(gain=6.0)
+    labels[::6] = np.random.default_rng(26).integers(0, 4, len(labels[::6]))  # noise, for which the uniform part is
     state = METHODS["ensemble_temperature"].fit(Predictions(logits=logits, labels=labels))
     rows, ones = np.arange(len(logits)), np.ones(len(logits))
     tempered = oracle.probabilities(logits, ones * np.exp(float(state.log_scale)))
@@ -183,6 +184,7 @@ def test_ensemble_temperature_is_the_best_mixture():
         nll, np.full(3, 1 / 3), method="SLSQP", bounds=[(0, 1)] * 3, constraints=[sum_is_one], options={"ftol": 1e-12}
     )
     print(state.weights, want.x)
+    assert np.sort(state.weights)[1] > 0.02  # a mixture indeed
     assert_within(state.weights.sum(), 1.0, 2 * EPS, "sum")
     assert_within(nll(state.weights.astype(np.float64)), want.fun, 1e-7, "NLL")
     assert_within(state.weights, want.x, 1e-3, "weights")
@@ -327,7 +329,7 @@ def test_laws(name):
     assert isinstance(state.report, FitReport)
 
     # Rows masked out count for nothing, whatever they hold.
-    keep = np.arange(80) % 4 != 1
+    keep = np.arange(80) % 8 == 1
     spoilt = {f: np.array(getattr(data, f)) for f in method.fit_reads}
     for field, value in spoilt.items():
         if field != "unembedding":
@@ -392,7 +394,7 @@ def test_a_million(name):
 SIZES = [(name, k) for name in ("temperature", "ensemble_temperature", "feature_clipping") for k in (2, 256_000)]
 
 
-@pytest.mark.parametrize(("name", "k"), [*SIZES, ("vector", 2), ("vector", 32_000), ("g_layers", 2)])
+@pytest.mark.parametrize(("name", "k"), [*SIZES, ("vector", 2), ("vector", 8_000), ("g_layers", 2)])
 def test_label_sets_small_and_large(name, k):
     rng = np.random.default_rng(29)
     features, unembedding = rng.normal(size=(4, 3)), rng.normal(size=(k, 3))
@@ -477,7 +479,7 @@ def test_mistakes_are_named():
 
 def test_the_document_has_a_row_for_every_method():
     text = (Path(__file__).parents[1] / "docs" / "recalibration.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (\w+)", text, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (\w+)", text.split("## Held against")[0], flags=re.MULTILINE)
     assert [name for name, _ in rows] == list(METHODS)
     assert all(reads in METHODS[name].apply_reads for name, reads in rows)
     example = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL)
