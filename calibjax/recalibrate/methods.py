@@ -1,4 +1,19 @@
-"""All recalibrators under one contract."""
+"""All recalibrators under one contract. A comparison is a loop: those whose `fit_reads` are at hand are fitted.
+
+Example:
+    >>> import numpy as np
+    >>> from calibjax.recalibrate import Predictions
+    >>> data = Predictions(confidence=np.array([0.9, 0.8, 0.9, 0.6]), correct=np.array([1, 1, 0, 0]))
+    >>> for name, method in METHODS.items():
+    ...     if all(getattr(data, field) is not None for field in method.fit_reads):
+    ...         state = method.fit(data)
+    ...         print(name, method.apply(state, data).shape)
+    platt (4,)
+    beta (4,)
+    isotonic (4,)
+    histogram (4,)
+    scaling_binning (4,)
+"""
 
 from calibjax.recalibrate import affine, clipping, ensemble, few_shot, local, logistic, networks, steps, temperature
 from calibjax.recalibrate.contract import Method
@@ -93,19 +108,4 @@ METHODS: dict[str, Method] = {
         source="Li et al. 2024, arXiv 2403.18286",
     ),
 }
-"""Name -> method. A comparison is a loop over it: those whose `fit_reads` are at hand are fitted and applied.
-
-Example:
-    >>> import numpy as np
-    >>> from calibjax.recalibrate import Predictions
-    >>> data = Predictions(confidence=np.array([0.9, 0.8, 0.9, 0.6]), correct=np.array([1, 1, 0, 0]))
-    >>> for name, method in METHODS.items():
-    ...     if all(getattr(data, field) is not None for field in method.fit_reads):
-    ...         state = method.fit(data)
-    ...         print(name, method.apply(state, data).shape)
-    platt (4,)
-    beta (4,)
-    isotonic (4,)
-    histogram (4,)
-    scaling_binning (4,)
-"""
+"""Name -> method."""
