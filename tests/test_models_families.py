@@ -1,0 +1,174 @@
+"""Every family against transformers and PyTorch: live where torch is installed, and by golden files everywhere."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity import (
+    CASES,
+    GOLDENS,
+    LLAMA_JSON,
+    VARIANTS,
+    largest_error,
+    mean_error,
+    our_run,
+    random_tokens,
+    settings_of,
+    torch_model,
+    torch_run,
+    write_files,
+)
+from safetensors import safe_open
+
+from calibjax import models
+from calibjax._checks import UserError
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.models import config_from_hf, load_model
+from calibjax.models.calibrated import calibrated_confidence
+from calibjax.models.convert import TensorEntry, plan_tensors
+from calibjax.models.fingerprint import dotted_leaves
+from calibjax.models.rules import Layout
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_parity_with_torch(tmp_path, family, name):
+    torch = pytest.importorskip("torch")
+    settings = settings_of(family, name)
+    theirs, shapes = torch_model(tmp_path, settings)
+    if family == "qwen":
+        write_files(tmp_path, family, settings, shapes)
+    tokens = random_tokens(settings)
+    expected = torch_run(theirs, tokens)
+    got = our_run(load_model(tmp_path), tokens)
+    print(f"{family} {name}: worst relative error {largest_error(got, expected):.1e}")
+    assert largest_error(got, expected) <= 1e-5
+    if name == next(iter(VARIANTS[family])):
+        tokens = random_tokens(settings, rows=64)
+        expected = torch_run(theirs, tokens)
+        half = mean_error(our_run(load_model(tmp_path, jnp.bfloat16), tokens), expected)
+        yardstick = mean_error(torch_run(theirs.to(torch.bfloat16), tokens), expected)
+        print(f"bfloat16: ours {half:.1e}, torch's {yardstick:.1e}")
+        assert half <= 1.25 * yardstick
+
+
+def read_golden(family, folder):
+    golden = np.load(GOLDENS / f"{family}.npz")
+    settings, shapes = json.loads(str(golden["settings"])), json.loads(str(golden["shapes"]))
+    write_files(folder, family, settings, shapes)
+    return golden, settings, shapes
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_golden(tmp_path, family):
+    golden, _, _ = read_golden(family, tmp_path)
+    got = our_run(load_model(tmp_path), golden["tokens"])
+    error = largest_error(got, [*golden["hidden"], golden["logits"]])
+    print(f"{family}: worst relative error {error:.1e} (transformers {golden['version']})")
+    assert error <= 1e-5
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_the_rules_can_be_undone(tmp_path, family):
+    """What `take` got from a tensor, `join` makes that tensor of."""
+    read_golden(family, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "numpy") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    entries = [TensorEntry(name, tensor.shape, "F32", tmp_path) for name, tensor in tensors.items()]
+    plan = plan_tensors(config_from_hf(tmp_path), entries)
+    pieces = {}
+    for piece in (piece for fill in plan.pieces.values() for piece in fill):
+        pieces.setdefault(piece.entry.name, []).append(piece)
+    assert pieces.keys() == tensors.keys()
+    for name, parts in pieces.items():
+        parts.sort(key=lambda piece: piece.columns.start)
+        joined = parts[0].layout.join([piece.cut(tensors[name]) for piece in parts])
+        np.testing.assert_array_equal(joined, tensors[name], err_msg=name)
+
+
+def test_layout_by_groups():
+    layout = Layout(transpose=True, groups=2)
+    tensor = np.arange(12)[:, None] * np.ones(3, int)[None, :]
+    key = layout.take(tensor, slice(2, 4))
+    np.testing.assert_array_equal(key, np.ones((3, 1), int) * np.array([2, 3, 8, 9])[None])
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_every_parameter_has_exactly_one_rule(tmp_path, family, name):
+    settings = settings_of(family, name)
+    if family == "qwen":
+        read_golden(family, tmp_path)
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = config_from_hf(tmp_path)
+    leaves = [path for path, _ in dotted_leaves(models.abstract_params(config))]
+    targets = [target for rule in models.FAMILIES[family].rules for target in rule.targets if target in leaves]
+    assert sorted(targets) == sorted(leaves)
+    assert config.family == family
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "'ministral' is not supported"),
+        ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 2}, "layer_types"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"model_type": "gemma2", "hidden_activation": "relu2"}, "hidden_activation = 'relu2'"),
+        ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm = True is not supported; expected False"),
+        ({"model_type": "phi", "partial_rotary_factor": 0.5, "head_dim": 6}, "even number of channels, got 3"),
+    ],
+)
+def test_unsupported_configurations(tmp_path, settings, message):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_JSON | settings))
+    with pytest.raises(UserError, match=message):
+        config_from_hf(tmp_path)
+
+
+def test_qwen_from_json_alone(tmp_path):
+    read_golden("qwen", tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert "auto_map" in settings
+    for changes, message in (
+        ({"no_bias": False}, "no_bias = False is not supported"),
+        ({"scale_attn_weights": False}, "scale_attn_weights = False"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"seq_length": None}, "qwen configuration: seq_length is missing"),
+    ):
+        changed = {key: value for key, value in (settings | changes).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=message):
+            config_from_hf(tmp_path)
+
+
+def test_gpt_neox_missing_unembedding_is_named_as_in_the_file(tmp_path):
+    _, settings, shapes = read_golden("gpt_neox", tmp_path)
+    del shapes["embed_out.weight"]
+    write_files(tmp_path, "gpt_neox", settings, shapes)
+    with pytest.raises(UserError, match=r"missing: embed_out\.weight"):
+        load_model(tmp_path)
+
+
+def test_confidence_and_features_know_the_unembedding_bias(tmp_path):
+    golden, _, _ = read_golden("phi", tmp_path)
+    model = load_model(tmp_path)
+    assert np.abs(np.asarray(model.unembedding_bias)).max() > 0.1
+    logits = np.asarray(golden["logits"], np.float64)
+    features = np.stack([logits.max(-1), np.log(logits.std(-1, ddof=1))], axis=-1)
+    config = HeadConfig(
+        kind="linear",
+        hidden_size=model.config.hidden_size,
+        features=("max_logit", "log_std_logits"),
+        identity_start=False,
+    )
+    head = FittedHead(config, config.init(jax.random.key(0)), 0.0, model.fingerprint)
+    log_scale = np.asarray(
+        config.build().apply({"params": head.params}, jnp.asarray(features, jnp.float32)), np.float64
+    )
+    scaled = np.exp(log_scale)[..., None] * logits
+    expected = 1 / np.exp(scaled - scaled.max(-1, keepdims=True)).sum(-1)
+    got = calibrated_confidence(model, head, golden["tokens"])
+    np.testing.assert_allclose(got.temperature, np.exp(-log_scale), rtol=1e-5)
+    np.testing.assert_allclose(got.confidence, expected, rtol=1e-5)
