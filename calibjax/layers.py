@@ -32,6 +32,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 _kernel_init = nn.initializers.normal(0.02)
 
 
+ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), and how it is stretched.
@@ -41,24 +44,34 @@ class Rope:
       fraction: How much of each head is rotated, in (0, 1]; the rest of its channels pass unchanged.
       scaling: `None`; `"linear"`, every frequency divided by `factor`; or `"llama3"`, only low frequencies divided
         (Grattafiori et al., 2024, https://arxiv.org/abs/2407.21783), with a smooth passage between
-        `original_max_positions / low_freq_factor` and `original_max_positions / high_freq_factor` in wavelength.
+        `original_max_positions / low_freq_factor` and `original_max_positions / high_freq_factor` in wavelength;
+        `"yarn"`, likewise, with a passage linear in the frequency's index (Peng et al., 2023,
+        https://arxiv.org/abs/2309.00071, section 3.2); or `"longrope"`, each frequency by its own of `divisors`.
       factor: By how much the context is stretched; positive.
       low_freq_factor: For `"llama3"` only.
       high_freq_factor: For `"llama3"` only; greater than `low_freq_factor`.
-      original_max_positions: Context before stretching; for `"llama3"` only.
+      beta_fast, beta_slow: For `"yarn"` only: a wave that turns more often than `beta_fast` over the original context
+        is kept, one that turns less often than `beta_slow` is stretched by the whole factor.
+      divisors: For `"longrope"` only, one for each pair of channels.
+      original_max_positions: Context before stretching; for `"llama3"`, `"yarn"` and `"longrope"`.
+      amplitude: Factor on cosines and sines.
     """
 
     theta: float = 10000.0
     fraction: float = 1.0
-    scaling: Literal["linear", "llama3"] | None = None
+    scaling: Literal["linear", "llama3", "yarn", "longrope"] | None = None
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    divisors: tuple[float, ...] = ()
     original_max_positions: int = 8192
+    amplitude: float = 1.0
 
     def __post_init__(self):
-        if self.scaling not in (None, "linear", "llama3"):
-            raise UserError(f"Rope.scaling: expected None, 'linear' or 'llama3', got {self.scaling!r}.")
+        if self.scaling not in (None, *ROPE_SCALINGS):
+            raise UserError(f"Rope.scaling: expected None, {', '.join(ROPE_SCALINGS)}; got {self.scaling!r}.")
         if not (self.theta > 0 and self.factor > 0):
             raise UserError(f"Rope: theta and factor must be positive, got {self.theta} and {self.factor}.")
         if not 0 < self.fraction <= 1:
@@ -141,7 +154,11 @@ class BlockConfig:
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}."
             )
         if self.rope is not None:
-            check_rope(self.rope, self.head_dim)
+            width = self.rope.width(self.head_dim)
+            if width % 2 or not width:
+                raise UserError(f"Rotary positions need an even number of channels, got {width} of {self.head_dim}.")
+            if self.rope.scaling == "longrope" and len(self.rope.divisors) != width // 2:
+                raise UserError(f"Rope.divisors: expected {width // 2} values, got {len(self.rope.divisors)}.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"{name}: expected one of {', '.join(map(str, choices))}; got {getattr(self, name)!r}.")
@@ -151,14 +168,6 @@ class BlockConfig:
             raise UserError(f"norm_placement: expected 'pre' where parallel is set, got {self.norm_placement!r}.")
         if self.attention_softcap is not None and not self.attention_softcap > 0:
             raise UserError(f"attention_softcap: expected None or a positive number, got {self.attention_softcap}.")
-
-
-def check_rope(rope: Rope, head_dim: int) -> None:
-    """Raises `UserError` where a head of `head_dim` channels cannot be rotated in pairs."""
-    if rope.width(head_dim) % 2 or not rope.width(head_dim):
-        raise UserError(
-            f"Rotary positions need an even number of channels, got {rope.width(head_dim)} of head_dim {head_dim}."
-        )
 
 
 class SequenceContext(NamedTuple):
@@ -225,15 +234,28 @@ def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         turns = rope.original_max_positions * frequencies / (2 * math.pi)
         keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
         frequencies = keep * frequencies + (1 - keep) * frequencies / rope.factor
+    elif rope.scaling == "yarn":
+
+        def index(turns: float) -> float:
+            """Of the frequency that makes so many turns over the original context."""
+            return width * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low = max(math.floor(index(rope.beta_fast)), 0)
+        high = min(math.ceil(index(rope.beta_slow)), width - 1)
+        # Where the two meet the passage is a step.
+        stretch = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        frequencies = (1 - stretch) * frequencies + stretch * frequencies / rope.factor
+    elif rope.scaling == "longrope":
+        frequencies = frequencies / np.asarray(rope.divisors)
     return frequencies.astype(np.float32)
 
 
 def rotary_table(
     positions: Int[Array, "B T"], rope: Rope, head_dim: int
 ) -> tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]]:
-    """Returns cosines and sines of every position's angles, float32 `[B, T, 1, R]`, for R rotated pairs."""
+    """Returns cosines and sines of every position's angles, times the amplitude: float32 `[B, T, 1, R]`, R pairs."""
     angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(rotary_frequencies(rope, head_dim))[None, None, :]
-    return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    return rope.amplitude * jnp.cos(angles)[:, :, None, :], rope.amplitude * jnp.sin(angles)[:, :, None, :]
 
 
 def rotate(

@@ -37,6 +37,8 @@ LLAMA3_ROPE = {
 NO_BOS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 GEMMA = {"head_dim": 10, "num_attention_heads": 2, "hidden_size": 12, "rms_norm_eps": 1e-6}
 GEMMA2 = GEMMA | {"sliding_window": 5, "query_pre_attn_scalar": 7, "num_hidden_layers": 4}
+# Normed queries and keys: with a small divisor attention turns on rounding, in PyTorch as well.
+GEMMA3 = GEMMA2 | {"query_pre_attn_scalar": 40}
 NEOX = {"num_key_value_heads": None, "num_attention_heads": 3, "hidden_size": 24, "tie_word_embeddings": False}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 3}
 UNTIED = {"tie_word_embeddings": False}
@@ -56,10 +58,16 @@ VARIANTS = {
     },
     "qwen": {
         "qkv-bias": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6} | UNTIED,
+        "odd-sizes": {"num_key_value_heads": 2, "hidden_size": 20, "intermediate_size": 17, "vocab_size": 37}
+        | {"rms_norm_eps": 1e-5}
+        | UNTIED,
     },
     "qwen2": {
         "windows-in-upper-layers": WINDOWS,
-        "untied-mha": {"num_key_value_heads": 2, "sliding_window": 3, "intermediate_size": 17} | UNTIED,
+        "untied-mha-yarn": {"num_key_value_heads": 2, "sliding_window": 3, "intermediate_size": 17, "hidden_size": 32}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0}}
+        | {"max_position_embeddings": 512}
+        | UNTIED,
     },
     "qwen3": {
         "gqa": {"head_dim": 8},
@@ -67,7 +75,10 @@ VARIANTS = {
     },
     "gemma": {
         "mqa": GEMMA,
-        "untied-biases": GEMMA | {"attention_bias": True, "num_key_value_heads": 2, "vocab_size": 37} | UNTIED,
+        "untied-biases-dynamic": GEMMA
+        | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+        | {"attention_bias": True, "num_key_value_heads": 2, "vocab_size": 37}
+        | UNTIED,
     },
     "gemma2": {
         "local-global": GEMMA2 | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
@@ -76,14 +87,16 @@ VARIANTS = {
         "untied-biases": GEMMA2 | {"attention_bias": True, "attn_logit_softcapping": 0.5} | UNTIED,
     },
     "gemma3_text": {
-        "five-to-one": GEMMA2 | {"num_hidden_layers": 7},
-        "scaled-rope-own-pattern": GEMMA2
+        "five-to-one": GEMMA3 | {"num_hidden_layers": 7},
+        "scaled-rope-own-pattern": GEMMA3
         | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
         | {"rope_local_base_freq": 500.0, "rope_theta": 2000.0, "final_logit_softcapping": 2.0},
     },
     "phi3": {
         "window-gqa": {"sliding_window": 5, **NO_BOS, **UNTIED},
-        "partial-rotary-tied": {"partial_rotary_factor": 0.5, "head_dim": 8, "hidden_size": 16, **NO_BOS},
+        "partial-longrope-tied": {"partial_rotary_factor": 0.5, "hidden_size": 16, **NO_BOS}
+        | {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+        | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.1, 1.7], "long_factor": [2.0, 9.0]}},
     },
     "phi": {
         "partial-rotary": {"hidden_size": 20, "partial_rotary_factor": 0.4, "hidden_act": "gelu_new"} | UNTIED,
@@ -97,6 +110,11 @@ VARIANTS = {
     "olmo2": {
         "mha": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **NO_BOS, **UNTIED},
         "gqa-tied-biases": {"attention_bias": True, **NO_BOS},
+    },
+    "stablelm": {
+        "partial-rotary": {"head_dim": None, "hidden_size": 32, **NO_BOS, **UNTIED},
+        "parallel-biases-tied": {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5}
+        | {"num_key_value_heads": 2, "hidden_size": 16, **NO_BOS},
     },
     "gpt2": {
         "tied": GPT2_JSON,

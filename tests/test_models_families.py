@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from parity import (
     CASES,
     GOLDENS,
@@ -118,7 +119,7 @@ def test_every_parameter_has_exactly_one_rule(tmp_path, family, name):
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({"model_type": "gemma2", "hidden_activation": "relu2"}, "hidden_activation = 'relu2'"),
         ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm = True is not supported; expected False"),
-        ({"model_type": "phi", "partial_rotary_factor": 0.5, "head_dim": 6}, "even number of channels, got 3"),
+        ({"model_type": "phi", "partial_rotary_factor": 0.5, "head_dim": 6}, "even number of channels, got 3 of 6"),
     ],
 )
 def test_unsupported_configurations(tmp_path, settings, message):
@@ -141,6 +142,19 @@ def test_qwen_from_json_alone(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(changed))
         with pytest.raises(UserError, match=message):
             config_from_hf(tmp_path)
+
+
+def test_qwen_tokenizer_without_remote_code(tmp_path):
+    """Its own tokenizer is Python beside the weights, and is left alone; a tokenizer.json is read."""
+    read_golden("qwen", tmp_path)
+    settings = {"tokenizer_class": "QWenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_qwen.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenization_qwen.py").write_text("raise SystemExit('remote code was run')")
+    with pytest.raises(UserError, match=r"holds no tokenizer; expected tokenizer\.json"):
+        _ = load_model(tmp_path).tokenizer
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    assert load_model(tmp_path).tokenizer("b")["input_ids"] == [1]
 
 
 def test_gpt_neox_missing_unembedding_is_named_as_in_the_file(tmp_path):

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from calibjax._checks import UserError
-from calibjax.layers import BlockConfig, Rope, check_rope
+from calibjax.layers import BlockConfig, Rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class DecoderConfig(BlockConfig):
       embedding_scale: Factor on the embeddings, rounded to the compute dtype; or `None`.
       local_layers: For each layer, whether it is local; empty where none is.
       window: How many tokens, itself included, a token of a local layer sees; `None`: all before it.
-      local_rope: Rotary positions of local layers; `None`: as in the others.
+      local_rope: Rotary positions of local layers, of the same fraction; `None`: as in the others.
 
     Raises:
       UserError: The sizes do not fit each other, or a name is not known.
@@ -53,8 +53,11 @@ class DecoderConfig(BlockConfig):
             raise UserError(f"local_layers: expected {self.num_layers} values, got {len(self.local_layers)}.")
         if self.window is not None and self.window < 1:
             raise UserError(f"window: expected None or at least 1, got {self.window}.")
-        if self.local_rope is not None:
-            check_rope(self.local_rope, self.head_dim)
+        if self.local_rope is not None and (self.rope is None or self.local_rope.fraction != self.rope.fraction):
+            raise UserError(
+                "local_rope: expected one that rotates as many channels as rope, "
+                f"got {self.local_rope} beside {self.rope}."
+            )
 
     @property
     def positions(self) -> Literal["rope", "learned"]:

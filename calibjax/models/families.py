@@ -61,11 +61,11 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
     if family is None:
         raise UserError(_unsupported(hf.model_type))
     refuse(hf, "quantization_config", getattr(hf, "quantization_config", None), allowed=(None,))
-    if family.native:
-        return family.read_config(hf)
     try:
         return family.read_config(hf)
     except AttributeError as error:
+        if family.native:
+            raise
         raise UserError(f"{hf.model_type} configuration: {error.name} is missing.") from error
 
 
@@ -194,7 +194,13 @@ def _olmo2_config(hf: Any) -> DecoderConfig:
     return common_config(hf, norm_placement="post", qk_norm="projection", **attention_biases(hf))
 
 
-_ALL_BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
+def _stablelm_config(hf: Any) -> DecoderConfig:
+    refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
+    parallel = "one_norm" if hf.use_parallel_residual else None
+    return common_config(hf, norm="layer", parallel=parallel, qkv_bias=hf.use_qkv_bias)
+
+
+_ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 
 
 def _phi_config(hf: Any) -> DecoderConfig:
@@ -333,6 +339,7 @@ FAMILIES: dict[str, Family] = {
         _gemma3_config, "model.", (*_ENDS, *_GEMMA_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_GATE_UP, *_DOWN)
     ),
     "olmo2": Family(_olmo2_config, "model.", (*_ENDS, *_POST_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_GATE_UP, *_DOWN)),
+    "stablelm": Family(_stablelm_config, "model.", _LLAMA_RULES),
     "phi": Family(_phi_config, "model.", _PHI_RULES),
     "phi3": Family(_phi3_config, "model.", _PHI3_RULES),
     "gpt_neox": Family(

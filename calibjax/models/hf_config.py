@@ -3,6 +3,7 @@
 Whatever would change the numbers and is not implemented here is an error that names the field, never ignored.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,9 @@ def common_config(hf: Any, **ours: Any) -> DecoderConfig:
     }
     if "rope" not in ours:
         fields["rope"] = rope(hf)
+        if fields["rope"].scaling == "longrope":
+            # Beyond it, other divisors hold for the whole sequence: a model for each length, of which this is one.
+            fields["max_positions"] = fields["rope"].original_max_positions
     return DecoderConfig(**{**fields, **ours})
 
 
@@ -67,24 +71,62 @@ def everywhere_local(hf: Any) -> dict[str, Any]:
     return {"local_layers": (True,) * hf.num_hidden_layers, "window": hf.sliding_window}
 
 
+# What each `rope_type` must have. "dynamic" changes nothing up to `max_position_embeddings`, and we refuse longer
+# sequences.
+_ROPE_TYPES = {
+    "default": (),
+    "dynamic": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor",),
+}
+
+
 def rope(hf: Any, parameters: Mapping[str, Any] | None = None) -> Rope:
     """Returns the rotary positions of `parameters`, or of the configuration's own."""
     # transformers 5 keeps theta and scaling together in `rope_parameters`; before, `rope_scaling` stood beside
     # `rope_theta`, and called its kind `type`.
-    if parameters is None:
-        parameters = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
-    theta = parameters.get("rope_theta", getattr(hf, "rope_theta", 10000.0))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    refuse(hf, "rope_type", kind, allowed=("default", "linear", "llama3"))
-    names = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
-    for name in names:
-        if name not in parameters:
-            raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} needs {name!r}, which is missing.")
-    original = parameters.get("original_max_position_embeddings") or hf.max_position_embeddings
-    return Rope(
-        theta=float(theta),
-        fraction=float(parameters.get("partial_rotary_factor", 1.0)),
-        scaling=None if kind == "default" else kind,
-        **{name: float(parameters[name]) for name in names},
-        **({"original_max_positions": int(original)} if kind == "llama3" else {}),
+    given: Mapping[str, Any] = (
+        parameters or getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
     )
+    kind = given.get("rope_type", given.get("type", "default"))
+    refuse(hf, "rope_type", kind, allowed=_ROPE_TYPES)
+    for name in _ROPE_TYPES[kind]:
+        if given.get(name) is None:
+            raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} needs {name!r}, which is missing.")
+    fields: dict[str, Any] = {name: float(given[name]) for name in _ROPE_TYPES[kind] if name != "short_factor"}
+    if kind in ("llama3", "yarn", "longrope"):
+        fields["original_max_positions"] = int(
+            given.get("original_max_position_embeddings") or hf.max_position_embeddings
+        )
+    if kind == "yarn":
+        fields |= _yarn(hf, given)
+    elif kind == "longrope":
+        fields |= _longrope(hf, given, fields["original_max_positions"])
+    return Rope(
+        theta=float(given.get("rope_theta", getattr(hf, "rope_theta", 10000.0))),
+        fraction=float(given.get("partial_rotary_factor", 1.0)),
+        scaling=None if kind in ("default", "dynamic") else kind,
+        **fields,
+    )
+
+
+def _yarn(hf: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("mscale", "mscale_all_dim"):
+        refuse(hf, f"rope_parameters.{name}", given.get(name), allowed=(None,))
+    refuse(hf, "rope_parameters.truncate", given.get("truncate", True), allowed=(True,))
+    amplitude = given.get("attention_factor")
+    return {
+        "beta_fast": float(given.get("beta_fast") or 32),
+        "beta_slow": float(given.get("beta_slow") or 1),
+        "amplitude": 0.1 * math.log(max(given["factor"], 1)) + 1 if amplitude is None else float(amplitude),
+    }
+
+
+def _longrope(hf: Any, given: Mapping[str, Any], original: int) -> dict[str, Any]:
+    factor = given.get("factor") or hf.max_position_embeddings / original
+    amplitude = given.get("attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original))
+    return {"divisors": tuple(map(float, given["short_factor"])), "amplitude": float(amplitude)}

@@ -164,6 +164,9 @@ SHAPES: dict[str, DecoderConfig] = {
         qk_norm="projection",
         rope=Rope(theta=5e5),
     ),
+    "stablelm-3b": _llama(
+        32, 2560, 6912, 32, 32, family="stablelm", vocab_size=50304, norm="layer", rope=Rope(fraction=0.25)
+    ),
     "gpt2": _gpt_like(
         "gpt2",
         12,
