@@ -1,7 +1,6 @@
 """The whole job: fit on one part of the data, evaluate on the other, leave a head, figures and a report."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -9,44 +8,13 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 
 from calibjax._checks import UserError
-from calibjax.data import Windows, check_context, load_windows, split_windows
-from calibjax.eval.report import print_report, write_report
+from calibjax.data import Windows, check_context, split_windows
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel, load_model
+from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
 from calibjax.train.ats import AtsFit, fit_ats
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, make_plan
-
-SCHEMA = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """How text becomes windows of tokens.
-
-    Attributes:
-        text_column: read this column as plain text; by default the format is recognised: text, instruction, prompt and
-            answer, or chat, with the loss on the answers only.
-        prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", in place of the chat template.
-        rows: read only the first rows.
-        seq_len: tokens a window.
-        full_windows: cut each row to exactly seq_len tokens and drop shorter ones.
-        packing: put several short examples into one window, unseen by each other; --no-packing pads. Full windows have
-            no room for either.
-        examples: keep only the first windows.
-    """
-
-    text_column: str | None = None
-    prompt_template: str | None = None
-    rows: int | None = None
-    seq_len: int = 128
-    full_windows: bool = False
-    packing: bool = True
-    examples: int | None = None
-
-    @property
-    def layout(self) -> Literal["full", "pack", "pad"]:
-        return "full" if self.full_windows else "pack" if self.packing else "pad"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +34,7 @@ class AtsRun:
         eval_data: further sets to test the head on: files, directories or hub ids.
         dtype: compute dtype of the frozen model.
         bins: equal-width bins of the expected calibration error.
-        closed: which bin a confidence on an inner edge belongs to: the one below (right) or above (left).
+        closed: which bin a confidence on an edge belongs to: the one below (right), above (left), or none.
         seed: of everything random.
         json: print metrics.json to standard output at the end, and nothing else there.
         quiet: no progress bars.
@@ -82,11 +50,11 @@ class AtsRun:
     eval_data: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
     bins: int = 15
-    closed: Literal["right", "left"] = "right"
+    closed: Literal["right", "left", "none"] = "right"
     seed: int = 0
     json: bool = False
     quiet: bool = False
-    text: DataOptions = DataOptions()
+    text: DataOptions = DataOptions()  # noqa: RUF009 (frozen)
     ats: AtsOptions = AtsOptions()  # noqa: RUF009 (frozen)
 
 
@@ -100,27 +68,10 @@ def run_ats(run: AtsRun, announce=print) -> dict[str, Any]:
     check_context(run.text.seq_len, lm.config.max_positions)
     make_plan(run.ats, lm.config.hidden_size)
 
-    def read(source: str, *, split: str | None = None, column_optional: bool = False) -> Windows:
-        text = run.text
-        windows, description = load_windows(
-            source,
-            lm.tokenizer,
-            seq_len=text.seq_len,
-            layout=text.layout,
-            text_column=text.text_column,
-            prompt_template=text.prompt_template,
-            rows=text.rows,
-            max_windows=text.examples,
-            split=split,
-            column_optional=column_optional,
-        )
-        announce(f"data: {description}")
-        return windows
-
-    windows = read(run.data, split=run.split)
+    windows = run.text.read(run.data, lm, announce, split=run.split)
     fit, held_out = split_windows(windows, run.fit_fraction)
     # Every set is read before training starts: a wrong path must not cost the run.
-    transfer = {_set_name(source, run.eval_data): read(source, column_optional=True) for source in run.eval_data}
+    transfer = run.text.read_all(run.eval_data, lm, announce)
     announce(f"split: {len(fit.tokens):,} windows to fit on, {len(held_out.tokens):,} held out")
     result = calibrate(
         lm,
@@ -157,7 +108,7 @@ def calibrate(
     out: Path,
     transfer: Mapping[str, Windows] | None = None,
     bins: int = 15,
-    closed: Literal["right", "left"] = "right",
+    closed: Literal["right", "left", "none"] = "right",
     seed: int = 0,
     description: dict[str, Any] | None = None,
     keep_tokens: bool = False,
@@ -215,73 +166,8 @@ def calibrate(
     return Calibrated(fitted, document, results)
 
 
-def finish(document: Mapping[str, Any], out: Path, *, show: bool = True) -> None:
-    """Writes metrics.json, then what is drawn from it; `show` prints the tables and, last, where everything is."""
-    (out / "metrics.json").write_text(json.dumps(document, indent=2) + "\n")
-    write_report(document, out)
-    if show:
-        print_report(document)
-        print(f"results in {out}: report.html, metrics.json, reliability.png, head/ (for calibjax.load_head)")
-
-
-def claim_directory(out: Path, identity: dict[str, Any]) -> None:
-    """Makes `out` the directory of the run that `identity` describes, or finds that it already is.
-
-    Raises:
-        UserError: it holds another run, or something that is no run at all.
-    """
-    file = out / "run.json"
-    identity = json.loads(json.dumps(identity))
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: expected a directory, but this is a file.")
-    held = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
-    if held == {file.name}:
-        held = set()  # a run that ended before any work, for a mistake in its options: nothing would be lost
-    if file.name in held:
-        try:
-            stored = json.loads(file.read_text())
-        except ValueError as error:
-            raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
-        if stored != identity:
-            different = ", ".join(_differences(stored, identity)[:8])
-            raise UserError(
-                f"--out {out} holds another run (different: {different}). Choose another directory, remove this one, "
-                "or give the same options to go on with it."
-            )
-        return
-    if held:
-        raise UserError(f"--out {out} is not empty and holds no run of calibjax: choose another directory.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(identity, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot write there ({error}).") from error
-
-
-def _differences(a: Any, b: Any, path: str = "") -> list[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return [d for key in sorted(a.keys() | b.keys()) for d in _differences(a.get(key), b.get(key), f"{path}.{key}")]
-    return [] if a == b else [f"{path.lstrip('.')} {a!r} there, {b!r} now"]
-
-
 def _identity(run: AtsRun) -> dict[str, Any]:
     """What makes two runs the same: all options but where the result goes and how it is shown."""
     shown_only = {"out", "json", "quiet", "eval_data", "bins", "closed"}
     fields = {name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only}
     return {"command": "train ats", **fields}
-
-
-def _set_name(source: str, sources: tuple[str, ...]) -> str:
-    """A short name of a data set: the file's, with its folder's where that alone says little or stands for two."""
-
-    def short(path: str) -> str:
-        return Path(path.rstrip("/")).name.split(".")[0]
-
-    def long(path: str) -> str:
-        return f"{Path(path).absolute().parent.name}/{short(path)}"
-
-    says_little = short(source) in ("train", "valid", "validation", "test", "data")
-    for name in (long,) if says_little else (short, long):
-        if sum(name(other) == name(source) for other in set(sources)) == 1:
-            return name(source)
-    return source

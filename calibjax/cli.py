@@ -17,6 +17,8 @@ import tyro
 
 from calibjax._checks import UserError
 from calibjax.calibrate import AtsRun, run_ats
+from calibjax.evaluate import HeadBoundRun, run_head_bound
+from calibjax.finetune import SftRun, run_sft
 from calibjax.quickstart import Quickstart, run_quickstart
 from calibjax.train import NonFiniteLossError
 
@@ -43,7 +45,7 @@ def _summary(command: type) -> str:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `calibjax`. Returns 0 on success, 2 on a user's error, 1 where training diverged."""
-    app, train = tyro.extras.SubcommandApp(), tyro.extras.SubcommandApp()
+    app, train, evaluate = (tyro.extras.SubcommandApp() for _ in range(3))
 
     @app.command(name="quickstart", help=_summary(Quickstart))
     def quickstart(run: Annotated[Quickstart, tyro.conf.arg(name="")] = Quickstart()) -> int:  # noqa: B008 (frozen)
@@ -53,7 +55,16 @@ def main(args: Sequence[str] | None = None) -> int:
     def ats(run: Annotated[AtsRun, tyro.conf.arg(name="")]) -> int:
         return _carry_out(run, run_ats)
 
+    @train.command(name="sft", help=_summary(SftRun))
+    def sft(run: Annotated[SftRun, tyro.conf.arg(name="")]) -> int:
+        return _carry_out(run, run_sft)
+
+    @evaluate.command(name="head-bound", help=_summary(HeadBoundRun))
+    def head_bound(run: Annotated[HeadBoundRun, tyro.conf.arg(name="")]) -> int:
+        return _carry_out(run, run_head_bound)
+
     app.command(train, name="train", help="Fit something to a language model.")
+    app.command(evaluate, name="eval", help="Look at a language model.")
     return app.cli(prog="calibjax", args=args, config=(tyro.conf.OmitArgPrefixes,))
 
 

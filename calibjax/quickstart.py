@@ -12,11 +12,12 @@ from jaxtyping import Array, Float
 
 from calibjax import losses
 from calibjax._checks import UserError
-from calibjax.calibrate import calibrate, claim_directory, finish
+from calibjax.calibrate import calibrate
 from calibjax.data import Windows, batches
 from calibjax.data.synthetic import TopicLanguage, as_windows, make_language, sample, true_probabilities
 from calibjax.kernels import vocab_stats
 from calibjax.models import DecoderConfig, LanguageModel, hidden_states, init_params, unembedding
+from calibjax.runs import claim_directory, finish
 from calibjax.sharding import make_mesh, replicated
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions

@@ -1,5 +1,6 @@
-"""The mesh: axes by name, and where a batch and the frozen weights lie on it."""
+"""The mesh: axes by name, and where batches and weights lie on it."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
-"""Mesh axes. Batches are split over data and fsdp; weights are whole on every device."""
+"""Mesh axes. Batches are split over data and fsdp; weights over fsdp and tensor, by `RULES`."""
+
+_BATCH = ("data", "fsdp")
+
+RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"(un)?embedding", ("tensor", "fsdp")),  # [V, D]
+    (r"position_embedding", (None, "fsdp")),  # [P, D]
+    (r"layers\.(attention\.[qkv]|mlp\.(gate|up))\.kernel", (None, "fsdp", "tensor")),  # [L, in, out], out divided
+    (r"layers\.(attention\.[qkv]|mlp\.(gate|up))\.bias", (None, "tensor")),  # [L, out]
+    (r"layers\.(attention\.o|mlp\.down)\.kernel", (None, "tensor", "fsdp")),  # [L, in, out], summed over tensor
+)
+"""(pattern of a parameter's dotted path, mesh axis of each of its dimensions); what matches none is whole."""
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
@@ -30,7 +42,40 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows of a batch split over the data and fsdp axes."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    return NamedSharding(mesh, PartitionSpec(_BATCH))
+
+
+def constrain_batch(x: jax.Array) -> jax.Array:
+    """`x` with its rows split like a batch's, where a mesh of ours is set (`jax.set_mesh`); else `x` as it is.
+
+    Told once a layer, so that the compiler gathers weights and not activations.
+    """
+    if not set(_BATCH) <= set(jax.sharding.get_abstract_mesh().axis_names):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))
+
+
+def param_sharding(mesh: Mesh, path: str, shape: Sequence[int]) -> NamedSharding:
+    """Where the parameter at a dotted path lies, by `RULES`; a dimension that an axis does not divide is whole."""
+    for pattern, axes in RULES:
+        if len(axes) == len(shape) and re.fullmatch(pattern, path):
+            pairs = zip(axes, shape, strict=True)
+            divided = (axis if axis in mesh.shape and n % mesh.shape[axis] == 0 else None for axis, n in pairs)
+            return NamedSharding(mesh, PartitionSpec(*divided))
+    return replicated(mesh)
+
+
+def param_shardings(mesh: Mesh, tree: Any) -> Any:
+    """`param_sharding` of every leaf of a tree of arrays or shapes, by the path of its dictionaries.
+
+    The moments of an optimiser lie like the parameters they belong to: only the dictionaries within it count.
+    """
+
+    def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return param_sharding(mesh, ".".join(keys), leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(of, tree)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

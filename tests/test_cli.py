@@ -11,8 +11,8 @@ import pytest
 from tiny import WORDS, model_tensors, write_model, write_text, write_tokenizer
 
 from calibjax import load_head, load_model, quickstart
-from calibjax.calibrate import _set_name
 from calibjax.cli import main
+from calibjax.runs import _set_name
 from calibjax.train import options as ats_options
 
 ROOT = Path(__file__).parents[1]

@@ -1,5 +1,6 @@
 """Every family against transformers and PyTorch: live where torch is installed, and by golden files everywhere."""
 
+import dataclasses
 import json
 
 import jax
@@ -21,16 +22,18 @@ from parity import (
     torch_run,
     write_files,
 )
-from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from calibjax import models
 from calibjax._checks import UserError
+from calibjax.eval.head_bound import head_bound
 from calibjax.heads import FittedHead, HeadConfig
-from calibjax.models import config_from_hf, load_model
+from calibjax.models import LanguageModel, config_from_hf, load_model
 from calibjax.models.calibrated import calibrated_confidence
-from calibjax.models.convert import TensorEntry, plan_tensors
+from calibjax.models.export import save_model
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.rules import Layout
+from calibjax.train.sft import SftObjective
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -71,21 +74,15 @@ def test_golden(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_the_rules_can_be_undone(tmp_path, family):
-    """What `take` got from a tensor, `join` makes that tensor of."""
+def test_what_is_read_is_written_back(tmp_path, family):
+    """The same names, shapes and values, and nothing else."""
     read_golden(family, tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "numpy") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    entries = [TensorEntry(name, tensor.shape, "F32", tmp_path) for name, tensor in tensors.items()]
-    plan = plan_tensors(config_from_hf(tmp_path), entries)
-    pieces = {}
-    for piece in (piece for fill in plan.pieces.values() for piece in fill):
-        pieces.setdefault(piece.entry.name, []).append(piece)
-    assert pieces.keys() == tensors.keys()
-    for name, parts in pieces.items():
-        parts.sort(key=lambda piece: piece.columns.start)
-        joined = parts[0].layout.join([piece.cut(tensors[name]) for piece in parts])
-        np.testing.assert_array_equal(joined, tensors[name], err_msg=name)
+    model = load_model(tmp_path)
+    save_model(tmp_path / "back", model.config, model.params, like=tmp_path)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for name in before:
+        np.testing.assert_array_equal(before[name], after[name], err_msg=name)
 
 
 def test_layout_by_groups():
@@ -186,3 +183,26 @@ def test_confidence_and_features_know_the_unembedding_bias(tmp_path):
     got = calibrated_confidence(model, head, golden["tokens"])
     np.testing.assert_allclose(got.temperature, np.exp(-log_scale), rtol=1e-5)
     np.testing.assert_allclose(got.confidence, expected, rtol=1e-5)
+    with pytest.raises(UserError, match="phi-tiny adds a bias to its logits"):
+        head_bound(model, "phi-tiny")
+
+
+def test_fine_tuning_knows_the_unembedding_bias(tmp_path):
+    golden, _, _ = read_golden("phi", tmp_path)
+    model = load_model(tmp_path)
+    tokens, ones = golden["tokens"], np.ones_like(golden["tokens"])
+    batch = {"tokens": tokens, "targets": tokens[:, ::-1], "segment_ids": ones, "where": ones.astype(bool)}
+    batch["positions"] = np.arange(tokens.shape[1])[None] * ones
+    loss, count = jax.jit(SftObjective(model=model.config))(model.params, None, batch, {})
+    log_probs = jax.nn.log_softmax(golden["logits"])
+    expected = -np.take_along_axis(np.asarray(log_probs, np.float64), batch["targets"][..., None], -1).sum()
+    assert count == tokens.size
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_head_bound_knows_the_offset_of_the_norm(tmp_path):
+    read_golden("gemma", tmp_path)
+    model = load_model(tmp_path)
+    shifted = dict(model.params) | {"final_norm": {"scale": model.params["final_norm"]["scale"] + 1.0}}
+    same = LanguageModel.from_params(dataclasses.replace(model.config, norm_offset=0.0), shifted)
+    assert head_bound(model, "one").logit_norm == pytest.approx(head_bound(same, "other").logit_norm, rel=1e-6)

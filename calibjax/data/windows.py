@@ -37,6 +37,10 @@ class Windows(NamedTuple):
     positions: Int32[np.ndarray, "S T"]
     source: Int32[np.ndarray, " S"]
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns what a step reads: every field `[S, T]`."""
+        return {name: field for name, field in self._asdict().items() if name != "source"}
+
     def take(self, indices: Int[np.ndarray, " n"] | slice) -> "Windows":
         """Returns the windows at `indices`."""
         return Windows(*(field[indices] for field in self))

@@ -12,17 +12,42 @@ from rich.console import Console
 from rich.table import Table
 
 # Okabe and Ito's colour-blind safe set.
-_COLOURS = {"uncalibrated": "#D55E00", "temperature": "#0072B2", "ats": "#009E73"}
-_TITLES = {"uncalibrated": "uncalibrated", "temperature": "single temperature", "ats": "ATS"}
+_COLOURS = {
+    "uncalibrated": "#D55E00",
+    "temperature": "#0072B2",
+    "ats": "#009E73",
+    "base": "#D55E00",
+    "base_temperature": "#E69F00",
+    "fine_tuned": "#0072B2",
+    "fine_tuned_temperature": "#56B4E9",
+}
+_TITLES = {
+    "temperature": "single temperature",
+    "ats": "ATS",
+    "base": "base model",
+    "base_temperature": "base model + temperature",
+    "fine_tuned": "fine-tuned",
+    "fine_tuned_temperature": "fine-tuned + temperature",
+}
 _COLUMNS = ("NLL", "Brier", "ECE [95% interval]", "MCE", "confidence", "accuracy")
 
 
 def verdict(results: Mapping[str, Any]) -> str:
-    """One line: whether ATS came out truer than the single temperature and the model as it is.
+    """One line: whether ATS came out truer than the single temperature and the model as it is, or a fine-tuned model
+    than the one it was made from.
 
     Worse on expected calibration error or on negative log-likelihood counts as worse.
     """
     methods = results["methods"]
+    if {"base", "fine_tuned"} <= methods.keys():
+        before, after = methods["base"], methods["fine_tuned"]
+        figures = (
+            f"ECE {after['ece']['value']:.4f} against {before['ece']['value']:.4f}; "
+            f"NLL {after['nll']:.4f} against {before['nll']:.4f}"
+        )
+        if after["ece"]["value"] > before["ece"]["value"] or after["nll"] > before["nll"]:
+            return f"WARNING: the fine-tuned model is worse than the base model here: {figures}."
+        return f"The fine-tuned model is truer than the base model: {figures}."
     if not {"ats", "temperature", "uncalibrated"} <= methods.keys():
         return ""
     ats, single, base = (methods[name] for name in ("ats", "temperature", "uncalibrated"))
@@ -87,7 +112,7 @@ def print_report(document: Mapping[str, Any]) -> None:
             console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
         console.print(table(results, title))
         some = next(iter(results["methods"].values()))["ece"]
-        edge = "(lo, hi]" if some["closed"] == "right" else "[lo, hi)"
+        edge = {"right": "(lo, hi]", "left": "[lo, hi)", "none": "(lo, hi)"}[some["closed"]]
         console.print(
             f"ECE, MCE: {some['bins']} equal-width bins {edge} of the top token's probability; interval: bootstrap "
             "over windows. Brier: of the top token.",

@@ -112,9 +112,8 @@ def evaluate_tokens(
     kept: dict[str, list[Any]] = {name: [] for name in names}
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
-    fields = ("tokens", "targets", "where", "segment_ids", "positions")
     bar = tqdm(total=len(windows.tokens), desc=description, unit="window", disable=quiet)
-    for batch, real in eval_batches({f: getattr(windows, f) for f in fields}, batch_size):
+    for batch, real in eval_batches(windows.arrays(), batch_size):
         results = jax.device_get(
             _evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch)
         )
@@ -143,7 +142,7 @@ def results_json(
 ) -> dict[str, Any]:
     """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
 
-    Each method: nll, brier, accuracy, confidence, mce, rmsce; `ece` with its value, 95% bootstrap interval over
+    Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% bootstrap interval over
     windows, bins and edge convention; `reliability` per bin (count, mean confidence, accuracy; null where empty); and
     `temperatures`, the histogram over `TEMPERATURE_EDGES`.
     """
@@ -165,7 +164,7 @@ def results_json(
             "count": [int(n) for n in result.temperatures],
         }
         methods[name] = row
-        tokens = int(whole.count.sum())
+        tokens = int(whole.whole()[0])
     return {"tokens": tokens, "methods": methods}
 
 

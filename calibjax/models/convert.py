@@ -108,10 +108,9 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
             name = rule.source.format(layer)
             entry = found.pop(name, None)
             if entry is None:
-                problems["missing"].append(name if rule.targets[0].startswith("unembedding") else family.prefix + name)
+                problems["missing"].append(rule.full_name(family.prefix, layer))
                 continue
-            layout = Layout(rule.transpose, config.num_heads if rule.by_head else 1)
-            for target, piece in _fill(rule, layout, entry, layer, leaves, problems):
+            for target, piece in _fill(rule, rule.layout(config.num_heads), entry, layer, leaves, problems):
                 pieces[target].append(piece)
     problems["unknown"].extend(entry.name for entry in found.values())
     if tied is not None and tied[0].shape != tied[1].shape:

@@ -20,10 +20,14 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from calibjax._checks import UserError
 from calibjax.layers import Block, SequenceContext, make_norm, segment_positions, sequence_context
 from calibjax.models.config import DecoderConfig
+from calibjax.models.lora import LoraConfig, adapters_of
+from calibjax.sharding import constrain_batch
 
 Params = Mapping[str, Any]
 Layers = Literal["last", "all"]
 _Contexts = tuple[SequenceContext, ...]
+Remat = Literal["none", "dots", "full"]
+_REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 
 
 class Decoder(nn.Module):
@@ -35,11 +39,13 @@ class Decoder(nn.Module):
       config: What it is.
       dtype: Compute dtype.
       param_dtype: Dtype of the parameters it creates.
+      remat: What the backward pass computes anew; see `hidden_states`.
     """
 
     config: DecoderConfig
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
+    remat: Remat = "none"
 
     @nn.compact
     def __call__(
@@ -57,9 +63,11 @@ class Decoder(nn.Module):
             hidden = hidden * jnp.asarray(cfg.embedding_scale, self.dtype)
 
         def step(block: Block, hidden: Array, local: Array, contexts: _Contexts) -> tuple[Array, Array | None]:
-            hidden = block(hidden, _choose(local, contexts))
+            hidden = constrain_batch(block(hidden, _choose(local, contexts)))
             return hidden, hidden if layers == "all" else None
 
+        if self.remat != "none":
+            step = nn.remat(step, policy=_REMAT_POLICIES[self.remat], prevent_cse=False)
         scan = nn.scan(
             step,
             variable_axes={"params": 0},
@@ -69,6 +77,7 @@ class Decoder(nn.Module):
         )
         local = jnp.asarray(cfg.local_layers or (False,) * cfg.num_layers)
         contexts = _layer_contexts(cfg, positions, segment_ids)
+        hidden = constrain_batch(hidden)
         last, outputs = scan(Block(cfg, self.dtype, self.param_dtype, name="layers"), hidden, local, contexts)
         last = make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last)
         if not cfg.tie_embeddings:
@@ -95,6 +104,8 @@ def hidden_states(
     positions: Int[Array, "B T"] | None = None,
     layers: Layers = "last",
     dtype: DTypeLike = jnp.float32,
+    remat: Remat = "none",
+    lora: LoraConfig | None = None,
 ) -> Float[Array, "*L B T D"]:
     """Runs the decoder on tokens, up to the final norm; no logits are formed.
 
@@ -108,6 +119,9 @@ def hidden_states(
       layers: `"last"` for the states after the final norm; `"all"` for the embeddings, every block's output, and in
         place of the last block's the states after the final norm, as transformers' `output_hidden_states` has them.
       dtype: Compute dtype. In float32, matrix products are of the highest precision on every platform.
+      remat: What of a block the backward pass computes anew: `"none"`; `"dots"`: all but its matrix products;
+        `"full"`: the whole block, of which only the input is kept.
+      lora: Low-rank adapters that `params` holds beside the kernels; see `init_adapters`.
 
     Returns:
       `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"`, in `dtype`.
@@ -116,13 +130,15 @@ def hidden_states(
       UserError: The shapes do not agree, tokens are not integers, or T is larger than `config.max_positions`.
     """
     _check_inputs(config, tokens, segment_ids, positions, layers)
+    module = Decoder(config, dtype, remat=remat)
+    module = module if lora is None else lora.adapt(module)
     if positions is None:
         if segment_ids is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         else:
             positions = segment_positions(segment_ids)
     with _matmul_precision(dtype):
-        hidden = Decoder(config, dtype).apply({"params": params}, tokens, segment_ids, positions, layers)
+        hidden = module.apply({"params": params}, tokens, segment_ids, positions, layers)
     return cast(Array, hidden)
 
 
@@ -188,6 +204,22 @@ def init_params(config: DecoderConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp
     tokens = jnp.zeros((1, 1), jnp.int32)
     init = jax.jit(lambda key: Decoder(config, param_dtype=dtype).init(key, tokens, None, tokens)["params"])
     return init(key)
+
+
+def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) -> dict[str, Any]:
+    """Returns float32 adapters that change nothing yet: A of He's uniform distribution, B zero.
+
+    Args:
+      config: What the decoder is.
+      lora: Which kernels are adapted, and how.
+      key: A key of `jax.random`.
+
+    Returns:
+      A tree of the adapters alone; `lora.join` puts them beside the parameters they belong to.
+    """
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    module = lora.adapt(Decoder(config))
+    return jax.jit(lambda key: adapters_of(module.init(key, tokens, None, tokens)["params"]))(key)
 
 
 def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:

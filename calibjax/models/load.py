@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
@@ -20,6 +20,7 @@ from calibjax.models.convert import Plan, TensorEntry, plan_tensors
 from calibjax.models.families import FAMILIES, config_from_hf
 from calibjax.models.fingerprint import combine_digests, layer_name, tensor_digest
 from calibjax.models.model import LanguageModel, check_tokenizer
+from calibjax.sharding import param_sharding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +45,7 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
       path: A directory in Hugging Face's layout (`config.json`, `model.safetensors` or its sharded index, tokenizer
         files), or a model's id on the hub, which is downloaded once.
       dtype: What the weights are cast to and computed in: float32 or bfloat16; the files may hold float16 too.
-      mesh: Devices to copy the weights to, each a whole copy; `None` for the default device.
+      mesh: Devices to divide the weights among, by `sharding.RULES`; `None` for the default device.
 
     Returns:
       The model. Its fingerprint is of the weights as stored, whatever `dtype` is.
@@ -62,8 +63,7 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
     tokenizer = _load_tokenizer(folder, native=FAMILIES[config.family].native)
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
-    placement = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    params, fingerprint = _read_params(config, plan, dtype, placement)
+    params, fingerprint = _read_params(config, plan, dtype, mesh)
     return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
 
 
@@ -140,9 +140,7 @@ def _load_tokenizer(folder: Path, native: bool) -> "PreTrainedTokenizerBase | No
         raise UserError(f"{folder}: transformers cannot read the tokenizer files: {error}") from error
 
 
-def _read_params(
-    config: DecoderConfig, plan: Plan, dtype: np.dtype, placement: NamedSharding | None
-) -> tuple[dict[str, Any], str]:
+def _read_params(config: DecoderConfig, plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[str, Any], str]:
     """Reads one parameter at a time: the host never holds more than the largest, beyond what is on the device."""
     if plan.must_equal is not None:
         first, second = plan.must_equal
@@ -161,7 +159,7 @@ def _read_params(
                 raise UserError(f"{piece.entry.file}: {piece.entry.name} {cause} {dtype.name}.")
             name = layer_name(path, piece.layer)
             digests[name] = tensor_digest(name, values)
-        params[path] = jax.device_put(stacked, placement)
+        params[path] = jax.device_put(stacked, None if mesh is None else param_sharding(mesh, path, leaf.shape))
     return traverse_util.unflatten_dict(params, sep="."), combine_digests(config, digests)
 
 

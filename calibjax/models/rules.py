@@ -22,6 +22,14 @@ class Rule:
     transpose: bool = False
     by_head: bool = False
 
+    def full_name(self, prefix: str, layer: int | None) -> str:
+        """The tensor's name with the family's prefix, which the unembedding lacks in every family."""
+        return ("" if self.targets[0].startswith("unembedding") else prefix) + self.source.format(layer)
+
+    def layout(self, num_heads: int) -> "Layout":
+        """How the tensor holds its targets in a model of so many heads."""
+        return Layout(self.transpose, num_heads if self.by_head else 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:

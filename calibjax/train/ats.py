@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,18 +13,25 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax import losses, recalibrate
-from calibjax.data import Windows, batches, eval_batches, hold_back
-from calibjax.heads import MAX_SCALE, MIN_SCALE, FittedHead, HeadConfig
+from calibjax.data import Windows, batches, hold_back
+from calibjax.heads import FittedHead, HeadConfig
 from calibjax.kernels import VocabStats
 from calibjax.models import LanguageModel
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, batch_stats, freeze
-from calibjax.sharding import batch_sharding, make_mesh, replicated
+from calibjax.sharding import make_mesh, replicated
 from calibjax.train.cache import array_hash, window_arrays
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, Trial, make_plan
 from calibjax.train.state import create_state
 from calibjax.train.step import make_train_step
+from calibjax.train.temperature import (
+    LikelihoodPass,
+    describe_temperature,
+    fit_single_temperature,
+    likelihood_pass,
+    mean_likelihood,
+)
 
 _LOSSES: dict[str, tuple[tuple[str, ...], Callable[[VocabStats, Mapping[str, Array]], Array]]] = {
     "cross-entropy": (("cross_entropy",), lambda stats, hyper: losses.cross_entropy(stats)),
@@ -143,25 +150,20 @@ def fit_ats(
     )
     frozen = jax.device_put(freeze(lm, head=plan.head, hidden_given=hidden_given), replicated(mesh))
 
-    def scores(head: HeadConfig, params: Any, rows: np.ndarray, top_label_weight: float) -> _Pass:
-        """A pass over rows of the windows at a factor e^u on the head's scale."""
-        part = _Rows(arrays, rows)
+    def scores(params: Any, rows: np.ndarray, top_label_weight: float) -> LikelihoodPass:
+        return likelihood_pass(
+            lm,
+            plan.head,
+            params,
+            frozen,
+            _Rows(arrays, rows),
+            plan.batch_size,
+            mesh=mesh,
+            top_label_weight=top_label_weight,
+        )
 
-        def sums_at(u: Float[Array, ""]) -> Iterator[recalibrate.LikelihoodSums]:
-            for batch, _ in eval_batches(part, plan.batch_size):
-                batch = jax.device_put(batch, batch_sharding(mesh))
-                yield _likelihood(lm.config, head, lm.dtype, top_label_weight, params, frozen, batch, u)
-
-        return sums_at
-
-    constant = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
-    identity = {"log_scale": jnp.zeros((), jnp.float32)}
-    bounds = (math.log(MIN_SCALE), math.log(MAX_SCALE))
-    single = recalibrate.fit_temperature(scores(constant, identity, every_row, 0.0), bounds=bounds)
-    announce(
-        f"single temperature {single.temperature:.4f} on {len(every_row):,} windows: NLL {single.nll_before:.4f} -> "
-        f"{single.nll:.4f}{'' if single.converged else ' (no finite optimum: the bound was taken)'}"
-    )
+    single, temperature = fit_single_temperature(lm, frozen, arrays, plan.batch_size, mesh=mesh)
+    announce(describe_temperature(single, len(every_row)))
 
     run = {
         "plan": dataclasses.asdict(plan),
@@ -195,10 +197,10 @@ def fit_ats(
         if not chosen_or_refitted:
             candidates.append(Candidate(trial, state.params, math.nan, math.nan, None))
             continue
-        at = scores(plan.head, state.params, validation_rows, plan.top_label_weight)
+        at = scores(state.params, validation_rows, plan.top_label_weight)
         refit = recalibrate.fit_temperature(at) if plan.refit_temperature else None
-        score = refit.nll if refit is not None and _is_significant(refit) else _mean(at)
-        nll = _mean(scores(plan.head, state.params, validation_rows, 0.0))
+        score = refit.nll if refit is not None and _is_significant(refit) else mean_likelihood(at)
+        nll = mean_likelihood(scores(state.params, validation_rows, 0.0))
         candidates.append(Candidate(trial, state.params, nll, score, refit))
         announce(f"ATS {trial}: on validation NLL {nll:.4f}, score {score:.4f}")
     best = min(candidates, key=lambda c: c.validation_score)
@@ -232,12 +234,8 @@ def fit_ats(
         "temperature": single.temperature,
         "windows": {"train": len(train_rows), "validation": len(validation_rows)},
     }
-    log_scale = {"log_scale": jnp.asarray(single.log_scale, jnp.float32)}
-    return AtsFit(
-        FittedHead(plan.head, best.params, log_factor, lm.fingerprint),
-        FittedHead(constant, log_scale, 0.0, lm.fingerprint),
-        report,
-    )
+    head = FittedHead(plan.head, best.params, log_factor, lm.fingerprint)
+    return AtsFit(head, temperature, report)
 
 
 def _is_significant(refit: recalibrate.TemperatureFit) -> bool:
@@ -272,29 +270,3 @@ class _Selection:
 
     def __getitem__(self, index: np.ndarray) -> np.ndarray:
         return self._array[self._rows[index]]
-
-
-def _likelihood_of_batch(model, head, dtype, top_label_weight, params, frozen, batch, log_factor):
-    stats, _ = batch_stats(
-        model,
-        head,
-        params,
-        frozen,
-        batch,
-        dtype=dtype,
-        log_factor=log_factor,
-        statistics=recalibrate.NEEDED_STATISTICS,
-    )
-    return recalibrate.likelihood_sums(stats, top_label_weight)
-
-
-_likelihood = jax.jit(_likelihood_of_batch, static_argnums=(0, 1, 2, 3))
-
-
-_Pass = Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]
-
-
-def _mean(sums_at: _Pass) -> float:
-    """The score per token at factor 1."""
-    parts = [jax.device_get(part) for part in sums_at(jnp.float32(0.0))]
-    return float(sum(part.nll.sum(dtype=np.float64) for part in parts) / sum(part.count.sum() for part in parts))

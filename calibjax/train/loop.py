@@ -3,8 +3,9 @@
 import functools
 import json
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def train(
     description: str,
     checkpoint_every: int = 200,
     log_every: int = 10,
+    evaluate: Callable[[Any], dict[str, float]] | None = None,
+    evaluate_every: int | None = None,
     quiet: bool = False,
 ) -> TrainState:
     """Takes `steps` steps, from the newest checkpoint in `directory` if there is one.
@@ -95,6 +98,8 @@ def train(
         description: of the progress bar.
         checkpoint_every: steps between checkpoints; the last step is always kept.
         log_every: steps between lines of the log.
+        evaluate: from parameters to scalars that are logged and shown; called after the last step too.
+        evaluate_every: steps between evaluations; None: only after the last.
         quiet: no progress bar.
 
     Returns:
@@ -141,9 +146,18 @@ def train(
             if pending is not None:
                 settle(*pending)
             pending = (number, metrics)
-            if number % checkpoint_every == 0 or number == steps:
+            last = number == steps
+            due = evaluate is not None and (last or (evaluate_every is not None and number % evaluate_every == 0))
+            if due or last or number % checkpoint_every == 0:
                 settle(*pending)
                 pending = None
+            if due and evaluate is not None:
+                scalars = evaluate(state.params)
+                log.write(number, scalars)
+                text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
+                if not quiet:
+                    bar.write(f"{description}: step {number:,} of {steps:,}: {text}", file=sys.stderr)
+            if last or number % checkpoint_every == 0:
                 checkpoints.save(state, batches.get_state(), step=number)
     finally:
         bar.close()

@@ -1,7 +1,7 @@
 """One training step: pure, jitted once, its state donated."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ Batch = Mapping[str, Array]
 
 
 class Objective(Protocol):
-    """What is minimised: the sum of a loss over the tokens that count, divided by their number.
+    """What is minimised: the sum of a loss over the tokens that count, or its mean.
 
     Called with what is trained, frozen arrays, a batch and hyper-parameters (float32 scalars: a change of their value
     compiles nothing anew); returns the sum of the loss and the number of tokens, float32 scalars.
@@ -36,7 +36,13 @@ class StepMetrics(NamedTuple):
 TrainStep = Callable[[TrainState, Any, Batch, Mapping[str, Array]], tuple[TrainState, StepMetrics]]
 
 
-def make_train_step(objective: Objective, optimizer: optax.GradientTransformation, *, accumulate: int = 1) -> TrainStep:
+def make_train_step(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    *,
+    accumulate: int = 1,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> TrainStep:
     """The jitted step (state, frozen, batch, hyper) -> (state, metrics); the state given is donated.
 
     Args:
@@ -44,6 +50,8 @@ def make_train_step(objective: Objective, optimizer: optax.GradientTransformatio
         optimizer: of the trained parameters.
         accumulate: micro-batches, one after the other, that a batch is cut into; divides the batch size. The gradient
             is that of the mean over all tokens of the whole batch, however they fall into the micro-batches.
+        reduction: "sum" leaves the gradient that of the sum over the tokens, so that a batch with more of them moves
+            the parameters further; the loss of the metrics is the mean in either case.
     """
 
     def gradients(params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array]):
@@ -61,7 +69,8 @@ def make_train_step(objective: Objective, optimizer: optax.GradientTransformatio
 
             ((loss, tokens), grads), _ = jax.lax.scan(add, zeros, micro)
         count = jnp.maximum(tokens, 1.0)
-        grads = jax.tree.map(lambda g: g / count, grads)
+        if reduction == "mean":
+            grads = jax.tree.map(lambda g: g / count, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = StepMetrics(loss / count, tokens, optax.tree.norm(grads))

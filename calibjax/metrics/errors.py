@@ -1,0 +1,206 @@
+"""Calibration errors over bins: how far mean confidence and accuracy are apart where the confidence is about the same.
+
+Each `*_from_sums` takes `CalibrationSums` of any leading axes (numpy in, numpy out) and is NaN where no point counts.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from calibjax.metrics._points import metric, points
+from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
+from calibjax.metrics.sums import CalibrationSums, sums_of_index
+
+Norm = Literal["l1", "l2", "max"]
+
+
+def _gaps(sums: CalibrationSums):
+    """Per bin: |mean confidence − accuracy| (0 for an empty bin), and its share of all points (NaN for none)."""
+    xp = np if isinstance(sums.count, np.ndarray) else jnp
+    gap = xp.abs(sums.confidence - sums.correct) / xp.maximum(sums.count, 1)
+    points = sums.whole()[0][..., None]
+    share = xp.where(points > 0, sums.count / xp.maximum(points, 1), xp.nan)
+    return xp, gap, share
+
+
+def ece_from_sums(sums: CalibrationSums):
+    """Expected calibration error Σ_b (n_b/n) |conf_b − acc_b| over the last axis; shape `[...]`, in [0, 1]."""
+    _, gap, share = _gaps(sums)
+    return (gap * share).sum(axis=-1)
+
+
+def mce_from_sums(sums: CalibrationSums):
+    """Maximum calibration error max_b |conf_b − acc_b| over non-empty bins; shape `[...]`, in [0, 1]."""
+    xp, gap, share = _gaps(sums)
+    return (gap + xp.where(xp.isnan(share), share, 0)).max(axis=-1)
+
+
+def rmsce_from_sums(sums: CalibrationSums):
+    """Root-mean-square calibration error (Σ_b (n_b/n) (conf_b − acc_b)²)^½; shape `[...]`, in [0, 1]."""
+    xp, gap, share = _gaps(sums)
+    return xp.sqrt((gap * gap * share).sum(axis=-1))
+
+
+def debiased_from_sums(sums: CalibrationSums):
+    """Debiased L2 error (Kumar et al. 2019); shape `[...]`, in [0, 1]. See `debiased_calibration_error`."""
+    xp, gap, share = _gaps(sums)
+    count, safe = sums.count, xp.maximum(sums.count, 2)
+    accuracy = sums.correct / safe
+    variance = (sums.correct_squared / safe - accuracy * accuracy) / (safe - 1)  # of the bin's accuracy
+    square = xp.where(count > 1, gap * gap - variance, 0) * share
+    return xp.sqrt(xp.maximum(square.sum(axis=-1), 0))
+
+
+def bias_from_sums(sums: CalibrationSums):
+    """Mean confidence − accuracy; shape `[...]`, in [−1, 1]."""
+    xp = np if isinstance(sums.count, np.ndarray) else jnp
+    count, confidence, correct, _ = sums.whole()
+    return xp.where(count > 0, (confidence - correct) / xp.maximum(count, 1), xp.nan)
+
+
+_NORMS = {"l1": ece_from_sums, "l2": rmsce_from_sums, "max": mce_from_sums}
+
+
+def _equal_width(confidence, correct, bins: int, closed: Closed, where, statistic):
+    data = points(confidence, correct, where)
+    index = bin_index(data.confidence, bins, closed)
+    return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight).high))
+
+
+def _equal_mass(confidence, correct, bins: int, where, statistic):
+    data = points(confidence, correct, where)
+    index = equal_mass_index(data.confidence, data.weight, bins)
+    return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight).high))
+
+
+def of_norm(norm: Norm):
+    if norm not in _NORMS:
+        raise ValueError(f'norm: expected "l1", "l2" or "max", got {norm!r}.')
+    return _NORMS[norm]
+
+
+@metric("bins", "norm", "closed")
+def expected_calibration_error(
+    confidence: Float[Array, " N"],
+    correct: Array,
+    *,
+    bins: int = 15,
+    norm: Norm = "l1",
+    closed: Closed = "right",
+    where: Array | None = None,
+) -> Float[Array, ""]:
+    """Expected calibration error, Σ_b (n_b/n) |mean confidence_b − accuracy_b| (Guo et al. 2017, eq. 3).
+
+    Args:
+        confidence: `[N]` in [0, 1], any float dtype; taken as float32.
+        correct: `[N]`, 0/1, bool, or shares of correct samples in [0, 1].
+        bins: equal-width bins.
+        norm: "l1" as above; "l2" for `root_mean_square_calibration_error`, "max" for `maximum_calibration_error`.
+        closed: which bin an inner edge belongs to: "right" (the one below), "left" (the one above), or "none": bins
+            are open on both sides, so that a confidence on an edge is in no bin and adds no gap. It still counts in n.
+        where: `[N]`, False for points that do not count; or how often each counts, >= 0.
+
+    Returns:
+        float32 scalar in [0, 1]; NaN where no point counts.
+
+    Raises:
+        ValueError: for wrong options or shapes and, outside jit, where a point that counts is NaN or not in [0, 1]
+            (1e-5 over is rounding, and clipped).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(expected_calibration_error(jnp.array([0.75, 0.75]), jnp.array([1, 0]), bins=10))
+        0.25
+    """
+    return _equal_width(confidence, correct, bins, closed, where, of_norm(norm))
+
+
+@metric("bins", "closed")
+def maximum_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
+    """Maximum calibration error, max_b |mean confidence_b − accuracy_b| over non-empty bins. Arguments as ECE's."""
+    return _equal_width(confidence, correct, bins, closed, where, mce_from_sums)
+
+
+@metric("bins", "closed")
+def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
+    """Root-mean-square calibration error, (Σ_b (n_b/n) (mean confidence_b − accuracy_b)²)^½. Arguments as ECE's."""
+    return _equal_width(confidence, correct, bins, closed, where, rmsce_from_sums)
+
+
+@metric("bins", "norm")
+def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Norm = "l1", where=None):
+    """ECE over bins of equal mass (Nguyen and O'Connor 2015): as many points in each as ties allow.
+
+    Bins as `equal_mass_index`; other arguments as ECE's.
+    """
+    return _equal_mass(confidence, correct, bins, where, of_norm(norm))
+
+
+@metric("bins", "equal_mass", "closed")
+def debiased_calibration_error(
+    confidence, correct, *, bins: int = 15, equal_mass: bool = True, closed: Closed = "right", where=None
+):
+    """L2 calibration error without most of the bias that few points a bin give it (Kumar et al. 2019).
+
+    (max(0, Σ_b (n_b/n) [(conf_b − acc_b)² − s²_b/n_b]))^½ with s²_b the sample variance of correctness in the bin
+    (acc_b (1 − acc_b) n_b/(n_b − 1) where it is 0 or 1); bins of one point add nothing.
+
+    Args:
+        confidence, correct, bins, closed, where: as ECE's.
+        equal_mass: bins of equal mass, as the authors' package; False for equal width (`closed` matters then
+            alone).
+    """
+    if equal_mass:
+        return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
+    return _equal_width(confidence, correct, bins, closed, where, debiased_from_sums)
+
+
+@metric()
+def calibration_bias(confidence, correct, *, where=None):
+    """Mean confidence − accuracy, with its sign: above 0 over-confident, below 0 under-confident. Arguments as ECE's.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(calibration_bias(jnp.array([0.25, 0.25]), jnp.array([1, 0])))
+        -0.25
+    """
+    data = points(confidence, correct, where)
+    return data.mean(data.confidence - data.correct)
+
+
+def classwise_calibration_error(
+    probabilities: Float[Array, "N K"],
+    labels: Int[Array, " N"] | Float[Array, "N K"],
+    *,
+    bins: int = 15,
+    closed: Closed = "right",
+    where: Array | None = None,
+) -> Float[Array, ""]:
+    """Mean over the classes of the ECE of a class' probability (Kull et al. 2019).
+
+    (1/K) Σ_k Σ_b (n_bk/n) |mean probability_bk − share of class k_b|. By its nature it takes more than a confidence.
+
+    Args:
+        probabilities: `[N, K]` in [0, 1].
+        labels: `[N]`, integers in [0, K); or `[N, K]`, the share of each class among the samples of a point.
+        bins, closed: of equal width, as ECE's.
+        where: `[N]`.
+
+    Returns:
+        float32 scalar in [0, 1]; NaN where no point counts.
+    """
+    if jnp.ndim(labels) == 1:
+        labels = jax.nn.one_hot(labels, jnp.shape(probabilities)[-1])
+    return _classwise(probabilities, labels, bins=bins, closed=closed, where=where)
+
+
+@metric("bins", "closed", rank=2)
+def _classwise(probabilities, labels, *, bins: int, closed: Closed, where):
+    where = None if where is None else jnp.broadcast_to(jnp.asarray(where)[:, None], probabilities.shape)
+    data = points(probabilities, labels, where)
+    confidence, correct, weight = (x.T for x in data[:3])
+    sums = sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, weight).high
+    return data.answer(ece_from_sums(sums).mean())

@@ -1,0 +1,198 @@
+"""What averages over all answers of one confidence hide: local calibration error and grouping loss, with features.
+
+Features are what one would tell answers apart by: hidden states, embeddings, subjects as one-hot. They are taken as
+given; standardise them where their scales differ.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from calibjax.metrics._points import Points, metric, points
+from calibjax.metrics.bins import bin_index
+
+
+@metric("bins", "reduction")
+def local_calibration_error(
+    confidence: Float[Array, " N"],
+    correct: Array,
+    features: Float[Array, "N F"],
+    *,
+    bins: int = 15,
+    bandwidth: float | Array = 1.0,
+    reduction: Literal["mean", "max"] = "mean",
+    where: Array | None = None,
+) -> Float[Array, ""]:
+    """Local calibration error (LCE, Luo et al. 2022): the gap among the answers like each answer.
+
+    LCE_i = |Σ_j k_ij (confidence_j − correctness_j)| / Σ_j k_ij over the j in the bin of i; the kernel here is
+    k_ij = exp(−mean_f |features_if − features_jf| / bandwidth). A large bandwidth gives the gap of the bin: the mean is
+    then the ECE and the maximum the MCE; a small one gives |confidence_i − correctness_i|.
+
+    It takes O(N² F) time and O(N F) memory: thin out large sets.
+
+    Args:
+        confidence, correct, where: as `expected_calibration_error`'s.
+        features: `[N, F]`; entries of points that do not count may be anything but must not be NaN elsewhere.
+        bins: of equal width, closed on the right.
+        bandwidth: > 0, in units of the features.
+        reduction: over points: "mean", or "max" (the paper's MLCE).
+
+    Returns:
+        float32 scalar in [0, 1]; NaN where no point counts.
+    """
+    if reduction not in ("mean", "max"):
+        raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')
+    data = points(confidence, correct, where)
+    x = _features(features, data)
+    index = bin_index(data.confidence, bins)
+    residual = data.confidence - data.correct
+
+    def gap(point):
+        own, bin_of_own = point
+        distance = jnp.mean(jnp.abs(x - own[None, :]), axis=-1)
+        similar = jnp.where(index == bin_of_own, data.weight * jnp.exp(-distance / bandwidth), 0.0)
+        return jnp.abs(jnp.sum(similar * residual)) / jnp.sum(similar)
+
+    gaps = jnp.where(data.weight > 0, jax.lax.map(gap, (x, index), batch_size=16), 0.0)
+    return data.mean(gaps) if reduction == "mean" else data.answer(jnp.max(gaps))
+
+
+class GroupingParts(NamedTuple):
+    """Grouping loss = explained − bias − induced, on the scale of `brier_score`; scalars.
+
+    Attributes:
+        explained: variance, inside bins, of the accuracy of regions.
+        bias: what of it finite samples give by themselves.
+        induced: what of it is the slope of accuracy over confidence inside a bin.
+    """
+
+    explained: Array
+    bias: Array
+    induced: Array
+
+    def loss(self) -> Array:
+        return self.explained - self.bias - self.induced
+
+
+@functools.partial(jax.jit, static_argnames=("number", "bins"))
+def grouping_parts(
+    confidence: Float[Array, " N"],
+    correct: Array,
+    regions: Int[Array, " N"],
+    *,
+    number: int,
+    bins: int = 15,
+    where: Array | None = None,
+) -> GroupingParts:
+    """The lower bound of the grouping loss that a partition of the features gives (Perez-Lebel et al. 2023).
+
+    With μ_br, n_br the accuracy and size of region r in bin b, and regions of one point left out:
+    explained = Σ_b (n_b/n) Σ_r (n_br/n_b) (μ_br − μ_b)²;
+    bias = Σ_b (n_b/n) [Σ_r (n_br/n_b) s²_br/n_br − s²_b/n_b] with s² the sample variance of correctness;
+    induced = Σ_b (n_b/n) Var_b(ĉ(confidence)), where the calibration curve ĉ is taken as linear inside each bin (least
+    squares, and less the variance that its noise gives; the authors' package smooths with nearest neighbours instead).
+
+    Args:
+        confidence, correct, where: as `expected_calibration_error`'s.
+        regions: `[N]`, 0 to number − 1; must not have been chosen by looking at these points' correctness.
+        number: of regions a bin.
+        bins: of equal width, closed on the right.
+
+    Returns:
+        `GroupingParts`; NaN where no point counts.
+    """
+    data = points(confidence, correct, where)
+    index = bin_index(data.confidence, bins)
+    cell = jax.nn.one_hot(index * number + regions, bins * number, dtype=jnp.float32)
+
+    def per_cell(value):
+        return jnp.sum(cell * (data.weight * value)[:, None], axis=0).reshape(bins, number)
+
+    # Centred on the bin, so that the variance of confidence does not cancel.
+    offset = data.confidence - (index + 0.5) / bins
+    y = data.correct
+    values = (jnp.ones_like(y), y, y * y, offset, offset * offset, offset * y)
+    sums = jnp.stack([per_cell(value) for value in values])
+    sums = jnp.where(sums[:1] > 1, sums, 0.0)
+    (n_r, y_r, yy_r), whole = sums[:3], jnp.sum(sums, axis=-1)
+    n_b, y_b, yy_b, c_b, cc_b, cy_b = whole / jnp.maximum(whole[:1], 1.0)
+    n_b = whole[0]
+
+    def noise(n, mean, mean_square):
+        """Variance of a mean."""
+        return jnp.where(n > 1, (mean_square - jnp.square(mean)) / jnp.maximum(n - 1, 1.0), 0.0)
+
+    safe = jnp.maximum(n_r, 1.0)
+    mean_r, all_points = y_r / safe, jnp.maximum(jnp.sum(n_b), 1.0)
+    explained = jnp.sum(n_r * jnp.square(mean_r - y_b[:, None])) / all_points
+    bias = (jnp.sum(n_r * noise(n_r, mean_r, yy_r / safe)) - jnp.sum(n_b * noise(n_b, y_b, yy_b))) / all_points
+
+    spread, common, variance = cc_b - c_b * c_b, cy_b - c_b * y_b, yy_b - y_b * y_b
+    sloped = (spread > 1e-12) & (n_b > 2)
+    fitted = jnp.where(sloped, jnp.square(common) / jnp.where(sloped, spread, 1.0), 0.0)
+    chance = jnp.where(sloped, (variance - fitted) / jnp.maximum(n_b - 2, 1.0), 0.0)
+    induced = jnp.sum(n_b * (fitted - chance)) / all_points
+    return GroupingParts(*(data.answer(part) for part in (explained, bias, induced)))
+
+
+@metric("bins")
+def grouping_loss(
+    confidence: Float[Array, " N"],
+    correct: Array,
+    features: Float[Array, "N F"],
+    *,
+    bins: int = 15,
+    where: Array | None = None,
+) -> Float[Array, ""]:
+    """Grouping loss, estimated from below: how far answers of one confidence differ in their chance of being right.
+
+    Each bin is cut in two regions through its mean feature, across the line from the mean feature of wrong answers to
+    that of right ones; the cut is fitted on every second point that counts and evaluated on the others, then the other
+    way round, and the two estimates (`grouping_parts`, Perez-Lebel et al. 2023) are averaged. A perfectly calibrated
+    model can have a large one. Points should come in no particular order.
+
+    Args:
+        confidence, correct, where: as `expected_calibration_error`'s.
+        features: `[N, F]`; entries of points that do not count may be anything.
+        bins: of equal width, closed on the right.
+
+    Returns:
+        float32 scalar, on the scale of `brier_score`; unbiased rather than positive, so noise may take it below 0. NaN
+        where no point counts.
+    """
+    data = points(confidence, correct, where)
+    x = _features(features, data)
+    member = jax.nn.one_hot(bin_index(data.confidence, bins), bins, dtype=jnp.float32)
+    second = jnp.cumsum(data.weight > 0) % 2 == 1
+
+    def fitted_on(half):
+        def class_mean(share):
+            weight = member * jnp.where(half, data.weight * share, 0.0)[:, None]
+            size = jnp.sum(weight, axis=0)
+            return jnp.dot(weight.T, x, precision="highest") / jnp.maximum(size, 1e-9)[:, None], size
+
+        right, n_right = class_mean(data.correct)
+        wrong, n_wrong = class_mean(1 - data.correct)
+        both = (n_right > 0) & (n_wrong > 0)
+        direction = jnp.where(both[:, None], right - wrong, 0.0)
+        share = (n_right / jnp.maximum(n_right + n_wrong, 1e-9))[:, None]
+        middle = jnp.sum(direction * (share * right + (1 - share) * wrong), axis=-1)
+        side = jnp.dot(x, direction.T, precision="highest") > middle[None, :]
+        region = jnp.sum(jnp.where(member > 0, side, False), axis=-1)
+        weight = jnp.where(half, 0.0, data.weight)
+        return grouping_parts(data.confidence, data.correct, region, number=2, bins=bins, where=weight).loss()
+
+    return data.answer((fitted_on(second) + fitted_on(~second)) / 2)
+
+
+def _features(features: Float[Array, "N F"], data: Points) -> Float[Array, "N F"]:
+    features = jnp.asarray(features)
+    if features.ndim != 2 or len(features) != len(data.confidence):
+        raise ValueError(
+            f"features: expected [N, F] for N = {len(data.confidence)} points, got the shape {features.shape}."
+        )
+    return jnp.where(data.weight[:, None] > 0, features.astype(jnp.float32), 0.0)

@@ -1,0 +1,133 @@
+"""Does confidence tell right from wrong: AUROC, risk against coverage, sparsification. Calibration plays no part.
+
+All sort once. Points of equal confidence form one block, and what is computed is the expectation over the orders inside
+it; so nothing depends on the order in which points come. A point that counts w times is w points of one confidence.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from calibjax.metrics._points import Points, metric, points
+
+
+class _Blocks(NamedTuple):
+    """Blocks of equal score, best first; entries that do not end a block have `weight` and `value` 0. `[N]` each."""
+
+    weight: Float[Array, " N"]  # in the block
+    value: Float[Array, " N"]  # Σ value in the block
+    weight_before: Float[Array, " N"]  # in all better blocks
+    value_before: Float[Array, " N"]
+
+
+def _blocks(score: Float[Array, " N"], value: Float[Array, " N"], weight: Float[Array, " N"]) -> _Blocks:
+    order = jnp.argsort(-score)
+    score, weight = score[order], weight[order]
+    ends = jnp.append(score[1:] != score[:-1], True)
+
+    def of_blocks(sums):
+        latest = jax.lax.cummax(jnp.where(ends, sums, 0.0))  # sums never fall: the value at the latest end so far
+        before = jnp.concatenate([jnp.zeros(1), latest[:-1]])
+        return jnp.where(ends, sums - before, 0.0), before
+
+    weights, weights_before = of_blocks(jnp.cumsum(weight))
+    values, values_before = of_blocks(jnp.cumsum(weight * value[order]))
+    return _Blocks(weights, values, weights_before, values_before)
+
+
+@metric()
+def auroc(confidence, correct, *, where=None):
+    """Area under the ROC curve: P(a right answer has more confidence than a wrong one), ties counting one half.
+
+    With shares of correct samples a point counts as right and as wrong, by its shares. Arguments as
+    `expected_calibration_error`'s.
+
+    Returns:
+        float32 scalar in [0, 1]; NaN where all are right, or none.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(auroc(jnp.array([0.9, 0.8, 0.8, 0.1]), jnp.array([1, 1, 0, 0])))
+        0.875
+    """
+    data = points(confidence, correct, where)
+    b = _blocks(data.confidence, data.correct, data.weight)
+    right, wrong = jnp.sum(b.value), jnp.sum(b.weight - b.value)
+    above = jnp.sum((b.weight - b.value) / wrong * (b.value_before + b.value / 2) / right)
+    return data.answer(above)
+
+
+def _harmonic(start: Float[Array, " N"], length: Float[Array, " N"]) -> Float[Array, " N"]:
+    """H(start + length) − H(start) of the harmonic numbers, without the cancellation of a difference.
+
+    Eight terms are taken off both ends; the rest is the asymptotic H(x − ½) = log x + γ + 1/(24 x²) − ..., whose next
+    term is below 2e-6 of the sum there.
+    """
+    near = start[:, None] + jnp.arange(1, 9, dtype=jnp.float32)[None, :]
+    head = jnp.sum(length[:, None] / (near * (near + length[:, None])), axis=-1)
+    low, high = start + 8.5, start + length + 8.5
+    return head + jnp.log1p(length / low) - length * (low + high) / (24 * jnp.square(low * high))
+
+
+def _area(data: Points, score: Float[Array, " N"], loss: Float[Array, " N"]) -> Array:
+    """(1/n) Σ_k (mean loss of the k points of highest score), expected over the order inside blocks.
+
+    In a block of W points and mean loss e after a points with loss E in all, the risk after j of it is
+    (E + j e)/(a + j) = e + (E − a e)/(a + j), so the block adds W e + (E − a e) (H(a + W) − H(a)).
+    """
+    b = _blocks(score, loss, data.weight)
+    mean = b.value / jnp.maximum(b.weight, 1.0)
+    added = b.value + (b.value_before - b.weight_before * mean) * _harmonic(b.weight_before, b.weight)
+    return jnp.sum(added) / jnp.sum(b.weight)
+
+
+@metric()
+def aurc(confidence, correct, *, where=None):
+    """Area under the risk-coverage curve (Geifman and El-Yaniv 2017; Geifman et al. 2019).
+
+    (1/n) Σ_k (share of wrong answers among the k of highest confidence). Arguments as `expected_calibration_error`'s.
+
+    Returns:
+        float32 scalar in [0, 1], lower is better; NaN where no point counts.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> round(float(aurc(jnp.array([0.9, 0.8, 0.7]), jnp.array([1, 0, 1]))), 4)  # (0 + 1/2 + 1/3) / 3
+        0.2778
+    """
+    data = points(confidence, correct, where)
+    return data.answer(_area(data, data.confidence, 1 - data.correct))
+
+
+@metric()
+def excess_aurc(confidence, correct, *, where=None):
+    """AURC less that of the best order, all right answers first (E-AURC, Geifman et al. 2019)."""
+    data = points(confidence, correct, where)
+    loss = 1 - data.correct
+    return data.answer(_area(data, data.confidence, loss) - _area(data, -loss, loss))
+
+
+@metric("error")
+def ause(confidence, correct, *, error: Literal["brier", "zero-one"] = "brier", where=None):
+    """Area under the sparsification error (Ilg et al. 2018), uncertainty being 1 − confidence.
+
+    Mean over k of (mean error of the k most certain points − mean error of the k points of least error), over the mean
+    error of all; so both curves start at one, and 0 is best.
+
+    Args:
+        confidence, correct, where: as `expected_calibration_error`'s.
+        error: of a point: "brier", (confidence − correctness)²; "zero-one", 1 − correctness, which gives
+            `excess_aurc` over the error rate.
+
+    Returns:
+        float32 scalar; 0 where there is no error at all, NaN where no point counts.
+    """
+    if error not in ("brier", "zero-one"):
+        raise ValueError(f'error: expected "brier" or "zero-one", got {error!r}.')
+    data = points(confidence, correct, where)
+    loss = jnp.square(data.confidence - data.correct) if error == "brier" else 1 - data.correct
+    mean = data.mean(loss)
+    excess = _area(data, data.confidence, loss) - _area(data, -loss, loss)
+    return data.answer(jnp.where(mean > 0, excess / jnp.where(mean > 0, mean, 1.0), 0.0))

@@ -1,0 +1,146 @@
+"""What every run shares: its data, its directory, and what is written and printed at its end."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from calibjax._checks import UserError
+from calibjax.data import Windows, load_windows
+from calibjax.eval.report import print_report, write_report
+from calibjax.models import LanguageModel
+
+SCHEMA = 1
+"""Of metrics.json."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """How text becomes windows of tokens.
+
+    Attributes:
+        text_column: read this column as plain text; by default the format is recognised: text, instruction, prompt and
+            answer, or chat, with the loss on the answers only.
+        prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", in place of the chat template.
+        rows: read only the first rows.
+        seq_len: tokens a window.
+        full_windows: cut each row to exactly seq_len tokens and drop shorter ones.
+        packing: put several short examples into one window, unseen by each other; --no-packing pads. Full windows have
+            no room for either.
+        examples: keep only the first windows.
+    """
+
+    text_column: str | None = None
+    prompt_template: str | None = None
+    rows: int | None = None
+    seq_len: int = 128
+    full_windows: bool = False
+    packing: bool = True
+    examples: int | None = None
+
+    @property
+    def layout(self) -> Literal["full", "pack", "pad"]:
+        return "full" if self.full_windows else "pack" if self.packing else "pad"
+
+    def read(
+        self,
+        source: str,
+        lm: LanguageModel,
+        announce: Callable[[str], None],
+        *,
+        split: str | None = None,
+        column_optional: bool = False,
+    ) -> Windows:
+        """Reads a source, and says what was made of it; arguments as `load_windows`'."""
+        windows, description = load_windows(
+            source,
+            lm.tokenizer,
+            seq_len=self.seq_len,
+            layout=self.layout,
+            text_column=self.text_column,
+            prompt_template=self.prompt_template,
+            rows=self.rows,
+            max_windows=self.examples,
+            split=split,
+            column_optional=column_optional,
+        )
+        announce(f"data: {description}")
+        return windows
+
+    def read_all(
+        self, sources: tuple[str, ...], lm: LanguageModel, announce: Callable[[str], None]
+    ) -> dict[str, Windows]:
+        """Reads further sets to test on, by short names; `text_column` counts where a set has that column."""
+        return {_set_name(source, sources): self.read(source, lm, announce, column_optional=True) for source in sources}
+
+
+def claim_directory(out: Path, identity: dict[str, Any]) -> None:
+    """Makes `out` the directory of the run that `identity` describes, or finds that it already is.
+
+    Raises:
+        UserError: it holds another run, or something that is no run at all.
+    """
+    file = out / "run.json"
+    identity = json.loads(json.dumps(identity))
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: expected a directory, but this is a file.")
+    held = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
+    if held == {file.name}:
+        held = set()  # a run that ended before any work, for a mistake in its options: nothing would be lost
+    if file.name in held:
+        try:
+            stored = json.loads(file.read_text())
+        except ValueError as error:
+            raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
+        if stored != identity:
+            different = ", ".join(_differences(stored, identity)[:8])
+            raise UserError(
+                f"--out {out} holds another run (different: {different}). Choose another directory, remove this one, "
+                "or give the same options to go on with it."
+            )
+        return
+    if held:
+        raise UserError(f"--out {out} is not empty and holds no run of calibjax: choose another directory.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(identity, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot write there ({error}).") from error
+
+
+def _differences(a: Any, b: Any, path: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [d for key in sorted(a.keys() | b.keys()) for d in _differences(a.get(key), b.get(key), f"{path}.{key}")]
+    return [] if a == b else [f"{path.lstrip('.')} {a!r} there, {b!r} now"]
+
+
+def _set_name(source: str, sources: tuple[str, ...]) -> str:
+    """A short name of a data set: the file's, with its folder's where that alone says little or stands for two."""
+
+    def short(path: str) -> str:
+        return Path(path.rstrip("/")).name.split(".")[0]
+
+    def long(path: str) -> str:
+        return f"{Path(path).absolute().parent.name}/{short(path)}"
+
+    says_little = short(source) in ("train", "valid", "validation", "test", "data")
+    for name in (long,) if says_little else (short, long):
+        if sum(name(other) == name(source) for other in set(sources)) == 1:
+            return name(source)
+    return source
+
+
+HEAD = "head/ (for calibjax.load_head)"
+
+
+def finish(document: Mapping[str, Any], out: Path, *, holds: str = HEAD, show: bool = True) -> None:
+    """Writes metrics.json, then what is drawn from it; `show` prints the tables and, last, where everything is.
+
+    `holds` names what else the run left in `out`.
+    """
+    (out / "metrics.json").write_text(json.dumps(document, indent=2) + "\n")
+    write_report(document, out)
+    if show:
+        print_report(document)
+        print(f"results in {out}: report.html, metrics.json, reliability.png, {holds}")

@@ -1,0 +1,322 @@
+"""Supervised fine-tuning with label smoothing (arXiv 2508.00264): the model itself is trained, or adapters in it."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from calibjax._checks import UserError
+from calibjax.data import Windows, batches, eval_batches, hold_back
+from calibjax.kernels import VocabSharding, linear_cross_entropy
+from calibjax.models import LanguageModel, decoder
+from calibjax.models.config import DecoderConfig
+from calibjax.models.lora import LoraConfig
+from calibjax.sharding import batch_sharding, make_mesh, param_shardings
+from calibjax.train.cache import array_hash
+from calibjax.train.loop import train
+from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, create_state
+from calibjax.train.step import make_train_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SftOptions:
+    """How a model is fine-tuned.
+
+    Attributes:
+        label_smoothing: weight of the uniform distribution in the target, 0 to 1.
+        z_loss: weight of the squared log-normaliser; 1e-4 keeps logits from drifting.
+        temperature: the loss is of the logits divided by it; the model that comes out is used at 1.
+        softcap: logits become softcap * tanh(logits / softcap), in training and evaluation; by default the model's own.
+        reduction: mean over the tokens of a batch, or their sum.
+        lora_rank: train low-rank adapters of this rank, and none of the weights.
+        lora_alpha: the adapters are weighted by lora_alpha / lora_rank.
+        lora_targets: kernels that get one: all of the blocks', or those of attention or of the MLP.
+        epochs: passes over the windows.
+        batch_size: windows a step.
+        accumulate: micro-batches a step.
+        optimizer: adamw, or adafactor, which keeps hardly any state.
+        learning_rate: peak; by default 2e-5, and 2e-4 for adapters.
+        schedule: linear or cosine decay to 0, or constant.
+        warmup_fraction: of the steps.
+        weight_decay: decoupled.
+        clip_norm: largest norm of the gradient.
+        remat: what of a block the backward pass computes anew: full, all but its matrix products (dots), or none.
+        validation_fraction: of the windows, kept from training; the likelihood of their tokens is logged every epoch.
+        checkpoint_every: steps between checkpoints.
+    """
+
+    label_smoothing: float = 0.1
+    z_loss: float = 0.0
+    temperature: float = 1.0
+    softcap: float | None = None
+    reduction: Literal["mean", "sum"] = "mean"
+    lora_rank: int | None = None
+    lora_alpha: float = 32.0
+    lora_targets: Literal["all", "attention", "mlp"] = "all"
+    epochs: int = 2
+    batch_size: int = 16
+    accumulate: int = 1
+    optimizer: OptimizerKind = "adamw"
+    learning_rate: float | None = None
+    schedule: Schedule = "linear"
+    warmup_fraction: float = 0.03
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    remat: decoder.Remat = "full"
+    validation_fraction: float = 0.05
+    checkpoint_every: int = 200
+
+    def check(self, mesh: Mesh) -> None:
+        """Raises `UserError` where a value is out of range, or batches do not divide among the devices of `mesh`."""
+        rows = mesh.shape["data"] * mesh.shape["fsdp"]
+        micro, left = divmod(self.batch_size, self.accumulate) if self.accumulate >= 1 else (0, 1)
+        ranges = {
+            "label_smoothing": (0 <= self.label_smoothing <= 1, "from 0 to 1"),
+            "z_loss": (0 <= self.z_loss < math.inf, "at least 0"),
+            "temperature": (0 < self.temperature < math.inf, "positive"),
+            "softcap": (self.softcap is None or 0 < self.softcap < math.inf, "positive"),
+            "lora_rank": (self.lora_rank is None or self.lora_rank >= 1, "at least 1"),
+            "lora_alpha": (0 < self.lora_alpha < math.inf, "positive"),
+            "epochs": (self.epochs >= 1, "at least 1"),
+            "batch_size": (self.batch_size >= 1, "at least 1"),
+            "accumulate": (not left, f"a divisor of --batch-size {self.batch_size}"),
+            "learning_rate": (self.learning_rate is None or 0 < self.learning_rate < math.inf, "positive"),
+            "warmup_fraction": (0 <= self.warmup_fraction < 1, "at least 0 and below 1"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0"),
+            "clip_norm": (0 < self.clip_norm < math.inf, "positive"),
+            "validation_fraction": (0 < self.validation_fraction < 1, "between 0 and 1"),
+            "checkpoint_every": (self.checkpoint_every >= 1, "at least 1"),
+        }
+        for name, (right, expected) in ranges.items():
+            if not right:
+                raise UserError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}.")
+        if micro % rows:
+            raise UserError(
+                f"--batch-size {self.batch_size} in {self.accumulate} micro-batch(es) of {micro} windows does not "
+                f"divide among the {rows} devices of the mesh axes data and fsdp: give a multiple of "
+                f"{rows * self.accumulate}."
+            )
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        if self.lora_rank is None:
+            return None
+        return LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets)
+
+    @property
+    def optimizer_config(self) -> OptimizerConfig:
+        rate = self.learning_rate or (2e-5 if self.lora_rank is None else 2e-4)
+        return OptimizerConfig(
+            learning_rate=rate,
+            kind=self.optimizer,
+            schedule=self.schedule,
+            warmup_fraction=self.warmup_fraction,
+            weight_decay=self.weight_decay,
+            clip_norm=self.clip_norm,
+        )
+
+    def configure(self, config: DecoderConfig) -> DecoderConfig:
+        """The configuration that is trained: the model's own, with the soft-cap that was asked for."""
+        return config if self.softcap is None else dataclasses.replace(config, logit_softcap=self.softcap)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SftObjective:
+    """The `Objective` of fine-tuning: `linear_cross_entropy` of the decoder's hidden states. Hashable.
+
+    Trained are the decoder's parameters, or adapters, with the decoder frozen; the logits are never held. The loss of a
+    token with logits z/T, of which β is smoothed, is (1−β)(−log p_y) + β(−(1/V) Σ_v log p_v) + z_loss·lse²
+    (arXiv 2508.00264, section 3).
+    """
+
+    model: DecoderConfig
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    temperature: float = 1.0
+    dtype: DTypeLike = jnp.float32
+    remat: decoder.Remat = "none"
+    lora: LoraConfig | None = None
+    sharding: VocabSharding | None = None
+
+    def __call__(
+        self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        if self.lora is not None:
+            params = self.lora.join(frozen, params)
+        hidden = decoder.hidden_states(
+            self.model,
+            params,
+            batch["tokens"],
+            segment_ids=batch["segment_ids"],
+            positions=batch["positions"],
+            dtype=self.dtype,
+            remat=self.remat,
+            lora=self.lora,
+        )
+        loss = linear_cross_entropy(
+            hidden,
+            decoder.unembedding(self.model, params).astype(self.dtype),
+            batch["targets"],
+            bias=decoder.unembedding_bias(params),
+            scale=None if self.temperature == 1 else 1 / self.temperature,
+            softcap=self.model.logit_softcap,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            reduction="sum",
+            where=batch["where"],
+            sharding=self.sharding,
+        )
+        return loss, jnp.sum(batch["where"]).astype(jnp.float32)
+
+    def likelihood(self) -> "SftObjective":
+        """The same model scored by its negative log-likelihood."""
+        return dataclasses.replace(self, label_smoothing=0.0, z_loss=0.0, temperature=1.0, remat="none")
+
+
+class SftFit(NamedTuple):
+    """What `fit_sft` returns.
+
+    Attributes:
+        config: of the model, with the soft-cap it was trained with.
+        params: float32, or the frozen weights' dtype where adapters were trained; adapters are merged.
+        report: JSON-able: options, steps, and the likelihood on the windows kept from training.
+    """
+
+    config: DecoderConfig
+    params: decoder.Params
+    report: dict[str, Any]
+
+
+def vocab_sharding(mesh: Mesh, config: DecoderConfig) -> VocabSharding | None:
+    """How the operator divides the unembedding as `sharding.RULES` stores it; None on one device."""
+    if mesh.size == 1:
+        return None
+    divides = config.hidden_size % mesh.shape["fsdp"] == 0
+    return VocabSharding(mesh, width=("fsdp",) if divides else ())
+
+
+def split_validation(windows: Windows, options: SftOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that are trained on, and those kept for validation."""
+    return hold_back(windows, options.validation_fraction, seed)
+
+
+def fit_sft(
+    lm: LanguageModel,
+    windows: Windows,
+    options: SftOptions = SftOptions(),
+    *,
+    directory: Path,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    consume: bool = False,
+    announce: Callable[[str], None] = print,
+    quiet: bool = False,
+) -> SftFit:
+    """Fine-tunes a model, or adapters in it, on windows of tokens.
+
+    Everything is kept in `directory`: killed and called again with the same arguments it goes on where it was and ends
+    with the same parameters, bit for bit. Weights are trained in float32, whatever the compute dtype.
+
+    Args:
+        lm: the model to start from; `lm.dtype` is the compute dtype. For full fine-tuning its weights are best
+            float32, as they are stored.
+        windows: to train on; a part of them, chosen by `seed`, is kept for validation.
+        options: see `SftOptions`.
+        directory: for checkpoints and logs.
+        mesh: devices, with the axes of `calibjax.sharding.AXES`; None: one device.
+        seed: of the adapters, the order of the windows, and the part kept back.
+        consume: give the weights of `lm` up to the training in place of a copy; `lm` cannot be used afterwards.
+        announce: told in one line each what was done.
+        quiet: no progress bars.
+
+    Returns:
+        `SftFit`.
+
+    Raises:
+        UserError: options that do not fit, or a directory with another run.
+        NonFiniteLossError: training diverged.
+    """
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    options.check(mesh)
+    if not windows.where.any():
+        raise UserError("fine-tuning: no token of the windows counts; check the format of the data and the masks.")
+    config, lora = options.configure(lm.config), options.lora
+    train_rows, validation_rows = split_validation(windows, options, seed)
+    objective = SftObjective(
+        model=config,
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        temperature=options.temperature,
+        dtype=lm.dtype,
+        remat=options.remat,
+        lora=lora,
+        sharding=vocab_sharding(mesh, config),
+    )
+    steps = max(1, options.epochs * len(train_rows) // options.batch_size)
+    optimizer = options.optimizer_config.build(steps)
+    placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
+    frozen: Any = None if lora is None else placed
+    source = placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(seed))
+
+    def start(params: Any):
+        return create_state(jax.tree.map(lambda x: x.astype(jnp.float32), params), optimizer)
+
+    shardings = param_shardings(mesh, jax.eval_shape(start, source))
+    given_up = lora is None and consume
+    state = jax.jit(start, out_shardings=shardings, donate_argnums=0 if given_up else ())(source)
+    del source, placed
+
+    likelihood = jax.jit(objective.likelihood())
+    validation = windows.take(validation_rows).arrays()
+
+    def evaluate(params: Any) -> dict[str, float]:
+        sums = []
+        for batch, _ in eval_batches(validation, options.batch_size):
+            sums.append(likelihood(params, frozen, jax.device_put(batch, batch_sharding(mesh)), {}))
+        loss, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
+        return {"validation_nll": float(loss / count)}
+
+    with jax.set_mesh(mesh):
+        state = train(
+            make_train_step(objective, optimizer, accumulate=options.accumulate, reduction=options.reduction),
+            state,
+            frozen,
+            {},
+            batches(windows.take(train_rows).arrays(), options.batch_size, seed=seed, epochs=options.epochs),
+            steps=steps,
+            mesh=mesh,
+            directory=directory,
+            run={
+                "options": dataclasses.asdict(options),
+                "seed": seed,
+                "fingerprint": lm.fingerprint,
+                "dtype": str(lm.dtype),
+                "windows": array_hash(windows._asdict()),
+            },
+            description="fine-tuning",
+            checkpoint_every=options.checkpoint_every,
+            evaluate=evaluate,
+            evaluate_every=max(1, steps // options.epochs),
+            quiet=quiet,
+        )
+        final = evaluate(state.params)
+    announce(
+        f"fine-tuned for {steps:,} steps on {len(train_rows):,} windows; NLL of the {len(validation_rows):,} kept for "
+        f"validation: {final['validation_nll']:.4f}"
+    )
+    report = {
+        "options": dataclasses.asdict(options),
+        "steps": steps,
+        "windows": {"train": len(train_rows), "validation": len(validation_rows)},
+        **final,
+    }
+    params = state.params if lora is None else lora.merge(frozen, state.params)
+    return SftFit(config, params, report)

@@ -1,0 +1,215 @@
+"""Bootstrap intervals and paired comparisons of arrays; streams; pass@k."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import EPS, assert_within
+
+from calibjax import metrics
+from calibjax.metrics.bootstrap import POOLS
+
+
+def answers(n, seed=0, shift=0.1):
+    """Confidence in [.2, .9], accuracy lower by `shift`."""
+    rng = np.random.default_rng(seed)
+    confidence = rng.uniform(0.2, 0.9, n).astype(np.float32)
+    return confidence, (rng.uniform(size=n) < confidence - shift).astype(np.float32)
+
+
+def brier_of_points(confidence, correct, *, where):
+    """A metric that the bootstrap cannot take from sums."""
+    return metrics.brier_score(confidence, correct, where=where)
+
+
+@pytest.mark.parametrize("n", [500, 3 * POOLS + 1], ids=["points", "pools"])
+def test_interval_of_a_mean(n):
+    c, y = answers(n)
+    value, low, high = metrics.metric_interval(metrics.brier_score, c, y, resamples=2000)
+    loss = (c.astype(np.float64) - y) ** 2
+    half = 1.96 * loss.std() / n**0.5
+    assert_within(value, loss.mean(), 1e-6, "value")
+    # 2,000 resamples know a 2.5% quantile to some 0.06 of a standard deviation, 3% of half an interval.
+    assert_within([low, high], [loss.mean() - half, loss.mean() + half], 0.1 * half, "interval")
+
+
+def test_sums_and_points_give_the_same_resamples():
+    c, y = answers(400)
+    groups = np.array([f"question {k // 4}" for k in range(400)])
+    where = np.arange(400) % 7 > 0
+    options = {"groups": groups, "where": where, "resamples": 40, "seed": 3}
+    fast = metrics.resample_metric(metrics.brier_score, c, y, **options)
+    slow = metrics.resample_metric(brier_of_points, c, y, **options)
+    assert_within(slow, fast, 20 * EPS, "Brier score")
+    # And by hand: the groups' own sums, drawn by the same generator.
+    of = np.unique(groups[where], return_inverse=True)[1]
+    loss = np.bincount(of, (c[where].astype(np.float64) - y[where]) ** 2)
+    drawn = np.random.default_rng(3).multinomial(100, np.full(100, 0.01), size=40)
+    assert_within(fast, drawn @ loss / (drawn @ np.bincount(of)), 1e-12, "by hand")
+    other = metrics.resample_metric(metrics.brier_score, c, y, **{**options, "seed": 4})
+    assert not np.allclose(fast, other)
+
+
+def test_ece_of_arrays_is_that_of_sums():
+    c, y = answers(400)
+    sums = metrics.calibration_sums(c.reshape(100, 4), y.reshape(100, 4), bins=10, closed="left")
+    of_sums = metrics.resample_sums(sums, resamples=30)
+    groups = np.arange(400) // 4
+    ece = metrics.expected_calibration_error
+    of_arrays = metrics.resample_metric(ece, c, y, bins=10, closed="left", groups=groups, resamples=30)
+    assert_within(of_arrays, of_sums, 20 * EPS, "ECE")
+    l2 = metrics.resample_metric(ece, c, y, norm="l2", groups=groups, resamples=30)
+    rms = metrics.resample_metric(metrics.root_mean_square_calibration_error, c, y, groups=groups, resamples=30)
+    np.testing.assert_array_equal(l2, rms)
+
+
+def test_groups_that_agree_widen_the_interval():
+    c, y = (np.repeat(x, 10) for x in answers(200))
+    alone = metrics.metric_interval(metrics.calibration_bias, c, y, resamples=400)
+    together = metrics.metric_interval(metrics.calibration_bias, c, y, groups=np.arange(2000) // 10, resamples=400)
+    ratio = (together.high - together.low) / (alone.high - alone.low)
+    assert_within(ratio, 10**0.5, 0.5, "ten times the same answer")
+
+
+def test_sorting_metrics_have_intervals():
+    rng = np.random.default_rng(1)
+    c = rng.uniform(size=300).astype(np.float32)
+    y = rng.uniform(size=300) < 0.5
+    value, low, high = metrics.metric_interval(metrics.auroc, c, y, resamples=300)
+    # Of an AUROC of 1/2 the variance is (n + 1)/(12 n₀ n₁) (Mann and Whitney 1947).
+    half = 1.96 * (301 / (12 * y.sum() * (~y).sum())) ** 0.5
+    assert_within((high - low) / 2, half, 0.2 * half, "half width")
+    assert low < value < high
+
+
+def test_paired_comparison():
+    c, y = answers(2000)
+    repaired = c - np.float32(0.1)
+    ece = metrics.expected_calibration_error
+    better = metrics.paired_comparison(ece, (repaired, y), (c, y), resamples=500)
+    assert_within(better.difference, float(ece(repaired, y)) - float(ece(c, y)), 0)
+    assert better.low < better.difference < better.high < 0, better
+    assert better.share_lower == 1.0
+    assert_within(better.p_value, 1 / 501, 1e-12, "p")
+    worse = metrics.paired_comparison(ece, (c, y), (repaired, y), resamples=500)
+    assert_within([worse.low, worse.high, worse.share_lower], [-better.high, -better.low, 0.0], 1e-12, "the other way")
+    same = metrics.paired_comparison(ece, (c, y), (c, y), resamples=50)
+    assert same == (0.0, 0.0, 0.0, 0.5, 1.0)
+    # Pairing takes away what both have in common: Brier scores of two models on the same answers.
+    close = (np.clip(c - np.float32(0.01), 0, 1), y)
+    paired = metrics.paired_comparison(metrics.brier_score, close, (c, y), resamples=500)
+    single = metrics.metric_interval(metrics.brier_score, c, y, resamples=500)
+    assert paired.high - paired.low < 0.2 * (single.high - single.low)
+    with pytest.raises(ValueError, match="the same points"):
+        metrics.paired_comparison(ece, (c, y), (c[1:], y[1:]))
+
+
+def test_comparison_of_sums():
+    c, y = answers(2000)
+    first, second = (metrics.calibration_sums(x.reshape(200, 10), y.reshape(200, 10)) for x in (c - 0.1, c))
+    of_sums = metrics.compare_sums(first, second, resamples=200)
+    arrays = ((c - np.float32(0.1), y), (c, y))
+    groups = np.arange(2000) // 10
+    of_arrays = metrics.paired_comparison(metrics.expected_calibration_error, *arrays, groups=groups, resamples=200)
+    for name, a, b in zip(of_sums._fields, of_sums, of_arrays, strict=True):
+        assert_within(a, b, 40 * EPS, name)
+
+
+def test_wrong_options():
+    c, y = answers(10)
+    with pytest.raises(ValueError, match="groups: expected one label"):
+        metrics.resample_metric(metrics.brier_score, c, y, groups=[1, 2])
+    with pytest.raises(ValueError, match="at least one point"):
+        metrics.resample_metric(metrics.brier_score, c, y, where=np.zeros(10, bool))
+    with pytest.raises(ValueError, match="level: expected"):
+        metrics.metric_interval(metrics.brier_score, c, y, level=95, resamples=5)
+
+
+@jax.jit
+def step(state, confidence, correct, log_prob):
+    return metrics.update(state, confidence, correct, log_prob=log_prob)
+
+
+def test_a_stream_counts_beyond_float32():
+    """300 batches of 60,001 points: more than 2^24, by an odd number."""
+    c, y = answers(60_001)
+    state = metrics.init()
+    for _ in range(300):
+        state = step(state, c, y, -c)
+    whole = metrics.total(state)
+    assert 300 * 60_001 > 2**24
+    assert whole.count.sum() == 300 * 60_001
+    assert whole.correct.sum() == 300 * int(y.sum())
+    assert whole.correct_squared.sum() == 300 * int(y.sum())
+    c64 = c.astype(np.float64)
+    for name, got, want in (
+        ("Σ confidence", whole.confidence.sum(), 300 * c64.sum()),
+        ("Σ nll", whole.nll, 300 * c64.sum()),
+        ("Σ brier", whole.brier, 300 * ((c64 - y) ** 2).sum()),
+    ):
+        assert_within(got / want, 1.0, 10 * EPS, name)  # the rounding of one batch's sums, and no more
+    row = metrics.compute(state)
+    once = metrics.summarise(metrics.calibration_sums(c, y, log_prob=-c))
+    for name, value in row.items():
+        assert_within(value, once[name], 20 * EPS, name)
+    assert step._cache_size() == 1, "compiled again"
+
+
+def test_merge_in_any_order_and_over_devices():
+    c, y = (x.reshape(8, 60) for x in answers(480))
+    merge = jax.jit(metrics.merge)
+    mapped = jax.jit(jax.vmap(lambda c, y: metrics.update(metrics.init(4), c, y)))(c, y)
+    parts = [jax.tree.map(lambda x, i=i: x[i], jax.device_get(mapped)) for i in range(8)]
+    forwards, backwards = metrics.init(4), metrics.init(4)
+    for part in parts:
+        forwards = merge(forwards, part)
+    for part in reversed(parts):
+        backwards = merge(part, backwards)
+    want = metrics.total(metrics.calibration_sums(c, y, bins=4))
+    for state in (forwards, backwards, mapped):
+        for name, got, expected in zip(want._fields, metrics.total(state), want, strict=True):
+            assert_within(got, expected, 480 * 2.0**-45, name)
+
+
+def test_open_bins_keep_their_dropped_points():
+    sums = metrics.calibration_sums(jnp.array([0.0, 0.3, 0.5, 1.0]), jnp.array([0, 1, 1, 0]), bins=2, closed="none")
+    np.testing.assert_array_equal(sums.count, [1, 0])
+    np.testing.assert_array_equal(sums.dropped, [3, 1.5, 1, 1])
+    row = metrics.summarise(sums)
+    assert_within(row["ece"], 0.7 / 4, 1e-7)
+    assert (row["accuracy"], row["confidence"]) == (0.5, pytest.approx(0.45, abs=1e-7))
+    with pytest.raises(ValueError, match="in no bin"):
+        metrics.brier_parts(sums)
+
+
+def test_brier_parts():
+    rng = np.random.default_rng(2)
+    c = rng.integers(1, 10, 500) / 10 - 0.05  # the middle of each bin: nothing within
+    y = rng.binomial(4, c) / 4
+    parts = metrics.brier_parts(metrics.calibration_sums(c, y, bins=10))
+    values = np.unique(c)
+    share, accuracy = np.array([(c == v).mean() for v in values]), np.array([y[c == v].mean() for v in values])
+    want = ((share * (values - accuracy) ** 2).sum(), (share * (accuracy - y.mean()) ** 2).sum(), y.var())
+    for name, got, expected in zip(parts._fields, parts, (*want, ((c - y) ** 2).mean()), strict=False):
+        expected = 0.0 if name == "within" else expected
+        # With shares for truth, what shares of one confidence spread is in `uncertainty` and not in `within`.
+        assert_within(got, expected, 20 * EPS, name)
+    assert_within(parts.reliability - parts.resolution + parts.uncertainty + parts.within, ((c - y) ** 2).mean(), 1e-6)
+
+
+def test_pass_at_k():
+    """Every subset of k of n samples, counted."""
+    n = 7
+    for k in (1, 3, 7):
+        got = metrics.pass_at_k(jnp.arange(n + 1), n, k)
+        want = [np.mean([min(s) < c for s in itertools.combinations(range(n), k)]) for c in range(n + 1)]
+        assert_within(got, want, 4 * EPS, f"k = {k}")
+    assert np.isnan(np.asarray(metrics.pass_at_k(jnp.array([1, 2]), jnp.array([2, 3]), 3)))[0]
+    assert_within(metrics.pass_at_k(jnp.array([1]), 10_000, 100), [0.01], 4 * EPS, "many samples")
+    assert_within(metrics.predicted_pass_at_k(jnp.array([0.0, 0.1, 1.0]), 3), [0, 1 - 0.9**3, 1], 4 * EPS)
+    assert_within(metrics.success_share(jnp.array([1, 0]), jnp.array([4, 2])), [0.25, 0], 0)
+    assert np.isnan(float(metrics.success_share(0, 0)))
+    with pytest.raises(ValueError, match="k: expected"):
+        metrics.pass_at_k(jnp.array([1]), 2, 0)

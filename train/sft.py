@@ -1,0 +1,8 @@
+"""Supervised fine-tuning with label smoothing: `python train/sft.py ...` is `calibjax train sft ...`."""
+
+import sys
+
+from calibjax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", "sft", *sys.argv[1:]]))
