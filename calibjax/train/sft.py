@@ -165,6 +165,7 @@ class SftObjective:
             hidden,
             decoder.unembedding(self.model, params).astype(self.dtype),
             batch["targets"],
+            bias=decoder.unembedding_bias(params),
             scale=None if self.temperature == 1 else 1 / self.temperature,
             softcap=self.model.logit_softcap,
             label_smoothing=self.label_smoothing,
