@@ -1,4 +1,4 @@
-"""calibjax compare: figures against scikit-learn and numpy, the same from every format, on a model, and every mistake."""
+"""calibjax compare: figures against scikit-learn and numpy, the same from every format, on a model, mistakes."""
 
 import json
 
@@ -125,7 +125,7 @@ def test_logits_against_numpy_and_scikit_learn(files, capsys):
                 got = rows[name]["ece"]["value"] if key == "ece" else rows[name][key]
                 np.testing.assert_allclose(got, value, atol=1e-3, err_msg=key)
         assert rows[name]["changed"] == 0
-    assert rows["temperature"]["ece"]["value"] < 0.03 < 0.1 < rows["uncalibrated"]["ece"]["value"]
+    assert rows["temperature"]["ece"]["value"] < 0.05 < 0.1 < rows["uncalibrated"]["ece"]["value"]
     against = rows["uncalibrated"]["against"]
     assert set(against) == set(COMPARED)
     assert rows["temperature"]["against"] == {}
@@ -151,7 +151,7 @@ def test_logits_against_numpy_and_scikit_learn(files, capsys):
 def test_confidence_temperature_is_logistic_regression_without_intercept(files):
     fit, _ = halves(files / "binary.parquet")
     c = np.asarray(fit.confidence, np.float64)
-    x = np.clip(np.log(c) - np.log1p(-c), None, np.log(2.0**24 - 1))[:, None]
+    x = (np.log(c) - np.log1p(-np.minimum(c, 1 - 2.0**-24)))[:, None]
     wanted = LogisticRegression(C=np.inf, fit_intercept=False, tol=1e-10).fit(x, fit.correct > 0).coef_[0, 0]
     state = METHODS["confidence_temperature"].fit(fit)
     print(f"scale {float(state.scale):.7f}, scikit-learn {wanted:.7f}")
@@ -217,7 +217,7 @@ def test_tables_report_and_what_is_left_out(files, capsys, tmp_path):
     assert "…" not in shown
     lines = shown.splitlines()
     first = next(iter(held_out["methods"]))
-    best = [line for line in lines if line.strip().startswith(first)][0]
+    best = next(line for line in lines if line.strip().startswith(first))
     assert best.split("]")[1].startswith(" *") or best.split("]")[1].startswith("+*")
     base = next(line for line in lines if line.strip().startswith("uncalibrated"))
     assert base.split("]")[1].startswith("-"), "significantly worse"

@@ -24,7 +24,7 @@ _TINY = 1e-12  # the least probability: its logarithm has to be finite
 
 
 class PredictionTable(NamedTuple):
-    """What a file holds; `groups` are its labels `[N]` of what belongs together, or None."""
+    """What a file holds; `groups` `[N]` number what belongs together, from 0 by first appearance, or None."""
 
     predictions: Predictions
     groups: np.ndarray | None
@@ -79,7 +79,7 @@ def read_table(path: str | Path) -> PredictionTable:
             if matrix.ndim != 2:
                 raise UserError(f"{path}: {name}: expected two axes, got the shape {matrix.shape}.")
             predictions = predictions._replace(**{name: matrix.astype(np.float32)})
-    groups = arrays.get("group")
+    groups = _numbered(np.asarray(arrays["group"])) if "group" in arrays else None
     lengths = {name: np.shape(x)[:1] for name, x in arrays.items() if name != "unembedding"}
     if len(set(lengths.values())) != 1:
         raise UserError(f"{path}: expected as many rows in every array, got {lengths}.")
@@ -100,7 +100,7 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
     """
     if not 0 < fit_fraction < 1:
         raise UserError(f"--fit-fraction: expected a number between 0 and 1, both excluded, got {fit_fraction}.")
-    group = np.arange(len(table)) if table.groups is None else np.unique(table.groups, return_inverse=True)[1]
+    group = np.arange(len(table)) if table.groups is None else table.groups
     sizes = np.bincount(group)
     if len(sizes) < 2:
         raise UserError("every row is of the same group: groups stay whole, so there is none to hold out.")
@@ -109,6 +109,12 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
     number = int(np.clip(np.argmin(np.abs(ends - fit_fraction * len(table))) + 1, 1, len(sizes) - 1))
     fit = np.isin(group, order[:number])
     return table.take(np.flatnonzero(fit)), table.take(np.flatnonzero(~fit))
+
+
+def _numbered(groups: np.ndarray) -> np.ndarray:
+    """Groups numbered by first appearance: the same numbers whether a file keeps 2 and 10 as numbers or as text."""
+    _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse]
 
 
 def _read_npz(path: Path) -> tuple[dict[str, Any], list[str]]:
