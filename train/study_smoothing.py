@@ -2,10 +2,10 @@
 
     python train/study_smoothing.py --assets path/to/assets --out runs/smoothing
 
-Each model is fine-tuned on the first part of each instruction set with smoothing 0, 0.1 and 0.2, for more epochs than are
-good for it; a second part fits a single temperature and an ATS head to what came out; all are tested on the third part, on
-the other instruction set and on encyclopaedia text. Prints a table in Markdown; results are kept in --out, so that a
-run that was stopped goes on where it was.
+Each model is fine-tuned on the first part of each instruction set with smoothing 0, 0.1 and 0.2, for more epochs than
+are good for it; a second part fits a single temperature and an ATS head to what came out; all are tested on the third
+part, on the other instruction set and on encyclopaedia text. Prints a table in Markdown; results are kept in --out, so
+that a run that was stopped goes on where it was.
 """
 
 import dataclasses
