@@ -24,7 +24,7 @@ from calibjax.quickstart import Quickstart, run_quickstart
 from calibjax.train import NonFiniteLossError
 
 
-def _carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
+def carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
     """Runs a command; the exit code. With --json only the document goes to standard output."""
     try:
         document = work(run, announce=functools.partial(print, file=sys.stderr if run.json else sys.stdout, flush=True))
@@ -50,19 +50,19 @@ def main(args: Sequence[str] | None = None) -> int:
 
     @app.command(name="quickstart", help=_summary(Quickstart))
     def quickstart(run: Annotated[Quickstart, tyro.conf.arg(name="")] = Quickstart()) -> int:  # noqa: B008 (frozen)
-        return _carry_out(run, run_quickstart)
+        return carry_out(run, run_quickstart)
 
     @train.command(name="ats", help=_summary(AtsRun))
     def ats(run: Annotated[AtsRun, tyro.conf.arg(name="")]) -> int:
-        return _carry_out(run, run_ats)
+        return carry_out(run, run_ats)
 
     @train.command(name="sft", help=_summary(SftRun))
     def sft(run: Annotated[SftRun, tyro.conf.arg(name="")]) -> int:
-        return _carry_out(run, run_sft)
+        return carry_out(run, run_sft)
 
     @evaluate.command(name="head-bound", help=_summary(HeadBoundRun))
     def head_bound(run: Annotated[HeadBoundRun, tyro.conf.arg(name="")]) -> int:
-        return _carry_out(run, run_head_bound)
+        return carry_out(run, run_head_bound)
 
     @app.command(name="compare", help=_summary(CompareRun))
     def compare(run: Annotated[CompareRun, tyro.conf.arg(name="")]) -> int:

@@ -21,7 +21,7 @@ from calibjax._checks import UserError
 from calibjax.layers import Block, SequenceContext, make_norm, segment_positions, sequence_context
 from calibjax.models.config import DecoderConfig
 from calibjax.models.lora import LoraConfig, adapters_of
-from calibjax.sharding import constrain_batch
+from calibjax.sharding import constrain_batch, lookup
 
 Params = Mapping[str, Any]
 Layers = Literal["last", "all"]
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
     def _lookup(self, name: str, rows: int, index: Array) -> Array:
         table = self.param(name, nn.initializers.normal(0.02), (rows, self.config.hidden_size), self.param_dtype)
         # An index beyond the table gives NaN; clamping it would give plausible numbers for a wrong token.
-        return jnp.take(table, index, axis=0, mode="fill").astype(self.dtype)
+        return lookup(table, index, name, self.dtype)
 
 
 def hidden_states(
