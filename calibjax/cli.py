@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     @app.command(name="compare", help=_summary(CompareRun))
     def compare(run: Annotated[CompareRun, tyro.conf.arg(name="")]) -> int:
-        return _carry_out(run, run_compare)
+        return carry_out(run, run_compare)
 
     app.command(train, name="train", help="Fit something to a language model.")
     app.command(evaluate, name="eval", help="Look at a language model.")

@@ -41,7 +41,8 @@ class CompareRun:
         model: directory with config.json and safetensors, or a hub id.
         data: text for the model: file, directory or hub id, as for `train ats`.
         table: file of predictions, in place of --model and --data.
-        methods: all, or names (docs/recalibration.md); the model as it is and a single temperature are always shown.
+        methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
+            are predictions; the model as it is and a single temperature are always shown.
         out: directory for metrics.json, report.html and reliability.png; without it the tables are all.
         split: of a hub data set or directory.
         fit_fraction: share of the data to fit on; of windows the first, of a table's rows (or groups) drawn at random.
@@ -138,11 +139,19 @@ def run_compare(run: CompareRun, announce: Callable[[str], None] = print) -> dic
 
 
 def _method_names(asked: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(name for part in asked for name in part.split(",") if name)
+    names = _split(asked)
     unknown = [name for name in names if name not in (*METHODS, "all", "uncalibrated")]
     if unknown or not names:
         raise UserError(f"--methods: {', '.join(unknown) or 'nothing'}: expected all, or some of {', '.join(METHODS)}.")
-    return tuple(name for name in METHODS if "all" in names or name in names)
+    return tuple(name for name in METHODS if _all(asked) or name in names)
+
+
+def _split(asked: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for part in asked for name in part.split(",") if name)
+
+
+def _all(asked: tuple[str, ...]) -> bool:
+    return "all" in _split(asked)
 
 
 def _identity(run: CompareRun) -> dict[str, Any]:
@@ -169,7 +178,9 @@ def _from_table(run: CompareRun, names: tuple[str, ...], announce: Callable[[str
         + f"; {len(parts[0]):,} to fit on, {len(parts[1]):,} held out, drawn at random"
     )
     base = uncalibrated(held_out)
-    rows, left_out = contenders(calibration, held_out, base, _with_reference(names, reference))
+    rows, left_out = contenders(
+        calibration, held_out, base, _with_reference(names, reference), however_large=not _all(run.methods)
+    )
     clusters = "rows" if groups is None else "groups"
     return _Material(base, rows, left_out, reference, groups, "predictions", clusters, f"{run.table.name}, held out")
 
@@ -242,7 +253,7 @@ def _from_model(run: CompareRun, names: tuple[str, ...], fits: Path, announce: C
             _predictions(lm, windows, outcome, batch_size, logits=needs_logits)
             for windows, outcome in ((fit, outcome_of(identity_head(lm), fit)), (held_out, base))
         )
-        more, left_out = contenders(calibration, testing, base, others)
+        more, left_out = contenders(calibration, testing, base, others, however_large=not _all(run.methods))
         rows |= more
         if calibration.unembedding is None and "feature_clipping" in left_out:
             left_out["feature_clipping"] = "the model's logits have a soft-cap or a bias, which it does not know"

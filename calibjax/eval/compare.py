@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from calibjax.recalibrate import METHODS, Method, Predictions, parameter_count
 
+_DENSE = ("matrix", "dirichlet")  # K² parameters
 _BLOCK = 2**24  # log-probabilities held at once
 
 
@@ -72,7 +73,12 @@ def uncalibrated(data: Predictions) -> Outcome:
 
 
 def contenders(
-    calibration: Predictions, held_out: Predictions, base: Outcome, names: tuple[str, ...]
+    calibration: Predictions,
+    held_out: Predictions,
+    base: Outcome,
+    names: tuple[str, ...],
+    *,
+    however_large: bool = True,
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Rows of `METHODS` for two sets of predictions.
 
@@ -81,6 +87,7 @@ def contenders(
         held_out: to test on, with the same fields.
         base: the held-out predictions as they are.
         names: of `METHODS`.
+        however_large: False leaves out what has a parameter for every pair of classes and fewer predictions than those.
 
     Returns:
         (name -> contender; name -> why it cannot run on this data)
@@ -94,6 +101,8 @@ def contenders(
             left_out[name] = f"no {', '.join(dict.fromkeys(missing))} to read here"
         elif method.max_classes is not None and classes > method.max_classes:
             left_out[name] = f"meant for at most {method.max_classes:,} classes, here are {classes:,}"
+        elif not however_large and name in _DENSE and classes**2 > len(np.asarray(calibration.labels)):
+            left_out[name] = f"{classes**2:,} parameters from fewer predictions; ask for it by name to fit it anyway"
         else:
             rows[name] = _contender(method, calibration, held_out, base)
     return rows, left_out
