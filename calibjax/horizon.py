@@ -43,7 +43,7 @@ class Horizon:
         baseline: of each token's log p: none; the running mean over all tokens; or that of each position.
         form: `suffix`: w_i weights −log q of the whole suffix, as far as the horizon; `next_token`: of its first token.
             Without horizon and clipping both have the minimiser p_T.
-        kl_weight: of KL(q ‖ p) of every next token, at least 0: it keeps the student near the scorer, and away from p_T.
+        kl_weight: of KL(q ‖ p) of every next token, at least 0: it holds the student near the scorer, and off p_T.
     """
 
     horizon: int | None = None
@@ -68,9 +68,10 @@ MODES: dict[Mode, Horizon] = {
     "paper": Horizon(),
     "official": Horizon(horizon=8, clip=3.0, baseline="position", form="next_token", kl_weight=0.05),
 }
-"""`paper`: the unbiased objective with the suffix to its end; the paper derives it, and cuts and clips it in experiments
-whose constants we have not seen. `official`: the constants of the authors' code for GPT-2
-(github.com/AndyShih12/LongHorizonTemperatureScaling, config_gpt2.yaml and model_gpt2.py, commit 5c4c39d).
+"""`paper`: the objective as derived: the likelihood of the whole suffix, no clipping, no further term. We had its
+abstract and the authors' code, not the sections on experiments: constants that may be used there are not in this.
+`official`: the constants of the authors' code for GPT-2 (github.com/AndyShih12/LongHorizonTemperatureScaling,
+conf/config_gpt2.yaml and model_gpt2.py, commit 5c4c39d).
 """
 
 

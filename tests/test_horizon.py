@@ -279,8 +279,8 @@ def train(objective, steps, key, p, log_p, before, x):
 
     def step(carry, key):
         table, state, running = carry
-        rows = jax.random.choice(key, len(p), (256,), p=p)
-        where = jnp.ones((256, LENGTH), bool)
+        rows = jax.random.choice(key, len(p), (512,), p=p)
+        where = jnp.ones((512, LENGTH), bool)
         running = running.update(log_p[rows], where)
         baseline = running.baseline(objective.baseline)
         weights = token_weights(log_p[rows], TEMPERATURE, objective, baseline=baseline, where=where)
