@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calibjax.models.samples import log_probs, mix_samples, sample_windows
 from tiny import at_targets, dense_log_probs, make_lm, make_windows, ragged
 
 from calibjax._checks import UserError
 from calibjax.horizon import MODES, Horizon, RunningMean
 from calibjax.models import LanguageModel, decoder
+from calibjax.models.samples import log_probs, mix_samples, sample_windows
 from calibjax.sharding import make_mesh
 from calibjax.train import OptimizerConfig, create_state, make_train_step, tuning
 from calibjax.train.lhts import LhtsObjective, LhtsOptions, conditioned, fit_lhts, likelihood_quantiles
