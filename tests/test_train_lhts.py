@@ -119,6 +119,7 @@ def test_the_second_step_compiles_nothing_and_micro_batches_carry_on():
     np.testing.assert_array_equal(state.carry.count, 3 * windows.where.sum(axis=0))
 
 
+@pytest.mark.slow
 def test_interrupted_at_any_step_it_ends_the_same(tmp_path, monkeypatch):
     """Samples, running means and conditions come back with the rest."""
     options = {"samples": 0.5, "temperatures": (0.5, 0.9), "checkpoint_every": 2}
