@@ -17,6 +17,7 @@ import tyro
 
 from calibjax._checks import UserError
 from calibjax.calibrate import AtsRun, run_ats
+from calibjax.commands import ConvertRun, GenerateRun, run_convert, run_generate
 from calibjax.evaluate import HeadBoundRun, run_head_bound
 from calibjax.finetune import SftRun, run_sft
 from calibjax.quickstart import Quickstart, run_quickstart
@@ -62,6 +63,14 @@ def main(args: Sequence[str] | None = None) -> int:
     @evaluate.command(name="head-bound", help=_summary(HeadBoundRun))
     def head_bound(run: Annotated[HeadBoundRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_head_bound)
+
+    @app.command(name="generate", help=_summary(GenerateRun))
+    def generate(run: Annotated[GenerateRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_generate)
+
+    @app.command(name="convert", help=_summary(ConvertRun))
+    def convert(run: Annotated[ConvertRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_convert)
 
     app.command(train, name="train", help="Fit something to a language model.")
     app.command(evaluate, name="eval", help="Look at a language model.")
