@@ -1,5 +1,6 @@
 """`calibjax convert` and `calibjax generate`: a model's files in another form and back, and text from a model."""
 
+import gc
 import json
 import shutil
 
@@ -102,6 +103,7 @@ def test_checkpoints_that_cannot_be_read(tmp_path, converted, capsys):
     data.write_bytes(data.read_bytes()[:20])
     with pytest.raises(UserError, match=r"params: cannot be read"):
         load_model(copy)
+    gc.collect()  # its warnings belong here
     assert main(["convert", "--model", str(converted), "--out", str(copy)]) == 2
     assert "expected a new or an empty directory" in capsys.readouterr().err
 

@@ -3,7 +3,6 @@
 The directory holds `params/` (Orbax), `calibjax.json`, and config.json with the tokenizer's files as they came.
 """
 
-import dataclasses
 import json
 import logging
 import shutil
@@ -20,6 +19,7 @@ from calibjax._checks import UserError
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import abstract_params
 from calibjax.models.export import DESCRIPTION, copy_settings
+from calibjax.models.fingerprint import distinctive
 from calibjax.models.model import LanguageModel
 from calibjax.sharding import param_shardings
 
@@ -45,7 +45,7 @@ def save_checkpoint(directory: Path, lm: LanguageModel, *, dtype: str) -> None:
     copy_settings(lm.path, fresh, dtype)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(fresh / "params", lm.params)
-    description = {"schema": _SCHEMA, "fingerprint": lm.fingerprint, "dtype": dtype, "config": _as_json(lm.config)}
+    description = {"schema": _SCHEMA, "fingerprint": lm.fingerprint, "dtype": dtype, "config": distinctive(lm.config)}
     (fresh / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(directory, ignore_errors=True)
     fresh.rename(directory)
@@ -85,7 +85,7 @@ def restore_params(
         UserError: the checkpoint is damaged or not finite, or config.json is not the one it was made with.
     """
     description = read_description(folder)
-    if description["config"] != _as_json(config):
+    if description["config"] != distinctive(config):
         raise UserError(
             f"{folder}: config.json is not the one that the checkpoint was made with; convert the model again."
         )
@@ -108,7 +108,3 @@ def restore_params(
 
 def _finite(params: dict[str, Any]) -> dict[str, Any]:
     return jax.tree.map(lambda x: jnp.isfinite(x).all(), params)
-
-
-def _as_json(config: DecoderConfig) -> dict[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(config)))
