@@ -5,6 +5,7 @@ The directory holds `params/` (Orbax), `calibjax.json`, and config.json with the
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,11 @@ def restore_params(
     else:
         shardings = param_shardings(mesh, shapes)
     wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    # What is read at once is held twice for a moment: not the whole model, as by default, but the largest parameter.
+    stored = 2 if description["dtype"] == "bfloat16" else 4
+    largest = stored * max(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with ocp.StandardCheckpointer(restore_concurrent_gb=1 + largest // 10**9) as checkpointer:
             params = checkpointer.restore((folder / "params").absolute(), wanted)
     except Exception as error:  # Orbax raises bare Exception for damaged files
         reason = str(error).strip().splitlines()[0][:200]
