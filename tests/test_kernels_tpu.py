@@ -24,17 +24,17 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def loss(hidden, unembedding, targets, scale, *, softcap):
+def loss(hidden, unembedding, targets, scale, **options):
     """The mean label-smoothed loss."""
     names = ("log_normalizer", "target_logit", "mean_logit")
     stats = vocab_stats(
-        hidden, unembedding, targets, scale=scale, softcap=softcap, statistics=names, implementation="pallas_tpu"
+        hidden, unembedding, targets, scale=scale, statistics=names, implementation="pallas_tpu", **options
     )
     smoothed = 0.9 * stats.target_logit + 0.1 * stats.mean_logit
     return jnp.sum(jnp.where(stats.valid, stats.log_normalizer - scale * smoothed, 0.0)) / TOKENS
 
 
-def build(model, program, dtype=jnp.bfloat16):
+def build(model, program, dtype=jnp.bfloat16, options=()):
     """What the compiler's process compiles."""
     from static_profile import Program
 
@@ -45,7 +45,7 @@ def build(model, program, dtype=jnp.bfloat16):
 
     def gradient(hidden, unembedding, targets, scale):
         which = {"scale": (3,), "hidden": (0, 3), "everything": (0, 1, 3)}[program]
-        return jax.value_and_grad(lambda *x: loss(*x, softcap=softcap), argnums=which)(
+        return jax.value_and_grad(lambda *x: loss(*x, softcap=softcap, **dict(options)), argnums=which)(
             hidden, unembedding, targets, scale
         )
 
