@@ -3,6 +3,7 @@
     python kernels/bench.py --json cpu.json
     python kernels/bench.py --platform gpu --json gpu.json
     python kernels/bench.py --static v6e --preset gemma2-2b --label-smoothing 0 0.1 --softcap none 30 --json v6e.json
+    python kernels/bench.py --static v6e --preset gemma2-2b --softcap 30 --task both --save-logits --only vocab_stats
 
 On a device each contender's result is held against float64 on a sample before it is timed; the timed calls take turns.
 `--static` compiles for a TPU that need not be there and gives the static estimate of `static_profile.py`. tokamax is

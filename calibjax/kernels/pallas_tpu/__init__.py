@@ -9,11 +9,12 @@
 
 Memory beyond inputs and outputs: 32 bytes a token for the statistics. Where hidden states and unembedding are both
 differentiated, dh comes out of the forward pass and dW is a pass of its own: four products in all, and five where
-`expected_logit`, or `mean_logit` under a soft-cap, is among the statistics. With `save_logits`, which takes 4 N V bytes,
-it is three for everything: dh then waits for the backward pass.
+`expected_logit`, or `mean_logit` under a soft-cap, is among the statistics. With `save_logits` (4 N V bytes) it is
+three for everything: dh then comes out of the backward pass.
 
-With `filter_threshold` the last product of dh and of dW is taken only for the blocks (`Blocks`: tokens by `unit` for dh,
-columns by `unit` tokens for dW) in which a p reaches it or a one-hot lies; with dh out of the forward pass, of dW alone.
+With `filter_threshold` the second product of dh and of dW is taken only for the blocks (`blocks.Blocks`: `tokens` by
+`unit` columns for dh, `columns` by `unit` tokens for dW) in which a p reaches it or a one-hot lies; where dh comes out
+of the forward pass, that is of dW alone.
 """
 
 from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION as IMPLEMENTATION

@@ -89,12 +89,21 @@ def _slope_of_logits(call: Call, z: Array, value, place: int, start) -> tuple[Ar
     return dz, counts
 
 
-def _any(counts: list[Array]) -> Array | None:
+def _note(seen: list[Array], counts: Array | None, *masks: Array | None):
+    """Appends `counts`, 0 where a mask is False: what lies beyond the edge of an array is not to be looked at."""
+    if counts is not None:
+        for mask in masks:
+            counts = counts if mask is None else jnp.where(mask, counts, 0.0)
+        seen.append(counts)
+
+
+def _any(seen: list[Array]) -> Array | None:
     """Whether any of some pieces of one shape must be added; None without a filter."""
-    return jnp.max(functools.reduce(jnp.maximum, counts)) > 0.0 if counts else None
+    return jnp.max(functools.reduce(jnp.maximum, seen)) > 0.0 if seen else None
 
 
-def _hidden_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, places: _Places, flags):
+def _hidden_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, places: _Places, flags):
+    token_count, vocab_size = sizes
     has_bias, saved = flags
     tokens_ref, x_ref, w_ref = refs[:3]  # with saved logits, they [columns, tokens] instead of x
     rest = list(refs[3:])
@@ -123,9 +132,12 @@ def _hidden_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, places: _
 
     def differentiate(c: int, count: int) -> Array | None:
         lane = jax.lax.broadcasted_iota(jnp.int32, (group, LANES), 1)
-        seen = []
+        seen, exist = [], None
         for start in range(0, tokens, group):
             part = pl.ds(start, group)
+            if call.filter_threshold and token_count % tokens:
+                row = jax.lax.broadcasted_iota(jnp.int32, (group, LANES), 0)
+                exist = row < token_count - pl.program_id(0) * tokens - start
 
             def value(name: str, part=part) -> Array | None:
                 if name not in places:
@@ -139,8 +151,7 @@ def _hidden_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, places: _
                 dz, counts = _slope_of_logits(call, z, value, c * unit + k, step * columns)
                 keep = None if count - k >= LANES else lane < count - k
                 dz = dz if keep is None else jnp.where(keep, dz, 0.0)
-                if counts is not None:
-                    seen.append(counts if keep is None else jnp.where(keep, counts, 0.0))
+                _note(seen, counts, keep, exist)
                 dz_ref[c % 2, part, i * LANES : (i + 1) * LANES] = dz.astype(dz_ref.dtype)
         return _any(seen)
 
@@ -188,7 +199,8 @@ def _pipeline(count: int, unit: int, multiply, differentiate, accumulate):
     add(units - 1)
 
 
-def _unembedding_kernel(*refs, call: Call, token_count: int, blocks: Blocks, places: _Places, flags):
+def _unembedding_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, places: _Places, flags):
+    token_count, vocab_size = sizes
     has_bias, want_rows, want_bias, saved = flags
     tokens_ref, x_ref, w_ref = refs[:3]  # with saved logits, they [columns, tokens] instead of w
     rest = list(refs[3:])
@@ -235,7 +247,7 @@ def _unembedding_kernel(*refs, call: Call, token_count: int, blocks: Blocks, pla
         return softcapped(call, z_ref[c % 2, rows, group : group + LANES])
 
     def differentiate(c: int, count: int) -> Array | None:
-        seen = []
+        seen, exist = [], None
         sublane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 0)
         lane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 1)
         height = 16 if columns % 16 == 0 else 8
@@ -262,8 +274,9 @@ def _unembedding_kernel(*refs, call: Call, token_count: int, blocks: Blocks, pla
                     z = logits(c, slice(half, half + 8), group)
                     dz, counts = _slope_of_logits(call, z, per_token.get, half, start)
                     dz = dz if keep is None else jnp.where(keep, dz, 0.0)
-                    if counts is not None:
-                        seen.append(counts if keep is None else jnp.where(keep, counts, 0.0))
+                    if call.filter_threshold and vocab_size % columns:
+                        exist = sublane < vocab_size - start - half
+                    _note(seen, counts, keep, exist)
                     if bias_sums_ref is not None:
                         bias_sums_ref[half : half + 8, :] += dz
                     pieces.append(dz)
@@ -310,7 +323,7 @@ def d_hidden(call: Call, model: Model, signal: Signal, saved: Array | None, bloc
         functools.partial(
             _hidden_kernel,
             call=call,
-            vocab_size=vocab_size,
+            sizes=(tokens, vocab_size),
             blocks=blocks,
             places=places,
             flags=(bias is not None, saved is not None),
@@ -390,7 +403,7 @@ def d_unembedding(
             functools.partial(
                 _unembedding_kernel,
                 call=call,
-                token_count=tokens,
+                sizes=(tokens, vocab_size),
                 blocks=blocks,
                 places=places,
                 flags=(bias is not None, want_rows, want_bias, saved is not None),
