@@ -263,9 +263,9 @@ def _unembedding_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Block
 
             per_token = {name: value(name) for name in places if name != "valid"}
             keep = None if count - group >= LANES else lane < count - group
-            if saved and "valid" in places:
+            if saved and (valid := value("valid")) is not None:
                 # Computed from what the token really holds, unlike `source`.
-                counted = value("valid") > 0.0
+                counted = valid > 0.0
                 keep = counted if keep is None else keep & counted
             total = None
             for k in range(0, columns, height):
