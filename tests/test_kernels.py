@@ -88,7 +88,6 @@ CASES = [
     Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),
     pytest.param(Case(8000, 7, 128, "tpu", bias=True), marks=pytest.mark.slow),
     pytest.param(Case(32000, 128, 100, 2048, scale=True), marks=pytest.mark.slow),
-    pytest.param(Case(32000, 7, 128, "tpu", scale=True), marks=pytest.mark.slow),
     pytest.param(Case(2049, 1000, 128, "tpu", scale=True, dtype="bfloat16", save=True), marks=pytest.mark.slow),
     pytest.param(Case(1100, 7, 128, "tpu blocks", dtype="bfloat16", softcap=20.0), marks=pytest.mark.slow),
     pytest.param(Case(2049, 128, 2304, "tpu", dtype="bfloat16", softcap=30.0, size=30.0), marks=pytest.mark.slow),
