@@ -24,7 +24,10 @@ RUNNABLE = ("chunked", "reference", interpreted.NAME)
 
 
 class Case(NamedTuple):
-    """A row of the table: V, N, D, chunk (None: reference, "tpu": its kernels), options, dtype, size of the logits."""
+    """A row of the table: V, N, D, chunk, options, dtype, size of the logits.
+
+    chunk: None: reference; "tpu": its kernels with small blocks; "tpu blocks": with those that a chip gets.
+    """
 
     vocab: int
     tokens: int
@@ -35,12 +38,18 @@ class Case(NamedTuple):
     scale: bool = False
     dtype: str = "float32"
     size: float = 3.0
+    save: bool = False
 
     @property
     def options(self):
         chunk = {"chunk_size": self.chunk} if isinstance(self.chunk, int) else {}
-        name = {None: "reference", "tpu": interpreted.NAME}.get(self.chunk, "chunked")
-        return {"implementation": name, "softcap": self.softcap, **chunk}
+        names = {None: "reference", "tpu": interpreted.NAME, "tpu blocks": interpreted.WITH_ITS_BLOCKS}
+        name = names.get(self.chunk, "chunked")
+        return {"implementation": name, "softcap": self.softcap, "save_logits": self.save, **chunk}
+
+    @property
+    def on_tpu(self):
+        return self.chunk in ("tpu", "tpu blocks")
 
 
 # Small logits (size 0.01) show a vocabulary padded with zeros; large ones show overflow. 2049 and 129 leave a ragged
@@ -74,8 +83,13 @@ CASES = [
     Case(2049, 130, 128, "tpu", size=30.0, scale=True, bias=True),
     Case(2049, 7, 8, "tpu", softcap=20.0, bias=True, scale=True, dtype="bfloat16"),
     Case(300, 260, 128, "tpu", scale=True),  # three blocks of tokens and several of the vocabulary, both ragged
+    Case(129, 7, 100, 43, bias=True, softcap=10.0, save=True),
+    Case(300, 130, 128, "tpu", bias=True, softcap=20.0, scale=True, size=30.0, save=True),
+    Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),
     pytest.param(Case(8000, 7, 128, "tpu", bias=True), marks=pytest.mark.slow),
     pytest.param(Case(32000, 128, 100, 2048, scale=True), marks=pytest.mark.slow),
+    pytest.param(Case(2049, 1000, 128, "tpu", scale=True, dtype="bfloat16", save=True), marks=pytest.mark.slow),
+    pytest.param(Case(1100, 7, 128, "tpu blocks", dtype="bfloat16", softcap=20.0), marks=pytest.mark.slow),
     pytest.param(Case(2049, 128, 2304, "tpu", dtype="bfloat16", softcap=30.0, size=30.0), marks=pytest.mark.slow),
 ]
 
@@ -117,13 +131,13 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
     h, w, s = np.abs(f64(hidden)), np.abs(f64(unembedding)), f64(scale)
     extra = 0.0 if bias is None else np.abs(f64(bias)).max()
     zabs = (h @ w.T).max(axis=1) + extra
-    wide = case.chunk == "tpu" or case.vocab == 32000
+    wide = case.on_tpu or case.vocab == 32000
     zerr = (4 if wide else 2) * EPS * (zabs + (case.softcap or 0.0))
     z = oracle.logits(hidden, unembedding, bias, case.softcap)
     p, want = oracle.probabilities(z, scale), oracle.statistics(hidden, unembedding, targets, scale, bias, case.softcap)
     top = np.abs(s * want["max_logit"]) + np.abs(want["log_normalizer"])
     # The TPU kernels also round s·log₂e and log_normalizer·log₂e.
-    rel = 2 * s * zerr + EPS * (4 + top) * (2 if case.chunk == "tpu" else 1)
+    rel = 2 * s * zerr + EPS * (4 + top) * (2 if case.on_tpu else 1)
     centred = np.abs(z - want["expected_logit"][:, None])
     spread = (p * centred).sum(axis=1)
     below = want["max_logit"] - want["expected_logit"]
@@ -534,6 +548,8 @@ def test_a_subset_of_the_statistics_has_the_same_values():
         ({"where": np.ones(5, np.int32)}, "where: expected booleans"),
         ({"softcap": 0.0}, "softcap"),
         ({"chunk_size": 0}, "chunk_size"),
+        ({"filter_threshold": -1e-3}, "filter_threshold: expected a number of at least 0 or None, got -0.001"),
+        ({"filter_threshold": np.nan}, "filter_threshold: expected a number of at least 0 or None, got nan"),
         ({"implementation": "fastest"}, "implementation: expected one of"),
         ({"implementation": "reference", "chunk_size": 4}, "takes no chunk_size"),
         ({"statistics": ["logits"]}, "statistics: unknown"),

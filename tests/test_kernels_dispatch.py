@@ -125,5 +125,26 @@ def test_explain_counts_products(statistics):
     assert tuple(line[-5:] for line in lines) == PRODUCTS[statistics]
     saved = explain(HIDDEN, UNEMBEDDING, TARGETS, statistics=statistics, save_logits=True)
     assert saved.endswith("hidden and unembedding  1 + 2")
+    assert "saved logits, where the backward pass needs them: 0 MiB" in saved
     dense = explain(HIDDEN, UNEMBEDDING, TARGETS, statistics=statistics, implementation="reference")
     assert dense.endswith("hidden and unembedding  1 + 2")
+
+
+# (statistics, options) -> the line of hidden and unembedding. Five products under a soft-cap, else dh comes first.
+ON_TPU = [
+    ("mean_logit", {}, "2 + 2"),
+    ("mean_logit", {"softcap": 30.0}, "1 + 4"),
+    ("mean_logit", {"save_logits": True}, "1 + 2"),
+    ("mean_logit", {"softcap": 30.0, "save_logits": True}, "1 + 2"),
+    ("mean_logit", {"filter_threshold": 1e-4}, "2 + 2 (1 of them only where p reaches filter_threshold)"),
+    ("expected_logit", {"filter_threshold": 1e-4}, "1 + 4 (2 of them only where p reaches filter_threshold)"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "products"), ON_TPU, ids=str)
+def test_explain_counts_products_on_tpu(name, options, products):
+    device = type(make_mesh().abstract_mesh.abstract_device)("TPU v6 lite", 1, platform="tpu")
+    split = VocabSharding(AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), abstract_device=device))
+    text = explain(HIDDEN, UNEMBEDDING, TARGETS, statistics=["log_normalizer", name], sharding=split, **options)
+    assert "pallas_tpu  chosen" in text
+    assert text.endswith(f"hidden and unembedding  {products}"), text

@@ -24,17 +24,17 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def loss(hidden, unembedding, targets, scale, *, softcap):
+def loss(hidden, unembedding, targets, scale, **options):
     """The mean label-smoothed loss."""
     names = ("log_normalizer", "target_logit", "mean_logit")
     stats = vocab_stats(
-        hidden, unembedding, targets, scale=scale, softcap=softcap, statistics=names, implementation="pallas_tpu"
+        hidden, unembedding, targets, scale=scale, statistics=names, implementation="pallas_tpu", **options
     )
     smoothed = 0.9 * stats.target_logit + 0.1 * stats.mean_logit
     return jnp.sum(jnp.where(stats.valid, stats.log_normalizer - scale * smoothed, 0.0)) / TOKENS
 
 
-def build(model, program, dtype=jnp.bfloat16):
+def build(model, program, dtype=jnp.bfloat16, options=()):
     """What the compiler's process compiles."""
     from static_profile import Program
 
@@ -45,7 +45,7 @@ def build(model, program, dtype=jnp.bfloat16):
 
     def gradient(hidden, unembedding, targets, scale):
         which = {"scale": (3,), "hidden": (0, 3), "everything": (0, 1, 3)}[program]
-        return jax.value_and_grad(lambda *x: loss(*x, softcap=softcap), argnums=which)(
+        return jax.value_and_grad(lambda *x: loss(*x, softcap=softcap, **dict(options)), argnums=which)(
             hidden, unembedding, targets, scale
         )
 
@@ -87,6 +87,21 @@ def test_float32_compiles(monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [("save_logits", True), ("filter_threshold", 2.0**-12)], ids=str)
+def test_options_of_the_backward_pass_compile(option, monkeypatch):
+    """Under a soft-cap with smoothing: statistics, dh and dW; beyond the saved logits no more than 16 MiB."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    options = (jnp.bfloat16, (option,))
+    compiled = static_profile.compile_for("v6e", build, "gemma-2-2b", "everything", *options, profile=False)
+    print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
+    logits = 4 * TOKENS * MODELS["gemma-2-2b"][1] if option[0] == "save_logits" else 0
+    assert logits <= compiled.temporaries < logits + 16 * 2**20
+
+
+@needs_compiler
 @pytest.mark.parametrize("program", ["scale", "hidden"])
 def test_compiles_for_one_chip(program, monkeypatch):
     """The quick part of the above: what a temperature head and LoRA take."""
@@ -111,3 +126,6 @@ def test_some_blocks_fit_on_every_chip(kernel, chip, width, itemsize):
     chosen = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip])
     assert blocks.vmem_bytes(kernel, chosen, width, itemsize) <= blocks.capacity(KINDS[chip])
     assert blocks.choose(preferred, kernel, 1, width, itemsize, KINDS[chip]).tokens == 128
+    saving = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip], saved=True)
+    used = blocks.vmem_bytes(kernel, saving, width, itemsize, saved=True)
+    assert blocks.vmem_bytes(kernel, saving, width, itemsize) < used <= blocks.capacity(KINDS[chip])

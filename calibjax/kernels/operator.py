@@ -15,6 +15,9 @@ soft-cap). For cotangents g of the statistics,
 | the same, with `expected_logit`, or with `mean_logit` under a soft-cap | 1 + 2: the rows have a second weight |
 | unembedding or bias alone | 1 + 2 |
 | hidden and unembedding | 1 + 3, or 1 + 2 with `save_logits` |
+
+With `filter_threshold` those of the backward pass that follow the logits, one for each gradient, are taken only where
+some p reaches it.
 """
 
 import functools
@@ -45,8 +48,8 @@ class Implementation(NamedTuple):
         check: `(call, model, platform) -> str`: what a line of `explain` says of how the call would run (block sizes,
             say). Raises NotImplementedError with the reason where it cannot run there. Only shapes and dtypes of
             `model` are looked at (its arrays may be `jax.ShapeDtypeStruct`), and what is static in `call`.
-        rows_first: where hidden and unembedding are both differentiated, take the gradient in hidden out of the forward
-            pass too, and leave only the unembedding to the backward pass.
+        rows_first: where hidden and unembedding are both differentiated and no logits are saved, take the gradient in
+            hidden out of the forward pass too, and leave only the unembedding to the backward pass.
     """
 
     forward: Callable[..., tuple[Moments, Any]]
@@ -195,9 +198,12 @@ _NEEDED = {
 
 
 def takes_rows(call: Call, implementation: Implementation, alone: bool) -> bool:
-    """Whether the gradient in hidden comes out of the forward pass; `alone`: unembedding and bias are frozen."""
+    """Whether the gradient in hidden comes out of the forward pass; `alone`: unembedding and bias are frozen.
+
+    With saved logits one product does as well in the backward pass, and each product has its kernel.
+    """
     second_weight = "expected_logit" in call.wanted or (call.softcap is not None and "mean_logit" in call.wanted)
-    return (implementation.rows_first or alone) and not second_weight
+    return (alone or (implementation.rows_first and not call.save_logits)) and not second_weight
 
 
 def _finish(total: Moments, scale: Array, vocab_size: int, valid: Array | None) -> Outputs:

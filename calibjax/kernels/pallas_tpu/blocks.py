@@ -58,7 +58,7 @@ The first of each was the fastest of those profiled at D = 2304 on v6e (units of
 """
 
 
-def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int) -> int:
+def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int, saved: bool = False) -> int:
     """On-chip bytes of a kernel: operands and results twice (fetched while the last are used), scratch once.
 
     With x [tokens, D], w [columns, D] and float32 accumulation:
@@ -66,16 +66,18 @@ def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int) -> int:
     rows        2x + 2w + 2 results [tokens, D] + sums [tokens, D] + logits and their slopes [tokens, unit], twice
                 + about ten columns [tokens, 128];
     unembedding the same with tokens and columns exchanged, and the masked x.
-    A float32 operand is split into three of bfloat16 for its product: x and w once more, and a half.
+    A float32 operand is split into three of bfloat16 for its product: x and w once more, and a half. `saved` logits
+    add a float32 block [columns, tokens], twice.
     """
     x, w = blocks.tokens * width * itemsize, blocks.columns * width * itemsize
-    split = 3 * (x + w) // 2 if itemsize == 4 else 0
+    more = 3 * (x + w) // 2 if itemsize == 4 else 0
+    more += 2 * 4 * blocks.tokens * blocks.columns if saved else 0
     if kernel == "statistics":
-        return 2 * x + 2 * w + split + 3 * 4 * blocks.unit * blocks.tokens
+        return 2 * x + 2 * w + more + 3 * 4 * blocks.unit * blocks.tokens
     side, extra = (blocks.tokens, 0) if kernel == "rows" else (blocks.columns, x)
     sums = side * width * (4 + 2 * itemsize) + 4 * side * min(SLICE, width)
     logits = 2 * side * blocks.unit * (4 + itemsize) + 4 * side * blocks.unit
-    return 2 * x + 2 * w + split + extra + sums + logits + 10 * 4 * LANES * side
+    return 2 * x + 2 * w + more + extra + sums + logits + 10 * 4 * LANES * side
 
 
 def capacity(device_kind: str) -> int:
@@ -87,7 +89,13 @@ def capacity(device_kind: str) -> int:
 
 
 def choose(
-    preferred: tuple[Blocks, ...], kernel: str, tokens: int, width: int, itemsize: int, device_kind: str
+    preferred: tuple[Blocks, ...],
+    kernel: str,
+    tokens: int,
+    width: int,
+    itemsize: int,
+    device_kind: str,
+    saved: bool = False,
 ) -> Blocks:
     """The first preference that fits, no taller than the tokens need; for float32 at most 512 tokens and columns.
 
@@ -99,10 +107,10 @@ def choose(
     """
     for blocks in preferred:
         small = itemsize == 2 or max(blocks.tokens, blocks.columns) <= 512
-        if small and vmem_bytes(kernel, blocks, width, itemsize) <= capacity(device_kind):
+        if small and vmem_bytes(kernel, blocks, width, itemsize, saved) <= capacity(device_kind):
             needed = -(-tokens // LANES) * LANES
             return blocks._replace(tokens=min(blocks.tokens, needed))
-    least = vmem_bytes(kernel, preferred[-1], width, itemsize)
+    least = vmem_bytes(kernel, preferred[-1], width, itemsize, saved)
     raise NotImplementedError(
         f"the TPU kernel {kernel!r} needs {least / 2**20:.0f} MiB on chip at D = {width}, of "
         f"{capacity(device_kind) / 2**20:.0f} MiB"

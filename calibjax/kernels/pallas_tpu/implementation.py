@@ -17,26 +17,23 @@ class _Setup(NamedTuple):
     interpret: Any
     preferences: blocks.Preferences
 
-    def blocks(self, kernel: str, model: Model, device_kind: str) -> blocks.Blocks:
-        tokens, width = model.hidden.shape
-        return blocks.choose(self.preferences[kernel], kernel, tokens, width, model.hidden.dtype.itemsize, device_kind)
+    def blocks(self, kernel: str, model: Model, device_kind: str, saved: bool) -> blocks.Blocks:
+        (tokens, width), itemsize = model.hidden.shape, model.hidden.dtype.itemsize
+        return blocks.choose(self.preferences[kernel], kernel, tokens, width, itemsize, device_kind, saved)
 
 
 def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
     if platform.name != "tpu" and not setup.interpret:
         raise NotImplementedError(f"it runs on TPUs, and the program is compiled for {platform.name}")
-    for name, given in (
-        ("chunk_size", call.chunk_size is not None),
-        ("filter_threshold", call.filter_threshold is not None),
-        ("save_logits", call.save_logits),
-    ):
-        if given:
-            raise NotImplementedError(f"the TPU kernels do not take {name}")
+    if call.chunk_size is not None:
+        raise NotImplementedError("the TPU kernels do not take chunk_size")
     if model.hidden.dtype.name not in ("bfloat16", "float32"):
         raise NotImplementedError(f"the TPU kernels take bfloat16 and float32, not {model.hidden.dtype.name}")
     if model.hidden.shape[0] == 0:
         raise NotImplementedError("there are no tokens")
-    chosen = {kernel: setup.blocks(kernel, model, platform.device_kind) for kernel in setup.preferences}
+    chosen = {
+        kernel: setup.blocks(kernel, model, platform.device_kind, call.save_logits) for kernel in setup.preferences
+    }
     size = chosen["statistics"]
     return f"blocks of {size.tokens} tokens by {size.columns} columns, in units of {size.unit}"
 
@@ -49,27 +46,27 @@ def _forward(
     targets: Array | None,
     needed: frozenset[str],
     save: bool,
-) -> tuple[Moments, None]:
-    assert not save
+) -> tuple[Moments, Array | None]:
     kernel = "rows" if "rows" in needed else "statistics"
-    size = setup.blocks(kernel, model, platform().device_kind)
-    return forward.moments(call, model, scale, targets, needed, size, setup.interpret), None
+    size = setup.blocks(kernel, model, platform().device_kind, save)
+    return forward.moments(call, model, scale, targets, needed, save, size, setup.interpret)
 
 
 def _backward(
-    setup: _Setup, call: Call, model: Model, signal: Signal, saved: None, wanted: frozenset[str]
+    setup: _Setup, call: Call, model: Model, signal: Signal, saved: Array | None, wanted: frozenset[str]
 ) -> Gradients:
-    kind = platform().device_kind
+    kind, has_saved = platform().device_kind, saved is not None
     hidden = None
     if "hidden" in wanted:
         if signal.hidden_is_closed(call):
             hidden = closed_form_hidden(model, signal)
         else:
-            hidden = backward.d_hidden(call, model, signal, setup.blocks("rows", model, kind), setup.interpret)
+            size = setup.blocks("rows", model, kind, has_saved)
+            hidden = backward.d_hidden(call, model, signal, saved, size, setup.interpret)
     rows = bias = None
     if wanted & {"unembedding", "bias"}:
-        size = setup.blocks("unembedding", model, kind)
-        rows, bias = backward.d_unembedding(call, model, signal, size, wanted, setup.interpret)
+        size = setup.blocks("unembedding", model, kind, has_saved)
+        rows, bias = backward.d_unembedding(call, model, signal, saved, size, wanted, setup.interpret)
     return Gradients(hidden, rows, bias)
 
 
