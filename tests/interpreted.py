@@ -15,6 +15,7 @@ SMALL = {
     "statistics": (Blocks(128, 128, 32),),
     "rows": (Blocks(128, 256, 128),),
     "unembedding": (Blocks(128, 128, 128),),
+    "fused": (Blocks(128, 256, 128),),
 }
 IMPLEMENTATION = pallas_tpu.make(PARAMS, SMALL)
 

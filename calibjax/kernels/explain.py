@@ -97,6 +97,5 @@ def _products(
         return 1, of_hidden + of_unembedding
     rows = of_hidden and operator.takes_rows(call, implementation, alone=not of_unembedding)
     gradients = (of_hidden and not rows) + of_unembedding
-    # With `rows_first` each gradient is a pass of its own; else one pass computes the logits anew for both.
-    again = gradients if implementation.rows_first else min(gradients, 1)
-    return 1 + rows, gradients + (0 if call.save_logits else again)
+    # One pass computes the logits anew for both.
+    return 1 + rows, gradients + (0 if call.save_logits else min(gradients, 1))

@@ -31,10 +31,10 @@ from calibjax.kernels.pallas_tpu.common import (
 )
 from calibjax.kernels.stats import FLOOR
 
-_Places = dict[str, int]  # name of a per-token value -> its row in the packed array
+Places = dict[str, int]  # name of a per-token value -> its row in the packed array
 
 
-def _packed(call: Call, signal: Signal, valid: Array | None) -> tuple[Array, _Places]:
+def packed(call: Call, signal: Signal, valid: Array | None) -> tuple[Array, Places]:
     in_logits = unit_of_logits(call)
     values = {
         "scale": signal.scale * (LOG2_E * in_logits),
@@ -73,7 +73,7 @@ def _slope_of_logits(call: Call, z: Array, value, place: int, start) -> Array:
     return dz
 
 
-def _hidden_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, places: _Places, has_bias: bool):
+def _hidden_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, places: Places, has_bias: bool):
     tokens_ref, x_ref, w_ref = refs[:3]
     bias_ref = refs[3] if has_bias else None
     out_ref, z_ref, dz_ref, sums_ref, columns_ref = refs[3 + has_bias :]
@@ -119,7 +119,7 @@ def _hidden_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, places: _
                 w = jnp.where(jax.lax.broadcasted_iota(jnp.int32, w.shape, 0) < count, w, jnp.zeros_like(w))
             sums_ref[:, part] += product(call, dz_ref[c % 2, :, :size], w, (1, 0))
 
-    walk_blocks(vocab_size, columns, step, lambda count: _pipeline(count, unit, multiply, differentiate, accumulate))
+    walk_blocks(vocab_size, columns, step, lambda count: pipeline(count, unit, multiply, differentiate, accumulate))
 
     @pl.when(step == steps - 1)
     def _():
@@ -129,7 +129,7 @@ def _hidden_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, places: _
         out_ref[...] = sums.astype(out_ref.dtype)
 
 
-def _pipeline(count: int, unit: int, multiply, differentiate, accumulate):
+def pipeline(count: int, unit: int, multiply, differentiate, accumulate):
     """Three stages at a time: the logits of unit c + 1, the derivatives of unit c, the sums of unit c − 1."""
     units = -(-count // unit)
     counts = [min(unit, count - c * unit) for c in range(units)]
@@ -143,7 +143,42 @@ def _pipeline(count: int, unit: int, multiply, differentiate, accumulate):
     accumulate(units - 1, counts[-1])
 
 
-def _unembedding_kernel(*refs, call: Call, token_count: int, blocks: Blocks, places: _Places, flags):
+def derivatives(
+    call: Call, places: Places, tokens_ref, z_ref, dz_ref, bias_sums_ref, *, start: Array | int, counts: tuple[int, int]
+):
+    """Writes dz [columns, tokens] of transposed logits, and adds it to `bias_sums_ref` [columns, 128] where given.
+
+    The first column has the index `start`; `counts` of columns and of tokens exist, and dz is 0 beyond them.
+    """
+    columns, tokens = counts
+    sublane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 0)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 1)
+    size = z_ref.shape[0]
+    height = 16 if size % 16 == 0 else 8
+    for group in range(0, min(tokens, z_ref.shape[1]), LANES):
+        lanes = pl.ds(group, LANES)
+
+        def value(name: str, lanes=lanes) -> Array | None:
+            row = places[name]
+            x = jnp.broadcast_to(tokens_ref[row : row + 1, lanes], (8, LANES))
+            return x.astype(jnp.int32) - sublane if name.startswith("ids") else x
+
+        per_token = {name: value(name) for name in places if name != "valid"}
+        for k in range(0, size, height):
+            pieces = []
+            for half in range(k, k + height, 8):
+                z = softcapped(call, z_ref[half : half + 8, lanes])
+                dz = _slope_of_logits(call, z, per_token.get, half, start)
+                dz = dz if tokens - group >= LANES else jnp.where(lane < tokens - group, dz, 0.0)
+                dz = dz if columns - half >= 8 else jnp.where(sublane < columns - half, dz, 0.0)
+                if bias_sums_ref is not None:
+                    bias_sums_ref[half : half + 8, :] += dz
+                pieces.append(dz)
+            total = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=0)
+            dz_ref[k : k + height, lanes] = total.astype(dz_ref.dtype)
+
+
+def _unembedding_kernel(*refs, call: Call, token_count: int, blocks: Blocks, places: Places, flags):
     has_bias, want_rows, want_bias = flags
     tokens_ref, x_ref, w_ref = refs[:3]
     rest = list(refs[3:])
@@ -179,33 +214,16 @@ def _unembedding_kernel(*refs, call: Call, token_count: int, blocks: Blocks, pla
         z_ref[c % 2] = z
 
     def differentiate(c: int, count: int):
-        sublane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 0)
-        lane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 1)
-        height = 16 if columns % 16 == 0 else 8
-        for group in range(0, min(count, unit), LANES):
-            lanes = pl.ds(c * unit + group, LANES)
-
-            def value(name: str, lanes=lanes) -> Array | None:
-                if name not in places:
-                    return None
-                row = places[name]
-                x = jnp.broadcast_to(tokens_ref[row : row + 1, lanes], (8, LANES))
-                return x.astype(jnp.int32) - sublane if name.startswith("ids") else x
-
-            per_token = {name: value(name) for name in places if name != "valid"}
-            keep = None if count - group >= LANES else lane < count - group
-            total = None
-            for k in range(0, columns, height):
-                pieces = []
-                for half in range(k, k + height, 8):
-                    z = softcapped(call, z_ref[c % 2, half : half + 8, group : group + LANES])
-                    dz = _slope_of_logits(call, z, per_token.get, half, start)
-                    dz = dz if keep is None else jnp.where(keep, dz, 0.0)
-                    if bias_sums_ref is not None:
-                        bias_sums_ref[half : half + 8, :] += dz
-                    pieces.append(dz)
-                total = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=0)
-                dz_ref[c % 2, k : k + height, group : group + LANES] = total.astype(dz_ref.dtype)
+        derivatives(
+            call,
+            places,
+            tokens_ref.at[:, pl.ds(c * unit, unit)],
+            z_ref.at[c % 2],
+            dz_ref.at[c % 2],
+            bias_sums_ref,
+            start=start,
+            counts=(columns, count),
+        )
 
     def accumulate(c: int, count: int):
         if sums_ref is None:
@@ -218,7 +236,7 @@ def _unembedding_kernel(*refs, call: Call, token_count: int, blocks: Blocks, pla
                 x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < count, x, jnp.zeros_like(x))
             sums_ref[:, part] += product(call, dz_ref[c % 2, :, :size], x, (1, 0))
 
-    walk_blocks(token_count, block, step, lambda count: _pipeline(count, unit, multiply, differentiate, accumulate))
+    walk_blocks(token_count, block, step, lambda count: pipeline(count, unit, multiply, differentiate, accumulate))
 
     @pl.when(step == steps - 1)
     def _():
@@ -233,7 +251,7 @@ def d_hidden(call: Call, model: Model, signal: Signal, blocks: Blocks, interpret
     hidden, unembedding, bias, valid = model
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
     blocks = blocks._replace(columns=min(blocks.columns, -(-vocab_size // blocks.unit) * blocks.unit))
-    values, places = _packed(call, signal, valid)
+    values, places = packed(call, signal, valid)
     block, columns, dtype = blocks.tokens, blocks.columns, hidden.dtype
     grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
     x_spec = pl.BlockSpec((block, width), lambda i, j: (i, 0))
@@ -279,7 +297,7 @@ def d_unembedding(
     columns = min(blocks.columns, -(-vocab_size // LANES) * LANES)
     block = -(-blocks.tokens // blocks.unit) * blocks.unit
     blocks = blocks._replace(columns=columns, tokens=block)
-    values, places = _packed(call, signal, valid)
+    values, places = packed(call, signal, valid)
     want_rows, want_bias, dtype = "unembedding" in wanted, "bias" in wanted, unembedding.dtype
     grid = (pl.cdiv(vocab_size, columns), pl.cdiv(tokens, block))
     w_spec = pl.BlockSpec((columns, width), lambda j, i: (j, 0))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array
 
 from calibjax.kernels.operator import Call, Gradients, Implementation, Model, Signal, closed_form_hidden
-from calibjax.kernels.pallas_tpu import backward, blocks, forward
+from calibjax.kernels.pallas_tpu import backward, blocks, forward, fused
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.stats import Moments
 
@@ -20,6 +20,24 @@ class _Setup(NamedTuple):
     def blocks(self, kernel: str, model: Model, device_kind: str) -> blocks.Blocks:
         tokens, width = model.hidden.shape
         return blocks.choose(self.preferences[kernel], kernel, tokens, width, model.hidden.dtype.itemsize, device_kind)
+
+
+def _fused(setup: _Setup, call: Call, model: Model, device_kind: str) -> blocks.Blocks | None:
+    """Blocks of the kernel for dh and dW together; None where each has a kernel of its own.
+
+    That is on chips with two cores a device, of which it would use one; where the float32 dh that it holds would be
+    larger than W; and where too few columns fit on the chip.
+    """
+    larger = 4 * model.hidden.shape[0] > model.unembedding.shape[0] * model.unembedding.dtype.itemsize
+    if larger or call.save_logits or call.filter_threshold is not None or blocks.two_cores(device_kind):
+        return None
+    try:
+        size = setup.blocks("fused", model, device_kind)
+    except NotImplementedError:
+        return None
+    width, itemsize = model.hidden.shape[1], model.hidden.dtype.itemsize
+    columns = size.columns * blocks.pieces(size, width, itemsize, device_kind)
+    return size if columns >= blocks.least_columns(itemsize) else None
 
 
 def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
@@ -36,9 +54,13 @@ def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
         raise NotImplementedError(f"the TPU kernels take bfloat16 and float32, not {model.hidden.dtype.name}")
     if model.hidden.shape[0] == 0:
         raise NotImplementedError("there are no tokens")
-    chosen = {kernel: setup.blocks(kernel, model, platform.device_kind) for kernel in setup.preferences}
-    size = chosen["statistics"]
-    return f"blocks of {size.tokens} tokens by {size.columns} columns, in units of {size.unit}"
+    kernels = [kernel for kernel in setup.preferences if kernel != "fused"]
+    size = {kernel: setup.blocks(kernel, model, platform.device_kind) for kernel in kernels}["statistics"]
+    note = f"blocks of {size.tokens} tokens by {size.columns} columns, in units of {size.unit}"
+    if _fused(setup, call, model, platform.device_kind) is None:
+        return f"{note}; where dh and dW both wait for the backward pass, one product more"
+    mebibytes = 4 * model.hidden.size / 2**20
+    return f"{note}; where dh and dW both wait for the backward pass, {mebibytes:.0f} MiB for a float32 dh"
 
 
 def _forward(
@@ -62,6 +84,9 @@ def _backward(
     kind = platform().device_kind
     hidden = None
     if "hidden" in wanted:
+        both = _fused(setup, call, model, kind) if "unembedding" in wanted else None
+        if both is not None and not signal.hidden_is_closed(call):
+            return fused.gradients(call, model, signal, both, wanted, kind, setup.interpret)
         if signal.hidden_is_closed(call):
             hidden = closed_form_hidden(model, signal)
         else:
