@@ -1,4 +1,4 @@
-"""TPU kernels of the backward pass: dh, and dW with db. Each computes the logits anew: two products.
+"""TPU kernels of the backward pass: dh, and dW with db. Each computes the logits anew: two products. `fused` has both.
 
 Both form dz_v = c_v (exp(s z_v − lse)(weight + tilt (z_v − E)) + uniform) + Σ_k [v = ids_k] g_k (see `Signal`) block by
 block in float32, round it to the inputs' dtype, and multiply at once. dh keeps [tokens, D] of sums on chip while the

@@ -146,7 +146,7 @@ def pieces(blocks: Blocks, width: int, itemsize: int, device_kind: str) -> int:
 def least_columns(itemsize: int) -> int:
     """Columns on the chip below which the fused kernel waits for dh, of which it moves 8 bytes for 6 flop a column.
 
-    v6e has 560 flop in bfloat16 for each byte of its memory's rate, and v7x 310: with dh and the hidden states at some
-    10 bytes an entry, 1,024 columns take as long as their traffic on v6e. Products in float32 take six times longer.
+    v6e has 560 flop in bfloat16 for each byte that its memory moves: with dh and the hidden states at some 10 bytes an
+    entry, 930 columns take as long as their traffic. Products in float32 take six times longer.
     """
     return 1024 if itemsize == 2 else 256

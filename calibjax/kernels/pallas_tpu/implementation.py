@@ -25,11 +25,11 @@ class _Setup(NamedTuple):
 def _fused(setup: _Setup, call: Call, model: Model, device_kind: str) -> blocks.Blocks | None:
     """Blocks of the kernel for dh and dW together; None where each has a kernel of its own.
 
-    That is on chips with two cores a device, of which it would use one; where the float32 dh that it holds would be
-    larger than W; and where too few columns fit on the chip.
+    That is on chips with two cores a device, of which it would use one; where the float32 dh would take more than
+    512 MiB; and where too few columns fit on the chip.
     """
-    larger = 4 * model.hidden.shape[0] > model.unembedding.shape[0] * model.unembedding.dtype.itemsize
-    if larger or call.save_logits or call.filter_threshold is not None or blocks.two_cores(device_kind):
+    refused = "fused" not in setup.preferences or 4 * model.hidden.size > 2**29
+    if refused or call.save_logits or call.filter_threshold is not None or blocks.two_cores(device_kind):
         return None
     try:
         size = setup.blocks("fused", model, device_kind)
