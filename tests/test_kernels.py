@@ -26,7 +26,8 @@ RUNNABLE = ("chunked", "reference", interpreted.NAME)
 class Case(NamedTuple):
     """A row of the table: V, N, D, chunk, options, dtype, size of the logits.
 
-    chunk: None: reference; "tpu": its kernels with small blocks; "tpu blocks": with those that a chip gets.
+    chunk: None: reference; "tpu": its kernels with small blocks; "tpu blocks": with those that a chip gets; "apart":
+    with dh and dW a kernel each.
     """
 
     vocab: int
@@ -43,13 +44,18 @@ class Case(NamedTuple):
     @property
     def options(self):
         chunk = {"chunk_size": self.chunk} if isinstance(self.chunk, int) else {}
-        names = {None: "reference", "tpu": interpreted.NAME, "tpu blocks": interpreted.WITH_ITS_BLOCKS}
+        names = {
+            None: "reference",
+            "tpu": interpreted.NAME,
+            "tpu blocks": interpreted.WITH_ITS_BLOCKS,
+            "apart": interpreted.APART,
+        }
         name = names.get(self.chunk, "chunked")
         return {"implementation": name, "softcap": self.softcap, "save_logits": self.save, **chunk}
 
     @property
     def on_tpu(self):
-        return self.chunk in ("tpu", "tpu blocks")
+        return self.chunk in ("tpu", "tpu blocks", "apart")
 
 
 # Small logits (size 0.01) show a vocabulary padded with zeros; large ones show overflow. 2049 and 129 leave a ragged
@@ -75,14 +81,15 @@ CASES = [
     Case(2049, 1, 8, 700, size=0.01),
     Case(1, 1, 8, "tpu", bias=True),
     Case(2, 7, 100, "tpu", scale=True, softcap=2.0),
-    Case(127, 128, 8, "tpu", bias=True, softcap=5.0, scale=True),
+    Case(127, 128, 8, "apart", bias=True, softcap=5.0, scale=True),
     Case(127, 7, 100, "tpu", dtype="bfloat16", bias=True),
     Case(128, 7, 128, "tpu", scale=True, bias=True, size=30.0),
     Case(129, 128, 8, "tpu", size=0.01),
-    Case(2049, 7, 100, "tpu", size=0.01, dtype="bfloat16", scale=True),
+    Case(2049, 7, 100, "apart", size=0.01, dtype="bfloat16", scale=True),
     Case(2049, 130, 128, "tpu", size=30.0, scale=True, bias=True),
     Case(2049, 7, 8, "tpu", softcap=20.0, bias=True, scale=True, dtype="bfloat16"),
-    Case(300, 260, 128, "tpu", scale=True),  # three blocks of tokens and several of the vocabulary, both ragged
+    Case(300, 260, 128, "apart", scale=True),  # three blocks of tokens and several of the vocabulary, both ragged
+    Case(300, 400, 128, "tpu", scale=True),  # four blocks of tokens: dh goes through HBM
     Case(129, 7, 100, 43, bias=True, softcap=10.0, save=True),
     Case(300, 130, 128, "tpu", bias=True, softcap=20.0, scale=True, size=30.0, save=True),
     Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),

@@ -67,13 +67,20 @@ def build(model, program, dtype=jnp.bfloat16, options=()):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("chip", KINDS)
 def test_compiles_within_a_few_mebibytes(chip, model, program, monkeypatch):
-    """All statistics, and the gradients in hidden, unembedding and scale: no more than 16 MiB beyond the results."""
+    """All statistics, and the gradients in hidden, unembedding and scale: no more than 16 MiB beyond the results.
+
+    Under a soft-cap one kernel for dh and dW also holds dh in float32, but for v5p.
+    """
     monkeypatch.syspath_prepend(FOLDER)
     import static_profile
 
     compiled = static_profile.compile_for(chip, build, model, program, profile=False)
     print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
-    assert compiled.temporaries < (2 if program == "statistics" else 16) * 2**20
+    limit = (2 if program == "statistics" else 16) * 2**20
+    width, _, softcap = MODELS[model]
+    if program == "everything" and softcap is not None and chip != "v5p":
+        limit = 4 * TOKENS * width + 2 * 2**20
+    assert compiled.temporaries < limit
 
 
 @needs_compiler
@@ -119,13 +126,17 @@ def test_compiles_for_one_chip(program, monkeypatch):
 @pytest.mark.parametrize("kernel", blocks.PREFERENCES)
 def test_some_blocks_fit_on_every_chip(kernel, chip, width, itemsize):
     preferred = blocks.PREFERENCES[kernel]
-    if width * itemsize > 2**15 and chip in ("v5p", "v7x"):
-        with pytest.raises(NotImplementedError, match="MiB on chip at D = 16384"):
+    small_chip = chip in ("v5p", "v7x")
+    limit = 2**15 if kernel != "fused" or not small_chip else 2**14  # bytes of a row
+    if width * itemsize > limit and (small_chip or kernel == "fused"):
+        with pytest.raises(NotImplementedError, match=f"MiB on chip at D = {width}"):
             blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip])
         return
     chosen = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip])
     assert blocks.vmem_bytes(kernel, chosen, width, itemsize) <= blocks.capacity(KINDS[chip])
     assert blocks.choose(preferred, kernel, 1, width, itemsize, KINDS[chip]).tokens == 128
+    if kernel == "fused":  # never with saved logits
+        return
     saving = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip], saved=True)
     used = blocks.vmem_bytes(kernel, saving, width, itemsize, saved=True)
     assert blocks.vmem_bytes(kernel, saving, width, itemsize) < used <= blocks.capacity(KINDS[chip])

@@ -120,7 +120,7 @@ def vocab_stats(
         sharding=sharding,
     )
     call = call._replace(
-        implementation=_over_mesh(IMPLEMENTATIONS[choose(implementation, call, model, sharding)], sharding)
+        implementation=over_mesh(IMPLEMENTATIONS[choose(implementation, call, model, sharding)], sharding)
     )
 
     shape, vocab_size = hidden.shape[:-1], unembedding.shape[0]
@@ -220,7 +220,8 @@ def _pad(x: Array | None, length: int, value: int = 0) -> Any:
     return jnp.pad(x, ((0, length - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=value)
 
 
-def _over_mesh(implementation: Implementation | None, sharding: VocabSharding | None) -> Implementation | None:
+def over_mesh(implementation: Implementation | None, sharding: VocabSharding | None) -> Implementation | None:
+    """The implementation that runs with `sharding`: itself on every device's part; None is the dense formula."""
     if implementation is None or sharding is None:
         return implementation
     return sharded.implementation(implementation, sharding)
@@ -228,7 +229,7 @@ def _over_mesh(implementation: Implementation | None, sharding: VocabSharding | 
 
 def check(name: str, call: Call, model: Model, sharding: VocabSharding | None) -> str:
     """What the implementation says of this call; raises NotImplementedError where it cannot run it here."""
-    implementation = _over_mesh(IMPLEMENTATIONS[name], sharding)
+    implementation = over_mesh(IMPLEMENTATIONS[name], sharding)
     if implementation is None:
         return reference.check(call, sharding is not None)
     return implementation.check(call, model, platform(None if sharding is None else sharding.mesh))

@@ -14,7 +14,7 @@ soft-cap). For cotangents g of the statistics,
 | hidden (and scale), W and b frozen | 2 + 0: Σ_v p_v c_v W_v comes out of the forward pass by an online softmax |
 | the same, with `expected_logit`, or with `mean_logit` under a soft-cap | 1 + 2: the rows have a second weight |
 | unembedding or bias alone | 1 + 2 |
-| hidden and unembedding | 1 + 3, or 1 + 2 with `save_logits` |
+| hidden and unembedding | 1 + 3, or 1 + 2 with `save_logits`; 1 + 4 without `Implementation.shares_logits` |
 
 With `filter_threshold` those of the backward pass that follow the logits, one for each gradient, are taken only where
 some p reaches it.
@@ -36,6 +36,10 @@ def _runs_anywhere(call: "Call", model: "Model", platform: Platform) -> str:
     return ""
 
 
+def _shares_always(call: "Call", model: "Model", platform: Platform) -> bool:
+    return True
+
+
 class Implementation(NamedTuple):
     """Two passes over the vocabulary.
 
@@ -50,12 +54,15 @@ class Implementation(NamedTuple):
             `model` are looked at (its arrays may be `jax.ShapeDtypeStruct`), and what is static in `call`.
         rows_first: where hidden and unembedding are both differentiated and no logits are saved, take the gradient in
             hidden out of the forward pass too, and leave only the unembedding to the backward pass.
+        shares_logits: `(call, model, platform) -> bool`: where both gradients are left to the backward pass, whether it
+            computes the logits anew once for both; for `explain`. Looks at what `check` looks at.
     """
 
     forward: Callable[..., tuple[Moments, Any]]
     backward: Callable[..., "Gradients"]
     check: Callable[["Call", "Model", Platform], str] = _runs_anywhere
     rows_first: bool = False
+    shares_logits: Callable[["Call", "Model", Platform], bool] = _shares_always
 
 
 class Model(NamedTuple):

@@ -1,5 +1,7 @@
 """TPU kernels of the backward pass: dh, and dW with db. Each computes the logits anew, or reads those that were saved.
 
+`fused` has both in one.
+
 Both form dz_v = c_v (exp(s z_v − lse)(weight + tilt (z_v − E)) + uniform) + Σ_k [v = ids_k] g_k (see `Signal`) block by
 block in float32, round it to the inputs' dtype, and multiply at once. dh keeps [tokens, D] of sums on chip while the
 vocabulary streams past; dW keeps [columns, D] while the tokens do, with the logits transposed, so that per-token values
@@ -35,7 +37,7 @@ from calibjax.kernels.pallas_tpu.common import (
 )
 from calibjax.kernels.stats import FLOOR
 
-_Places = dict[str, int]  # name of a per-token value -> its row in the packed array
+Places = dict[str, int]  # name of a per-token value -> its row in the packed array
 
 
 def _apart(call: Call, signal: Signal) -> Array | None:
@@ -43,7 +45,7 @@ def _apart(call: Call, signal: Signal) -> Array | None:
     return signal.uniform if call.filter_threshold and call.softcap is None else None
 
 
-def _packed(call: Call, signal: Signal, valid: Array | None) -> tuple[Array, _Places]:
+def packed(call: Call, signal: Signal, valid: Array | None) -> tuple[Array, Places]:
     in_logits, apart = unit_of_logits(call), _apart(call, signal)
     values = {
         "scale": signal.scale * (LOG2_E * in_logits),
@@ -102,7 +104,7 @@ def _any(seen: list[Array]) -> Array | None:
     return jnp.max(functools.reduce(jnp.maximum, seen)) > 0.0 if seen else None
 
 
-def _hidden_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, places: _Places, flags):
+def _hidden_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, places: Places, flags):
     token_count, vocab_size = sizes
     has_bias, saved = flags
     tokens_ref, x_ref, w_ref = refs[:3]  # with saved logits, they [columns, tokens] instead of x
@@ -164,7 +166,7 @@ def _hidden_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, pl
                 w = jnp.where(jax.lax.broadcasted_iota(jnp.int32, w.shape, 0) < count, w, jnp.zeros_like(w))
             sums_ref[:, part] += product(call, dz_ref[c % 2, :, :size], w, (1, 0))
 
-    walk_blocks(vocab_size, columns, step, lambda count: _pipeline(count, unit, multiply, differentiate, accumulate))
+    walk_blocks(vocab_size, columns, step, lambda count: pipeline(count, unit, multiply, differentiate, accumulate))
 
     @pl.when(step == steps - 1)
     def _():
@@ -174,7 +176,7 @@ def _hidden_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, pl
         out_ref[...] = sums.astype(out_ref.dtype)
 
 
-def _pipeline(count: int, unit: int, multiply, differentiate, accumulate):
+def pipeline(count: int, unit: int, multiply, differentiate, accumulate):
     """Three stages at a time: the logits of unit c + 1, the derivatives of unit c, the sums of unit c − 1.
 
     `differentiate` may return whether the unit's sums matter.
@@ -199,7 +201,64 @@ def _pipeline(count: int, unit: int, multiply, differentiate, accumulate):
     add(units - 1)
 
 
-def _unembedding_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, places: _Places, flags):
+def derivatives(
+    call: Call,
+    places: Places,
+    tokens_ref,
+    z_ref,
+    dz_ref,
+    bias_sums_ref,
+    *,
+    start: Array | int,
+    counts: tuple[int, int],
+    vocab_size: int,
+    saved: bool = False,
+) -> Array | None:
+    """Writes dz [columns, tokens] of transposed logits, and adds it to `bias_sums_ref` [columns, 128] where given.
+
+    The first column has the index `start`; `counts` of columns and of tokens exist, and dz is 0 beyond them. `saved`:
+    the logits were saved, with the soft-cap, also of tokens that are not valid. Returns whether a filter leaves any of
+    it to be multiplied; None without a filter.
+    """
+    columns, tokens = counts
+    sublane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 0)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 1)
+    size = z_ref.shape[0]
+    height = 16 if size % 16 == 0 else 8
+    seen, exist = [], None
+    for group in range(0, min(tokens, z_ref.shape[1]), LANES):
+        lanes = pl.ds(group, LANES)
+
+        def value(name: str, lanes=lanes) -> Array:
+            row = places[name]
+            x = jnp.broadcast_to(tokens_ref[row : row + 1, lanes], (8, LANES))
+            return x.astype(jnp.int32) - sublane if name.startswith("ids") else x
+
+        per_token = {name: value(name) for name in places if name != "valid"}
+        keep = None if tokens - group >= LANES else lane < tokens - group
+        if saved and "valid" in places:
+            counted = value("valid") > 0.0
+            keep = counted if keep is None else keep & counted
+        for k in range(0, size, height):
+            pieces = []
+            for half in range(k, k + height, 8):
+                z = z_ref[half : half + 8, lanes]
+                z = z if saved else softcapped(call, z)
+                dz, matters = _slope_of_logits(call, z, per_token.get, half, start)
+                dz = dz if keep is None else jnp.where(keep, dz, 0.0)
+                dz = dz if columns - half >= 8 else jnp.where(sublane < columns - half, dz, 0.0)
+                if call.filter_threshold and vocab_size % size:
+                    exist = sublane < vocab_size - start - half
+                _note(seen, matters, keep, exist)
+                if bias_sums_ref is not None:
+                    bias_sums_ref[half : half + 8, :] += dz
+                pieces.append(dz)
+            total = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=0)
+            dz_ref[k : k + height, lanes] = total.astype(dz_ref.dtype)
+    return _any(seen)
+
+
+def _unembedding_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, places: Places, flags):
     token_count, vocab_size = sizes
     has_bias, want_rows, want_bias, saved = flags
     tokens_ref, x_ref, w_ref = refs[:3]  # with saved logits, they [columns, tokens] instead of w
@@ -241,48 +300,20 @@ def _unembedding_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Block
             z = z + jnp.concatenate([turned] * (unit // LANES), axis=1)
         z_ref[c % 2] = z
 
-    def logits(c: int, rows: slice, group: int) -> Array:
-        if z_ref is None:
-            return w_ref[rows, c * unit + group : c * unit + group + LANES]
-        return softcapped(call, z_ref[c % 2, rows, group : group + LANES])
-
     def differentiate(c: int, count: int) -> Array | None:
-        seen, exist = [], None
-        sublane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 0)
-        lane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 1)
-        height = 16 if columns % 16 == 0 else 8
-        for group in range(0, min(count, unit), LANES):
-            lanes = pl.ds(c * unit + group, LANES)
-
-            def value(name: str, lanes=lanes) -> Array | None:
-                if name not in places:
-                    return None
-                row = places[name]
-                x = jnp.broadcast_to(tokens_ref[row : row + 1, lanes], (8, LANES))
-                return x.astype(jnp.int32) - sublane if name.startswith("ids") else x
-
-            per_token = {name: value(name) for name in places if name != "valid"}
-            keep = None if count - group >= LANES else lane < count - group
-            if saved and (valid := value("valid")) is not None:
-                # Computed from what the token really holds, unlike `source`.
-                counted = valid > 0.0
-                keep = counted if keep is None else keep & counted
-            total = None
-            for k in range(0, columns, height):
-                pieces = []
-                for half in range(k, k + height, 8):
-                    z = logits(c, slice(half, half + 8), group)
-                    dz, counts = _slope_of_logits(call, z, per_token.get, half, start)
-                    dz = dz if keep is None else jnp.where(keep, dz, 0.0)
-                    if call.filter_threshold and vocab_size % columns:
-                        exist = sublane < vocab_size - start - half
-                    _note(seen, counts, keep, exist)
-                    if bias_sums_ref is not None:
-                        bias_sums_ref[half : half + 8, :] += dz
-                    pieces.append(dz)
-                total = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=0)
-                dz_ref[c % 2, k : k + height, group : group + LANES] = total.astype(dz_ref.dtype)
-        return _any(seen)
+        lanes = pl.ds(c * unit, unit)
+        return derivatives(
+            call,
+            places,
+            tokens_ref.at[:, lanes],
+            w_ref.at[:, lanes] if z_ref is None else z_ref.at[c % 2],
+            dz_ref.at[c % 2],
+            bias_sums_ref,
+            start=start,
+            counts=(columns, count),
+            vocab_size=vocab_size,
+            saved=saved,
+        )
 
     def accumulate(c: int, count: int):
         if sums_ref is None:
@@ -295,7 +326,7 @@ def _unembedding_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Block
                 x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < count, x, jnp.zeros_like(x))
             sums_ref[:, part] += product(call, dz_ref[c % 2, :, :size], x, (1, 0))
 
-    walk_blocks(token_count, block, step, lambda count: _pipeline(count, unit, multiply, differentiate, accumulate))
+    walk_blocks(token_count, block, step, lambda count: pipeline(count, unit, multiply, differentiate, accumulate))
 
     @pl.when(step == steps - 1)
     def _():
@@ -311,7 +342,7 @@ def d_hidden(call: Call, model: Model, signal: Signal, saved: Array | None, bloc
     bias = bias if saved is None else None
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
     blocks = blocks._replace(columns=min(blocks.columns, -(-vocab_size // blocks.unit) * blocks.unit))
-    values, places = _packed(call, signal, valid)
+    values, places = packed(call, signal, valid)
     block, columns, dtype = blocks.tokens, blocks.columns, hidden.dtype
     grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
     x_spec = pl.BlockSpec((block, width), lambda i, j: (i, 0))
@@ -344,7 +375,7 @@ def d_hidden(call: Call, model: Model, signal: Signal, saved: Array | None, bloc
             pltpu.VMEM((block, width), jnp.float32),
             pltpu.VMEM((len(values), block, LANES), jnp.float32),
         ],
-        vmem=vmem_bytes("rows", blocks, width, dtype.itemsize, saved is not None),
+        vmem=vmem_bytes("rows", blocks, width, dtype.itemsize, saved=saved is not None),
         flops=(4 if saved is None else 2) * tokens * width * vocab_size,
         bytes_accessed=(2 * tokens + grid[0] * vocab_size) * width * dtype.itemsize + _bytes(saved),
         transcendentals=tokens * vocab_size * (1 if call.softcap is None else 2),
@@ -375,7 +406,7 @@ def d_unembedding(
     columns = min(blocks.columns, -(-vocab_size // LANES) * LANES)
     block = -(-blocks.tokens // blocks.unit) * blocks.unit
     blocks = blocks._replace(columns=columns, tokens=block)
-    values, places = _packed(call, signal, valid)
+    values, places = packed(call, signal, valid)
     want_rows, want_bias, dtype = "unembedding" in wanted, "bias" in wanted, unembedding.dtype
     grid = (pl.cdiv(vocab_size, columns), pl.cdiv(tokens, block))
     w_spec = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
@@ -419,7 +450,7 @@ def d_unembedding(
             out_specs=out_specs,
             out_shape=out_shape,
             scratch=scratch,
-            vmem=vmem_bytes("unembedding", blocks, width, dtype.itemsize, saved is not None),
+            vmem=vmem_bytes("unembedding", blocks, width, dtype.itemsize, saved=saved is not None),
             flops=(4 if saved is None else 2) * tokens * width * vocab_size,
             bytes_accessed=(2 * vocab_size + grid[0] * tokens) * width * dtype.itemsize + _bytes(saved),
             transcendentals=tokens * vocab_size * (1 if call.softcap is None else 2),

@@ -364,7 +364,7 @@ def moments(
         out_specs=out_specs,
         out_shape=out_shape,
         scratch=[*scratch, *states],
-        vmem=vmem_bytes("rows" if with_rows else "statistics", blocks, width, hidden.dtype.itemsize, save),
+        vmem=vmem_bytes("rows" if with_rows else "statistics", blocks, width, hidden.dtype.itemsize, saved=save),
         flops=(4 if with_rows else 2) * work,
         bytes_accessed=(tokens + grid[0] * vocab_size) * width * hidden.dtype.itemsize + 4 * save * tokens * vocab_size,
         transcendentals=tokens * vocab_size * (1 if call.softcap is None else 2),
