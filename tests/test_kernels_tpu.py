@@ -6,9 +6,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from oracle import FLOATS
 
 from calibjax.kernels import vocab_stats
 from calibjax.kernels.pallas_tpu import blocks
+from calibjax.kernels.stats import STATISTICS
 
 FOLDER = str(Path(__file__).parents[1] / "kernels")
 TOKENS = 8192
@@ -91,6 +93,42 @@ def test_float32_compiles(monkeypatch):
 
     compiled = static_profile.compile_for("v5e", build, "gemma-2-2b", "statistics", jnp.float32, profile=False)
     assert compiled.temporaries < 2 * 2**20
+
+
+def build_small(program, width, softcap):
+    """All statistics, with a bias: arithmetic that takes more memory than operands so narrow."""
+    from static_profile import Program
+
+    def statistics(hidden, unembedding, bias, targets, scale):
+        options = {"statistics": STATISTICS, "softcap": softcap, "implementation": "pallas_tpu"}
+        return vocab_stats(hidden, unembedding, targets, bias=bias, scale=scale, **options)
+
+    def gradient(hidden, *rest):
+        def value(hidden):
+            found = statistics(hidden, *rest)
+            return sum(jnp.sum(jnp.sin(getattr(found, name))) for name in FLOATS)
+
+        return jax.grad(value)(hidden)
+
+    floats = [((1500, width), jnp.bfloat16), ((5000, width), jnp.bfloat16), ((5000,), jnp.float32)]
+    arguments = [*floats, ((1500,), jnp.int32), ((1500,), jnp.float32)]
+    chosen = statistics if program == "statistics" else gradient
+    return Program(chosen, [jax.ShapeDtypeStruct(*x) for x in arguments])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "program", "width", "softcap"), [("v6e", "statistics", 256, 30.0), ("v5e", "hidden", 128, None)]
+)
+def test_compiles_at_a_small_width(chip, program, width, softcap, monkeypatch):
+    """There `blocks.UNPLANNED` is a large part of what a kernel takes on the chip."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    compiled = static_profile.compile_for(chip, build_small, program, width, softcap, profile=False)
+    print(f"compiled in {compiled.compile_seconds:.0f} s")
+    assert compiled.temporaries < 2**20
 
 
 @needs_compiler

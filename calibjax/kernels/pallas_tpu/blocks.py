@@ -8,6 +8,14 @@ SLICE = 768  # columns of D that one accumulation into [rows, D] takes at a time
 
 RESIDENT = 3  # blocks of tokens whose float32 dh stays on the chip all along
 
+UNPLANNED = 4 * 2**20
+"""Bytes on chip that a kernel may take beyond what `vmem_bytes` plans, an eighth of which it may take too.
+
+They are what does not grow with D: temporaries of the arithmetic on logits, the transposed bias, spilled registers. At
+D = 128, with every statistic, a bias and a soft-cap, the compiler took up to 2.3 MiB more in the statistics kernel and
+3.3 MiB more in that of dh (blocks of 1,024 tokens, libtpu 0.0.51). It cuts a limit to what the chip has.
+"""
+
 VMEM_MIB = {"2": 16, "3": 16, "4": 16, "5p": 64, "7": 64}
 """MiB of on-chip vector memory of a core, by the generation that a device kind names; 128 for others (v5e, v6e)."""
 

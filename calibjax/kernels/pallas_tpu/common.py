@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from calibjax.kernels import stats
-from calibjax.kernels.pallas_tpu.blocks import LANES
+from calibjax.kernels.pallas_tpu.blocks import LANES, UNPLANNED
 
 LOG2_E = math.log2(math.e)
 NEVER = -(2**30)  # an index that no column of the vocabulary has
@@ -109,7 +109,7 @@ def pallas(
         input_output_aliases=aliases or {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel" if split else "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem * 9 // 8 + 2**20,
+            vmem_limit_bytes=vmem * 9 // 8 + UNPLANNED,
         ),
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=bytes_accessed, transcendentals=transcendentals),
     )
