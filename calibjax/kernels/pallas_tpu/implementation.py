@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array
 
 from calibjax.kernels.operator import Call, Gradients, Implementation, Model, Signal, closed_form_hidden
-from calibjax.kernels.pallas_tpu import backward, blocks, forward, fused
+from calibjax.kernels.pallas_tpu import blocks, d_hidden, d_unembedding, forward, fused
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.stats import Moments
 
@@ -91,11 +91,11 @@ def _backward(
             hidden = closed_form_hidden(model, signal)
         else:
             size = setup.blocks("rows", model, kind, has_saved)
-            hidden = backward.d_hidden(call, model, signal, saved, size, setup.interpret)
+            hidden = d_hidden.gradient(call, model, signal, saved, size, setup.interpret)
     rows = bias = None
     if wanted & {"unembedding", "bias"}:
         size = setup.blocks("unembedding", model, kind, has_saved)
-        rows, bias = backward.d_unembedding(call, model, signal, saved, size, wanted, setup.interpret)
+        rows, bias = d_unembedding.gradients(call, model, signal, saved, size, wanted, setup.interpret)
     return Gradients(hidden, rows, bias)
 
 
