@@ -17,13 +17,14 @@ import tyro
 
 from calibjax._checks import UserError
 from calibjax.calibrate import AtsRun, run_ats
+from calibjax.compare import CompareRun, run_compare
 from calibjax.evaluate import HeadBoundRun, run_head_bound
 from calibjax.finetune import SftRun, run_sft
 from calibjax.quickstart import Quickstart, run_quickstart
 from calibjax.train import NonFiniteLossError
 
 
-def _carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
+def carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
     """Runs a command; the exit code. With --json only the document goes to standard output."""
     try:
         document = work(run, announce=functools.partial(print, file=sys.stderr if run.json else sys.stdout, flush=True))
@@ -35,7 +36,7 @@ def _carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
         return 1
     if run.json:
         print(json.dumps(document, indent=2))
-    return 0
+    return 1 if document.get("held_out", {}).get("failed") else 0
 
 
 def _summary(command: type) -> str:
@@ -44,24 +45,28 @@ def _summary(command: type) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `calibjax`. Returns 0 on success, 2 on a user's error, 1 where training diverged."""
+    """Entry point of `calibjax`. Returns 0, or 2 on a user's error, or 1 where training diverged or a method failed."""
     app, train, evaluate = (tyro.extras.SubcommandApp() for _ in range(3))
 
     @app.command(name="quickstart", help=_summary(Quickstart))
     def quickstart(run: Annotated[Quickstart, tyro.conf.arg(name="")] = Quickstart()) -> int:  # noqa: B008 (frozen)
-        return _carry_out(run, run_quickstart)
+        return carry_out(run, run_quickstart)
 
     @train.command(name="ats", help=_summary(AtsRun))
     def ats(run: Annotated[AtsRun, tyro.conf.arg(name="")]) -> int:
-        return _carry_out(run, run_ats)
+        return carry_out(run, run_ats)
 
     @train.command(name="sft", help=_summary(SftRun))
     def sft(run: Annotated[SftRun, tyro.conf.arg(name="")]) -> int:
-        return _carry_out(run, run_sft)
+        return carry_out(run, run_sft)
 
     @evaluate.command(name="head-bound", help=_summary(HeadBoundRun))
     def head_bound(run: Annotated[HeadBoundRun, tyro.conf.arg(name="")]) -> int:
-        return _carry_out(run, run_head_bound)
+        return carry_out(run, run_head_bound)
+
+    @app.command(name="compare", help=_summary(CompareRun))
+    def compare(run: Annotated[CompareRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_compare)
 
     app.command(train, name="train", help="Fit something to a language model.")
     app.command(evaluate, name="eval", help="Look at a language model.")

@@ -317,9 +317,10 @@ class FittedHead:
         *,
         where: Bool[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        bias: Float[Array, " V"] | None = None,
         softcap: float | None = None,
     ) -> Float[Array, "B T"]:
-        """Log inverse temperature of every token, float32 `[B, T]`."""
-        features = head_features(self.config.features, hidden, unembedding, softcap=softcap)
+        """Log inverse temperature of every token, float32 `[B, T]`; `bias` and `softcap` are those of the logits."""
+        features = head_features(self.config.features, hidden, unembedding, bias=bias, softcap=softcap)
         log_scale = self.config.build().apply({"params": self.params}, features, where=where, segment_ids=segment_ids)
         return jnp.asarray(log_scale) + np.float32(self.log_factor)

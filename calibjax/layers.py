@@ -1,7 +1,7 @@
 """The blocks that transformers are made of, shared by the frozen decoder and by the calibration heads.
 
-One configuration, `BlockConfig`, describes a pre-norm block: attention and an MLP, each behind a norm and a residual
-connection. Its defaults are a Llama block; other settings give those of GPT-2 and its relatives.
+One configuration, `BlockConfig`, describes a block: attention and an MLP, with norms and residual connections. Its
+defaults are a Llama block; other settings give those of the other families.
 """
 
 import dataclasses
@@ -32,38 +32,68 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 _kernel_init = nn.initializers.normal(0.02)
 
 
+ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), and how it is stretched.
 
     Args:
       theta: Base of the wavelengths; positive.
+      fraction: How much of each head is rotated, in (0, 1]; the rest of its channels pass unchanged.
       scaling: `None`; `"linear"`, every frequency divided by `factor`; or `"llama3"`, only low frequencies divided
         (Grattafiori et al., 2024, https://arxiv.org/abs/2407.21783), with a smooth passage between
-        `original_max_positions / low_freq_factor` and `original_max_positions / high_freq_factor` in wavelength.
+        `original_max_positions / low_freq_factor` and `original_max_positions / high_freq_factor` in wavelength;
+        `"yarn"`, likewise, with a passage linear in the frequency's index (Peng et al., 2023,
+        https://arxiv.org/abs/2309.00071, section 3.2); or `"longrope"`, each frequency by its own of `divisors`.
       factor: By how much the context is stretched; positive.
       low_freq_factor: For `"llama3"` only.
       high_freq_factor: For `"llama3"` only; greater than `low_freq_factor`.
-      original_max_positions: Context before stretching; for `"llama3"` only.
+      beta_fast, beta_slow: For `"yarn"` only: a wave that turns more often than `beta_fast` over the original context
+        is kept, one that turns less often than `beta_slow` is stretched by the whole factor.
+      divisors: For `"longrope"` only, one for each pair of channels.
+      original_max_positions: Context before stretching; for `"llama3"`, `"yarn"` and `"longrope"`.
+      amplitude: Factor on cosines and sines.
     """
 
     theta: float = 10000.0
-    scaling: Literal["linear", "llama3"] | None = None
+    fraction: float = 1.0
+    scaling: Literal["linear", "llama3", "yarn", "longrope"] | None = None
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    divisors: tuple[float, ...] = ()
     original_max_positions: int = 8192
+    amplitude: float = 1.0
 
     def __post_init__(self):
-        if self.scaling not in (None, "linear", "llama3"):
-            raise UserError(f"Rope.scaling: expected None, 'linear' or 'llama3', got {self.scaling!r}.")
+        if self.scaling not in (None, *ROPE_SCALINGS):
+            raise UserError(f"Rope.scaling: expected None, {', '.join(ROPE_SCALINGS)}; got {self.scaling!r}.")
         if not (self.theta > 0 and self.factor > 0):
             raise UserError(f"Rope: theta and factor must be positive, got {self.theta} and {self.factor}.")
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"Rope.fraction: expected a number in (0, 1], got {self.fraction}.")
         if self.scaling == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise UserError(
                 "Rope: expected 0 < low_freq_factor < high_freq_factor, "
                 f"got {self.low_freq_factor} and {self.high_freq_factor}."
             )
+
+    def width(self, head_dim: int) -> int:
+        """How many channels of a head are rotated."""
+        return int(head_dim * self.fraction)
+
+
+_CHOICES = {
+    "norm": ("rms", "layer"),
+    "norm_placement": ("pre", "post", "both"),
+    "parallel": (None, "one_norm", "two_norms"),
+    "qk_norm": (None, "head", "projection"),
+    "activation": tuple(ACTIVATIONS),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,14 +105,21 @@ class BlockConfig:
       intermediate_size: Width of the MLP.
       num_heads: Query heads.
       num_kv_heads: Key and value heads; divides `num_heads` (grouped-query attention).
-      head_dim: Width of one head; even where `rope` is set.
+      head_dim: Width of one head; its rotated part is even where `rope` is set.
       norm: `"rms"` or `"layer"`.
+      norm_offset: Added to the stored scale of an RMS norm; 1 for Gemma, which stores scales around zero.
+      norm_placement: Whether attention and MLP are normed before, after, or both; `"post"` and `"both"` norm what is
+        added to the residual stream, and not the stream itself.
+      parallel: `None`: the MLP reads what attention wrote. Else both read the same hidden states, through
+        `"one_norm"` or `"two_norms"`.
+      qk_norm: `None`; `"head"`: queries and keys are normed within each head; `"projection"`: over all heads at once.
       norm_eps: Added to the variance, or to the mean square.
       activation: A name in `ACTIVATIONS`.
       gated_mlp: `down(act(gate x) * up x)` if true, else `down(act(up x))`.
       rope: Rotary positions, or `None` for none.
       qkv_bias, output_bias, mlp_bias: Which projections have a bias.
       attention_scale: Factor on attention logits; `None` is `1 / sqrt(head_dim)`.
+      attention_softcap: `c` in `c * tanh(attention logits / c)`, or `None`.
 
     Raises:
       UserError: The sizes do not fit each other, or a name is not known.
@@ -95,6 +132,10 @@ class BlockConfig:
     head_dim: int
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
+    norm_offset: float = 0.0
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    parallel: Literal["one_norm", "two_norms"] | None = None
+    qk_norm: Literal["head", "projection"] | None = None
     activation: str = "silu"
     gated_mlp: bool = True
     rope: Rope | None = Rope()
@@ -102,6 +143,7 @@ class BlockConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     attention_scale: float | None = None
+    attention_softcap: float | None = None
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
@@ -111,12 +153,21 @@ class BlockConfig:
             raise UserError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}."
             )
-        if self.rope is not None and self.head_dim % 2:
-            raise UserError(f"Rotary positions need an even head_dim, got {self.head_dim}.")
-        if self.norm not in ("rms", "layer"):
-            raise UserError(f"norm: expected 'rms' or 'layer', got {self.norm!r}.")
-        if self.activation not in ACTIVATIONS:
-            raise UserError(f"activation: expected one of {', '.join(ACTIVATIONS)}; got {self.activation!r}.")
+        if self.rope is not None:
+            width = self.rope.width(self.head_dim)
+            if width % 2 or not width:
+                raise UserError(f"Rotary positions need an even number of channels, got {width} of {self.head_dim}.")
+            if self.rope.scaling == "longrope" and len(self.rope.divisors) != width // 2:
+                raise UserError(f"Rope.divisors: expected {width // 2} values, got {len(self.rope.divisors)}.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name}: expected one of {', '.join(map(str, choices))}; got {getattr(self, name)!r}.")
+        if self.norm_offset and self.norm != "rms":
+            raise UserError(f"norm_offset: only RMS norms have one, got {self.norm_offset} with norm {self.norm!r}.")
+        if self.parallel is not None and self.norm_placement != "pre":
+            raise UserError(f"norm_placement: expected 'pre' where parallel is set, got {self.norm_placement!r}.")
+        if self.attention_softcap is not None and not self.attention_softcap > 0:
+            raise UserError(f"attention_softcap: expected None or a positive number, got {self.attention_softcap}.")
 
 
 class SequenceContext(NamedTuple):
@@ -136,7 +187,11 @@ def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def sequence_context(
-    config: BlockConfig, positions: Int[Array, "#B T"], segment_ids: Int[Array, "B T"] | None = None
+    config: BlockConfig,
+    positions: Int[Array, "#B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    window: int | None = None,
 ) -> SequenceContext:
     """Computes the rotary table and the attention mask of a batch.
 
@@ -145,26 +200,33 @@ def sequence_context(
       positions: Position of each token in its sequence, `[B, T]`, or `[1, T]` where all rows share them.
       segment_ids: Which sequence of the row each token belongs to, `[B, T]`; 0 is padding. A token attends to itself
         and to earlier tokens of its own segment. Padding forms a segment like any other: so no row of the mask is
-        empty, and every output is finite. `None`: one sequence a row, and no mask is made.
+        empty, and every output is finite. `None`: one sequence a row.
+      window: A token attends to itself and to the `window - 1` tokens before it; `None`: to all before it. Without
+        `segment_ids` and window no mask is made.
 
     Returns:
       The context that `Block` and `Attention` take.
     """
     rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
-    if segment_ids is None:
+    if segment_ids is None and window is None:
         return SequenceContext(rotary, None)
-    index = jnp.arange(segment_ids.shape[1])
-    causal = index[:, None] >= index[None, :]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return SequenceContext(rotary, (same & causal[None])[:, None])
+    index = jnp.arange(positions.shape[1])
+    distance = index[:, None] - index[None, :]
+    mask = (distance >= 0)[None]
+    if window is not None:
+        mask &= (distance < window)[None]
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    return SequenceContext(rotary, mask[:, None])
 
 
 def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Returns the angle per position of each of the `head_dim / 2` rotated pairs, float32.
+    """Returns the angle per position of each of the `K / 2` rotated pairs, float32; `K` is `rope.width(head_dim)`.
 
-    `theta ** (-2i / head_dim)` for `i < head_dim / 2`, then scaled as `rope` says.
+    `theta ** (-2i / K)` for `i < K / 2`, then scaled as `rope` says.
     """
-    frequencies = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    width = rope.width(head_dim)
+    frequencies = rope.theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
     if rope.scaling == "linear":
         frequencies = frequencies / rope.factor
     elif rope.scaling == "llama3":
@@ -172,27 +234,42 @@ def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         turns = rope.original_max_positions * frequencies / (2 * math.pi)
         keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
         frequencies = keep * frequencies + (1 - keep) * frequencies / rope.factor
+    elif rope.scaling == "yarn":
+
+        def index(turns: float) -> float:
+            """Of the frequency that makes so many turns over the original context."""
+            return width * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low = max(math.floor(index(rope.beta_fast)), 0)
+        high = min(math.ceil(index(rope.beta_slow)), width - 1)
+        # Where the two meet the passage is a step.
+        stretch = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        frequencies = (1 - stretch) * frequencies + stretch * frequencies / rope.factor
+    elif rope.scaling == "longrope":
+        frequencies = frequencies / np.asarray(rope.divisors)
     return frequencies.astype(np.float32)
 
 
 def rotary_table(
     positions: Int[Array, "B T"], rope: Rope, head_dim: int
 ) -> tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]]:
-    """Returns cosines and sines of every position's angles, float32 `[B, T, 1, head_dim / 2]`."""
+    """Returns cosines and sines of every position's angles, times the amplitude: float32 `[B, T, 1, R]`, R pairs."""
     angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(rotary_frequencies(rope, head_dim))[None, None, :]
-    return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    return rope.amplitude * jnp.cos(angles)[:, :, None, :], rope.amplitude * jnp.sin(angles)[:, :, None, :]
 
 
 def rotate(
     x: Float[Array, "B T H K"], table: tuple[Float[Array, "#B T 1 R"], Float[Array, "#B T 1 R"]]
 ) -> Float[Array, "B T H K"]:
-    """Rotates each pair `(x_i, x_{i + K/2})` by its angle: the half-split order of Hugging Face's Llama.
+    """Rotates each pair `(x_i, x_{i + R})`, `i < R`, by its angle: the half-split order of Hugging Face's Llama.
 
-    The arithmetic is float32 whatever the dtype of `x`: far positions need angles that bfloat16 cannot hold.
+    Channels from 2R on pass unchanged. The arithmetic is float32 whatever the dtype of `x`: far positions need angles
+    that bfloat16 cannot hold.
     """
     cos, sin = table
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    pairs = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (pairs, 2 * pairs), axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 
 
 def _last_axis(vector: Float[Array, " D"], like: Array) -> Array:
@@ -212,22 +289,24 @@ class Dense(nn.Dense):
 
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x²) + eps) * scale` (Zhang & Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+    """`x / sqrt(mean(x²) + eps) * (offset + scale)` (Zhang & Sennrich, 2019, https://arxiv.org/abs/1910.07467).
 
-    The mean square is float32; the product with the scale is in `dtype`, as in Hugging Face's Llama.
+    In float32, cast to `dtype` at the end. Some of Hugging Face's families cast before the product with the scale,
+    which only adds a rounding.
     """
 
     eps: float = 1e-5
+    offset: float = 0.0
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        initial = nn.initializers.constant(1.0 - self.offset)
+        scale = self.param("scale", initial, (x.shape[-1],), self.param_dtype)
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        x = x.astype(self.dtype)
-        return x * _last_axis(scale, x)
+        return (x * (self.offset + _last_axis(scale, x))).astype(self.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -253,8 +332,9 @@ class LayerNorm(nn.Module):
 
 def make_norm(config: BlockConfig, dtype: DTypeLike, param_dtype: DTypeLike, name: str) -> RMSNorm | LayerNorm:
     """Builds the norm that `config` asks for."""
-    kind = RMSNorm if config.norm == "rms" else LayerNorm
-    return kind(config.norm_eps, dtype, param_dtype, name=name)
+    if config.norm == "rms":
+        return RMSNorm(config.norm_eps, config.norm_offset, dtype, param_dtype, name=name)
+    return LayerNorm(config.norm_eps, dtype, param_dtype, name=name)
 
 
 def _attend(query: Array, key: Array, value: Array, mask: Array | None, *, scale: float) -> Array:
@@ -263,9 +343,12 @@ def _attend(query: Array, key: Array, value: Array, mask: Array | None, *, scale
         return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=mask is None, scale=scale)
 
 
-def _attend_on_cpu(query: Array, key: Array, value: Array, mask: Array | None, *, scale: float) -> Array:
+def _attend_by_products(
+    query: Array, key: Array, value: Array, mask: Array | None, *, scale: float, softcap: float | None = None
+) -> Array:
     """The same with heads before time: XLA's CPU products then need no transposes, and gradients are much faster.
 
+    And with a soft-cap on the attention logits, which JAX's attention has not; it serves every platform there.
     Returns `[B, T, H, K]`; logits and softmax are float32.
     """
     batch, time, heads, width = query.shape
@@ -275,6 +358,7 @@ def _attend_on_cpu(query: Array, key: Array, value: Array, mask: Array | None, *
     key, value = (jnp.broadcast_to(x, (*query.shape[:3], *x.shape[3:])) for x in (key, value))
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     logits = product(query, jnp.swapaxes(key, -1, -2)) * scale
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
     logits = jnp.where(mask[:, :, None], logits, jnp.finfo(jnp.float32).min)
     weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
@@ -305,22 +389,26 @@ class Attention(nn.Module):
                 name=name,
             )
 
-        def heads(count: int, name: str) -> Array:
-            projected = dense(count * cfg.head_dim, cfg.qkv_bias, name)(hidden)
-            return projected.reshape(*hidden.shape[:2], count, cfg.head_dim)
+        def heads(count: int, name: str, norm: str | None = None) -> Array:
+            x = dense(count * cfg.head_dim, cfg.qkv_bias, name)(hidden)
+            split = (*hidden.shape[:2], count, cfg.head_dim)
+            if norm is None:
+                return x.reshape(split)
+            x = x.reshape(split) if norm == "head" else x
+            return make_norm(cfg, self.dtype, self.param_dtype, name=f"{name}_norm")(x).reshape(split)
 
-        query, key, value = heads(cfg.num_heads, "q"), heads(cfg.num_kv_heads, "k"), heads(cfg.num_kv_heads, "v")
+        query, key = heads(cfg.num_heads, "q", cfg.qk_norm), heads(cfg.num_kv_heads, "k", cfg.qk_norm)
+        value = heads(cfg.num_kv_heads, "v")
         if context.rotary is not None:
             query, key = rotate(query, context.rotary), rotate(key, context.rotary)
         scale = cfg.head_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
-        mixed = jax.lax.platform_dependent(
-            query,
-            key,
-            value,
-            context.mask,
-            cpu=functools.partial(_attend_on_cpu, scale=scale),
-            default=functools.partial(_attend, scale=scale),
-        )
+        arguments = (query, key, value, context.mask)
+        by_products = functools.partial(_attend_by_products, scale=scale, softcap=cfg.attention_softcap)
+        if cfg.attention_softcap is None:
+            by_library = functools.partial(_attend, scale=scale)
+            mixed = jax.lax.platform_dependent(*arguments, cpu=by_products, default=by_library)
+        else:
+            mixed = by_products(*arguments)
         return dense(cfg.hidden_size, cfg.output_bias, "o")(mixed.reshape(*hidden.shape[:2], -1))
 
 
@@ -348,7 +436,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: `h += attention(norm(h))`, then `h += mlp(norm(h))`.
+    """One transformer block: by default pre-norm, `h += attention(norm(h))`, then `h += mlp(norm(h))`.
 
     Args:
       config: Its shape and kind.
@@ -371,8 +459,16 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "B T D"], context: SequenceContext) -> Float[Array, "B T D"]:
-        kinds = (self.dtype, self.param_dtype)
-        normed = make_norm(self.config, *kinds, name="attention_norm")(hidden)
-        hidden = hidden + Attention(self.config, *kinds, name="attention")(normed, context)
-        normed = make_norm(self.config, *kinds, name="mlp_norm")(hidden)
-        return hidden + MLP(self.config, *kinds, name="mlp")(normed)
+        cfg, kinds = self.config, (self.dtype, self.param_dtype)
+
+        def norm(x: Array, name: str, wanted: bool = True) -> Array:
+            return make_norm(cfg, *kinds, name=name)(x) if wanted else x
+
+        before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
+        attention, mlp = Attention(cfg, *kinds, name="attention"), MLP(cfg, *kinds, name="mlp")
+        normed = norm(hidden, "attention_norm", before)
+        if cfg.parallel is not None:
+            other = normed if cfg.parallel == "one_norm" else norm(hidden, "mlp_norm")
+            return hidden + attention(normed, context) + mlp(other)
+        hidden = hidden + norm(attention(normed, context), "attention_post_norm", after)
+        return hidden + norm(mlp(norm(hidden, "mlp_norm", before)), "mlp_post_norm", after)

@@ -6,6 +6,8 @@ not valid or where `where` is False. The caller chooses the mean: `loss.sum() / 
 vocabulary size.
 """
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -18,11 +20,18 @@ REQUIRED_STATISTICS: dict[str, tuple[str, ...]] = {
     "label_smoothing": ("log_normalizer", "target_logit", "mean_logit"),
     "selective_smoothing": ("log_normalizer", "target_logit", "mean_logit", "correct"),
     "focal": ("log_normalizer", "target_logit"),
+    "sample_dependent_focal": ("log_normalizer", "target_logit"),
+    "focal_calibration": ("log_normalizer", "target_logit"),
+    "brier": ("log_normalizer", "target_logit"),
+    "top_k_smoothing": ("log_normalizer", "target_logit"),
     "z_loss": ("log_normalizer",),
     "confidence_penalty": ("log_normalizer", "target_logit", "expected_logit"),
     "top_label": ("log_normalizer", "max_logit", "correct"),
 }
-"""What each loss needs of `vocab_stats(statistics=...)`; asking for no more saves passes over the logits."""
+"""What each loss needs of `vocab_stats(statistics=...)`; asking for no more saves passes over the logits.
+
+`brier` and `focal_calibration` also read the `log_normalizer` of statistics at twice the scale.
+"""
 
 
 def valid_tokens(stats: VocabStats, where: Mask = None) -> Bool[Array, "..."]:
@@ -114,10 +123,107 @@ def focal(stats: VocabStats, gamma: float, *, where: Mask = None) -> Float[Array
     Returns:
         float32, per token.
     """
+    return _masked(_focal(stats, gamma), stats, where)
+
+
+def _focal(stats: VocabStats, gamma: float | Float[Array, "..."]) -> Float[Array, "..."]:
     log_prob = jnp.minimum(stats.log_prob(), 0.0)
     # 1 − q from expm1 keeps its digits where q is near 1; the floor keeps the power's gradient finite at q = 1.
     miss = jnp.maximum(-jnp.expm1(log_prob), 1e-12)
-    return _masked(-(miss**gamma) * log_prob, stats, where)
+    return -(miss**gamma) * log_prob
+
+
+def sample_dependent_focal(
+    stats: VocabStats, *, low: float = 5.0, high: float = 3.0, threshold: float = 0.2, where: Mask = None
+) -> Float[Array, "..."]:
+    """FLSD-53, the focal loss with a focusing γ that adapts to the token (Mukhoti et al. 2020, section 4).
+
+    −(1−q_y)^γ log q_y with γ = 5 where q_y < 0.2 and γ = 3 elsewhere: a token that the model thinks unlikely needs a
+    larger γ for the loss to pull less than cross-entropy. The step in γ is a jump of the loss, not differentiated.
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`.
+        low: γ below the threshold.
+        high: γ from the threshold on.
+        threshold: of q_y.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token.
+    """
+    gamma = jnp.where(stats.log_prob() < math.log(threshold), jnp.float32(low), jnp.float32(high))
+    return _masked(_focal(stats, gamma), stats, where)
+
+
+def _squared_distance(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
+    """Σ_v (q_v − [v = y])² = Σ_v q_v² − 2 q_y + 1, with Σ_v q_v² = exp(lse(2s) − 2 lse(s))."""
+    excess = doubled.require("log_normalizer") - 2.0 * stats.require("log_normalizer")
+    return jnp.exp(jnp.minimum(excess, 0.0)) - 2.0 * jnp.exp(jnp.minimum(stats.log_prob(), 0.0)) + 1.0
+
+
+def brier(stats: VocabStats, doubled: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
+    """Σ_v (q_v − [v = y])², the Brier score over the whole vocabulary, 0 to 2 (Brier 1950). A proper score.
+
+    From two calls of `vocab_stats`, since Σ_v q_v² = exp(log_normalizer(2s) − 2 log_normalizer(s)).
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`.
+        doubled: the same tokens at `scale=2 * scale`, with `log_normalizer`.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token, to about 1e-6: differences of numbers of size 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from calibjax.kernels import vocab_stats
+        >>> hidden, unembedding, y, s = jnp.ones((1, 4)), jnp.eye(3, 4), jnp.array([0]), jnp.array([0.7])
+        >>> doubled = vocab_stats(hidden, unembedding, y, scale=2 * s, statistics=["log_normalizer"])
+        >>> round(float(brier(vocab_stats(hidden, unembedding, y, scale=s), doubled)[0]), 4)  # q = 1/3 each
+        0.6667
+    """
+    return _masked(_squared_distance(stats, doubled), stats, where)
+
+
+def focal_calibration(
+    stats: VocabStats, doubled: VocabStats, gamma: float, weight: float, *, where: Mask = None
+) -> Float[Array, "..."]:
+    """−(1−q_y)^γ log q_y + λ Σ_v (q_v − [v = y])²: focal loss and `brier` (Liang et al. 2024, arXiv 2410.18321).
+
+    The second term pulls towards the true probabilities, which the focal loss alone does not have as its minimum.
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`.
+        doubled: the same tokens at `scale=2 * scale`, with `log_normalizer`.
+        gamma: focusing γ >= 0.
+        weight: λ >= 0.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token.
+    """
+    return _masked(_focal(stats, gamma) + weight * _squared_distance(stats, doubled), stats, where)
+
+
+def top_k_smoothing(
+    stats: VocabStats, top_logits: Float[Array, "... k"], beta: float, *, where: Mask = None
+) -> Float[Array, "..."]:
+    """(1−β)(−log q_y) + β (−1/k Σ_{v in top k} log q_v): label smoothing over the k most likely tokens only.
+
+    The `TopKSmoothingLoss` of the code of Adaptive Temperature Scaling (arXiv 2409.19817), there with k = 5, β = 0.1.
+    Which tokens are the k is not differentiated.
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`.
+        top_logits: `kernels.top_logits(hidden, unembedding, k, ...).logits`, of the same model, bias and soft-cap.
+        beta: smoothing β in [0, 1].
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token.
+    """
+    uniform = stats.require("log_normalizer") - stats.scale * jnp.mean(top_logits, axis=-1)
+    return _masked(-(1.0 - beta) * stats.log_prob() + beta * uniform, stats, where)
 
 
 def z_loss(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:

@@ -126,10 +126,11 @@ def _train_decoder(run: Quickstart, language: TopicLanguage, windows: Windows) -
     mesh = make_mesh(devices=jax.devices()[:1])
     batch_size = 32
     steps = run.epochs * len(windows.tokens) // batch_size
-    optimizer = OptimizerConfig(learning_rate=3e-3).build(steps)
+    adamw = OptimizerConfig(learning_rate=3e-3)
+    optimizer = adamw.build(steps)
     state = create_state(init_params(config, jax.random.key(run.seed)), optimizer)
     state = train(
-        make_train_step(LanguageModelObjective(config), optimizer),
+        make_train_step(LanguageModelObjective(config), optimizer, clip_norm=adamw.clip_norm),
         jax.device_put(state, replicated(mesh)),
         None,
         {},

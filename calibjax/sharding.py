@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 AXES = ("data", "fsdp", "tensor")
 """Mesh axes. Batches are split over data and fsdp; weights over fsdp and tensor, by `RULES`."""
@@ -55,7 +57,40 @@ def constrain_batch(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))
 
 
-def param_sharding(mesh: Mesh, path: str, shape: Sequence[int]) -> NamedSharding:
+def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike) -> jax.Array:
+    """`table[index]` in `dtype` for `[V, D]` and `[B, T]`; NaN where an index lies beyond the table.
+
+    Where a mesh of ours is set, the table is the parameter at `path` and lies as `RULES` say: each device looks up what
+    its part of the table holds for its tokens and its neighbours' along fsdp, and rows, not the table, move.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = param_sharding(mesh, path, table.shape).spec if set(AXES) <= set(mesh.axis_names) else PartitionSpec()
+    groups = int(np.prod([mesh.shape[axis] for axis in _BATCH])) if spec else 1
+    if not spec or mesh.size == 1 or index.shape[0] % groups:
+        return jnp.take(table, index, axis=0, mode="fill").astype(dtype)
+    over_rows, over_columns = spec
+
+    def of_device(part: jax.Array, index: jax.Array) -> jax.Array:
+        if over_columns is not None:
+            index = jax.lax.all_gather(index, over_columns, axis=0, tiled=True)
+        beyond = (index < 0) | (index >= table.shape[0])
+        if over_rows is not None:
+            index = index - jax.lax.axis_index(over_rows) * part.shape[0]
+            held = (index >= 0) & (index < part.shape[0])
+            rows = jnp.where(held[..., None], part[jnp.where(held, index, 0)].astype(dtype), 0)
+            rows = jax.lax.psum(rows, over_rows)
+        else:
+            rows = part[jnp.where(beyond, 0, index)].astype(dtype)
+        rows = jnp.where(beyond[..., None], jnp.nan, rows)
+        if over_columns is not None:
+            rows = jax.lax.all_to_all(rows, over_columns, split_axis=0, concat_axis=2, tiled=True)
+        return rows
+
+    batch = PartitionSpec(_BATCH)
+    return jax.shard_map(of_device, in_specs=(spec, batch), out_specs=batch)(table, index)
+
+
+def param_sharding(mesh: Mesh | AbstractMesh, path: str, shape: Sequence[int]) -> NamedSharding:
     """Where the parameter at a dotted path lies, by `RULES`; a dimension that an axis does not divide is whole."""
     for pattern, axes in RULES:
         if len(axes) == len(shape) and re.fullmatch(pattern, path):
@@ -78,6 +113,6 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Whole on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -163,9 +163,9 @@ def test_norms_keep_their_digits():
     ("change", "message"),
     [
         ({"num_kv_heads": 3}, "multiple of num_kv_heads"),
-        ({"head_dim": 5}, "even head_dim"),
+        ({"head_dim": 5}, "even number of channels"),
         ({"activation": "xielu"}, "expected one of silu.*got 'xielu'"),
-        ({"norm": "batch"}, "'rms' or 'layer'"),
+        ({"norm": "batch"}, "norm: expected one of rms, layer"),
         ({"hidden_size": 0}, "hidden_size: expected at least 1"),
     ],
 )
@@ -177,7 +177,7 @@ def test_bad_block_configurations(change, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scaling": "yarn"}, "'linear' or 'llama3', got 'yarn'"),
+        ({"scaling": "ntk"}, "linear, llama3, yarn, longrope; got 'ntk'"),
         ({"theta": 0.0}, "must be positive"),
         ({"scaling": "llama3", "low_freq_factor": 4.0}, "low_freq_factor < high_freq_factor"),
     ],

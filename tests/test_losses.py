@@ -11,7 +11,7 @@ import pytest
 from oracle import EPS, assert_within
 
 from calibjax import losses
-from calibjax.kernels import STATISTICS, vocab_stats
+from calibjax.kernels import STATISTICS, top_logits, vocab_stats
 
 # Losses of logits of about 10: some twenty float32 roundings of numbers of that size.
 TOLERANCE = 20 * EPS * 10
@@ -21,9 +21,22 @@ LOSSES = {
     "label_smoothing": functools.partial(losses.label_smoothing, beta=0.3),
     "selective_smoothing": functools.partial(losses.selective_smoothing, alpha=0.3),
     "focal": functools.partial(losses.focal, gamma=2.0),
+    "sample_dependent_focal": losses.sample_dependent_focal,
     "z_loss": losses.z_loss,
     "confidence_penalty": functools.partial(losses.confidence_penalty, weight=0.2),
     "top_label": losses.top_label,
+}
+# Losses that read more than one set of statistics: (loss, what they read besides, from logits, targets and scales).
+READING_MORE = {
+    "brier": (losses.brier, lambda z, y, s: stats_of(z, y, 2 * s, ("log_normalizer",))),
+    "focal_calibration": (
+        functools.partial(losses.focal_calibration, gamma=3.0, weight=0.5),
+        lambda z, y, s: stats_of(z, y, 2 * s, ("log_normalizer",)),
+    ),
+    "top_k_smoothing": (
+        functools.partial(losses.top_k_smoothing, beta=0.4),
+        lambda z, y, s: top_logits(z, jnp.eye(z.shape[1]), 5, where=y != -100).logits,
+    ),
 }
 
 
@@ -34,6 +47,9 @@ def formula(name, z, y, s):
     q, ce = np.exp(log_q), -log_q[rows, y]
     uniform, right, top = -log_q.mean(axis=1), z.argmax(axis=1) == y, np.exp(log_q).max(axis=1)
     normaliser = (s[:, None] * z - log_q)[:, 0]
+    brier = ((q - np.eye(z.shape[1])[y]) ** 2).sum(axis=1)
+    top_five = np.sort(log_q, axis=1)[:, -5:].mean(axis=1)
+    gamma = np.where(q[rows, y] < 0.2, 5, 3)
     return {
         "cross_entropy": ce,
         "label_smoothing": 0.7 * ce + 0.3 * uniform,
@@ -41,6 +57,10 @@ def formula(name, z, y, s):
         "focal": (1 - q[rows, y]) ** 2 * ce,
         "z_loss": normaliser**2,
         "confidence_penalty": ce + 0.2 * (q * log_q).sum(axis=1),
+        "sample_dependent_focal": (1 - q[rows, y]) ** gamma * ce,
+        "brier": brier,
+        "focal_calibration": (1 - q[rows, y]) ** 3 * ce + 0.5 * brier,
+        "top_k_smoothing": 0.6 * ce - 0.4 * top_five,
         "top_label": np.where(right, -np.log(top), -np.log1p(-top)),
     }[name]
 
@@ -68,12 +88,13 @@ def stats_of(z, y, s=None, statistics=STATISTICS):
 def test_the_table_is_complete():
     public = {name for name, f in inspect.getmembers(losses, inspect.isfunction) if f.__module__ == losses.__name__}
     public = {name for name in public if not name.startswith("_")} - {"valid_tokens"}
-    assert public == set(LOSSES) == set(losses.REQUIRED_STATISTICS)
+    assert public == {*LOSSES, *READING_MORE} == set(losses.REQUIRED_STATISTICS)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [*LOSSES, *READING_MORE])
 def test_formula_gradient_and_needs(name):
     """With exactly the statistics the loss says it needs: value, gradient in the scale, mask."""
+    loss, more = READING_MORE.get(name) or (LOSSES[name], None)
     z, y, s = problem()
     counts, safe = y != -100, np.maximum(y, 0)
     where = np.arange(len(y)) % 5 != 0
@@ -83,7 +104,8 @@ def test_formula_gradient_and_needs(name):
     def run(scale):
         def total(scale):
             stats = stats_of(z, y, scale, needed)
-            return LOSSES[name](stats).sum(), (LOSSES[name](stats), LOSSES[name](stats, where=where))
+            reads = (stats,) if more is None else (stats, more(z, y, scale))
+            return loss(*reads).sum(), (loss(*reads), loss(*reads, where=where))
 
         return jax.value_and_grad(total, has_aux=True)(scale)
 
@@ -110,6 +132,47 @@ def test_a_missing_statistic_is_named(name):
     for missing in losses.REQUIRED_STATISTICS[name]:
         with pytest.raises(ValueError, match=missing):
             LOSSES[name](everything._replace(**{missing: None}))
+
+
+@pytest.mark.parametrize("name", READING_MORE)
+def test_gradient_in_the_logits(name):
+    """Through both sets of statistics, or through the logits that top_logits gathers, against float64 differences."""
+    z, y, s = problem()
+    counts, safe = y != -100, np.maximum(y, 0)
+    loss, more = READING_MORE[name]
+    grad = jax.jit(jax.grad(lambda z: loss(stats_of(z, y, s), more(z, y, s)).sum()))(z)
+
+    def total(z):
+        return formula(name, z, safe, s.astype(np.float64))[counts].sum()
+
+    numeric = oracle.difference(total, z)
+    assert_within(grad, numeric, 2 * TOLERANCE, name)
+    np.testing.assert_array_equal(np.asarray(grad)[~counts], 0.0)
+    assert np.abs(numeric).max() > 0.05
+
+
+@pytest.mark.parametrize("name", READING_MORE)
+def test_what_a_loss_reads_besides_is_named_too(name):
+    z, y, s = problem()
+    loss, more = READING_MORE[name]
+    full, other = stats_of(z, y, s), more(z, y, s)
+    for missing in losses.REQUIRED_STATISTICS[name]:
+        with pytest.raises(ValueError, match=missing):
+            loss(full._replace(**{missing: None}), other)
+    if name != "top_k_smoothing":
+        with pytest.raises(ValueError, match="log_normalizer"):
+            loss(full, other._replace(log_normalizer=None))
+
+
+def test_brier_at_certainty():
+    """q = 1 for the target or for another token, in float32: 0 and 2 exactly, with a finite gradient."""
+    z, y = np.array([[200.0, 0.0], [200.0, 0.0]], np.float32), np.array([0, 1], np.int32)
+
+    @jax.jit
+    def run(s):
+        return jax.vjp(lambda s: losses.brier(stats_of(z, y, s), stats_of(z, y, 2 * s)), s)[0]
+
+    assert_within(run(np.ones(2, np.float32)), [0.0, 2.0], 4 * EPS, "Brier")
 
 
 @pytest.mark.parametrize(

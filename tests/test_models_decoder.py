@@ -1,5 +1,5 @@
 import dataclasses
-import math
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,25 @@ GPT2 = DecoderConfig(
     mlp_bias=True,
     tie_embeddings=True,
 )
+# Layers of two kinds: windows and rotary positions alternate, as in Gemma 3.
+MIXED = dataclasses.replace(
+    LLAMA,
+    family="gemma3_text",
+    num_layers=4,
+    local_layers=(True, True, False, True),
+    window=3,
+    local_rope=Rope(theta=100.0),
+    norm_offset=1.0,
+    norm_placement="both",
+    qk_norm="head",
+    attention_softcap=2.0,
+    embedding_scale=24**0.5,
+)
 run_hidden = jax.jit(models.hidden_states, static_argnames=("config", "layers", "dtype"))
 run_logits = jax.jit(models.logits, static_argnames=("config", "dtype"))
 
 CONFIGS = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+ALL_CONFIGS = pytest.mark.parametrize("config", [LLAMA, GPT2, MIXED], ids=["llama", "gpt2", "mixed"])
 
 
 def random_params(config, seed=0):
@@ -78,7 +93,7 @@ def test_golden(name):
     np.testing.assert_allclose(model.hidden_states(golden["input_ids"]), hidden[-1], rtol=0, atol=1e-5)
 
 
-@CONFIGS
+@ALL_CONFIGS
 def test_packed_sequences_equal_separate_ones(config):
     params, tokens = random_params(config), random_tokens(config, (2, 12))
     segments = jnp.array([[1] * 5 + [2] * 5 + [0] * 2, [3] * 7 + [1] * 5])
@@ -115,19 +130,28 @@ def test_logits_are_hidden_states_times_unembedding(config):
     np.testing.assert_allclose(run_logits(config, params, tokens), expected, rtol=0, atol=1e-5)
 
 
-@CONFIGS
+@ALL_CONFIGS
 def test_dtypes_are_kept_under_strict_rules(config):
-    tokens = random_tokens(config, (2, 6))
+    tokens = jax.ShapeDtypeStruct((2, 6), jnp.int32)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        params = models.init_params(config, jax.random.key(0), jnp.bfloat16)
-        segments = jnp.ones_like(tokens)
-        hidden = run_hidden(config, params, tokens, segment_ids=segments, dtype=jnp.bfloat16)
-        logits = run_logits(config, params, tokens, dtype=jnp.bfloat16)
+        params = models.abstract_params(config, jnp.bfloat16)
+        run = functools.partial(models.hidden_states, config, dtype=jnp.bfloat16)
+        hidden = jax.eval_shape(lambda p, t: run(p, t, segment_ids=t), params, tokens)
+        logits = jax.eval_shape(lambda p, t: models.logits(config, p, t, dtype=jnp.bfloat16), params, tokens)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-@CONFIGS
+def test_a_window_ends_at_its_length():
+    """One layer, one window of 3: a change at t is seen at t, t + 1, t + 2, and at no other token."""
+    config = dataclasses.replace(LLAMA, num_layers=1, local_layers=(True,), window=3)
+    params, tokens = random_params(config), random_tokens(config, (1, 9))
+    before, after = (run_hidden(config, params, t)[0] for t in (tokens, tokens.at[0, 4].add(1) % config.vocab_size))
+    changed = np.abs(np.asarray(before) - np.asarray(after)).max(-1) > 0
+    np.testing.assert_array_equal(changed, [False] * 4 + [True] * 3 + [False] * 2)
+
+
+@ALL_CONFIGS
 def test_float32_products_are_of_highest_precision(config):
     params, tokens = models.abstract_params(config), jnp.zeros((1, 4), jnp.int32)
     jaxpr = str(jax.make_jaxpr(lambda p: models.logits(config, p, tokens))(params))
@@ -177,42 +201,6 @@ def test_no_recompilation_on_the_second_call():
     assert relative_error(first[0], second[0]) > 0.01
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count"),
-    [
-        ({"vocab_size": 32000, "intermediate_size": 11008, "num_kv_heads": 32}, 6_738_415_616),
-        ({"vocab_size": 128256, "intermediate_size": 14336, "num_kv_heads": 8}, 8_030_261_248),
-        ({"vocab_size": 32000, "intermediate_size": 14336, "num_kv_heads": 8}, 7_241_732_096),
-    ],
-    ids=["Llama-2-7B", "Llama-3.1-8B", "Mistral-7B"],
-)
-def test_large_llamas_by_shape(sizes, count):
-    config = DecoderConfig(
-        family="llama", hidden_size=4096, num_layers=32, num_heads=32, head_dim=128, max_positions=4096, **sizes
-    )
-    params = models.abstract_params(config, jnp.bfloat16)
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == count
-    tokens = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
-    hidden = jax.eval_shape(lambda p, t: models.hidden_states(config, p, t, dtype=jnp.bfloat16), params, tokens)
-    assert (hidden.shape, hidden.dtype) == ((2, 4096, 4096), jnp.bfloat16)
-
-
-def test_gpt2_small_by_shape():
-    config = dataclasses.replace(
-        GPT2,
-        vocab_size=50257,
-        hidden_size=768,
-        intermediate_size=3072,
-        num_layers=12,
-        num_heads=12,
-        num_kv_heads=12,
-        head_dim=64,
-        max_positions=1024,
-    )
-    params = models.abstract_params(config)
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == 124_439_808
-
-
 def test_a_token_beyond_the_vocabulary_is_not_clamped():
     hidden = run_hidden(LLAMA, random_params(LLAMA), jnp.array([[1, LLAMA.vocab_size], [1, LLAMA.vocab_size - 1]]))
     assert np.isnan(hidden[0, 1]).all()
@@ -231,7 +219,7 @@ def test_a_token_beyond_the_vocabulary_is_not_clamped():
     ],
 )
 def test_bad_inputs(tokens, options, message):
-    model = LanguageModel.from_params(LLAMA, models.init_params(LLAMA, jax.random.key(0)))
+    model = LanguageModel.from_params(LLAMA, random_params(LLAMA))
     with pytest.raises(UserError, match=message):
         model.hidden_states(tokens, **options)
 
@@ -239,8 +227,19 @@ def test_bad_inputs(tokens, options, message):
 def test_bad_configurations():
     with pytest.raises(UserError, match="vocab_size: expected at least 1"):
         dataclasses.replace(LLAMA, vocab_size=0)
-    with pytest.raises(UserError, match="logit_softcap"):
-        dataclasses.replace(LLAMA, logit_softcap=-1.0)
+    for changes, message in (
+        ({"logit_softcap": -1.0}, "logit_softcap"),
+        ({"attention_softcap": 0.0}, "attention_softcap"),
+        ({"local_layers": (True,)}, "local_layers: expected 3 values, got 1"),
+        ({"window": 0}, "window: expected None or at least 1"),
+        ({"local_rope": Rope(fraction=0.5)}, "as many channels as rope"),
+        ({"rope": Rope(fraction=0.2)}, "even number of channels, got 1 of 6"),
+        ({"norm": "layer", "norm_offset": 1.0}, "only RMS norms"),
+        ({"parallel": "one_norm", "norm_placement": "both"}, "'pre' where parallel is set"),
+        ({"qk_norm": "heads"}, "qk_norm: expected one of None, head, projection; got 'heads'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            dataclasses.replace(LLAMA, **changes)
     assert hash(LLAMA) != hash(dataclasses.replace(LLAMA, rope=Rope(theta=5e5)))
 
 

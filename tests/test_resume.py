@@ -1,4 +1,4 @@
-"""Killed with SIGKILL at any step and started again, a run ends with the same head, bit for bit, and its figures."""
+"""Killed with SIGKILL at any step and started again, a run ends with the same head or model, bit for bit."""
 
 import json
 import os
@@ -15,25 +15,35 @@ from tiny import write_model, write_text
 from calibjax.train import load_head
 
 STEPS = 49  # 108 windows to fit on, 10 kept back; 98 windows, 3 epochs, batches of 6
-OPTIONS = [
-    *("--seq-len", "13", "--full-windows", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "3"),
-    *("--loss", "auto", "--alpha", "0.1", "--head", "linear", "--learning-rate", "0.01"),
-]
+SHARED = ("--seq-len", "13", "--full-windows", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "3")
+OPTIONS = {
+    "ats": [*SHARED, "--loss", "auto", "--alpha", "0.1", "--head", "linear", "--learning-rate", "0.01"],
+    "sft": [*SHARED, "--learning-rate", "0.01", "--mesh", "data=1"],
+}
 
 
 class Run:
-    """`calibjax train ats` in a process of its own."""
+    """`calibjax train ats`, or `sft`, in a process of its own, on one device."""
 
-    def __init__(self, folder, out):
-        arguments = ["train", "ats", "--model", str(folder / "model"), "--data", str(folder / "data.jsonl")]
+    def __init__(self, folder, out, command="ats"):
+        arguments = ["train", command, "--model", str(folder / "model"), "--data", str(folder / "data.jsonl")]
         self.out = out
-        self.command = [sys.executable, "-m", "calibjax.cli", *arguments, "--out", str(out), "--quiet", *OPTIONS]
+        self.command = [
+            sys.executable,
+            "-m",
+            "calibjax.cli",
+            *arguments,
+            "--out",
+            str(out),
+            "--quiet",
+            *OPTIONS[command],
+        ]
         # The second start need not compile again what the first has compiled.
         cache = {
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        self.environment = {**os.environ, **cache}
+        self.environment = {**os.environ, **cache, "XLA_FLAGS": ""}
 
     def finish(self):
         done = subprocess.run(self.command, env=self.environment, capture_output=True, text=True, timeout=300)
@@ -94,3 +104,25 @@ def test_killed(tmp_path):
     assert not run.log("selective-0.1").exists()
     run.finish()
     assert_same(run, whole, ["joint", "cross-entropy", "selective-0.1"])
+
+
+@pytest.mark.slow
+def test_killed_while_fine_tuning(tmp_path):
+    write_model(tmp_path / "model")
+    write_text(tmp_path / "data.jsonl", rows=180, words=16)
+    whole, run = Run(tmp_path, tmp_path / "whole", "sft"), Run(tmp_path, tmp_path / "killed", "sft")
+    whole.finish()
+    log = run.out / "fit" / "train.jsonl"
+    run.kill_when(lambda: lines_in(log) >= 3)
+    checkpoints = {entry.name for entry in (log.parent / "checkpoints").iterdir()}
+    print(f"killed with {lines_in(log)} lines logged and checkpoints {sorted(checkpoints)}")
+    run.finish()
+    for file in ("model/model.safetensors", "metrics.json"):
+        assert (run.out / file).read_bytes() == (whole.out / file).read_bytes(), file
+    rows = [
+        [json.loads(line) for line in (r.out / "fit" / "train.jsonl").read_text().splitlines()] for r in (run, whole)
+    ]
+    for row in (*rows[0], *rows[1]):
+        row.pop("tokens_per_second", None)
+    assert rows[0] == rows[1]
+    assert len(rows[0]) > 8

@@ -121,6 +121,19 @@ def test_sum_moves_by_the_number_of_tokens():
     np.testing.assert_allclose(moved["sum"], tokens * moved["mean"], atol=1.5 * tokens * np.finfo(np.float32).eps)
 
 
+@pytest.mark.parametrize("clip_norm", [1e-3, 1e6])
+def test_clipping_is_optaxs(clip_norm):
+    lm, batch = setting()
+    objective, plain = SftObjective(model=lm.config), optax.sgd(1.0)
+    gradient = jax.grad(lambda p: objective(p, None, batch, {})[0] / batch["where"].sum())(lm.params)
+    clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradient, optax.EmptyState())
+    step = make_train_step(objective, plain, clip_norm=clip_norm)
+    state, metrics = step(create_state(jax.tree.map(jnp.copy, lm.params), plain), None, batch, {})
+    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-5)
+    for new, old, g in zip(*map(jax.tree.leaves, (state.params, lm.params, clipped)), strict=True):
+        np.testing.assert_allclose(new, old - g, atol=1e-5 * float(jnp.abs(g).max()) + 3e-7)
+
+
 # --- whole fits ---
 
 

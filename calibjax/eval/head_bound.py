@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from rich.console import Console
 from rich.table import Table
 
+from calibjax._checks import UserError
 from calibjax.bounds import EntropyBound, capped_entropy_lower_bound, entropy_lower_bound
 from calibjax.models import LanguageModel
 
@@ -60,8 +61,16 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
     The spectral norm is a loose bound where one row matters. By Jensen's inequality Σ_{u≠v} e^{z_u − z_v} is at least
     (V−1) e^{−(z_v − mean of the others)}, and z_v − mean z ≤ |(W_v − mean row) diag(γ)| √D, so the longest such row
     bounds how sure any prediction can be; it never says less than the spectral norm.
+
+    Raises:
+        UserError: the model adds a bias to its logits.
     """
-    norm, width = lm.params["final_norm"], lm.config.hidden_size
+    if lm.unembedding_bias is not None:
+        raise UserError(
+            f"head bound: {name} adds a bias to its logits ({lm.config.family}), which the bound leaves out."
+        )
+    norm, width = dict(lm.params["final_norm"]), lm.config.hidden_size
+    norm["scale"] = norm["scale"] + lm.config.norm_offset
     scale = np.asarray(norm["scale"], np.float64)
     gram = np.asarray(_centred_gram(lm.unembedding), np.float64)
     scaled = scale[:, None] * gram * scale[None, :]

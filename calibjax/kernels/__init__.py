@@ -7,3 +7,5 @@ from calibjax.kernels.explain import explain as explain
 from calibjax.kernels.sharded import VocabSharding as VocabSharding
 from calibjax.kernels.stats import STATISTICS as STATISTICS
 from calibjax.kernels.stats import VocabStats as VocabStats
+from calibjax.kernels.top_k import TopLogits as TopLogits
+from calibjax.kernels.top_k import top_logits as top_logits

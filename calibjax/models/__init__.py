@@ -9,6 +9,7 @@ from calibjax.models.decoder import (
     logits,
     unembed,
     unembedding,
+    unembedding_bias,
 )
 from calibjax.models.families import FAMILIES, config_from_hf
 from calibjax.models.fingerprint import fingerprint, named_tensors
@@ -30,4 +31,5 @@ __all__ = [
     "named_tensors",
     "unembed",
     "unembedding",
+    "unembedding_bias",
 ]

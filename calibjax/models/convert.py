@@ -17,8 +17,9 @@ import numpy as np
 from calibjax._checks import UserError
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import abstract_params
-from calibjax.models.families import FAMILIES, Rule
+from calibjax.models.families import FAMILIES
 from calibjax.models.fingerprint import dotted_leaves
+from calibjax.models.rules import Layout, Rule
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _MOST_NAMED = 10
@@ -41,18 +42,18 @@ class Piece:
     Args:
       entry: The tensor.
       layer: Which layer it fills, or `None` where the parameter is not stacked.
-      transpose: Whether to transpose the tensor first.
-      columns: The part to take along the last axis, after that.
+      layout: How it holds its parameters.
+      columns: Which of them this one is: its columns of each group of the layout.
     """
 
     entry: TensorEntry
     layer: int | None
-    transpose: bool
+    layout: Layout
     columns: slice
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
         """Returns the values to store, given those of `entry`."""
-        return (tensor.T if self.transpose else tensor)[..., self.columns]
+        return self.layout.take(tensor, self.columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +108,9 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
             name = rule.source.format(layer)
             entry = found.pop(name, None)
             if entry is None:
-                problems["missing"].append(family.prefix + name if not name.startswith("lm_head") else name)
+                problems["missing"].append(rule.full_name(family.prefix, layer))
                 continue
-            for target, piece in _fill(rule, entry, layer, leaves, problems):
+            for target, piece in _fill(rule, rule.layout(config.num_heads), entry, layer, leaves, problems):
                 pieces[target].append(piece)
     problems["unknown"].extend(entry.name for entry in found.values())
     if tied is not None and tied[0].shape != tied[1].shape:
@@ -138,6 +139,7 @@ def _take_tied(config: DecoderConfig, found: dict[str, TensorEntry]) -> tuple[Te
 
 def _fill(
     rule: Rule,
+    layout: Layout,
     entry: TensorEntry,
     layer: int | None,
     leaves: dict[str, jax.ShapeDtypeStruct],
@@ -154,10 +156,10 @@ def _fill(
     if entry.dtype not in _FLOATS:
         problems["not floating-point"].append(f"{entry.name} {entry.dtype}")
         return []
-    starts = [0, *ends[:-1]]
+    edges = [0, *(end // layout.groups for end in ends)]
     return [
-        (target, Piece(entry, layer, rule.transpose, slice(start, end)))
-        for target, start, end in zip(rule.targets, starts, ends, strict=True)
+        (target, Piece(entry, layer, layout, slice(start, end)))
+        for target, (start, end) in zip(rule.targets, itertools.pairwise(edges), strict=True)
     ]
 
 

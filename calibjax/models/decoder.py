@@ -3,10 +3,11 @@
 The functions here are pure: a configuration, a tree of parameters and tokens in, arrays out. The tree is
 
     embedding [V, D], position_embedding [P, D] where learned, layers.<...> [L, ...], final_norm.<...> [D],
-    unembedding [V, D] where it is not tied to the embedding.
+    unembedding [V, D] where it is not tied to the embedding, unembedding_bias [V] where there is one.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -20,16 +21,17 @@ from calibjax._checks import UserError
 from calibjax.layers import Block, SequenceContext, make_norm, segment_positions, sequence_context
 from calibjax.models.config import DecoderConfig
 from calibjax.models.lora import LoraConfig, adapters_of
-from calibjax.sharding import constrain_batch
+from calibjax.sharding import constrain_batch, lookup
 
 Params = Mapping[str, Any]
 Layers = Literal["last", "all"]
+_Contexts = tuple[SequenceContext, ...]
 Remat = Literal["none", "dots", "full"]
 _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 
 
 class Decoder(nn.Module):
-    """A pre-norm transformer decoder up to its final norm; the blocks' parameters are stacked along a first axis L.
+    """A transformer decoder up to its final norm; the blocks' parameters are stacked along a first axis L.
 
     Most callers want the functions below.
 
@@ -57,9 +59,11 @@ class Decoder(nn.Module):
         hidden = self._lookup("embedding", cfg.vocab_size, tokens)
         if cfg.positions == "learned":
             hidden = hidden + self._lookup("position_embedding", cfg.max_positions, positions)
+        if cfg.embedding_scale is not None:
+            hidden = hidden * jnp.asarray(cfg.embedding_scale, self.dtype)
 
-        def step(block: Block, hidden: Array, context: SequenceContext) -> tuple[Array, Array | None]:
-            hidden = constrain_batch(block(hidden, context))
+        def step(block: Block, hidden: Array, local: Array, contexts: _Contexts) -> tuple[Array, Array | None]:
+            hidden = constrain_batch(block(hidden, _choose(local, contexts)))
             return hidden, hidden if layers == "all" else None
 
         if self.remat != "none":
@@ -68,16 +72,19 @@ class Decoder(nn.Module):
             step,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
+            in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
             length=cfg.num_layers,
         )
-        context = sequence_context(cfg, positions, segment_ids)
+        local = jnp.asarray(cfg.local_layers or (False,) * cfg.num_layers)
+        contexts = _layer_contexts(cfg, positions, segment_ids)
         hidden = constrain_batch(hidden)
-        last, outputs = scan(Block(cfg, self.dtype, self.param_dtype, name="layers"), hidden, context)
+        last, outputs = scan(Block(cfg, self.dtype, self.param_dtype, name="layers"), hidden, local, contexts)
         last = make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last)
         if not cfg.tie_embeddings:
             # Not used here: declared so that one initialisation makes the whole tree.
             self.param("unembedding", nn.initializers.normal(0.02), (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
+        if cfg.unembedding_bias:
+            self.param("unembedding_bias", nn.initializers.zeros, (cfg.vocab_size,), self.param_dtype)
         if outputs is None:
             return last
         return jnp.concatenate([hidden[None], outputs[:-1], last[None]])
@@ -85,7 +92,7 @@ class Decoder(nn.Module):
     def _lookup(self, name: str, rows: int, index: Array) -> Array:
         table = self.param(name, nn.initializers.normal(0.02), (rows, self.config.hidden_size), self.param_dtype)
         # An index beyond the table gives NaN; clamping it would give plausible numbers for a wrong token.
-        return jnp.take(table, index, axis=0, mode="fill").astype(self.dtype)
+        return lookup(table, index, name, self.dtype)
 
 
 def hidden_states(
@@ -140,8 +147,13 @@ def unembedding(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
     return params["embedding"] if config.tie_embeddings else params["unembedding"]
 
 
+def unembedding_bias(params: Params) -> Float[Array, " V"] | None:
+    """Returns what is added to the logits before the soft-cap, or `None` where there is nothing."""
+    return params.get("unembedding_bias")
+
+
 def unembed(config: DecoderConfig, params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Turns hidden states into logits: `softcap(hidden @ unembedding.T)`.
+    """Turns hidden states into logits: `softcap(hidden @ unembedding.T + bias)`.
 
     Args:
       config: What the decoder is.
@@ -158,7 +170,9 @@ def unembed(config: DecoderConfig, params: Params, hidden: Float[Array, "*B D"])
             unembedding(config, params).astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
-    cap = config.logit_softcap
+    bias, cap = unembedding_bias(params), config.logit_softcap
+    if bias is not None:
+        logits = logits + jax.lax.expand_dims(bias.astype(jnp.float32), range(logits.ndim - 1))
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
@@ -211,6 +225,25 @@ def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) ->
 def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
     """Returns the parameter tree's shapes and dtypes, as `jax.ShapeDtypeStruct`s; nothing is computed."""
     return jax.eval_shape(lambda key: init_params(config, key, dtype), jax.random.key(0))
+
+
+def _layer_contexts(config: DecoderConfig, positions: Array, segment_ids: Array | None) -> _Contexts:
+    """One context where all layers are of a kind, else that of the global layers and that of the local ones."""
+    if not any(config.local_layers):
+        return (sequence_context(config, positions, segment_ids),)
+    length = positions.shape[1]
+    window = config.window if config.window is not None and config.window < length else None
+    rope = config.rope if config.local_rope is None else config.local_rope
+    local = sequence_context(dataclasses.replace(config, rope=rope), positions, segment_ids, window=window)
+    if all(config.local_layers):
+        return (local,)
+    # A window of all tokens is none; but a mask in one context needs one in the other.
+    everything = sequence_context(config, positions, segment_ids, window=None if window is None else length)
+    return everything, local
+
+
+def _choose(local: Array, contexts: _Contexts) -> SequenceContext:
+    return contexts[0] if len(contexts) == 1 else jax.tree.map(lambda g, w: jnp.where(local, w, g), *contexts)
 
 
 def _matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager:

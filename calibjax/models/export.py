@@ -14,8 +14,9 @@ from safetensors.numpy import save_file
 
 from calibjax._checks import UserError, require_directory
 from calibjax.models.config import DecoderConfig
-from calibjax.models.families import FAMILIES, Rule
+from calibjax.models.families import FAMILIES
 from calibjax.models.fingerprint import dotted_leaves
+from calibjax.models.rules import Layout, Rule
 
 _SHARD_BYTES = 5 * 10**9
 _COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
@@ -76,7 +77,9 @@ def save_model(
     for number, tensors in enumerate(files, 1):
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         weight_map |= {name: file for _, name, _ in tensors}
-        values = {name: _assemble(rule, layer, leaves, dtype) for rule, name, layer in tensors}
+        values = {
+            name: _assemble(rule, rule.layout(config.num_heads), layer, leaves, dtype) for rule, name, layer in tensors
+        }
         save_file(values, fresh / file, metadata={"format": "pt"})
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -93,11 +96,10 @@ def _tensors(config: DecoderConfig, leaves: Mapping[str, Any]) -> Iterator[tuple
             continue
         stacked = rule.targets[0].startswith("layers.")
         for layer in range(config.num_layers) if stacked else (None,):
-            name = rule.source.format(layer)
-            yield rule, name if name.startswith("lm_head") else family.prefix + name, layer
+            yield rule, rule.full_name(family.prefix, layer), layer
 
 
-def _assemble(rule: Rule, layer: int | None, leaves: Mapping[str, Any], dtype: np.dtype) -> np.ndarray:
+def _assemble(rule: Rule, layout: Layout, layer: int | None, leaves: Mapping[str, Any], dtype: np.dtype) -> np.ndarray:
     pieces = [leaves[target] if layer is None else leaves[target][layer] for target in rule.targets]
-    joined = np.concatenate([np.asarray(jax.device_get(piece)) for piece in pieces], axis=-1)
-    return np.ascontiguousarray(joined.T if rule.transpose else joined).astype(dtype)
+    joined = layout.join([np.asarray(jax.device_get(piece)) for piece in pieces])
+    return np.ascontiguousarray(joined).astype(dtype)

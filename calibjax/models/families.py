@@ -6,6 +6,7 @@ implemented here is an error, never ignored.
 
 import dataclasses
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,24 +14,11 @@ from typing import TYPE_CHECKING, Any
 from calibjax._checks import UserError, require_directory
 from calibjax.layers import ACTIVATIONS, Rope
 from calibjax.models.config import DecoderConfig
+from calibjax.models.hf_config import attention_biases, common_config, everywhere_local, local_layers, refuse, rope
+from calibjax.models.rules import Rule, linear, norm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """One tensor of a checkpoint, and where in our parameter tree it goes.
-
-    Args:
-      source: Its name, without the family's prefix; `{}` stands for the layer.
-      targets: Dotted paths in our tree; with several, the tensor is these side by side along its output axis.
-      transpose: Whether the file holds `[out, in]`; ours is `[in, out]`, or `[V, D]` for the embeddings.
-    """
-
-    source: str
-    targets: tuple[str, ...]
-    transpose: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +30,15 @@ class Family:
       prefix: What tensor names may begin with, and may lack.
       rules: The tensors; a rule whose targets are not in a model's tree (a bias it has not) does not apply to it.
       ignored: Regular expressions of names, without prefix, that hold buffers and no parameters.
+      native: Whether transformers knows the family. If not, `read_config` gets the JSON's own fields, and all of them
+        must be there.
     """
 
     read_config: Callable[[Any], DecoderConfig]
     prefix: str
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
+    native: bool = True
 
 
 def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
@@ -63,25 +54,34 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
       UserError: There is no such file, it cannot be read, its `model_type` is not supported, or it asks for something
         that is not implemented; the field and its value are named.
     """
+    hf: Any = source
     if isinstance(source, str | Path):
-        source = _read_hf_config(require_directory(source, "model"))
-    family = FAMILIES.get(source.model_type)
+        hf = _read_hf_config(require_directory(source, "model"))
+    family = FAMILIES.get(hf.model_type)
     if family is None:
-        raise UserError(_unsupported(source.model_type))
-    _refuse(source, "quantization_config", getattr(source, "quantization_config", None), allowed=(None,))
-    return family.read_config(source)
+        raise UserError(_unsupported(hf.model_type))
+    refuse(hf, "quantization_config", getattr(hf, "quantization_config", None), allowed=(None,))
+    try:
+        return family.read_config(hf)
+    except AttributeError as error:
+        if family.native:
+            raise
+        raise UserError(f"{hf.model_type} configuration: {error.name} is missing.") from error
 
 
-def _read_hf_config(folder: Path) -> "PretrainedConfig":
+def _read_hf_config(folder: Path) -> Any:
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"{folder}: expected a Hugging Face model, but there is no config.json.")
     try:
-        model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        model_type = settings.get("model_type")
     except (ValueError, AttributeError) as error:
         raise UserError(f"{file}: not a JSON object ({error}).") from error
     if model_type not in FAMILIES:
         raise UserError(f"{file}: {_unsupported(model_type)}")
+    if not FAMILIES[model_type].native:
+        return types.SimpleNamespace(**settings)
 
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -96,61 +96,165 @@ def _unsupported(model_type: str | None) -> str:
     return f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}."
 
 
-def _refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:
-    if value not in allowed:
-        choices = ", ".join(map(repr, allowed))
-        raise UserError(f"{hf.model_type} configuration: {field} = {value!r} is not supported; expected {choices}.")
+# Tensor names that families share; Llama's are the commonest.
 
-
-def _rope(hf: Any) -> Rope:
-    # transformers 5 keeps theta and scaling together in `rope_parameters`; before, `rope_scaling` stood beside
-    # `rope_theta`, and called its kind `type`.
-    parameters = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
-    theta = parameters.get("rope_theta", getattr(hf, "rope_theta", 10000.0))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    _refuse(hf, "rope_type", kind, allowed=("default", "linear", "llama3"))
-    _refuse(hf, "partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0), allowed=(1.0,))
-    names = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
-    for name in names:
-        if name not in parameters:
-            raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} needs {name!r}, which is missing.")
-    original = parameters.get("original_max_position_embeddings") or hf.max_position_embeddings
-    return Rope(
-        theta=float(theta),
-        scaling=None if kind == "default" else kind,
-        **{name: float(parameters[name]) for name in names},
-        **({"original_max_positions": int(original)} if kind == "llama3" else {}),
-    )
+_ENDS = (
+    Rule("embed_tokens.weight", ("embedding",)),
+    *norm("norm", "final_norm"),
+    Rule("lm_head.weight", ("unembedding",)),
+)
+_QKV = (
+    *linear("layers.{}.self_attn.q_proj", "layers.attention.q"),
+    *linear("layers.{}.self_attn.k_proj", "layers.attention.k"),
+    *linear("layers.{}.self_attn.v_proj", "layers.attention.v"),
+)
+_OUTPUT = linear("layers.{}.self_attn.o_proj", "layers.attention.o")
+_QK_NORMS = (
+    *norm("layers.{}.self_attn.q_norm", "layers.attention.q_norm"),
+    *norm("layers.{}.self_attn.k_norm", "layers.attention.k_norm"),
+)
+_GATE_UP = (
+    *linear("layers.{}.mlp.gate_proj", "layers.mlp.gate"),
+    *linear("layers.{}.mlp.up_proj", "layers.mlp.up"),
+)
+_DOWN = linear("layers.{}.mlp.down_proj", "layers.mlp.down")
+_PRE_NORMS = (
+    *norm("layers.{}.input_layernorm", "layers.attention_norm"),
+    *norm("layers.{}.post_attention_layernorm", "layers.mlp_norm"),
+)
+_POST_NORMS = (
+    *norm("layers.{}.post_attention_layernorm", "layers.attention_post_norm"),
+    *norm("layers.{}.post_feedforward_layernorm", "layers.mlp_post_norm"),
+)
+_GEMMA_NORMS = (
+    *norm("layers.{}.input_layernorm", "layers.attention_norm"),
+    *norm("layers.{}.pre_feedforward_layernorm", "layers.mlp_norm"),
+    *_POST_NORMS,
+)
+_LLAMA_RULES = (*_ENDS, *_PRE_NORMS, *_QKV, *_OUTPUT, *_GATE_UP, *_DOWN)
 
 
 def _llama_config(hf: Any) -> DecoderConfig:
-    _refuse(hf, "hidden_act", hf.hidden_act, allowed=ACTIVATIONS)
-    return DecoderConfig(
-        family="llama",
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=hf.head_dim or hf.hidden_size // hf.num_attention_heads,
-        max_positions=hf.max_position_embeddings,
-        norm="rms",
-        norm_eps=hf.rms_norm_eps,
-        activation=hf.hidden_act,
-        gated_mlp=True,
-        rope=_rope(hf),
-        qkv_bias=hf.attention_bias,
-        output_bias=hf.attention_bias,
-        mlp_bias=hf.mlp_bias,
-        tie_embeddings=hf.tie_word_embeddings,
+    return common_config(hf, **attention_biases(hf), mlp_bias=hf.mlp_bias)
+
+
+_LLAMA = Family(_llama_config, "model.", _LLAMA_RULES, ignored=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",))
+
+
+def _mistral_config(hf: Any) -> DecoderConfig:
+    return common_config(hf, **everywhere_local(hf))
+
+
+def _qwen2_config(hf: Any) -> DecoderConfig:
+    return common_config(hf, qkv_bias=True, **local_layers(hf))
+
+
+def _qwen3_config(hf: Any) -> DecoderConfig:
+    return common_config(hf, qk_norm="head", **attention_biases(hf), **local_layers(hf))
+
+
+def _gemma_config(hf: Any, **ours: Any) -> DecoderConfig:
+    refuse(hf, "use_bidirectional_attention", hf.use_bidirectional_attention, allowed=(None, False))
+    return common_config(hf, norm_offset=1.0, embedding_scale=hf.hidden_size**0.5, **attention_biases(hf), **ours)
+
+
+def _gemma2_config(hf: Any, **ours: Any) -> DecoderConfig:
+    return _gemma_config(
+        hf,
+        norm_placement="both",
+        attention_scale=hf.query_pre_attn_scalar**-0.5,
+        attention_softcap=hf.attn_logit_softcapping,
+        logit_softcap=hf.final_logit_softcapping,
+        **local_layers(hf),
+        **ours,
     )
 
 
+def _gemma3_config(hf: Any) -> DecoderConfig:
+    kinds = hf.rope_parameters
+    local = rope(hf, kinds["sliding_attention"])
+    return _gemma2_config(hf, qk_norm="head", rope=rope(hf, kinds["full_attention"]), local_rope=local)
+
+
+def _phi3_config(hf: Any) -> DecoderConfig:
+    return common_config(hf, **everywhere_local(hf))
+
+
+_PHI3_RULES = (
+    *_ENDS,
+    *_PRE_NORMS,
+    *linear("layers.{}.self_attn.qkv_proj", "layers.attention.q", "layers.attention.k", "layers.attention.v"),
+    *_OUTPUT,
+    *linear("layers.{}.mlp.gate_up_proj", "layers.mlp.gate", "layers.mlp.up"),
+    *_DOWN,
+)
+
+
+def _olmo2_config(hf: Any) -> DecoderConfig:
+    return common_config(hf, norm_placement="post", qk_norm="projection", **attention_biases(hf))
+
+
+def _stablelm_config(hf: Any) -> DecoderConfig:
+    refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
+    parallel = "one_norm" if hf.use_parallel_residual else None
+    return common_config(hf, norm="layer", parallel=parallel, qkv_bias=hf.use_qkv_bias)
+
+
+_ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
+
+
+def _phi_config(hf: Any) -> DecoderConfig:
+    refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
+    return common_config(hf, norm="layer", gated_mlp=False, parallel="one_norm", unembedding_bias=True, **_ALL_BIASES)
+
+
+_PHI_RULES = (
+    Rule("embed_tokens.weight", ("embedding",)),
+    *norm("layers.{}.input_layernorm", "layers.attention_norm"),
+    *_QKV,
+    *linear("layers.{}.self_attn.dense", "layers.attention.o"),
+    *linear("layers.{}.mlp.fc1", "layers.mlp.up"),
+    *linear("layers.{}.mlp.fc2", "layers.mlp.down"),
+    *norm("final_layernorm", "final_norm"),
+    Rule("lm_head.weight", ("unembedding",)),
+    Rule("lm_head.bias", ("unembedding_bias",)),
+)
+
+
+def _gpt_neox_config(hf: Any) -> DecoderConfig:
+    return common_config(
+        hf,
+        norm="layer",
+        gated_mlp=False,
+        parallel="two_norms" if hf.use_parallel_residual else None,
+        mlp_bias=True,
+        **attention_biases(hf),
+    )
+
+
+_GPT_NEOX_RULES = (
+    Rule("embed_in.weight", ("embedding",)),
+    *norm("layers.{}.input_layernorm", "layers.attention_norm"),
+    *linear(
+        "layers.{}.attention.query_key_value",
+        "layers.attention.q",
+        "layers.attention.k",
+        "layers.attention.v",
+        by_head=True,
+    ),
+    *linear("layers.{}.attention.dense", "layers.attention.o"),
+    *norm("layers.{}.post_attention_layernorm", "layers.mlp_norm"),
+    *linear("layers.{}.mlp.dense_h_to_4h", "layers.mlp.up"),
+    *linear("layers.{}.mlp.dense_4h_to_h", "layers.mlp.down"),
+    *norm("final_layer_norm", "final_norm"),
+    Rule("embed_out.weight", ("unembedding",)),
+)
+
+
 def _gpt2_config(hf: Any) -> DecoderConfig:
-    _refuse(hf, "activation_function", hf.activation_function, allowed=ACTIVATIONS)
-    _refuse(hf, "scale_attn_by_inverse_layer_idx", hf.scale_attn_by_inverse_layer_idx, allowed=(False,))
-    _refuse(hf, "add_cross_attention", hf.add_cross_attention, allowed=(False,))
+    refuse(hf, "activation_function", hf.activation_function, allowed=ACTIVATIONS)
+    refuse(hf, "scale_attn_by_inverse_layer_idx", hf.scale_attn_by_inverse_layer_idx, allowed=(False,))
+    refuse(hf, "add_cross_attention", hf.add_cross_attention, allowed=(False,))
     # `reorder_and_upcast_attn` asks for float32 attention logits, which ours always are.
     return DecoderConfig(
         family="gpt2",
@@ -167,62 +271,82 @@ def _gpt2_config(hf: Any) -> DecoderConfig:
         activation=hf.activation_function,
         gated_mlp=False,
         rope=None,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
         attention_scale=None if hf.scale_attn_weights else 1.0,
+        tie_embeddings=hf.tie_word_embeddings,
+        **_ALL_BIASES,
+    )
+
+
+_GPT2_RULES = (
+    Rule("wte.weight", ("embedding",)),
+    Rule("wpe.weight", ("position_embedding",)),
+    *norm("h.{}.ln_1", "layers.attention_norm"),
+    # GPT-2's Conv1D already holds `[in, out]`; query, key and value are side by side in one.
+    *linear("h.{}.attn.c_attn", "layers.attention.q", "layers.attention.k", "layers.attention.v", transpose=False),
+    *linear("h.{}.attn.c_proj", "layers.attention.o", transpose=False),
+    *norm("h.{}.ln_2", "layers.mlp_norm"),
+    *linear("h.{}.mlp.c_fc", "layers.mlp.up", transpose=False),
+    *linear("h.{}.mlp.c_proj", "layers.mlp.down", transpose=False),
+    *norm("ln_f", "final_norm"),
+    Rule("lm_head.weight", ("unembedding",)),
+)
+
+
+def _qwen_config(hf: Any) -> DecoderConfig:
+    refuse(hf, "no_bias", hf.no_bias, allowed=(True,))
+    refuse(hf, "scale_attn_weights", hf.scale_attn_weights, allowed=(True,))
+    # `use_dynamic_ntk` and `use_logn_attn` begin to work beyond `seq_length`; we refuse sequences so long.
+    return DecoderConfig(
+        family="qwen",
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        # Theirs counts gate and up together.
+        intermediate_size=hf.intermediate_size // 2,
+        num_layers=hf.num_hidden_layers,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_attention_heads,
+        head_dim=hf.kv_channels,
+        max_positions=hf.seq_length,
+        norm_eps=hf.layer_norm_epsilon,
+        rope=Rope(theta=float(hf.rotary_emb_base), fraction=float(hf.rotary_pct)),
+        qkv_bias=True,
         tie_embeddings=hf.tie_word_embeddings,
     )
 
 
-def _linear(source: str, *targets: str, transpose: bool) -> tuple[Rule, Rule]:
-    return (
-        Rule(f"{source}.weight", tuple(f"{target}.kernel" for target in targets), transpose),
-        Rule(f"{source}.bias", tuple(f"{target}.bias" for target in targets)),
-    )
-
-
-def _norm(source: str, target: str) -> tuple[Rule, Rule]:
-    return Rule(f"{source}.weight", (f"{target}.scale",)), Rule(f"{source}.bias", (f"{target}.bias",))
-
-
-_LLAMA = Family(
-    read_config=_llama_config,
-    prefix="model.",
-    rules=(
-        Rule("embed_tokens.weight", ("embedding",)),
-        *_norm("layers.{}.input_layernorm", "layers.attention_norm"),
-        *_linear("layers.{}.self_attn.q_proj", "layers.attention.q", transpose=True),
-        *_linear("layers.{}.self_attn.k_proj", "layers.attention.k", transpose=True),
-        *_linear("layers.{}.self_attn.v_proj", "layers.attention.v", transpose=True),
-        *_linear("layers.{}.self_attn.o_proj", "layers.attention.o", transpose=True),
-        *_norm("layers.{}.post_attention_layernorm", "layers.mlp_norm"),
-        *_linear("layers.{}.mlp.gate_proj", "layers.mlp.gate", transpose=True),
-        *_linear("layers.{}.mlp.up_proj", "layers.mlp.up", transpose=True),
-        *_linear("layers.{}.mlp.down_proj", "layers.mlp.down", transpose=True),
-        *_norm("norm", "final_norm"),
-        Rule("lm_head.weight", ("unembedding",)),
-    ),
-    ignored=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
+_QWEN_RULES = (
+    Rule("wte.weight", ("embedding",)),
+    *norm("h.{}.ln_1", "layers.attention_norm"),
+    *linear("h.{}.attn.c_attn", "layers.attention.q", "layers.attention.k", "layers.attention.v"),
+    *linear("h.{}.attn.c_proj", "layers.attention.o"),
+    *norm("h.{}.ln_2", "layers.mlp_norm"),
+    *linear("h.{}.mlp.w1", "layers.mlp.up"),
+    *linear("h.{}.mlp.w2", "layers.mlp.gate"),
+    *linear("h.{}.mlp.c_proj", "layers.mlp.down"),
+    *norm("ln_f", "final_norm"),
+    Rule("lm_head.weight", ("unembedding",)),
 )
 
-_GPT2 = Family(
-    read_config=_gpt2_config,
-    prefix="transformer.",
-    rules=(
-        Rule("wte.weight", ("embedding",)),
-        Rule("wpe.weight", ("position_embedding",)),
-        *_norm("h.{}.ln_1", "layers.attention_norm"),
-        # GPT-2's Conv1D already holds `[in, out]`; query, key and value are side by side in one.
-        *_linear("h.{}.attn.c_attn", "layers.attention.q", "layers.attention.k", "layers.attention.v", transpose=False),
-        *_linear("h.{}.attn.c_proj", "layers.attention.o", transpose=False),
-        *_norm("h.{}.ln_2", "layers.mlp_norm"),
-        *_linear("h.{}.mlp.c_fc", "layers.mlp.up", transpose=False),
-        *_linear("h.{}.mlp.c_proj", "layers.mlp.down", transpose=False),
-        *_norm("ln_f", "final_norm"),
-        Rule("lm_head.weight", ("unembedding",)),
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": Family(_mistral_config, "model.", _LLAMA_RULES),
+    "qwen": Family(_qwen_config, "transformer.", _QWEN_RULES, (r"rotary_emb\.inv_freq",), native=False),
+    "qwen2": Family(_qwen2_config, "model.", _LLAMA_RULES),
+    "qwen3": Family(_qwen3_config, "model.", (*_LLAMA_RULES, *_QK_NORMS)),
+    "gemma": Family(_gemma_config, "model.", _LLAMA_RULES),
+    "gemma2": Family(_gemma2_config, "model.", (*_ENDS, *_GEMMA_NORMS, *_QKV, *_OUTPUT, *_GATE_UP, *_DOWN)),
+    "gemma3_text": Family(
+        _gemma3_config, "model.", (*_ENDS, *_GEMMA_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_GATE_UP, *_DOWN)
     ),
-    ignored=(r"h\.\d+\.attn\.(bias|masked_bias)",),
-)
-
-FAMILIES: dict[str, Family] = {"llama": _LLAMA, "gpt2": _GPT2}
+    "olmo2": Family(_olmo2_config, "model.", (*_ENDS, *_POST_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_GATE_UP, *_DOWN)),
+    "stablelm": Family(_stablelm_config, "model.", _LLAMA_RULES),
+    "phi": Family(_phi_config, "model.", _PHI_RULES),
+    "phi3": Family(_phi3_config, "model.", _PHI3_RULES),
+    "gpt_neox": Family(
+        _gpt_neox_config,
+        "gpt_neox.",
+        _GPT_NEOX_RULES,
+        ignored=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    ),
+    "gpt2": Family(_gpt2_config, "transformer.", _GPT2_RULES, ignored=(r"h\.\d+\.attn\.(bias|masked_bias)",)),
+}

@@ -22,19 +22,21 @@ class Frozen(NamedTuple):
         params: of the decoder; None where batches bring their hidden states along.
         unembedding: `[V, D]`.
         covariance: of the logits (`heads.logit_covariance`), where a head reads log_std_logits; else None.
+        bias: of the logits, `[V]`, where the model has one; else None.
     """
 
     params: decoder.Params | None
     unembedding: Float[Array, "V D"]
     covariance: Float[Array, "E E"] | None = None
+    bias: Float[Array, " V"] | None = None
 
 
 def freeze(lm: LanguageModel, *, head: HeadConfig | None = None, hidden_given: bool = False) -> Frozen:
     """The arrays of `lm` that a step needs: no decoder where the hidden states come with the batch."""
     covariance = None
     if head is not None and "log_std_logits" in head.features:
-        covariance = jax.jit(logit_covariance)(lm.unembedding)
-    return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance)
+        covariance = jax.jit(logit_covariance)(lm.unembedding, lm.unembedding_bias)
+    return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance, lm.unembedding_bias)
 
 
 def batch_hidden(
@@ -90,7 +92,9 @@ def batch_stats(
     hidden = batch_hidden(config, frozen, batch, dtype)
     softcap = config.logit_softcap
     unembedding = frozen.unembedding.astype(dtype)
-    features = head_features(head.features, hidden, unembedding, covariance=frozen.covariance, softcap=softcap)
+    features = head_features(
+        head.features, hidden, unembedding, covariance=frozen.covariance, bias=frozen.bias, softcap=softcap
+    )
     log_scale = head.build().apply(
         {"params": head_params}, features, where=batch["where"], segment_ids=batch["segment_ids"]
     )
@@ -100,6 +104,7 @@ def batch_stats(
         unembedding,
         batch["targets"],
         scale=jnp.exp(log_scale),
+        bias=frozen.bias,
         softcap=softcap,
         where=batch["where"],
         statistics=statistics,

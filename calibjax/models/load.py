@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from calibjax._checks import UserError, require_directory
 from calibjax.models.config import DecoderConfig
 from calibjax.models.convert import Plan, TensorEntry, plan_tensors
-from calibjax.models.families import config_from_hf
+from calibjax.models.families import FAMILIES, config_from_hf
 from calibjax.models.fingerprint import combine_digests, layer_name, tensor_digest
 from calibjax.models.model import LanguageModel, check_tokenizer
 from calibjax.sharding import param_sharding
@@ -60,7 +60,7 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
     folder = _find_folder(path)
     config = config_from_hf(folder)
     plan = plan_tensors(config, _read_headers(_find_weights(folder)))
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = _load_tokenizer(folder, native=FAMILIES[config.family].native)
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
     params, fingerprint = _read_params(config, plan, dtype, mesh)
@@ -125,12 +125,16 @@ def _read_headers(files: list[Path]) -> Iterator[TensorEntry]:
             raise UserError(f"{file}: damaged or cut short ({error}). Download it again.") from error
 
 
-def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+def _load_tokenizer(folder: Path, native: bool) -> "PreTrainedTokenizerBase | None":
+    # Where transformers has no class of its own, the one that the files name is remote code.
+    names = _TOKENIZER_FILES if native else _TOKENIZER_FILES[:1]
+    if not any((folder / name).is_file() for name in names):
         return None
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
+        if not native:
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers package raises bare Exception for damaged files
         raise UserError(f"{folder}: transformers cannot read the tokenizer files: {error}") from error

@@ -107,6 +107,11 @@ class LanguageModel:
         """The matrix whose rows are scored against the last hidden states."""
         return decoder.unembedding(self.config, self.params)
 
+    @property
+    def unembedding_bias(self) -> Float[Array, " V"] | None:
+        """What is added to the logits before the soft-cap, or `None`."""
+        return decoder.unembedding_bias(self.params)
+
     def hidden_states(
         self,
         tokens: Int[Array | np.ndarray, "B T"],

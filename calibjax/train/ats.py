@@ -175,7 +175,12 @@ def fit_ats(
     steps = max(1, plan.epochs * len(train_rows) // plan.batch_size)
     optimizer = plan.optimizer.build(steps)
     step_fns = {  # trials that differ in alpha alone share a program
-        loss: make_train_step(AtsObjective(lm.config, plan.head, loss, lm.dtype), optimizer, accumulate=plan.accumulate)
+        loss: make_train_step(
+            AtsObjective(lm.config, plan.head, loss, lm.dtype),
+            optimizer,
+            accumulate=plan.accumulate,
+            clip_norm=plan.optimizer.clip_norm,
+        )
         for loss in {trial.loss for trial in plan.trials}
     }
     candidates = []

@@ -47,7 +47,7 @@ class SftOptions:
         schedule: linear or cosine decay to 0, or constant.
         warmup_fraction: of the steps.
         weight_decay: decoupled.
-        clip_norm: largest norm of the gradient.
+        clip_norm: largest norm of the gradient; None: no clipping.
         remat: what of a block the backward pass computes anew: full, all but its matrix products (dots), or none.
         validation_fraction: of the windows, kept from training; the likelihood of their tokens is logged every epoch.
         checkpoint_every: steps between checkpoints.
@@ -69,7 +69,7 @@ class SftOptions:
     schedule: Schedule = "linear"
     warmup_fraction: float = 0.03
     weight_decay: float = 0.0
-    clip_norm: float = 1.0
+    clip_norm: float | None = 1.0
     remat: decoder.Remat = "full"
     validation_fraction: float = 0.05
     checkpoint_every: int = 200
@@ -91,7 +91,7 @@ class SftOptions:
             "learning_rate": (self.learning_rate is None or 0 < self.learning_rate < math.inf, "positive"),
             "warmup_fraction": (0 <= self.warmup_fraction < 1, "at least 0 and below 1"),
             "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0"),
-            "clip_norm": (0 < self.clip_norm < math.inf, "positive"),
+            "clip_norm": (self.clip_norm is None or self.clip_norm > 0, "positive"),
             "validation_fraction": (0 < self.validation_fraction < 1, "between 0 and 1"),
             "checkpoint_every": (self.checkpoint_every >= 1, "at least 1"),
         }
@@ -165,6 +165,7 @@ class SftObjective:
             hidden,
             decoder.unembedding(self.model, params).astype(self.dtype),
             batch["targets"],
+            bias=decoder.unembedding_bias(params),
             scale=None if self.temperature == 1 else 1 / self.temperature,
             softcap=self.model.logit_softcap,
             label_smoothing=self.label_smoothing,
@@ -285,7 +286,13 @@ def fit_sft(
 
     with jax.set_mesh(mesh):
         state = train(
-            make_train_step(objective, optimizer, accumulate=options.accumulate, reduction=options.reduction),
+            make_train_step(
+                objective,
+                optimizer,
+                accumulate=options.accumulate,
+                reduction=options.reduction,
+                clip_norm=options.clip_norm,
+            ),
             state,
             frozen,
             {},

@@ -36,7 +36,7 @@ class OptimizerConfig:
         schedule: after the warm-up: cosine or linear decay to 0, or constant.
         warmup_fraction: of all steps, in [0, 1); the rate rises linearly from 0.
         weight_decay: decoupled, >= 0.
-        clip_norm: largest global norm of the gradient, > 0; None: no clipping.
+        clip_norm: largest global norm of the gradient, > 0; None: no clipping. The step clips (`make_train_step`).
         b1, b2: of Adam.
     """
 
@@ -67,17 +67,13 @@ class OptimizerConfig:
         rate = self.rate(steps)
         if self.kind == "adafactor":
             # Without steps relative to the parameters: a learning rate would mean something else than in AdamW.
-            optimizer = optax.chain(
+            return optax.chain(
                 optax.scale_by_factored_rms(),
                 optax.clip_by_block_rms(1.0),
                 optax.add_decayed_weights(self.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
-        else:
-            optimizer = optax.adamw(rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay)
-        return (
-            optimizer if self.clip_norm is None else optax.chain(optax.clip_by_global_norm(self.clip_norm), optimizer)
-        )
+        return optax.adamw(rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay)
 
 
 def create_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:

@@ -26,7 +26,7 @@ class Objective(Protocol):
 
 
 class StepMetrics(NamedTuple):
-    """Float32 scalars of one step: mean loss per token, number of tokens, global norm of the gradient."""
+    """Float32 scalars of one step: mean loss per token, number of tokens, global norm of the gradient unclipped."""
 
     loss: Float[Array, ""]
     tokens: Float[Array, ""]
@@ -42,6 +42,7 @@ def make_train_step(
     *,
     accumulate: int = 1,
     reduction: Literal["mean", "sum"] = "mean",
+    clip_norm: float | None = None,
 ) -> TrainStep:
     """The jitted step (state, frozen, batch, hyper) -> (state, metrics); the state given is donated.
 
@@ -52,6 +53,7 @@ def make_train_step(
             is that of the mean over all tokens of the whole batch, however they fall into the micro-batches.
         reduction: "sum" leaves the gradient that of the sum over the tokens, so that a batch with more of them moves
             the parameters further; the loss of the metrics is the mean in either case.
+        clip_norm: largest global norm of the gradient, > 0; a longer one is shortened to it. None: no clipping.
     """
 
     def gradients(params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array]):
@@ -69,11 +71,21 @@ def make_train_step(
 
             ((loss, tokens), grads), _ = jax.lax.scan(add, zeros, micro)
         count = jnp.maximum(tokens, 1.0)
-        if reduction == "mean":
-            grads = jax.tree.map(lambda g: g / count, grads)
+        # One factor for mean and clipping, and a product: the compiler repeats it wherever the gradient is used; of a
+        # quotient it would hold a second copy of all gradients.
+        weight = 1.0 / count if reduction == "mean" else jnp.ones(())
+        norm = weight * _global_norm(grads)
+        if clip_norm is not None:
+            weight = weight * jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+        grads = jax.tree.map(lambda g: g * weight, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = StepMetrics(loss / count, tokens, optax.tree.norm(grads))
+        metrics = StepMetrics(loss / count, tokens, norm)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _global_norm(tree: Any) -> Float[Array, ""]:
+    """√Σ g² over all leaves, as inner products: XLA's CPU backend would hold the squares."""
+    return jnp.sqrt(sum(jnp.tensordot(g, g, axes=g.ndim, precision="highest") for g in jax.tree.leaves(tree)))

@@ -1,4 +1,4 @@
-"""Post-hoc maps fitted on held-back data. Here: one temperature for all tokens, fitted exactly."""
+"""One temperature for all tokens, fitted exactly: from statistics batch by batch, or from logits."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from calibjax.kernels import VocabStats
 from calibjax.losses import top_label
+from calibjax.recalibrate.contract import FitReport, Predictions, select
 
 
 class TemperatureFit(NamedTuple):
@@ -141,3 +142,65 @@ def fit_temperature(
     informative = second.sum() > flat * count
     error = math.sqrt(np.square(first).sum()) / float(second.sum()) if informative else math.inf
     return TemperatureFit(float(u), error, float(nll.sum() / count), float(best_before), iterations, converged)
+
+
+class TemperatureState(NamedTuple):
+    """log s of softmax(s z), float32 scalar; T = exp(−log_scale)."""
+
+    log_scale: np.ndarray
+    report: FitReport
+
+
+def fit(data: Predictions, where: np.ndarray | None = None) -> TemperatureState:
+    """`fit_temperature` of logits `[N, K]` and labels, in float64, for any K.
+
+    Args:
+        data: with `logits`, `labels`.
+        where: bool `[N]`, False for rows that do not count.
+
+    Returns:
+        `TemperatureState`. On separable or constant logits the end of the range of log s, −6 to 6, or its start, with
+        `report.converged` False.
+
+    Raises:
+        UserError: see `select`.
+    """
+    logits, labels = select(data, ("logits", "labels"), where)
+    # Blocks of about a hundred megabytes in float64.
+    pieces = -(-logits.size // _BLOCK)
+    blocks = list(zip(np.array_split(logits, pieces), np.array_split(labels, pieces), strict=True))
+
+    def sums_at(u: Float[Array, ""]) -> Iterable[LikelihoodSums]:
+        with jax.enable_x64(True):
+            return [jax.device_get(_dense_sums(np.float64(u), *block)) for block in blocks]
+
+    found = fit_temperature(sums_at)
+    report = FitReport.of(found.nll, found.converged, found.iterations)
+    return TemperatureState(np.asarray(found.log_scale, np.float32), report)
+
+
+_BLOCK = 2**22
+
+
+@jax.jit
+def _dense_sums(u: Array, logits: Array, labels: Array) -> LikelihoodSums:
+    """`likelihood_sums` of dense logits at the scale e^u."""
+    z = logits.astype(u.dtype)
+    s = jnp.exp(u)
+    target = jnp.take_along_axis(z, labels[:, None], axis=1)[:, 0]
+    p = jax.nn.softmax(s * z, axis=1)
+    expected = jnp.sum(p * z, axis=1)
+    slope = s * (expected - target)
+    variance = jnp.sum(p * jnp.square(z - expected[:, None]), axis=1)
+    nll = jax.nn.logsumexp(s * z, axis=1) - s * target
+    return LikelihoodSums(nll.sum(), slope.sum(), (slope + s * s * variance).sum(), jnp.ones_like(nll).sum())
+
+
+def log_softmax_at(scale: Array, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
+    """log softmax(s z), the largest logit taken off before the product: s z itself may be rounded by whole nats."""
+    return jax.nn.log_softmax(scale * (logits - jnp.max(logits, axis=-1, keepdims=True)), axis=-1)
+
+
+def apply(state: TemperatureState, data: Predictions) -> Float[Array, "N K"]:
+    """log softmax(s z)."""
+    return log_softmax_at(jnp.exp(state.log_scale), jnp.asarray(data.logits, jnp.float32))

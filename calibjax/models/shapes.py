@@ -1,0 +1,181 @@
+"""Configurations of published models, by name: enough to plan for one, or to count its parameters, without its files.
+
+Sizes and settings are those of the models' published configurations.
+"""
+
+from typing import Any
+
+from calibjax.layers import Rope
+from calibjax.models.config import DecoderConfig
+
+
+def _llama(layers: int, width: int, inner: int, heads: int, kv_heads: int, **others: Any) -> DecoderConfig:
+    """A Llama-like decoder; `others` are the fields that differ from Llama 2."""
+    fields = {
+        "family": "llama",
+        "vocab_size": 32000,
+        "num_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": width // heads,
+        "max_positions": 4096,
+    }
+    return DecoderConfig(**{**fields, **others})
+
+
+def _llama3(layers: int, width: int, inner: int, heads: int, factor: float, **others: Any) -> DecoderConfig:
+    rope = Rope(theta=500000.0, scaling="llama3", factor=factor)
+    return _llama(layers, width, inner, heads, 8, vocab_size=128256, max_positions=131072, rope=rope, **others)
+
+
+def _gemma(family: str, layers: int, width: int, inner: int, heads: int, kv_heads: int, **others: Any) -> DecoderConfig:
+    fields = {
+        "family": family,
+        "vocab_size": 256000,
+        "head_dim": 256,
+        "max_positions": 8192,
+        "norm_eps": 1e-6,
+        "norm_offset": 1.0,
+        "activation": "gelu_pytorch_tanh",
+        "tie_embeddings": True,
+        "embedding_scale": width**0.5,
+    }
+    return _llama(layers, width, inner, heads, kv_heads, **{**fields, **others})
+
+
+def _gemma2(layers: int, width: int, inner: int, heads: int, kv_heads: int) -> DecoderConfig:
+    return _gemma(
+        "gemma2",
+        layers,
+        width,
+        inner,
+        heads,
+        kv_heads,
+        norm_placement="both",
+        attention_scale=256**-0.5,
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+        local_layers=tuple(layer % 2 == 0 for layer in range(layers)),
+        window=4096,
+    )
+
+
+def _gpt_like(family: str, layers: int, width: int, heads: int, **others: Any) -> DecoderConfig:
+    """LayerNorm, an MLP four times as wide without a gate, and biases everywhere."""
+    fields = {
+        "family": family,
+        "max_positions": 2048,
+        "norm": "layer",
+        "gated_mlp": False,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+    }
+    return _llama(layers, width, 4 * width, heads, heads, **{**fields, **others})
+
+
+SHAPES: dict[str, DecoderConfig] = {
+    "llama-2-7b": _llama(32, 4096, 11008, 32, 32),
+    "llama-2-13b": _llama(40, 5120, 13824, 40, 40),
+    "llama-2-70b": _llama(80, 8192, 28672, 64, 8),
+    "llama-3.1-8b": _llama3(32, 4096, 14336, 32, factor=8.0),
+    "llama-3.2-1b": _llama3(16, 2048, 8192, 32, factor=32.0, tie_embeddings=True),
+    "mistral-7b": _llama(
+        32, 4096, 14336, 32, 8, family="mistral", max_positions=32768, local_layers=(True,) * 32, window=4096
+    ),
+    "qwen-7b": _llama(
+        32, 4096, 11008, 32, 32, family="qwen", vocab_size=151936, max_positions=8192, norm_eps=1e-6, qkv_bias=True
+    ),
+    "qwen2.5-7b": _llama(
+        28,
+        3584,
+        18944,
+        28,
+        4,
+        family="qwen2",
+        vocab_size=152064,
+        max_positions=131072,
+        norm_eps=1e-6,
+        rope=Rope(theta=1e6),
+        qkv_bias=True,
+    ),
+    "qwen3-8b": _llama(
+        36,
+        4096,
+        12288,
+        32,
+        8,
+        family="qwen3",
+        vocab_size=151936,
+        max_positions=40960,
+        norm_eps=1e-6,
+        rope=Rope(theta=1e6),
+        qk_norm="head",
+    ),
+    "gemma-2b": _gemma("gemma", 18, 2048, 16384, 8, 1),
+    "gemma-2-2b": _gemma2(26, 2304, 9216, 8, 4),
+    "gemma-2-9b": _gemma2(42, 3584, 14336, 16, 8),
+    "gemma-3-1b": _gemma(
+        "gemma3_text",
+        26,
+        1152,
+        6912,
+        4,
+        1,
+        vocab_size=262144,
+        max_positions=32768,
+        norm_placement="both",
+        qk_norm="head",
+        attention_scale=256**-0.5,
+        rope=Rope(theta=1e6),
+        local_rope=Rope(theta=1e4),
+        local_layers=tuple((layer + 1) % 6 != 0 for layer in range(26)),
+        window=512,
+    ),
+    "phi-2": _gpt_like(
+        "phi",
+        32,
+        2560,
+        32,
+        vocab_size=51200,
+        activation="gelu_new",
+        parallel="one_norm",
+        rope=Rope(fraction=0.4),
+        unembedding_bias=True,
+    ),
+    "phi-3-mini-4k": _llama(
+        32, 3072, 8192, 32, 32, family="phi3", vocab_size=32064, local_layers=(True,) * 32, window=2047
+    ),
+    "pythia-1.4b": _gpt_like(
+        "gpt_neox", 24, 2048, 16, vocab_size=50304, activation="gelu", parallel="two_norms", rope=Rope(fraction=0.25)
+    ),
+    "olmo-2-7b": _llama(
+        32,
+        4096,
+        11008,
+        32,
+        32,
+        family="olmo2",
+        vocab_size=100352,
+        norm_eps=1e-6,
+        norm_placement="post",
+        qk_norm="projection",
+        rope=Rope(theta=5e5),
+    ),
+    "stablelm-3b": _llama(
+        32, 2560, 6912, 32, 32, family="stablelm", vocab_size=50304, norm="layer", rope=Rope(fraction=0.25)
+    ),
+    "gpt2": _gpt_like(
+        "gpt2",
+        12,
+        768,
+        12,
+        vocab_size=50257,
+        max_positions=1024,
+        activation="gelu_new",
+        rope=None,
+        tie_embeddings=True,
+    ),
+}

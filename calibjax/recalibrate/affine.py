@@ -1,0 +1,219 @@
+"""Affine maps of the logits, or of the log-probabilities, before a softmax or a sigmoid."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.optimize import minimize
+
+MAX_CLASSES = 1024
+"""Of the methods with a K by K matrix: a million parameters, of which the optimiser holds some forty copies."""
+MAX_REGRESSIONS = 4096
+"""Of one-vs-rest Platt scaling: that many bounded logistic regressions in one problem take minutes beyond it."""
+
+
+class VectorState(NamedTuple):
+    """a, b of a ⊙ x + b, float32 `[K]` each."""
+
+    slope: np.ndarray
+    intercept: np.ndarray
+    report: FitReport
+
+
+class MatrixState(NamedTuple):
+    """W, b of W x + b, float32 `[K, K]` and `[K]`."""
+
+    matrix: np.ndarray
+    intercept: np.ndarray
+    report: FitReport
+
+
+def _nll(log_probs: Float[Array, "N K"], labels: Array) -> Float[Array, " N"]:
+    return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
+
+
+def _per_class(params: Any, x: Array) -> Array:
+    slope, intercept = params
+    return slope[None, :] * x + intercept[None, :]
+
+
+def _log_probs_of(x: Array) -> Array:
+    return jax.nn.log_softmax(x, axis=-1)
+
+
+def _start(classes: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones(classes), np.zeros(classes)
+
+
+def _vector_loss(params, rows, extra):
+    logits, labels = rows
+    return _nll(_log_probs_of(_per_class(params, logits)), labels)
+
+
+def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorState:
+    """Vector scaling: softmax(a ⊙ z + b), least negative log-likelihood (Guo et al. 2017, section 4.2).
+
+    It is also what the code of Adaptive Temperature Scaling (arXiv 2409.19817) calls element-wise Platt scaling: a
+    factor and an offset for every entry of the vocabulary. A class that the labels never show is pushed to probability
+    0, so with more classes than examples it needs a token's logits of many texts.
+
+    Args:
+        data: with `logits`, `labels`.
+        where: bool `[N]`, False for rows that do not count.
+
+    Returns:
+        `VectorState`.
+
+    Raises:
+        UserError: see `select`.
+    """
+    logits, labels = select(data, ("logits", "labels"), where)
+    (slope, intercept), report = minimize(_vector_loss, _start(logits.shape[1]), (logits, labels))
+    return VectorState(slope, intercept, report)
+
+
+def apply_vector(state: VectorState, data: Predictions) -> Float[Array, "N K"]:
+    """log softmax(a ⊙ z + b)."""
+    return _log_probs_of(_per_class((state.slope, state.intercept), jnp.asarray(data.logits, jnp.float32)))
+
+
+def _logit(log_p: Array) -> Array:
+    """log p/(1 − p), p kept within float32's reach of 0 and 1."""
+    log_p = jnp.clip(log_p, -87.0, -1e-7)
+    return log_p - jnp.log(-jnp.expm1(log_p))
+
+
+def _one_vs_rest_scores(params: Any, logits: Array) -> Array:
+    return _per_class(params, _logit(_log_probs_of(logits)))
+
+
+def _one_vs_rest_loss(params, rows, extra):
+    logits, labels = rows
+    scores = _one_vs_rest_scores(params, logits)
+    is_class = jnp.arange(logits.shape[1])[None, :] == labels[:, None]
+    return -jnp.sum(jnp.where(is_class, jax.nn.log_sigmoid(scores), jax.nn.log_sigmoid(-scores)), axis=1)
+
+
+def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> VectorState:
+    """Platt scaling of every class against the rest, normalised (Zadrozny and Elkan 2002, section 4).
+
+    q_k ∝ σ(a_k log(p_k/(1 − p_k)) + b_k), p = softmax(z): K logistic regressions, each on "the label is k", then
+    divided by their sum. Slopes and intercepts are kept within ±16, where a class is never (or always) the label.
+
+    Args:
+        data: with `logits` (at most `MAX_REGRESSIONS` classes), `labels`.
+        where: bool `[N]`, False for rows that do not count.
+
+    Returns:
+        `VectorState`.
+
+    Raises:
+        UserError: see `select`.
+    """
+    logits, labels = select(data, ("logits", "labels"), where, MAX_REGRESSIONS)
+    start = _start(logits.shape[1])
+    bounds = tuple(jax.tree.map(lambda x, side=side: np.full_like(x, side), start) for side in (-16.0, 16.0))
+    (slope, intercept), report = minimize(_one_vs_rest_loss, start, (logits, labels), bounds=bounds)
+    return VectorState(slope, intercept, report)
+
+
+def apply_one_vs_rest(state: VectorState, data: Predictions) -> Float[Array, "N K"]:
+    """log of the normalised σ(a_k log(p_k/(1 − p_k)) + b_k)."""
+    scores = _one_vs_rest_scores((state.slope, state.intercept), jnp.asarray(data.logits, jnp.float32))
+    return _log_probs_of(jax.nn.log_sigmoid(scores))
+
+
+def _dense(params: Any, x: Array) -> Array:
+    matrix, intercept = params
+    return jnp.matmul(x, matrix.T, precision=jax.lax.Precision.HIGHEST) + intercept[None, :]
+
+
+def _matrix_loss(params, rows, extra):
+    """With ODIR, λ/(K(K−1)) Σ_{i≠j} W_ij² + μ/K Σ b_j², added to every prediction: the mean adds it once.
+
+    The parameters are W and c = b + W x̄, the intercept of centred inputs: log-probabilities lie far from 0 together,
+    and W and b would pull at the same string.
+    """
+    x, labels = rows
+    matrix, centred = params
+    classes = len(centred)
+    off_diagonal = jnp.where(jnp.eye(classes, dtype=bool), 0.0, matrix)
+    intercept = _intercept(params, extra["mean"])
+    penalty = extra["off_diagonal"] * jnp.sum(jnp.square(off_diagonal)) / (classes * max(classes - 1, 1))
+    penalty = penalty + extra["intercept"] * jnp.mean(jnp.square(intercept))
+    return _nll(_log_probs_of(_dense((matrix, intercept), x.astype(matrix.dtype))), labels) + penalty
+
+
+def _intercept(params: Any, mean: Any) -> Any:
+    matrix, centred = params
+    return centred - matrix @ mean
+
+
+def _fit_dense(data, where, off_diagonal: float, intercept: float, of_log_probs: bool) -> MatrixState:
+    logits, labels = select(data, ("logits", "labels"), where, MAX_CLASSES)
+    x = np.asarray(_log_probs_of(jnp.asarray(logits))) if of_log_probs else logits
+    mean = x.mean(axis=0, dtype=np.float64)
+    extra = {"off_diagonal": off_diagonal, "intercept": intercept, "mean": mean}
+    params, report = minimize(_matrix_loss, (np.eye(len(mean)), mean), (x, labels), extra)
+    return MatrixState(params[0], np.asarray(_intercept(params, mean), np.float32), report)
+
+
+def fit_matrix(
+    data: Predictions, where: np.ndarray | None = None, *, off_diagonal: float = 1e-3, intercept: float = 1e-3
+) -> MatrixState:
+    """Matrix scaling: softmax(W z + b) (Guo et al. 2017, section 4.2), regularised as in Kull et al. 2019, section 3.
+
+    K² + K parameters: without the penalty (both weights 0) it is multinomial logistic regression on the logits, which
+    overfits as soon as K² is no longer small beside N.
+
+    Args:
+        data: with `logits` (at most `MAX_CLASSES` classes), `labels`.
+        where: bool `[N]`, False for rows that do not count.
+        off_diagonal: λ of λ/(K(K−1)) Σ_{i≠j} W_ij².
+        intercept: μ of μ/K Σ b_j². (The two are chosen by cross-validation in the paper, in 10^−7 to 10^3.)
+
+    Returns:
+        `MatrixState`.
+
+    Raises:
+        UserError: see `select`.
+    """
+    return _fit_dense(data, where, off_diagonal, intercept, of_log_probs=False)
+
+
+def apply_matrix(state: MatrixState, data: Predictions) -> Float[Array, "N K"]:
+    """log softmax(W z + b)."""
+    return _log_probs_of(_dense((state.matrix, state.intercept), jnp.asarray(data.logits, jnp.float32)))
+
+
+def fit_dirichlet(
+    data: Predictions, where: np.ndarray | None = None, *, off_diagonal: float = 1e-3, intercept: float = 1e-3
+) -> MatrixState:
+    """Dirichlet calibration with ODIR: softmax(W log p + b), p = softmax(z) (Kull et al. 2019, section 3).
+
+    The linear form of a generative model in which p is Dirichlet-distributed in every class. It differs from matrix
+    scaling in what it reads: log p does not depend on a constant added to the logits of a prediction.
+
+    Args:
+        data: with `logits` (at most `MAX_CLASSES` classes), `labels`.
+        where: bool `[N]`, False for rows that do not count.
+        off_diagonal: λ of λ/(K(K−1)) Σ_{i≠j} W_ij².
+        intercept: μ of μ/K Σ b_j².
+
+    Returns:
+        `MatrixState`.
+
+    Raises:
+        UserError: see `select`.
+    """
+    return _fit_dense(data, where, off_diagonal, intercept, of_log_probs=True)
+
+
+def apply_dirichlet(state: MatrixState, data: Predictions) -> Float[Array, "N K"]:
+    """log softmax(W log p + b)."""
+    log_p = _log_probs_of(jnp.asarray(data.logits, jnp.float32))
+    return _log_probs_of(_dense((state.matrix, state.intercept), log_p))

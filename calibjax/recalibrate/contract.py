@@ -1,0 +1,164 @@
+"""What every recalibrator reads, what it is called by, and what is checked before a fit."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from calibjax._checks import UserError
+
+
+class Predictions(NamedTuple):
+    """What is known of N predictions. A method reads the fields that it names; the others may be None.
+
+    Attributes:
+        logits: `[N, K]`, finite.
+        labels: int `[N]`, the true class in [0, K).
+        confidence: `[N]` in [0, 1], the probability that a prediction is right, as the model gives it: of the most
+            likely token, of an answer, spoken, or the agreement of samples (`sample_agreement`).
+        correct: `[N]` in [0, 1]: right (1) or wrong (0), or the share of attempts that were right, c/n, of a prompt
+            that was tried n times (the model's capability on it).
+        features: `[N, D]`, hidden states.
+        unembedding: `[K, D]`: features @ unembedding.T are the logits.
+        slices: int `[N]`, in [0, N): which slice (domain, subject, user) a prediction belongs to.
+    """
+
+    logits: Float[Array, "N K"] | np.ndarray | None = None
+    labels: Int[Array, " N"] | np.ndarray | None = None
+    confidence: Float[Array, " N"] | np.ndarray | None = None
+    correct: Array | np.ndarray | None = None
+    features: Float[Array, "N D"] | np.ndarray | None = None
+    unembedding: Float[Array, "K D"] | np.ndarray | None = None
+    slices: Int[Array, " N"] | np.ndarray | None = None
+
+
+class FitReport(NamedTuple):
+    """How a fit ended; scalars as arrays, so that a state is a pytree that Orbax stores.
+
+    Attributes:
+        loss: float32, the objective on the calibration data at the end, a mean per prediction. For networks, on the
+            fifth that training never saw. NaN for methods that minimise none.
+        converged: bool, the optimiser met its tolerance at a finite optimum. False on data without one (separable).
+        iterations: int32.
+    """
+
+    loss: np.ndarray
+    converged: np.ndarray
+    iterations: np.ndarray
+
+    @classmethod
+    def of(cls, loss: float = np.nan, converged: bool = True, iterations: int = 1) -> "FitReport":
+        return cls(np.asarray(loss, np.float32), np.asarray(converged), np.asarray(iterations, np.int32))
+
+
+class Method(NamedTuple):
+    """One recalibrator: a row of `METHODS`.
+
+    Attributes:
+        fit: `fit(data: Predictions, where=None, **options) -> state`, on the host; `where` bool `[N]` leaves rows out.
+            A state is a NamedTuple of arrays with a field `report`.
+        apply: `apply(state, data: Predictions) -> Array`, pure and jittable. It gives what `gives` says.
+        fit_reads: the fields of `Predictions` that `fit` needs.
+        apply_reads: those that `apply` needs.
+        gives: "log_probs": float32 `[N, K]`; "confidence": float32 `[N]`.
+        keeps_argmax: the most likely class never changes (True for every method that gives a confidence).
+        monotone: a larger confidence never becomes a smaller one (a method that gives log_probs: within a prediction).
+        max_classes: the largest K that `fit` accepts, or None.
+        source: the paper.
+    """
+
+    fit: Callable[..., Any]
+    apply: Callable[[Any, Predictions], Array]
+    fit_reads: tuple[str, ...]
+    apply_reads: tuple[str, ...]
+    gives: Literal["log_probs", "confidence"]
+    keeps_argmax: bool
+    monotone: bool
+    max_classes: int | None
+    source: str
+
+
+def select(
+    data: Predictions,
+    fields: tuple[str, ...],
+    where: Bool[Array, " N"] | np.ndarray | None = None,
+    max_classes: int | None = None,
+) -> tuple[np.ndarray, ...]:
+    """The fields named, in this order: their rows that count, on the host, floats as float32, checked.
+
+    Args:
+        data: as the user gave it.
+        fields: names of `Predictions`.
+        where: bool `[N]`, False for rows that do not count; what they hold is not looked at.
+        max_classes: the largest K.
+
+    Raises:
+        UserError: for a missing field, shapes that do not fit, no rows, too many classes, or a value that is not finite
+            or out of range, with the first such row.
+    """
+    arrays = {}
+    for field in fields:
+        value = getattr(data, field)
+        if value is None:
+            raise UserError(f"this method needs {field}: give Predictions({field}=...).")
+        value = np.asarray(value)
+        if field in ("labels", "slices"):
+            if not np.issubdtype(value.dtype, np.integer):
+                raise UserError(f"{field}: expected integers, got {value.dtype}.")
+        else:
+            value = value.astype(np.float32)
+        dimensions = 2 if field in ("logits", "features", "unembedding") else 1
+        if value.ndim != dimensions:
+            raise UserError(f"{field}: expected {dimensions} axes, got the shape {value.shape}.")
+        arrays[field] = value
+    shared = arrays.pop("unembedding", None)
+    lengths = {field: len(value) for field, value in arrays.items()}
+    if len(set(lengths.values())) != 1:
+        raise UserError(f"expected one row a prediction in every field, got {lengths}.")
+    rows = np.arange(next(iter(lengths.values())))
+    if where is not None:
+        where = np.asarray(where)
+        if where.shape != rows.shape or where.dtype != bool:
+            raise UserError(f"where: expected bool {rows.shape}, got {where.dtype} {where.shape}.")
+        rows = rows[where]
+        arrays = {field: value[where] for field, value in arrays.items()}
+    if not len(rows):
+        raise UserError("no prediction counts: give at least one row, and check the mask.")
+
+    classes = arrays["logits"].shape[1] if "logits" in arrays else None if shared is None else len(shared)
+    if max_classes is not None and classes is not None and classes > max_classes:
+        raise UserError(
+            f"this method has too many parameters for so large a label set: at most {max_classes:,} classes, got "
+            f"{classes:,}; take temperature, ensemble_temperature or ats."
+        )
+    limits = {"confidence": (0, 1), "correct": (0, 1), "slices": (0, None), "labels": (0, classes)}
+    for field, value in arrays.items():
+        low, high = limits.get(field, (None, None))
+        bad = ~np.isfinite(value)
+        if low is not None:
+            bad |= value < low
+        if high is not None:
+            bad |= (value >= high) if field == "labels" else (value > high)
+        if bad.any():
+            first = int(np.argmax(bad.reshape(len(value), -1).any(axis=1)))
+            worst = np.ravel(value[first])[int(np.argmax(np.ravel(bad[first])))]
+            wanted = "finite values" if low is None else f"{low} to {'K - 1' if field == 'labels' else high}"
+            raise UserError(f"{field}: row {rows[first]} holds {worst}, expected {wanted}; mend it or leave it out.")
+    if shared is not None:
+        bad = ~np.isfinite(shared).all(axis=1)
+        if bad.any():
+            row = int(np.argmax(bad))
+            first = shared[row][~np.isfinite(shared[row])][0]
+            raise UserError(f"unembedding: row {row} holds {first}, expected finite values.")
+        if "features" in arrays and arrays["features"].shape[1] != shared.shape[1]:
+            raise UserError(f"features {arrays['features'].shape} and unembedding {shared.shape} do not fit.")
+        arrays["unembedding"] = shared
+    return tuple(arrays[field] for field in fields)
+
+
+def parameter_count(state: Any) -> int:
+    """How many numbers a fitted state holds, its report aside."""
+    import jax
+
+    return sum(np.size(leaf) for leaf in jax.tree.leaves(state._replace(report=())))

@@ -1,0 +1,70 @@
+"""Ensemble temperature scaling: the tempered prediction, the prediction as it is, and the uniform one, mixed."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from calibjax.recalibrate import temperature
+from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.optimize import minimize
+
+
+class EnsembleState(NamedTuple):
+    """log s of the tempered part, float32 scalar, and the weights w >= 0, float32 `[3]` with sum 1."""
+
+    log_scale: np.ndarray
+    weights: np.ndarray
+    report: FitReport
+
+
+def _mixed(weights: Array, parts: Float[Array, "3 ..."]) -> Array:
+    return jax.nn.logsumexp(parts + jnp.log(weights).reshape((3,) + (1,) * (parts.ndim - 1)), axis=0)
+
+
+def _parts(log_scale: Array | np.ndarray, logits: Array) -> Float[Array, "3 N K"]:
+    tempered = temperature.log_softmax_at(jnp.exp(log_scale), logits)
+    uniform = jnp.full(logits.shape, -np.log(logits.shape[-1]), logits.dtype)
+    return jnp.stack([tempered, jax.nn.log_softmax(logits, axis=-1), uniform])
+
+
+def _loss(weights, rows, extra):
+    # Over the simplex, log(w·p) is maximal where log(u·p) − Σu is over u >= 0: there Σu = 1 by itself.
+    return -_mixed(weights, rows[0].T) + jnp.sum(weights) - 1.0
+
+
+def fit(data: Predictions, where: np.ndarray | None = None) -> EnsembleState:
+    """q = w₁ softmax(z/T) + w₂ softmax(z) + w₃/K, w on the simplex (Zhang et al. 2020, section 3.2, "ETS").
+
+    T first, alone, by negative log-likelihood; then w, in which the likelihood is concave.
+
+    Args:
+        data: with `logits`, `labels`.
+        where: bool `[N]`, False for rows that do not count.
+
+    Returns:
+        `EnsembleState`.
+
+    Raises:
+        UserError: see `select`.
+    """
+    logits, labels = select(data, ("logits", "labels"), where)
+    single = temperature.fit(Predictions(logits=logits, labels=labels))
+    pieces = -(-logits.size // 2**22)
+    of_label = np.concatenate(
+        [
+            np.asarray(jnp.take_along_axis(_parts(single.log_scale, jnp.asarray(z)), y[None, :, None], axis=2))[..., 0]
+            for z, y in zip(np.array_split(logits, pieces), np.array_split(labels, pieces), strict=True)
+        ],
+        axis=1,
+    )
+    weights, report = minimize(_loss, np.full(3, 1 / 3), (of_label.T,), bounds=(np.full(3, 1e-9), np.full(3, 2.0)))
+    converged = bool(report.converged and single.report.converged)
+    return EnsembleState(single.log_scale, weights / weights.sum(), report._replace(converged=np.asarray(converged)))
+
+
+def apply(state: EnsembleState, data: Predictions) -> Float[Array, "N K"]:
+    """log(w₁ softmax(z/T) + w₂ softmax(z) + w₃/K)."""
+    return _mixed(jnp.asarray(state.weights), _parts(state.log_scale, jnp.asarray(data.logits, jnp.float32)))

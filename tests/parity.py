@@ -1,0 +1,244 @@
+"""Small random models of every family, and what transformers and PyTorch make of them.
+
+Weights come from numpy by their names, so that a golden file needs to hold no weights.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from calibjax import models
+
+LLAMA_JSON = {
+    "model_type": "llama",
+    "vocab_size": 31,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2_JSON = {"model_type": "gpt2", "vocab_size": 31, "n_positions": 32, "n_embd": 12, "n_layer": 1, "n_head": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+NO_BOS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+GEMMA = {"head_dim": 10, "num_attention_heads": 2, "hidden_size": 12, "rms_norm_eps": 1e-6}
+GEMMA2 = GEMMA | {"sliding_window": 5, "query_pre_attn_scalar": 7, "num_hidden_layers": 4}
+# Normed queries and keys: with a small divisor attention turns on rounding, in PyTorch as well.
+GEMMA3 = GEMMA2 | {"query_pre_attn_scalar": 40}
+NEOX = {"num_key_value_heads": None, "num_attention_heads": 3, "hidden_size": 24, "tie_word_embeddings": False}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 3}
+UNTIED = {"tie_word_embeddings": False}
+
+# By family: the first of each has a golden file and is run in bfloat16 too.
+VARIANTS = {
+    "llama": {
+        "gqa-llama3": LLAMA_JSON
+        | {"rope_scaling": LLAMA3_ROPE, "rope_theta": 50000.0, "max_position_embeddings": 200, "head_dim": 16},
+        "untied-odd-gelu": {"vocab_size": 37, "intermediate_size": 17, "hidden_act": "gelu"} | UNTIED,
+        "biases-wide-heads-linear": {"attention_bias": True, "mlp_bias": True, "head_dim": 10}
+        | {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    },
+    "mistral": {
+        "window": {"sliding_window": 5, "head_dim": 8},
+        "untied-no-window": {"sliding_window": None, "vocab_size": 37, "num_key_value_heads": 2} | UNTIED,
+    },
+    "qwen": {
+        "qkv-bias": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6} | UNTIED,
+        "odd-sizes": {"num_key_value_heads": 2, "hidden_size": 20, "intermediate_size": 17, "vocab_size": 37}
+        | {"rms_norm_eps": 1e-5}
+        | UNTIED,
+    },
+    "qwen2": {
+        "windows-in-upper-layers": WINDOWS,
+        "untied-mha-yarn": {"num_key_value_heads": 2, "sliding_window": 3, "intermediate_size": 17, "hidden_size": 32}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0}}
+        | {"max_position_embeddings": 512}
+        | UNTIED,
+    },
+    "qwen3": {
+        "gqa": {"head_dim": 8},
+        "untied-biases-windows": WINDOWS | {"head_dim": 10, "attention_bias": True} | UNTIED,
+    },
+    "gemma": {
+        "mqa": GEMMA,
+        "untied-biases-dynamic": GEMMA
+        | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+        | {"attention_bias": True, "num_key_value_heads": 2, "vocab_size": 37}
+        | UNTIED,
+    },
+    "gemma2": {
+        "local-global": GEMMA2 | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        "odd-layers-no-caps": GEMMA2
+        | {"num_hidden_layers": 3, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        "untied-biases": GEMMA2 | {"attention_bias": True, "attn_logit_softcapping": 0.5} | UNTIED,
+    },
+    "gemma3_text": {
+        "five-to-one": GEMMA3 | {"num_hidden_layers": 7},
+        "scaled-rope-own-pattern": GEMMA3
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
+        | {"rope_local_base_freq": 500.0, "rope_theta": 2000.0, "final_logit_softcapping": 2.0},
+    },
+    "phi3": {
+        "window-gqa": {"sliding_window": 5, **NO_BOS, **UNTIED},
+        "partial-longrope-tied": {"partial_rotary_factor": 0.5, "hidden_size": 16, **NO_BOS}
+        | {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+        | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.1, 1.7], "long_factor": [2.0, 9.0]}},
+    },
+    "phi": {
+        "partial-rotary": {"hidden_size": 20, "partial_rotary_factor": 0.4, "hidden_act": "gelu_new"} | UNTIED,
+        "gqa-half-rotary": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2} | UNTIED,
+    },
+    "gpt_neox": {
+        "parallel": NEOX | {"rotary_pct": 0.25, "hidden_act": "gelu"},
+        "sequential-no-bias-tied": NEOX
+        | {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
+    },
+    "olmo2": {
+        "mha": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **NO_BOS, **UNTIED},
+        "gqa-tied-biases": {"attention_bias": True, **NO_BOS},
+    },
+    "stablelm": {
+        "partial-rotary": {"head_dim": None, "hidden_size": 32, **NO_BOS, **UNTIED},
+        "parallel-biases-tied": {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5}
+        | {"num_key_value_heads": 2, "hidden_size": 16, **NO_BOS},
+    },
+    "gpt2": {
+        "tied": GPT2_JSON,
+        "untied-inner-relu-unscaled": GPT2_JSON
+        | {"n_inner": 23, "activation_function": "relu", "scale_attn_weights": False, "n_layer": 3}
+        | {"reorder_and_upcast_attn": True}
+        | UNTIED,
+    },
+}
+GOLDENS = Path(__file__).parent / "goldens"
+CASES = [(family, name) for family, variants in VARIANTS.items() for name in variants]
+
+
+def settings_of(family, name):
+    """The configuration as transformers reads it; Qwen v1, which it does not know, in the words of Qwen2."""
+    variant = VARIANTS[family][name]
+    base = {} if family == "gpt2" else LLAMA_JSON
+    return base | variant | {"model_type": "qwen2" if family == "qwen" else family}
+
+
+def random_tensors(settings, shapes):
+    tensors = {}
+    # Gemma stores norms' scales less one.
+    centre = 0 if settings["model_type"].startswith("gemma") else 1
+    for name, shape in shapes.items():
+        # RandomState and not Generator: numpy promises its stream for ever.
+        noise = 0.2 * np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+        is_scale = len(shape) == 1 and name.endswith("weight")
+        tensors[name] = (noise + centre * is_scale).astype(np.float32)
+    return tensors
+
+
+def random_tokens(settings, rows=2):
+    return np.random.RandomState(rows).randint(0, settings["vocab_size"], (rows, 12))
+
+
+def write_files(folder, family, settings, shapes):
+    """Writes `config.json` and random weights under `shapes`' names; for Qwen v1, in its own words."""
+    tensors = random_tensors(settings, shapes)
+    if family == "qwen":
+        settings, tensors = as_qwen1(settings, tensors)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def as_qwen1(settings, tensors):
+    """A Qwen2 model's configuration and tensors as Qwen v1 would have them."""
+    config = {
+        "model_type": "qwen",
+        "vocab_size": settings["vocab_size"],
+        "hidden_size": settings["hidden_size"],
+        "intermediate_size": 2 * settings["intermediate_size"],
+        "num_hidden_layers": settings["num_hidden_layers"],
+        "num_attention_heads": settings["num_attention_heads"],
+        "kv_channels": settings["hidden_size"] // settings["num_attention_heads"],
+        "seq_length": settings["max_position_embeddings"],
+        "layer_norm_epsilon": settings["rms_norm_eps"],
+        "rotary_emb_base": 10000,
+        "rotary_pct": 1.0,
+        "no_bias": True,
+        "scale_attn_weights": True,
+        "use_dynamic_ntk": True,
+        "use_logn_attn": True,
+        "tie_word_embeddings": False,
+        "auto_map": {"AutoConfig": "configuration_qwen.QWenConfig"},
+    }
+    renamed = {
+        "transformer.wte.weight": tensors["model.embed_tokens.weight"],
+        "transformer.ln_f.weight": tensors["model.norm.weight"],
+        "lm_head.weight": tensors["lm_head.weight"],
+    }
+    names = {
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+        "attn.c_proj": "self_attn.o_proj",
+        "mlp.w1": "mlp.up_proj",
+        "mlp.w2": "mlp.gate_proj",
+        "mlp.c_proj": "mlp.down_proj",
+    }
+    for layer in range(settings["num_hidden_layers"]):
+        old, new = f"transformer.h.{layer}", f"model.layers.{layer}"
+        for one, other in names.items():
+            renamed[f"{old}.{one}.weight"] = tensors[f"{new}.{other}.weight"]
+        for kind in ("weight", "bias"):
+            parts = [tensors[f"{new}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+            renamed[f"{old}.attn.c_attn.{kind}"] = np.concatenate(parts)
+    return config, renamed
+
+
+def torch_model(folder, settings):
+    """Writes a random model in transformers' own layout; returns it in float32, and the shapes of its tensors."""
+    import transformers
+
+    options = {key: value for key, value in settings.items() if key != "model_type"}
+    config = transformers.AutoConfig.for_model(settings["model_type"], **options)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    save_file(random_tensors(settings, shapes), folder / "model.safetensors", {"format": "pt"})
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, attn_implementation="eager", dtype="float32").eval(), shapes
+
+
+def torch_run(model, tokens):
+    """Every layer's hidden states, and logits."""
+    import torch
+
+    with torch.no_grad():
+        out = model(torch.from_numpy(tokens), output_hidden_states=True)
+    return [state.float().numpy() for state in (*out.hidden_states, out.logits)]
+
+
+def our_run(model, tokens):
+    hidden = model.hidden_states(tokens, layers="all")
+    return [*hidden, models.unembed(model.config, model.params, hidden[-1])]
+
+
+def largest_error(got, expected):
+    """Largest difference over largest value, of the worst layer."""
+    pairs = zip(got, expected, strict=True)
+    return max(float(np.abs(np.asarray(a, np.float32) - b).max() / np.abs(b).max()) for a, b in pairs)
+
+
+def mean_error(got, expected):
+    """Root mean square of the difference over that of the values, of the worst layer."""
+    pairs = zip(got, expected, strict=True)
+    return max(float(np.linalg.norm(np.asarray(a, np.float32) - b) / np.linalg.norm(b)) for a, b in pairs)

@@ -1,0 +1,50 @@
+"""Published models by shape alone: nothing is computed or held."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from calibjax import models
+from calibjax.models.shapes import SHAPES
+
+# Parameters as their authors publish them: model cards, and the headers of the safetensors files.
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen-7b": 7_721_324_544,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "gemma-2b": 2_506_172_416,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-1b": 999_885_952,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini-4k": 3_821_079_552,
+    "pythia-1.4b": 1_414_647_808,
+    "olmo-2-7b": 7_298_617_344,
+    "stablelm-3b": 2_795_443_200,
+    "gpt2": 124_439_808,
+}
+
+
+def test_every_shape_has_a_published_count():
+    assert SHAPES.keys() == PUBLISHED.keys()
+    assert {config.family for config in SHAPES.values()} <= models.FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_of_published_models(name):
+    config = SHAPES[name]
+    params = models.abstract_params(config, jnp.bfloat16)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    print(f"| {name} | {config.family} | {PUBLISHED[name]:,} | {count:,} |")
+    assert count == PUBLISHED[name]
+    tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    logits = jax.eval_shape(lambda p, t: models.logits(config, p, t, dtype=jnp.bfloat16), params, tokens)
+    assert (logits.shape, logits.dtype) == ((2, 512, config.vocab_size), jnp.float32)

@@ -1,0 +1,164 @@
+"""What label smoothing costs: a whole fine-tuning step against the same step with full logits, in time and memory.
+
+    python train/bench_sft.py                          # D 2,048, two layers, 2,048 tokens, V 128,256; some minutes
+    python train/bench_sft.py --vocab-size 256000 --tie --dtype bfloat16
+
+The same decoder, data and AdamW in every contender; only the loss differs:
+- ours: `linear_cross_entropy` with label smoothing 0.1;
+- optax: `softmax_cross_entropy` of full logits and smoothed labels;
+- optax, plain: `softmax_cross_entropy_with_integer_labels` of full logits, which smooths nothing.
+Each runs in a process of its own. Memory is counted beyond weights, gradients and optimiser state: from the compiled
+program's own analysis, and (on CPU) the growth of the process's peak while the steps run.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import resource
+import statistics
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+
+from calibjax.models import DecoderConfig, decoder, init_params
+from calibjax.train import OptimizerConfig, create_state, make_train_step
+from calibjax.train.sft import SftObjective
+
+CONTENDERS = ("ours", "optax", "optax, plain")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Times fine-tuning steps of a random Llama-shaped model and counts their memory.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: D.
+        layers: L.
+        batch: sequences.
+        seq_len: tokens a sequence.
+        tie: unembedding and embedding are one.
+        dtype: compute dtype; weights are float32.
+        label_smoothing: of the loss.
+        repeats: timed steps of each contender.
+        compile_only: no steps, only the compiler's own count of memory.
+        json: print one JSON document instead of the table.
+    """
+
+    vocab_size: int = 128_256
+    hidden_size: int = 2_048
+    layers: int = 2
+    batch: int = 16
+    seq_len: int = 128
+    tie: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    label_smoothing: float = 0.1
+    repeats: int = 3
+    compile_only: bool = False
+    json: bool = False
+
+    def config(self) -> DecoderConfig:
+        return DecoderConfig(
+            family="llama",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=11 * self.hidden_size // 4,
+            num_layers=self.layers,
+            num_heads=self.hidden_size // 128,
+            num_kv_heads=self.hidden_size // 128,
+            head_dim=128,
+            max_positions=self.seq_len,
+            tie_embeddings=self.tie,
+        )
+
+
+def _objective(bench: Bench, name: str):
+    config, dtype = bench.config(), jnp.dtype(bench.dtype)
+    if name == "ours":
+        return SftObjective(model=config, label_smoothing=bench.label_smoothing, dtype=dtype, remat="full")
+
+    def full_logits(params, frozen, batch, hyper):
+        places = {"segment_ids": batch["segment_ids"], "positions": batch["positions"]}
+        hidden = decoder.hidden_states(config, params, batch["tokens"], **places, dtype=dtype, remat="full")
+        z, targets = decoder.unembed(config, params, hidden), batch["targets"]
+        if name == "optax":
+            labels = optax.smooth_labels(jax.nn.one_hot(targets, bench.vocab_size), bench.label_smoothing)
+            loss = optax.softmax_cross_entropy(z, labels)
+        else:
+            loss = optax.softmax_cross_entropy_with_integer_labels(z, targets)
+        return jnp.sum(jnp.where(batch["where"], loss, 0.0)), jnp.sum(batch["where"]).astype(jnp.float32)
+
+    return full_logits
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(bench: Bench, name: str) -> dict[str, Any]:
+    """Compiles one contender's step, and runs it; for a process of its own."""
+    adamw = OptimizerConfig()
+    optimizer, shape = adamw.build(100), (bench.batch, bench.seq_len)
+    batch = {
+        "tokens": jax.random.randint(jax.random.key(1), shape, 0, bench.vocab_size),
+        "targets": jax.random.randint(jax.random.key(2), shape, 0, bench.vocab_size),
+        "where": jnp.ones(shape, bool),
+        "segment_ids": jnp.ones(shape, jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(bench.seq_len), shape),
+    }
+
+    def start():
+        return create_state(init_params(bench.config(), jax.random.key(0)), optimizer)
+
+    abstract = jax.eval_shape(start)
+    step = make_train_step(_objective(bench, name), optimizer, clip_norm=adamw.clip_norm)
+    compiled = step.lower(abstract, None, batch, {}).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    weights = sum(4 * leaf.size for leaf in jax.tree.leaves(abstract.params))
+    analysis = compiled.memory_analysis()
+    result: dict[str, Any] = {
+        "weights_mib": weights / 2**20,
+        "beyond_mib": (analysis.temp_size_in_bytes - weights) / 2**20,
+        "device": jax.devices()[0].device_kind,
+    }
+    if bench.compile_only:
+        return result
+    state = jax.block_until_ready(jax.jit(start)())
+    before, times = _peak_mib(), []
+    for _ in range(bench.repeats + 1):
+        begin = time.perf_counter()
+        state, metrics = jax.block_until_ready(compiled(state, None, batch, {}))
+        times.append(time.perf_counter() - begin)
+    result |= {"step_s": statistics.median(times[1:]), "loss": float(metrics.loss)}
+    if jax.default_backend() == "cpu":
+        result["process_beyond_mib"] = _peak_mib() - before - weights / 2**20
+    return result
+
+
+def main(bench: Bench) -> None:
+    results = {}
+    for name in CONTENDERS:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            results[name] = pool.apply(measure, (bench, name))
+    document = {"jax": jax.__version__, "config": dataclasses.asdict(bench), "contenders": results}
+    if bench.json:
+        print(json.dumps(document, indent=2))
+        return
+    ours, tokens = results["ours"], bench.batch * bench.seq_len
+    print(
+        f"{ours['device']}, jax {jax.__version__}; {tokens:,} tokens, D {bench.hidden_size:,}, V {bench.vocab_size:,}, "
+        f"{bench.dtype}; weights {ours['weights_mib']:,.0f} MiB, logits {tokens * bench.vocab_size / 2**18:,.0f} MiB"
+    )
+    columns = {"beyond_mib": "memory, compiled", "process_beyond_mib": "memory, process", "step_s": "step"}
+    for key, title in columns.items():
+        for name, result in results.items():
+            if key in result:
+                unit = f"{result[key]:10.2f} s  " if key == "step_s" else f"{result[key]:10,.0f} MiB"
+                print(f"{title:18} {name:13} {unit}   {result[key] / ours[key]:6.2f} x ours")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Bench))

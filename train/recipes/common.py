@@ -1,0 +1,62 @@
+"""What the recipes of label-smoothed fine-tuning share: the paper's data sets and schedule, and how a recipe is run.
+
+arXiv 2508.00264, section 5, fine-tunes with smoothing 0.1 in the training set-up of open-instruct. Rate, schedule,
+batch, length and epochs are those of open-instruct's recipe for Tulu 3 (8B), and the loss is summed over tokens, as
+there.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import tyro
+
+from calibjax.cli import carry_out
+from calibjax.finetune import SftRun, run_sft
+from calibjax.runs import DataOptions
+from calibjax.train.sft import SftOptions
+
+DATA = {
+    "alpaca": "yahma/alpaca-cleaned",
+    "tulu3": "allenai/tulu-3-sft-mixture",
+    "openhermes": "teknium/OpenHermes-2.5",
+}
+"""Name on the command line -> data set on the hub."""
+
+SFT = SftOptions(
+    label_smoothing=0.1,
+    reduction="sum",
+    epochs=2,
+    batch_size=128,
+    learning_rate=5e-6,
+    schedule="linear",
+    warmup_fraction=0.03,
+    clip_norm=None,
+    remat="full",
+    validation_fraction=0.01,
+)
+
+
+def recipe(model: str, data: str, *, accumulate: int, seq_len: int = 4096) -> SftRun:
+    """The run for a model on one of `DATA`."""
+    return SftRun(
+        model=model,
+        data=DATA[data],
+        out=Path("runs") / f"{model.split('/')[-1]}-{data}",
+        split="train",
+        fit_fraction=0.98,
+        dtype="bfloat16",
+        save_dtype="bfloat16",
+        text=DataOptions(seq_len=seq_len),
+        sft=dataclasses.replace(SFT, accumulate=accumulate),
+    )
+
+
+def main(make: Callable[[str], SftRun], description: str | None) -> int:
+    """Runs a recipe: the first argument names the data; every option of `calibjax train sft` may follow."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data_set", choices=DATA, help="to fine-tune on; options of `calibjax train sft` may follow")
+    chosen, rest = parser.parse_known_args()
+    run = tyro.cli(SftRun, default=make(chosen.data_set), args=rest, config=(tyro.conf.OmitArgPrefixes,))
+    return carry_out(run, run_sft)
