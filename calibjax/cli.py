@@ -18,6 +18,7 @@ import tyro
 from calibjax._checks import UserError
 from calibjax.calibrate import AtsRun, run_ats
 from calibjax.commands import ConvertRun, GenerateRun, run_convert, run_generate
+from calibjax.compare import CompareRun, run_compare
 from calibjax.evaluate import HeadBoundRun, run_head_bound
 from calibjax.finetune import SftRun, run_sft
 from calibjax.quickstart import Quickstart, run_quickstart
@@ -36,7 +37,7 @@ def carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
         return 1
     if run.json:
         print(json.dumps(document, indent=2))
-    return 0
+    return 1 if document.get("held_out", {}).get("failed") else 0
 
 
 def _summary(command: type) -> str:
@@ -45,7 +46,7 @@ def _summary(command: type) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `calibjax`. Returns 0 on success, 2 on a user's error, 1 where training diverged."""
+    """Entry point of `calibjax`. Returns 0, or 2 on a user's error, or 1 where training diverged or a method failed."""
     app, train, evaluate = (tyro.extras.SubcommandApp() for _ in range(3))
 
     @app.command(name="quickstart", help=_summary(Quickstart))
@@ -63,6 +64,10 @@ def main(args: Sequence[str] | None = None) -> int:
     @evaluate.command(name="head-bound", help=_summary(HeadBoundRun))
     def head_bound(run: Annotated[HeadBoundRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_head_bound)
+
+    @app.command(name="compare", help=_summary(CompareRun))
+    def compare(run: Annotated[CompareRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_compare)
 
     @app.command(name="generate", help=_summary(GenerateRun))
     def generate(run: Annotated[GenerateRun, tyro.conf.arg(name="")]) -> int:

@@ -11,6 +11,8 @@ from calibjax.data.source import Rows as Rows
 from calibjax.data.source import read_source as read_source
 from calibjax.data.splits import hold_back as hold_back
 from calibjax.data.splits import split_windows as split_windows
+from calibjax.data.table import read_table as read_table
+from calibjax.data.table import split_table as split_table
 from calibjax.data.windows import Layout as Layout
 from calibjax.data.windows import Windows as Windows
 from calibjax.data.windows import check_context as check_context

@@ -4,7 +4,7 @@ import base64
 import html
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,65 @@ _TITLES = {
     "fine_tuned": "fine-tuned",
     "fine_tuned_temperature": "fine-tuned + temperature",
 }
-_COLUMNS = ("NLL", "Brier", "ECE [95% interval]", "MCE", "confidence", "accuracy")
+
+
+ABSENT = "\N{EN DASH}"
+
+
+def figure_of(row: Mapping[str, Any], key: str) -> float | None:
+    """A figure of a method's row; None where it has none."""
+    return row["ece"]["value"] if key == "ece" else row.get(key)
+
+
+def title_of(name: str) -> str:
+    """A method as it is shown."""
+    return _TITLES.get(name, name)
+
+
+def binning(closed: str) -> str:
+    """The edges of a bin, as mathematics writes them."""
+    return {"right": "(lo, hi]", "left": "[lo, hi)", "none": "(lo, hi)"}[closed]
+
+
+def _number(key: str, form: str = ".4f") -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: ABSENT if row.get(key) is None else format(row[key], form)
+
+
+def _ece(row: Mapping[str, Any]) -> str:
+    return f"{row['ece']['value']:.4f} [{row['ece']['low']:.4f}, {row['ece']['high']:.4f}]"
+
+
+def _ece_against(row: Mapping[str, Any]) -> str:
+    against = row.get("against", {}).get("ece")
+    return (
+        ABSENT if against is None else f"{against['difference']:+.4f} [{against['low']:+.4f}, {against['high']:+.4f}]"
+    )
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("nll", "NLL", _number("nll")),
+    ("brier", "Brier", _number("brier")),
+    ("ece", "ECE [95% interval]", _ece),
+    ("mce", "MCE", _number("mce")),
+    ("confidence", "confidence", _number("confidence")),
+    ("accuracy", "accuracy", _number("accuracy")),
+    ("exact_error", "exact error", _number("exact_error")),
+    ("against", "ECE less single temperature", _ece_against),
+    ("adaptive_ece", "adaptive ECE", _number("adaptive_ece")),
+    ("smooth_ece", "smooth ECE", _number("smooth_ece")),
+    ("log_loss", "log loss of being right", lambda row: "inf" if row["log_loss"] is None else f"{row['log_loss']:.4f}"),
+    ("auroc", "AUROC", _number("auroc")),
+    ("changed", "changed", _number("changed", ",")),
+    ("parameters", "parameters", _number("parameters", ",")),
+    ("fit_seconds", "fit (s)", _number("fit_seconds", ".2f")),
+)
+"""Field of a row, title, text of a cell. Those that no row has are not shown."""
+_ACROSS = 6
+"""Reliability diagrams side by side, at most."""
+
+
+def _unit(results: Mapping[str, Any]) -> str:
+    return results.get("unit", "tokens")
 
 
 def verdict(results: Mapping[str, Any]) -> str:
@@ -72,33 +130,23 @@ def verdict(results: Mapping[str, Any]) -> str:
     return f"ATS is truer than a single temperature: {ece}; {nll} ({before})."
 
 
+def _cells(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of the table of a set."""
+    methods = results["methods"]
+    shown = [(title, cell) for key, title, cell in _COLUMNS if any(key in row for row in methods.values())]
+    rows = [[title_of(name), *(cell(row) for _, cell in shown)] for name, row in methods.items()]
+    return ["method", *(title for title, _ in shown)], rows
+
+
 def table(results: Mapping[str, Any], title: str) -> Table:
     """The figures of one set of windows as a `rich` table, one row per method."""
-    exact = any("exact_error" in row for row in results["methods"].values())
+    titles, rows = _cells(results)
     out = Table(title=f"{title}: {results['tokens']:,} tokens", title_justify="left")
-    out.add_column("method", no_wrap=True)
-    for column in (*_COLUMNS, *(("exact error",) if exact else ())):
-        out.add_column(column, justify="right", no_wrap=True)
-    for cells in _rows(results, exact):
+    for index, column in enumerate(titles):
+        out.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    for cells in rows:
         out.add_row(*cells)
     return out
-
-
-def _rows(results: Mapping[str, Any], exact: bool) -> list[list[str]]:
-    rows = []
-    for name, row in results["methods"].items():
-        ece = row["ece"]
-        cells = [
-            _TITLES.get(name, name),
-            f"{row['nll']:.4f}",
-            f"{row['brier']:.4f}",
-            f"{ece['value']:.4f} [{ece['low']:.4f}, {ece['high']:.4f}]",
-            f"{row['mce']:.4f}",
-            f"{row['confidence']:.4f}",
-            f"{row['accuracy']:.4f}",
-        ]
-        rows.append(cells + ([f"{row['exact_error']:.4f}"] if exact else []))
-    return rows
 
 
 def print_report(document: Mapping[str, Any]) -> None:
@@ -112,10 +160,9 @@ def print_report(document: Mapping[str, Any]) -> None:
             console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
         console.print(table(results, title))
         some = next(iter(results["methods"].values()))["ece"]
-        edge = {"right": "(lo, hi]", "left": "[lo, hi)", "none": "(lo, hi)"}[some["closed"]]
         console.print(
-            f"ECE, MCE: {some['bins']} equal-width bins {edge} of the top token's probability; interval: bootstrap "
-            "over windows. Brier: of the top token.",
+            f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the top token's probability; "
+            "interval: bootstrap over windows. Brier: of the top token.",
             style="dim",
         )
 
@@ -133,14 +180,21 @@ def reliability_figure(results: Mapping[str, Any], title: str):
     from matplotlib.figure import Figure
 
     methods = results["methods"]
-    figure = Figure(figsize=(4.2 * len(methods), 4.9), layout="constrained")
-    axes = figure.subplots(2, len(methods), height_ratios=[4, 1], sharex=True, sharey="row", squeeze=False)
-    for column, (name, row) in enumerate(methods.items()):
+    lines = -(-len(methods) // _ACROSS)
+    columns = -(-len(methods) // lines)
+    size = 4.2 if lines == 1 else 3.2
+    figure = Figure(figsize=(size * columns, (size + 0.7) * lines), layout="constrained")
+    axes = figure.subplots(2 * lines, columns, height_ratios=[4, 1] * lines, sharey="row", squeeze=False)
+    for unused in range(len(methods), lines * columns):
+        for axis in axes[-2:, unused % columns]:
+            axis.set_axis_off()
+    for index, (name, row) in enumerate(methods.items()):
+        line, column = divmod(index, columns)
         colour = _COLOURS.get(name, "#444444")
         bins = row["reliability"]
         width = 1 / len(bins["count"])
         left = [i * width for i in range(len(bins["count"]))]
-        upper, lower = axes[0, column], axes[1, column]
+        upper, lower = axes[2 * line : 2 * line + 2, column]
         upper.plot([0, 1], [0, 1], color="0.5", linewidth=1, linestyle="--")
         for x, confidence, accuracy in zip(left, bins["confidence"], bins["accuracy"], strict=True):
             if accuracy is None:
@@ -148,15 +202,15 @@ def reliability_figure(results: Mapping[str, Any], title: str):
             upper.bar(x, accuracy, width, align="edge", color=colour, alpha=0.8, edgecolor="white", linewidth=0.5)
             upper.plot([confidence, confidence], [accuracy, confidence], color="0.2", linewidth=1)
             upper.plot(confidence, confidence, marker=".", color="0.2", markersize=4)
-        upper.set(title=f"{_TITLES.get(name, name)}\nECE {row['ece']['value']:.4f}", xlim=(0, 1), ylim=(0, 1))
+        upper.set(title=f"{title_of(name)}\nECE {row['ece']['value']:.4f}", xlim=(0, 1), ylim=(0, 1))
+        upper.tick_params(labelbottom=False)
         lower.bar(left, bins["count"], width, align="edge", color=colour, alpha=0.5, edgecolor="white", linewidth=0.5)
-        lower.set(xlabel="confidence", yscale="symlog")
+        lower.set(xlabel="confidence", xlim=(0, 1), yscale="symlog")
         if column == 0:
             upper.set_ylabel("accuracy")
-            lower.set_ylabel("tokens")
-    figure.suptitle(
-        f"{title}: reliability of {results['tokens']:,} next-token predictions", fontsize=11, parse_math=False
-    )
+            lower.set_ylabel(_unit(results), fontsize="small")
+    predictions = "next-token predictions" if _unit(results) == "tokens" else _unit(results)
+    figure.suptitle(f"{title}: reliability of {results['tokens']:,} {predictions}", fontsize=11, parse_math=False)
     return figure
 
 
@@ -165,7 +219,7 @@ def temperature_figure(results: Mapping[str, Any]):
     from matplotlib.figure import Figure
 
     row = results["methods"].get("ats")
-    if row is None:
+    if row is None or "temperatures" not in row:
         return None
     edges, count = row["temperatures"]["edges"], row["temperatures"]["count"]
     figure = Figure(figsize=(6.3, 2.6), layout="constrained")
@@ -203,19 +257,19 @@ def _paragraph(line: str) -> str:
 
 
 def _section(title: str, results: Mapping[str, Any], *, with_verdict: bool) -> str:
-    exact = any("exact_error" in row for row in results["methods"].values())
-    header = "".join(
-        f"<th scope=col>{html.escape(c)}</th>" for c in ("method", *_COLUMNS, *(("exact error",) if exact else ()))
-    )
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in _rows(results, exact)
-    )
+    titles, rows = _cells(results)
+    header = "".join(f"<th scope=col>{html.escape(title)}</th>" for title in titles)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
     parts = [f"<h2>{html.escape(title)}</h2>"]
     if with_verdict:
         parts.append(_paragraph(verdict(results)))
     parts.append(
-        f"<p>{results['tokens']:,} tokens</p><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
+        f"<p>{results['tokens']:,} {_unit(results)}</p>"
+        f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
     )
+    for kind, title_ in (("failed", "Failed"), ("left_out", "Left out")):
+        for name, reason in results.get(kind, {}).items():
+            parts.append(f"<p>{title_}: {html.escape(f'{name}: {reason}')}.</p>")
     figures = [(f"Reliability diagrams, {title}", reliability_figure(results, title))]
     temperatures = temperature_figure(results)
     if temperatures is not None:
@@ -238,15 +292,18 @@ def write_report(document: Mapping[str, Any], directory: Path) -> None:
         _section(title, results, with_verdict=index > 0) for index, (title, results) in enumerate(_sets(document))
     )
     details = html.escape(json.dumps(document.get("run", {}), indent=2))
+    tokens = _unit(document["held_out"]) == "tokens"
+    of, per = ("the top token's probability", "token") if tokens else ("the confidence", "row")
+    over = document["held_out"].get("clusters", "windows")
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>calibjax report</title><style>{_STYLE}</style></head><body>\n"
         f"{_paragraph(verdict(document['held_out']))}\n"  # the first line of the page
         f"<h1>Calibration report</h1>\n{sections}\n"
-        "<p>ECE and MCE compare mean confidence and accuracy in equal-width bins of the top token's probability; the "
-        "interval is a 95% bootstrap over windows. Vertical bars in the diagrams are the gaps. NLL in nats per token; "
-        "Brier score of the top token.</p>\n"
+        f"<p>ECE and MCE compare mean confidence and accuracy in equal-width bins of {of}; the interval is a 95% "
+        f"bootstrap over {over}. Vertical bars in the diagrams are the gaps. NLL in nats per {per}; Brier score of the "
+        "prediction being right.</p>\n"
         f"<details><summary>The run</summary><pre>{details}</pre></details>\n</body></html>\n"
     )
     (directory / "report.html").write_text(page, encoding="utf-8")

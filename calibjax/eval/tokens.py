@@ -21,11 +21,15 @@ TEMPERATURE_EDGES = np.geomspace(0.1, 20.0, 61)
 
 
 class TokenOutputs(NamedTuple):
-    """Per token `[S, T]`: confidence (float32), argmax (int32), temperature (float32); zeros where not valid."""
+    """Per token `[S, T]`: confidence, argmax (int32), temperature, and log-probability of the target, nats.
+
+    float32; zeros where not valid (argmax: -1).
+    """
 
     confidence: np.ndarray
     argmax: np.ndarray
     temperature: np.ndarray
+    log_prob: np.ndarray
 
 
 class MethodResult(NamedTuple):
@@ -73,7 +77,8 @@ def _evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen
             closed=closed,
             where=stats.valid,
         )
-        results.append((sums, stats.confidence(), stats.argmax, jnp.exp(-log_scale), stats.valid))
+        tokens = (stats.confidence(), stats.require("argmax"), jnp.exp(-log_scale), stats.log_prob())
+        results.append((sums, tokens, stats.valid))
     return results
 
 
@@ -117,12 +122,14 @@ def evaluate_tokens(
         results = jax.device_get(
             _evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch)
         )
-        for name, (sums, confidence, argmax, temperature, valid) in zip(names, results, strict=True):
+        for name, (sums, of_tokens, valid) in zip(names, results, strict=True):
+            tokens = TokenOutputs(*of_tokens)
             kept[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
-            inside = np.clip(temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
+            inside = np.clip(tokens.temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
             histograms[name] += np.histogram(inside, TEMPERATURE_EDGES)[0]
             if keep_tokens:
-                outputs[name].append((confidence[:real], argmax[:real], np.where(valid, temperature, 0)[:real]))
+                tokens = tokens._replace(temperature=np.where(valid, tokens.temperature, 0))
+                outputs[name].append([x[:real] for x in tokens])
         bar.update(real)
     bar.close()
     return {
@@ -154,11 +161,7 @@ def results_json(
         low, high = metrics.bootstrap_interval(result.sums, resamples=resamples, seed=seed)
         bins = len(whole.count)
         row["ece"] = {"value": row["ece"], "low": low, "high": high, "bins": bins, "closed": closed}
-        row["reliability"] = {
-            "count": [int(n) for n in whole.count],
-            "confidence": _ratio(whole.confidence, whole.count),
-            "accuracy": _ratio(whole.correct, whole.count),
-        }
+        row["reliability"] = reliability_json(whole)
         row["temperatures"] = {
             "edges": [round(float(e), 6) for e in TEMPERATURE_EDGES],
             "count": [int(n) for n in result.temperatures],
@@ -166,6 +169,15 @@ def results_json(
         methods[name] = row
         tokens = int(whole.whole()[0])
     return {"tokens": tokens, "methods": methods}
+
+
+def reliability_json(whole: metrics.CalibrationSums) -> dict[str, list]:
+    """Per bin: count, mean confidence, accuracy; None where it is empty."""
+    return {
+        "count": [int(n) for n in whole.count],
+        "confidence": _ratio(whole.confidence, whole.count),
+        "accuracy": _ratio(whole.correct, whole.count),
+    }
 
 
 def _ratio(total: Array | np.ndarray, count: Array | np.ndarray) -> list[float | None]:

@@ -14,9 +14,12 @@ from calibjax.metrics.bins import equal_mass_index as equal_mass_index
 from calibjax.metrics.bootstrap import Comparison as Comparison
 from calibjax.metrics.bootstrap import Interval as Interval
 from calibjax.metrics.bootstrap import bootstrap_interval as bootstrap_interval
+from calibjax.metrics.bootstrap import compare_resamples as compare_resamples
 from calibjax.metrics.bootstrap import compare_sums as compare_sums
 from calibjax.metrics.bootstrap import metric_interval as metric_interval
 from calibjax.metrics.bootstrap import paired_comparison as paired_comparison
+from calibjax.metrics.bootstrap import percentile_interval as percentile_interval
+from calibjax.metrics.bootstrap import pooled_sums as pooled_sums
 from calibjax.metrics.bootstrap import resample_metric as resample_metric
 from calibjax.metrics.bootstrap import resample_sums as resample_sums
 from calibjax.metrics.capability import pass_at_k as pass_at_k

@@ -68,7 +68,8 @@ def _draws(pools: int, resamples: int, seed: int, rows: int) -> Iterator[np.ndar
         yield rng.multinomial(pools, np.full(pools, 1.0 / pools), size=rows).astype(np.float32)
 
 
-def _quantiles(values: np.ndarray, level: float) -> tuple[float, float]:
+def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """(low, high) of the values of resamples, NaN left out; `level` the coverage, in (0, 1)."""
     if not 0 < level < 1:
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")
     values = values[~np.isnan(values)]
@@ -81,11 +82,11 @@ def _quantiles(values: np.ndarray, level: float) -> tuple[float, float]:
 def resample_sums(
     sums: CalibrationSums, statistic: Callable = ece_from_sums, *, resamples: int = 1000, seed: int = 0
 ) -> np.ndarray:
-    """The statistic of each resample of the groups of `sums`, float64 `[resamples]`.
+    """The statistic of each resample of the groups of `sums`, float64 `[resamples]` (or `[resamples, k]`).
 
     Args:
         sums: with one leading axis `[G]` of groups.
-        statistic: function of `CalibrationSums` `[R, bins]` (float64, numpy) -> `[R]`.
+        statistic: function of `CalibrationSums` `[R, bins]` (float64, numpy) -> `[R]`, or `[R, k]` for k figures.
         resamples: number of bootstrap samples.
         seed: of the generator.
     """
@@ -114,7 +115,7 @@ def bootstrap_interval(
 
     `level` is the coverage, in (0, 1).
     """
-    return _quantiles(resample_sums(sums, statistic, resamples=resamples, seed=seed), level)
+    return percentile_interval(resample_sums(sums, statistic, resamples=resamples, seed=seed), level)
 
 
 # The metrics that follow from sums: a million points take no longer than ten thousand pools.
@@ -160,10 +161,7 @@ def resample_metric(
     if not keep.any() or resamples < 1:
         raise ValueError(f"expected at least one point that counts and one resample, got {keep.sum()} and {resamples}.")
     confidence, correct, *others = (np.asarray(x)[keep] for x in (confidence, correct, *features))
-    label = (
-        np.arange(len(confidence)) if groups is None else np.unique(np.asarray(groups)[keep], return_inverse=True)[1]
-    )
-    pool = _pools(int(label.max()) + 1, seed)[label]
+    pool = _pool_of_point(len(confidence), None if groups is None else np.asarray(groups)[keep], seed)
     pools = int(pool.max()) + 1
 
     if metric in _FROM_SUMS:
@@ -190,14 +188,57 @@ def _mapped(metric: Callable, options: tuple) -> Callable:
     return jax.jit(lambda draws, pool, *arrays: jax.vmap(lambda draw: of_draw(draw, pool, *arrays))(draws))
 
 
-def _pool_sums(
-    pool: np.ndarray, confidence: np.ndarray, correct: np.ndarray, bins: int = 15, closed: Closed = "right"
+def _pool_of_point(count: int, groups: np.ndarray | None, seed: int) -> np.ndarray:
+    label = np.arange(count) if groups is None else np.unique(groups, return_inverse=True)[1]
+    return _pools(int(label.max()) + 1, seed)[label]
+
+
+def pooled_sums(
+    confidence: Any,
+    correct: Any,
+    *,
+    log_prob: Any = None,
+    groups: Any = None,
+    bins: int = 15,
+    closed: Closed = "right",
+    seed: int = 0,
 ) -> CalibrationSums:
-    """`CalibrationSums` `[pools, bins]` in float64."""
+    """`CalibrationSums` of points, the groups that are drawn together apart: what `resample_sums` takes.
+
+    With the same groups and seed, the pools are those of the other functions here.
+
+    Args:
+        confidence, correct: `[N]`, in [0, 1].
+        log_prob: `[N]`, log-probability of the true target, for `nll`; None: the log loss of being right.
+        groups: `[N]`, any labels; None: each point by itself.
+        bins, closed: see `bin_index`.
+        seed: of the pools, where there are more than `POOLS` groups.
+
+    Returns:
+        float64 `[G, bins]`, G at most `POOLS`.
+    """
+    check({"confidence": confidence, "correct": correct})
+    pool = _pool_of_point(len(confidence), None if groups is None else np.asarray(groups), seed)
+    return _pool_sums(pool, np.asarray(confidence), np.asarray(correct), bins, closed, log_prob)
+
+
+def _pool_sums(
+    pool: np.ndarray,
+    confidence: np.ndarray,
+    correct: np.ndarray,
+    bins: int = 15,
+    closed: Closed = "right",
+    log_prob: np.ndarray | None = None,
+) -> CalibrationSums:
+    """`CalibrationSums` `[pools, bins]` in float64; without `log_prob`, `nll` is the log loss of being right."""
     index = np.asarray(bin_index(jnp.asarray(confidence), bins, closed))
     c, y = (np.clip(np.asarray(x, np.float32), 0, 1).astype(np.float64) for x in (confidence, correct))  # as metrics do
     with np.errstate(divide="ignore", invalid="ignore"):
-        nll = -np.where(y > 0, y * np.log(c), 0.0) - np.where(y < 1, (1 - y) * np.log1p(-c), 0.0)
+        nll = (
+            -np.asarray(log_prob, np.float64)
+            if log_prob is not None
+            else -np.where(y > 0, y * np.log(c), 0.0) - np.where(y < 1, (1 - y) * np.log1p(-c), 0.0)
+        )
     pools = int(pool.max()) + 1
 
     def add(value):
@@ -235,10 +276,14 @@ def metric_interval(
     values = resample_metric(metric, confidence, correct, *features, **options)
     of_metric = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
     value = metric(jnp.asarray(confidence), jnp.asarray(correct), *features, **of_metric)
-    return Interval(float(value), *_quantiles(values, level))
+    return Interval(float(value), *percentile_interval(values, level))
 
 
-def _compare(difference: float, first: np.ndarray, second: np.ndarray, level: float) -> Comparison:
+def compare_resamples(difference: float, first: np.ndarray, second: np.ndarray, level: float = 0.95) -> Comparison:
+    """`Comparison` of the values of two figures on the same resamples, `[resamples]` each.
+
+    `difference` is that of the figures of all points, `level` the coverage of the interval.
+    """
     values = first - second
     values = values[~np.isnan(values)]
     below, above, count = (values < 0).sum(), (values > 0).sum(), len(values)
@@ -246,7 +291,7 @@ def _compare(difference: float, first: np.ndarray, second: np.ndarray, level: fl
     rarer = min(below + equal, above + equal)
     return Comparison(
         difference,
-        *_quantiles(values, level),
+        *percentile_interval(values, level),
         share_lower=float((below + equal / 2) / count) if count else float("nan"),
         p_value=float(min(1.0, (1 + 2 * rarer) / (1 + count))),
     )
@@ -283,7 +328,7 @@ def paired_comparison(
     samples = [resample_metric(metric, *arrays, **options) for arrays in (first, second)]
     of_metric = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
     one, other = (float(metric(*map(jnp.asarray, arrays), **of_metric)) for arrays in (first, second))
-    return _compare(one - other, samples[0], samples[1], level)
+    return compare_resamples(one - other, samples[0], samples[1], level)
 
 
 def compare_sums(
@@ -303,4 +348,4 @@ def compare_sums(
         statistic(CalibrationSums(*(np.asarray(x, np.float64).sum(axis=0, keepdims=True) for x in sums)))[0]
         for sums in (first, second)
     ]
-    return _compare(float(whole[0] - whole[1]), samples[0], samples[1], level)
+    return compare_resamples(float(whole[0] - whole[1]), samples[0], samples[1], level)

@@ -1,4 +1,4 @@
-"""Platt scaling and beta calibration: two or three parameters from confidence to the probability of being right."""
+"""From confidence to the probability of being right by one to three parameters: temperature, Platt scaling, beta."""
 
 from typing import Any, NamedTuple
 
@@ -12,6 +12,13 @@ from calibjax.recalibrate.optimize import minimize
 
 _EDGE = 2.0**-24  # confidences of 0 and 1 are read as this far from them: half a float32 spacing below 1
 _LIMIT = 16.0  # |intercept|: σ(16) is the float32 next to 1. Reached only where all are right, or all wrong
+
+
+class OddsState(NamedTuple):
+    """σ(scale · log(c/(1 − c))), float32 scalar, scale = 1/T > 0."""
+
+    scale: np.ndarray
+    report: FitReport
 
 
 class PlattState(NamedTuple):
@@ -39,6 +46,41 @@ def _logs(confidence: Array) -> tuple[Array, Array]:
 
 def _log_loss(score: Array, correct: Array) -> Array:
     return -(correct * jax.nn.log_sigmoid(score) + (1 - correct) * jax.nn.log_sigmoid(-score))
+
+
+def _odds(scale: Any, confidence: Array) -> Array:
+    return _platt((scale, 0.0), confidence)
+
+
+def _odds_loss(params, rows, extra):
+    confidence, correct = (row.astype(params[0].dtype) for row in rows)
+    return _log_loss(_odds(params[0], confidence), correct)
+
+
+def fit_odds(data: Predictions, where: np.ndarray | None = None) -> OddsState:
+    """A single temperature where only the confidence is known: σ(log(c/(1 − c))/T).
+
+    Temperature scaling (Guo et al. 2017, section 4.2) of the two logits 0 and log(c/(1 − c)): Platt scaling with a
+    positive slope and no intercept. A confidence of one half stays as it is. 1/T is kept within e⁻⁶ and 16.
+
+    Args:
+        data: with `confidence`, `correct` (a share of attempts counts as that many right and wrong ones).
+        where: bool `[N]`, False for rows that do not count.
+
+    Returns:
+        `OddsState`; `report.converged` is False on separable data.
+
+    Raises:
+        UserError: see `select`.
+    """
+    confidence, correct = select(data, ("confidence", "correct"), where)
+    (scale,), report = minimize(_odds_loss, (1.0,), (confidence, correct), bounds=((np.exp(-6.0),), (_LIMIT,)))
+    return OddsState(scale, report)
+
+
+def apply_odds(state: OddsState, data: Predictions) -> Float[Array, " N"]:
+    """σ(scale · log(c/(1 − c)))."""
+    return jax.nn.sigmoid(_odds(state.scale, jnp.asarray(data.confidence, jnp.float32)))
 
 
 def _platt(params: Any, confidence: Array) -> Array:

@@ -8,6 +8,7 @@ Example:
     ...     if all(getattr(data, field) is not None for field in method.fit_reads):
     ...         state = method.fit(data)
     ...         print(name, method.apply(state, data).shape)
+    confidence_temperature (4,)
     platt (4,)
     beta (4,)
     isotonic (4,)
@@ -73,6 +74,9 @@ METHODS: dict[str, Method] = {
         monotone=False,
         max_classes=None,
         source="Tao et al. 2025, arXiv 2410.19796",
+    ),
+    "confidence_temperature": _of_confidence(
+        logistic.fit_odds, logistic.apply_odds, monotone=True, source="Guo et al. 2017"
     ),
     "platt": _of_confidence(logistic.fit_platt, logistic.apply_platt, monotone=True, source="Platt 1999"),
     "beta": _of_confidence(logistic.fit_beta, logistic.apply_beta, monotone=True, source="Kull et al. 2017"),

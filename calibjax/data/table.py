@@ -1,0 +1,221 @@
+"""Predictions that someone else made: a file of confidences or logits, and what came true."""
+
+import re
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from calibjax._checks import UserError
+from calibjax.recalibrate import Predictions
+
+FEWEST_ROWS = 10
+_KINDS = ".csv, .parquet, .jsonl or .npz"
+_EXPECTED = (
+    "expected the columns confidence and correct, or logit_0, logit_1, ... (or p_0, p_1, ...) and label, and "
+    "optionally group"
+)
+_EXPECTED_ARRAYS = (
+    "expected the arrays confidence and correct [N], or logits [N, K] and labels [N]; optionally features [N, D], "
+    "unembedding [K, D], group [N]"
+)
+_TINY = 1e-12  # the least probability: its logarithm has to be finite
+
+
+class PredictionTable(NamedTuple):
+    """What a file holds; `groups` `[N]` number what belongs together, from 0 by first appearance, or None."""
+
+    predictions: Predictions
+    groups: np.ndarray | None
+
+    def take(self, rows: np.ndarray) -> "PredictionTable":
+        """Some rows."""
+        fields = self.predictions._asdict().items()
+        picked = {name: x if x is None or name == "unembedding" else np.asarray(x)[rows] for name, x in fields}
+        return PredictionTable(Predictions(**picked), None if self.groups is None else self.groups[rows])
+
+    def __len__(self) -> int:
+        fields = (self.predictions.logits, self.predictions.confidence)
+        return next(len(np.asarray(field)) for field in fields if field is not None)
+
+
+def read_table(path: str | Path) -> PredictionTable:
+    """Reads predictions.
+
+    Args:
+        path: `.csv`, `.parquet` or `.jsonl` (text also with `.gz`) with the columns `confidence` (0 to 1) and `correct`
+            (0, 1, or the share of attempts that were right); or `logit_0` ... `logit_{K−1}` (or `p_0` ..., which sum to
+            1) and `label` (0 to K − 1); optionally `group`, any labels of what belongs together (questions, users,
+            domains). Or `.npz` with arrays `confidence` and `correct`, or `logits` `[N, K]` and `labels`, and
+            optionally `features` `[N, D]`, `unembedding` `[K, D]`, `group`. Logits count where there are both.
+
+    Returns:
+        `PredictionTable`.
+
+    Raises:
+        UserError: a file that cannot be read; columns that are missing; a value that is not a number in its range, with
+            its row, counted from 0; fewer than ten rows; correctness, or a label, that is the same in all rows.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise UserError(f"--table {path}: there is no such file.")
+    arrays, names = _read_npz(path) if path.suffix == ".npz" else _read_columns(path)
+    if "logits" in arrays and "labels" in arrays:
+        logits, labels = _logits(path, arrays["logits"]), _labels(path, arrays["labels"])
+        if ((labels < 0) | (labels >= logits.shape[1])).any():
+            row = int(np.argmax((labels < 0) | (labels >= logits.shape[1])))
+            raise UserError(f"{path}: label: row {row} holds {labels[row]}, expected 0 to {logits.shape[1] - 1}.")
+        predictions, truth = Predictions(logits=logits, labels=labels), labels
+    elif "confidence" in arrays and "correct" in arrays:
+        columns = {name: _share(path, name, arrays[name]) for name in ("confidence", "correct")}
+        predictions, truth = Predictions(**columns), columns["correct"]
+    else:
+        known = _EXPECTED_ARRAYS if path.suffix == ".npz" else _EXPECTED
+        raise UserError(f"{path}: {known}; there are: {', '.join(names[:12]) or 'none'}.")
+    for name in ("features", "unembedding"):
+        if name in arrays:
+            matrix = _finite(path, name, np.asarray(arrays[name]))
+            if matrix.ndim != 2:
+                raise UserError(f"{path}: {name}: expected two axes, got the shape {matrix.shape}.")
+            predictions = predictions._replace(**{name: matrix.astype(np.float32)})
+    groups = _numbered(np.asarray(arrays["group"])) if "group" in arrays else None
+    lengths = {name: np.shape(x)[:1] for name, x in arrays.items() if name != "unembedding"}
+    if len(set(lengths.values())) != 1:
+        raise UserError(f"{path}: expected as many rows in every array, got {lengths}.")
+    table = PredictionTable(predictions, groups)
+    if len(table) < FEWEST_ROWS:
+        raise UserError(f"{path}: {len(table)} rows are too few to fit on some and test on others: give {FEWEST_ROWS}.")
+    if (truth == truth[0]).all():
+        what = "label" if predictions.logits is not None else "correct"
+        raise UserError(f"{path}: {what} is {truth[0]:g} in every row: there is nothing to calibrate or to tell apart.")
+    return table
+
+
+def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple[PredictionTable, PredictionTable]:
+    """(to fit on, held out): drawn at random by `seed`, rows of one group on one side.
+
+    Raises:
+        UserError: the fraction is not between 0 and 1, or leaves a part empty.
+    """
+    if not 0 < fit_fraction < 1:
+        raise UserError(f"--fit-fraction: expected a number between 0 and 1, both excluded, got {fit_fraction}.")
+    group = np.arange(len(table)) if table.groups is None else table.groups
+    sizes = np.bincount(group)
+    if len(sizes) < 2:
+        raise UserError("every row is of the same group: groups stay whole, so there is none to hold out.")
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    ends = np.cumsum(sizes[order])
+    number = int(np.clip(np.argmin(np.abs(ends - fit_fraction * len(table))) + 1, 1, len(sizes) - 1))
+    fit = np.isin(group, order[:number])
+    return table.take(np.flatnonzero(fit)), table.take(np.flatnonzero(~fit))
+
+
+def _numbered(groups: np.ndarray) -> np.ndarray:
+    """Groups numbered by first appearance: the same numbers whether a file keeps 2 and 10 as numbers or as text."""
+    _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse]
+
+
+def _read_npz(path: Path) -> tuple[dict[str, Any], list[str]]:
+    known = ("logits", "labels", "confidence", "correct", "features", "unembedding", "group")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in known if name in file.files}, file.files
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read as an .npz file ({error}).") from error
+
+
+def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
+    import pyarrow
+    from pyarrow import csv, json, parquet
+
+    readers = {".csv": csv.read_csv, ".jsonl": json.read_json, ".parquet": parquet.read_table}
+    reader = readers.get(Path(path.name.removesuffix(".gz")).suffix)
+    if reader is None:
+        raise UserError(f"--table {path}: expected a file ending in {_KINDS}.")
+    try:
+        table = reader(str(path))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from error
+    columns = {name: table.column(name) for name in dict.fromkeys(table.column_names)}
+    arrays: dict[str, Any] = {name: columns[name] for name in ("confidence", "correct") if name in columns}
+    if "group" in columns:
+        arrays["group"] = np.asarray(columns["group"].to_pylist()).astype(str)
+    if "label" in columns:
+        arrays["labels"] = columns["label"]
+    for prefix in ("logit", "p"):
+        found = {int(m[1]): m[0] for name in columns if (m := re.fullmatch(rf"{prefix}_(\d+)", name))}
+        if not found or "logits" in arrays:
+            continue
+        if sorted(found) != list(range(len(found))) or len(found) < 2:
+            raise UserError(
+                f"{path}: expected {prefix}_0, {prefix}_1 and so on without a gap, got {', '.join(found.values())}."
+            )
+        values = np.stack([_numbers(path, found[k], columns[found[k]]) for k in range(len(found))], axis=1)
+        arrays["logits"] = values if prefix == "logit" else _log_probabilities(path, values)
+    arrays = {name: x if name in ("group", "logits") else _numbers(path, name, x) for name, x in arrays.items()}
+    return arrays, list(columns)
+
+
+def _numbers(path: Path, name: str, column: Any) -> np.ndarray:
+    """A column as float64, NaN for nulls."""
+    import pyarrow
+
+    try:
+        return np.asarray(column.cast(pyarrow.float64()).to_numpy(zero_copy_only=False), np.float64)
+    except (pyarrow.ArrowException, TypeError):
+        for row, value in enumerate(column.to_pylist()):
+            if not isinstance(value, int | float):
+                raise UserError(f"{path}: {name}: row {row} holds {value!r}, expected a number.") from None
+        raise
+
+
+def _finite(path: Path, name: str, values: np.ndarray) -> np.ndarray:
+    if not np.issubdtype(values.dtype, np.number) and values.dtype != bool:
+        raise UserError(f"{path}: {name}: expected numbers, got {values.dtype}.")
+    bad = ~np.isfinite(values)
+    if bad.any():
+        row = int(np.argmax(bad.reshape(len(values), -1).any(axis=1)))
+        value = np.ravel(values[row])[np.argmax(np.ravel(bad[row]))]
+        raise UserError(f"{path}: {name}: row {row} holds {value}; mend it or leave the row out.")
+    return values
+
+
+def _share(path: Path, name: str, values: Any) -> np.ndarray:
+    values = _finite(path, name, np.asarray(values))
+    if values.ndim != 1:
+        raise UserError(f"{path}: {name}: expected one axis, got the shape {values.shape}.")
+    bad = (values < 0) | (values > 1)
+    if bad.any():
+        row = int(np.argmax(bad))
+        hint = " (percent? divide by 100)" if name == "confidence" and values.max() > 1 else ""
+        raise UserError(f"{path}: {name}: row {row} holds {values[row]:g}, expected 0 to 1{hint}.")
+    return values.astype(np.float32)
+
+
+def _logits(path: Path, values: np.ndarray) -> np.ndarray:
+    values = _finite(path, "logits", np.asarray(values))
+    if values.ndim != 2 or values.shape[1] < 2:
+        raise UserError(f"{path}: logits: expected [N, K] with at least two classes, got the shape {values.shape}.")
+    return values.astype(np.float32)
+
+
+def _log_probabilities(path: Path, values: np.ndarray) -> np.ndarray:
+    _finite(path, "p", values)
+    bad = (values < 0).any(axis=1) | (abs(values.sum(axis=1) - 1) > 1e-3)
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise UserError(f"{path}: p: row {row} sums to {values[row].sum():g}, expected probabilities that sum to 1.")
+    return np.log(np.maximum(values, _TINY))
+
+
+def _labels(path: Path, values: Any) -> np.ndarray:
+    values = _finite(path, "label", np.asarray(values))
+    if values.ndim != 1:
+        raise UserError(f"{path}: label: expected one axis, got the shape {values.shape}.")
+    bad = values != np.round(values)
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise UserError(f"{path}: label: row {row} holds {values[row]:g}, expected a whole number from 0 on.")
+    return values.astype(np.int32)

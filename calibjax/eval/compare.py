@@ -1,0 +1,171 @@
+"""Recalibrators side by side: each is fitted on the calibration part, timed, and asked about the held-out part."""
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from tqdm import tqdm
+
+from calibjax.recalibrate import METHODS, Method, Predictions, parameter_count
+
+_DENSE = ("matrix", "dirichlet")  # K² parameters
+_BLOCK = 2**24  # log-probabilities held at once
+
+
+class Outcome(NamedTuple):
+    """What a method says of N held-out predictions, and whether they were right.
+
+    Attributes:
+        confidence: float32, of the prediction made.
+        correct: 0/1, or the share of attempts that were right.
+        choice: the class predicted; None where only confidences are known.
+        log_prob: of the true class, nats; None where a method gives no distribution.
+    """
+
+    confidence: Float[np.ndarray, " N"]
+    correct: Float[np.ndarray, " N"]
+    choice: Int[np.ndarray, " N"] | None = None
+    log_prob: Float[np.ndarray, " N"] | None = None
+
+
+class Contender(NamedTuple):
+    """One row of a comparison.
+
+    Attributes:
+        fit: on the calibration part -> state.
+        predict: state -> `Outcome` on the held-out part.
+        parameters: state -> how many numbers were fitted.
+    """
+
+    fit: Callable[[], Any]
+    predict: Callable[[Any], Outcome]
+    parameters: Callable[[Any], int]
+
+
+class Result(NamedTuple):
+    """A contender that came through; `fit_seconds` with compilation."""
+
+    outcome: Outcome
+    fit_seconds: float
+    parameters: int
+
+
+def with_confidence(data: Predictions) -> Predictions:
+    """Predictions with confidence and correctness filled in from logits and labels, where there are logits."""
+    if data.logits is None:
+        return data
+    outcome = uncalibrated(data)
+    return data._replace(confidence=outcome.confidence, correct=outcome.correct)
+
+
+def uncalibrated(data: Predictions) -> Outcome:
+    """The predictions as they are."""
+    if data.logits is None:
+        assert data.confidence is not None
+        return Outcome(np.asarray(data.confidence, np.float32), np.asarray(data.correct, np.float32))
+    as_they_are = jax.jit(lambda block: jax.nn.log_softmax(jnp.asarray(block.logits, jnp.float32), axis=-1))
+    return _distribution(as_they_are, ("logits",), data, np.asarray(data.logits).argmax(axis=1))
+
+
+def contenders(
+    calibration: Predictions,
+    held_out: Predictions,
+    base: Outcome,
+    names: tuple[str, ...],
+    *,
+    however_large: bool = True,
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Rows of `METHODS` for two sets of predictions.
+
+    Args:
+        calibration: to fit on.
+        held_out: to test on, with the same fields.
+        base: the held-out predictions as they are.
+        names: of `METHODS`.
+        however_large: False leaves out what has a parameter for every pair of classes and fewer predictions than those.
+
+    Returns:
+        (name -> contender; name -> why it cannot run on this data)
+    """
+    rows, left_out = {}, {}
+    classes = next((np.shape(x)[k] for x, k in ((held_out.logits, 1), (held_out.unembedding, 0)) if x is not None), 0)
+    for name in names:
+        method = METHODS[name]
+        missing = [field for field in (*method.fit_reads, *method.apply_reads) if getattr(calibration, field) is None]
+        if missing:
+            left_out[name] = f"no {', '.join(dict.fromkeys(missing))} to read here"
+        elif method.max_classes is not None and classes > method.max_classes:
+            left_out[name] = f"meant for at most {method.max_classes:,} classes, here are {classes:,}"
+        elif not however_large and name in _DENSE and classes**2 > len(np.asarray(calibration.labels)):
+            left_out[name] = f"{classes**2:,} parameters from fewer predictions; ask for it by name to fit it anyway"
+        else:
+            rows[name] = _contender(method, calibration, held_out, base)
+    return rows, left_out
+
+
+def _contender(method: Method, calibration: Predictions, held_out: Predictions, base: Outcome) -> Contender:
+    def predict(state: Any) -> Outcome:
+        if method.gives == "log_probs":
+            assert base.choice is not None
+            apply = functools.partial(jax.jit(method.apply), state)
+            return _distribution(apply, method.apply_reads, held_out, base.choice)
+        reads = Predictions(**{field: getattr(held_out, field) for field in method.apply_reads})
+        confidence = np.asarray(jax.jit(method.apply)(state, reads))
+        return Outcome(confidence, base.correct, base.choice)
+
+    return Contender(lambda: method.fit(calibration), predict, parameter_count)
+
+
+def _distribution(
+    apply: Callable[[Predictions], Any], reads: tuple[str, ...], data: Predictions, choice: Int[np.ndarray, " N"]
+) -> Outcome:
+    """The outcome of what gives log-probabilities, a block of rows at a time."""
+    assert data.labels is not None
+    labels = np.asarray(data.labels)
+    fields = {field: np.asarray(getattr(data, field)) for field in reads}
+    classes = len(fields["unembedding"]) if "logits" not in fields else fields["logits"].shape[1]
+    parts = []
+    for rows in np.array_split(np.arange(len(labels)), -(-len(labels) * classes // _BLOCK)):
+        block = Predictions(**{name: x if name == "unembedding" else x[rows] for name, x in fields.items()})
+        log_probs = np.asarray(apply(block))
+        best = log_probs.max(axis=1)
+        # Rounding may make a tie of two classes: then the choice has not changed.
+        kept = log_probs[np.arange(len(rows)), choice[rows]] >= best
+        chosen = np.where(kept, choice[rows], log_probs.argmax(axis=1))
+        of_label = log_probs[np.arange(len(rows)), labels[rows]]
+        right = (chosen == labels[rows]).astype(np.float32)
+        parts.append((np.minimum(np.exp(best), 1.0), right, chosen, of_label))
+    return Outcome(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+
+def run_contenders(rows: Mapping[str, Contender], *, quiet: bool = False) -> tuple[dict[str, Result], dict[str, str]]:
+    """Fits and tests every row. One that fails does not stop the others.
+
+    Returns:
+        (name -> result; name -> why it failed)
+    """
+    results, failed = {}, {}
+    bar = tqdm(rows.items(), desc="comparing", unit="method", disable=quiet)
+    for name, contender in bar:
+        bar.set_postfix_str(name)
+        try:
+            start = time.perf_counter()
+            state = contender.fit()
+            seconds = time.perf_counter() - start
+            outcome = contender.predict(state)
+            bad = _bad(outcome)
+            if bad.any():
+                raise ValueError(f"it gave {outcome.confidence[bad][0]} as a confidence, {bad.sum():,} such values")
+            results[name] = Result(outcome, seconds, contender.parameters(state))
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+    return results, failed
+
+
+def _bad(outcome: Outcome) -> Bool[np.ndarray, " N"]:
+    return ~((outcome.confidence >= -1e-5) & (outcome.confidence <= 1 + 1e-5))
