@@ -62,7 +62,7 @@ def reserve(cache: Cache, segment_ids: Int[Array, "B T"]) -> tuple[Cache, Int[Ar
 def fill(cache: Cache, new: KeysValues) -> Cache:
     """Stores the keys and values of the tokens whose columns were reserved."""
     keys, values = (
-        constrain_cache(jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), cache.length, axis=-3 + old.ndim))
+        constrain_cache(jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), cache.length, axis=old.ndim - 3))
         for old, x in zip((cache.keys, cache.values), new, strict=True)
     )
     return Cache(keys, values, cache.segment_ids, cache.length + new[0].shape[-3])

@@ -17,6 +17,7 @@ import tyro
 
 from calibjax._checks import UserError
 from calibjax.calibrate import AtsRun, run_ats
+from calibjax.commands import ConvertRun, GenerateRun, run_convert, run_generate
 from calibjax.compare import CompareRun, run_compare
 from calibjax.evaluate import HeadBoundRun, run_head_bound
 from calibjax.finetune import SftRun, run_sft
@@ -72,6 +73,14 @@ def main(args: Sequence[str] | None = None) -> int:
     @app.command(name="compare", help=_summary(CompareRun))
     def compare(run: Annotated[CompareRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_compare)
+
+    @app.command(name="generate", help=_summary(GenerateRun))
+    def generate(run: Annotated[GenerateRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_generate)
+
+    @app.command(name="convert", help=_summary(ConvertRun))
+    def convert(run: Annotated[ConvertRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_convert)
 
     app.command(train, name="train", help="Fit something to a language model.")
     app.command(evaluate, name="eval", help="Look at a language model.")

@@ -120,6 +120,7 @@ class BlockConfig:
       qkv_bias, output_bias, mlp_bias: Which projections have a bias.
       attention_scale: Factor on attention logits; `None` is `1 / sqrt(head_dim)`.
       attention_softcap: `c` in `c * tanh(attention logits / c)`, or `None`.
+      residual_scale: Factor on what attention and MLP add to the residual stream, or `None`.
 
     Raises:
       UserError: The sizes do not fit each other, or a name is not known.
@@ -144,6 +145,7 @@ class BlockConfig:
     mlp_bias: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    residual_scale: float | None = None
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
@@ -492,14 +494,20 @@ class Block(nn.Module):
         def norm(x: Array, name: str, wanted: bool = True) -> Array:
             return make_norm(cfg, *kinds, name=name)(x) if wanted else x
 
+        def add(hidden: Array, update: Array) -> Array:
+            if cfg.residual_scale is not None:
+                # In float32: the factor itself would be rounded in bfloat16.
+                update = (update.astype(jnp.float32) * cfg.residual_scale).astype(update.dtype)
+            return hidden + update
+
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
         attention, mlp = Attention(cfg, *kinds, name="attention"), MLP(cfg, *kinds, name="mlp")
         normed = norm(hidden, "attention_norm", before)
         mixed, new = attention(normed, context, past)
         if cfg.parallel is not None:
             other = normed if cfg.parallel == "one_norm" else norm(hidden, "mlp_norm")
-            hidden = hidden + mixed + mlp(other)
+            hidden = add(add(hidden, mixed), mlp(other))
         else:
-            hidden = hidden + norm(mixed, "attention_post_norm", after)
-            hidden = hidden + norm(mlp(norm(hidden, "mlp_norm", before)), "mlp_post_norm", after)
+            hidden = add(hidden, norm(mixed, "attention_post_norm", after))
+            hidden = add(hidden, norm(mlp(norm(hidden, "mlp_norm", before)), "mlp_post_norm", after))
         return hidden if past is None else (hidden, new)

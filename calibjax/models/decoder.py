@@ -192,8 +192,12 @@ def extend(
 
 
 def unembedding(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
-    """Returns the matrix whose rows are scored against hidden states: the embedding itself where they are tied."""
-    return params["embedding"] if config.tie_embeddings else params["unembedding"]
+    """Returns the matrix whose rows are scored against hidden states: the embedding itself where they are tied.
+
+    Divided by `logit_divisor` where the model has one, so that whoever scores with it need not know.
+    """
+    matrix = params["embedding"] if config.tie_embeddings else params["unembedding"]
+    return matrix if config.logit_divisor is None else matrix / jnp.asarray(config.logit_divisor, matrix.dtype)
 
 
 def unembedding_bias(params: Params) -> Float[Array, " V"] | None:

@@ -260,7 +260,7 @@ def generate(
             f"{lm.config.max_positions} positions leave beside a prompt of {longest} tokens; got {max_new_tokens}."
         )
     stops = default_stop_tokens(lm) if stop_tokens is None else tuple(stop_tokens)
-    mesh = getattr(getattr(lm.unembedding, "sharding", None), "mesh", None)
+    mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
     groups = 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
     width = -(-longest // _PROMPT_COLUMNS) * _PROMPT_COLUMNS
     rows = -(-len(ids) // groups) * groups
