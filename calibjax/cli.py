@@ -21,6 +21,7 @@ from calibjax.commands import ConvertRun, GenerateRun, run_convert, run_generate
 from calibjax.compare import CompareRun, run_compare
 from calibjax.evaluate import HeadBoundRun, run_head_bound
 from calibjax.finetune import SftRun, run_sft
+from calibjax.lhts import LhtsRun, run_lhts
 from calibjax.quickstart import Quickstart, run_quickstart
 from calibjax.train import NonFiniteLossError
 
@@ -60,6 +61,10 @@ def main(args: Sequence[str] | None = None) -> int:
     @train.command(name="sft", help=_summary(SftRun))
     def sft(run: Annotated[SftRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_sft)
+
+    @train.command(name="lhts", help=_summary(LhtsRun))
+    def lhts(run: Annotated[LhtsRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_lhts)
 
     @evaluate.command(name="head-bound", help=_summary(HeadBoundRun))
     def head_bound(run: Annotated[HeadBoundRun, tyro.conf.arg(name="")]) -> int:

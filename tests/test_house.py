@@ -16,10 +16,10 @@ PACKAGE = ROOT / "calibjax"
 FLOORS = {
     **dict.fromkeys(("_checks", "sharding"), 0),
     "kernels": 1,
-    **dict.fromkeys(("bounds", "layers", "cache", "heads", "losses", "recalibrate", "metrics"), 2),
+    **dict.fromkeys(("bounds", "horizon", "layers", "cache", "heads", "losses", "recalibrate", "metrics"), 2),
     **dict.fromkeys(("models", "data"), 3),
     **dict.fromkeys(("train", "eval"), 4),
-    **dict.fromkeys(("runs", "calibrate", "compare", "finetune", "evaluate", "commands", "quickstart"), 5),
+    **dict.fromkeys(("runs", "calibrate", "compare", "finetune", "lhts", "evaluate", "commands", "quickstart"), 5),
     **dict.fromkeys(("cli", "__init__"), 5),
 }
 LAZY = ("transformers", "datasets", "huggingface_hub", "tokenizers", "torch")

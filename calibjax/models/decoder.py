@@ -59,9 +59,12 @@ class Decoder(nn.Module):
         positions: Int[Array, "#B T"],
         layers: Layers = "last",
         cache: Cache | None = None,
+        condition: Float[Array, "B D"] | None = None,
     ) -> Any:
         cfg = self.config
         hidden = self._lookup("embedding", cfg.vocab_size, tokens)
+        if condition is not None:
+            hidden = hidden + condition[:, None, :].astype(self.dtype)
         if cfg.positions == "learned":
             hidden = hidden + self._lookup("position_embedding", cfg.max_positions, positions)
         if cfg.embedding_scale is not None:
@@ -118,6 +121,7 @@ def hidden_states(
     dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
     lora: LoraConfig | None = None,
+    condition: Float[Array, "B D"] | None = None,
 ) -> Float[Array, "*L B T D"]:
     """Runs the decoder on tokens, up to the final norm; no logits are formed.
 
@@ -134,6 +138,7 @@ def hidden_states(
       remat: What of a block the backward pass computes anew: `"none"`; `"dots"`: all but its matrix products;
         `"full"`: the whole block, of which only the input is kept.
       lora: Low-rank adapters that `params` holds beside the kernels; see `init_adapters`.
+      condition: Added to the embeddings of a row's tokens, `[B, D]`; the same as adding it to the table's rows.
 
     Returns:
       `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"`, in `dtype`.
@@ -150,7 +155,7 @@ def hidden_states(
         else:
             positions = segment_positions(segment_ids)
     with _matmul_precision(dtype):
-        hidden = module.apply({"params": params}, tokens, segment_ids, positions, layers)
+        hidden = module.apply({"params": params}, tokens, segment_ids, positions, layers, condition=condition)
     return cast(Array, hidden)
 
 
