@@ -67,7 +67,7 @@ def test_loss_is_the_dense_formula(tied, monkeypatch):
     lm = make_lm(num_layers=2, tie_embeddings=tied)
     windows, batch = batch_of(lm)
     params, objective = student_of(lm), MODES["official"]
-    of_batch = LhtsObjective(model=lm.config, objective=objective)
+    of_batch = LhtsObjective(model=lm.config, objective=objective, condition_scale=0.5)
     before = RunningMean(jnp.full(10, -3.0), jnp.full(10, 2.0))
     loss, (tokens, after) = jax.jit(of_batch)(params, lm.params, batch, {}, before)
 
@@ -76,7 +76,7 @@ def test_loss_is_the_dense_formula(tied, monkeypatch):
     log_p = np.where(windows.where, all_p[at], 0)
     all_q = np.empty_like(all_p)
     for k in range(2):
-        plain = LanguageModel.from_params(lm.config, conditioned(params, k))
+        plain = LanguageModel.from_params(lm.config, conditioned(params, k, 0.5))
         all_q[k::2] = dense_log_probs(plain, windows.take(slice(k, None, 2)))
     count = 2 + windows.where.sum(axis=0)
     baseline = (-3.0 + log_p.sum(axis=0)) / count

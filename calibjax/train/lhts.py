@@ -37,6 +37,7 @@ from calibjax.train.state import Schedule
 from calibjax.train.tuning import Ranges, TuningOptions, tune
 
 Method = Literal["lhts", "partition"]
+_CONDITION_RATE = 30.0  # a condition is learned as many times faster than weights, in units of the embedding's size
 _BLOCK_LOGITS = 2**24  # float32 logits of student and scorer that KL(q ‖ p) holds at a time, each
 
 
@@ -105,12 +106,14 @@ class LhtsObjective:
     """The `CarryingObjective` of LHTS: the student's weighted likelihood, and the running means of the scorer's.
 
     Beside what a decoder reads, a batch brings `temperature` [B] and, where the parameters hold a table `condition`
-    [K, D], the row of it for each window, `condition` [B]. A temperature of 1 has weights of 1 (times the suffixes a
-    token belongs to): plain likelihood, as the baseline `partition` trains. Hashable.
+    [K, D], the row of it for each window, `condition` [B]. `condition_scale` multiplies the table: Adam's steps have
+    the size of the learning rate, and vectors that are all that tells conditions apart need larger ones. A temperature of 1
+    has weights of 1 (in the next-token form): plain likelihood, as the baseline `partition` trains. Hashable.
     """
 
     model: DecoderConfig
     objective: Horizon
+    condition_scale: float = 1.0
     dtype: DTypeLike = jnp.float32
     remat: decoder.Remat = "none"
     sharding: VocabSharding | None = None
@@ -159,6 +162,9 @@ class LhtsObjective:
         return jnp.sum(jnp.where(where, nll, 0.0)), jnp.sum(where).astype(jnp.float32)
 
     def _hidden(self, params: Any, batch: Mapping[str, Array]) -> Float[Array, "B T D"]:
+        condition = None
+        if "condition" in params:
+            condition = self.condition_scale * params["condition"][batch["condition"]]
         return decoder.hidden_states(
             self.model,
             params,
@@ -167,7 +173,7 @@ class LhtsObjective:
             positions=batch["positions"],
             dtype=self.dtype,
             remat=self.remat,
-            condition=params["condition"][batch["condition"]] if "condition" in params else None,
+            condition=condition,
         )
 
     def _nll(self, params: Any, hidden: Array, batch: Mapping[str, Array]) -> Float[Array, "B T"]:
@@ -200,14 +206,14 @@ class LhtsObjective:
         return jnp.moveaxis(kl, 0, 1).reshape(rows, blocks * block)[:, :length]
 
 
-def conditioned(params: decoder.Params, index: int) -> dict[str, Any]:
-    """The plain decoder of one condition: its vector is added to every row of the embedding table.
+def conditioned(params: decoder.Params, index: int, scale: float = 1.0) -> dict[str, Any]:
+    """The plain decoder of one condition: `scale` times its vector is added to every row of the embedding table.
 
     Where embeddings are tied that adds the same to all logits of a position, and changes no probability.
     """
     plain = {name: value for name, value in params.items() if name != "condition"}
     if "condition" in params:
-        plain["embedding"] = plain["embedding"] + params["condition"][index][None, :]
+        plain["embedding"] = plain["embedding"] + scale * params["condition"][index][None, :]
     return plain
 
 
@@ -236,6 +242,7 @@ def fit_lhts(
     *,
     directory: Path,
     method: Method = "lhts",
+    samples: Path | None = None,
     mesh: Mesh | None = None,
     seed: int = 0,
     announce: Callable[[str], None] = print,
@@ -254,8 +261,9 @@ def fit_lhts(
         lm: scorer, and what the student starts from; `lm.dtype` is the compute dtype.
         windows: to train on; a part of them, chosen by `seed`, is kept for validation.
         options: see `LhtsOptions`.
-        directory: for checkpoints, logs and the model's own text.
+        directory: for checkpoints and logs.
         method: `lhts` or `partition`.
+        samples: directory for the model's own text, which several fits may share; None: `directory`.
         mesh: devices, with the axes of `calibjax.sharding.AXES`; None: one device.
         seed: of samples, temperatures, the order of the windows, and the part kept back.
         announce: told in one line each what was done.
@@ -280,7 +288,7 @@ def fit_lhts(
         lm,
         windows,
         options.samples,
-        directory=directory,
+        directory=samples or directory,
         prompt=options.prompt,
         batch_size=options.batch_size,
         seed=seed,
@@ -304,9 +312,11 @@ def fit_lhts(
         arrays["condition"] = condition
         student["condition"] = jax.device_put(jnp.zeros((conditions, lm.config.hidden_size)), replicated(mesh))
     train_rows, validation_rows = hold_back(windows, options.validation_fraction, seed)
+    size = float(jnp.sqrt(jnp.mean(jnp.square(lm.params["embedding"].astype(jnp.float32)))))
     trained = LhtsObjective(
         model=lm.config,
         objective=objective,
+        condition_scale=_CONDITION_RATE * size,
         dtype=lm.dtype,
         remat=options.remat,
         sharding=vocab_sharding(mesh, lm.config),
@@ -350,4 +360,4 @@ def fit_lhts(
         "windows": {"train": len(train_rows), "validation": len(validation_rows)},
         **final,
     }
-    return LhtsFit({name: conditioned(params, index) for name, index in used.items()}, report)
+    return LhtsFit({name: conditioned(params, index, trained.condition_scale) for name, index in used.items()}, report)
