@@ -9,7 +9,7 @@ The functions here are pure: a configuration, a tree of parameters and tokens in
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import flax.linen as nn
 import jax
@@ -24,7 +24,7 @@ from calibjax.models.lora import LoraConfig, adapters_of
 from calibjax.sharding import constrain_batch, lookup
 
 Params = Mapping[str, Any]
-Layers = Literal["last", "all"]
+Layers = Literal["last", "all", "residual"]
 _Contexts = tuple[SequenceContext, ...]
 Remat = Literal["none", "dots", "full"]
 _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
@@ -54,6 +54,7 @@ class Decoder(nn.Module):
         segment_ids: Int[Array, "B T"] | None,
         positions: Int[Array, "#B T"],
         layers: Layers = "last",
+        edit: Float[Array, "L D"] | None = None,
     ) -> Float[Array, "*L B T D"]:
         cfg = self.config
         hidden = self._lookup("embedding", cfg.vocab_size, tokens)
@@ -62,9 +63,14 @@ class Decoder(nn.Module):
         if cfg.embedding_scale is not None:
             hidden = hidden * jnp.asarray(cfg.embedding_scale, self.dtype)
 
-        def step(block: Block, hidden: Array, local: Array, contexts: _Contexts) -> tuple[Array, Array | None]:
+        def step(
+            block: Block, hidden: Array, layer: tuple[Array, Array | None], contexts: _Contexts
+        ) -> tuple[Array, Array | None]:
+            local, added = layer
             hidden = constrain_batch(block(hidden, _choose(local, contexts)))
-            return hidden, hidden if layers == "all" else None
+            if added is not None:
+                hidden = hidden + added.astype(hidden.dtype)[None, None, :]
+            return hidden, None if layers == "last" else hidden
 
         if self.remat != "none":
             step = nn.remat(step, policy=_REMAT_POLICIES[self.remat], prevent_cse=False)
@@ -78,7 +84,7 @@ class Decoder(nn.Module):
         local = jnp.asarray(cfg.local_layers or (False,) * cfg.num_layers)
         contexts = _layer_contexts(cfg, positions, segment_ids)
         hidden = constrain_batch(hidden)
-        last, outputs = scan(Block(cfg, self.dtype, self.param_dtype, name="layers"), hidden, local, contexts)
+        last, outputs = scan(Block(cfg, self.dtype, self.param_dtype, name="layers"), hidden, (local, edit), contexts)
         last = make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last)
         if not cfg.tie_embeddings:
             # Not used here: declared so that one initialisation makes the whole tree.
@@ -87,6 +93,8 @@ class Decoder(nn.Module):
             self.param("unembedding_bias", nn.initializers.zeros, (cfg.vocab_size,), self.param_dtype)
         if outputs is None:
             return last
+        if layers == "residual":
+            return jnp.concatenate([hidden[None], outputs])
         return jnp.concatenate([hidden[None], outputs[:-1], last[None]])
 
     def _lookup(self, name: str, rows: int, index: Array) -> Array:
@@ -106,6 +114,7 @@ def hidden_states(
     dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
     lora: LoraConfig | None = None,
+    edit: Float[Array, "L D"] | None = None,
 ) -> Float[Array, "*L B T D"]:
     """Runs the decoder on tokens, up to the final norm; no logits are formed.
 
@@ -117,19 +126,22 @@ def hidden_states(
         its own segment only. `None`: one sequence a row.
       positions: Position of each token, `[B, T]`. `None`: counted from 0, and from 0 again at each new segment.
       layers: `"last"` for the states after the final norm; `"all"` for the embeddings, every block's output, and in
-        place of the last block's the states after the final norm, as transformers' `output_hidden_states` has them.
+        place of the last block's the states after the final norm, as transformers' `output_hidden_states` has them;
+        `"residual"` for the same with the last block's output as it is (`final_norm` makes the rest of it).
       dtype: Compute dtype. In float32, matrix products are of the highest precision on every platform.
       remat: What of a block the backward pass computes anew: `"none"`; `"dots"`: all but its matrix products;
         `"full"`: the whole block, of which only the input is kept.
       lora: Low-rank adapters that `params` holds beside the kernels; see `init_adapters`.
+      edit: Added to the residual stream after each block, at every token, `[L, D]`; zeros change nothing. `None`: the
+        same, at no cost.
 
     Returns:
-      `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"`, in `dtype`.
+      `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"` and `"residual"`, in `dtype`.
 
     Raises:
       UserError: The shapes do not agree, tokens are not integers, or T is larger than `config.max_positions`.
     """
-    _check_inputs(config, tokens, segment_ids, positions, layers)
+    _check_inputs(config, tokens, segment_ids, positions, layers, edit)
     module = Decoder(config, dtype, remat=remat)
     module = module if lora is None else lora.adapt(module)
     if positions is None:
@@ -138,8 +150,16 @@ def hidden_states(
         else:
             positions = segment_positions(segment_ids)
     with _matmul_precision(dtype):
-        hidden = module.apply({"params": params}, tokens, segment_ids, positions, layers)
+        hidden = module.apply({"params": params}, tokens, segment_ids, positions, layers, edit)
     return cast(Array, hidden)
+
+
+def final_norm(
+    config: DecoderConfig, params: Params, residual: Float[Array, "*B D"], dtype: DTypeLike = jnp.float32
+) -> Float[Array, "*B D"]:
+    """Puts residual streams of any layer through the norm that stands before the unembedding."""
+    norm = make_norm(config, dtype, residual.dtype, name="final_norm")
+    return cast(Array, norm.apply({"params": params["final_norm"]}, residual))
 
 
 def unembedding(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
@@ -252,7 +272,12 @@ def _matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager:
 
 
 def _check_inputs(
-    config: DecoderConfig, tokens: Array, segment_ids: Array | None, positions: Array | None, layers: str
+    config: DecoderConfig,
+    tokens: Array,
+    segment_ids: Array | None,
+    positions: Array | None,
+    layers: str,
+    edit: Array | None,
 ) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
@@ -264,5 +289,9 @@ def _check_inputs(
             f"tokens: {tokens.shape[1]} positions, but the model was made for at most {config.max_positions}; "
             "cut the sequences shorter."
         )
-    if layers not in ("last", "all"):
-        raise UserError(f"layers: expected 'last' or 'all', got {layers!r}.")
+    if layers not in get_args(Layers):
+        raise UserError(f"layers: expected one of {', '.join(get_args(Layers))}; got {layers!r}.")
+    if edit is not None and edit.shape != (config.num_layers, config.hidden_size):
+        raise UserError(
+            f"edit: expected one row for each block, {[config.num_layers, config.hidden_size]}, got {list(edit.shape)}."
+        )
