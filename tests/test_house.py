@@ -19,7 +19,10 @@ FLOORS = {
     **dict.fromkeys(("bounds", "layers", "heads", "losses", "recalibrate", "metrics"), 2),
     **dict.fromkeys(("models", "data"), 3),
     **dict.fromkeys(("train", "eval"), 4),
-    **dict.fromkeys(("runs", "calibrate", "compare", "finetune", "evaluate", "quickstart", "cli", "__init__"), 5),
+    **dict.fromkeys(
+        ("runs", "analyse", "calibrate", "compare", "finetune", "evaluate", "reports", "quickstart", "cli", "__init__"),
+        5,
+    ),
 }
 LAZY = ("transformers", "datasets", "huggingface_hub", "tokenizers", "torch")
 FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sorted(PACKAGE.rglob("*.py"))}
