@@ -205,5 +205,8 @@ def inline_svg(figure: "Figure", name: str, description: str) -> str:
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text, count=3).replace("xlink:href", "href")
     text = re.sub(r'(\sid="|="url\(#|href="#)', rf"\g<1>{name}-", text)
     text = text.replace(_INK, "currentColor").replace(_MUTED, "var(--muted)")
-    text = re.sub(r'(<svg) width="[^"]*" height="[^"]*"', r"\1", text, count=1)
+    # On a phone it is shown smaller, but no smaller than can be read: then it scrolls.
+    width = figure.get_figwidth() * 72
+    size = rf'\1 width="{width:.0f}pt" style="min-width: {0.6 * width:.0f}pt"'
+    text = re.sub(r'(<svg) width="[^"]*" height="[^"]*"', size, text, count=1)
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(description)}"', 1)

@@ -30,10 +30,11 @@ def heatmap_html(sample: Mapping[str, Any], name: str) -> str:
     return (
         f'<section class="heatmap" id="{name}"><h3>Held-out text, token by token</h3>'
         "<p>Each token is coloured by how sure the model was of its most likely next token there, before it saw this "
-        'one. <span class="wrong">Underlined</span>: the most likely token was another one. Point at a token, or '
-        "move with Tab and the arrow keys.</p>"
+        'one. <span class="wrong">Underlined</span>: the most likely token was another one. A paragraph is '
+        "what the model read at once; what it was not asked to predict has no colour. Point at a token, or move with "
+        "Tab and the arrow keys.</p>"
         f'<p class="scale" aria-hidden="true">confidence {scale}</p>'
-        f'<div class="detail" aria-live="polite"><p>Choose a token.</p></div>'
+        '<div class="detail" aria-live="polite"><p>Choose a token.</p></div>'
         f'<div class="sides">{blocks}</div><script type="application/json">{data}</script></section>'
     )
 
@@ -57,7 +58,7 @@ def _text(sample: Mapping[str, Any], side: int) -> str:
                 parts.append(f'<span class="t k{step}{wrong}" data-i="{number}" tabindex="{stop}">{text}</span>')
             else:
                 parts.append(f"<span>{text}</span>")
-            parts.append("<br>" if "\n" in token["text"] else "<wbr>")
+            parts.append("<br>" if "\n" in token["text"] else "")
             number += 1
         parts.append("</p>")
     return "".join(parts)

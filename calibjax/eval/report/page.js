@@ -9,11 +9,11 @@ for (const section of document.querySelectorAll(".heatmap")) {
     if (cls) element.className = cls;
     return element;
   };
-  const table = (columns, rows) => {
+  const table = (columns, rows, cls) => {
     const out = document.createElement("table");
     for (const [kind, cells] of [["th", columns], ...rows.map((row) => ["td", row])]) {
       const line = out.insertRow();
-      cells.forEach((cell, i) => line.append(make(kind, cell, i === 0 && kind === "td" ? "text" : "")));
+      cells.forEach((cell, i) => line.append(make(kind, cell, i === 0 && kind === "td" ? cls : "")));
     }
     return out;
   };
@@ -33,7 +33,7 @@ for (const section of document.querySelectorAll(".heatmap")) {
     ]));
     const right = document.createElement("div");
     right.append(make("p", "Most likely there"));
-    right.append(table(["", "before", "after"], one.top.map(([text, p, q]) => [shown(text), percent(p), percent(q)])));
+    right.append(table(["", "before", "after"], one.top.map(([text, p, q]) => [shown(text), percent(p), percent(q)]), "text"));
     detail.replaceChildren(left, right);
   };
 

@@ -148,4 +148,4 @@ def _figure(figures: Mapping[str, tuple[str, Any]], name: str, identity: str) ->
     if name not in figures:
         return ""
     text, figure = figures[name]
-    return f'<figure class="drawing">{inline_svg(figure, f"{identity}-{name}", text)}</figure>'
+    return f'<figure class="drawing" tabindex="0">{inline_svg(figure, f"{identity}-{name}", text)}</figure>'
