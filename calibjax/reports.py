@@ -38,7 +38,7 @@ def run_report(run: ReportRun, announce: Callable[[str], None] = print) -> dict[
         raise UserError("--out: expected a directory to write the report of several runs to.")
     names = _names(run.runs)
     runs = [_load(directory, name) for directory, name in zip(run.runs, names, strict=True)]
-    out = run.runs[0] if run.out is None else run.out
+    out = next(iter(run.runs)) if run.out is None else run.out
     try:
         out.mkdir(parents=True, exist_ok=True)
         files = save_report(runs, out)

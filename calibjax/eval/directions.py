@@ -101,7 +101,8 @@ def find_directions(
     for name, mask in zip(("first", "second"), sets, strict=True):
         arrays[name] = np.zeros(arrays["where"].shape, bool)
         arrays[name][arrays["where"]] = mask
-    total, length = 0.0, 0.0
+    shape = (lm.config.num_layers, lm.config.hidden_size)
+    total, length = np.zeros((2, *shape)), np.zeros(shape[0])
     bar = tqdm(total=len(windows.tokens), desc="direction", unit="window", disable=quiet)
     for batch, real in eval_batches(arrays, batch_size):
         sums, lengths = jax.device_get(_sums_of_batch(lm.config, lm.dtype, lm.params, batch))
@@ -113,7 +114,8 @@ def find_directions(
     gap = np.linalg.norm(difference, axis=-1)
     vectors = difference / np.maximum(gap, np.finfo(np.float64).tiny)[:, None]
     mean_length = length / len(sets[0])
-    return Directions(*(x.astype(np.float32) for x in (vectors, gap, mean_length)), counts)
+    vectors, gap, mean_length = (x.astype(np.float32) for x in (vectors, gap, mean_length))
+    return Directions(vectors, gap, mean_length, counts)
 
 
 class NullSpace(NamedTuple):

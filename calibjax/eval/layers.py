@@ -1,7 +1,6 @@
 """Calibration across layers: what each layer would predict, and how true its confidence is (arXiv 2511.00280)."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -249,7 +248,7 @@ def layers_json(
     }
 
 
-def _with_intervals(sums, statistic, names, resamples: int, seed: int) -> Mapping[str, dict[str, float]]:
+def _with_intervals(sums, statistic, names, resamples: int, seed: int) -> dict[str, Any]:
     whole = statistic(CalibrationSums(*(np.asarray(x)[None] for x in metrics.total(sums))))[0]
     drawn = metrics.resample_sums(sums, statistic, resamples=resamples, seed=seed)
     intervals = (metrics.percentile_interval(values) for values in drawn.T)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _ACROSS = 6  # reliability diagrams side by side, at most
 _INK, _MUTED = "#1c2530", "#7a838c"  # in a page: the text's colour, and a fainter one, light or dark
+# Okabe and Ito's, for lines side by side.
+_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")  # beside colours, for those who do not see them
 
 
@@ -110,14 +112,14 @@ def layer_figure(document: Mapping[str, Any]) -> "Figure":
         ("nats", (("entropy", "entropy"), ("kl", "KL from the last layer"))),
     )
     for axis, (label, series) in zip(figure.subplots(1, 3), panels, strict=True):
-        for (name, title), colour, mark in zip(series, ("#0072B2", "#D55E00"), _MARKS, strict=False):
+        for (name, title), colour, mark in zip(series, _LINES, _MARKS, strict=False):
             values, low, high = ([row[name][key] for row in curves] for key in ("value", "low", "high"))
             axis.plot(layer, values, color=colour, marker=mark, markersize=4, label=title)
             axis.fill_between(layer, low, high, color=colour, alpha=0.2, linewidth=0)
         if label.startswith("accuracy"):
             same = [row["agreement"] for row in curves]
             axis.plot(
-                layer, same, color="#009E73", marker="^", markersize=4, linestyle="--", label="same token as last"
+                layer, same, color=_LINES[2], marker=_MARKS[2], markersize=4, linestyle="--", label="same token as last"
             )
         axis.axvline(phase["settled"], color=_MUTED, linewidth=1.5, linestyle=":")
         if phase["found"]:
@@ -139,7 +141,7 @@ def sweep_figure(document: Mapping[str, Any]) -> "Figure":
         for number, layer in enumerate(layers):
             rows = [row for row in sweep if row["layer"] == layer]
             rows = sorted([*rows, base], key=lambda row: row["strength"])
-            colour = f"C{number}"
+            colour = _LINES[number % len(_LINES)]
             values = [row["held_out"][name]["value"] for row in rows]
             strength = [row["strength"] for row in rows]
             mark = _MARKS[number % len(_MARKS)]

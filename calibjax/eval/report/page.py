@@ -127,13 +127,13 @@ def _set(title: str, results: Mapping[str, Any], *, with_verdict: bool) -> str:
 def _overview(runs: Sequence[Run]) -> str:
     """The rows of all runs' held-out sets in one table, by the columns that the first run has."""
     columns = [cells_of(run.document["held_out"]) for run in runs]
-    titles = columns[0][0]
+    titles = columns[0][0][1:]
     rows = [
-        [run.name, *(dict(zip(own, cells, strict=True)).get(title, "") for title in titles)]
+        [f"{run.name}: {cells[0]}", *(dict(zip(own, cells, strict=True)).get(title, "") for title in titles)]
         for run, (own, lines) in zip(runs, columns, strict=True)
         for cells in lines
     ]
-    return _table("All runs, held out", ["run", *titles], rows)
+    return _table("All runs, held out", ["run and method", *titles], rows)
 
 
 def _table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
