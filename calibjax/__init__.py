@@ -17,5 +17,7 @@ from calibjax.models import LanguageModel as LanguageModel
 from calibjax.models import load_model as load_model
 from calibjax.models.calibrated import calibrated_confidence as calibrated_confidence
 from calibjax.models.calibrated import calibrated_logprobs as calibrated_logprobs
+from calibjax.models.generate import Generation as Generation
+from calibjax.models.generate import generate as generate
 from calibjax.train import load_head as load_head
 from calibjax.train import save_head as save_head

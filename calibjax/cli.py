@@ -18,9 +18,11 @@ import tyro
 from calibjax._checks import UserError
 from calibjax.analyse import LayersRun, run_layers
 from calibjax.calibrate import AtsRun, run_ats
+from calibjax.commands import ConvertRun, GenerateRun, run_convert, run_generate
 from calibjax.compare import CompareRun, run_compare
 from calibjax.evaluate import HeadBoundRun, run_head_bound
 from calibjax.finetune import SftRun, run_sft
+from calibjax.lhts import LhtsRun, run_lhts
 from calibjax.quickstart import Quickstart, run_quickstart
 from calibjax.reports import ReportRun, run_report
 from calibjax.train import NonFiniteLossError
@@ -62,6 +64,10 @@ def main(args: Sequence[str] | None = None) -> int:
     def sft(run: Annotated[SftRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_sft)
 
+    @train.command(name="lhts", help=_summary(LhtsRun))
+    def lhts(run: Annotated[LhtsRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_lhts)
+
     @evaluate.command(name="head-bound", help=_summary(HeadBoundRun))
     def head_bound(run: Annotated[HeadBoundRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_head_bound)
@@ -77,6 +83,14 @@ def main(args: Sequence[str] | None = None) -> int:
     @app.command(name="compare", help=_summary(CompareRun))
     def compare(run: Annotated[CompareRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_compare)
+
+    @app.command(name="generate", help=_summary(GenerateRun))
+    def generate(run: Annotated[GenerateRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_generate)
+
+    @app.command(name="convert", help=_summary(ConvertRun))
+    def convert(run: Annotated[ConvertRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_convert)
 
     app.command(train, name="train", help="Fit something to a language model.")
     app.command(evaluate, name="eval", help="Look at a language model.")

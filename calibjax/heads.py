@@ -17,6 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from calibjax.cache import Cache, empty_cache, fill, reserve
 from calibjax.kernels import vocab_stats
 from calibjax.layers import Block, BlockConfig, Dense, segment_positions, sequence_context
 
@@ -137,6 +138,7 @@ class TransformerHead(nn.Module):
     """One Llama block over the sequence, then a linear output: the head of arXiv 2409.19817, section 3.
 
     Attention is causal and stays inside each segment. Features that are not `hidden_size` wide are first projected.
+    Called with a cache, on features of the tokens that follow those in it, it returns log_scale and the new cache.
 
     Attributes:
         block: shape of the block.
@@ -156,16 +158,23 @@ class TransformerHead(nn.Module):
         *,
         where: Bool[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T"]:
+        cache: Cache | None = None,
+    ) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], Cache]:
         features = features.astype(self.dtype)
         if features.shape[-1] != self.block.hidden_size:
             features = Dense(self.block.hidden_size, use_bias=False, dtype=self.dtype, name="project")(features)
+        block = Block(self.block, dtype=self.dtype, name="block")
+        if cache is not None:
+            assert segment_ids is not None, "a cache knows its columns by their segment ids"
+            cache, positions = reserve(cache, segment_ids)
+            context = sequence_context(self.block, positions, cache.segment_ids, start=cache.length)
+            mixed, new = block(features, context, (cache.keys, cache.values))
+            return _output_log_scale(mixed, self.identity_start, self.pooling, where, segment_ids), fill(cache, new)
         if segment_ids is None:
             positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
         else:
             positions = segment_positions(segment_ids)
-        context = sequence_context(self.block, positions, segment_ids)
-        mixed = Block(self.block, dtype=self.dtype, name="block")(features, context)
+        mixed = block(features, sequence_context(self.block, positions, segment_ids))
         return _output_log_scale(mixed, self.identity_start, self.pooling, where, segment_ids)
 
 
@@ -225,6 +234,11 @@ class HeadConfig:
             norm_eps=1e-6,
         )
         return TransformerHead(block, **shared)
+
+    def empty_cache(self, rows: int, columns: int) -> Cache | None:
+        """The cache that the head starts a sequence with; None for heads that look at one token alone."""
+        module = self.build()
+        return empty_cache(module.block, rows, columns) if isinstance(module, TransformerHead) else None
 
     def init(self, key: Array) -> Any:
         """Random parameters (identity at start by default); a pytree of float32 arrays."""

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -120,6 +120,7 @@ class BlockConfig:
       qkv_bias, output_bias, mlp_bias: Which projections have a bias.
       attention_scale: Factor on attention logits; `None` is `1 / sqrt(head_dim)`.
       attention_softcap: `c` in `c * tanh(attention logits / c)`, or `None`.
+      residual_scale: Factor on what attention and MLP add to the residual stream, or `None`.
 
     Raises:
       UserError: The sizes do not fit each other, or a name is not known.
@@ -144,6 +145,7 @@ class BlockConfig:
     mlp_bias: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    residual_scale: float | None = None
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
@@ -174,7 +176,12 @@ class SequenceContext(NamedTuple):
     """What every block needs to know of the sequence besides its hidden states; made once by `sequence_context`."""
 
     rotary: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]] | None
-    mask: Bool[Array, "B 1 T T"] | None
+    mask: Bool[Array, "B 1 T S"] | None
+    start: Int[Array, ""] | None = None
+
+
+KeysValues = tuple[Float[Array, "*L B S K H"], Float[Array, "*L B S K H"]]
+"""Keys, already rotated, and values of S tokens, with K heads of width H; of all layers, or of one."""
 
 
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -189,9 +196,10 @@ def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 def sequence_context(
     config: BlockConfig,
     positions: Int[Array, "#B T"],
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
     *,
     window: int | None = None,
+    start: Int[Array, ""] | None = None,
 ) -> SequenceContext:
     """Computes the rotary table and the attention mask of a batch.
 
@@ -200,9 +208,11 @@ def sequence_context(
       positions: Position of each token in its sequence, `[B, T]`, or `[1, T]` where all rows share them.
       segment_ids: Which sequence of the row each token belongs to, `[B, T]`; 0 is padding. A token attends to itself
         and to earlier tokens of its own segment. Padding forms a segment like any other: so no row of the mask is
-        empty, and every output is finite. `None`: one sequence a row.
+        empty, and every output is finite. `None`: one sequence a row. With `start`, of all S columns.
       window: A token attends to itself and to the `window - 1` tokens before it; `None`: to all before it. Without
         `segment_ids` and window no mask is made.
+      start: The tokens stand at columns `start` to `start + T` of S, and keys and values of earlier columns are given
+        to the blocks. `None`: the tokens are all there is.
 
     Returns:
       The context that `Block` and `Attention` take.
@@ -210,14 +220,18 @@ def sequence_context(
     rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
     if segment_ids is None and window is None:
         return SequenceContext(rotary, None)
-    index = jnp.arange(positions.shape[1])
-    distance = index[:, None] - index[None, :]
+    own, index = segment_ids, jnp.arange(positions.shape[1])
+    others = index
+    if start is not None and segment_ids is not None:
+        own = jax.lax.dynamic_slice_in_dim(segment_ids, start, positions.shape[1], axis=1)
+        index, others = start + index, jnp.arange(segment_ids.shape[1])
+    distance = index[:, None] - others[None, :]
     mask = (distance >= 0)[None]
     if window is not None:
         mask &= (distance < window)[None]
-    if segment_ids is not None:
-        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    return SequenceContext(rotary, mask[:, None])
+    if own is not None and segment_ids is not None:
+        mask = mask & (own[:, :, None] == segment_ids[:, None, :])
+    return SequenceContext(rotary, mask[:, None], start)
 
 
 def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -369,14 +383,20 @@ def _attend_by_products(
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention; logits and softmax are float32 whatever `dtype` is."""
+    """Causal grouped-query attention; logits and softmax are float32 whatever `dtype` is.
+
+    Returns the mixed values, and the keys and values of the tokens given. With `past`, keys and values of S columns,
+    the tokens' own stand among them from column `context.start` on.
+    """
 
     config: BlockConfig
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, hidden: Float[Array, "B T D"], context: SequenceContext) -> Float[Array, "B T D"]:
+    def __call__(
+        self, hidden: Float[Array, "B T D"], context: SequenceContext, past: KeysValues | None = None
+    ) -> tuple[Float[Array, "B T D"], KeysValues]:
         cfg = self.config
 
         def dense(width: int, use_bias: bool, name: str) -> Dense:
@@ -401,6 +421,13 @@ class Attention(nn.Module):
         value = heads(cfg.num_kv_heads, "v")
         if context.rotary is not None:
             query, key = rotate(query, context.rotary), rotate(key, context.rotary)
+        new = (key, value)
+        if past is not None:
+            assert context.start is not None, "a context of columns, with `start`, belongs to `past`"
+            key, value = (
+                jax.lax.dynamic_update_slice_in_dim(old, x, context.start, axis=1)
+                for old, x in zip(past, new, strict=True)
+            )
         scale = cfg.head_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
         arguments = (query, key, value, context.mask)
         by_products = functools.partial(_attend_by_products, scale=scale, softcap=cfg.attention_softcap)
@@ -409,7 +436,7 @@ class Attention(nn.Module):
             mixed = jax.lax.platform_dependent(*arguments, cpu=by_products, default=by_library)
         else:
             mixed = by_products(*arguments)
-        return dense(cfg.hidden_size, cfg.output_bias, "o")(mixed.reshape(*hidden.shape[:2], -1))
+        return dense(cfg.hidden_size, cfg.output_bias, "o")(mixed.reshape(*hidden.shape[:2], -1)), new
 
 
 class MLP(nn.Module):
@@ -443,6 +470,9 @@ class Block(nn.Module):
       dtype: Compute dtype, and that of the output.
       param_dtype: Dtype of the parameters it creates.
 
+    Called with `past`, keys and values of S columns, it returns the keys and values of the tokens given beside its
+    output: `calibjax.cache` keeps them.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> config = BlockConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
@@ -458,17 +488,26 @@ class Block(nn.Module):
     param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, hidden: Float[Array, "B T D"], context: SequenceContext) -> Float[Array, "B T D"]:
+    def __call__(self, hidden: Float[Array, "B T D"], context: SequenceContext, past: KeysValues | None = None) -> Any:
         cfg, kinds = self.config, (self.dtype, self.param_dtype)
 
         def norm(x: Array, name: str, wanted: bool = True) -> Array:
             return make_norm(cfg, *kinds, name=name)(x) if wanted else x
 
+        def add(hidden: Array, update: Array) -> Array:
+            if cfg.residual_scale is not None:
+                # In float32: the factor itself would be rounded in bfloat16.
+                update = (update.astype(jnp.float32) * cfg.residual_scale).astype(update.dtype)
+            return hidden + update
+
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
         attention, mlp = Attention(cfg, *kinds, name="attention"), MLP(cfg, *kinds, name="mlp")
         normed = norm(hidden, "attention_norm", before)
+        mixed, new = attention(normed, context, past)
         if cfg.parallel is not None:
             other = normed if cfg.parallel == "one_norm" else norm(hidden, "mlp_norm")
-            return hidden + attention(normed, context) + mlp(other)
-        hidden = hidden + norm(attention(normed, context), "attention_post_norm", after)
-        return hidden + norm(mlp(norm(hidden, "mlp_norm", before)), "mlp_post_norm", after)
+            hidden = add(add(hidden, mixed), mlp(other))
+        else:
+            hidden = add(hidden, norm(mixed, "attention_post_norm", after))
+            hidden = add(hidden, norm(mlp(norm(hidden, "mlp_norm", before)), "mlp_post_norm", after))
+        return hidden if past is None else (hidden, new)

@@ -57,6 +57,18 @@ def constrain_batch(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))
 
 
+def constrain_cache(x: jax.Array) -> jax.Array:
+    """Keys or values `[..., B, S, K, H]` with rows split like a batch's, and heads over tensor where it divides them.
+
+    So they lie where the projections leave them; without a mesh of ours, `x` as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(AXES) <= set(mesh.axis_names):
+        return x
+    heads = "tensor" if x.shape[-2] % mesh.shape["tensor"] == 0 else None
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - 4), _BATCH, None, heads, None))
+
+
 def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike) -> jax.Array:
     """`table[index]` in `dtype` for `[V, D]` and `[B, T]`; NaN where an index lies beyond the table.
 

@@ -3,6 +3,7 @@
     python kernels/bench.py --json cpu.json
     python kernels/bench.py --platform gpu --json gpu.json
     python kernels/bench.py --static v6e --preset gemma2-2b --label-smoothing 0 0.1 --softcap none 30 --json v6e.json
+    python kernels/bench.py --static v6e --preset gemma2-2b --softcap 30 --task both --save-logits --only vocab_stats
 
 On a device each contender's result is held against float64 on a sample before it is timed; the timed calls take turns.
 `--static` compiles for a TPU that need not be there and gives the static estimate of `static_profile.py`. tokamax is
@@ -57,6 +58,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=TOLERANCE, help="of hidden states and unembedding, instead of the preset's")
     parser.add_argument("--label-smoothing", type=float, nargs="+", default=[0.0], help="one table for each")
     parser.add_argument("--softcap", type=_softcap, nargs="+", default=[None], help="one table for each; or none")
+    parser.add_argument("--save-logits", action="store_true", help="ours keep the logits for the backward pass")
     parser.add_argument("--task", nargs="+", choices=TASKS, help="default: all; statistics in --static only")
     parser.add_argument("--only", nargs="+", help="contenders with one of these in their names")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each")
@@ -76,7 +78,8 @@ def _problems(options: argparse.Namespace, where: str) -> Iterator[Problem]:
     for preset in options.preset or DEFAULT_PRESETS.get(where, ("cpu",)):
         for label_smoothing in options.label_smoothing:
             for softcap in options.softcap:
-                yield dataclasses.replace(PRESETS[preset], **sizes, label_smoothing=label_smoothing, softcap=softcap)
+                given = {"label_smoothing": label_smoothing, "softcap": softcap, "save_logits": options.save_logits}
+                yield dataclasses.replace(PRESETS[preset], **sizes, **given)
 
 
 def _names(options: argparse.Namespace, problem: Problem, ahead_of_time: bool = False) -> list[str]:
@@ -260,7 +263,7 @@ def _with_ratio(rows: list[dict[str, Any]], baselines: tuple[str, ...]) -> list[
 
 def _estimated(options: argparse.Namespace, problem: Problem) -> Iterator[dict[str, Any]]:
     """Estimates every contender for every task; tokamax's kernel always without the options that it lacks."""
-    plain = dataclasses.replace(problem, label_smoothing=0.0, softcap=None)
+    plain = dataclasses.replace(problem, label_smoothing=0.0, softcap=None, save_logits=False)
     for task in options.task or TASKS:
         rows = []
         for name in _names(options, problem, ahead_of_time=True):
@@ -280,7 +283,7 @@ def _estimate(chip: str, name: str, task: str, problem: Problem) -> dict[str, An
     """
     _progress(f"{TASKS[task].title}: compile {name} for {chip}")
     kernel = contenders.contenders(problem, ahead_of_time=True)[name].kernel
-    products = TASKS[task].recomputing if kernel else TASKS[task].products
+    products = TASKS[task].recomputing if kernel and not problem.save_logits else TASKS[task].products
     row: dict[str, Any] = {"task": task, "contender": name, "products": products}
     build = contenders.program_of_vocab
     try:

@@ -34,11 +34,13 @@ class Problem:
     dtype: str
     label_smoothing: float = 0.0
     softcap: float | None = None
+    save_logits: bool = False  # for ours
 
     def __str__(self) -> str:
         return (
             f"N={self.tokens:,} D={self.width:,} V={self.vocab:,} {self.dtype}, "
             f"label smoothing {self.label_smoothing:g}, soft-cap {'none' if self.softcap is None else self.softcap}"
+            f"{', logits saved' if self.save_logits else ''}"
         )
 
     def product_flops(self) -> int:
@@ -190,6 +192,7 @@ def _vocab_stats(implementation: str, problem: Problem, hidden, unembedding, tar
         softcap=problem.softcap,
         statistics=wanted,
         implementation=implementation,
+        save_logits=problem.save_logits,
     )
     beta, s = problem.label_smoothing, stats.scale
     loss = stats.require("log_normalizer") - (1 - beta) * s * stats.require("target_logit")
@@ -206,6 +209,7 @@ def _linear_cross_entropy(implementation: str, problem: Problem, hidden, unembed
         label_smoothing=problem.label_smoothing,
         reduction="mean",
         implementation=implementation,
+        save_logits=problem.save_logits,
     )
 
 

@@ -25,7 +25,8 @@ CANDIDATES = [
     for tokens, columns, unit in itertools.product((512, 1024, 2048), (512, 1024, 2048), (128, 256, 512))
     if columns % (2 * unit) == 0 and tokens % unit == 0
 ]
-PRODUCTS = {"statistics": 1, "rows": 2, "unembedding": 2}
+PRODUCTS = {"statistics": 1, "rows": 2, "unembedding": 2, "fused": 3}
+WANTED = {"unembedding": frozenset({"unembedding"}), "fused": frozenset({"hidden", "unembedding"})}
 
 
 def build(kernel: str, chosen: blocks.Blocks, tokens: int, width: int, dtype: str, softcap, vocab_size: int) -> Program:
@@ -35,9 +36,9 @@ def build(kernel: str, chosen: blocks.Blocks, tokens: int, width: int, dtype: st
 
     def run(hidden, unembedding, scale, targets):
         model = Model(hidden, unembedding, None, None)
-        if kernel == "unembedding":
+        if kernel in WANTED:
             signal = Signal(scale, scale, scale, None, None, scale, ((targets, scale),))
-            return implementation.backward(call, model, signal, None, frozenset({"unembedding"}))
+            return implementation.backward(call, model, signal, None, WANTED[kernel])
         needed = {"target", "rows"} if kernel == "rows" else {"target", "first", "total"}
         return implementation.forward(call, model, scale, targets, frozenset(needed), False)[0]
 

@@ -111,6 +111,12 @@ VARIANTS = {
         "mha": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **NO_BOS, **UNTIED},
         "gqa-tied-biases": {"attention_bias": True, **NO_BOS},
     },
+    "granite": {
+        "scaled": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
+        | {"residual_multiplier": 0.4, "logits_scaling": 2.5},
+        "untied-biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2, "logits_scaling": 8.0}
+        | UNTIED,
+    },
     "stablelm": {
         "partial-rotary": {"head_dim": None, "hidden_size": 32, **NO_BOS, **UNTIED},
         "parallel-biases-tied": {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5}

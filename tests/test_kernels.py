@@ -24,7 +24,11 @@ RUNNABLE = ("chunked", "reference", interpreted.NAME)
 
 
 class Case(NamedTuple):
-    """A row of the table: V, N, D, chunk (None: reference, "tpu": its kernels), options, dtype, size of the logits."""
+    """A row of the table: V, N, D, chunk, options, dtype, size of the logits.
+
+    chunk: None: reference; "tpu": its kernels with small blocks; "tpu blocks": with those that a chip gets; "apart":
+    with dh and dW a kernel each.
+    """
 
     vocab: int
     tokens: int
@@ -35,12 +39,23 @@ class Case(NamedTuple):
     scale: bool = False
     dtype: str = "float32"
     size: float = 3.0
+    save: bool = False
 
     @property
     def options(self):
         chunk = {"chunk_size": self.chunk} if isinstance(self.chunk, int) else {}
-        name = {None: "reference", "tpu": interpreted.NAME}.get(self.chunk, "chunked")
-        return {"implementation": name, "softcap": self.softcap, **chunk}
+        names = {
+            None: "reference",
+            "tpu": interpreted.NAME,
+            "tpu blocks": interpreted.WITH_ITS_BLOCKS,
+            "apart": interpreted.APART,
+        }
+        name = names.get(self.chunk, "chunked")
+        return {"implementation": name, "softcap": self.softcap, "save_logits": self.save, **chunk}
+
+    @property
+    def on_tpu(self):
+        return self.chunk in ("tpu", "tpu blocks", "apart")
 
 
 # Small logits (size 0.01) show a vocabulary padded with zeros; large ones show overflow. 2049 and 129 leave a ragged
@@ -66,16 +81,22 @@ CASES = [
     Case(2049, 1, 8, 700, size=0.01),
     Case(1, 1, 8, "tpu", bias=True),
     Case(2, 7, 100, "tpu", scale=True, softcap=2.0),
-    Case(127, 128, 8, "tpu", bias=True, softcap=5.0, scale=True),
+    Case(127, 128, 8, "apart", bias=True, softcap=5.0, scale=True),
     Case(127, 7, 100, "tpu", dtype="bfloat16", bias=True),
     Case(128, 7, 128, "tpu", scale=True, bias=True, size=30.0),
     Case(129, 128, 8, "tpu", size=0.01),
-    Case(2049, 7, 100, "tpu", size=0.01, dtype="bfloat16", scale=True),
+    Case(2049, 7, 100, "apart", size=0.01, dtype="bfloat16", scale=True),
     Case(2049, 130, 128, "tpu", size=30.0, scale=True, bias=True),
     Case(2049, 7, 8, "tpu", softcap=20.0, bias=True, scale=True, dtype="bfloat16"),
-    Case(300, 260, 128, "tpu", scale=True),  # three blocks of tokens and several of the vocabulary, both ragged
+    Case(300, 260, 128, "apart", scale=True),  # three blocks of tokens and several of the vocabulary, both ragged
+    Case(300, 400, 128, "tpu", scale=True),  # four blocks of tokens: dh goes through HBM
+    Case(129, 7, 100, 43, bias=True, softcap=10.0, save=True),
+    Case(300, 130, 128, "tpu", bias=True, softcap=20.0, scale=True, size=30.0, save=True),
+    Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),
     pytest.param(Case(8000, 7, 128, "tpu", bias=True), marks=pytest.mark.slow),
     pytest.param(Case(32000, 128, 100, 2048, scale=True), marks=pytest.mark.slow),
+    pytest.param(Case(2049, 1000, 128, "tpu", scale=True, dtype="bfloat16", save=True), marks=pytest.mark.slow),
+    pytest.param(Case(1100, 7, 128, "tpu blocks", dtype="bfloat16", softcap=20.0), marks=pytest.mark.slow),
     pytest.param(Case(2049, 128, 2304, "tpu", dtype="bfloat16", softcap=30.0, size=30.0), marks=pytest.mark.slow),
 ]
 
@@ -117,13 +138,13 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
     h, w, s = np.abs(f64(hidden)), np.abs(f64(unembedding)), f64(scale)
     extra = 0.0 if bias is None else np.abs(f64(bias)).max()
     zabs = (h @ w.T).max(axis=1) + extra
-    wide = case.chunk == "tpu" or case.vocab == 32000
+    wide = case.on_tpu or case.vocab == 32000
     zerr = (4 if wide else 2) * EPS * (zabs + (case.softcap or 0.0))
     z = oracle.logits(hidden, unembedding, bias, case.softcap)
     p, want = oracle.probabilities(z, scale), oracle.statistics(hidden, unembedding, targets, scale, bias, case.softcap)
     top = np.abs(s * want["max_logit"]) + np.abs(want["log_normalizer"])
     # The TPU kernels also round s·log₂e and log_normalizer·log₂e.
-    rel = 2 * s * zerr + EPS * (4 + top) * (2 if case.chunk == "tpu" else 1)
+    rel = 2 * s * zerr + EPS * (4 + top) * (2 if case.on_tpu else 1)
     centred = np.abs(z - want["expected_logit"][:, None])
     spread = (p * centred).sum(axis=1)
     below = want["max_logit"] - want["expected_logit"]
@@ -484,6 +505,22 @@ def test_leading_dimensions():
     assert_within(single.log_normalizer, flat.log_normalizer[0], 8 * EPS * (1 + abs(float(flat.log_normalizer[0]))))
 
 
+@pytest.mark.parametrize("name", [interpreted.NAME, interpreted.APART])
+def test_gradients_are_the_same_bits_again(name):
+    """Two cores, and sums of several blocks of tokens and of the vocabulary."""
+    rng = np.random.default_rng(5)
+    hidden, unembedding = (rng.normal(size=(n, 128)).astype(np.float32) for n in (260, 700))
+    targets = rng.integers(0, 700, 260).astype(np.int32)
+
+    def loss(hidden, unembedding):
+        stats = vocab_stats(hidden, unembedding, targets, softcap=5.0, implementation=name)
+        return jnp.sum(stats.log_normalizer - 0.9 * stats.target_logit - 0.1 * stats.mean_logit)
+
+    run = jax.jit(jax.grad(loss, (0, 1)))
+    for first, second in zip(run(hidden, unembedding), run(hidden, unembedding), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
 def test_jit_equals_eager_and_compiles_once():
     _, (hidden, unembedding, bias, scale, targets) = small()
     traces = []
@@ -534,6 +571,8 @@ def test_a_subset_of_the_statistics_has_the_same_values():
         ({"where": np.ones(5, np.int32)}, "where: expected booleans"),
         ({"softcap": 0.0}, "softcap"),
         ({"chunk_size": 0}, "chunk_size"),
+        ({"filter_threshold": -1e-3}, "filter_threshold: expected a number of at least 0 or None, got -0.001"),
+        ({"filter_threshold": np.nan}, "filter_threshold: expected a number of at least 0 or None, got nan"),
         ({"implementation": "fastest"}, "implementation: expected one of"),
         ({"implementation": "reference", "chunk_size": 4}, "takes no chunk_size"),
         ({"statistics": ["logits"]}, "statistics: unknown"),

@@ -3,14 +3,18 @@
 import math
 import re
 
+import interpreted
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from calibjax.kernels import cross_entropy, linear_cross_entropy, vocab_stats
 
 N, D, V, CHUNK, BLOCK = 96, 16, 1500, 256, 40  # a ragged chunk of 220 columns, a ragged block of 16 tokens
+tpu = interpreted.tpu
+
 WHOLE = ("log_normalizer", "target_logit", "mean_logit", "max_logit", "argmax", "expected_logit")
 SMOOTHING = ("log_normalizer", "target_logit", "mean_logit")
 
@@ -133,6 +137,68 @@ def test_products_of_a_scalar_loss(argnums, softcap, count, reduction, monkeypat
     monkeypatch.setattr(cross_entropy, "choose_block_size", lambda *_: BLOCK)
     _, targets = arrays()
     assert_products(scalar_loss(targets, chunk_size=CHUNK, softcap=softcap, reduction=reduction), argnums, count)
+
+
+WIDTH = 128
+BLOCKS_OF = {
+    "statistics": "statistics",
+    "statistics_rows": "rows",
+    "d_hidden": "rows",
+    "d_unembedding": "unembedding",
+    "d_hidden_d_unembedding": "fused",
+}
+
+
+def products_of_a_block(jaxpr, block):
+    """Products of tokens x D x columns in a kernel's program for one block of its grid, or of the loop in it."""
+
+    def multiply_adds(jaxpr):
+        total = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                contracted = eqn.params["dimension_numbers"][0][0]
+                total += eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+            elif eqn.primitive.name == "cond":
+                total += max(multiply_adds(branch.jaxpr) for branch in eqn.params["branches"])
+            else:
+                assert eqn.primitive.name != "scan"
+                total += sum(multiply_adds(inner) for inner in jaxprs_in_params(eqn.params))
+        return total
+
+    return multiply_adds(jaxpr) / (block.tokens * WIDTH * block.columns)
+
+
+@pytest.mark.parametrize(
+    ("argnums", "names", "softcap", "expected"),
+    [
+        ((3,), SMOOTHING, None, {"statistics": 1}),
+        ((0,), SMOOTHING, None, {"statistics_rows": 2}),
+        ((0,), SMOOTHING, 5.0, {"statistics": 1, "d_hidden": 2}),
+        ((1,), SMOOTHING, None, {"statistics": 1, "d_unembedding": 2}),
+        ((0, 1), SMOOTHING, None, {"statistics_rows": 2, "d_unembedding": 2}),
+        ((0, 1), SMOOTHING, 5.0, {"statistics": 1, "d_hidden_d_unembedding": 3}),
+    ],
+    ids=str,
+)
+def test_products_of_the_tpu_kernels(argnums, names, softcap, expected, tpu):
+    rng = np.random.default_rng(0)
+    hidden, unembedding = (rng.normal(size=(n, WIDTH)).astype(np.float32) for n in (256, 1024))
+    inputs = hidden, unembedding, np.zeros(1024, np.float32), np.ones(256, np.float32)
+    loss = statistics_loss(np.zeros(256, np.int32), names, softcap=softcap, implementation=tpu)
+    found = {}
+
+    def collect(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                name = eqn.params["name"].removeprefix("calibjax_")
+                found[name] = products_of_a_block(eqn.params["jaxpr"], interpreted.SMALL[BLOCKS_OF[name]][0])
+            else:
+                for inner in jaxprs_in_params(eqn.params):
+                    collect(inner)
+
+    collect(jax.make_jaxpr(jax.value_and_grad(loss, argnums))(*inputs).jaxpr)
+    print(found)
+    assert found == expected
 
 
 def test_the_count_sees_the_products_of_a_dense_program():

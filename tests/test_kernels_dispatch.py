@@ -125,5 +125,30 @@ def test_explain_counts_products(statistics):
     assert tuple(line[-5:] for line in lines) == PRODUCTS[statistics]
     saved = explain(HIDDEN, UNEMBEDDING, TARGETS, statistics=statistics, save_logits=True)
     assert saved.endswith("hidden and unembedding  1 + 2")
+    assert "saved logits, where the backward pass needs them: 0 MiB" in saved
     dense = explain(HIDDEN, UNEMBEDDING, TARGETS, statistics=statistics, implementation="reference")
     assert dense.endswith("hidden and unembedding  1 + 2")
+
+
+V6E, V5P = "TPU v6 lite", "TPU v5"
+# The line of hidden and unembedding. dh comes first; under a soft-cap with dW, unless a filter or two cores a device
+# give each a kernel of its own.
+ON_TPU = [
+    (V6E, "mean_logit", {}, "2 + 2"),
+    (V6E, "mean_logit", {"softcap": 30.0}, "1 + 3"),
+    (V6E, "mean_logit", {"softcap": 30.0, "filter_threshold": 0.0}, "1 + 3"),
+    (V5P, "mean_logit", {"softcap": 30.0}, "1 + 4"),
+    (V6E, "mean_logit", {"save_logits": True}, "1 + 2"),
+    (V6E, "mean_logit", {"softcap": 30.0, "save_logits": True}, "1 + 2"),
+    (V6E, "mean_logit", {"filter_threshold": 1e-4}, "2 + 2 (1 of them only where p reaches filter_threshold)"),
+    (V6E, "expected_logit", {"filter_threshold": 1e-4}, "1 + 4 (2 of them only where p reaches filter_threshold)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "options", "products"), ON_TPU, ids=str)
+def test_explain_counts_products_on_tpu(kind, name, options, products):
+    device = type(make_mesh().abstract_mesh.abstract_device)(kind, 1, platform="tpu")
+    split = VocabSharding(AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), abstract_device=device))
+    text = explain(HIDDEN, UNEMBEDDING, TARGETS, statistics=["log_normalizer", name], sharding=split, **options)
+    assert "pallas_tpu  chosen" in text
+    assert text.endswith(f"hidden and unembedding  {products}"), text

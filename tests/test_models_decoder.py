@@ -230,6 +230,7 @@ def test_bad_configurations():
     for changes, message in (
         ({"logit_softcap": -1.0}, "logit_softcap"),
         ({"attention_softcap": 0.0}, "attention_softcap"),
+        ({"logit_divisor": 0.0}, "logit_divisor"),
         ({"local_layers": (True,)}, "local_layers: expected 3 values, got 1"),
         ({"window": 0}, "window: expected None or at least 1"),
         ({"local_rope": Rope(fraction=0.5)}, "as many channels as rope"),

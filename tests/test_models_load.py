@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 
@@ -11,7 +12,9 @@ from parity import GPT2_JSON, LLAMA3_ROPE, LLAMA_JSON
 from safetensors.numpy import save_file
 
 from calibjax._checks import UserError
-from calibjax.models import LanguageModel, config_from_hf, load_model
+from calibjax.layers import Rope
+from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, fingerprint, load_model
+from calibjax.models.shapes import SHAPES
 
 
 def llama_tensors():
@@ -93,6 +96,19 @@ def test_fingerprint_changes_with_one_weight_and_with_the_configuration(tmp_path
     assert load_model(write_config(tmp_path, rope_theta=10001.0)).fingerprint != first
     tensors["model.norm.weight"][3] += 1e-6
     assert load_model(write_model(tmp_path, tensors)).fingerprint != first
+
+
+def test_fingerprint_outlives_new_options():
+    """A field added later, at its default, leaves it; every field that is not at its default counts."""
+    config = dataclasses.replace(SHAPES["gemma-3-1b"], num_layers=2, local_layers=(True, False))
+    later = dataclasses.make_dataclass(
+        "Later", [("new", float, 1.0)], bases=(DecoderConfig,), frozen=True, kw_only=True
+    )
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    assert fingerprint(later(**fields), []) == fingerprint(config, [])
+    changes = ({"new": 2.0}, {"rope": Rope()}, {"local_rope": None}, {"local_rope": Rope(theta=5.0)}, {"window": 5})
+    changed = {fingerprint(later(**fields | change), []) for change in (*changes, {"qkv_bias": True})}
+    assert len(changed | {fingerprint(config, [])}) == 7
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float64], ids=["fp16", "bf16", "fp64"])

@@ -19,6 +19,10 @@ SHARED = ("--seq-len", "13", "--full-windows", "--batch-size", "6", "--epochs", 
 OPTIONS = {
     "ats": [*SHARED, "--loss", "auto", "--alpha", "0.1", "--head", "linear", "--learning-rate", "0.01"],
     "sft": [*SHARED, "--learning-rate", "0.01", "--mesh", "data=1"],
+    "lhts": [
+        *(*SHARED, "--learning-rate", "0.01", "--mesh", "data=1", "--temperatures", "0.9", "0.5", "--samples", "0.5"),
+        *("--no-partition", "--texts", "6", "--text-prompt", "2", "--myopic", "1"),
+    ],
 }
 
 
@@ -106,22 +110,28 @@ def test_killed(tmp_path):
     assert_same(run, whole, ["joint", "cross-entropy", "selective-0.1"])
 
 
+TUNED = {
+    "sft": ("fit", ("model/model.safetensors", "metrics.json")),
+    "lhts": ("fit/lhts", ("models/lhts-T0.9/model.safetensors", "models/lhts-T0.5/model.safetensors", "metrics.json")),
+}
+
+
 @pytest.mark.slow
-def test_killed_while_fine_tuning(tmp_path):
+@pytest.mark.parametrize("command", TUNED)
+def test_killed_while_fine_tuning(tmp_path, command):
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=180, words=16)
-    whole, run = Run(tmp_path, tmp_path / "whole", "sft"), Run(tmp_path, tmp_path / "killed", "sft")
+    whole, run = Run(tmp_path, tmp_path / "whole", command), Run(tmp_path, tmp_path / "killed", command)
     whole.finish()
-    log = run.out / "fit" / "train.jsonl"
+    fit, files = TUNED[command]
+    log = run.out / fit / "train.jsonl"
     run.kill_when(lambda: lines_in(log) >= 3)
     checkpoints = {entry.name for entry in (log.parent / "checkpoints").iterdir()}
     print(f"killed with {lines_in(log)} lines logged and checkpoints {sorted(checkpoints)}")
     run.finish()
-    for file in ("model/model.safetensors", "metrics.json"):
+    for file in files:
         assert (run.out / file).read_bytes() == (whole.out / file).read_bytes(), file
-    rows = [
-        [json.loads(line) for line in (r.out / "fit" / "train.jsonl").read_text().splitlines()] for r in (run, whole)
-    ]
+    rows = [[json.loads(line) for line in (r.out / fit / "train.jsonl").read_text().splitlines()] for r in (run, whole)]
     for row in (*rows[0], *rows[1]):
         row.pop("tokens_per_second", None)
     assert rows[0] == rows[1]

@@ -167,7 +167,7 @@ def test_meshes_give_the_losses_of_one_device(tmp_path, lora_rank):
 
 def test_interrupted_at_any_step_it_ends_the_same(tmp_path, monkeypatch):
     whole = fit(tmp_path / "whole", epochs=4, checkpoint_every=2)
-    from calibjax.train import sft
+    from calibjax.train import tuning
 
     class Killed(Exception):
         pass
@@ -184,7 +184,7 @@ def test_interrupted_at_any_step_it_ends_the_same(tmp_path, monkeypatch):
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(sft, "make_train_step", killing)
+        patch.setattr(tuning, "make_train_step", killing)
         with pytest.raises(Killed):
             fit(tmp_path / "killed", epochs=4, checkpoint_every=2)
     again = fit(tmp_path / "killed", epochs=4, checkpoint_every=2)

@@ -78,11 +78,13 @@ def vocab_stats(
         chunk_size: columns at a time in "chunked"; None chooses by memory (`chunked.choose_chunk_size`).
         precision: of the products, as in `jax.lax.dot_general`; None means full float32 for float32 inputs.
         filter_threshold: in the backward pass, leave out blocks of tokens and vocabulary in which every p_v is below
-            this: their part p_v W_v of dh and p_v h of dW. What one-hots and `mean_logit` add stays exact, unless a
-            soft-cap ties `mean_logit` to the blocks: then its part of such a block, g (1 − (z/cap)²)/V, is left out
-            too, an approximation. None leaves out nothing.
-        save_logits: keep the float32 logits [N, V] from the forward for the backward pass, which saves one product of
-            four where hidden and unembedding are both differentiated.
+            this, a number of at least 0: their part p_v W_v of dh and p_v h of dW, and with it that product, not the
+            logits. What one-hots and `mean_logit` add stays exact, unless a soft-cap ties `mean_logit` to the blocks:
+            then its part of such a block, g (1 − (z/cap)²)/V, is left out too, an approximation. The blocks are the
+            implementation's ("chunked": 128 tokens by at most 512 columns; "pallas_tpu": those of its kernels, 1,024
+            by 512 where memory allows); dh that comes out of the forward pass is exact. None or 0 leaves out nothing.
+        save_logits: keep the float32 logits [N, V] from the forward for the backward pass, where that would compute
+            them anew: three products in all where hidden and unembedding are both differentiated.
         sharding: the mesh axes over which tokens and vocabulary are split: each device computes with the rows of the
             unembedding that it holds, and what they find is merged (`calibjax.kernels.sharded`). None leaves to XLA
             what to do with sharded arrays: right, but W may be gathered.
@@ -118,7 +120,7 @@ def vocab_stats(
         sharding=sharding,
     )
     call = call._replace(
-        implementation=_over_mesh(IMPLEMENTATIONS[choose(implementation, call, model, sharding)], sharding)
+        implementation=over_mesh(IMPLEMENTATIONS[choose(implementation, call, model, sharding)], sharding)
     )
 
     shape, vocab_size = hidden.shape[:-1], unembedding.shape[0]
@@ -177,7 +179,8 @@ def plan(
     Looks at shapes and dtypes only. With `sharding` the tokens are padded to divide into their shards.
     """
     bias, where = (x if x is None or hasattr(x, "dtype") else jnp.asarray(x) for x in (bias, where))
-    _check_shapes(hidden, unembedding, targets, bias, where, softcap, chunk_size)
+    _check_shapes(hidden, unembedding, targets, bias, where)
+    _check_options(softcap, chunk_size, filter_threshold)
     wanted = _wanted(statistics, targets)
     dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
     if precision is None and dtype == jnp.float32:
@@ -217,7 +220,8 @@ def _pad(x: Array | None, length: int, value: int = 0) -> Any:
     return jnp.pad(x, ((0, length - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=value)
 
 
-def _over_mesh(implementation: Implementation | None, sharding: VocabSharding | None) -> Implementation | None:
+def over_mesh(implementation: Implementation | None, sharding: VocabSharding | None) -> Implementation | None:
+    """The implementation that runs with `sharding`: itself on every device's part; None is the dense formula."""
     if implementation is None or sharding is None:
         return implementation
     return sharded.implementation(implementation, sharding)
@@ -225,7 +229,7 @@ def _over_mesh(implementation: Implementation | None, sharding: VocabSharding | 
 
 def check(name: str, call: Call, model: Model, sharding: VocabSharding | None) -> str:
     """What the implementation says of this call; raises NotImplementedError where it cannot run it here."""
-    implementation = _over_mesh(IMPLEMENTATIONS[name], sharding)
+    implementation = over_mesh(IMPLEMENTATIONS[name], sharding)
     if implementation is None:
         return reference.check(call, sharding is not None)
     return implementation.check(call, model, platform(None if sharding is None else sharding.mesh))
@@ -257,7 +261,7 @@ def _wanted(statistics: Sequence[str] | None, targets: Array | None) -> frozense
     return frozenset(names) - (of_targets if targets is None else set())
 
 
-def _check_shapes(hidden, unembedding, targets, bias, where, softcap, chunk_size) -> None:
+def _check_shapes(hidden, unembedding, targets, bias, where) -> None:
     for name, array in (("hidden", hidden), ("unembedding", unembedding)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name}: expected a floating-point array, got {array.dtype}.")
@@ -276,7 +280,12 @@ def _check_shapes(hidden, unembedding, targets, bias, where, softcap, chunk_size
         raise ValueError(f"bias: expected shape ({unembedding.shape[0]},), got {bias.shape}.")
     if where is not None and where.dtype != bool:
         raise ValueError(f"where: expected booleans, got {where.dtype}.")
+
+
+def _check_options(softcap: float | None, chunk_size: int | None, filter_threshold: float | None) -> None:
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected a number above 0 or None, got {softcap}.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1 or None, got {chunk_size}.")
+    if filter_threshold is not None and not filter_threshold >= 0:
+        raise ValueError(f"filter_threshold: expected a number of at least 0 or None, got {filter_threshold}.")

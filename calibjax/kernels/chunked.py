@@ -235,7 +235,8 @@ def _accumulate(
 
         if not call.filter_threshold:
             return add(carry)
-        return jax.lax.cond(jnp.max(p) >= call.filter_threshold, add, lambda carry: carry, carry)
+        # NaN is not below it, and is never left out.
+        return jax.lax.cond(jnp.any(~(p < call.filter_threshold)), add, lambda carry: carry, carry)
 
     carry = into or Gradients(
         unembedding=jnp.zeros(unembedding.shape, unembedding.dtype) if "unembedding" in wanted else None,

@@ -69,6 +69,11 @@ def explain(
         return "\n".join([*lines, "none that was asked for can run: vocab_stats raises NotImplementedError"])
     lines.append("statistics, beyond the one product:")
     lines += [f"  {name:<15} {_cost(name, call)}" for name in STATISTICS if name in wanted]
+    if call.save_logits:
+        size = 4 * tokens * vocab_size / 2**20
+        lines.append(f"saved logits, where the backward pass needs them: {size:.0f} MiB over all devices")
+    ran = api.over_mesh(api.IMPLEMENTATIONS[chosen], sharding)
+    shared = ran is not None and ran.shares_logits(call, model, where)
     lines.append("products N·D·V, forward + backward, by what is differentiated:")
     for what, of_hidden, of_unembedding in (
         ("nothing, scale", False, False),
@@ -76,8 +81,9 @@ def explain(
         ("unembedding", False, True),
         ("hidden and unembedding", True, True),
     ):
-        forward, backward = _products(call, api.IMPLEMENTATIONS[chosen], of_hidden, of_unembedding)
-        lines.append(f"  {what:<23} {forward} + {backward}")
+        forward, backward, filtered = _products(call, ran, shared, of_hidden, of_unembedding)
+        note = f" ({filtered} of them only where p reaches filter_threshold)" if filtered else ""
+        lines.append(f"  {what:<23} {forward} + {backward}{note}")
     return "\n".join(lines)
 
 
@@ -90,13 +96,13 @@ def _cost(name: str, call: Call) -> str:
 
 
 def _products(
-    call: Call, implementation: Implementation | None, of_hidden: bool, of_unembedding: bool
-) -> tuple[int, int]:
-    """Products N·D·V of the forward and the backward pass; see `operator`."""
+    call: Call, implementation: Implementation | None, shared: bool, of_hidden: bool, of_unembedding: bool
+) -> tuple[int, int, int]:
+    """Products N·D·V of the forward and the backward pass, and those of the latter with a filter; see `operator`."""
     if implementation is None:
-        return 1, of_hidden + of_unembedding
+        return 1, of_hidden + of_unembedding, 0
     rows = of_hidden and operator.takes_rows(call, implementation, alone=not of_unembedding)
     gradients = (of_hidden and not rows) + of_unembedding
-    # With `rows_first` each gradient is a pass of its own; else one pass computes the logits anew for both.
-    again = gradients if implementation.rows_first else min(gradients, 1)
-    return 1 + rows, gradients + (0 if call.save_logits else again)
+    # One pass computes the logits anew for both, or each gradient has a pass of its own.
+    again = min(gradients, 1) if shared else gradients
+    return 1 + rows, gradients + (0 if call.save_logits else again), gradients if call.filter_threshold else 0

@@ -14,7 +14,10 @@ soft-cap). For cotangents g of the statistics,
 | hidden (and scale), W and b frozen | 2 + 0: Σ_v p_v c_v W_v comes out of the forward pass by an online softmax |
 | the same, with `expected_logit`, or with `mean_logit` under a soft-cap | 1 + 2: the rows have a second weight |
 | unembedding or bias alone | 1 + 2 |
-| hidden and unembedding | 1 + 3, or 1 + 2 with `save_logits` |
+| hidden and unembedding | 1 + 3, or 1 + 2 with `save_logits`; 1 + 4 without `Implementation.shares_logits` |
+
+With `filter_threshold` those of the backward pass that follow the logits, one for each gradient, are taken only where
+some p reaches it.
 """
 
 import functools
@@ -33,6 +36,10 @@ def _runs_anywhere(call: "Call", model: "Model", platform: Platform) -> str:
     return ""
 
 
+def _shares_always(call: "Call", model: "Model", platform: Platform) -> bool:
+    return True
+
+
 class Implementation(NamedTuple):
     """Two passes over the vocabulary.
 
@@ -45,14 +52,17 @@ class Implementation(NamedTuple):
         check: `(call, model, platform) -> str`: what a line of `explain` says of how the call would run (block sizes,
             say). Raises NotImplementedError with the reason where it cannot run there. Only shapes and dtypes of
             `model` are looked at (its arrays may be `jax.ShapeDtypeStruct`), and what is static in `call`.
-        rows_first: where hidden and unembedding are both differentiated, take the gradient in hidden out of the forward
-            pass too, and leave only the unembedding to the backward pass.
+        rows_first: where hidden and unembedding are both differentiated and no logits are saved, take the gradient in
+            hidden out of the forward pass too, and leave only the unembedding to the backward pass.
+        shares_logits: `(call, model, platform) -> bool`: where both gradients are left to the backward pass, whether it
+            computes the logits anew once for both; for `explain`. Looks at what `check` looks at.
     """
 
     forward: Callable[..., tuple[Moments, Any]]
     backward: Callable[..., "Gradients"]
     check: Callable[["Call", "Model", Platform], str] = _runs_anywhere
     rows_first: bool = False
+    shares_logits: Callable[["Call", "Model", Platform], bool] = _shares_always
 
 
 class Model(NamedTuple):
@@ -195,9 +205,12 @@ _NEEDED = {
 
 
 def takes_rows(call: Call, implementation: Implementation, alone: bool) -> bool:
-    """Whether the gradient in hidden comes out of the forward pass; `alone`: unembedding and bias are frozen."""
+    """Whether the gradient in hidden comes out of the forward pass; `alone`: unembedding and bias are frozen.
+
+    With saved logits one product does as well in the backward pass, and each product has its kernel.
+    """
     second_weight = "expected_logit" in call.wanted or (call.softcap is not None and "mean_logit" in call.wanted)
-    return (implementation.rows_first or alone) and not second_weight
+    return (alone or (implementation.rows_first and not call.save_logits)) and not second_weight
 
 
 def _finish(total: Moments, scale: Array, vocab_size: int, valid: Array | None) -> Outputs:

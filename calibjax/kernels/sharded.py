@@ -124,25 +124,39 @@ def implementation(inner: Implementation, sharding: VocabSharding) -> Implementa
         backward=functools.partial(_backward, inner, sharding),
         check=functools.partial(_check, inner, sharding),
         rows_first=inner.rows_first,
+        shares_logits=functools.partial(_shares_logits, inner, sharding),
     )
 
 
 def _check(inner: Implementation, sharding: VocabSharding, call: Call, model: Model, platform: Platform) -> str:
     """Whether `inner` can run the parts that a device takes; what it says of the main one."""
+    main, *rest = _parts(sharding, model)
+    for part in rest:
+        inner.check(call, part, platform)
+    return inner.check(call, main, platform)
+
+
+def _shares_logits(
+    inner: Implementation, sharding: VocabSharding, call: Call, model: Model, platform: Platform
+) -> bool:
+    return inner.shares_logits(call, _parts(sharding, model)[0], platform)
+
+
+def _parts(sharding: VocabSharding, model: Model) -> list[Model]:
+    """Shapes of the parts of the vocabulary that a device takes: the main one, and what does not divide, if any."""
     tokens = -(-model.hidden.shape[0] // sharding.count(sharding.tokens))
     (vocab_size, width), dtype = model.unembedding.shape, model.unembedding.dtype
     share, rest = divmod(vocab_size, sharding.count(sharding.vocab))
 
-    def notes(rows: int) -> str:
+    def part(rows: int) -> Model:
         shapes = ((tokens, width), (rows, width), (rows,), (tokens,))
         local: Any = (
             None if x is None else jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in zip(model, shapes, strict=True)
         )
-        return inner.check(call, Model(*local), platform)
+        return Model(*local)
 
-    if rest:
-        notes(rest)
-    return notes(_piece_rows(share, width * dtype.itemsize) if sharding.width else share)
+    main = _piece_rows(share, width * dtype.itemsize) if sharding.width else share
+    return [part(rows) for rows in (main, rest) if rows]
 
 
 _Tail = tuple[Array, Array | None]  # the last rows of W and of the bias

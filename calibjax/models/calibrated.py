@@ -23,12 +23,17 @@ class TokenConfidence(NamedTuple):
     temperature: Float[Array, "B T"]
 
 
-def _inputs(lm: LanguageModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:
+def check_base(lm: LanguageModel, head: FittedHead) -> None:
+    """Raises `UserError` where the head was not fitted on this model."""
     if head.fingerprint != lm.fingerprint:
         raise UserError(
             f"the head was fitted on another base model (fingerprint {head.fingerprint[:12]}..., this one has "
             f"{lm.fingerprint[:12]}...)."
         )
+
+
+def _inputs(lm: LanguageModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:
+    check_base(lm, head)
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2:
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")

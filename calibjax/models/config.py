@@ -21,6 +21,7 @@ class DecoderConfig(BlockConfig):
       tie_embeddings: Whether the unembedding is the embedding.
       unembedding_bias: Whether a bias is added to the logits.
       logit_softcap: `c` in `c * tanh(logits / c)`, or `None`.
+      logit_divisor: What logits are divided by before bias and soft-cap, or `None`.
       embedding_scale: Factor on the embeddings, rounded to the compute dtype; or `None`.
       local_layers: For each layer, whether it is local; empty where none is.
       window: How many tokens, itself included, a token of a local layer sees; `None`: all before it.
@@ -37,6 +38,7 @@ class DecoderConfig(BlockConfig):
     tie_embeddings: bool = False
     unembedding_bias: bool = False
     logit_softcap: float | None = None
+    logit_divisor: float | None = None
     embedding_scale: float | None = None
     local_layers: tuple[bool, ...] = ()
     window: int | None = None
@@ -49,6 +51,8 @@ class DecoderConfig(BlockConfig):
                 raise UserError(f"{name}: expected at least 1, got {getattr(self, name)}.")
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise UserError(f"logit_softcap: expected None or a positive number, got {self.logit_softcap}.")
+        if self.logit_divisor is not None and not self.logit_divisor > 0:
+            raise UserError(f"logit_divisor: expected None or a positive number, got {self.logit_divisor}.")
         if self.local_layers and len(self.local_layers) != self.num_layers:
             raise UserError(f"local_layers: expected {self.num_layers} values, got {len(self.local_layers)}.")
         if self.window is not None and self.window < 1:

@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from calibjax._checks import UserError
-from calibjax.layers import Block, SequenceContext, make_norm, segment_positions, sequence_context
+from calibjax.cache import Cache, fill, reserve
+from calibjax.layers import Block, KeysValues, SequenceContext, make_norm, segment_positions, sequence_context
 from calibjax.models.config import DecoderConfig
 from calibjax.models.lora import LoraConfig, adapters_of
 from calibjax.sharding import constrain_batch, lookup
@@ -40,6 +41,9 @@ class Decoder(nn.Module):
       dtype: Compute dtype.
       param_dtype: Dtype of the parameters it creates.
       remat: What the backward pass computes anew; see `hidden_states`.
+
+    Called on tokens with their segment ids and positions, it returns hidden states as `hidden_states` does; with a
+    cache, in which `reserve` has given the tokens their columns, also their keys and values in all layers.
     """
 
     config: DecoderConfig
@@ -54,19 +58,26 @@ class Decoder(nn.Module):
         segment_ids: Int[Array, "B T"] | None,
         positions: Int[Array, "#B T"],
         layers: Layers = "last",
+        cache: Cache | None = None,
+        condition: Float[Array, "B D"] | None = None,
         edit: Float[Array, "L D"] | None = None,
-    ) -> Float[Array, "*L B T D"]:
+    ) -> Any:
         cfg = self.config
         hidden = self._lookup("embedding", cfg.vocab_size, tokens)
+        if condition is not None:
+            hidden = hidden + condition[:, None, :].astype(self.dtype)
         if cfg.positions == "learned":
             hidden = hidden + self._lookup("position_embedding", cfg.max_positions, positions)
         if cfg.embedding_scale is not None:
             hidden = hidden * jnp.asarray(cfg.embedding_scale, self.dtype)
 
         def step(
-            block: Block, hidden: Array, layer: tuple[Array, Array | None], contexts: _Contexts
-        ) -> tuple[Array, Array | None]:
-            local, added = layer
+            block: Block, hidden: Array, layer: tuple[Array, Array | None, KeysValues | None], contexts: _Contexts
+        ):
+            local, added, past = layer
+            if past is not None:
+                hidden, new = block(hidden, _choose(local, contexts), past)
+                return constrain_batch(hidden), new
             hidden = constrain_batch(block(hidden, _choose(local, contexts)))
             if added is not None:
                 hidden = hidden + added.astype(hidden.dtype)[None, None, :]
@@ -82,15 +93,19 @@ class Decoder(nn.Module):
             length=cfg.num_layers,
         )
         local = jnp.asarray(cfg.local_layers or (False,) * cfg.num_layers)
-        contexts = _layer_contexts(cfg, positions, segment_ids)
+        contexts = _layer_contexts(cfg, positions, segment_ids, None if cache is None else cache.length)
         hidden = constrain_batch(hidden)
-        last, outputs = scan(Block(cfg, self.dtype, self.param_dtype, name="layers"), hidden, (local, edit), contexts)
+        past = None if cache is None else (cache.keys, cache.values)
+        scanned = (local, edit, past)
+        last, outputs = scan(Block(cfg, self.dtype, self.param_dtype, name="layers"), hidden, scanned, contexts)
         last = make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last)
         if not cfg.tie_embeddings:
             # Not used here: declared so that one initialisation makes the whole tree.
             self.param("unembedding", nn.initializers.normal(0.02), (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
         if cfg.unembedding_bias:
             self.param("unembedding_bias", nn.initializers.zeros, (cfg.vocab_size,), self.param_dtype)
+        if cache is not None:
+            return last, outputs
         if outputs is None:
             return last
         if layers == "residual":
@@ -114,6 +129,7 @@ def hidden_states(
     dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
     lora: LoraConfig | None = None,
+    condition: Float[Array, "B D"] | None = None,
     edit: Float[Array, "L D"] | None = None,
 ) -> Float[Array, "*L B T D"]:
     """Runs the decoder on tokens, up to the final norm; no logits are formed.
@@ -132,6 +148,7 @@ def hidden_states(
       remat: What of a block the backward pass computes anew: `"none"`; `"dots"`: all but its matrix products;
         `"full"`: the whole block, of which only the input is kept.
       lora: Low-rank adapters that `params` holds beside the kernels; see `init_adapters`.
+      condition: Added to the embeddings of a row's tokens, `[B, D]`; the same as adding it to the table's rows.
       edit: Added to the residual stream after each block, at every token, `[L, D]`; zeros change nothing. `None`: the
         same, at no cost.
 
@@ -150,8 +167,42 @@ def hidden_states(
         else:
             positions = segment_positions(segment_ids)
     with _matmul_precision(dtype):
-        hidden = module.apply({"params": params}, tokens, segment_ids, positions, layers, edit)
+        hidden = module.apply(
+            {"params": params}, tokens, segment_ids, positions, layers, condition=condition, edit=edit
+        )
     return cast(Array, hidden)
+
+
+def extend(
+    config: DecoderConfig,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    cache: Cache,
+    *,
+    segment_ids: Int[Array, "B T"],
+    dtype: DTypeLike = jnp.float32,
+) -> tuple[Float[Array, "B T D"], Cache]:
+    """Runs the decoder on the tokens that follow those in a cache: the same numbers as from all of them at once.
+
+    The same blocks as `hidden_states`' run, on keys and values of all S columns; columns not reached yet are masked.
+
+    Args:
+      config: What the decoder is; static under `jax.jit`.
+      params: Its parameters.
+      tokens: Token ids in `[0, V)`, `[B, T]`.
+      cache: Of the tokens before, with room for T more; `calibjax.cache.empty_cache` makes the first.
+      segment_ids: Which sequence of its row each token continues or begins, `[B, T]`; 0 is padding.
+      dtype: Compute dtype; that of the cache.
+
+    Returns:
+      Hidden states after the final norm, `[B, T, D]`, and the cache with these tokens.
+    """
+    cache, positions = reserve(cache, segment_ids)
+    with _matmul_precision(dtype):
+        module = Decoder(config, dtype)
+        out: Any = module.apply({"params": params}, tokens, cache.segment_ids, positions, cache=cache)
+    hidden, new = out
+    return hidden, fill(cache, new)
 
 
 def final_norm(
@@ -163,8 +214,12 @@ def final_norm(
 
 
 def unembedding(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
-    """Returns the matrix whose rows are scored against hidden states: the embedding itself where they are tied."""
-    return params["embedding"] if config.tie_embeddings else params["unembedding"]
+    """Returns the matrix whose rows are scored against hidden states: the embedding itself where they are tied.
+
+    Divided by `logit_divisor` where the model has one, so that whoever scores with it need not know.
+    """
+    matrix = params["embedding"] if config.tie_embeddings else params["unembedding"]
+    return matrix if config.logit_divisor is None else matrix / jnp.asarray(config.logit_divisor, matrix.dtype)
 
 
 def unembedding_bias(params: Params) -> Float[Array, " V"] | None:
@@ -247,18 +302,22 @@ def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> di
     return jax.eval_shape(lambda key: init_params(config, key, dtype), jax.random.key(0))
 
 
-def _layer_contexts(config: DecoderConfig, positions: Array, segment_ids: Array | None) -> _Contexts:
+def _layer_contexts(
+    config: DecoderConfig, positions: Array, segment_ids: Array | None, start: Array | None
+) -> _Contexts:
     """One context where all layers are of a kind, else that of the global layers and that of the local ones."""
     if not any(config.local_layers):
-        return (sequence_context(config, positions, segment_ids),)
-    length = positions.shape[1]
+        return (sequence_context(config, positions, segment_ids, start=start),)
+    length = positions.shape[1] if start is None or segment_ids is None else segment_ids.shape[1]
     window = config.window if config.window is not None and config.window < length else None
     rope = config.rope if config.local_rope is None else config.local_rope
-    local = sequence_context(dataclasses.replace(config, rope=rope), positions, segment_ids, window=window)
+    local = sequence_context(dataclasses.replace(config, rope=rope), positions, segment_ids, window=window, start=start)
     if all(config.local_layers):
         return (local,)
     # A window of all tokens is none; but a mask in one context needs one in the other.
-    everything = sequence_context(config, positions, segment_ids, window=None if window is None else length)
+    everything = sequence_context(
+        config, positions, segment_ids, window=None if window is None else length, start=start
+    )
     return everything, local
 
 

@@ -20,7 +20,9 @@ from calibjax.models.rules import Layout, Rule
 
 _SHARD_BYTES = 5 * 10**9
 _COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-_WEIGHT_FILES = "*.safetensors.index.json"
+DESCRIPTION = "calibjax.json"
+"""What `checkpoint.save_checkpoint` says of its directory."""
+_NOT_COPIED = ("*.safetensors.index.json", DESCRIPTION)
 
 
 def save_model(
@@ -56,11 +58,7 @@ def save_model(
     fresh = directory.with_name(directory.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    for file in {file for pattern in _COPIED for file in source.glob(pattern)} - set(source.glob(_WEIGHT_FILES)):
-        shutil.copy(file, fresh / file.name)
-    written = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    written.pop("torch_dtype", None)  # the name before transformers 5
-    (fresh / "config.json").write_text(json.dumps({**written, "dtype": dtype.name}, indent=2) + "\n", encoding="utf-8")
+    copy_settings(source, fresh, dtype.name)
 
     leaves = dict(dotted_leaves(params))
     files: list[list[tuple[Rule, str, int | None]]] = [[]]
@@ -86,6 +84,16 @@ def save_model(
         (fresh / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(directory, ignore_errors=True)
     fresh.rename(directory)
+
+
+def copy_settings(source: Path, target: Path, dtype: str) -> None:
+    """Copies a model's configuration and tokenizer files; `dtype` is said to be that of the weights."""
+    skipped = {file for pattern in _NOT_COPIED for file in source.glob(pattern)}
+    for file in {file for pattern in _COPIED for file in source.glob(pattern)} - skipped:
+        shutil.copy(file, target / file.name)
+    written = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    written.pop("torch_dtype", None)  # the name before transformers 5
+    (target / "config.json").write_text(json.dumps({**written, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 
 def _tensors(config: DecoderConfig, leaves: Mapping[str, Any]) -> Iterator[tuple[Rule, str, int | None]]:

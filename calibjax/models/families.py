@@ -194,6 +194,18 @@ def _olmo2_config(hf: Any) -> DecoderConfig:
     return common_config(hf, norm_placement="post", qk_norm="projection", **attention_biases(hf))
 
 
+def _granite_config(hf: Any) -> DecoderConfig:
+    return common_config(
+        hf,
+        **attention_biases(hf),
+        mlp_bias=hf.mlp_bias,
+        embedding_scale=float(hf.embedding_multiplier),
+        attention_scale=float(hf.attention_multiplier),
+        residual_scale=float(hf.residual_multiplier),
+        logit_divisor=float(hf.logits_scaling),
+    )
+
+
 def _stablelm_config(hf: Any) -> DecoderConfig:
     refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
     parallel = "one_norm" if hf.use_parallel_residual else None
@@ -339,6 +351,7 @@ FAMILIES: dict[str, Family] = {
         _gemma3_config, "model.", (*_ENDS, *_GEMMA_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_GATE_UP, *_DOWN)
     ),
     "olmo2": Family(_olmo2_config, "model.", (*_ENDS, *_POST_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_GATE_UP, *_DOWN)),
+    "granite": Family(_granite_config, "model.", _LLAMA_RULES),
     "stablelm": Family(_stablelm_config, "model.", _LLAMA_RULES),
     "phi": Family(_phi_config, "model.", _PHI_RULES),
     "phi3": Family(_phi3_config, "model.", _PHI3_RULES),

@@ -18,7 +18,7 @@ def fingerprint(config: DecoderConfig, tensors: Iterable[tuple[str, ArrayLike]])
     It depends on what the model is, and not on how its files are divided or in what order its tensors come.
 
     Args:
-      config: The configuration; hashed as JSON with sorted keys.
+      config: The configuration; what is not at its default is hashed, as JSON with sorted keys.
       tensors: Pairs of name and array, such as `named_tensors` yields, in any order.
 
     Returns:
@@ -37,8 +37,21 @@ def tensor_digest(name: str, tensor: ArrayLike) -> str:
 
 def combine_digests(config: DecoderConfig, digests: Mapping[str, str]) -> str:
     """Returns the fingerprint of a model whose tensors' digests are known; `digests` is keyed by tensor name."""
-    canonical = [dataclasses.asdict(config), sorted(digests.items())]
+    canonical = [distinctive(config), sorted(digests.items())]
     return hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
+
+
+def distinctive(config: Any) -> dict[str, Any]:
+    """Returns the fields of a configuration that are not at their defaults, as JSON has them.
+
+    So that a model is the same after an option was added that it does not use.
+    """
+    given = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            given[field.name] = distinctive(value) if dataclasses.is_dataclass(value) else value
+    return json.loads(json.dumps(given))
 
 
 def named_tensors(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from calibjax._checks import UserError, require_directory
+from calibjax.models.checkpoint import is_checkpoint, read_description, restore_params
 from calibjax.models.config import DecoderConfig
 from calibjax.models.convert import Plan, TensorEntry, plan_tensors
 from calibjax.models.families import FAMILIES, config_from_hf
@@ -36,14 +37,14 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> LanguageModel:
-    """Loads a causal language model from safetensors.
+    """Loads a causal language model from safetensors, or from what `calibjax convert` made of them.
 
     Everything that can be known to be wrong from file names, headers and configuration is reported before a weight
     is read.
 
     Args:
       path: A directory in Hugging Face's layout (`config.json`, `model.safetensors` or its sharded index, tokenizer
-        files), or a model's id on the hub, which is downloaded once.
+        files), a directory that `calibjax convert` wrote, or a model's id on the hub, which is downloaded once.
       dtype: What the weights are cast to and computed in: float32 or bfloat16; the files may hold float16 too.
       mesh: Devices to divide the weights among, by `sharding.RULES`; `None` for the default device.
 
@@ -59,12 +60,28 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
         raise UserError(f"dtype: expected {' or '.join(_DTYPES)}, got {dtype.name}.")
     folder = _find_folder(path)
     config = config_from_hf(folder)
-    plan = plan_tensors(config, _read_headers(_find_weights(folder)))
+    plan = None if is_checkpoint(folder) else plan_tensors(config, _read_headers(_find_weights(folder)))
     tokenizer = _load_tokenizer(folder, native=FAMILIES[config.family].native)
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
-    params, fingerprint = _read_params(config, plan, dtype, mesh)
+    if plan is None:
+        params, fingerprint = restore_params(folder, config, dtype, mesh)
+    else:
+        params, fingerprint = _read_params(config, plan, dtype, mesh)
     return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
+
+
+def stored_dtype(path: str | Path) -> str:
+    """Returns the dtype that holds a model's weights as its files do, where they are all of one: bfloat16 or float16.
+
+    Else `"float32"`. For a checkpoint of ours, that of the files it was made from. Arguments and errors as
+    `load_model`'s.
+    """
+    folder = _find_folder(path)
+    if is_checkpoint(folder):
+        return read_description(folder)["dtype"]
+    kinds = {entry.dtype for entry in _read_headers(_find_weights(folder))}
+    return {"BF16": "bfloat16", "F16": "float16"}.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
 def _find_folder(path: str | Path) -> Path:

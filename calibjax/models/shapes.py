@@ -164,6 +164,22 @@ SHAPES: dict[str, DecoderConfig] = {
         qk_norm="projection",
         rope=Rope(theta=5e5),
     ),
+    "granite-3.1-2b": _llama(
+        40,
+        2048,
+        8192,
+        32,
+        8,
+        family="granite",
+        vocab_size=49155,
+        max_positions=131072,
+        tie_embeddings=True,
+        rope=Rope(theta=5e6),
+        embedding_scale=12.0,
+        attention_scale=1 / 64,
+        residual_scale=0.22,
+        logit_divisor=8.0,
+    ),
     "stablelm-3b": _llama(
         32, 2560, 6912, 32, 32, family="stablelm", vocab_size=50304, norm="layer", rope=Rope(fraction=0.25)
     ),

@@ -14,20 +14,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax._checks import UserError
-from calibjax.data import Windows, batches, eval_batches, hold_back
+from calibjax.data import Windows, hold_back
 from calibjax.kernels import VocabSharding, linear_cross_entropy
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.lora import LoraConfig
-from calibjax.sharding import batch_sharding, make_mesh, param_shardings
+from calibjax.sharding import make_mesh, param_shardings
 from calibjax.train.cache import array_hash
-from calibjax.train.loop import train
-from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, create_state
-from calibjax.train.step import make_train_step
+from calibjax.train.tuning import Ranges, TuningOptions, tune
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SftOptions:
+class SftOptions(TuningOptions):
     """How a model is fine-tuned.
 
     Attributes:
@@ -39,18 +37,7 @@ class SftOptions:
         lora_rank: train low-rank adapters of this rank, and none of the weights.
         lora_alpha: the adapters are weighted by lora_alpha / lora_rank.
         lora_targets: kernels that get one: all of the blocks', or those of attention or of the MLP.
-        epochs: passes over the windows.
-        batch_size: windows a step.
-        accumulate: micro-batches a step.
-        optimizer: adamw, or adafactor, which keeps hardly any state.
         learning_rate: peak; by default 2e-5, and 2e-4 for adapters.
-        schedule: linear or cosine decay to 0, or constant.
-        warmup_fraction: of the steps.
-        weight_decay: decoupled.
-        clip_norm: largest norm of the gradient; None: no clipping.
-        remat: what of a block the backward pass computes anew: full, all but its matrix products (dots), or none.
-        validation_fraction: of the windows, kept from training; the likelihood of their tokens is logged every epoch.
-        checkpoint_every: steps between checkpoints.
     """
 
     label_smoothing: float = 0.1
@@ -61,49 +48,18 @@ class SftOptions:
     lora_rank: int | None = None
     lora_alpha: float = 32.0
     lora_targets: Literal["all", "attention", "mlp"] = "all"
-    epochs: int = 2
-    batch_size: int = 16
-    accumulate: int = 1
-    optimizer: OptimizerKind = "adamw"
     learning_rate: float | None = None
-    schedule: Schedule = "linear"
-    warmup_fraction: float = 0.03
-    weight_decay: float = 0.0
-    clip_norm: float | None = 1.0
-    remat: decoder.Remat = "full"
-    validation_fraction: float = 0.05
-    checkpoint_every: int = 200
 
-    def check(self, mesh: Mesh) -> None:
-        """Raises `UserError` where a value is out of range, or batches do not divide among the devices of `mesh`."""
-        rows = mesh.shape["data"] * mesh.shape["fsdp"]
-        micro, left = divmod(self.batch_size, self.accumulate) if self.accumulate >= 1 else (0, 1)
-        ranges = {
+    def ranges(self) -> Ranges:
+        return {
             "label_smoothing": (0 <= self.label_smoothing <= 1, "from 0 to 1"),
             "z_loss": (0 <= self.z_loss < math.inf, "at least 0"),
             "temperature": (0 < self.temperature < math.inf, "positive"),
             "softcap": (self.softcap is None or 0 < self.softcap < math.inf, "positive"),
             "lora_rank": (self.lora_rank is None or self.lora_rank >= 1, "at least 1"),
             "lora_alpha": (0 < self.lora_alpha < math.inf, "positive"),
-            "epochs": (self.epochs >= 1, "at least 1"),
-            "batch_size": (self.batch_size >= 1, "at least 1"),
-            "accumulate": (not left, f"a divisor of --batch-size {self.batch_size}"),
-            "learning_rate": (self.learning_rate is None or 0 < self.learning_rate < math.inf, "positive"),
-            "warmup_fraction": (0 <= self.warmup_fraction < 1, "at least 0 and below 1"),
-            "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0"),
-            "clip_norm": (self.clip_norm is None or self.clip_norm > 0, "positive"),
-            "validation_fraction": (0 < self.validation_fraction < 1, "between 0 and 1"),
-            "checkpoint_every": (self.checkpoint_every >= 1, "at least 1"),
+            **super().ranges(),
         }
-        for name, (right, expected) in ranges.items():
-            if not right:
-                raise UserError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}.")
-        if micro % rows:
-            raise UserError(
-                f"--batch-size {self.batch_size} in {self.accumulate} micro-batch(es) of {micro} windows does not "
-                f"divide among the {rows} devices of the mesh axes data and fsdp: give a multiple of "
-                f"{rows * self.accumulate}."
-            )
 
     @property
     def lora(self) -> LoraConfig | None:
@@ -112,16 +68,8 @@ class SftOptions:
         return LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets)
 
     @property
-    def optimizer_config(self) -> OptimizerConfig:
-        rate = self.learning_rate or (2e-5 if self.lora_rank is None else 2e-4)
-        return OptimizerConfig(
-            learning_rate=rate,
-            kind=self.optimizer,
-            schedule=self.schedule,
-            warmup_fraction=self.warmup_fraction,
-            weight_decay=self.weight_decay,
-            clip_norm=self.clip_norm,
-        )
+    def rate(self) -> float:
+        return self.learning_rate or (2e-5 if self.lora_rank is None else 2e-4)
 
     def configure(self, config: DecoderConfig) -> DecoderConfig:
         """The configuration that is trained: the model's own, with the soft-cap that was asked for."""
@@ -260,60 +208,32 @@ def fit_sft(
         lora=lora,
         sharding=vocab_sharding(mesh, config),
     )
-    steps = max(1, options.epochs * len(train_rows) // options.batch_size)
-    optimizer = options.optimizer_config.build(steps)
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     frozen: Any = None if lora is None else placed
-    source = placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(seed))
-
-    def start(params: Any):
-        return create_state(jax.tree.map(lambda x: x.astype(jnp.float32), params), optimizer)
-
-    shardings = param_shardings(mesh, jax.eval_shape(start, source))
-    given_up = lora is None and consume
-    state = jax.jit(start, out_shardings=shardings, donate_argnums=0 if given_up else ())(source)
-    del source, placed
-
-    likelihood = jax.jit(objective.likelihood())
-    validation = windows.take(validation_rows).arrays()
-
-    def evaluate(params: Any) -> dict[str, float]:
-        sums = []
-        for batch, _ in eval_batches(validation, options.batch_size):
-            sums.append(likelihood(params, frozen, jax.device_put(batch, batch_sharding(mesh)), {}))
-        loss, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
-        return {"validation_nll": float(loss / count)}
-
-    with jax.set_mesh(mesh):
-        state = train(
-            make_train_step(
-                objective,
-                optimizer,
-                accumulate=options.accumulate,
-                reduction=options.reduction,
-                clip_norm=options.clip_norm,
-            ),
-            state,
-            frozen,
-            {},
-            batches(windows.take(train_rows).arrays(), options.batch_size, seed=seed, epochs=options.epochs),
-            steps=steps,
-            mesh=mesh,
-            directory=directory,
-            run={
-                "options": dataclasses.asdict(options),
-                "seed": seed,
-                "fingerprint": lm.fingerprint,
-                "dtype": str(lm.dtype),
-                "windows": array_hash(windows._asdict()),
-            },
-            description="fine-tuning",
-            checkpoint_every=options.checkpoint_every,
-            evaluate=evaluate,
-            evaluate_every=max(1, steps // options.epochs),
-            quiet=quiet,
-        )
-        final = evaluate(state.params)
+    held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(seed))]
+    del placed
+    params, steps, final = tune(
+        objective,
+        objective.likelihood(),
+        held,
+        frozen,
+        windows.take(train_rows).arrays(),
+        windows.take(validation_rows).arrays(),
+        options,
+        directory=directory,
+        mesh=mesh,
+        seed=seed,
+        run={
+            "options": dataclasses.asdict(options),
+            "seed": seed,
+            "fingerprint": lm.fingerprint,
+            "dtype": str(lm.dtype),
+            "windows": array_hash(windows._asdict()),
+        },
+        reduction=options.reduction,
+        consume=lora is None and consume,
+        quiet=quiet,
+    )
     announce(
         f"fine-tuned for {steps:,} steps on {len(train_rows):,} windows; NLL of the {len(validation_rows):,} kept for "
         f"validation: {final['validation_nll']:.4f}"
@@ -324,5 +244,6 @@ def fit_sft(
         "windows": {"train": len(train_rows), "validation": len(validation_rows)},
         **final,
     }
-    params = state.params if lora is None else lora.merge(frozen, state.params)
+    if lora is not None:
+        params = lora.merge(frozen, params)
     return SftFit(config, params, report)

@@ -18,11 +18,13 @@ class TrainState(NamedTuple):
         step: int32 scalar, steps taken.
         params: what is trained.
         opt_state: of the optax transformation.
+        carry: what the objective keeps from batch to batch, such as running means; most keep nothing.
     """
 
     step: Int[Array, ""]
     params: Any
     opt_state: optax.OptState
+    carry: Any = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,6 @@ class OptimizerConfig:
         return optax.adamw(rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay)
 
 
-def create_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def create_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = ()) -> TrainState:
     """The state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), carry)

@@ -1,7 +1,7 @@
 """One training step: pure, jitted once, its state donated."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,17 @@ class Objective(Protocol):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]: ...
 
 
+class CarryingObjective(Protocol):
+    """An `Objective` that keeps something from batch to batch, in the state of training.
+
+    Called with that too; returns the sum of the loss, and beside it the number of tokens and what is kept from here on.
+    """
+
+    def __call__(
+        self, params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array], carry: Any
+    ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Any]]: ...
+
+
 class StepMetrics(NamedTuple):
     """Float32 scalars of one step: mean loss per token, number of tokens, global norm of the gradient unclipped."""
 
@@ -37,9 +48,10 @@ TrainStep = Callable[[TrainState, Any, Batch, Mapping[str, Array]], tuple[TrainS
 
 
 def make_train_step(
-    objective: Objective,
+    objective: Objective | CarryingObjective,
     optimizer: optax.GradientTransformation,
     *,
+    carrying: bool = False,
     accumulate: int = 1,
     reduction: Literal["mean", "sum"] = "mean",
     clip_norm: float | None = None,
@@ -49,6 +61,7 @@ def make_train_step(
     Args:
         objective: see `Objective`.
         optimizer: of the trained parameters.
+        carrying: the objective is a `CarryingObjective`; it goes through the micro-batches one after the other.
         accumulate: micro-batches, one after the other, that a batch is cut into; divides the batch size. The gradient
             is that of the mean over all tokens of the whole batch, however they fall into the micro-batches.
         reduction: "sum" leaves the gradient that of the sum over the tokens, so that a batch with more of them moves
@@ -56,20 +69,29 @@ def make_train_step(
         clip_norm: largest global norm of the gradient, > 0; a longer one is shortened to it. None: no clipping.
     """
 
-    def gradients(params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array]):
-        return jax.value_and_grad(lambda p: objective(p, frozen, batch, hyper), has_aux=True)(params)
+    def gradients(params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array], carry: Any):
+        def loss(params: Any):
+            if carrying:
+                return cast(CarryingObjective, objective)(params, frozen, batch, hyper, carry)
+            value, tokens = cast(Objective, objective)(params, frozen, batch, hyper)
+            return value, (tokens, carry)
+
+        (value, (tokens, new)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return ((value, tokens), grads), new
 
     def step(state: TrainState, frozen: Any, batch: Batch, hyper: Mapping[str, Array]):
         if accumulate == 1:
-            (loss, tokens), grads = gradients(state.params, frozen, batch, hyper)
+            ((loss, tokens), grads), carry = gradients(state.params, frozen, batch, hyper, state.carry)
         else:
             micro = jax.tree.map(lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), dict(batch))
             zeros = (jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, state.params)
 
-            def add(carry, part):
-                return jax.tree.map(jnp.add, carry, gradients(state.params, frozen, part, hyper)), None
+            def add(sums, part):
+                total, carry = sums
+                more, carry = gradients(state.params, frozen, part, hyper, carry)
+                return (jax.tree.map(jnp.add, total, more), carry), None
 
-            ((loss, tokens), grads), _ = jax.lax.scan(add, zeros, micro)
+            (((loss, tokens), grads), carry), _ = jax.lax.scan(add, (zeros, state.carry), micro)
         count = jnp.maximum(tokens, 1.0)
         # One factor for mean and clipping, and a product: the compiler repeats it wherever the gradient is used; of a
         # quotient it would hold a second copy of all gradients.
@@ -81,7 +103,7 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = StepMetrics(loss / count, tokens, norm)
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, carry), metrics
 
     return jax.jit(step, donate_argnums=0)
 

@@ -2,14 +2,24 @@
 
 | kernel | products | on chip |
 |---|---|---|
-| statistics | 1 | [tokens, D] and a block of W |
+| statistics (and the float32 logits, where saved) | 1 | [tokens, D] and a block of W |
 | statistics with the rows that dh needs | 2 | the same and float32 sums [tokens, D] |
-| dh for any cotangents (two weights on the rows) | 2 | the same |
-| dW, db | 2 | [columns, D] with float32 sums, and a block of tokens |
+| dh for any cotangents (two weights on the rows) | 2, with saved logits 1 | the same |
+| dW, db | 2, with saved logits 1 | [columns, D] with float32 sums, and a block of tokens |
+| dh, dW and db together | 3 | the same, and float32 blocks of dh |
 
 Memory beyond inputs and outputs: 32 bytes a token for the statistics. Where hidden states and unembedding are both
-differentiated, dh comes out of the forward pass and dW is a pass of its own: four products in all, and five where
-`expected_logit`, or `mean_logit` under a soft-cap, is among the statistics.
+differentiated, dh comes out of the forward pass and dW is a pass of its own: four products in all. Where there is
+`expected_logit`, or `mean_logit` under a soft-cap, dh has to wait for the backward pass, and the last kernel forms
+both: four products too, and 4·N·D bytes for dh in float32. dh and dW are a pass each, five products and no such memory,
+with `filter_threshold`; on v4 and v5p, whose two cores could not share that dh; where it would take more than 512 MiB;
+and where D is so large that fewer than 1,024 columns (256 in float32) fit on the chip. `explain` counts the products.
+
+With `save_logits` (4·N·V bytes) it is three products for everything: dh and dW come out of a pass each.
+
+With `filter_threshold` the second product of dh and of dW is taken only for the blocks (`blocks.Blocks`: `tokens` by
+`unit` columns for dh, `columns` by `unit` tokens for dW) in which a p reaches it or a one-hot lies; where dh comes out
+of the forward pass, that is of dW alone.
 """
 
 from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION as IMPLEMENTATION

@@ -6,6 +6,16 @@ from typing import NamedTuple
 LANES = 128
 SLICE = 768  # columns of D that one accumulation into [rows, D] takes at a time; bounds the product's temporary
 
+RESIDENT = 3  # blocks of tokens whose float32 dh stays on the chip all along
+
+UNPLANNED = 4 * 2**20
+"""Bytes on chip that a kernel may take beyond what `vmem_bytes` plans, an eighth of which it may take too.
+
+They are what does not grow with D: temporaries of the arithmetic on logits, the transposed bias, spilled registers. At
+D = 128, with every statistic, a bias and a soft-cap, the compiler took up to 2.3 MiB more in the statistics kernel and
+3.3 MiB more in that of dh (blocks of 1,024 tokens, libtpu 0.0.51). It cuts a limit to what the chip has.
+"""
+
 VMEM_MIB = {"2": 16, "3": 16, "4": 16, "5p": 64, "7": 64}
 """MiB of on-chip vector memory of a core, by the generation that a device kind names; 128 for others (v5e, v6e)."""
 
@@ -49,45 +59,77 @@ PREFERENCES: Preferences = {
         Blocks(256, 256, 128),
         Blocks(128, 128, 128),
     ),
+    "fused": (
+        Blocks(512, 1024, 256),
+        Blocks(512, 512, 256),
+        Blocks(256, 512, 128),
+        Blocks(128, 256, 128),
+        Blocks(128, 128, 128),
+    ),
 }
 """Kernel -> blocks, largest first; the first that fits on the chip is taken. `kernels/tune.py` ranks others.
 
-The first of each was the fastest of those profiled at D = 2304 on v6e (units of 256 to 1,024, columns of 512 to 2,048).
+The first of "statistics", "rows" and "unembedding" was the fastest of those profiled at D = 2304 on v6e (units of 256
+to 1,024, columns of 512 to 2,048).
 
-"rows" holds for the two kernels that accumulate [tokens, D]: the statistics with dh, and dh alone.
+"rows" holds for the two kernels that accumulate [tokens, D]: the statistics with dh, and dh alone. "fused" is the one
+for dh and dW together, whose `columns` are a piece of the vocabulary (see `pieces`).
 """
 
 
-def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int) -> int:
+def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int, *, saved: bool = False, pieces: int = 1) -> int:
     """On-chip bytes of a kernel: operands and results twice (fetched while the last are used), scratch once.
 
     With x [tokens, D], w [columns, D] and float32 accumulation:
     statistics  2x + 2w + three blocks of logits [unit, tokens];
     rows        2x + 2w + 2 results [tokens, D] + sums [tokens, D] + logits and their slopes [tokens, unit], twice
                 + about ten columns [tokens, 128];
-    unembedding the same with tokens and columns exchanged, and the masked x.
-    A float32 operand is split into three of bfloat16 for its product: x and w once more, and a half.
+    unembedding the same with tokens and columns exchanged, and the masked x;
+    fused       the same with `pieces` times w and the sums, and float32 blocks of dh: two read and two written, or
+                `RESIDENT` twice.
+    A float32 operand is split into three of bfloat16 for its product: x and w once more, and a half. `saved` logits
+    add a float32 block [columns, tokens], twice.
     """
     x, w = blocks.tokens * width * itemsize, blocks.columns * width * itemsize
-    split = 3 * (x + w) // 2 if itemsize == 4 else 0
+    more = 3 * (x + w) // 2 if itemsize == 4 else 0
+    more += 2 * 4 * blocks.tokens * blocks.columns if saved else 0
     if kernel == "statistics":
-        return 2 * x + 2 * w + split + 3 * 4 * blocks.unit * blocks.tokens
+        return 2 * x + 2 * w + more + 3 * 4 * blocks.unit * blocks.tokens
+    if kernel == "fused":
+        x_twice, every = 2 * blocks.tokens * width * 4 * RESIDENT, (pieces - 1) * blocks.columns
+        held = every * width * (4 + 4 * itemsize) + 2 * 4 * LANES * every
+        return vmem_bytes("unembedding", blocks, width, itemsize) + x_twice + held
     side, extra = (blocks.tokens, 0) if kernel == "rows" else (blocks.columns, x)
     sums = side * width * (4 + 2 * itemsize) + 4 * side * min(SLICE, width)
     logits = 2 * side * blocks.unit * (4 + itemsize) + 4 * side * blocks.unit
-    return 2 * x + 2 * w + split + extra + sums + logits + 10 * 4 * LANES * side
+    return 2 * x + 2 * w + more + extra + sums + logits + 10 * 4 * LANES * side
+
+
+def _generation(device_kind: str) -> str:
+    name = device_kind.lower().replace("tpu", "").replace(" ", "").removeprefix("v")
+    return "5p" if name == "5" else name
+
+
+def two_cores(device_kind: str) -> bool:
+    """Whether one device is two cores with a memory of their own: v4 and v5p."""
+    return _generation(device_kind) in ("4", "5p")
 
 
 def capacity(device_kind: str) -> int:
     """Bytes of on-chip memory that a kernel may plan with on a chip of this kind: 13/16, the rest is the compiler's."""
-    name = device_kind.lower().replace("tpu", "").replace(" ", "").removeprefix("v")
-    name = "5p" if name == "5" else name
+    name = _generation(device_kind)
     found = [mib for part, mib in VMEM_MIB.items() if name.startswith(part)]
     return (found[0] if found else 128) * 2**20 // 16 * 13
 
 
 def choose(
-    preferred: tuple[Blocks, ...], kernel: str, tokens: int, width: int, itemsize: int, device_kind: str
+    preferred: tuple[Blocks, ...],
+    kernel: str,
+    tokens: int,
+    width: int,
+    itemsize: int,
+    device_kind: str,
+    saved: bool = False,
 ) -> Blocks:
     """The first preference that fits, no taller than the tokens need; for float32 at most 512 tokens and columns.
 
@@ -99,11 +141,28 @@ def choose(
     """
     for blocks in preferred:
         small = itemsize == 2 or max(blocks.tokens, blocks.columns) <= 512
-        if small and vmem_bytes(kernel, blocks, width, itemsize) <= capacity(device_kind):
+        if small and vmem_bytes(kernel, blocks, width, itemsize, saved=saved) <= capacity(device_kind):
             needed = -(-tokens // LANES) * LANES
             return blocks._replace(tokens=min(blocks.tokens, needed))
-    least = vmem_bytes(kernel, preferred[-1], width, itemsize)
+    least = vmem_bytes(kernel, preferred[-1], width, itemsize, saved=saved)
     raise NotImplementedError(
         f"the TPU kernel {kernel!r} needs {least / 2**20:.0f} MiB on chip at D = {width}, of "
         f"{capacity(device_kind) / 2**20:.0f} MiB"
     )
+
+
+def pieces(blocks: Blocks, width: int, itemsize: int, device_kind: str) -> int:
+    """How many times `blocks.columns` of the unembedding the fused kernel holds: 4 or 2 where they fit, or 1."""
+    for count in (4, 2):
+        if vmem_bytes("fused", blocks, width, itemsize, pieces=count) <= capacity(device_kind):
+            return count
+    return 1
+
+
+def least_columns(itemsize: int) -> int:
+    """Columns on the chip below which the fused kernel waits for dh, of which it moves 8 bytes for 6 flop a column.
+
+    v6e has 560 flop in bfloat16 for each byte that its memory moves: with dh and the hidden states at some 10 bytes an
+    entry, 930 columns take as long as their traffic. Products in float32 take six times longer.
+    """
+    return 1024 if itemsize == 2 else 256

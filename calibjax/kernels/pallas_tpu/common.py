@@ -1,7 +1,7 @@
 """What the TPU kernels share: products, rows of per-token values, the call itself."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from calibjax.kernels import stats
-from calibjax.kernels.pallas_tpu.blocks import LANES
+from calibjax.kernels.pallas_tpu.blocks import LANES, UNPLANNED
 
 LOG2_E = math.log2(math.e)
 NEVER = -(2**30)  # an index that no column of the vocabulary has
@@ -90,8 +90,13 @@ def pallas(
     bytes_accessed: int,
     transcendentals: int,
     interpret: Any,
+    split: bool = True,
+    aliases: Mapping[int, int] | None = None,
 ):
-    """`pl.pallas_call` with the first grid dimension split over the cores of a chip (v5p has two)."""
+    """`pl.pallas_call`; with `split`, the first grid dimension over the cores of a chip (v5p has two).
+
+    `aliases`: input -> output that takes its place.
+    """
     return pl.pallas_call(
         kernel,
         name=name,
@@ -101,8 +106,10 @@ def pallas(
         out_shape=out_shape,
         scratch_shapes=scratch,
         interpret=interpret,
+        input_output_aliases=aliases or {},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem * 9 // 8 + 2**20
+            dimension_semantics=("parallel" if split else "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem * 9 // 8 + UNPLANNED,
         ),
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=bytes_accessed, transcendentals=transcendentals),
     )

@@ -11,6 +11,7 @@ each token, by which the sums [tokens, D] are rescaled once a unit.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,10 +103,12 @@ def _fold(state, pieces, raw, places, scale, target, start, top=None):
     return new, exponentials, ratio
 
 
-def _statistics_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, names, has_bias: bool):
+def _statistics_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, names, has_bias: bool, save: bool):
     tokens_ref, x_ref, w_ref = refs[:3]
     bias_ref = refs[3] if has_bias else None
-    out_ref, z_ref, *state_refs = refs[3 + has_bias :]
+    out_ref = refs[3 + has_bias]
+    saved_ref = refs[4 + has_bias] if save else None
+    z_ref, *state_refs = refs[4 + has_bias + save :]
     state = dict(zip(names, state_refs, strict=True))
     columns, unit = blocks.columns, blocks.unit
     width = x_ref.shape[0]
@@ -123,6 +126,9 @@ def _statistics_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, names
         if bias_ref is not None:
             turned = jnp.broadcast_to(bias_ref[:, rows], (LANES, unit)).T
             z = z + jnp.concatenate([turned] * (width // LANES), axis=1)
+        if saved_ref is not None:
+            z = softcapped(call, z)
+            saved_ref[rows, :] = z
         z_ref[c % 2] = z
 
     def absorb(slot: int, offset: int, count: int, ghost: bool = False):
@@ -140,7 +146,8 @@ def _statistics_kernel(*refs, call: Call, vocab_size: int, blocks: Blocks, names
                 target = wanted - sublane - step * columns
             pieces, raw, places = [], [], []
             for k in range(0, min(count, unit), 8):
-                z = softcapped(call, z_ref[slot, k : k + 8, lanes])
+                z = z_ref[slot, k : k + 8, lanes]
+                z = z if save else softcapped(call, z)
                 keep = None if count - k >= 8 else sublane < count - k
                 if ghost:
                     real = jnp.broadcast_to(step, (8, LANES)) > 0
@@ -307,10 +314,14 @@ def moments(
     scale: Array,
     targets: Array | None,
     needed: frozenset[str],
+    save: bool,
     blocks: Blocks,
     interpret,
-) -> Moments:
-    """The moments of the whole vocabulary by one kernel: with "rows" in `needed` two products, else one."""
+) -> tuple[Moments, Array | None]:
+    """The moments of the whole vocabulary by one kernel: with "rows" in `needed` two products, else one.
+
+    With `save`, which rules out "rows", also the logits for `backward`: float32 [V, N], in units of the soft-cap.
+    """
     hidden, unembedding, bias, _ = model
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
     with_rows = "rows" in needed
@@ -325,7 +336,8 @@ def moments(
     per_token = pl.BlockSpec((8, block), lambda i, j: (0, i))
     state = (block, LANES) if with_rows else (8, block)
     states = [pltpu.VMEM(state, jnp.int32 if name in _INTEGERS else jnp.float32) for name in names]
-    kernel, scratch = _statistics_kernel, [pltpu.VMEM((2, blocks.unit, block), jnp.float32)]
+    kernel: Any = functools.partial(_statistics_kernel, save=save)
+    scratch = [pltpu.VMEM((2, blocks.unit, block), jnp.float32)]
     out_specs, out_shape = [per_token], [jax.ShapeDtypeStruct((8, tokens), jnp.float32)]
     x_spec = pl.BlockSpec((block, width), lambda i, j: (i, 0))
     if with_rows:
@@ -338,6 +350,9 @@ def moments(
             pltpu.VMEM((block, LANES), jnp.float32),
             pltpu.VMEM((block, LANES), jnp.int32),
         ]
+    if save:
+        out_specs.append(pl.BlockSpec((columns, block), lambda i, j: (j, i)))
+        out_shape.append(jax.ShapeDtypeStruct((vocab_size, tokens), jnp.float32))
     grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
     work = tokens * width * vocab_size
     out = pallas(
@@ -349,9 +364,9 @@ def moments(
         out_specs=out_specs,
         out_shape=out_shape,
         scratch=[*scratch, *states],
-        vmem=vmem_bytes("rows" if with_rows else "statistics", blocks, width, hidden.dtype.itemsize),
+        vmem=vmem_bytes("rows" if with_rows else "statistics", blocks, width, hidden.dtype.itemsize, saved=save),
         flops=(4 if with_rows else 2) * work,
-        bytes_accessed=(tokens + grid[0] * vocab_size) * width * hidden.dtype.itemsize,
+        bytes_accessed=(tokens + grid[0] * vocab_size) * width * hidden.dtype.itemsize + 4 * save * tokens * vocab_size,
         transcendentals=tokens * vocab_size * (1 if call.softcap is None else 2),
         interpret=interpret,
     )(pack(rows), hidden, unembedding, *([bias[None, :]] if bias is not None else []))
@@ -361,7 +376,7 @@ def moments(
     first, second, total, target = (
         found[name] if name in needed else None for name in ("first", "second", "total", "target")
     )
-    return Moments(
+    of_vocabulary = Moments(
         max_logit=found["max_logit"],
         argmax=found["argmax"].astype(jnp.int32) if "argmax" in needed else None,
         weight=found["weight"],
@@ -371,3 +386,4 @@ def moments(
         target=target,
         rows=out[1] if with_rows else None,
     )
+    return of_vocabulary, out[1] if save else None

@@ -1,0 +1,142 @@
+"""How likely a model's text is, and how varied: what a temperature trades against each other."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibjax._checks import UserError
+from calibjax.data import Windows
+from calibjax.models import LanguageModel
+from calibjax.models.samples import log_probs, sample_windows
+
+
+def distinct_n(texts: Sequence[Sequence[Any]], n: int) -> float:
+    """Different n-grams of all texts together, as a share of all n-grams (Li et al. 2016, arXiv 1510.03055, section 5).
+
+    Args:
+        texts: each a sequence of words, or of anything that is hashable.
+        n: at least 1.
+
+    Returns:
+        In (0, 1], or NaN where no text has n words. It falls with the amount of text: compare equal amounts.
+
+    Example:
+        >>> distinct_n([["a", "b", "a"], ["a", "b"]], 2)
+        0.6666666666666666
+    """
+    grams = [tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else float("nan")
+
+
+def repetition(texts: Sequence[Sequence[Any]], n: int = 4) -> float:
+    """Share of a text's n-grams that the same text had before; mean over the texts that have n words.
+
+    Example:
+        >>> repetition([["a", "a", "a", "a"]], 1)
+        0.75
+    """
+    shares = [1 - distinct_n([text], n) for text in texts if len(text) >= n]
+    return float(np.mean(shares)) if shares else float("nan")
+
+
+def self_bleu(texts: Sequence[str]) -> float:
+    """Mean BLEU-4 of every text against all others, 0 to 100 (Zhu et al. 2018, arXiv 1802.01886, section 3.2).
+
+    By sacrebleu's sentence BLEU, with its tokenizer 13a and exponential smoothing.
+
+    Raises:
+        UserError: sacrebleu is not installed.
+    """
+    bleu = load_bleu()
+    scores = [bleu(text, [*texts[:i], *texts[i + 1 :]]).score for i, text in enumerate(texts)]
+    return float(np.mean(scores))
+
+
+def load_bleu() -> Any:
+    """Returns sacrebleu's sentence BLEU, or raises `UserError` where it is not installed."""
+    try:
+        from sacrebleu import sentence_bleu  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError("--self-bleu needs sacrebleu: pip install 'calibjax[bleu]'.") from error
+    return functools.partial(sentence_bleu, smooth_method="exp")
+
+
+def evaluate_text(
+    lm: LanguageModel,
+    scorer: LanguageModel,
+    windows: Windows,
+    *,
+    temperature: float,
+    prompt: int,
+    batch_size: int = 16,
+    seed: int = 0,
+    with_self_bleu: bool = False,
+    description: str = "text",
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Lets a model continue the first tokens of windows, and judges what it writes.
+
+    Args:
+        lm: writes.
+        scorer: says how likely it is; with the same tokenizer.
+        windows: of each the first `prompt` tokens are continued to the window's length.
+        temperature: of the draws of every next token; 0: the most likely.
+        prompt: tokens.
+        batch_size: windows at a time.
+        seed: of the draws.
+        with_self_bleu: needs sacrebleu.
+        description: of the progress bar.
+        quiet: no progress bar.
+
+    Returns:
+        log_prob: mean log p of a token under the scorer, nats, with its standard error over texts `log_prob_error`;
+        tokens; distinct_1, distinct_2, distinct_3 and repetition, of words; self_bleu or None; and the first text.
+    """
+    drawn = sample_windows(
+        lm,
+        windows,
+        prompt=prompt,
+        temperature=temperature,
+        batch_size=batch_size,
+        seed=seed,
+        description=description,
+        quiet=quiet,
+    )
+    sums, counts = (
+        log_probs(scorer, drawn, batch_size=batch_size).sum(axis=1, dtype=np.float64),
+        drawn.where.sum(axis=1),
+    )
+    mean = sums.sum() / counts.sum()
+    error = np.sqrt(np.sum((sums - mean * counts) ** 2)) / counts.sum()  # of a ratio of sums, over texts
+    rows = [row[kept].tolist() for row, kept in zip(drawn.targets, drawn.where, strict=True)]
+    texts = [str(scorer.tokenizer.decode(row, skip_special_tokens=True)).strip() for row in rows]
+    words = [text.split() for text in texts]
+    return {
+        "log_prob": float(mean),
+        "log_prob_error": float(error),
+        "tokens": int(counts.sum()),
+        **{f"distinct_{n}": distinct_n(words, n) for n in (1, 2, 3)},
+        "repetition": repetition(words),
+        "self_bleu": self_bleu(texts) if with_self_bleu else None,
+        "first": texts[0],
+    }
+
+
+def plot_diversity(texts: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
+    """Draws mean log p against distinct-2, a line for each model through its myopic temperatures."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, points in texts.items():
+        x, y = ([point[key] for point in points.values()] for key in ("distinct_2", "log_prob"))
+        axes.plot(x, y, marker="o", label=name)
+        for temperature, *at in zip(points, x, y, strict=True):
+            axes.annotate(temperature, (at[0], at[1]), textcoords="offset points", xytext=(4, 4), fontsize=8)
+    axes.set_xlabel("distinct-2 (more varied to the right)")
+    axes.set_ylabel("mean log p of a token under the scorer, nats")
+    axes.legend()
+    figure.savefig(file, dpi=150)

@@ -1,0 +1,350 @@
+"""Text from a model, with the calibrated confidence of every token beside it.
+
+One program for the whole of it: the prompts are run through the decoder once, then a loop adds one token to every row,
+on the cached keys and values of those before. The head runs in the same step.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from calibjax._checks import UserError
+from calibjax.cache import Cache, empty_cache
+from calibjax.heads import FittedHead, HeadConfig, head_features
+from calibjax.models import decoder
+from calibjax.models.calibrated import check_base
+from calibjax.models.config import DecoderConfig
+from calibjax.models.frozen import Frozen, freeze
+from calibjax.models.model import LanguageModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_IDENTITY = HeadConfig(kind="constant", hidden_size=1)
+# Prompts are padded to a multiple of this, so that those of similar lengths share a program.
+_PROMPT_COLUMNS = 32
+_STOP_TOKENS = 8  # likewise; filled up with -1, which is no token
+
+
+class Generation(NamedTuple):
+    """Generated tokens, up to and with the first stop token of each row; `[B, N]` each.
+
+    Attributes:
+        tokens: int32; -1 after the end of a row.
+        log_probs: of each token under the model as it is, nats, whatever it was drawn from; 0 after the end.
+        confidence: calibrated probability of each token, in [0, 1], out of the whole vocabulary; 0 after the end.
+            Without a head, that of the model as it is. Greedy: what `calibrated_confidence` says of the same text.
+        temperature: the head's, by which confidence was calibrated; 1 without a head and after the end.
+        where: which entries are tokens.
+    """
+
+    tokens: Int[Array, "B N"]
+    log_probs: Float[Array, "B N"]
+    confidence: Float[Array, "B N"]
+    temperature: Float[Array, "B N"]
+    where: Bool[Array, "B N"]
+
+    def texts(self, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+        """Returns each row as text, without special tokens."""
+        tokens, where = np.asarray(self.tokens), np.asarray(self.where)
+        rows = [row[kept].tolist() for row, kept in zip(tokens, where, strict=True)]
+        return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+
+
+class _State(NamedTuple):
+    """What the loop carries: how many tokens there are, which rows have ended, and both caches."""
+
+    count: Int[Array, ""]
+    done: Bool[Array, " B"]
+    generated: Generation
+    cache: Cache
+    head_cache: Cache | None
+
+
+def sampling_logits(
+    logits: Float[Array, "B V"],
+    temperature: Float[Array, ""] | float = 1.0,
+    top_k: int | None = None,
+    top_p: Float[Array, ""] | float | None = None,
+) -> Float[Array, "B V"]:
+    """Returns the logits of the distribution that tokens are drawn from: `-inf` for those that cannot be drawn.
+
+    The order is that of transformers: divided by the temperature, cut to the `top_k` largest (Fan et al., 2018,
+    https://arxiv.org/abs/1805.04833, section 5.4), then to the fewest whose probabilities sum to `top_p` at least
+    (Holtzman et al., 2020, https://arxiv.org/abs/1904.09751, section 3.1). What ties with the last one kept is kept.
+
+    Args:
+        logits: `[B, V]`, float32.
+        temperature: positive.
+        top_k: at least 1, or None; static.
+        top_p: in (0, 1], or None.
+
+    Returns:
+        float32 `[B, V]`, not normalized.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+        >>> jnp.isfinite(sampling_logits(logits, top_p=0.7)).tolist()
+        [[True, True, False]]
+    """
+    logits = logits / temperature
+    if top_k is not None:
+        least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    if top_p is not None:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(ordered)
+        larger = jnp.cumsum(probabilities, axis=-1) - probabilities
+        kept = jnp.maximum(jnp.sum(larger < top_p, axis=-1, keepdims=True), 1)
+        logits = jnp.where(logits >= jnp.take_along_axis(ordered, kept - 1, axis=-1), logits, -jnp.inf)
+    return logits
+
+
+@functools.partial(jax.jit, static_argnames=("config", "head", "dtype", "max_new_tokens", "top_k", "sample_calibrated"))
+def _generate(
+    config: DecoderConfig,
+    head: HeadConfig,
+    dtype: DTypeLike,
+    frozen: Frozen,
+    head_params,
+    log_factor: Float[Array, ""],
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    stop_tokens: Int[Array, " E"],
+    key: PRNGKeyArray,
+    temperature: Float[Array, ""] | None,
+    top_p: Float[Array, ""] | None,
+    *,
+    max_new_tokens: int,
+    top_k: int | None,
+    sample_calibrated: bool,
+) -> Generation:
+    rows, width = tokens.shape
+    module, unembedding = head.build(), frozen.unembedding.astype(dtype)
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
+    assert frozen.params is not None
+    params = frozen.params
+
+    def run(tokens: Array, segment_ids: Array, cache: Cache, head_cache: Cache | None):
+        """Runs model and head; returns the last column's logits and log_scale, and the caches."""
+        hidden, cache = decoder.extend(config, params, tokens, cache, segment_ids=segment_ids, dtype=dtype)
+        features = head_features(
+            head.features,
+            hidden,
+            unembedding,
+            covariance=frozen.covariance,
+            bias=frozen.bias,
+            softcap=config.logit_softcap,
+        )
+        apply: Any = functools.partial(module.apply, {"params": head_params})
+        if head_cache is None:
+            log_scale = apply(features)
+        else:
+            log_scale, head_cache = apply(features, segment_ids=segment_ids, cache=head_cache)
+        logits = decoder.unembed(config, params, hidden[:, -1])
+        return logits, log_scale[:, -1] + log_factor, cache, head_cache
+
+    def choose(logits: Array, log_scale: Array, state: _State) -> _State:
+        """Adds a token to every row that has not ended."""
+        calibrated = jnp.exp(log_scale)[:, None] * logits
+        if temperature is None:
+            token = jnp.argmax(logits, axis=-1)
+        else:
+            drawn_from = sampling_logits(calibrated if sample_calibrated else logits, temperature, top_k, top_p)
+            # A row's draws are its own: they do not depend on the rows beside it.
+            keys = jax.vmap(lambda key: jax.random.fold_in(key, state.count))(row_keys)
+            token = jax.vmap(jax.random.categorical)(keys, drawn_from)
+        token = token.astype(jnp.int32)
+
+        def log_prob(z: Array) -> Array:
+            return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
+
+        alive = ~state.done
+        columns = Generation(
+            jnp.where(alive, token, -1),
+            jnp.where(alive, log_prob(logits), 0.0),
+            jnp.where(alive, jnp.exp(log_prob(calibrated)), 0.0),
+            jnp.where(alive, jnp.exp(-log_scale), 1.0),
+            alive,
+        )
+        generated = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.count, axis=1),
+            state.generated,
+            columns,
+        )
+        done = state.done | jnp.any(token[:, None] == stop_tokens[None, :], axis=-1)
+        return state._replace(count=state.count + 1, done=done, generated=generated)
+
+    def step(state: _State) -> _State:
+        last = jax.lax.dynamic_slice_in_dim(state.generated.tokens, state.count - 1, 1, axis=1)
+        logits, log_scale, cache, head_cache = run(
+            jnp.maximum(last, 0), (last >= 0).astype(jnp.int32), state.cache, state.head_cache
+        )
+        return choose(logits, log_scale, state._replace(cache=cache, head_cache=head_cache))
+
+    def unfinished(state: _State) -> Array:
+        return (state.count < max_new_tokens) & ~jnp.all(state.done)
+
+    columns = width + max_new_tokens - 1  # the last token is not run
+    cache = empty_cache(config, rows, columns, layers=config.num_layers, dtype=dtype)
+    logits, log_scale, cache, head_cache = run(tokens, segment_ids, cache, head.empty_cache(rows, columns))
+    shape = (rows, max_new_tokens)
+    nothing = Generation(
+        jnp.full(shape, -1, jnp.int32),
+        jnp.zeros(shape),
+        jnp.zeros(shape),
+        jnp.ones(shape),
+        jnp.zeros(shape, bool),
+    )
+    start = _State(jnp.int32(0), jnp.zeros(rows, bool), nothing, cache, head_cache)
+    return jax.lax.while_loop(unfinished, step, choose(logits, log_scale, start)).generated
+
+
+def generate(
+    lm: LanguageModel,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    head: FittedHead | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    sample_calibrated: bool = False,
+    key: PRNGKeyArray | None = None,
+    stop_tokens: Sequence[int] | None = None,
+) -> Generation:
+    """Continues prompts, and says of every token how sure the calibrated model is of it.
+
+    By default the most likely token is taken. Tokens are drawn from the model as it is, so that the head changes what
+    is said of them and not which they are; `sample_calibrated` draws from the calibrated distribution. `log_probs` and
+    `confidence` are of the whole distribution: `temperature`, `top_k` and `top_p` change the choice alone.
+
+    Where the model was loaded on a mesh, rows are divided over its data and fsdp axes, weights and caches as
+    `calibjax.sharding` says.
+
+    Args:
+        lm: the base model.
+        prompts: texts, or token ids; none of them empty. Padded on the left to a common width.
+        head: fitted on the model, with a temperature per token; None for the model as it is.
+        max_new_tokens: N, at least 1; with the longest prompt, at most the model's `max_positions`.
+        temperature: 0 for the most likely token; else of the draws, on top of the head's.
+        top_k, top_p: what draws are cut to; see `sampling_logits`.
+        sample_calibrated: draw from the calibrated distribution.
+        key: of `jax.random`; needed where temperature is above 0. A row's draws depend on the key, its number and its
+            own text.
+        stop_tokens: ids that end a row, kept as its last token; None: those of the model's generation_config.json, or
+            else the tokenizer's end of sequence; () for none.
+
+    Returns:
+        `Generation`, `[B, N]`.
+
+    Raises:
+        UserError: an argument is out of range, a prompt does not fit the model, or the head belongs to another model or
+            pools over sequences.
+    """
+    ids = _token_ids(lm, prompts)
+    _check_options(lm, head, temperature, top_k, top_p, sample_calibrated, key)
+    longest = max(map(len, ids))
+    if max_new_tokens < 1 or longest + max_new_tokens > lm.config.max_positions:
+        raise UserError(
+            f"max_new_tokens: expected 1 to {lm.config.max_positions - longest}, what the model's "
+            f"{lm.config.max_positions} positions leave beside a prompt of {longest} tokens; got {max_new_tokens}."
+        )
+    stops = default_stop_tokens(lm) if stop_tokens is None else tuple(stop_tokens)
+    mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
+    groups = 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
+    width = -(-longest // _PROMPT_COLUMNS) * _PROMPT_COLUMNS
+    rows = -(-len(ids) // groups) * groups
+    tokens, segment_ids = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
+    for row in range(rows):
+        prompt = ids[min(row, len(ids) - 1)]  # rows must divide among devices; what is added is cut off again
+        tokens[row, width - len(prompt) :] = prompt
+        segment_ids[row, width - len(prompt) :] = 1
+    head_config = _IDENTITY if head is None else head.config
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        generated = _generate(
+            lm.config,
+            head_config,
+            lm.dtype,
+            freeze(lm, head=head_config),
+            {"log_scale": np.float32(0)} if head is None else head.params,
+            np.float32(0 if head is None else head.log_factor),
+            tokens,
+            segment_ids,
+            np.pad(np.asarray(stops, np.int32), (0, _STOP_TOKENS - len(stops) % _STOP_TOKENS), constant_values=-1),
+            jax.random.key(0) if key is None else key,
+            np.float32(temperature) if temperature else None,
+            None if top_p is None else np.float32(top_p),
+            max_new_tokens=max_new_tokens,
+            top_k=top_k,
+            sample_calibrated=sample_calibrated,
+        )
+    return generated if rows == len(ids) else jax.tree.map(lambda x: x[: len(ids)], generated)
+
+
+def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
+    """Returns the ids that end a text: of generation_config.json beside the weights, or else of the tokenizer."""
+    file = None if lm.path is None else lm.path / "generation_config.json"
+    stops: Any = None
+    if file is not None and file.is_file():
+        try:
+            stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{file}: not a JSON object ({error}).") from error
+    if stops is None and lm.has_tokenizer:
+        stops = lm.tokenizer.eos_token_id
+    if stops is None:
+        return ()
+    return (stops,) if isinstance(stops, int) else tuple(stops)
+
+
+def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    if isinstance(prompts, str) or not len(prompts):
+        raise UserError(f"prompts: expected a list of texts or of lists of token ids, got {prompts!r}.")
+    ids = [lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    for number, row in enumerate(ids):
+        if not row:
+            raise UserError(f"prompts: number {number} has no tokens.")
+        if min(row) < 0 or max(row) >= lm.config.vocab_size:
+            raise UserError(
+                f"prompts: number {number} has ids from {min(row)} to {max(row)}, but the vocabulary has "
+                f"{lm.config.vocab_size}."
+            )
+    return ids
+
+
+def _check_options(
+    lm: LanguageModel,
+    head: FittedHead | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    sample_calibrated: bool,
+    key: PRNGKeyArray | None,
+) -> None:
+    if head is not None:
+        check_base(lm, head)
+        if head.config.pooling == "sequence":
+            raise UserError(
+                "head: one with pooling 'sequence' has a temperature for a finished text only; fit one with pooling "
+                "'token' to generate with."
+            )
+    if not 0 <= temperature < np.inf:
+        raise UserError(f"temperature: expected 0 for the most likely token, or a positive number, got {temperature}.")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k: expected at least 1, got {top_k}.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"top_p: expected a number in (0, 1], got {top_p}.")
+    if not temperature and (top_k is not None or top_p is not None or sample_calibrated):
+        raise UserError("top_k, top_p and sample_calibrated are for draws: give a temperature above 0.")
+    if temperature and key is None:
+        raise UserError("key: draws need one, such as jax.random.key(0); or temperature=0 for the most likely token.")

@@ -1,0 +1,155 @@
+"""Windows of a model's own text: a likelihood objective that asks for samples of the model gets them here."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+from tqdm import tqdm
+
+from calibjax._checks import UserError
+from calibjax.data import Windows, eval_batches
+from calibjax.kernels import vocab_stats
+from calibjax.models import LanguageModel
+from calibjax.models.frozen import Frozen, batch_hidden, freeze
+from calibjax.models.generate import default_stop_tokens, generate
+
+
+def sample_windows(
+    lm: LanguageModel,
+    windows: Windows,
+    *,
+    prompt: int = 1,
+    temperature: float = 1.0,
+    batch_size: int = 16,
+    seed: int = 0,
+    description: str = "sampling",
+    quiet: bool = False,
+) -> Windows:
+    """Continues the first tokens of every window by the model's own draws, to the window's length or the text's end.
+
+    Args:
+        lm: the model; on a mesh, rows are divided as `generate` says.
+        windows: S windows of T; of each only the first tokens are read.
+        prompt: how many of them, at least 1; they are not counted in the result.
+        temperature: of the draws; 1: the model as it is; 0: the most likely token.
+        batch_size: windows at a time.
+        seed: of the draws.
+        description: of the progress bar.
+        quiet: no progress bar.
+
+    Returns:
+        Windows of the same shape, one text each, padded at the end.
+
+    Raises:
+        UserError: the prompt leaves nothing to draw, or is longer than a window's first text.
+    """
+    count, length = windows.tokens.shape
+    if not 1 <= prompt <= length:
+        raise UserError(f"--prompt: expected 1 to {length}, the windows' inputs, got {prompt}.")
+    if (windows.segment_ids[:, prompt - 1] != 1).any():
+        raise UserError(f"--prompt {prompt}: some windows begin with fewer tokens of a text; give a smaller number.")
+    stops = default_stop_tokens(lm)
+    tokens = np.empty((count, length + 1), np.int32)
+    tokens[:, :prompt] = windows.tokens[:, :prompt]
+    where = np.zeros((count, length + 1), bool)
+    where[:, :prompt] = True
+    bar = tqdm(total=count, desc=description, unit="window", disable=quiet)
+    for number, begin in enumerate(range(0, count, batch_size)):
+        rows = np.arange(begin, begin + batch_size) % count  # the last batch is filled up: one program for all
+        generated = generate(
+            lm,
+            tokens[rows, :prompt].tolist(),
+            max_new_tokens=length + 1 - prompt,
+            temperature=temperature,
+            key=jax.random.fold_in(jax.random.key(seed), number) if temperature else None,
+            stop_tokens=stops,
+        )
+        real = min(batch_size, count - begin)
+        kept = slice(begin, begin + real)
+        where[kept, prompt:] = np.asarray(generated.where)[:real]
+        tokens[kept, prompt:] = np.where(where[kept, prompt:], np.asarray(generated.tokens)[:real], 0)
+        bar.update(real)
+    bar.close()
+    inputs = where[:, 1:]  # an input is one if it has a target
+    return Windows(
+        tokens=tokens[:, :-1] * inputs,
+        targets=tokens[:, 1:] * inputs,
+        where=inputs & (np.arange(length) >= prompt - 1),
+        segment_ids=inputs.astype(np.int32),
+        positions=np.arange(length, dtype=np.int32) * inputs,
+        source=windows.source,
+    )
+
+
+def mix_samples(
+    lm: LanguageModel,
+    windows: Windows,
+    fraction: float,
+    *,
+    directory: Path,
+    prompt: int = 1,
+    batch_size: int = 16,
+    seed: int = 0,
+    quiet: bool = False,
+) -> Windows:
+    """Puts the model's own text in the place of a fraction of the windows, chosen by `seed`.
+
+    The draws are kept in `directory`, so that a run that is started again need not make them again.
+
+    Args:
+        fraction: in [0, 1].
+        directory: made if missing; holds `samples.npz`.
+        lm, windows, prompt, batch_size, seed, quiet: as in `sample_windows`.
+    """
+    rows = np.sort(
+        np.random.default_rng(seed).permutation(len(windows.tokens))[: round(fraction * len(windows.tokens))]
+    )
+    if not len(rows):
+        return windows
+    file, made_of = directory / "samples.npz", json.dumps([lm.fingerprint, fraction, prompt, batch_size, seed])
+    if file.is_file():
+        with np.load(file) as stored:
+            if str(stored["made_of"]) == made_of and np.array_equal(stored["rows"], rows):
+                return _replace(windows, rows, {name: stored[name] for name in Windows._fields})
+    drawn = sample_windows(lm, windows.take(rows), prompt=prompt, batch_size=batch_size, seed=seed, quiet=quiet)
+    directory.mkdir(parents=True, exist_ok=True)
+    fresh = directory / "samples.new.npz"
+    np.savez_compressed(fresh, made_of=made_of, rows=rows, **drawn._asdict())
+    fresh.replace(file)
+    return _replace(windows, rows, drawn._asdict())
+
+
+def _replace(windows: Windows, rows: np.ndarray, drawn: Mapping[str, np.ndarray]) -> Windows:
+    fields = {name: field.copy() for name, field in windows._asdict().items()}
+    for name, field in fields.items():
+        field[rows] = drawn[name]
+    return Windows(**fields)
+
+
+def _log_probs(config: Any, dtype: Any, frozen: Frozen, batch: Mapping[str, Any]):
+    stats = vocab_stats(
+        batch_hidden(config, frozen, batch, dtype),
+        frozen.unembedding.astype(dtype),
+        batch["targets"],
+        bias=frozen.bias,
+        softcap=config.logit_softcap,
+        where=batch["where"],
+        statistics=("log_normalizer", "target_logit"),
+    )
+    return stats.log_prob()
+
+
+_jitted_log_probs = jax.jit(_log_probs, static_argnums=(0, 1))
+
+
+def log_probs(lm: LanguageModel, windows: Windows, *, batch_size: int = 16) -> Float[np.ndarray, "S T"]:
+    """log p of every target under the model, nats, float32 `[S, T]`; 0 where it does not count."""
+    frozen = freeze(lm)
+    parts = []
+    for batch, real in eval_batches(windows.arrays(), batch_size):
+        parts.append(np.asarray(_jitted_log_probs(lm.config, lm.dtype, frozen, batch))[:real])
+    return np.concatenate(parts)

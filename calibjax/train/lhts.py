@@ -1,0 +1,363 @@
+"""Long Horizon Temperature Scaling of a language model (arXiv 2302.03686), and the baseline by likelihood quantiles."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from calibjax._checks import UserError
+from calibjax.data import Windows, hold_back
+from calibjax.horizon import (
+    MODES,
+    BaselineKind,
+    Form,
+    Horizon,
+    Mode,
+    RunningMean,
+    long_horizon_loss,
+    reverse_kl,
+    token_weights,
+)
+from calibjax.kernels import VocabSharding, linear_cross_entropy, vocab_stats
+from calibjax.models import LanguageModel, decoder
+from calibjax.models.config import DecoderConfig
+from calibjax.models.samples import log_probs, mix_samples
+from calibjax.sharding import make_mesh, param_shardings, replicated
+from calibjax.train.cache import array_hash
+from calibjax.train.sft import vocab_sharding
+from calibjax.train.state import Schedule
+from calibjax.train.tuning import Ranges, TuningOptions, tune
+
+Method = Literal["lhts", "partition"]
+_CONDITION_RATE = 30.0  # a condition is learned as many times faster than weights, in units of the embedding's size
+_BLOCK_LOGITS = 2**24  # float32 logits of student and scorer that KL(q ‖ p) holds at a time, each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LhtsOptions(TuningOptions):
+    """How a student of the long horizon is trained.
+
+    Attributes:
+        temperatures: long-horizon temperatures T > 0. Several are learned by one student: each has a vector that is
+            added to the embeddings, and every window is used at one of them.
+        mode: objective that the options below change: paper (whole suffix), or official, that of the authors' code
+            (8 tokens, clipped, next token, KL term).
+        horizon: tokens of a suffix whose likelihood counts.
+        clip: largest log-weight; inf: none.
+        baseline: of the log-likelihoods: none, scalar or position (running means).
+        form: whether a weight is the whole suffix's or its first token's.
+        kl_weight: of KL(student ‖ scorer).
+        samples: share of the windows that the model writes itself, from their first tokens; 0: corpus, 1: samples.
+        prompt: first tokens of a window that a sample continues.
+        quantiles: of the baseline `partition`: groups of likelihood, the best of which is used.
+        epochs: passes over the windows.
+        learning_rate: peak; by default 1e-4.
+        schedule: constant, as in the authors' code; linear or cosine decay to 0.
+    """
+
+    temperatures: tuple[float, ...] = (0.9,)
+    mode: Mode = "official"
+    horizon: int | None = None
+    clip: float | None = None
+    baseline: BaselineKind | None = None
+    form: Form | None = None
+    kl_weight: float | None = None
+    samples: float = 0.0
+    prompt: int = 1
+    quantiles: int = 5
+    epochs: int = 1
+    schedule: Schedule = "constant"
+
+    def ranges(self) -> Ranges:
+        good = bool(self.temperatures) and all(0 < t < math.inf for t in self.temperatures)
+        return {
+            "temperatures": (good, "positive numbers, at least one"),
+            "samples": (0 <= self.samples <= 1, "from 0 to 1"),
+            "prompt": (self.prompt >= 1, "at least 1"),
+            "quantiles": (self.quantiles >= 2, "at least 2"),
+            **super().ranges(),
+        }
+
+    def check(self, mesh: Mesh) -> None:
+        self.objective.check()
+        super().check(mesh)
+
+    @property
+    def rate(self) -> float:
+        return self.learning_rate or 1e-4
+
+    @property
+    def objective(self) -> Horizon:
+        """The mode's, with what was asked for otherwise."""
+        given = {name: getattr(self, name) for name in ("horizon", "clip", "baseline", "form", "kl_weight")}
+        return dataclasses.replace(MODES[self.mode], **{name: x for name, x in given.items() if x is not None})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LhtsObjective:
+    """The `CarryingObjective` of LHTS: the student's weighted likelihood, and the running means of the scorer's.
+
+    Beside what a decoder reads, a batch brings `temperature` [B] and, where the parameters hold a table `condition`
+    [K, D], the row of it for each window, `condition` [B]. `condition_scale` multiplies the table: Adam's steps have
+    the size of the learning rate, and vectors that are all that tells conditions apart need larger ones. A temperature of 1
+    has weights of 1 (in the next-token form): plain likelihood, as the baseline `partition` trains. Hashable.
+    """
+
+    model: DecoderConfig
+    objective: Horizon
+    condition_scale: float = 1.0
+    dtype: DTypeLike = jnp.float32
+    remat: decoder.Remat = "none"
+    sharding: VocabSharding | None = None
+
+    def __call__(
+        self,
+        params: Any,
+        frozen: Any,
+        batch: Mapping[str, Array],
+        hyper: Mapping[str, Array],
+        carry: RunningMean,
+    ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], RunningMean]]:
+        where = batch["where"]
+        scored = jax.lax.stop_gradient(self._hidden(frozen, batch))
+        stats = vocab_stats(
+            scored,
+            decoder.unembedding(self.model, frozen).astype(self.dtype),
+            batch["targets"],
+            bias=decoder.unembedding_bias(frozen),
+            softcap=self.model.logit_softcap,
+            where=where,
+            statistics=("log_normalizer", "target_logit"),
+            sharding=self.sharding,
+        )
+        log_p = stats.log_prob()
+        carry = carry.update(log_p, where)
+        weights = token_weights(
+            log_p,
+            batch["temperature"],
+            self.objective,
+            baseline=carry.baseline(self.objective.baseline),
+            where=where,
+            segment_ids=batch["segment_ids"],
+        )
+        hidden = self._hidden(params, batch)
+        kl = self._kl(params, frozen, hidden, scored) if self.objective.kl_weight else None
+        loss = long_horizon_loss(
+            -self._nll(params, hidden, batch), weights, kl=kl, kl_weight=self.objective.kl_weight, where=where
+        )
+        return jnp.sum(loss), (jnp.sum(where).astype(jnp.float32), carry)
+
+    def likelihood(self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]):
+        """The `Objective` that scores the student alone, by its negative log-likelihood."""
+        where = batch["where"]
+        nll = self._nll(params, self._hidden(params, batch), batch)
+        return jnp.sum(jnp.where(where, nll, 0.0)), jnp.sum(where).astype(jnp.float32)
+
+    def _hidden(self, params: Any, batch: Mapping[str, Array]) -> Float[Array, "B T D"]:
+        condition = None
+        if "condition" in params:
+            condition = self.condition_scale * params["condition"][batch["condition"]]
+        return decoder.hidden_states(
+            self.model,
+            params,
+            batch["tokens"],
+            segment_ids=batch["segment_ids"],
+            positions=batch["positions"],
+            dtype=self.dtype,
+            remat=self.remat,
+            condition=condition,
+        )
+
+    def _nll(self, params: Any, hidden: Array, batch: Mapping[str, Array]) -> Float[Array, "B T"]:
+        return linear_cross_entropy(
+            hidden,
+            decoder.unembedding(self.model, params).astype(self.dtype),
+            batch["targets"],
+            bias=decoder.unembedding_bias(params),
+            softcap=self.model.logit_softcap,
+            where=batch["where"],
+            sharding=self.sharding,
+        )
+
+    def _kl(self, params: Any, frozen: Any, hidden: Array, scored: Array) -> Float[Array, "B T"]:
+        """KL(q ‖ p) of every position, some columns at a time: both models' logits are never held for all of them."""
+        rows, length, _ = hidden.shape
+        block = max(1, min(length, _BLOCK_LOGITS // (rows * self.model.vocab_size)))
+        blocks = -(-length // block)
+
+        def cut(x: Array) -> Array:
+            x = jnp.pad(x, ((0, 0), (0, blocks * block - length), (0, 0)))
+            return jnp.moveaxis(x.reshape(rows, blocks, block, x.shape[-1]), 1, 0)
+
+        @jax.checkpoint
+        def of_block(parts: tuple[Array, Array]) -> Array:
+            student = decoder.unembed(self.model, params, parts[0])
+            return reverse_kl(student, jax.lax.stop_gradient(decoder.unembed(self.model, frozen, parts[1])))
+
+        kl = jax.lax.map(of_block, (cut(hidden), cut(scored)))
+        return jnp.moveaxis(kl, 0, 1).reshape(rows, blocks * block)[:, :length]
+
+
+def conditioned(params: decoder.Params, index: int, scale: float = 1.0) -> dict[str, Any]:
+    """The plain decoder of one condition: `scale` times its vector is added to every row of the embedding table.
+
+    Where embeddings are tied that adds the same to all logits of a position, and changes no probability.
+    """
+    plain = {name: value for name, value in params.items() if name != "condition"}
+    if "condition" in params:
+        plain["embedding"] = plain["embedding"] + scale * params["condition"][index][None, :]
+    return plain
+
+
+def likelihood_quantiles(mean_log_p: Float[np.ndarray, " S"], count: int) -> Int[np.ndarray, " S"]:
+    """The group of each window, 0 to count − 1, groups of equal size (± 1) from least to most likely."""
+    rank = np.argsort(np.argsort(mean_log_p, kind="stable"), kind="stable")
+    return (rank * count // len(mean_log_p)).astype(np.int32)
+
+
+class LhtsFit(NamedTuple):
+    """What `fit_lhts` returns.
+
+    Attributes:
+        params: name -> parameters of a plain decoder, float32: `lhts-T0.9` for each temperature, or `partition`.
+        report: JSON-able: options, steps, and the likelihood on the windows kept from training.
+    """
+
+    params: dict[str, decoder.Params]
+    report: dict[str, Any]
+
+
+def fit_lhts(
+    lm: LanguageModel,
+    windows: Windows,
+    options: LhtsOptions = LhtsOptions(),
+    *,
+    directory: Path,
+    method: Method = "lhts",
+    samples: Path | None = None,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    announce: Callable[[str], None] = print,
+    quiet: bool = False,
+) -> LhtsFit:
+    """Trains a student of a model's long-horizon temperatures; the model itself is the frozen scorer.
+
+    The baseline `partition` sorts the windows into quantiles of their mean log-likelihood under the scorer and trains
+    the student on all of them, each quantile with its own vector added to the embeddings; used is the best quantile's.
+    (Quark, arXiv 2205.13636, puts a control token before the text instead, and repeats sampling and training.)
+
+    Everything is kept in `directory`: killed and called again with the same arguments it goes on where it was and ends
+    with the same parameters, bit for bit.
+
+    Args:
+        lm: scorer, and what the student starts from; `lm.dtype` is the compute dtype.
+        windows: to train on; a part of them, chosen by `seed`, is kept for validation.
+        options: see `LhtsOptions`.
+        directory: for checkpoints and logs.
+        method: `lhts` or `partition`.
+        samples: directory for the model's own text, which several fits may share; None: `directory`.
+        mesh: devices, with the axes of `calibjax.sharding.AXES`; None: one device.
+        seed: of samples, temperatures, the order of the windows, and the part kept back.
+        announce: told in one line each what was done.
+        quiet: no progress bars.
+
+    Raises:
+        UserError: options that do not fit, nothing to predict, or a directory with another run.
+        NonFiniteLossError: training diverged.
+    """
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    options.check(mesh)
+    if not windows.where.any():
+        raise UserError("LHTS: no token of the windows counts; check the format of the data and the masks.")
+    conditions = options.quantiles if method == "partition" else len(options.temperatures)
+    conditional = conditions > 1
+    if conditional and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
+        raise UserError(
+            f"{conditions} conditions of one student: not for a model with tied embeddings and a soft-cap, whose "
+            "probabilities a vector added to the table would change; train one temperature at a time."
+        )
+    windows = mix_samples(
+        lm,
+        windows,
+        options.samples,
+        directory=samples or directory,
+        prompt=options.prompt,
+        batch_size=options.batch_size,
+        seed=seed,
+        quiet=quiet,
+    )
+    count, length = windows.tokens.shape
+    if method == "partition":
+        tokens = np.maximum(windows.where.sum(axis=1), 1)
+        scores = log_probs(lm, windows, batch_size=options.batch_size).sum(axis=1) / tokens
+        condition = likelihood_quantiles(scores, conditions)
+        temperature = np.ones(count, np.float32)
+        objective = Horizon(form="next_token", kl_weight=options.objective.kl_weight)
+    else:
+        condition = np.random.default_rng([seed, 1]).permutation(count).astype(np.int32) % np.int32(conditions)
+        temperature = np.asarray(options.temperatures, np.float32)[condition]
+        objective = options.objective
+    arrays = {**windows.arrays(), "temperature": temperature}
+    placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
+    student = dict(placed)
+    if conditional:
+        arrays["condition"] = condition
+        student["condition"] = jax.device_put(jnp.zeros((conditions, lm.config.hidden_size)), replicated(mesh))
+    train_rows, validation_rows = hold_back(windows, options.validation_fraction, seed)
+    size = float(jnp.sqrt(jnp.mean(jnp.square(lm.params["embedding"].astype(jnp.float32)))))
+    trained = LhtsObjective(
+        model=lm.config,
+        objective=objective,
+        condition_scale=_CONDITION_RATE * size,
+        dtype=lm.dtype,
+        remat=options.remat,
+        sharding=vocab_sharding(mesh, lm.config),
+    )
+    params, steps, final = tune(
+        trained,
+        trained.likelihood,
+        [student],
+        placed,
+        {name: array[train_rows] for name, array in arrays.items()},
+        {name: array[validation_rows] for name, array in arrays.items()},
+        options,
+        directory=directory,
+        mesh=mesh,
+        seed=seed,
+        run={
+            "options": dataclasses.asdict(options),
+            "method": method,
+            "seed": seed,
+            "fingerprint": lm.fingerprint,
+            "dtype": str(lm.dtype),
+            "windows": array_hash(arrays),
+        },
+        carry=RunningMean.empty(length),
+        description=method,
+        quiet=quiet,
+    )
+    announce(
+        f"{method}: {steps:,} steps on {len(train_rows):,} windows; NLL of the {len(validation_rows):,} kept for "
+        f"validation: {final['validation_nll']:.4f}"
+    )
+    used = (
+        {"partition": conditions - 1}
+        if method == "partition"
+        else {f"lhts-T{temperature:g}": index for index, temperature in enumerate(options.temperatures)}
+    )
+    report = {
+        "options": dataclasses.asdict(options),
+        "objective": dataclasses.asdict(objective),
+        "steps": steps,
+        "windows": {"train": len(train_rows), "validation": len(validation_rows)},
+        **final,
+    }
+    return LhtsFit({name: conditioned(params, index, trained.condition_scale) for name, index in used.items()}, report)

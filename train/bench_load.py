@@ -1,0 +1,189 @@
+"""What it costs to load a model: time and memory, beside transformers loading the same files to the CPU.
+
+    python train/bench_load.py                # 1.2 billion random parameters in bfloat16; 5 GB on disk, some minutes
+    python train/bench_load.py --layers 2 --hidden-size 256 --vocab-size 1000
+
+A random checkpoint of Llama's kind is written in Hugging Face's layout, in several files, and converted to an Orbax
+checkpoint. Each contender loads it in a process of its own, in bfloat16, after a tiny one of the same kind, which
+brings in what is imported or compiled once. The files were just written, and are in the system's page cache. calibjax
+reads all weights, checks that they are finite, and takes the fingerprint of safetensors. transformers maps the files
+and reads nothing until a weight is used: its second row sums every weight once.
+
+Memory is the peak of what the process allocates while it loads (its anonymous pages, polled every few milliseconds),
+and the growth of its resident set, which counts pages of mapped files too. On a CPU the parameters are in it.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from calibjax.models import abstract_params, config_from_hf, load_model
+from calibjax.models.checkpoint import save_checkpoint
+from calibjax.models.export import save_model
+from calibjax.sharding import make_mesh
+
+CONTENDERS = {
+    "calibjax, 1 device": ("safetensors", 1),
+    "calibjax, 8 devices": ("safetensors", 8),
+    "calibjax, converted, 1 device": ("orbax", 1),
+    "calibjax, converted, 8 devices": ("orbax", 8),
+    "transformers": ("safetensors", 0),
+    "transformers, every weight read": ("safetensors", 0),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Loads a random model of Llama's kind with calibjax and with transformers.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: D.
+        intermediate_size: of the MLP.
+        layers: L.
+        shard_bytes: largest size of one file.
+        json: print one JSON document instead of the table.
+    """
+
+    vocab_size: int = 128_256
+    hidden_size: int = 2_048
+    intermediate_size: int = 8_192
+    layers: int = 16
+    shard_bytes: int = 500_000_000
+    json: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden_size // 64,
+            "num_key_value_heads": max(self.hidden_size // 256, 1),
+            "tie_word_embeddings": True,
+        }
+
+
+def write(bench: Bench, folder: Path) -> int:
+    """Writes the model both ways; returns the number of its parameters. In a process of its own, for its memory."""
+    (folder / "like").mkdir(parents=True)
+    (folder / "like" / "config.json").write_text(json.dumps(bench.settings()))
+    config = config_from_hf(folder / "like")
+    rng = np.random.default_rng(0)
+
+    def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        rows = [0.04 * (rng.random(leaf.shape[1:], np.float32) - 0.5) for _ in range(leaf.shape[0])]
+        return np.stack([np.asarray(row, jnp.bfloat16) for row in rows])
+
+    params = jax.tree.map(draw, abstract_params(config))
+    out = folder / "safetensors"
+    save_model(out, config, params, like=folder / "like", dtype=jnp.bfloat16, shard_bytes=bench.shard_bytes)
+    save_checkpoint(folder / "orbax", load_model(out, jnp.bfloat16), dtype="bfloat16")
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _resident(kind: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
+
+
+class _Peak(threading.Thread):
+    """Polls the bytes that the process has allocated, until it is told to stop."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.before = self.highest = _resident("RssAnon")
+        self.stopped = threading.Event()
+
+    def run(self):
+        while not self.stopped.wait(0.003):
+            self.highest = max(self.highest, _resident("RssAnon"))
+
+
+def measure(folder: Path, name: str) -> dict[str, float]:
+    """Loads the model as one contender; called in a fresh process."""
+    form, devices = CONTENDERS[name]
+
+    def load(folder: Path) -> Any:
+        if devices:
+            mesh = make_mesh((1, devices, 1)) if devices > 1 else None
+            return jax.block_until_ready(load_model(folder / form, jnp.bfloat16, mesh).params)
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder / form, dtype="bfloat16")
+        if "read" in name:
+            for parameter in model.parameters():
+                parameter.sum()
+        return model
+
+    load(folder / "tiny")
+    mapped = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = _Peak()
+    peak.start()
+    begin, used = time.perf_counter(), time.process_time()
+    loaded = load(folder / "model")
+    seconds, used = time.perf_counter() - begin, time.process_time() - used
+    peak.stopped.set()
+    peak.join()
+    held = _resident("RssAnon") - peak.before
+    del loaded
+    mapped = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - mapped
+    return {"seconds": seconds, "cpu": used, "peak": peak.highest - peak.before, "held": held, "resident": mapped}
+
+
+def _in_a_process(function, *arguments, devices: int = 1):
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def main(bench: Bench) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tiny = Bench(vocab_size=512, hidden_size=128, intermediate_size=128, layers=2)
+        _in_a_process(write, tiny, folder / "tiny")
+        count = _in_a_process(write, bench, folder / "model")
+        files = list((folder / "model" / "safetensors").glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        for name, (_, devices) in CONTENDERS.items():
+            try:
+                results[name] = _in_a_process(measure, folder, name, devices=max(devices, 1))
+            except ImportError as error:
+                results[name] = {"skipped": str(error).splitlines()[0]}
+    document = {"jax": jax.__version__, "parameters": count, "bytes": size, "files": len(files), "contenders": results}
+    if bench.json:
+        print(json.dumps(document, indent=2))
+        return
+    print(
+        f"{count:,} parameters, bfloat16, {len(files)} files, {size / 1e9:.2f} GB; jax {jax.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} cores\n"
+    )
+    print("| | time | CPU time | peak memory | held afterwards | growth of the resident set |")
+    print("|---|---|---|---|---|---|")
+    for name, result in results.items():
+        if "skipped" in result:
+            print(f"| {name} | not run: {result['skipped']} | | | | |")
+        else:
+            sizes = " | ".join(f"{result[key] / 1e9:.2f} GB" for key in ("peak", "held", "resident"))
+            print(f"| {name} | {result['seconds']:.1f} s | {result['cpu']:.1f} s | {sizes} |")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Bench))

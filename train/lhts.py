@@ -1,0 +1,8 @@
+"""Long Horizon Temperature Scaling: `python train/lhts.py ...` is `calibjax train lhts ...`."""
+
+import sys
+
+from calibjax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", "lhts", *sys.argv[1:]]))

@@ -1,0 +1,53 @@
+"""What the recipes of long-horizon temperatures share: the settings of the authors' code for GPT-2.
+
+github.com/AndyShih12/LongHorizonTemperatureScaling, commit 5c4c39d: OpenWebText cut to 1,024 tokens, 1,000 steps of 512
+texts, rate 1e-4 after 500 steps of warm-up, weight decay 0.001, gradients clipped at norm 1, T = 0.9, mode `official`.
+Differences: here weight decay is on biases and norms too; the loss is a mean over the tokens of a batch, there the mean
+of every text's mean; and a text longer than a window goes on in the next one.
+
+None of these recipes has been run: they need a GPU and data from the hub.
+"""
+
+from pathlib import Path
+
+import tyro
+
+from calibjax.cli import carry_out
+from calibjax.lhts import LhtsRun, run_lhts
+from calibjax.runs import DataOptions
+from calibjax.train.lhts import LhtsOptions
+
+STEPS, BATCH, VALIDATION = 1_000, 512, 0.002
+
+
+def recipe(model: str, *, accumulate: int) -> LhtsRun:
+    """The run for a GPT-2 of the hub."""
+    windows = round(STEPS * BATCH / (1 - VALIDATION) / 0.998) + BATCH  # some are held out, some kept for validation
+    return LhtsRun(
+        model=model,
+        data="Skylion007/openwebtext",
+        out=Path("runs") / f"{model.split('/')[-1]}-lhts",
+        split="train",
+        fit_fraction=0.998,
+        texts=100,
+        dtype="bfloat16",
+        text=DataOptions(seq_len=1024, packing=False, examples=windows),
+        lhts=LhtsOptions(
+            temperatures=(0.9,),
+            mode="official",
+            batch_size=BATCH,
+            accumulate=accumulate,
+            learning_rate=1e-4,
+            schedule="constant",
+            warmup_fraction=0.5,
+            weight_decay=1e-3,
+            clip_norm=1.0,
+            validation_fraction=VALIDATION,
+        ),
+    )
+
+
+def main(run: LhtsRun, description: str | None) -> int:
+    """Runs a recipe; every option of `calibjax train lhts` may follow."""
+    chosen = tyro.cli(LhtsRun, default=run, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    return carry_out(chosen, run_lhts)
