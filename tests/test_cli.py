@@ -126,7 +126,7 @@ def one_error(capsys, code, out):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("architecture", "model_type 'mamba' is not supported; supported: gpt2, llama"),
+        ("architecture", "model_type 'mamba' is not supported; supported: gemma, "),
         ("pickle", "the weights are pickled (pytorch_model.bin)"),
         ("truncated", "model.safetensors: damaged or cut short"),
         ("vocabulary", "The tokenizer's largest id is 44 ('more'), but the model has vocab_size 43"),
