@@ -107,8 +107,8 @@ class LhtsObjective:
 
     Beside what a decoder reads, a batch brings `temperature` [B] and, where the parameters hold a table `condition`
     [K, D], the row of it for each window, `condition` [B]. `condition_scale` multiplies the table: Adam's steps have
-    the size of the learning rate, and vectors that are all that tells conditions apart need larger ones. A temperature of 1
-    has weights of 1 (in the next-token form): plain likelihood, as the baseline `partition` trains. Hashable.
+    the size of the learning rate, and vectors that are all that tells conditions apart need larger ones. A temperature
+    of 1 has weights of 1 (in the next-token form): plain likelihood, as the baseline `partition` trains. Hashable.
     """
 
     model: DecoderConfig
