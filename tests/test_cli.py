@@ -246,7 +246,7 @@ def test_json_is_all_that_is_printed(done):
 def test_what_a_run_leaves(done, made):
     out = done[0]
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "fit", "head", "metrics.json", "reliability.png", "report.html")
+        *("run.json", "fit", "head", "metrics.json", "tokens.json", "reliability.png", "report.html")
     }
     lm = load_model(made / "model")
     head = load_head(out, lm)
