@@ -162,7 +162,7 @@ def results_json(
             "count": [int(n) for n in result.temperatures],
         }
         methods[name] = row
-        tokens = sum(row["reliability"]["count"])
+        tokens = int(metrics.total(result.sums).whole()[0])
     return {"tokens": tokens, "methods": methods}
 
 
