@@ -72,9 +72,9 @@ class Decoder(nn.Module):
             hidden = hidden * jnp.asarray(cfg.embedding_scale, self.dtype)
 
         def step(
-            block: Block, hidden: Array, layer: tuple[Array, Array | None, KeysValues | None], contexts: _Contexts
-        ):
-            local, added, past = layer
+            block: Block, hidden: Array, layer: tuple[Array, KeysValues | None, Array | None], contexts: _Contexts
+        ) -> tuple[Array, Any]:
+            local, past, added = layer
             if past is not None:
                 hidden, new = block(hidden, _choose(local, contexts), past)
                 return constrain_batch(hidden), new
@@ -96,8 +96,8 @@ class Decoder(nn.Module):
         contexts = _layer_contexts(cfg, positions, segment_ids, None if cache is None else cache.length)
         hidden = constrain_batch(hidden)
         past = None if cache is None else (cache.keys, cache.values)
-        scanned = (local, edit, past)
-        last, outputs = scan(Block(cfg, self.dtype, self.param_dtype, name="layers"), hidden, scanned, contexts)
+        blocks = Block(cfg, self.dtype, self.param_dtype, name="layers")
+        last, outputs = scan(blocks, hidden, (local, past, edit), contexts)
         last = make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last)
         if not cfg.tie_embeddings:
             # Not used here: declared so that one initialisation makes the whole tree.

@@ -106,9 +106,9 @@ class LhtsObjective:
     """The `CarryingObjective` of LHTS: the student's weighted likelihood, and the running means of the scorer's.
 
     Beside what a decoder reads, a batch brings `temperature` [B] and, where the parameters hold a table `condition`
-    [K, D], the row of it for each window, `condition` [B]. `condition_scale` multiplies the table: Adam's steps have
-    the size of the learning rate, and vectors that are all that tells conditions apart need larger ones. A temperature of 1
-    has weights of 1 (in the next-token form): plain likelihood, as the baseline `partition` trains. Hashable.
+    [K, D], the row of it for each window, `condition` [B]. `condition_scale` multiplies the table, as Adam steps by the
+    learning rate and vectors that are all that tells conditions apart need larger steps. A temperature of 1 has weights
+    of 1 (in the next-token form): plain likelihood, as the baseline `partition` trains. Hashable.
     """
 
     model: DecoderConfig
