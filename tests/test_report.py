@@ -10,6 +10,7 @@ from io import StringIO
 
 import numpy as np
 import pytest
+from assets import data_path, model_path
 from tiny import dense_log_probs, make_lm, make_windows, ragged, write_model, write_text
 
 from calibjax.cli import main
@@ -130,6 +131,24 @@ def test_layers_command(runs):
     assert printed.strip().splitlines()[-1].startswith(f"results in {out}: report.html")
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 3
+
+
+def test_layers_of_questions():
+    """MMLU, letters only, on a model whose tokenizer has neither capitals nor a colon."""
+    model, data = model_path("craftgpt-5M"), data_path("mmlu/mmlu.jsonl.gz")
+    options = ("--rows", "400", "--examples", "24", "--strengths", "0.5", "--sweep-layers", "6", "--quiet", "--json")
+    said, announced = StringIO(), StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(announced):
+        code = main(
+            ["eval", "layers", "--model", str(model), "--data", str(data), "--direction", "confident", *options]
+        )
+    assert code == 0, announced.getvalue()
+    document = json.loads(said.getvalue())
+    assert document["layers"]["readout"] == "letters only"
+    assert (document["layers"]["tokens"], document["held_out"]["tokens"]) == (24, 12)
+    assert all(row["entropy"]["value"] <= np.log(4) + 1e-6 for row in document["layers"]["curves"])
+    assert all(row["confidence"]["value"] >= 0.25 for row in document["layers"]["curves"])
+    assert "answers a, b, c, d after 'Answer'" in announced.getvalue()
 
 
 def test_layers_refuses(runs, capsys, model):
