@@ -1,6 +1,7 @@
 """The whole job: fit on one part of the data, evaluate on the other, leave a head, figures and a report."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from calibjax._checks import UserError
 from calibjax.data import Windows, check_context, split_windows
+from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel, load_model
 from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
@@ -22,8 +24,8 @@ class AtsRun:
     """Fits Adaptive Temperature Scaling to a language model and proves it on held-out text.
 
     Prints the model as it is, with a single temperature, and with ATS, and leaves in --out: head/ (Orbax),
-    metrics.json, reliability.png, report.html, and the logs and checkpoints of training. Started again with the same
-    options, a killed run goes on where it was.
+    metrics.json, tokens.json (some held-out text, token by token), reliability.png, report.html, and the logs and
+    checkpoints of training. Started again with the same options, a killed run goes on where it was.
 
     Attributes:
         model: directory with config.json and safetensors, or a hub id.
@@ -87,6 +89,8 @@ def run_ats(run: AtsRun, announce=print) -> dict[str, Any]:
         announce=announce,
         quiet=run.quiet,
     )
+    sample = token_sample(lm, held_out, identity_head(lm), result.fit.head)
+    (run.out / "tokens.json").write_text(json.dumps(sample) + "\n")
     finish(result.document, run.out, show=not run.json)
     return result.document
 

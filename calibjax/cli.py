@@ -16,6 +16,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import tyro
 
 from calibjax._checks import UserError
+from calibjax.analyse import LayersRun, run_layers
 from calibjax.calibrate import AtsRun, run_ats
 from calibjax.commands import ConvertRun, GenerateRun, run_convert, run_generate
 from calibjax.compare import CompareRun, run_compare
@@ -23,6 +24,7 @@ from calibjax.evaluate import HeadBoundRun, run_head_bound
 from calibjax.finetune import SftRun, run_sft
 from calibjax.lhts import LhtsRun, run_lhts
 from calibjax.quickstart import Quickstart, run_quickstart
+from calibjax.reports import ReportRun, run_report
 from calibjax.train import NonFiniteLossError
 
 
@@ -69,6 +71,14 @@ def main(args: Sequence[str] | None = None) -> int:
     @evaluate.command(name="head-bound", help=_summary(HeadBoundRun))
     def head_bound(run: Annotated[HeadBoundRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_head_bound)
+
+    @evaluate.command(name="layers", help=_summary(LayersRun))
+    def layers(run: Annotated[LayersRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_layers)
+
+    @app.command(name="report", help=_summary(ReportRun))
+    def report(run: Annotated[ReportRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_report)
 
     @app.command(name="compare", help=_summary(CompareRun))
     def compare(run: Annotated[CompareRun, tyro.conf.arg(name="")]) -> int:

@@ -126,7 +126,7 @@ def one_error(capsys, code, out):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("architecture", "model_type 'mamba' is not supported; supported: gpt2, llama"),
+        ("architecture", "model_type 'mamba' is not supported; supported: gemma, "),
         ("pickle", "the weights are pickled (pytorch_model.bin)"),
         ("truncated", "model.safetensors: damaged or cut short"),
         ("vocabulary", "The tokenizer's largest id is 44 ('more'), but the model has vocab_size 43"),
@@ -246,7 +246,7 @@ def test_json_is_all_that_is_printed(done):
 def test_what_a_run_leaves(done, made):
     out = done[0]
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "fit", "head", "metrics.json", "reliability.png", "report.html")
+        *("run.json", "fit", "head", "metrics.json", "tokens.json", "reliability.png", "report.html")
     }
     lm = load_model(made / "model")
     head = load_head(out, lm)

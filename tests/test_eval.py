@@ -1,6 +1,5 @@
 """Token-level figures against float64 over the dense logits, and what is drawn from them."""
 
-import base64
 import copy
 import dataclasses
 import json
@@ -158,6 +157,10 @@ def test_schema(document):
         assert row["ece"]["bins"] == BINS
         assert 0 <= row["ece"]["low"] < row["ece"]["high"] <= 1
         assert len(row["reliability"]["count"]) == BINS
+        bins = row["reliability"]
+        for low, accuracy, high in zip(bins["low"], bins["accuracy"], bins["high"], strict=True):
+            assert (low is None) == (accuracy is None)
+            assert accuracy is None or 0 <= low <= accuracy + 1e-9 <= high + 2e-9 <= 1 + 1e-6
 
 
 def test_interval_is_of_the_seed(results):
@@ -198,11 +201,14 @@ def test_report_is_self_contained(document, tmp_path):
     assert "&lt;script&gt;&quot;x&quot;&lt;/script&gt;" in page
     assert "&lt;script&gt;alert(1)" in page
     assert "costs $\\x$ &amp; $y" in page
-    assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", page)
-    sources = re.findall(r'src="([^"]*)"', page)
-    assert len(sources) == 6  # reliability and temperatures of three sets
-    for source in sources:
-        assert base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True).startswith(b"\x89PNG")
+    assert not re.search(r"https?://|//\w+\.\w+/|@import|url\((?!#)|src=", page)
+    assert set(re.findall(r'href="([^#"]*)', page)) <= {"data:,", ""}
+    assert page.count("<svg") == 6  # reliability and temperatures of three sets
+    names = re.findall(r'\sid="([^"]*)"', page)
+    assert len(names) == len(set(names))
+    assert set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', page)) <= {(n, "") for n in names} | {
+        ("", n) for n in names
+    }
     assert (tmp_path / "reliability.png").read_bytes().startswith(b"\x89PNG")
     body = page.split("<body>")[1].strip()
     assert body.startswith('<p class="verdict warning">WARNING: ATS is worse'), "the first line says so"

@@ -215,7 +215,7 @@ def test_a_token_beyond_the_vocabulary_is_not_clamped():
         (np.zeros((1, 4), np.float32), {}, "expected integers"),
         (np.zeros((1, 4), np.int32), {"segment_ids": np.ones((1, 3), np.int32)}, "segment_ids: expected the tokens'"),
         (np.zeros((1, 4), np.int32), {"positions": np.ones((2, 4), np.int32)}, "positions: expected the tokens'"),
-        (np.zeros((1, 4), np.int32), {"layers": "first"}, "'last' or 'all', got 'first'"),
+        (np.zeros((1, 4), np.int32), {"layers": "first"}, "expected one of last, all, residual; got 'first'"),
     ],
 )
 def test_bad_inputs(tokens, options, message):

@@ -1,5 +1,8 @@
 """Text and chat to batches of tokens: source -> rows -> examples -> windows -> batches."""
 
+from calibjax.data.choices import Choices as Choices
+from calibjax.data.choices import choice_windows as choice_windows
+from calibjax.data.choices import is_multiple_choice as is_multiple_choice
 from calibjax.data.examples import Example as Example
 from calibjax.data.examples import tokenize_rows as tokenize_rows
 from calibjax.data.formats import Format as Format

@@ -14,7 +14,7 @@ from rich.table import Table
 from calibjax import metrics
 from calibjax.eval.compare import Outcome, Result
 from calibjax.eval.report import ABSENT, binning, figure_of, title_of
-from calibjax.eval.tokens import reliability_json
+from calibjax.eval.tokens import ece_and_bins, reliability_json
 from calibjax.metrics import CalibrationSums, Closed
 
 SortKey = Literal[
@@ -64,10 +64,10 @@ def comparison_json(
         """Each figure of each resample; the sums with the log loss, and those with the likelihood."""
         sums = sums_of(outcome, None)
         likelihood = None if outcome.log_prob is None else sums_of(outcome, outcome.log_prob)
-        values = metrics.resample_sums(_finite_nll(sums), _three, resamples=resamples, seed=seed)
-        draws: dict[str, np.ndarray] = dict(zip(COMPARED[:3], values.T, strict=True))
+        values = metrics.resample_sums(_finite_nll(sums), _scores_and_bins, resamples=resamples, seed=seed)
+        draws: dict[str, np.ndarray] = {**dict(zip(COMPARED[:3], values.T, strict=False)), "bins": values[:, 3:]}
         if likelihood is not None:
-            values = metrics.resample_sums(_finite_nll(likelihood), _three, resamples=resamples, seed=seed)
+            values = metrics.resample_sums(_finite_nll(likelihood), _scores_and_bins, resamples=resamples, seed=seed)
             draws["nll"] = values[:, 2]
         return draws, sums, likelihood
 
@@ -93,7 +93,7 @@ def comparison_json(
             "changed": changed,
             "parameters": result.parameters,
             "fit_seconds": round(result.fit_seconds, 4),
-            "reliability": reliability_json(whole),
+            "reliability": reliability_json(whole, drawn[name]["bins"]),
         }
         rows[name] = row
     if reference in rows:
@@ -107,9 +107,12 @@ def comparison_json(
     return dict(sorted(rows.items(), key=lambda item: _order(item[1], sort)))
 
 
-def _three(sums: CalibrationSums) -> np.ndarray:
+def _scores_and_bins(sums: CalibrationSums) -> np.ndarray:
+    """ECE, Brier score and log loss of each resample, and the accuracy of each bin."""
     points = sums.whole()[0]
-    return np.stack([metrics.ece_from_sums(sums), sums.brier / points, sums.nll / points], axis=-1)
+    ece, bins = np.split(ece_and_bins(sums), [1], axis=1)
+    scores = np.stack([sums.brier / points, sums.nll / points], axis=-1)
+    return np.concatenate([ece, scores, bins], axis=1)
 
 
 def _finite_nll(sums: CalibrationSums) -> CalibrationSums:

@@ -71,14 +71,11 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
         )
     norm, width = dict(lm.params["final_norm"]), lm.config.hidden_size
     norm["scale"] = norm["scale"] + lm.config.norm_offset
-    scale = np.asarray(norm["scale"], np.float64)
-    gram = np.asarray(_centred_gram(lm.unembedding), np.float64)
-    scaled = scale[:, None] * gram * scale[None, :]
+    gram = centred_gram(lm.unembedding)
+    scaled = through_final_norm(lm, gram)
     bias_norm = 0.0
     longest = float(_longest_row(lm.unembedding, norm, lm.config.norm == "layer"))
     if lm.config.norm == "layer":
-        scaled = scaled - scaled.mean(axis=0, keepdims=True)
-        scaled = scaled - scaled.mean(axis=1, keepdims=True)
         bias = np.asarray(norm["bias"], np.float64)
         bias_norm = math.sqrt(max(float(bias @ gram @ bias), 0.0))
     largest = scipy.linalg.eigvalsh(scaled, subset_by_index=[width - 1, width - 1])[0]
@@ -109,14 +106,27 @@ def _add_gram(gram: Array, rows: Array, mean: Array) -> Array:
     return gram + jnp.matmul(centred.T, centred, precision="highest")
 
 
-def _centred_gram(unembedding: Float[Array, "V D"]) -> Float[Array, "D D"]:
-    """Σ_v (W_v − mean)(W_v − mean)ᵀ in float32, some rows at a time."""
+def through_final_norm(lm: LanguageModel, gram: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"]:
+    """A bilinear form of hidden states after the final norm as one of residuals before it, but for their length.
+
+    diag(γ) G diag(γ), and for a LayerNorm, which subtracts the mean, that between centred vectors; float64.
+    """
+    scale = np.asarray(lm.params["final_norm"]["scale"], np.float64) + lm.config.norm_offset
+    scaled = scale[:, None] * gram * scale[None, :]
+    if lm.config.norm == "layer":
+        scaled = scaled - scaled.mean(axis=0, keepdims=True)
+        scaled = scaled - scaled.mean(axis=1, keepdims=True)
+    return scaled
+
+
+def centred_gram(unembedding: Float[Array, "V D"]) -> Float[np.ndarray, "D D"]:
+    """Σ_v (W_v − mean)(W_v − mean)ᵀ in float32, some rows at a time; so |logits − their mean|² = hᵀ G h. As float64."""
     vocab_size, width = unembedding.shape
     mean = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
     gram = jnp.zeros((width, width), jnp.float32)
     for start in range(0, vocab_size, _ROWS):
         gram = _add_gram(gram, unembedding[start : start + _ROWS], mean)
-    return gram
+    return np.asarray(gram, np.float64)
 
 
 @functools.partial(jax.jit, static_argnums=2)

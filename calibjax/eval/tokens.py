@@ -150,33 +150,54 @@ def results_json(
     """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
 
     Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% bootstrap interval over
-    windows, bins and edge convention; `reliability` per bin (count, mean confidence, accuracy; null where empty); and
-    `temperatures`, the histogram over `TEMPERATURE_EDGES`.
+    windows, bins and edge convention; `reliability` per bin (count, mean confidence, accuracy with the low and high end
+    of its interval; null where empty); and `temperatures`, the histogram over `TEMPERATURE_EDGES`.
     """
     methods = {}
     tokens = 0
     for name, result in results.items():
-        row: dict[str, Any] = metrics.summarise(result.sums)
-        whole = metrics.total(result.sums)
-        low, high = metrics.bootstrap_interval(result.sums, resamples=resamples, seed=seed)
-        bins = len(whole.count)
-        row["ece"] = {"value": row["ece"], "low": low, "high": high, "bins": bins, "closed": closed}
-        row["reliability"] = reliability_json(whole)
+        row = row_json(result.sums, closed=closed, resamples=resamples, seed=seed)
         row["temperatures"] = {
             "edges": [round(float(e), 6) for e in TEMPERATURE_EDGES],
             "count": [int(n) for n in result.temperatures],
         }
         methods[name] = row
-        tokens = int(whole.whole()[0])
+        tokens = int(metrics.total(result.sums).whole()[0])
     return {"tokens": tokens, "methods": methods}
 
 
-def reliability_json(whole: metrics.CalibrationSums) -> dict[str, list]:
-    """Per bin: count, mean confidence, accuracy; None where it is empty."""
+def row_json(
+    sums: metrics.CalibrationSums, *, closed: metrics.Closed = "right", resamples: int = 1000, seed: int = 0
+) -> dict[str, Any]:
+    """The figures of one method: all of `results_json`'s but temperatures. `sums` with groups `[G]`."""
+    row: dict[str, Any] = metrics.summarise(sums)
+    whole = metrics.total(sums)
+    drawn = metrics.resample_sums(sums, ece_and_bins, resamples=resamples, seed=seed)
+    low, high = metrics.percentile_interval(drawn[:, 0])
+    row["ece"] = {"value": row["ece"], "low": low, "high": high, "bins": len(whole.count), "closed": closed}
+    row["reliability"] = reliability_json(whole, drawn[:, 1:])
+    return row
+
+
+def ece_and_bins(sums: metrics.CalibrationSums) -> np.ndarray:
+    """ECE, and the accuracy of each bin (NaN where it is empty): `[R, 1 + bins]`, for `resample_sums`."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        accuracy = np.asarray(sums.correct) / np.asarray(sums.count)
+    return np.concatenate([np.asarray(metrics.ece_from_sums(sums))[:, None], accuracy], axis=1)
+
+
+def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> dict[str, list]:
+    """Per bin: count, mean confidence, accuracy, and the accuracy's 95% interval from its values in resamples
+    `[R, bins]`; None where it is empty."""
+    intervals = [metrics.percentile_interval(values) for values in drawn.T]
     return {
         "count": [int(n) for n in whole.count],
         "confidence": _ratio(whole.confidence, whole.count),
         "accuracy": _ratio(whole.correct, whole.count),
+        **{
+            name: [None if np.isnan(interval[end]) else interval[end] for interval in intervals]
+            for end, name in enumerate(("low", "high"))
+        },
     }
 
 

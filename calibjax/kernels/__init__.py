@@ -3,6 +3,7 @@
 from calibjax.kernels.api import IMPLEMENTATIONS as IMPLEMENTATIONS
 from calibjax.kernels.api import vocab_stats as vocab_stats
 from calibjax.kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from calibjax.kernels.divergence import kl_divergences as kl_divergences
 from calibjax.kernels.explain import explain as explain
 from calibjax.kernels.sharded import VocabSharding as VocabSharding
 from calibjax.kernels.stats import STATISTICS as STATISTICS

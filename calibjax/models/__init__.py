@@ -4,6 +4,7 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import (
     Decoder,
     abstract_params,
+    final_norm,
     hidden_states,
     init_params,
     logits,
@@ -23,6 +24,7 @@ __all__ = [
     "LanguageModel",
     "abstract_params",
     "config_from_hf",
+    "final_norm",
     "fingerprint",
     "hidden_states",
     "init_params",

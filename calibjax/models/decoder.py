@@ -9,7 +9,7 @@ The functions here are pure: a configuration, a tree of parameters and tokens in
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import flax.linen as nn
 import jax
@@ -25,7 +25,7 @@ from calibjax.models.lora import LoraConfig, adapters_of
 from calibjax.sharding import constrain_batch, lookup
 
 Params = Mapping[str, Any]
-Layers = Literal["last", "all"]
+Layers = Literal["last", "all", "residual"]
 _Contexts = tuple[SequenceContext, ...]
 Remat = Literal["none", "dots", "full"]
 _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
@@ -60,6 +60,7 @@ class Decoder(nn.Module):
         layers: Layers = "last",
         cache: Cache | None = None,
         condition: Float[Array, "B D"] | None = None,
+        edit: Float[Array, "L D"] | None = None,
     ) -> Any:
         cfg = self.config
         hidden = self._lookup("embedding", cfg.vocab_size, tokens)
@@ -70,13 +71,17 @@ class Decoder(nn.Module):
         if cfg.embedding_scale is not None:
             hidden = hidden * jnp.asarray(cfg.embedding_scale, self.dtype)
 
-        def step(block: Block, hidden: Array, layer: tuple[Array, KeysValues | None], contexts: _Contexts):
-            local, past = layer
+        def step(
+            block: Block, hidden: Array, layer: tuple[Array, KeysValues | None, Array | None], contexts: _Contexts
+        ) -> tuple[Array, Any]:
+            local, past, added = layer
             if past is not None:
                 hidden, new = block(hidden, _choose(local, contexts), past)
                 return constrain_batch(hidden), new
             hidden = constrain_batch(block(hidden, _choose(local, contexts)))
-            return hidden, hidden if layers == "all" else None
+            if added is not None:
+                hidden = hidden + added.astype(hidden.dtype)[None, None, :]
+            return hidden, None if layers == "last" else hidden
 
         if self.remat != "none":
             step = nn.remat(step, policy=_REMAT_POLICIES[self.remat], prevent_cse=False)
@@ -91,7 +96,8 @@ class Decoder(nn.Module):
         contexts = _layer_contexts(cfg, positions, segment_ids, None if cache is None else cache.length)
         hidden = constrain_batch(hidden)
         past = None if cache is None else (cache.keys, cache.values)
-        last, outputs = scan(Block(cfg, self.dtype, self.param_dtype, name="layers"), hidden, (local, past), contexts)
+        blocks = Block(cfg, self.dtype, self.param_dtype, name="layers")
+        last, outputs = scan(blocks, hidden, (local, past, edit), contexts)
         last = make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last)
         if not cfg.tie_embeddings:
             # Not used here: declared so that one initialisation makes the whole tree.
@@ -102,6 +108,8 @@ class Decoder(nn.Module):
             return last, outputs
         if outputs is None:
             return last
+        if layers == "residual":
+            return jnp.concatenate([hidden[None], outputs])
         return jnp.concatenate([hidden[None], outputs[:-1], last[None]])
 
     def _lookup(self, name: str, rows: int, index: Array) -> Array:
@@ -122,6 +130,7 @@ def hidden_states(
     remat: Remat = "none",
     lora: LoraConfig | None = None,
     condition: Float[Array, "B D"] | None = None,
+    edit: Float[Array, "L D"] | None = None,
 ) -> Float[Array, "*L B T D"]:
     """Runs the decoder on tokens, up to the final norm; no logits are formed.
 
@@ -133,20 +142,23 @@ def hidden_states(
         its own segment only. `None`: one sequence a row.
       positions: Position of each token, `[B, T]`. `None`: counted from 0, and from 0 again at each new segment.
       layers: `"last"` for the states after the final norm; `"all"` for the embeddings, every block's output, and in
-        place of the last block's the states after the final norm, as transformers' `output_hidden_states` has them.
+        place of the last block's the states after the final norm, as transformers' `output_hidden_states` has them;
+        `"residual"` for the same with the last block's output as it is (`final_norm` makes the rest of it).
       dtype: Compute dtype. In float32, matrix products are of the highest precision on every platform.
       remat: What of a block the backward pass computes anew: `"none"`; `"dots"`: all but its matrix products;
         `"full"`: the whole block, of which only the input is kept.
       lora: Low-rank adapters that `params` holds beside the kernels; see `init_adapters`.
       condition: Added to the embeddings of a row's tokens, `[B, D]`; the same as adding it to the table's rows.
+      edit: Added to the residual stream after each block, at every token, `[L, D]`; zeros change nothing. `None`: the
+        same, at no cost.
 
     Returns:
-      `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"`, in `dtype`.
+      `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"` and `"residual"`, in `dtype`.
 
     Raises:
       UserError: The shapes do not agree, tokens are not integers, or T is larger than `config.max_positions`.
     """
-    _check_inputs(config, tokens, segment_ids, positions, layers)
+    _check_inputs(config, tokens, segment_ids, positions, layers, edit)
     module = Decoder(config, dtype, remat=remat)
     module = module if lora is None else lora.adapt(module)
     if positions is None:
@@ -155,7 +167,9 @@ def hidden_states(
         else:
             positions = segment_positions(segment_ids)
     with _matmul_precision(dtype):
-        hidden = module.apply({"params": params}, tokens, segment_ids, positions, layers, condition=condition)
+        hidden = module.apply(
+            {"params": params}, tokens, segment_ids, positions, layers, condition=condition, edit=edit
+        )
     return cast(Array, hidden)
 
 
@@ -189,6 +203,14 @@ def extend(
         out: Any = module.apply({"params": params}, tokens, cache.segment_ids, positions, cache=cache)
     hidden, new = out
     return hidden, fill(cache, new)
+
+
+def final_norm(
+    config: DecoderConfig, params: Params, residual: Float[Array, "*B D"], dtype: DTypeLike = jnp.float32
+) -> Float[Array, "*B D"]:
+    """Puts residual streams of any layer through the norm that stands before the unembedding."""
+    norm = make_norm(config, dtype, residual.dtype, name="final_norm")
+    return cast(Array, norm.apply({"params": params["final_norm"]}, residual))
 
 
 def unembedding(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
@@ -309,7 +331,12 @@ def _matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager:
 
 
 def _check_inputs(
-    config: DecoderConfig, tokens: Array, segment_ids: Array | None, positions: Array | None, layers: str
+    config: DecoderConfig,
+    tokens: Array,
+    segment_ids: Array | None,
+    positions: Array | None,
+    layers: str,
+    edit: Array | None,
 ) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
@@ -321,5 +348,9 @@ def _check_inputs(
             f"tokens: {tokens.shape[1]} positions, but the model was made for at most {config.max_positions}; "
             "cut the sequences shorter."
         )
-    if layers not in ("last", "all"):
-        raise UserError(f"layers: expected 'last' or 'all', got {layers!r}.")
+    if layers not in get_args(Layers):
+        raise UserError(f"layers: expected one of {', '.join(get_args(Layers))}; got {layers!r}.")
+    if edit is not None and edit.shape != (config.num_layers, config.hidden_size):
+        raise UserError(
+            f"edit: expected one row for each block, {[config.num_layers, config.hidden_size]}, got {list(edit.shape)}."
+        )

@@ -1,0 +1,137 @@
+"""Multiple-choice questions to windows: the answer is one letter, predicted at one position."""
+
+import string
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from calibjax._checks import UserError
+from calibjax.data.source import Rows
+from calibjax.data.windows import Windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_COLUMNS = ("question", "choices", "answer")
+# What stands before the letter: the first after which the tokenizer writes every letter as one token of its own.
+_CUES = ("Answer: ", "Answer:", "Answer ", "Answer")
+
+
+class Choices(NamedTuple):
+    """Questions ready to be asked.
+
+    Attributes:
+      windows: One window a question, `where` True at its last input alone, whose target is the right letter's token.
+      letters: The letters' token ids, in the order of the choices.
+      cue: The words before the letter.
+      subjects: Of each question, from the column "subject"; "" where there is none.
+      too_long: How many questions were left out because the model cannot read them whole.
+    """
+
+    windows: Windows
+    letters: tuple[int, ...]
+    cue: str
+    subjects: tuple[str, ...]
+    too_long: int
+
+
+def is_multiple_choice(rows: Rows) -> bool:
+    """Whether rows have the columns question, choices (a list) and answer (the index of the right one)."""
+    return all(name in rows[0] for name in _COLUMNS)
+
+
+def choice_windows(
+    rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_tokens: int, *, limit: int | None = None, seed: int = 0
+) -> Choices:
+    """Renders questions without examples before them, and draws some of those that the model can read.
+
+    A question reads `"{question}\\nA. {choice}\\nB. {choice}\\n...\\nAnswer: "` and a letter, as MMLU is commonly asked
+    (Hendrycks et al., 2021, https://arxiv.org/abs/2009.03300); where the tokenizer does not make one token of every
+    letter there, without the space or the colon. All rows must have the same number of choices.
+
+    Args:
+      rows: From `read_source`, with the columns question, choices and answer, and optionally subject.
+      tokenizer: A tokenizer of transformers.
+      max_tokens: Inputs that the model reads at most; longer questions are left out.
+      limit: Keep so many questions, drawn at random without replacement; `None`: all.
+      seed: Of the draw.
+
+    Returns:
+      The questions in the order of the rows.
+
+    Raises:
+      UserError: A row is not a question; the tokenizer has no letters of one token; or no question is short enough.
+    """
+    count = len(_choices(rows[0], 0))
+    cue, letters = _letter_ids(tokenizer, count)
+    texts, answers = [], []
+    for index, row in enumerate(rows):
+        choices, answer = _choices(row, index), row["answer"]
+        if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
+            raise UserError(
+                f"{rows.name}, row {index}: expected {count} choices, as in the first row, and an answer from 0 to "
+                f"{count - 1}; got {len(choices)} and {answer!r}."
+            )
+        lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
+        texts.append("\n".join([str(row["question"]), *lines, cue + string.ascii_uppercase[answer]]))
+        answers.append(answer)
+    encoded: Any = tokenizer(texts, verbose=False)
+    ids = [np.asarray(tokens, np.int32) for tokens in encoded["input_ids"]]
+    short = np.flatnonzero([len(tokens) - 1 <= max_tokens for tokens in ids])
+    if not len(short):
+        shortest = min(len(tokens) for tokens in ids) - 1
+        raise UserError(
+            f"{rows.name}: every question is longer than the {max_tokens} tokens that the model reads (the shortest "
+            f"has {shortest}). Take a model with a longer context, or shorter questions."
+        )
+    kept = short
+    if limit is not None and limit < len(short):
+        kept = np.sort(np.random.default_rng(seed).choice(short, limit, replace=False))
+    for index in kept:
+        if ids[index][-1] != letters[answers[index]]:
+            raise UserError(f"{rows.name}, row {index}: the tokenizer does not end the question with the letter alone.")
+    subjects = tuple(str(rows[int(index)].get("subject", "")) for index in kept)
+    return Choices(_windows([ids[i] for i in kept], kept), letters, cue, subjects, len(ids) - len(short))
+
+
+def _choices(row: Mapping[str, Any], index: int) -> Sequence[str]:
+    choices = row.get("choices")
+    if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
+        raise UserError(
+            f"row {index}, column 'choices': expected a list of 2 to 26 answers, got {str(choices)[:60]!r}."
+        )
+    return choices
+
+
+def _letter_ids(tokenizer: "PreTrainedTokenizerBase", count: int) -> tuple[str, tuple[int, ...]]:
+    names = string.ascii_uppercase[:count]
+    for cue in _CUES:
+        encoded: Any = tokenizer([cue + letter for letter in names])
+        ids = encoded["input_ids"]
+        letters = tuple(int(tokens[-1]) for tokens in ids)
+        unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in letters
+        if len({tuple(tokens[:-1]) for tokens in ids}) == 1 and len(set(letters)) == count and not unknown:
+            return cue, letters
+    raise UserError(
+        f"The tokenizer does not write {', '.join(names)} after {_CUES[1]!r} as one token each, so that the answer is "
+        "not one prediction."
+    )
+
+
+def _windows(ids: list[np.ndarray], rows: np.ndarray) -> Windows:
+    length = max(len(tokens) for tokens in ids) - 1
+    tokens, targets = np.zeros((2, len(ids), length), np.int32)
+    ends = np.array([len(x) - 1 for x in ids])
+    column = np.arange(length, dtype=np.int32)[None, :]
+    for index, question in enumerate(ids):
+        tokens[index, : ends[index]], targets[index, : ends[index]] = question[:-1], question[1:]
+    real = column < ends[:, None]
+    return Windows(
+        tokens=tokens,
+        targets=targets,
+        where=column == ends[:, None] - 1,
+        segment_ids=real.astype(np.int32),
+        positions=np.where(real, column, 0).astype(np.int32),
+        source=rows.astype(np.int32),
+    )

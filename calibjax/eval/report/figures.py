@@ -1,0 +1,214 @@
+"""The figures of a report: reliability diagrams, temperatures, layers; as PNG, as SVG, and as SVG within a page."""
+
+import html
+import io
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from calibjax.eval.report.rows import COLOURS, sets_of, title_of, unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_ACROSS = 6  # reliability diagrams side by side, at most
+_INK, _MUTED = "#1c2530", "#7a838c"  # in a page: the text's colour, and a fainter one, light or dark
+# Okabe and Ito's, for lines side by side.
+_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
+_MARKS = ("o", "s", "^", "D", "v", "P", "X")  # beside colours, for those who do not see them
+
+
+def figures_of(document: Mapping[str, Any]) -> Iterator[tuple[str, str, "Figure"]]:
+    """(name of a file, description, figure) of every figure of a run."""
+    for index, (title, results) in enumerate(sets_of(document)):
+        suffix = f"-{index}" if index else ""
+        yield f"reliability{suffix}", f"Reliability diagrams, {title}", reliability_figure(results, title)
+        temperatures = temperature_figure(results)
+        if temperatures is not None:
+            yield f"temperatures{suffix}", f"Temperatures that ATS gave, {title}", temperatures
+    if "layers" in document:
+        yield "layers", "Calibration of every layer's prediction", layer_figure(document)
+        yield "sweep", "Calibration of the model with its residual stream edited", sweep_figure(document)
+
+
+def reliability_figure(results: Mapping[str, Any], title: str) -> "Figure":
+    """Reliability diagrams side by side, one per method: accuracy against confidence, and the histogram below.
+
+    Whiskers are 95% bootstrap intervals of a bin's accuracy, where the document has them. Nothing global is touched.
+    """
+    methods = results["methods"]
+    lines = -(-len(methods) // _ACROSS)
+    columns = -(-len(methods) // lines)
+    size = 4.2 if lines == 1 else 3.2
+    figure = _figure(size * columns, (size + 0.7) * lines)
+    axes = figure.subplots(2 * lines, columns, height_ratios=[4, 1] * lines, sharey="row", squeeze=False)
+    for unused in range(len(methods), lines * columns):
+        for axis in axes[-2:, unused % columns]:
+            axis.set_axis_off()
+    for index, (name, row) in enumerate(methods.items()):
+        line, column = divmod(index, columns)
+        colour = COLOURS.get(name, _MUTED)
+        bins = row["reliability"]
+        width = 1 / len(bins["count"])
+        left = [i * width for i in range(len(bins["count"]))]
+        upper, lower = axes[2 * line : 2 * line + 2, column]
+        upper.plot([0, 1], [0, 1], color=_MUTED, linewidth=1, linestyle="--")
+        bands = [bins.get(end, [None] * len(left)) for end in ("low", "high")]
+        for x, confidence, accuracy, low, high in zip(left, bins["confidence"], bins["accuracy"], *bands, strict=True):
+            if accuracy is None:
+                continue
+            upper.bar(x, accuracy, width, align="edge", color=colour, alpha=0.8, edgecolor="none")
+            upper.plot([x + width / 2, x + width / 2], [accuracy, confidence], color=_INK, linewidth=1, linestyle=":")
+            upper.plot(x + width / 2, confidence, marker=".", color=_INK, markersize=5)
+            if low is not None and high is not None:
+                reach = [[max(accuracy - low, 0)], [max(high - accuracy, 0)]]
+                upper.errorbar(x + width / 2, accuracy, reach, color=_INK, linewidth=1, capsize=width * 40)
+        upper.set(xlim=(0, 1), ylim=(0, 1))
+        upper.set_title(f"{title_of(name)}\nECE {row['ece']['value']:.4f}", color=_INK)
+        upper.tick_params(labelbottom=False)
+        lower.bar(left, bins["count"], width, align="edge", color=colour, alpha=0.5, edgecolor="none")
+        lower.set(xlim=(0, 1), yscale="symlog")
+        lower.set_xlabel("confidence")
+        if column == 0:
+            upper.set_ylabel("accuracy")
+            lower.set_ylabel(unit_of(results), fontsize="small")
+        for axis in (upper, lower):
+            _plain(axis)
+    predictions = "next-token predictions" if unit_of(results) == "tokens" else unit_of(results)
+    text = f"{title}: reliability of {results['tokens']:,} {predictions}"
+    figure.suptitle(text, fontsize=11, parse_math=False, color=_INK)
+    return figure
+
+
+def temperature_figure(results: Mapping[str, Any]) -> "Figure | None":
+    """Histogram of the temperatures that ATS gave to the held-out tokens; None where there is no such row."""
+    row = results["methods"].get("ats")
+    if row is None or "temperatures" not in row:
+        return None
+    edges, count = row["temperatures"]["edges"], row["temperatures"]["count"]
+    figure = _figure(6.3, 2.6)
+    axis = figure.subplots()
+    axis.stairs(count, edges, fill=True, color=COLOURS["ats"], alpha=0.8)
+    axis.axvline(1.0, color=_MUTED, linewidth=1, linestyle="--")
+    axis.set(xscale="log", xlabel="temperature given to a token (1 = unchanged)", ylabel="tokens")
+    ticks = (0.1, 0.25, 0.5, 1, 2, 4, 10, 20)
+    axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axis.minorticks_off()
+    _plain(axis)
+    return figure
+
+
+def layer_figure(document: Mapping[str, Any]) -> "Figure":
+    """Accuracy and confidence, calibration errors, and entropy and divergence of every layer, with intervals.
+
+    A dotted line stands where the decision settles; the phase of correction, where there is one, is shaded.
+    """
+    curves, phase = document["layers"]["curves"], document["layers"]["phase"]
+    layer = [row["layer"] for row in curves]
+    figure = _figure(12.6, 3.6)
+    panels = (
+        ("accuracy and confidence", (("accuracy", "accuracy"), ("confidence", "confidence"))),
+        ("calibration error", (("ece", "ECE"), ("mce", "MCE"))),
+        ("nats", (("entropy", "entropy"), ("kl", "KL from the last layer"))),
+    )
+    for axis, (label, series) in zip(figure.subplots(1, 3), panels, strict=True):
+        for (name, title), colour, mark in zip(series, _LINES, _MARKS, strict=False):
+            values, low, high = ([row[name][key] for row in curves] for key in ("value", "low", "high"))
+            axis.plot(layer, values, color=colour, marker=mark, markersize=4, label=title)
+            axis.fill_between(layer, low, high, color=colour, alpha=0.2, linewidth=0)
+        if label.startswith("accuracy"):
+            same = [row["agreement"] for row in curves]
+            axis.plot(
+                layer, same, color=_LINES[2], marker=_MARKS[2], markersize=4, linestyle="--", label="same token as last"
+            )
+        axis.axvline(phase["settled"], color=_MUTED, linewidth=1.5, linestyle=":")
+        if phase["found"]:
+            axis.axvspan(phase["peak"], layer[-1], color=_MUTED, alpha=0.2, linewidth=0)
+        axis.set(xlabel="layer (0: embeddings)", ylabel=label, ylim=(0, None))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        _plain(axis)
+        _legend(axis)
+    return figure
+
+
+def sweep_figure(document: Mapping[str, Any]) -> "Figure":
+    """ECE and accuracy against the strength of the edit, one line a block, on the half that did not choose."""
+    sweep, chosen = document["sweep"], document["direction"]["chosen"]
+    base = next(row for row in sweep if row["layer"] == 0)
+    layers = sorted({row["layer"] for row in sweep} - {0})
+    figure = _figure(10.5, 3.8)
+    for axis, (name, label) in zip(figure.subplots(1, 2), (("ece", "ECE"), ("accuracy", "accuracy")), strict=True):
+        for number, layer in enumerate(layers):
+            rows = [row for row in sweep if row["layer"] == layer]
+            rows = sorted([*rows, base], key=lambda row: row["strength"])
+            colour = _LINES[number % len(_LINES)]
+            values = [row["held_out"][name]["value"] for row in rows]
+            strength = [row["strength"] for row in rows]
+            mark = _MARKS[number % len(_MARKS)]
+            axis.plot(strength, values, color=colour, marker=mark, markersize=4, label=f"block {layer}")
+            if layer == chosen["layer"]:
+                low, high = ([row["held_out"][name][end] for row in rows] for end in ("low", "high"))
+                axis.fill_between(strength, low, high, color=colour, alpha=0.2, linewidth=0)
+        at = next(row for row in sweep if (row["layer"], row["strength"]) == (chosen["layer"], chosen["strength"]))
+        axis.plot(at["strength"], at["held_out"][name]["value"], "o", markersize=11, markerfacecolor="none", color=_INK)
+        axis.axhline(base["held_out"][name]["value"], color=_MUTED, linewidth=1, linestyle="--")
+        axis.set(xlabel="c, in mean lengths of the residual (ring: chosen on the other half)", ylabel=label)
+        _plain(axis)
+    _legend(figure.axes[0])
+    return figure
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _plain(axis) -> None:
+    """Only the two spines that are read, in colours that a page can change."""
+    for side, spine in axis.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(_MUTED)
+    axis.tick_params(color=_MUTED, labelcolor=_INK)
+    for label in (axis.xaxis.label, axis.yaxis.label):
+        label.set_color(_INK)
+
+
+def _legend(axis) -> None:
+    axis.legend(fontsize="small", frameon=False, labelcolor=_INK)
+
+
+# --- as files ---
+
+
+def png(figure: "Figure") -> bytes:
+    """On white."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, facecolor="white")
+    return buffer.getvalue()
+
+
+def svg(figure: "Figure", name: str) -> str:
+    """A document of its own, with its text as text; `name` makes it the same each time."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return buffer.getvalue().decode()
+
+
+def inline_svg(figure: "Figure", name: str, description: str) -> str:
+    """An element for a page: ids of its own, colours that follow the page's, no address of anything outside."""
+    text = svg(figure, name)
+    text = re.sub(
+        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL
+    )
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text, count=3).replace("xlink:href", "href")
+    text = re.sub(r'(\sid="|="url\(#|href="#)', rf"\g<1>{name}-", text)
+    text = text.replace(_INK, "currentColor").replace(_MUTED, "var(--muted)")
+    # On a phone it is shown smaller, but no smaller than can be read: then it scrolls.
+    width = figure.get_figwidth() * 72
+    size = rf'\1 width="{width:.0f}pt" style="min-width: {0.6 * width:.0f}pt"'
+    text = re.sub(r'(<svg) width="[^"]*" height="[^"]*"', size, text, count=1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(description)}"', 1)

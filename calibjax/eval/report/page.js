@@ -1,0 +1,67 @@
+"use strict";
+for (const section of document.querySelectorAll(".heatmap")) {
+  const data = JSON.parse(section.querySelector("script").textContent);
+  const detail = section.querySelector(".detail");
+  const percent = (p) => (100 * p).toFixed(p < 0.1 ? 2 : 1) + "%";
+  const make = (kind, text, cls) => {
+    const element = document.createElement(kind);
+    element.textContent = text; // never as HTML: it is a model's text
+    if (cls) element.className = cls;
+    return element;
+  };
+  const table = (columns, rows, cls) => {
+    const out = document.createElement("table");
+    for (const [kind, cells] of [["th", columns], ...rows.map((row) => ["td", row])]) {
+      const line = out.insertRow();
+      cells.forEach((cell, i) => line.append(make(kind, cell, i === 0 && kind === "td" ? cls : "")));
+    }
+    return out;
+  };
+  const shown = (text) => (text === "" ? "\u2205" : JSON.stringify(text));
+
+  const show = (token) => {
+    const one = data[token.dataset.i];
+    for (const old of section.querySelectorAll(".on")) old.classList.remove("on");
+    for (const same of section.querySelectorAll(`[data-i="${token.dataset.i}"]`)) same.classList.add("on");
+    const left = document.createElement("div");
+    left.append(make("p", `${shown(one.text)}${one.right ? "" : ", not the most likely"}`, "text"));
+    left.append(table(["", "before", "after"], [
+      ["its probability", ...one.probability.map(percent)],
+      ["confidence", ...one.confidence.map(percent)],
+      ["entropy, nats", ...one.entropy.map((h) => h.toFixed(3))],
+      ["temperature", "1", one.temperature.toFixed(3)],
+    ]));
+    const right = document.createElement("div");
+    right.append(make("p", "Most likely there"));
+    right.append(table(["", "before", "after"], one.top.map(([text, p, q]) => [shown(text), percent(p), percent(q)]), "text"));
+    detail.replaceChildren(left, right);
+  };
+
+  for (const side of section.querySelectorAll(".tokens")) {
+    const tokens = [...side.querySelectorAll(".t")];
+    const go = (to) => {
+      for (const token of tokens) token.tabIndex = -1;
+      to.tabIndex = 0;
+      to.focus();
+    };
+    side.addEventListener("pointerover", (event) => {
+      const token = event.target.closest(".t");
+      if (token) show(token);
+    });
+    side.addEventListener("focusin", (event) => {
+      const token = event.target.closest(".t");
+      if (token) show(token);
+    });
+    side.addEventListener("click", (event) => {
+      const token = event.target.closest(".t");
+      if (token) go(token);
+    });
+    side.addEventListener("keydown", (event) => {
+      const at = tokens.indexOf(event.target);
+      const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tokens.length - 1 }[event.key];
+      if (at < 0 || to === undefined || !tokens[to]) return;
+      event.preventDefault();
+      go(tokens[to]);
+    });
+  }
+}

@@ -1,0 +1,48 @@
+"""The report in the terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from calibjax.eval.report.layers import findings, tables
+from calibjax.eval.report.rows import binning, cells_of, sets_of, unit_of, verdict
+
+
+def table(results: Mapping[str, Any], title: str) -> Table:
+    """The figures of one set of windows as a `rich` table, one row per method."""
+    titles, rows = cells_of(results)
+    return _table(f"{title}: {results['tokens']:,} {unit_of(results)}", titles, rows)
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    out = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        out.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    for cells in rows:
+        out.add_row(*cells)
+    return out
+
+
+def print_report(document: Mapping[str, Any]) -> None:
+    """Prints the verdict and the table of every set, and what was found across layers, to standard output."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)  # names of files may hold brackets
+    if not console.is_terminal:
+        console.width = 160 if "layers" in document else 120  # a file or a pipe has no width of its own
+    if "layers" in document:
+        for of_layers in tables(document):
+            console.print(_table(*of_layers))
+    for title, results in sets_of(document):
+        line = verdict(results)
+        if line:
+            console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
+        console.print(table(results, title))
+        some = next(iter(results["methods"].values()))["ece"]
+        console.print(
+            f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the top token's probability; "
+            f"interval: bootstrap over {results.get('clusters', 'windows')}. Brier: of the top token.",
+            style="dim",
+        )
+    for line in findings(document) if "layers" in document else ():
+        console.print(line, style="bold")
