@@ -21,6 +21,7 @@ from calibjax.horizon import (
     token_weights,
 )
 
+weights_of = jax.jit(token_weights, static_argnums=2)
 SYMBOLS, LENGTH, TEMPERATURE = 6, 6, 0.5
 NEXT = Horizon(form="next_token")
 
@@ -55,7 +56,7 @@ class Source:
 
     def weights(self, objective):
         baseline = jnp.asarray(self.baseline(objective.baseline), jnp.float32)
-        return token_weights(jnp.asarray(self.log_p, jnp.float32), TEMPERATURE, objective, baseline=baseline)
+        return weights_of(jnp.asarray(self.log_p, jnp.float32), TEMPERATURE, objective, baseline=baseline)
 
     def table(self, mass):
         """Next-symbol distributions [position, symbol before, symbol] of tokens with a mass each, `[S, LENGTH]`."""
@@ -123,7 +124,7 @@ def test_weights_are_those_of_the_definition(form, horizon):
     where, segments = rng.random((4, 12)) < 0.8, np.sort(rng.integers(1, 4, (4, 12)), axis=1)
     temperature = np.array([0.5, 0.9, 1.0, 1.5])
     objective = Horizon(horizon=horizon, clip=0.5, form=form)
-    got = token_weights(
+    got = weights_of(
         jnp.asarray(np.where(where, log_p, np.nan), jnp.float32),  # what does not count may hold anything
         jnp.asarray(temperature, jnp.float32),
         objective,
@@ -143,7 +144,7 @@ def test_official_weights_are_those_of_the_authors_formula():
     log_p = -rng.exponential(2.0, (3, 20))
     mean = RunningMean.empty(20).update(jnp.asarray(log_p, jnp.float32), jnp.ones((3, 20), bool)).baseline("position")
     np.testing.assert_allclose(mean, log_p.mean(axis=0), rtol=1e-5)
-    got = token_weights(jnp.asarray(log_p, jnp.float32), 0.6, MODES["official"], baseline=mean)
+    got = weights_of(jnp.asarray(log_p, jnp.float32), 0.6, MODES["official"], baseline=mean)
     padded = np.pad(log_p - log_p.mean(axis=0), ((0, 0), (0, 8)))
     sums = np.stack([padded[:, i : i + 8].sum(axis=1) for i in range(20)], axis=1)
     np.testing.assert_allclose(got, np.exp(np.minimum(sums / 0.6 - sums, 3.0)), rtol=2e-5)
