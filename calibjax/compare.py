@@ -123,6 +123,7 @@ def run_compare(run: CompareRun, announce: Callable[[str], None] = print) -> dic
             "unit": material.unit,
             "clusters": material.clusters,
             "reference": material.reference,
+            "sort": run.sort,
             "methods": methods,
             "failed": failed,
             "left_out": material.left_out,

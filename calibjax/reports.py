@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from calibjax._checks import UserError
+from calibjax.eval.comparison import print_comparison
 from calibjax.eval.report import Run, print_report, save_report
 from calibjax.runs import SCHEMA
 
@@ -48,7 +49,11 @@ def run_report(run: ReportRun, announce: Callable[[str], None] = print) -> dict[
         for loaded in runs:
             if len(runs) > 1:
                 print(f"\n{loaded.name}")
-            print_report(loaded.document)
+            held_out = loaded.document["held_out"]
+            if "reference" in held_out:
+                print_comparison(held_out, held_out["sort"], f"{loaded.name}, held out")
+            else:
+                print_report(loaded.document)
         print(f"report in {out}: {', '.join(files)}")
     return {"out": str(out), "files": files}
 

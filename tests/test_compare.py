@@ -229,6 +229,10 @@ def test_tables_report_and_what_is_left_out(files, capsys, tmp_path):
     assert "Left out: lore" in page
     assert (out / "reliability.png").read_bytes().startswith(b"\x89PNG")
 
+    assert main(["report", str(out)]) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert [line for line in again if "[" in line] == [line for line in lines if "[" in line]
+
 
 def test_a_method_that_fails_does_not_stop_the_others(files, capsys, monkeypatch):
     def broken(data, where=None):
