@@ -29,6 +29,7 @@ from calibjax.eval.directions import (
 from calibjax.eval.layers import Readout, evaluate_layers, layers_json, make_readout
 from calibjax.eval.neurons import entropy_neurons
 from calibjax.eval.report import print_report
+from calibjax.eval.subjects import subject_rows
 from calibjax.eval.tokens import row_json
 from calibjax.models import LanguageModel, load_model
 from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
@@ -92,6 +93,7 @@ class _Material(NamedTuple):
     read: Readout
     unit: str
     readout: str
+    subjects: tuple[str, ...] = ()
 
 
 def run_layers(run: LayersRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
@@ -113,7 +115,8 @@ def run_layers(run: LayersRun, announce: Callable[[str], None] = print) -> dict[
         raise UserError(f"--sweep-layers: expected blocks from 1 to {depth}, got {run.sweep_layers}.")
     document = _analyse(run, lm, swept, _read(run, lm, announce), announce)
     if run.out is not None:
-        finish(document, run.out, holds="layers.png, sweep.png", show=not run.json)
+        figures = "layers.png, sweep.png" + (", subjects.png" if document["subjects"] else "")
+        finish(document, run.out, holds=figures, show=not run.json)
     elif not run.json:
         print_report(document)
     return document
@@ -156,6 +159,7 @@ def _analyse(
         "schema": SCHEMA,
         "held_out": {"tokens": counts[1], "unit": material.unit, "clusters": "windows", "methods": methods},
         "layers": {"tokens": sum(counts), "readout": material.readout, **layers},
+        "subjects": subject_rows(material.subjects, outputs.confidence[-1], outputs.correct[-1]),
         "direction": {
             "recipe": run.direction,
             "counts": list(directions.counts),
@@ -206,7 +210,8 @@ def _read(run: LayersRun, lm: LanguageModel, announce: Callable[[str], None]) ->
     halves = split_windows(asked.windows.take(order), 0.5)
     letters = asked.letters if run.letters_only else None
     readout = "letters only" if run.letters_only else "whole vocabulary"
-    return _Material(halves, make_readout(lm, letters), "questions", readout)
+    subjects = tuple(asked.subjects[index] for index in order)
+    return _Material(halves, make_readout(lm, letters), "questions", readout, subjects)
 
 
 def _identity(run: LayersRun) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tiny import dense_log_probs, make_lm, make_windows, ragged, write_model, wr
 from calibjax.cli import main
 from calibjax.eval import identity_head
 from calibjax.eval.report.heatmap import heatmap_html
+from calibjax.eval.subjects import subject_rows
 from calibjax.eval.token_sample import text_after, token_sample
 from calibjax.models import LanguageModel, load_model
 
@@ -149,6 +150,29 @@ def test_layers_of_questions():
     assert all(row["entropy"]["value"] <= np.log(4) + 1e-6 for row in document["layers"]["curves"])
     assert all(row["confidence"]["value"] >= 0.25 for row in document["layers"]["curves"])
     assert "answers a, b, c, d after 'Answer'" in announced.getvalue()
+    last, subjects = document["layers"]["curves"][-1], document["subjects"]
+    counts = [row["questions"] for row in subjects]
+    assert sum(counts) == 24
+    assert len({row["subject"] for row in subjects}) == len(subjects) > 1
+    for mean, name in (
+        (lambda row: row["confidence"], "confidence"),
+        (lambda row: row["accuracy"]["value"], "accuracy"),
+    ):
+        np.testing.assert_allclose(np.average([mean(row) for row in subjects], weights=counts), last[name]["value"])
+
+
+def test_subjects():
+    """Wilson's interval is where (p − accuracy)² = z² p (1 − p) / n."""
+    subjects = ("law", "art", "law", "law", "art", "law")
+    confidence, correct = np.array([0.9, 0.2, 0.8, 0.7, 0.4, 0.6]), np.array([1, 1, 0, 0, 1, 1], bool)
+    rows = subject_rows(subjects, confidence, correct)
+    assert [(row["subject"], row["questions"]) for row in rows] == [("law", 4), ("art", 2)]
+    np.testing.assert_allclose([row["gap"] for row in rows], [0.75 - 0.5, 0.3 - 1.0])
+    for row in rows:
+        n, accuracy = row["questions"], row["accuracy"]
+        for p in (accuracy["low"], accuracy["high"]):
+            np.testing.assert_allclose((p - accuracy["value"]) ** 2, 1.959963984540054**2 * p * (1 - p) / n, atol=1e-12)
+    assert subject_rows(("", ""), confidence[:2], correct[:2]) == []
 
 
 def test_layers_refuses(runs, capsys, model):

@@ -29,6 +29,8 @@ def figures_of(document: Mapping[str, Any]) -> Iterator[tuple[str, str, "Figure"
     if "layers" in document:
         yield "layers", "Calibration of every layer's prediction", layer_figure(document)
         yield "sweep", "Calibration of the model with its residual stream edited", sweep_figure(document)
+        if document["subjects"]:
+            yield "subjects", "Confidence and accuracy of every subject", subject_figure(document)
 
 
 def reliability_figure(results: Mapping[str, Any], title: str) -> "Figure":
@@ -155,6 +157,27 @@ def sweep_figure(document: Mapping[str, Any]) -> "Figure":
         axis.set(xlabel="c, in mean lengths of the residual (ring: chosen on the other half)", ylabel=label)
         _plain(axis)
     _legend(figure.axes[0])
+    return figure
+
+
+def subject_figure(document: Mapping[str, Any]) -> "Figure":
+    """Confidence beside accuracy and its interval, a line for each subject, the most over-confident on top."""
+    rows = document["subjects"][::-1]
+    figure = _figure(8.5, 1 + 0.22 * len(rows))
+    axis = figure.subplots()
+    line = range(len(rows))
+    value, low, high = ([row["accuracy"][key] for row in rows] for key in ("value", "low", "high"))
+    confidence = [row["confidence"] for row in rows]
+    axis.hlines(line, value, confidence, color=_MUTED, linewidth=1, linestyle=":")
+    axis.hlines(line, low, high, color=_LINES[0], linewidth=4, alpha=0.35)
+    axis.plot(value, line, _MARKS[0], color=_LINES[0], markersize=5, label="accuracy, 95% interval")
+    axis.plot(confidence, line, _MARKS[3], color=_LINES[1], markersize=5, label="mean confidence")
+    axis.set_yticks(
+        line, [f"{row['subject'] or 'no subject'} ({row['questions']:,})" for row in rows], fontsize="small"
+    )
+    axis.set(xlim=(0, 1), ylim=(-0.7, len(rows) - 0.3))
+    _plain(axis)
+    figure.legend(loc="outside upper center", ncols=2, fontsize="small", frameon=False, labelcolor=_INK)
     return figure
 
 

@@ -50,7 +50,7 @@ def findings(document: Mapping[str, Any]) -> list[str]:
 
 
 def tables(document: Mapping[str, Any]) -> list[TextTable]:
-    """The layers; the direction after each block; the sweep on the half that did not choose; the neurons."""
+    """The layers; the direction after each block; the sweep on the half that did not choose; neurons; subjects."""
     layers, direction = document["layers"], document["direction"]
     unit = document["held_out"]["unit"]
     names = ("accuracy", "confidence", "ece", "mce", "entropy", "kl")
@@ -85,7 +85,22 @@ def tables(document: Mapping[str, Any]) -> list[TextTable]:
         ]
         for row in document["neurons"]
     ]
+    subjects = [
+        [
+            row["subject"],
+            f"{row['questions']:,}",
+            f"{row['confidence']:.3f}",
+            _interval(row["accuracy"]),
+            f"{row['gap']:+.3f}",
+        ]
+        for row in document["subjects"]
+    ]
     first, second = direction["counts"]
+    of_subjects = TextTable(
+        "subjects, at the last layer, the most over-confident first [95% interval, Wilson]",
+        ["subject", unit, "confidence", "accuracy", "confidence less accuracy"],
+        subjects,
+    )
     return [
         TextTable(
             f"layers: {layers['tokens']:,} {unit}, {layers['readout']} [95% interval]; same token: as the last layer's",
@@ -108,6 +123,7 @@ def tables(document: Mapping[str, Any]) -> list[TextTable]:
             ["block", "neuron", "norm", "norm, percentile", "logit variance", "percentile", "share in the null space"],
             neurons,
         ),
+        *([of_subjects] if subjects else []),
     ]
 
 

@@ -25,14 +25,14 @@ class Run(NamedTuple):
 
 
 def write_report(document: Mapping[str, Any], directory: Path) -> None:
-    """Writes `report.html`, and `reliability.png` (the held-out set) or, of layers, `layers.png` and `sweep.png` too.
+    """Writes `report.html`, and `reliability.png` of the held-out set; of layers also layers, sweep and subjects .png.
 
     Args:
         document: the contents of `metrics.json`.
         directory: exists; its tokens.json is read where there is one.
     """
     for name, _, figure in figures_of(document):
-        if name in ("reliability", "layers", "sweep"):
+        if name in ("reliability", "layers", "sweep", "subjects"):
             (directory / f"{name}.png").write_bytes(png(figure))
     file = directory / TOKENS
     tokens = json.loads(file.read_text()) if file.is_file() else None
@@ -101,7 +101,7 @@ def _run(run: Run, identity: str, several: bool) -> str:
     if "layers" in run.document:
         parts.append("<h2>Layers</h2>")
         parts += [f"<p>{html.escape(line)}</p>" for line in findings(run.document)]
-        parts += [_figure(figures, name, identity) for name in ("layers", "sweep")]
+        parts += [_figure(figures, name, identity) for name in ("layers", "sweep", "subjects")]
         parts += [_table(*of_layers) for of_layers in tables(run.document)]
     for index, (title, results) in enumerate(sets_of(run.document)):
         suffix = f"-{index}" if index else ""
