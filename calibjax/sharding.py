@@ -1,5 +1,6 @@
 """The mesh: axes by name, and where batches and weights lie on it."""
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+
+from calibjax._checks import UserError
 
 AXES = ("data", "fsdp", "tensor")
 """Mesh axes. Batches are split over data and fsdp; weights over fsdp and tensor, by `RULES`."""
@@ -23,6 +26,29 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"layers\.(attention\.o|mlp\.down)\.kernel", (None, "tensor", "fsdp")),  # [L, in, out], summed over tensor
 )
 """(pattern of a parameter's dotted path, mesh axis of each of its dimensions); what matches none is whole."""
+
+
+def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
+    """Devices along each of `AXES` as `--mesh` has them: "data=2,fsdp=4", an axis that is left out has one.
+
+    Args:
+        text: of the option; None: all devices along fsdp.
+        devices: to be used.
+
+    Raises:
+        UserError: an unknown axis, a size that is no positive integer, or sizes that do not use the devices exactly.
+    """
+    if text is None:
+        return 1, devices, 1
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in AXES or not size.isdecimal() or int(size) < 1:
+            raise UserError(f"--mesh {text}: expected sizes of {', '.join(AXES)}, such as data=2,fsdp=4, got {part!r}.")
+        sizes[axis] = int(size)
+    if math.prod(sizes.values()) != devices:
+        raise UserError(f"--mesh {text}: needs {math.prod(sizes.values())} devices, {devices} were given.")
+    return sizes["data"], sizes["fsdp"], sizes["tensor"]
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:

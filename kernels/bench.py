@@ -31,7 +31,9 @@ import static_profile
 from contenders import TASKS, Problem
 from rich.console import Console
 from rich.table import Table
-from static_profile import CHIPS, DoesNotCompile
+from static_profile import CHIPS
+
+from calibjax._tpu_compiler import DoesNotCompile
 
 PRESETS = {
     "cpu": Problem(2048, 512, 32_000, "float32"),

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax.heads import HeadConfig, head_features, logit_covariance
-from calibjax.kernels import VocabStats, vocab_stats
+from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.model import LanguageModel
@@ -72,6 +72,7 @@ def batch_stats(
     dtype: DTypeLike = jnp.float32,
     log_factor: Float[Array, ""] | float = 0.0,
     statistics: tuple[str, ...] | None = None,
+    sharding: VocabSharding | None = None,
 ) -> tuple[VocabStats, Float[Array, "B T"]]:
     """Frozen forward pass, head, and vocabulary statistics of one batch: the path of training and evaluation alike.
 
@@ -85,6 +86,7 @@ def batch_stats(
         dtype: compute dtype of the frozen model.
         log_factor: added to every log_scale.
         statistics: wanted of `vocab_stats`.
+        sharding: of the unembedding over a mesh, as `vocab_stats` takes it.
 
     Returns:
         The statistics at the head's scale, and log_scale `[B, T]` with the factor.
@@ -108,5 +110,6 @@ def batch_stats(
         softcap=softcap,
         where=batch["where"],
         statistics=statistics,
+        sharding=sharding,
     )
     return stats, log_scale

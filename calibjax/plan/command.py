@@ -1,0 +1,222 @@
+"""`calibjax plan`: parse, plan one mesh or all of them, print."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from calibjax._checks import UserError
+from calibjax._tpu_compiler import DoesNotCompile, compiler_version
+from calibjax.heads import HeadKind
+from calibjax.models.config import DecoderConfig
+from calibjax.models.decoder import Remat
+from calibjax.models.families import config_from_hf
+from calibjax.models.shapes import SHAPES
+from calibjax.plan.chips import GIB, Topology, parse_topology
+from calibjax.plan.program import Job, ObjectiveName
+from calibjax.plan.result import plan_job
+from calibjax.sharding import AXES, mesh_shape
+from calibjax.train.options import AtsOptions
+from calibjax.train.sft import SftOptions
+from calibjax.train.state import OptimizerKind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRun:
+    """Says whether a step fits on devices that need not be there, and what it costs.
+
+    For TPUs the real step is compiled ahead of time, which needs no TPU but libtpu (pip install "calibjax[plan]"), and
+    takes minutes for a large model. Without it, and for GPUs, what follows from the shapes is printed, and says so.
+
+    Attributes:
+        model: name of a published model (docs/models.md), or a directory with config.json; no weights are read.
+        objective: ats: fitting a head, without the cache of hidden states; sft: fine-tuning; eval: evaluation.
+        topology: chip and number along each axis, such as v5e:4x4, v5p:2x2x2, v6e:4x4, h100:8.
+        batch: windows a step.
+        seq: tokens a window.
+        mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
+        suggest: plan every mesh of the topology, and name the best that fits.
+        dtype: compute dtype, and that of frozen weights; trained ones are float32.
+        remat: of sft: what of a block the backward pass computes anew.
+        accumulate: of sft: micro-batches a step.
+        optimizer: of sft.
+        label_smoothing: of sft.
+        lora_rank: of sft: train adapters of this rank, and none of the weights.
+        head: of ats and eval.
+        compile: --no-compile: only what follows from the shapes.
+        json: print one JSON document instead of tables.
+    """
+
+    model: str
+    topology: str
+    objective: ObjectiveName = "ats"
+    batch: int = 64
+    seq: int = 1024
+    mesh: str | None = None
+    suggest: bool = False
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    remat: Remat = "full"
+    accumulate: int = 1
+    optimizer: OptimizerKind = "adamw"
+    label_smoothing: float = 0.1
+    lora_rank: int | None = None
+    head: HeadKind = "mlp"
+    compile: bool = True
+    json: bool = False
+
+    def job(self, config: DecoderConfig, mesh: tuple[int, int, int]) -> Job:
+        """The step on a mesh; not checked."""
+        return Job(
+            config=config,
+            objective=self.objective,
+            batch=self.batch,
+            seq=self.seq,
+            mesh=mesh,
+            dtype=self.dtype,
+            ats=AtsOptions(head=self.head),
+            sft=SftOptions(
+                batch_size=self.batch,
+                accumulate=self.accumulate,
+                optimizer=self.optimizer,
+                label_smoothing=self.label_smoothing,
+                lora_rank=self.lora_rank,
+                remat=self.remat,
+            ),
+        )
+
+
+def run_plan(run: PlanRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
+    """Carries out `PlanRun`; returns the document that `--json` prints."""
+    topology = parse_topology(run.topology)
+    config = _config(run.model)
+    if run.suggest and run.mesh is not None:
+        raise UserError("--suggest: it tries every mesh; leave --mesh out.")
+    meshes = _meshes(topology.devices) if run.suggest else [mesh_shape(run.mesh, topology.devices)]
+    jobs = _checked([run.job(config, mesh) for mesh in meshes])
+    compiler = compiler_version() if run.compile and topology.chip.platform == "tpu" else None
+    plans = []
+    for job in jobs:
+        if run.suggest:
+            announce(f"planning {mesh_text(job.mesh)} ...")
+        try:
+            plans.append(plan_job(job, topology, compiles=compiler is not None))
+        except DoesNotCompile as error:
+            if not run.suggest:
+                raise UserError(f"the step does not compile for {run.topology}: {error}") from error
+            announce(f"  does not compile: {error}")
+    fields = ("model", "objective", "topology", "batch", "seq", "dtype")
+    document: dict[str, Any] = {name: getattr(run, name) for name in fields}
+    document |= {"devices": topology.devices, "libtpu": compiler}
+    if run.suggest:
+        fitting = [plan for plan in plans if plan["fits"] is not False]
+        best = min(fitting, key=_cost, default=None)
+        document |= {"fits": None if best is None else best["fits"], "best": None if best is None else best["mesh"]}
+        document["fits"] = False if best is None else best["fits"]
+        document["plans"] = plans
+    else:
+        document |= plans[0]
+    if not run.json:
+        _print(document, run, topology)
+    return document
+
+
+def _config(model: str) -> DecoderConfig:
+    if model in SHAPES:
+        return SHAPES[model]
+    if Path(model).is_dir():
+        return config_from_hf(Path(model))
+    raise UserError(f"--model {model}: expected a directory with config.json, or one of {', '.join(sorted(SHAPES))}.")
+
+
+def _meshes(devices: int) -> list[tuple[int, int, int]]:
+    """Every mesh of so many devices."""
+    return [
+        (data, fsdp, devices // data // fsdp)
+        for data in range(1, devices + 1)
+        for fsdp in range(1, devices // data + 1)
+        if devices % data == 0 and (devices // data) % fsdp == 0
+    ]
+
+
+def _checked(jobs: list[Job]) -> list[Job]:
+    """Those that can run; raises the first one's `UserError` where none can."""
+    able, errors = [], []
+    for job in jobs:
+        try:
+            job.check()
+            able.append(job)
+        except UserError as error:
+            errors.append(error)
+    if not able:
+        raise errors[0]
+    return able
+
+
+def mesh_text(mesh: tuple[int, int, int]) -> str:
+    """As `--mesh` has it."""
+    return ",".join(f"{axis}={n}" for axis, n in zip(AXES, mesh, strict=True) if n > 1) or "data=1"
+
+
+def _cost(plan: dict[str, Any]) -> tuple[float, ...]:
+    """What the best plan has least of: the bound on its time, then what moves between devices, then memory."""
+    seconds = plan["roofline_seconds"]
+    return seconds["bound"], seconds["interconnect"] or 0.0, plan["bytes_per_device"]["total"]
+
+
+def _print(document: dict[str, Any], run: PlanRun, topology: Topology) -> None:
+    console = Console()
+    console.print(
+        f"{run.model}, {run.objective}, {run.batch} x {run.seq} tokens a step, {run.dtype}, on {topology.devices} "
+        f"devices ({run.topology})"
+    )
+    if document["libtpu"]:
+        console.print(f"The step was compiled by libtpu {document['libtpu']}; nothing was run.")
+    elif topology.chip.platform == "gpu" or not run.compile:
+        console.print("From the shapes alone: nothing was compiled, so temporaries and collectives are not known.")
+    else:
+        console.print(
+            "From the shapes alone: the TPU compiler is not installed, so temporaries and collectives are not known. "
+            'Install it with: pip install "calibjax[plan]"'
+        )
+    if run.suggest:
+        table = Table("mesh", "bytes per device", "fits", "at least")
+        for plan in document["plans"]:
+            table.add_row(plan["mesh"], _gib(plan["bytes_per_device"]["total"]), _verdict(plan), _bound(plan))
+        console.print(table)
+        console.print(f"best: --mesh {document['best']}" if document["best"] else "none of these meshes fits")
+        return
+    table = Table("per device", "", title=f"mesh {document['mesh']}", title_justify="left")
+    for name, size in document["bytes_per_device"].items():
+        table.add_row(name.replace("_", " "), _gib(size))
+    table.add_row("fits", _verdict(document))
+    table.add_row("operations", f"{document['flops_per_device']:.3g} FLOP of {document['flops_per_step']:.3g} a step")
+    for kind, of_kind in (document["collectives"] or {}).items():
+        text = f"{of_kind['count']:,} x, {_gib(of_kind['bytes'])} received, the largest {_gib(of_kind['largest'])}"
+        table.add_row(kind, text)
+    table.add_row("roofline", _bound(document))
+    console.print(table)
+    if document["note"]:
+        console.print(document["note"])
+
+
+def _gib(size: int | None) -> str:
+    return "not known" if size is None else f"{size / GIB:,.2f} GiB"
+
+
+def _verdict(plan: dict[str, Any]) -> str:
+    margin = plan["margin_bytes"]
+    if plan["fits"] is None:
+        return f"not known: {_gib(margin)} left for temporaries"
+    if margin is None:
+        return "no"
+    return f"yes, with {_gib(margin)} to spare" if plan["fits"] else f"no: {_gib(-margin)} too much"
+
+
+def _bound(plan: dict[str, Any]) -> str:
+    seconds = plan["roofline_seconds"]
+    parts = ((name, seconds[name]) for name in ("compute", "memory", "interconnect"))
+    text = ", ".join(f"{name} {1e3 * x:,.0f} ms" for name, x in parts if x is not None)
+    return f"{1e3 * seconds['bound']:,.0f} ms ({text})"
