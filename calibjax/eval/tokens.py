@@ -52,8 +52,8 @@ def identity_head(lm: LanguageModel) -> FittedHead:
     return FittedHead(config, {"log_scale": jnp.zeros((), jnp.float32)}, 0.0, lm.fingerprint)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames=("sharding",))
-def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozens, batch, *, sharding=None):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozens, batch):
     """Sums and outputs of every method on one batch; the frozen forward pass is shared."""
     hidden = batch_hidden(model, frozens[0], batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
@@ -68,7 +68,6 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozens
             dtype=dtype,
             log_factor=factor,
             statistics=("log_normalizer", "target_logit", "max_logit", "argmax", "correct"),
-            sharding=sharding,
         )
         sums = metrics.calibration_sums(
             stats.confidence(),

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -13,6 +14,7 @@ from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.model import LanguageModel
+from calibjax.sharding import AXES
 
 
 class Frozen(NamedTuple):
@@ -37,6 +39,14 @@ def freeze(lm: LanguageModel, *, head: HeadConfig | None = None, hidden_given: b
     if head is not None and "log_std_logits" in head.features:
         covariance = jax.jit(logit_covariance)(lm.unembedding, lm.unembedding_bias)
     return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance, lm.unembedding_bias)
+
+
+def vocab_sharding(mesh: Mesh | AbstractMesh, config: DecoderConfig) -> VocabSharding | None:
+    """How the operator divides the unembedding as `sharding.RULES` stores it; None on one device or another mesh."""
+    if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
+        return None
+    divides = config.hidden_size % mesh.shape["fsdp"] == 0
+    return VocabSharding(mesh, width=("fsdp",) if divides else ())
 
 
 def batch_hidden(
@@ -72,9 +82,10 @@ def batch_stats(
     dtype: DTypeLike = jnp.float32,
     log_factor: Float[Array, ""] | float = 0.0,
     statistics: tuple[str, ...] | None = None,
-    sharding: VocabSharding | None = None,
 ) -> tuple[VocabStats, Float[Array, "B T"]]:
     """Frozen forward pass, head, and vocabulary statistics of one batch: the path of training and evaluation alike.
+
+    Where a mesh of ours is set (`jax.set_mesh`), tokens and vocabulary are divided as `vocab_sharding` says.
 
     Args:
         config: of the decoder; static.
@@ -86,16 +97,22 @@ def batch_stats(
         dtype: compute dtype of the frozen model.
         log_factor: added to every log_scale.
         statistics: wanted of `vocab_stats`.
-        sharding: of the unembedding over a mesh, as `vocab_stats` takes it.
 
     Returns:
         The statistics at the head's scale, and log_scale `[B, T]` with the factor.
     """
     hidden = batch_hidden(config, frozen, batch, dtype)
     softcap = config.logit_softcap
+    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
     unembedding = frozen.unembedding.astype(dtype)
     features = head_features(
-        head.features, hidden, unembedding, covariance=frozen.covariance, bias=frozen.bias, softcap=softcap
+        head.features,
+        hidden,
+        unembedding,
+        covariance=frozen.covariance,
+        bias=frozen.bias,
+        softcap=softcap,
+        sharding=sharding,
     )
     log_scale = head.build().apply(
         {"params": head_params}, features, where=batch["where"], segment_ids=batch["segment_ids"]

@@ -92,6 +92,7 @@ def run_plan(run: PlanRun, announce: Callable[[str], None] = print) -> dict[str,
     """Carries out `PlanRun`; returns the document that `--json` prints."""
     topology = parse_topology(run.topology)
     config = _config(run.model)
+    _check_options(run)
     if run.suggest and run.mesh is not None:
         raise UserError("--suggest: it tries every mesh; leave --mesh out.")
     meshes = _meshes(topology.devices) if run.suggest else [mesh_shape(run.mesh, topology.devices)]
@@ -121,6 +122,18 @@ def run_plan(run: PlanRun, announce: Callable[[str], None] = print) -> dict[str,
     if not run.json:
         _print(document, run, topology)
     return document
+
+
+_OF_SFT = ("remat", "accumulate", "optimizer", "label_smoothing", "lora_rank")
+
+
+def _check_options(run: PlanRun) -> None:
+    """Raises `UserError` for options that this objective does not read."""
+    defaults = {field.name: field.default for field in dataclasses.fields(run)}
+    unread = ("head",) if run.objective == "sft" else _OF_SFT
+    given = [f"--{name.replace('_', '-')}" for name in unread if getattr(run, name) != defaults[name]]
+    if given:
+        raise UserError(f"{', '.join(given)}: --objective {run.objective} does not read it; leave it out.")
 
 
 def _config(model: str) -> DecoderConfig:

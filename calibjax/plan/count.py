@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def flops(jaxpr: Any) -> float:
@@ -49,5 +49,5 @@ def _of(eqn: Any) -> float:
 def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr):
+            if isinstance(item, Jaxpr | ClosedJaxpr):
                 yield item

@@ -19,7 +19,7 @@ from calibjax.models.frozen import freeze
 from calibjax.sharding import AXES, batch_sharding, param_shardings, replicated
 from calibjax.train.ats import AtsObjective
 from calibjax.train.options import AtsOptions, make_plan
-from calibjax.train.sft import SftOptions, sft_objective, vocab_sharding
+from calibjax.train.sft import SftOptions, sft_objective
 from calibjax.train.state import create_state
 from calibjax.train.step import make_train_step
 from calibjax.train.tuning import first_state
@@ -61,6 +61,13 @@ class Job:
         """Raises `UserError` where the step could not run: options out of range, or a batch that does not divide."""
         if self.seq < 1:
             raise UserError(f"--seq: expected at least 1, got {self.seq}.")
+        accumulate = self.sft.accumulate if self.objective == "sft" else 1
+        rows = self.mesh[0] * self.mesh[1] * max(accumulate, 1)
+        if self.batch < 1 or self.batch % rows:
+            raise UserError(
+                f"--batch {self.batch}: expected a multiple of {rows}, the devices along data and fsdp"
+                f"{' times --accumulate' if accumulate > 1 else ''}."
+            )
         check_context(self.seq, self.config.max_positions)
         self.sft.check(self.abstract_mesh())
         make_plan(self.ats, self.config.hidden_size)
@@ -85,7 +92,10 @@ class Program(NamedTuple):
 
 
 def build(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Program:
-    """The step of a checked job, divided over `mesh`; None: whole, as for one device."""
+    """The step of a checked job, divided over `mesh`, which is to be set (`jax.set_mesh`) when it is traced.
+
+    None: whole, as for one device.
+    """
     build_one = {"ats": _ats, "sft": _sft, "eval": _eval}[job.objective]
     return build_one(job, mesh, _batch(job, mesh))
 
@@ -147,7 +157,7 @@ def _sft(job: Job, mesh: Any, batch: Any) -> Program:
 
 def _head(job: Job, head: HeadConfig, mesh: Any) -> Any:
     params = jax.eval_shape(lambda: head.init(jax.random.key(0)))
-    return params if mesh is None else _place(params, replicated(mesh))
+    return params if mesh is None else _place(params, param_shardings(mesh, params))
 
 
 def _frozen(job: Job, weights: Any, head: HeadConfig) -> Any:
@@ -158,9 +168,8 @@ def _frozen(job: Job, weights: Any, head: HeadConfig) -> Any:
 def _ats(job: Job, mesh: Any, batch: Any) -> Program:
     plan = make_plan(job.ats, job.config.hidden_size)
     optimizer = plan.optimizer.build(_STEPS)
-    sharding = None if mesh is None else vocab_sharding(mesh, job.config)
     step = make_train_step(
-        AtsObjective(job.config, plan.head, plan.trials[0].loss, jnp.dtype(job.dtype), sharding),
+        AtsObjective(job.config, plan.head, plan.trials[0].loss, jnp.dtype(job.dtype)),
         optimizer,
         accumulate=plan.accumulate,
         clip_norm=plan.optimizer.clip_norm,
@@ -173,7 +182,7 @@ def _ats(job: Job, mesh: Any, batch: Any) -> Program:
     hyper = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in ("alpha", "top_label_weight")}
     weights = _weights(job, mesh)
     if mesh is not None:
-        state, hyper = _place(state, replicated(mesh)), _place(hyper, replicated(mesh))
+        state, hyper = _place(state, param_shardings(mesh, state)), _place(hyper, replicated(mesh))
     arguments = (state, weights, batch, hyper)
     return Program(jax.jit(whole, donate_argnums=0), arguments, (weights, state.params), state.params, state.opt_state)
 
@@ -182,13 +191,10 @@ def _eval(job: Job, mesh: Any, batch: Any) -> Program:
     head = make_plan(job.ats, job.config.hidden_size).head
     constant = HeadConfig(kind="constant", hidden_size=job.config.hidden_size)
     configs = (constant, constant, head)
-    sharding = None if mesh is None else vocab_sharding(mesh, job.config)
 
     def whole(weights: Any, heads: Any, factors: Any, batch: Any) -> Any:
         frozens = [_frozen(job, weights, config) for config in configs]
-        return evaluate_batch(
-            job.config, configs, jnp.dtype(job.dtype), 15, "right", heads, factors, frozens, batch, sharding=sharding
-        )
+        return evaluate_batch(job.config, configs, jnp.dtype(job.dtype), 15, "right", heads, factors, frozens, batch)
 
     heads = [_head(job, config, mesh) for config in configs]
     factors = [jax.ShapeDtypeStruct((), jnp.float32)] * len(configs)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from calibjax import losses, recalibrate
 from calibjax.data import Windows, batches, hold_back
 from calibjax.heads import FittedHead, HeadConfig
-from calibjax.kernels import VocabSharding, VocabStats
+from calibjax.kernels import VocabStats
 from calibjax.models import LanguageModel
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, batch_stats, freeze
@@ -63,23 +63,13 @@ class AtsObjective:
     head: HeadConfig
     loss: str
     dtype: DTypeLike = jnp.float32
-    sharding: VocabSharding | None = None
 
     def __call__(
         self, params: Any, frozen: Frozen, batch: Mapping[str, Array], hyper: Mapping[str, Array]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         names, loss = _LOSSES[self.loss]
         needed = tuple(sorted({s for name in names for s in losses.REQUIRED_STATISTICS[name]}))
-        stats, _ = batch_stats(
-            self.model,
-            self.head,
-            params,
-            frozen,
-            batch,
-            dtype=self.dtype,
-            statistics=needed,
-            sharding=self.sharding,
-        )
+        stats, _ = batch_stats(self.model, self.head, params, frozen, batch, dtype=self.dtype, statistics=needed)
         return jnp.sum(loss(stats, hyper)), jnp.sum(stats.valid).astype(jnp.float32)
 
 
