@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-    """One device of JAX, which is a chip or (of tpu7x) half of one.
+    """One chip, which is one device of JAX.
 
     Attributes:
         platform: "tpu" or "gpu".
@@ -20,7 +20,6 @@ class Chip(NamedTuple):
         bandwidth: of the device's memory, bytes a second.
         interconnect: to other devices of the slice or host, bytes a second that one device receives: half of what the
             vendors state for both directions.
-        devices: of JAX to a chip.
         source: where the vendor states it.
     """
 
@@ -29,19 +28,17 @@ class Chip(NamedTuple):
     flops: float
     bandwidth: float
     interconnect: float
-    devices: int
     source: str
 
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs"
 CHIPS = {
-    "v5e": Chip("tpu", int(15.75 * GIB), 197e12, 819e9, 200e9, 1, f"{_CLOUD}/v5e"),
-    "v5p": Chip("tpu", int(95.73 * GIB), 459e12, 2765e9, 600e9, 1, f"{_CLOUD}/v5p"),
-    "v6e": Chip("tpu", int(31.24 * GIB), 918e12, 1600e9, 400e9, 1, f"{_CLOUD}/v6e"),
-    "tpu7x": Chip("tpu", int(94.74 * GIB), 2307e12 / 2, 7380e9 / 2, 600e9 / 2, 2, f"{_CLOUD}/tpu7x"),
-    "a100": Chip("gpu", int(80e9), 312e12, 2039e9, 300e9, 1, "https://www.nvidia.com/en-us/data-center/a100/"),
-    "h100": Chip("gpu", int(80e9), 989e12, 3350e9, 450e9, 1, "https://www.nvidia.com/en-us/data-center/h100/"),
-    "h200": Chip("gpu", int(141e9), 989e12, 4800e9, 450e9, 1, "https://www.nvidia.com/en-us/data-center/h200/"),
+    "v5e": Chip("tpu", int(15.75 * GIB), 197e12, 819e9, 200e9, f"{_CLOUD}/v5e"),
+    "v5p": Chip("tpu", int(95.73 * GIB), 459e12, 2765e9, 600e9, f"{_CLOUD}/v5p"),
+    "v6e": Chip("tpu", int(31.24 * GIB), 918e12, 1600e9, 400e9, f"{_CLOUD}/v6e"),
+    "a100": Chip("gpu", int(80e9), 312e12, 2039e9, 300e9, "https://www.nvidia.com/en-us/data-center/a100/"),
+    "h100": Chip("gpu", int(80e9), 989e12, 3350e9, 450e9, "https://www.nvidia.com/en-us/data-center/h100/"),
+    "h200": Chip("gpu", int(141e9), 989e12, 4800e9, 450e9, "https://www.nvidia.com/en-us/data-center/h200/"),
 }
 """By the name that libtpu has for the generation; GPUs are the SXM models."""
 
@@ -72,4 +69,4 @@ def parse_topology(text: str) -> Topology:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape):
         raise UserError(f"--topology {text}: expected the chip and its number along each axis, such as v5e:4x4.")
     chip = CHIPS[kind]
-    return Topology(text, chip, math.prod(map(int, shape.split("x"))) * chip.devices)
+    return Topology(text, chip, math.prod(map(int, shape.split("x"))))

