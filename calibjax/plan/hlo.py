@@ -151,7 +151,7 @@ def _group(attributes: str) -> int:
     match = re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes)
     if match:
         return int(match[2])
-    match = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
+    match = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
     if match:
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])
