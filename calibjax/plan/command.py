@@ -197,17 +197,17 @@ def _print(document: dict[str, Any], run: PlanRun, topology: Topology) -> None:
     if run.suggest:
         table = Table("mesh", "bytes per device", "fits", "at least")
         for plan in document["plans"]:
-            table.add_row(plan["mesh"], _gib(plan["bytes_per_device"]["total"]), _verdict(plan), _bound(plan))
+            table.add_row(plan["mesh"], _size(plan["bytes_per_device"]["total"]), _verdict(plan), _bound(plan))
         console.print(table)
         console.print(f"best: --mesh {document['best']}" if document["best"] else "none of these meshes fits")
         return
     table = Table("per device", "", title=f"mesh {document['mesh']}", title_justify="left")
     for name, size in document["bytes_per_device"].items():
-        table.add_row(name.replace("_", " "), _gib(size))
+        table.add_row(name.replace("_", " "), _size(size))
     table.add_row("fits", _verdict(document))
     table.add_row("operations", f"{document['flops_per_device']:.3g} FLOP of {document['flops_per_step']:.3g} a step")
     for kind, of_kind in (document["collectives"] or {}).items():
-        text = f"{of_kind['count']:,} x, {_gib(of_kind['bytes'])} received, the largest {_gib(of_kind['largest'])}"
+        text = f"{of_kind['count']:,} x, {_size(of_kind['bytes'])} received, the largest {_size(of_kind['largest'])}"
         table.add_row(kind, text)
     table.add_row("roofline", _bound(document))
     console.print(table)
@@ -215,17 +215,17 @@ def _print(document: dict[str, Any], run: PlanRun, topology: Topology) -> None:
         console.print(document["note"])
 
 
-def _gib(size: int | None) -> str:
-    return "not known" if size is None else f"{size / GIB:,.2f} GiB"
+def _size(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if abs(size) >= GIB / 10 else f"{size / 2**20:,.2f} MiB"
 
 
 def _verdict(plan: dict[str, Any]) -> str:
     margin = plan["margin_bytes"]
-    if plan["fits"] is None:
-        return f"not known: {_gib(margin)} left for temporaries"
     if margin is None:
         return "no"
-    return f"yes, with {_gib(margin)} to spare" if plan["fits"] else f"no: {_gib(-margin)} too much"
+    if plan["fits"] is None:
+        return f"not known: {_size(margin)} left for temporaries"
+    return f"yes, with {_size(margin)} to spare" if plan["fits"] else f"no: {_size(-margin)} too much"
 
 
 def _bound(plan: dict[str, Any]) -> str:

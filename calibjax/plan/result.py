@@ -22,7 +22,8 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
     Returns:
         mesh; fits: None where only the compiler could tell; bytes_per_device: parameters, optimizer, and what else is
         known: `batch_and_padding` and `temporaries` of a compiled step (with the program itself), or `gradients` and
-        `block_inputs` that the step holds at least; `total` of them, and `available`; margin_bytes; flops_per_step over
+        `block_inputs` that the step holds at least; `total` of them, and `available`; margin_bytes, None where the compiler did not say by how much the step is too
+        large; flops_per_step over
         all devices; flops_per_device; collectives by kind; roofline_seconds: at least so long at the chip's stated
         rates, were everything else hidden (memory: every argument read once); note: what the compiler said, or None.
 
@@ -30,11 +31,11 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         UserError, DoesNotCompile: as `compile_for_tpu`.
     """
     placed = build(job, job.abstract_mesh())
-    sizes: dict[str, int | None] = {
+    sizes: dict[str, int] = {
         "parameters": device_bytes(placed.parameters),
         "optimizer": device_bytes(placed.optimizer),
     }
-    known = sum(size for size in sizes.values() if size is not None)
+    known = sum(sizes.values())
     moved, operations, note, result = None, None, None, None
     if compiles and known > topology.chip.memory:
         note = "Parameters and optimiser alone do not fit: not compiled."
@@ -49,14 +50,13 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
             note = f"{result.unknown_loops} loops of unknown length: their collectives count once."
     else:
         sizes |= _held(job, placed)
-        total = sum(size for size in sizes.values() if size is not None)
+        total = sum(sizes.values())
         fits = None if total <= topology.chip.memory else False
         if result is not None:
             fits, note = False, result.reason
             if result.total is not None:
-                sizes = {"parameters": sizes["parameters"], "optimizer": sizes["optimizer"]}
                 total = max(result.total, known)
-                sizes["temporaries"] = total - known
+                sizes = {name: sizes[name] for name in ("parameters", "optimizer")} | {"temporaries": total - known}
     if operations is None:
         whole = build(job)
         operations = flops(whole.function.trace(*whole.arguments).jaxpr)
@@ -70,7 +70,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         "mesh": ",".join(f"{axis}={n}" for axis, n in zip(AXES, job.mesh, strict=True)),
         "fits": fits,
         "bytes_per_device": {**sizes, "total": total, "available": topology.chip.memory},
-        "margin_bytes": topology.chip.memory - total,
+        "margin_bytes": None if fits is False and total < topology.chip.memory else topology.chip.memory - total,
         "flops_per_step": operations,
         "flops_per_device": operations / topology.devices,
         "collectives": moved,
@@ -80,11 +80,11 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
     }
 
 
-def _held(job: Job, placed: Program) -> dict[str, int | None]:
+def _held(job: Job, placed: Program) -> dict[str, int]:
     """Bytes that the step holds besides its arguments, at least: gradients, and the inputs of the blocks."""
     if placed.trained is None:
         return {}
-    held: dict[str, int | None] = {"gradients": device_bytes(placed.trained)}
+    held = {"gradients": device_bytes(placed.trained)}
     if job.objective == "sft":
         rows = job.batch // job.sft.accumulate // (job.mesh[0] * job.mesh[1])
         width = job.config.hidden_size * jnp.dtype(job.dtype).itemsize
