@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -24,6 +25,9 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"layers\.(attention\.[qkv]|mlp\.(gate|up))\.kernel", (None, "fsdp", "tensor")),  # [L, in, out], out divided
     (r"layers\.(attention\.[qkv]|mlp\.(gate|up))\.bias", (None, "tensor")),  # [L, out]
     (r"layers\.(attention\.o|mlp\.down)\.kernel", (None, "tensor", "fsdp")),  # [L, in, out], summed over tensor
+    (r"block\.(attention\.[qkv]|mlp\.(gate|up))\.kernel", ("fsdp", "tensor")),  # of a head, [in, out]
+    (r"block\.(attention\.o|mlp\.down)\.kernel", ("tensor", "fsdp")),
+    (r"(gate_up|project)\.kernel", ("fsdp", None)),
 )
 """(pattern of a parameter's dotted path, mesh axis of each of its dimensions); what matches none is whole."""
 
@@ -65,7 +69,8 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] 
     shape = (len(devices), 1, 1) if shape is None else shape
     if int(np.prod(shape)) != len(devices):
         raise ValueError(f"mesh: the shape {shape} needs {int(np.prod(shape))} devices, {len(devices)} were given.")
-    return Mesh(np.asarray(devices).reshape(shape), AXES)
+    # In the order that suits the wires between TPUs; elsewhere as they come.
+    return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
