@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from calibjax._checks import UserError
 from calibjax.data import check_context
@@ -55,7 +55,7 @@ class Job:
 
     def abstract_mesh(self) -> AbstractMesh:
         """The mesh without devices: enough to say where arrays lie."""
-        return AbstractMesh(self.mesh, AXES)
+        return AbstractMesh(self.mesh, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def check(self) -> None:
         """Raises `UserError` where the step could not run: options out of range, or a batch that does not divide."""
