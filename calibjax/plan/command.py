@@ -185,8 +185,11 @@ def _print(document: dict[str, Any], run: PlanRun, topology: Topology) -> None:
         f"{run.model}, {run.objective}, {run.batch} x {run.seq} tokens a step, {run.dtype}, on {topology.devices} "
         f"devices ({run.topology})"
     )
-    if document["libtpu"]:
+    plans = document["plans"] if run.suggest else [document]
+    if any(plan["compiled"] for plan in plans):
         console.print(f"The step was compiled by libtpu {document['libtpu']}; nothing was run.")
+    elif document["libtpu"]:
+        console.print("From the shapes alone.")
     elif topology.chip.platform == "gpu" or not run.compile:
         console.print("From the shapes alone: nothing was compiled, so temporaries and collectives are not known.")
     else:
@@ -196,10 +199,13 @@ def _print(document: dict[str, Any], run: PlanRun, topology: Topology) -> None:
         )
     if run.suggest:
         table = Table("mesh", "bytes per device", "fits", "at least")
-        for plan in document["plans"]:
+        for plan in plans:
             table.add_row(plan["mesh"], _size(plan["bytes_per_device"]["total"]), _verdict(plan), _bound(plan))
         console.print(table)
-        console.print(f"best: --mesh {document['best']}" if document["best"] else "none of these meshes fits")
+        if document["best"] is None:
+            console.print("none of these meshes fits")
+        else:
+            console.print(f"best{'' if document['fits'] else ', if it fits'}: --mesh {document['best']}")
         return
     table = Table("per device", "", title=f"mesh {document['mesh']}", title_justify="left")
     for name, size in document["bytes_per_device"].items():

@@ -20,12 +20,13 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         compiles: have the TPU compiler compile the step; otherwise only what follows from the shapes is known.
 
     Returns:
-        mesh; fits: None where only the compiler could tell; bytes_per_device: parameters, optimizer, and what else is
-        known: `batch_and_padding` and `temporaries` of a compiled step (with the program itself), or `gradients` and
-        `block_inputs` that the step holds at least; `total` of them, and `available`; margin_bytes, None where the
-        compiler did not say by how much the step is too large; flops_per_step over all devices; flops_per_device;
-        collectives by kind; roofline_seconds: at least so long at the chip's stated rates, were everything else hidden
-        (memory: every argument read once); note: what the compiler said, or None.
+        compiled: whether the compiler was asked; mesh; fits: None where only the compiler could tell; bytes_per_device:
+        parameters, optimizer, and what else is known: `batch_and_padding` and `temporaries` of a compiled step (with
+        the program itself), or `gradients` and `block_inputs` that the step holds at least; `total` of them, and
+        `available`; margin_bytes, None where the compiler did not say by how much the step is too large;
+        flops_per_step over all devices; flops_per_device; collectives by kind; roofline_seconds: at least so long at
+        the chip's stated rates, were everything else hidden (memory: every argument read once); note: what the
+        compiler said, or None.
 
     Raises:
         UserError, DoesNotCompile: as `compile_for_tpu`.
@@ -67,6 +68,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         "interconnect": None if received is None else received / topology.chip.interconnect,
     }
     return {
+        "compiled": result is not None,
         "mesh": ",".join(f"{axis}={n}" for axis, n in zip(AXES, job.mesh, strict=True)),
         "fits": fits,
         "bytes_per_device": {**sizes, "total": total, "available": topology.chip.memory},
