@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.kernels import chunked, operator, pallas_tpu, reference, sharded
+from calibjax.kernels import chunked, operator, pallas_gpu, pallas_tpu, reference, sharded
 from calibjax.kernels.operator import Call, Implementation, Model
 from calibjax.kernels.platforms import platform
 from calibjax.kernels.sharded import VocabSharding
@@ -17,6 +17,7 @@ from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
 IMPLEMENTATIONS: dict[str, Implementation | None] = {
     "pallas_tpu": pallas_tpu.IMPLEMENTATION,
     "chunked": chunked.IMPLEMENTATION,
+    "pallas_gpu": pallas_gpu.IMPLEMENTATION,  # after "chunked", which runs anywhere, until it is measured to be faster
     "reference": None,
 }
 """Name -> implementation, best first; None stands for the dense formula, differentiated by JAX itself.
