@@ -1,24 +1,37 @@
-"""The Hopper kernel run by Pallas' interpreter on a CPU: memory full of NaN, races between warpgroups and copies found.
+"""The Hopper kernel run by Pallas' interpreter on a CPU: memory full of NaN, races of warpgroups and copies found.
 
-The interpreter of jax 0.10.2 is private; all that is used of it is in this file. What it lacks is put right here:
-copies give zeros outside of an array, as TMA does; a product may take a transposed operand, and what it reads is
-checked for races; loads from the memory of the GPU. It runs products and copies at once, one program after the other, so
-that it says nothing of a block that is released while a product still reads it, nor of clusters.
+The interpreter is private to jax: all that is used of it is in this file, with what it lacks in 0.10.2. Copies give
+zeros for what lies outside an array, as TMA does; a product takes a transposed operand, and what it reads is checked
+for races; loads from the memory of the GPU are reads. It runs copies and products at once, and one program after the
+other: it says nothing of a block that is given back while a product still reads it, nor of clusters.
 """
 
-import contextlib
 import importlib
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from calibjax.kernels import api, pallas_gpu
+from calibjax.kernels.pallas_gpu.schedule import Blocks
+
+NAME = "pallas_gpu_interpreted"
+TWO_PROGRAMS = "pallas_gpu_interpreted_by_two_programs"
+WITH_ITS_BLOCKS = "pallas_gpu_interpreted_with_its_blocks"
 
 _PACKAGE = "jax._src.pallas.mosaic_gpu.interpret"
 _callbacks = importlib.import_module(f"{_PACKAGE}.gpu_callbacks")
 _Transpose = importlib.import_module("jax._src.state.types").TransposeTransform
-PARAMS = importlib.import_module(f"{_PACKAGE}.params").InterpretGPUParams(
+_PARAMS = importlib.import_module(f"{_PACKAGE}.params").InterpretGPUParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="uninitialized"
 )
+# Each program is compiled anew for each of its warpgroups: one is enough but for one test.
+IMPLEMENTATIONS = {
+    NAME: pallas_gpu.make(_PARAMS, Blocks(columns=64, stages=2, programs=1)),
+    TWO_PROGRAMS: pallas_gpu.make(_PARAMS, Blocks(columns=64, stages=3, programs=2)),
+    WITH_ITS_BLOCKS: pallas_gpu.make(_PARAMS, Blocks(programs=1)),
+}
 
 
 def _zeros_outside(found, full_shape, shape, dtype, *_):
@@ -46,13 +59,11 @@ def _product(
     place = {"device_id": device_id, "grid_point_coords": grid_point_coords, "thread_id": thread_id}
 
     def read(key, transforms):
-        turned = [t for t in transforms if isinstance(t, _Transpose)]
-        kept = tuple(t for t in transforms if not isinstance(t, _Transpose))
-        _, value = _callbacks._get(
-            token, **place, allocation_key_as_array=key, transforms=kept, source_info=source_info
-        )
+        kept = tuple(x for x in transforms if not isinstance(x, _Transpose))
+        where = {**place, "allocation_key_as_array": key, "transforms": kept}
+        _, value = _callbacks._get(token, **where, source_info=source_info)
         value = np.asarray(value).astype(np.float32)
-        return value.T if turned else value
+        return value if len(kept) == len(transforms) else value.T
 
     total = read(acc_allocation_key_as_array, acc_transforms)
     total = total + read(a_allocation_key_as_array, a_transforms) @ read(b_allocation_key_as_array, b_transforms)
@@ -68,22 +79,13 @@ def _product(
     return token
 
 
-@contextlib.contextmanager
-def interpreter():
-    changes = [
-        (_callbacks, "_handle_out_of_bounds_read", _zeros_outside),
-        (_callbacks, "wgmma", _product),
-        (plgpu, "load", lambda ref, index, optimized: ref[index]),
-    ]
-    before = [getattr(place, name) for place, name, _ in changes]
-    for place, name, value in changes:
-        setattr(place, name, value)
-    try:
-        yield
-    finally:
-        for (place, name, _), value in zip(changes, before, strict=True):
-            setattr(place, name, value)
-
-
-def races():
-    return _callbacks.get_races().races_found
+@pytest.fixture
+def gpu(monkeypatch):
+    """Lets `implementation=NAME` run the interpreted kernel, and fails the test if the last of them had a race."""
+    monkeypatch.setattr(_callbacks, "_handle_out_of_bounds_read", _zeros_outside)
+    monkeypatch.setattr(_callbacks, "wgmma", _product)
+    monkeypatch.setattr(plgpu, "load", lambda ref, index, optimized: ref[index])
+    for name, implementation in IMPLEMENTATIONS.items():
+        monkeypatch.setitem(api.IMPLEMENTATIONS, name, implementation)
+    yield NAME
+    assert _callbacks._races is None or not _callbacks._races.races_found

@@ -13,6 +13,7 @@ logits of 0, which add nothing to Σz and which a select removes from all else.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,12 +125,11 @@ def _kernel(
     def walk(unit) -> Array:
         """The steps of the ring after `unit(token tile, piece, first tile, last tile + 1, step)` of all our units."""
 
-        @plgpu.nd_loop((schedule.units,), collective_axes="program", init_carry=jnp.int32(0))
-        def total(info, carry):
+        def run(info, carry):
             tokens, *others = schedule.unit(info.index[0])
             return unit(tokens * blocks.cluster + of_pair, *others, carry)
 
-        return total
+        return plgpu.nd_loop((schedule.units,), collective_axes="program", init_carry=jnp.int32(0))(run)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _():
@@ -189,7 +189,7 @@ def _kernel(
                 release(last_step)
                 return accumulator[...]
 
-            return pl.run_scoped(multiply, plgpu.ACC((ROWS, blocks.columns), jnp.float32))
+            return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, blocks.columns), jnp.float32))
 
         def unit(tokens, piece, start, end, step):
             rows = pl.ds(tokens * TOKENS + warpgroup * ROWS, ROWS)
@@ -250,7 +250,7 @@ def _pieces(
         has_bias=bias is not None,
         fixed=fixed,
     )
-    taken = {"num_arrivals": WARPGROUPS, "num_barriers": blocks.stages}
+    taken: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": blocks.stages}
     scratch = [
         *(
             plgpu.SMEM((blocks.stages, rows, blocks.depth), hidden.dtype, transforms=transforms)

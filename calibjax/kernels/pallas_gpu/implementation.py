@@ -21,6 +21,11 @@ class _Setup(NamedTuple):
     blocks: schedule.Blocks
 
 
+def _schedule(setup: _Setup, model: Model, platform: Platform) -> schedule.Schedule:
+    tokens, vocab_size = model.hidden.shape[0], model.unembedding.shape[0]
+    return schedule.choose(tokens, vocab_size, setup.blocks, platform.device_kind)
+
+
 def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
     if not setup.interpret:
         if platform.name != "gpu":
@@ -35,11 +40,10 @@ def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
         raise NotImplementedError(f"the GPU kernel takes bfloat16 and float16, not {model.hidden.dtype.name}")
     if model.hidden.shape[0] == 0:
         raise NotImplementedError("there are no tokens")
-    (tokens, width), vocab_size = model.hidden.shape, model.unembedding.shape[0]
-    plan = schedule.choose(tokens, vocab_size, setup.blocks, platform.device_kind)
+    plan = _schedule(setup, model, platform)
     note = (
-        f"statistics by tiles of {schedule.TOKENS} tokens by {plan.blocks.columns} columns in {plan.pieces} pieces of the "
-        "vocabulary, not timed on a GPU yet; gradients by the chunked form"
+        f"statistics by tiles of {schedule.TOKENS} tokens by {plan.blocks.columns} columns in {plan.pieces} pieces of "
+        "the vocabulary, not timed on a GPU yet; gradients by the chunked form"
     )
     copied = forward.copied_bytes(model)
     return note if not copied else f"{note}; {copied / 2**20:.0f} MiB to pad W to whole units of 8 x {forward.SWIZZLED}"
@@ -56,8 +60,7 @@ def _forward(
 ) -> tuple[Moments, Any]:
     if "rows" in needed:
         return chunked.forward(call, model, scale, targets, needed, save)
-    (tokens, _), vocab_size = model.hidden.shape, model.unembedding.shape[0]
-    plan = schedule.choose(tokens, vocab_size, setup.blocks, platform().device_kind)
+    plan = _schedule(setup, model, platform())
     return forward.moments(call, model, scale, targets, needed, plan, setup.interpret), None
 
 

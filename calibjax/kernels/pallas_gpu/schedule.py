@@ -12,11 +12,11 @@ ROWS = 64  # tokens of a warpgroup: one wgmma's
 WARPGROUPS = 2  # that multiply
 TOKENS = ROWS * WARPGROUPS
 
-# Token tiles that are walked together over the vocabulary. 132 programs at a time read 16 of 128 tokens and 8 of 256
-# columns: 9 and 10 MB at D = 2,304, the least for tiles of this shape. W comes from memory once for each group.
+# Token tiles that are walked together over the vocabulary. 132 programs at a time read 16 tiles of 128 tokens and, each
+# in a piece of its own, 9 of 256 columns: 9 and 11 MB at D = 2,304, about the least for tiles of this shape. The L2
+# cache holds them, and W comes from memory once for each group.
 _GROUP = 16
-_MAX_PIECES = 64
-_PARTIAL_BYTES = 8 * 2**20
+_PARTIAL_BYTES = 16 * 2**20
 _BYTES_A_TOKEN = 28  # of a piece, with all statistics
 _TILES_LOST = 0.25  # to start and end a unit of work, in tiles of the vocabulary
 
@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
 class Schedule(NamedTuple):
     """The work cut into units: a tile of tokens (with `cluster` 2, a pair of them) and a piece of the vocabulary.
 
-    Unit u runs on program u mod `programs`. Tokens go fastest within a group of `group` tiles, then pieces, then groups.
+    Unit u runs on program u mod `programs`. Within a group of `group` tiles tokens go fastest, then pieces.
     """
 
     blocks: Blocks
@@ -88,13 +88,14 @@ def _longest(token_tiles: int, vocab_tiles: int, group: int, pieces: int, progra
 
 @functools.lru_cache(maxsize=256)
 def choose(tokens: int, vocab_size: int, blocks: Blocks, device_kind: str) -> Schedule:
-    """The schedule whose busiest program has least to do, with no more than 8 MiB of partial statistics."""
+    """The schedule whose busiest program has least to do, with at most 16 MiB of partial statistics or 9 pieces."""
     token_tiles = -(-tokens // (TOKENS * blocks.cluster))
     vocab_tiles = -(-vocab_size // blocks.columns)
     programs = max((blocks.programs or multiprocessors(device_kind)) // blocks.cluster, 1)
     groups = -(-token_tiles * blocks.cluster // _GROUP)
     group = -(-token_tiles // groups)
+    least = min(-(-programs // group), vocab_tiles)  # with fewer, one wave would read more than a group
     fitting = _PARTIAL_BYTES // (_BYTES_A_TOKEN * token_tiles * blocks.cluster * TOKENS)
-    most = max(min(vocab_tiles, _MAX_PIECES, fitting), 1)
-    pieces = min(range(1, most + 1), key=lambda n: _longest(token_tiles, vocab_tiles, group, n, programs))
+    candidates = range(least, max(min(vocab_tiles, fitting, 2 * programs), least) + 1)
+    pieces = min(candidates, key=lambda n: _longest(token_tiles, vocab_tiles, group, n, programs))
     return Schedule(blocks, token_tiles, vocab_tiles, group, pieces, min(programs, token_tiles * pieces))
