@@ -37,11 +37,7 @@ def tables(document: Mapping[str, Any]) -> list[TextTable]:
             texts,
             lambda x: f"{x['log_prob']:.3f} ± {x['log_prob_error']:.3f}",
         ),
-        table(
-            "distinct-1 / 2 / 3 of words",
-            texts,
-            lambda x: " / ".join(f"{x[f'distinct_{n}']:.3f}" for n in (1, 2, 3)),
-        ),
+        *(table(f"distinct-{n} of words", texts, lambda x, n=n: f"{x[f'distinct_{n}']:.3f}") for n in (1, 2, 3)),
         table("4-grams of words that the text had before, share", texts, lambda x: f"{x['repetition']:.3f}"),
     ]
     if any(cell["self_bleu"] is not None for row in texts.values() for cell in row.values()):
