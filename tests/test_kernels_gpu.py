@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from oracle import EPS, assert_within
 
 from calibjax.kernels import VocabSharding, explain, vocab_stats
@@ -61,7 +61,8 @@ def test_multiprocessors():
 def on(kind):
     """A mesh of one GPU that need not be there."""
     device = type(make_mesh().abstract_mesh.abstract_device)(kind, 1, platform="cuda")
-    return VocabSharding(AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), abstract_device=device))
+    auto = (AxisType.Auto,) * 3
+    return VocabSharding(AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), axis_types=auto, abstract_device=device))
 
 
 def shapes(dtype=jnp.bfloat16, tokens=8192, width=2304, vocab_size=256_000):

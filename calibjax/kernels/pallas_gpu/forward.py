@@ -23,26 +23,18 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.kernels import stats
 from calibjax.kernels.operator import Call, Model
-from calibjax.kernels.pallas_gpu.schedule import ROWS, TOKENS, WARPGROUPS, Schedule
+from calibjax.kernels.pallas_gpu.schedule import ROWS, TILE, TOKENS, WARPGROUPS, Schedule
 from calibjax.kernels.stats import FLOOR, Moments
 
 LOG2_E = math.log2(math.e)
-SWIZZLED = 64  # 16-bit elements of a swizzled row in shared memory; TMA takes arrays of whole tiles of 8 rows by these
-_TILE = (8, SWIZZLED)
 _SLICE = 64  # columns of a tile of logits that the arithmetic takes at a time: with more, registers spill
 _SAFE = 100.0  # power of 2 up to which exponentials of soft-capped logits, and their sum, need no maximum
 _NO_COLUMN = 2**30
 
 
-def copied_bytes(model: Model) -> int:
-    """Of the copy of the unembedding that is made where TMA cannot take it as it is."""
-    vocab_size, width = (-(-size // tile) * tile for size, tile in zip(model.unembedding.shape, _TILE, strict=True))
-    return 0 if (vocab_size, width) == model.unembedding.shape else vocab_size * width * 2
-
-
 def _whole_tiles(x: Array) -> Array:
     """`x` padded with zeros to whole tiles of TMA; itself where it has them."""
-    padding = [(0, -size % tile) for size, tile in zip(x.shape, _TILE, strict=True)]
+    padding = [(0, -size % tile) for size, tile in zip(x.shape, TILE, strict=True)]
     return x if not any(after for _, after in padding) else jnp.pad(x, padding)
 
 
@@ -172,7 +164,7 @@ def _kernel(
                     slot = jax.lax.rem(step, blocks.stages)
                     plgpu.barrier_wait(full.at[slot])
                     own = hidden_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
-                    plgpu.wgmma(accumulator, own, plgpu.transpose_ref(weights_ring.at[slot], (1, 0)))
+                    plgpu.wgmma(accumulator, own, weights_ring.at[slot].transpose((1, 0)))
 
                 def release(step):
                     plgpu.barrier_arrive(empty.at[jax.lax.rem(step, blocks.stages)])
@@ -240,7 +232,7 @@ def _pieces(
     results = [jax.ShapeDtypeStruct((schedule.pieces, len(floats), padded), jnp.float32)]
     if "argmax" in names:
         results.append(jax.ShapeDtypeStruct((schedule.pieces, padded), jnp.int32))
-    transforms = (plgpu.TilingTransform(_TILE), plgpu.SwizzleTransform(2 * SWIZZLED))
+    transforms = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(2 * TILE[1]))
     kernel = functools.partial(
         _kernel,
         call=call,

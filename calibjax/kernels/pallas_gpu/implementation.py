@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from calibjax.kernels import chunked
 from calibjax.kernels.operator import Call, Implementation, Model
-from calibjax.kernels.pallas_gpu import forward, schedule
+from calibjax.kernels.pallas_gpu import schedule
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.stats import Moments
 
@@ -45,8 +45,8 @@ def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
         f"statistics by tiles of {schedule.TOKENS} tokens by {plan.blocks.columns} columns in {plan.pieces} pieces of "
         "the vocabulary, not timed on a GPU yet; gradients by the chunked form"
     )
-    copied = forward.copied_bytes(model)
-    return note if not copied else f"{note}; {copied / 2**20:.0f} MiB to pad W to whole units of 8 x {forward.SWIZZLED}"
+    copied = schedule.copied_bytes(*model.unembedding.shape)
+    return note if not copied else f"{note}; {copied / 2**20:.0f} MiB to pad W to whole tiles of 8 x 64"
 
 
 def _forward(
@@ -60,6 +60,8 @@ def _forward(
 ) -> tuple[Moments, Any]:
     if "rows" in needed:
         return chunked.forward(call, model, scale, targets, needed, save)
+    from calibjax.kernels.pallas_gpu import forward  # Mosaic's GPU half takes as long to import as all kernels
+
     plan = _schedule(setup, model, platform())
     return forward.moments(call, model, scale, targets, needed, plan, setup.interpret), None
 

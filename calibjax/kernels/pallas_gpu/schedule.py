@@ -11,6 +11,7 @@ from jaxtyping import Array
 ROWS = 64  # tokens of a warpgroup: one wgmma's
 WARPGROUPS = 2  # that multiply
 TOKENS = ROWS * WARPGROUPS
+TILE = (8, 64)  # of 16-bit elements, 128 bytes a row, swizzled in shared memory; TMA takes arrays of whole tiles
 
 # Token tiles that are walked together over the vocabulary. 132 programs at a time read 16 tiles of 128 tokens and, each
 # in a piece of its own, 9 of 256 columns: 9 and 11 MB at D = 2,304, about the least for tiles of this shape. The L2
@@ -69,6 +70,12 @@ class Schedule(NamedTuple):
         piece = jax.lax.div(within, size)
         start, end = (jax.lax.div((piece + i) * self.vocab_tiles, self.pieces) for i in (0, 1))
         return group * self.group + jax.lax.rem(within, size), piece, start, end
+
+
+def copied_bytes(vocab_size: int, width: int) -> int:
+    """Of the copy of an unembedding that is made where it has no whole tiles."""
+    rows, columns = (-(-size // tile) * tile for size, tile in zip((vocab_size, width), TILE, strict=True))
+    return 0 if (rows, columns) == (vocab_size, width) else 2 * rows * columns
 
 
 def multiprocessors(device_kind: str) -> int:
