@@ -161,6 +161,11 @@ def _run(console: Console, options: argparse.Namespace, record: dict[str, Any]) 
     seed = secrets.randbits(31) if options.seed is None else options.seed
     record |= {"seed": seed, "kind": "measured"}
     # Other processes come first: this one takes the GPU's memory as soon as jax looks at it.
+    if (
+        on_gpu
+        and subprocess.run([sys.executable, "-c", "import jax; jax.devices('cuda')"], capture_output=True).returncode
+    ):
+        sys.exit("--platform gpu: jax finds no GPU here. It needs one of NVIDIA's, and the packages of jax[cuda13].")
     planned = list(_problems(options, options.platform or "cpu"))
     others: list[dict[str, Any]] = []
     if on_gpu if options.torch is None else options.torch:
@@ -227,10 +232,11 @@ def _torch_rows(
 ) -> list[dict[str, Any]]:
     """The rows of `torch_losses.py`, and into `record` its versions, or why there are none."""
     tasks = [task for task in options.task or TIMED[options.platform or "cpu"] if task in ("forward", "both", "hidden")]
-    seconds = deadline.share(0.3)
+    seconds = deadline.share(0.2)
     given = {
         "problems": [dataclasses.asdict(problem) for problem in problems],
         "tasks": tasks,
+        "device": "cuda" if options.platform == "gpu" else "cpu",
         "seed": seed,
         "repeats": options.repeats,
         "only": options.only,

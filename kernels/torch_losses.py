@@ -1,6 +1,6 @@
 """Losses of PyTorch's world on this machine's GPU or CPU, checked and timed: what `bench.py` sets ours beside.
 
-    python kernels/torch_losses.py '{"problems": [...], "tasks": ["forward", "both"], "seed": 0, "repeats": 7, ...}'
+    python kernels/torch_losses.py '{"problems": [...], "tasks": ["forward", "both"], "device": "cuda", "seed": 0, ...}'
 
 `bench.py` calls it in a process of its own, for two frameworks share no GPU memory, and gives it the fields of `main`.
 It prints one JSON document: versions, and a row for each problem, task and loss. What is not installed, or lacks an
@@ -130,6 +130,7 @@ def inputs_of(torch: Any, problem: dict[str, Any], seed: int, device: str) -> tu
 def main(
     problems: list[dict[str, Any]],
     tasks: list[str],
+    device: str,
     seed: int,
     repeats: int,
     only: list[str] | None,
@@ -141,6 +142,7 @@ def main(
     Args:
         problems: the fields of `contenders.Problem` of each.
         tasks: of `DIFFERENTIATED`.
+        device: "cuda" or "cpu".
         seed: of the inputs.
         repeats: timed calls of each loss.
         only: losses with one of these in their names; None: all.
@@ -151,7 +153,9 @@ def main(
         torch = importlib.import_module("torch")
     except ImportError:
         sys.exit("torch is not installed")
-    device, end, rows = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic() + seconds, []
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} finds no GPU")
+    end, rows = time.monotonic() + seconds, []
     torch.backends.cuda.matmul.allow_tf32 = False
     for problem in problems:
         inputs = oracle = None

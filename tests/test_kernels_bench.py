@@ -103,3 +103,12 @@ def test_losses_of_pytorch_and_train_steps_stand_beside_ours(tmp_path):
     assert 0 < ats["forward_ms"] < sft["step_ms"]
     assert (ats["products_forward"], ats["products_step"]) == (1, 1)
     assert "a small model, 2 layers: sft step" in table
+
+
+@pytest.mark.slow
+def test_without_a_gpu_nothing_is_begun_there(tmp_path):
+    command = [sys.executable, FOLDER / "bench.py", "--platform", "gpu"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "jax finds no GPU here" in done.stderr

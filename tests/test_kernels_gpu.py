@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from oracle import EPS, assert_within
 
-from calibjax.kernels import VocabSharding, explain, vocab_stats
-from calibjax.kernels.pallas_gpu import schedule
+from calibjax.kernels import VocabSharding, explain, stats, vocab_stats
+from calibjax.kernels.pallas_gpu import forward, schedule
 from calibjax.kernels.pallas_gpu.schedule import Blocks
 from calibjax.sharding import make_mesh
 
@@ -51,6 +51,22 @@ def test_every_tile_is_computed_once(tokens, vocab_size, cluster):
     ideal = plan.token_tiles * plan.vocab_tiles / (132 // cluster)
     print(f"{plan.pieces} pieces; the busiest of {plan.programs} does {work.max():.0f} tiles, {ideal:.1f} at best")
     assert work.max() <= max(1.04 * ideal, np.ceil(ideal))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_pieces_merge_to_the_whole(count):
+    rng = np.random.default_rng(6)
+    logits, scale = rng.normal(size=(9, 70)).astype(np.float32) * 20, np.geomspace(0.1, 3, 9).astype(np.float32)
+    wanted = frozenset({"argmax", "first", "second", "total"})
+    starts = [70 * i // count for i in range(count + 1)]
+    pieces = [stats.moments(logits[:, a:b], scale, None, a, wanted) for a, b in itertools.pairwise(starts)]
+    got = forward._merged(jax.tree.map(lambda *x: jnp.stack(x), *pieces), scale)
+    want = stats.moments(logits, scale, None, 0, wanted)
+    for name in ("max_logit", "argmax"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
+    for name in ("weight", "first", "second", "total"):
+        x = np.asarray(getattr(want, name))
+        assert_within(getattr(got, name), x, 50 * EPS * (1 + np.abs(logits).sum(axis=1) + np.abs(x)), name)
 
 
 def test_multiprocessors():
