@@ -7,6 +7,7 @@ and products at once, and one program after the other: it says nothing of a bloc
 still reads it, nor of clusters.
 """
 
+import faulthandler
 import importlib
 
 import jax
@@ -22,6 +23,7 @@ NAME = "pallas_gpu_interpreted"
 TWO_PROGRAMS = "pallas_gpu_interpreted_by_two_programs"
 WITH_ITS_BLOCKS = "pallas_gpu_interpreted_with_its_blocks"
 
+_PATIENCE = 400  # seconds
 _PACKAGE = "jax._src.pallas.mosaic_gpu.interpret"
 _callbacks = importlib.import_module(f"{_PACKAGE}.gpu_callbacks")
 _Transpose = importlib.import_module("jax._src.state.types").TransposeTransform
@@ -90,5 +92,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(plgpu, "load", lambda ref, index, optimized: ref[index])
     for name, implementation in IMPLEMENTATIONS.items():
         monkeypatch.setitem(api.IMPLEMENTATIONS, name, implementation)
+    # An error inside leaves the other warpgroups waiting for ever: end the process, and say where they are.
+    faulthandler.dump_traceback_later(_PATIENCE, exit=True)
     yield NAME
+    faulthandler.cancel_dump_traceback_later()
     assert _callbacks._races is None or not _callbacks._races.races_found
