@@ -22,11 +22,11 @@ import json
 import pathlib
 import platform
 import secrets
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import beside
 import contenders
 import jax
 import measured
@@ -55,14 +55,6 @@ DEFAULT_OPTIONS = {"gpu": {"label_smoothing": [0.0, 0.1], "softcap": [None, 30.0
 # Of the contenders on a GPU, where a compilation takes seconds.
 SHOWN = {
     "gpu": ("optax", "dense jnp", "tokamax", "vocab_stats chunked", "stats pallas_gpu", "linear_cross_entropy chunked")
-}
-# Models of `train/bench.py` that are trained, and its options.
-TRAIN_STEPS = {
-    "cpu": {"a small model": "--hidden-size 64 --heads 2 --layers 2 --vocab-size 500 --batch 2 --seq-len 16"},
-    "gpu": {
-        name: f"--shape {name} --fit-layers --dtype bfloat16 --batch 4 --seq-len 1024"
-        for name in ("gemma-2-2b", "llama-3.1-8b")
-    },
 }
 
 
@@ -117,6 +109,10 @@ def _problems(options: argparse.Namespace, where: str) -> Iterator[Problem]:
         yield dataclasses.replace(PRESETS[preset], **sizes, **given)
 
 
+def _tasks(options: argparse.Namespace, where: str | None) -> tuple[str, ...]:
+    return tuple(options.task or TIMED["gpu" if where == "gpu" else "cpu"])
+
+
 def _names(options: argparse.Namespace, problem: Problem, ahead_of_time: bool = False) -> list[str]:
     found = contenders.contenders(problem, ahead_of_time)
     shown = options.only or ([] if ahead_of_time else SHOWN.get(options.platform))
@@ -161,17 +157,14 @@ def _run(console: Console, options: argparse.Namespace, record: dict[str, Any]) 
     seed = secrets.randbits(31) if options.seed is None else options.seed
     record |= {"seed": seed, "kind": "measured"}
     # Other processes come first: this one takes the GPU's memory as soon as jax looks at it.
-    if (
-        on_gpu
-        and subprocess.run([sys.executable, "-c", "import jax; jax.devices('cuda')"], capture_output=True).returncode
-    ):
+    if on_gpu and not beside.finds_gpu():
         sys.exit("--platform gpu: jax finds no GPU here. It needs one of NVIDIA's, and the packages of jax[cuda13].")
-    planned = list(_problems(options, options.platform or "cpu"))
+    planned, tasks = list(_problems(options, options.platform or "cpu")), _tasks(options, options.platform)
     others: list[dict[str, Any]] = []
     if on_gpu if options.torch is None else options.torch:
-        others = _torch_rows(options, planned, seed, deadline, record)
+        others = beside.torch_rows(options, planned, tasks, seed, deadline, record)
     if on_gpu if options.train_steps is None else options.train_steps:
-        record["train_steps"] = _train_steps(console, options, deadline)
+        record["train_steps"] = beside.train_steps(console, options.platform, deadline)
     device = jax.devices()[0]
     record["device"] = _device_name(device)
     if options.pairs:
@@ -190,14 +183,14 @@ def _run(console: Console, options: argparse.Namespace, record: dict[str, Any]) 
             console.print(f"{problem}: not run, the time was up")
             record["results"].append({**dataclasses.asdict(problem), "note": "not run: the time was up"})
             continue
-        tasks = options.task or TIMED.get(device.platform, TIMED["cpu"])
+        tasks = _tasks(options, device.platform)
         names, flop_rate = _names(options, problem), limits[problem.dtype]["flop/s"]
         rows = measured.rows(problem, tasks, names, seed, options.repeats, flop_rate, deadline)
-        record["results"] += _print(console, problem, _beside(rows, others, problem, flop_rate), MEASURED_COLUMNS)
+        record["results"] += _print(console, problem, _turn_by_turn(rows, others, problem, flop_rate), MEASURED_COLUMNS)
         _write(options, record)
 
 
-def _beside(
+def _turn_by_turn(
     rows: list[dict[str, Any]], others: list[dict[str, Any]], problem: Problem, flop_rate: float
 ) -> Iterator[dict[str, Any]]:
     """The rows task by task, each with those that another process timed of the same problem."""
@@ -209,74 +202,6 @@ def _beside(
             if "seconds" in row:
                 row["share_of_limit"] = measured.limit_seconds(task, problem, flop_rate) / row["seconds"]
         yield from _with_ratio([*of_task, *more], ("optax", "dense jnp"))
-
-
-def _child(script: pathlib.Path, arguments: list[str], seconds: float) -> Any:
-    """The JSON that a script prints at last, or a line that says why there is none."""
-    measured.progress(f"{script.name} {' '.join(arguments)[:100]}")
-    try:
-        done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return f"{script.name} was stopped after {seconds:.0f} s"
-    if done.returncode:
-        return f"{script.name} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1][:200]}"
-    return json.loads(done.stdout[done.stdout.index("{") :])
-
-
-def _torch_rows(
-    options: argparse.Namespace,
-    problems: list[Problem],
-    seed: int,
-    deadline: measured.Deadline,
-    record: dict[str, Any],
-) -> list[dict[str, Any]]:
-    """The rows of `torch_losses.py`, and into `record` its versions, or why there are none."""
-    tasks = [task for task in options.task or TIMED[options.platform or "cpu"] if task in ("forward", "both", "hidden")]
-    seconds = deadline.share(0.2)
-    given = {
-        "problems": [dataclasses.asdict(problem) for problem in problems],
-        "tasks": tasks,
-        "device": "cuda" if options.platform == "gpu" else "cpu",
-        "seed": seed,
-        "repeats": options.repeats,
-        "only": options.only,
-        "seconds": 0.8 * seconds,
-        "sample": measured.SAMPLE,
-    }
-    found = _child(pathlib.Path(__file__).with_name("torch_losses.py"), [json.dumps(given)], seconds)
-    if isinstance(found, str):
-        record["torch"] = found
-        rows = [{"contender": "PyTorch's losses", "note": found[:60]}]
-        return [
-            {**row, "problem": dataclasses.asdict(problem), "task": task}
-            for problem in problems
-            for task in tasks
-            for row in rows
-        ]
-    record["torch"] = found["versions"]
-    return found["rows"]
-
-
-def _train_steps(
-    console: Console, options: argparse.Namespace, deadline: measured.Deadline
-) -> list[dict[str, Any] | str]:
-    """What `train/bench.py` finds of an ATS and an SFT step of `TRAIN_STEPS`, against the forward pass."""
-    script = pathlib.Path(__file__).parents[1] / "train" / "bench.py"
-    found: list[dict[str, Any] | str] = []
-    for (model, size), objective in itertools.product(
-        TRAIN_STEPS["gpu" if options.platform == "gpu" else "cpu"].items(), ("ats", "sft")
-    ):
-        arguments = [*size.split(), "--objective", objective, "--repeats", "5", "--json"]
-        result = _child(script, arguments, deadline.share(0.1))
-        found.append(result)
-        if isinstance(result, str):
-            console.print(f"{model}, {objective}: {result}")
-        else:
-            console.print(
-                f"{model}, {result['layers']} layers: {objective} step {result['step_ms']:.1f} ms, "
-                f"{result['ratio']:.3f} of the forward pass"
-            )
-    return found
 
 
 def _versions() -> dict[str, str]:

@@ -223,7 +223,9 @@ def contenders(problem: Problem, ahead_of_time: bool = False) -> dict[str, Conte
         "tokamax": Contender(functools.partial(tokamax, problem), transposed=True, kernel=ahead_of_time),
     }
     for name in kernels.IMPLEMENTATIONS:
-        kernel = name.startswith("pallas")
+        if ahead_of_time and name.startswith("pallas_gpu"):
+            continue
+        kernel = name == "pallas_tpu"
         losses[f"vocab_stats {name}"] = Contender(functools.partial(_vocab_stats, name, problem), kernel=kernel)
         if name != "reference":
             loss = functools.partial(_linear_cross_entropy, name, problem)
