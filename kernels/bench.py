@@ -36,9 +36,8 @@ from rich.console import Console
 from rich.table import Table
 from static_profile import CHIPS
 
-from calibjax._tpu_compiler import DoesNotCompile
-
 from calibjax import kernels
+from calibjax._tpu_compiler import DoesNotCompile
 from calibjax.kernels import pallas_gpu
 from calibjax.kernels.pallas_gpu import schedule
 
