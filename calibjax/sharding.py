@@ -1,14 +1,17 @@
 """The mesh: axes by name, and where batches and weights lie on it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+
+from calibjax._checks import UserError
 
 AXES = ("data", "fsdp", "tensor")
 """Mesh axes. Batches are split over data and fsdp; weights over fsdp and tensor, by `RULES`."""
@@ -21,6 +24,9 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"layers\.(attention\.[qkv]|mlp\.(gate|up))\.kernel", (None, "fsdp", "tensor")),  # [L, in, out], out divided
     (r"layers\.(attention\.[qkv]|mlp\.(gate|up))\.bias", (None, "tensor")),  # [L, out]
     (r"layers\.(attention\.o|mlp\.down)\.kernel", (None, "tensor", "fsdp")),  # [L, in, out], summed over tensor
+    (r"block\.(attention\.[qkv]|mlp\.(gate|up))\.kernel", ("fsdp", "tensor")),  # of a head, [in, out]
+    (r"block\.(attention\.o|mlp\.down)\.kernel", ("tensor", "fsdp")),
+    (r"(gate_up|project)\.kernel", ("fsdp", None)),
 )
 """(pattern of a parameter's dotted path, mesh axis of each of its dimensions); what matches none is whole."""
 
@@ -39,12 +45,77 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] 
     shape = (len(devices), 1, 1) if shape is None else shape
     if int(np.prod(shape)) != len(devices):
         raise ValueError(f"mesh: the shape {shape} needs {int(np.prod(shape))} devices, {len(devices)} were given.")
-    return Mesh(np.asarray(devices).reshape(shape), AXES)
+    # In the order that suits the wires between TPUs; elsewhere as they come.
+    return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
+
+
+def parse_mesh(text: str | None) -> Mesh:
+    """From "data=2,fsdp=4" to a mesh of all devices; an axis that is left out has one. None: all along fsdp.
+
+    Raises:
+        UserError: an unknown axis, a size that is no positive integer, or sizes that do not use the devices exactly.
+    """
+    devices = jax.devices()
+    if text is None:
+        return make_mesh((1, len(devices), 1))
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in AXES or not size.isdecimal() or int(size) < 1:
+            raise UserError(f"--mesh {text}: expected sizes of {', '.join(AXES)}, such as data=2,fsdp=4, got {part!r}.")
+        sizes[axis] = int(size)
+    try:
+        return make_mesh((sizes["data"], sizes["fsdp"], sizes["tensor"]), devices)
+    except ValueError as error:
+        raise UserError(f"--{error}") from error
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """Such as "8 device(s): data 2, fsdp 4, tensor 1"."""
+    return f"{mesh.size} device(s): {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}"
+
+
+def check_batch(mesh: Mesh, batch_size: int, accumulate: int = 1) -> None:
+    """Raises `UserError` where the micro-batches of a step do not divide among the devices of `mesh`."""
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    micro = batch_size // accumulate
+    if micro % rows:
+        raise UserError(
+            f"--batch-size {batch_size} in {accumulate} micro-batch(es) of {micro} windows does not divide among the "
+            f"{rows} devices of the mesh axes data and fsdp: give a multiple of {rows * accumulate}."
+        )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows of a batch split over the data and fsdp axes."""
     return NamedSharding(mesh, PartitionSpec(_BATCH))
+
+
+def context_mesh() -> Mesh | None:
+    """The mesh of ours that is set (`jax.set_mesh`), where it has several devices. Not for traced functions."""
+    mesh = jax.sharding.get_mesh()
+    return mesh if set(AXES) <= set(mesh.axis_names) and mesh.size > 1 else None
+
+
+def local_rows(mesh: Mesh | None, count: int) -> np.ndarray:
+    """Which rows of a batch of `count` this process reads: those that its devices hold, ascending; all without a mesh.
+
+    Processes that hold parts of the same rows, along tensor, read the same ones.
+    """
+    if mesh is None:
+        return np.arange(count)
+    held = batch_sharding(mesh).addressable_devices_indices_map((count,)).values()
+    return np.unique(np.concatenate([np.arange(count)[index] for index in held]))
+
+
+def place_rows(mesh: Mesh | None, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The batch of which this process has its `local_rows`, laid out on the mesh; as it is without one.
+
+    On one device too: a step takes host arrays as they are, and placing them by hand only costs time.
+    """
+    if mesh is None or mesh.size == 1:
+        return dict(batch)
+    return {name: jax.make_array_from_process_local_data(batch_sharding(mesh), x) for name, x in batch.items()}
 
 
 def constrain_batch(x: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from calibjax._checks import UserError
 from calibjax.data import Windows, eval_batches, read_source
+from calibjax.distributed import to_host
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import batch_hidden, freeze
@@ -85,7 +86,7 @@ def choice_log_probs(
     scale = jnp.float32(1 / temperature if temperature else 1)
     parts = []
     for batch, real in eval_batches(windows.arrays(), batch_size):
-        parts.append(np.asarray(_scores(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
+        parts.append(to_host(_scores(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
     return np.concatenate(parts).astype(np.float64).reshape(-1, CHOICES)
 
 

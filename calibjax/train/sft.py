@@ -18,6 +18,7 @@ from calibjax.data import Windows, hold_back
 from calibjax.kernels import VocabSharding, linear_cross_entropy
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
+from calibjax.models.frozen import vocab_sharding
 from calibjax.models.lora import LoraConfig
 from calibjax.sharding import make_mesh, param_shardings
 from calibjax.train.cache import array_hash
@@ -141,14 +142,6 @@ class SftFit(NamedTuple):
     config: DecoderConfig
     params: decoder.Params
     report: dict[str, Any]
-
-
-def vocab_sharding(mesh: Mesh, config: DecoderConfig) -> VocabSharding | None:
-    """How the operator divides the unembedding as `sharding.RULES` stores it; None on one device."""
-    if mesh.size == 1:
-        return None
-    divides = config.hidden_size % mesh.shape["fsdp"] == 0
-    return VocabSharding(mesh, width=("fsdp",) if divides else ())
 
 
 def split_validation(windows: Windows, options: SftOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
