@@ -1,6 +1,5 @@
 """One process of several, for test_distributed.py: `python worker.py WORK FOLDER COORDINATOR PROCESSES PROCESS_ID`."""
 
-import json
 import sys
 import types
 from pathlib import Path
@@ -11,64 +10,68 @@ from tiny import make_windows, ragged
 
 from calibjax.cli import carry_out
 from calibjax.data import batches
-from calibjax.distributed import DeviceOptions, is_first, to_host
-from calibjax.eval.tokens import evaluate_tokens, identity_head
+from calibjax.distributed import DeviceOptions, to_host
+from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import load_model
 from calibjax.models.export import save_model
 from calibjax.sharding import local_rows, make_mesh
 from calibjax.train import AtsOptions, fit_ats, save_head
 from calibjax.train.sft import SftOptions, fit_sft
 
-SHAPES = {"both": (1, 2, 2), "tune": (2, 2, 1)}
+SHAPES = {"ats": (2, 2, 1), "sft": (1, 2, 2)}
 WINDOWS = ragged(make_windows(44, vocab_size=43))
-TUNED = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "remat": "none", "checkpoint_every": 2}
+TUNED = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "remat": "none"}
 FITTED = {
-    "epochs": 3,
+    "epochs": 12,
     "batch_size": 8,
     "learning_rate": 1e-2,
     "loss": "joint",
     "validation_fraction": 0.2,
-    "head": "transformer",
-    "features": "hidden_states+argmax_embedding",
     "cache_hidden": "off",
+    "checkpoint_every": 10,
 }
 
 
-def both(folder: Path, out: Path, mesh):
-    """A head and a model, fitted on a mesh and evaluated; what came out, on the host."""
+def ats(folder: Path, out: Path, mesh):
+    """A head, fitted on a mesh and evaluated; what came out, on the host."""
     lm = load_model(folder / "model", mesh=mesh)
-    fitted = fit_ats(lm, WINDOWS, AtsOptions(**FITTED), directory=out / "ats", mesh=mesh, quiet=True)
+    fitted = fit_ats(lm, WINDOWS, AtsOptions(**FITTED), directory=out, mesh=mesh, announce=lambda _: None, quiet=True)
     save_head(out / "head", fitted.head)
-    heads = {"uncalibrated": identity_head(lm), "ats": fitted.head}
     with jax.set_mesh(mesh):
-        evaluated = evaluate_tokens(lm, WINDOWS, heads, batch_size=8, quiet=True)
-        tuned = fit_sft(lm, WINDOWS, SftOptions(**TUNED), directory=out / "sft", mesh=mesh, quiet=True)
-        save_model(out / "model", tuned.config, tuned.params, like=folder / "model")
+        sums = evaluate_tokens(lm, WINDOWS, {"ats": fitted.head}, batch_size=8, quiet=True)["ats"].sums
+    return {
+        "temperature": np.array([fitted.report["temperature"], fitted.report["candidates"][0]["validation_nll"]]),
+        "nll": sums.nll,
+        "count": sums.count,
+        **{f"head{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(fitted.head.params))},
+    }
+
+
+def sft(folder: Path, out: Path, mesh):
+    """A model, fine-tuned on a mesh and saved."""
+    lm = load_model(folder / "model", mesh=mesh)
+    tuned = fit_sft(lm, WINDOWS, SftOptions(**TUNED), directory=out, mesh=mesh, announce=lambda _: None, quiet=True)
+    save_model(out / "model", tuned.config, tuned.params, like=folder / "model")
     part = local_rows(mesh, 8)
     return {
         "fingerprint": np.frombuffer(bytes.fromhex(lm.fingerprint), np.uint8),
-        "temperature": np.array([fitted.report["temperature"], fitted.report["candidates"][0]["validation_nll"]]),
-        "nll": np.stack([result.sums.nll for result in evaluated.values()]),
-        "count": np.stack([result.sums.count for result in evaluated.values()]),
         "read": next(batches(WINDOWS._asdict(), 8, seed=0, epochs=1, part=part))["tokens"],
         "validation": np.array(tuned.report["validation_nll"]),
-        **{f"head{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(fitted.head.params))},
         **{f"tuned{i}": leaf for i, leaf in enumerate(jax.tree.leaves(to_host(tuned.params)))},
     }
 
 
-def tune(folder: Path, out: Path, mesh):
-    """A model, fine-tuned."""
-    lm = load_model(folder / "model", mesh=mesh)
-    with jax.set_mesh(mesh):
-        tuned = fit_sft(lm, WINDOWS, SftOptions(**TUNED | {"epochs": 20}), directory=out, mesh=mesh, quiet=True)
-    return {f"tuned{i}": leaf for i, leaf in enumerate(jax.tree.leaves(to_host(tuned.params)))}
-
-
 def work(run, announce):
-    found = {"both": both, "tune": tune}[run.work](run.folder, run.out, make_mesh(SHAPES[run.work]))
+    mesh = make_mesh(SHAPES[run.work])
+    if run.work == "sft":
+        found = sft(run.folder, run.out, mesh)
+    else:  # twice the same, so that one can be killed; of a second start only what is not finished yet
+        for name in ("whole", "killed"):
+            if not (run.out / name / "head").exists():
+                found = ats(run.folder, run.out / name, mesh)
+                np.savez(run.out / f"{name}{jax.process_index()}.npz", **found)
     np.savez(run.out / f"process{jax.process_index()}.npz", **found)
-    announce(json.dumps({"first": is_first(), "processes": jax.process_count()}))
+    announce("done, says the first")
     return {}
 
 
