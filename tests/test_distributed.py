@@ -26,14 +26,28 @@ from calibjax.train.sft import SftOptions
 from calibjax.train.state import create_state
 
 
-class Job:
-    """Processes of `worker.py`, on this machine, with `devices` virtual CPU devices each."""
-
-    def __init__(self, work: str, folder: Path, out: Path, *, processes: int, devices: int):
-        out.mkdir(exist_ok=True)
+def free_port(least: int = 0) -> int:
+    """A free port; with `least`, the first from there on."""
+    for port in range(least, least + 4096):
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+            try:
+                free.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return free.getsockname()[1]
+    raise OSError("no free port")
+
+
+class Job:
+    """Processes of `worker.py`, on this machine, with `devices` virtual CPU devices each.
+
+    They are told who they are by options, or by the environment that SLURM's `srun` sets.
+    """
+
+    def __init__(self, work: str, folder: Path, out: Path, *, processes: int, devices: int, slurm: bool = False):
+        out.mkdir(exist_ok=True)
+        port = free_port(61440 if slurm else 0)
+        coordinator = "slurm" if slurm else f"127.0.0.1:{port}"
         environment = {
             **os.environ,
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -42,12 +56,24 @@ class Job:
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # most of the time goes into compiling
         }
         command = [sys.executable, str(Path(worker.__file__)), work, str(folder), str(out), coordinator, str(processes)]
-        self.processes = [
-            subprocess.Popen(
-                [*command, str(number)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        self.processes = []
+        for number in range(processes):
+            task = {
+                "SLURM_JOB_ID": str(port - 61440),  # JAX takes the port from it
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_NTASKS": str(processes),
+                "SLURM_PROCID": str(number),
+                "SLURM_LOCALID": str(number),
+            }
+            self.processes.append(
+                subprocess.Popen(
+                    [*command, str(number)],
+                    env=environment | (task if slurm else {}),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
             )
-            for number in range(processes)
-        ]
 
     def finish(self) -> list[tuple[int, str, str]]:
         """Of each process: its exit code, and what it printed."""
@@ -83,7 +109,7 @@ def assert_close(one, other, bound=1e-5):
 def test_four_processes_find_what_one_does(folder, tmp_path):
     """On a mesh whose axis tensor goes across processes: pairs of them read the same rows, and all write one model."""
     many, one = tmp_path / "many", tmp_path / "one"
-    done = Job("sft", folder, many, processes=4, devices=1).finish()
+    done = Job("sft", folder, many, processes=4, devices=1, slurm=True).finish()
     for number, (code, out, error) in enumerate(done):
         assert code == 0, out + error
         assert ("done, says the first" in out) == (number == 0)

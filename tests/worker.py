@@ -77,8 +77,7 @@ def work(run, announce):
 
 if __name__ == "__main__":
     name, folder, out, coordinator, processes, number = sys.argv[1:]
-    devices = DeviceOptions(
-        coordinator=coordinator, processes=int(processes), process_id=int(number), heartbeat_timeout=10
-    )
+    named = {"coordinator": coordinator, "processes": int(processes), "process_id": int(number)}
+    devices = DeviceOptions(heartbeat_timeout=10, **{"distributed": True} if coordinator == "slurm" else named)
     run = types.SimpleNamespace(work=name, folder=Path(folder), out=Path(out), json=False, devices=devices)
     sys.exit(carry_out(run, work))

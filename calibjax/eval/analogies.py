@@ -13,7 +13,7 @@ from calibjax.data import Windows, eval_batches, read_source
 from calibjax.distributed import to_host
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import batch_hidden, freeze
+from calibjax.models.frozen import batch_hidden, freeze, vocab_sharding
 
 TEMPLATE = "{a} is to {b} as {c} is to"
 CHOICES = 4
@@ -133,6 +133,7 @@ def _score(config: Any, dtype: Any, greedy: bool, frozen: Any, batch: Any, scale
         softcap=config.logit_softcap,
         where=batch["where"],
         statistics=("log_normalizer", "target_logit", "max_logit"),
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
     )
     each = stats.require("target_logit") - stats.require("max_logit") if greedy else stats.log_prob()
     return jnp.sum(jnp.where(batch["where"], each, 0.0), axis=1)

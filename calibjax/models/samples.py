@@ -15,7 +15,7 @@ from calibjax.data import Windows, eval_batches
 from calibjax.distributed import on_first, to_host
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import Frozen, batch_hidden, freeze
+from calibjax.models.frozen import Frozen, batch_hidden, freeze, vocab_sharding
 from calibjax.models.generate import default_stop_tokens, generate
 
 
@@ -145,6 +145,7 @@ def _log_probs(config: Any, dtype: Any, frozen: Frozen, batch: Mapping[str, Any]
         softcap=config.logit_softcap,
         where=batch["where"],
         statistics=("log_normalizer", "target_logit"),
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
     )
     return stats.log_prob()
 
