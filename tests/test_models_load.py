@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from assets import GPT2_MODELS, LLAMA_MODELS, MODELS, model_path
 from parity import GPT2_JSON, LLAMA3_ROPE, LLAMA_JSON
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from calibjax._checks import UserError
 from calibjax.layers import Rope
 from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, fingerprint, load_model
+from calibjax.models.convert import Piece, TensorEntry
+from calibjax.models.load import _read_part
+from calibjax.models.rules import Layout
 from calibjax.models.shapes import SHAPES
 
 
