@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from calibjax._checks import UserError
 from calibjax.data import Windows, check_context, split_windows
+from calibjax.distributed import DeviceOptions, is_first
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel, load_model
 from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
+from calibjax.sharding import check_batch, describe_mesh
 from calibjax.train.ats import AtsFit, fit_ats
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, make_plan
@@ -40,6 +44,7 @@ class AtsRun:
         seed: of everything random.
         json: print metrics.json to standard output at the end, and nothing else there.
         quiet: no progress bars.
+        devices: what the run uses.
         text: how text becomes windows.
         ats: how the head is fitted.
     """
@@ -56,6 +61,7 @@ class AtsRun:
     seed: int = 0
     json: bool = False
     quiet: bool = False
+    devices: DeviceOptions = DeviceOptions()  # noqa: RUF009 (frozen)
     text: DataOptions = DataOptions()  # noqa: RUF009 (frozen)
     ats: AtsOptions = AtsOptions()  # noqa: RUF009 (frozen)
 
@@ -64,33 +70,38 @@ def run_ats(run: AtsRun, announce=print) -> dict[str, Any]:
     """Carries out `AtsRun`; returns what it wrote to metrics.json. Raises UserError before any work is lost."""
     if run.bins < 1:
         raise UserError(f"--bins: expected at least 1, got {run.bins}.")
+    mesh = run.devices.make_mesh()
     claim_directory(run.out, _identity(run))
-    lm = load_model(run.model, dtype=jnp.dtype(run.dtype))
-    announce(f"model: {lm!r}")
+    lm = load_model(run.model, dtype=jnp.dtype(run.dtype), mesh=mesh if mesh.size > 1 else None)
+    announce(f"model: {lm!r}, on {describe_mesh(mesh)}")
     check_context(run.text.seq_len, lm.config.max_positions)
-    make_plan(run.ats, lm.config.hidden_size)
+    plan = make_plan(run.ats, lm.config.hidden_size)
+    check_batch(mesh, plan.batch_size, plan.accumulate)
 
     windows = run.text.read(run.data, lm, announce, split=run.split)
     fit, held_out = split_windows(windows, run.fit_fraction)
     # Every set is read before training starts: a wrong path must not cost the run.
     transfer = run.text.read_all(run.eval_data, lm, announce)
     announce(f"split: {len(fit.tokens):,} windows to fit on, {len(held_out.tokens):,} held out")
-    result = calibrate(
-        lm,
-        fit,
-        held_out,
-        options=run.ats,
-        out=run.out,
-        transfer=transfer,
-        bins=run.bins,
-        closed=run.closed,
-        seed=run.seed,
-        description=_identity(run),
-        announce=announce,
-        quiet=run.quiet,
-    )
-    sample = token_sample(lm, held_out, identity_head(lm), result.fit.head)
-    (run.out / "tokens.json").write_text(json.dumps(sample) + "\n")
+    with jax.set_mesh(mesh):
+        result = calibrate(
+            lm,
+            fit,
+            held_out,
+            options=run.ats,
+            out=run.out,
+            mesh=mesh,
+            transfer=transfer,
+            bins=run.bins,
+            closed=run.closed,
+            seed=run.seed,
+            description=_identity(run),
+            announce=announce,
+            quiet=run.quiet,
+        )
+        sample = token_sample(lm, held_out, identity_head(lm), result.fit.head, batch_size=plan.batch_size)
+    if is_first():
+        (run.out / "tokens.json").write_text(json.dumps(sample) + "\n")
     finish(result.document, run.out, show=not run.json)
     return result.document
 
@@ -110,6 +121,7 @@ def calibrate(
     *,
     options: AtsOptions = AtsOptions(),  # noqa: B008 (frozen)
     out: Path,
+    mesh: Mesh | None = None,
     transfer: Mapping[str, Windows] | None = None,
     bins: int = 15,
     closed: Literal["right", "left", "none"] = "right",
@@ -127,6 +139,7 @@ def calibrate(
         held_out: to evaluate on.
         options: of the fit.
         out: directory for the head, checkpoints and logs; see `finish` for the rest.
+        mesh: devices to fit on, see `fit_ats`; evaluation is on those that are set (`jax.set_mesh`).
         transfer: further sets to evaluate on, by name.
         bins, closed: of the reliability bins.
         seed: of everything random.
@@ -138,7 +151,9 @@ def calibrate(
     Returns:
         `Calibrated`.
     """
-    fitted = fit_ats(lm, fit_windows, options, directory=out / "fit", seed=seed, announce=announce, quiet=quiet)
+    fitted = fit_ats(
+        lm, fit_windows, options, directory=out / "fit", mesh=mesh, seed=seed, announce=announce, quiet=quiet
+    )
     save_head(out / "head", fitted.head, notes=fitted.report)
     heads = {"uncalibrated": identity_head(lm), "temperature": fitted.temperature, "ats": fitted.head}
     batch_size = make_plan(options, lm.config.hidden_size).batch_size
@@ -171,7 +186,7 @@ def calibrate(
 
 
 def _identity(run: AtsRun) -> dict[str, Any]:
-    """What makes two runs the same: all options but where the result goes and how it is shown."""
-    shown_only = {"out", "json", "quiet", "eval_data", "bins", "closed"}
+    """What makes two runs the same: all options but where it runs, where the result goes and how it is shown."""
+    shown_only = {"out", "json", "quiet", "eval_data", "bins", "closed", "devices"}
     fields = {name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only}
     return {"command": "train ats", **fields}

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
+import jax
 import tyro
 
 from calibjax._checks import UserError
@@ -20,6 +22,7 @@ from calibjax.analyse import LayersRun, run_layers
 from calibjax.calibrate import AtsRun, run_ats
 from calibjax.commands import ConvertRun, GenerateRun, run_convert, run_generate
 from calibjax.compare import CompareRun, run_compare
+from calibjax.distributed import is_first
 from calibjax.evaluate import HeadBoundRun, run_head_bound
 from calibjax.finetune import SftRun, run_sft
 from calibjax.lhts import LhtsRun, run_lhts
@@ -30,18 +33,42 @@ from calibjax.train import NonFiniteLossError
 
 
 def carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
-    """Runs a command; the exit code. With --json only the document goes to standard output."""
+    """Runs a command; the exit code. With --json only the document goes to standard output.
+
+    Of several processes the first prints. Where one fails, it leaves at once: the others, which wait for it, are ended
+    by JAX's heartbeat, and clean-up would wait for them in turn.
+    """
     try:
-        document = work(run, announce=functools.partial(print, file=sys.stderr if run.json else sys.stdout, flush=True))
+        if hasattr(run, "devices"):
+            run.devices.join()
+        speaks = not hasattr(run, "devices") or is_first()
+        announce = functools.partial(print, file=sys.stderr if run.json else sys.stdout, flush=True)
+        document = work(run, announce=announce if speaks else _silent)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except NonFiniteLossError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
-    if run.json:
+    except Exception:
+        if jax.process_count() == 1:
+            raise
+        traceback.print_exc()
+        print(
+            f"stopped: process {jax.process_index()} of {jax.process_count()} failed, or lost another one (see above, "
+            "and what the others say). Start all of them again with the same options: the run goes on from its last "
+            "checkpoint.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+    if run.json and speaks:
         print(json.dumps(document, indent=2))
     return 1 if document.get("held_out", {}).get("failed") else 0
+
+
+def _silent(line: str) -> None:
+    """For `announce`."""
 
 
 def _summary(command: type) -> str:

@@ -7,16 +7,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from calibjax._checks import UserError
 from calibjax.data import Windows, check_context, split_windows
+from calibjax.distributed import DeviceOptions
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel, load_model
 from calibjax.models.export import save_model
 from calibjax.models.frozen import freeze
 from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
-from calibjax.sharding import make_mesh, mesh_shape
+from calibjax.sharding import describe_mesh
 from calibjax.train.sft import SftOptions, fit_sft, split_validation
 from calibjax.train.temperature import fit_single_temperature
 
@@ -39,12 +39,12 @@ class SftRun:
         eval_data: further sets to test on: files, directories or hub ids.
         dtype: compute dtype. Trained weights are float32 in any case; frozen ones (--lora-rank) are of this dtype.
         save_dtype: of the weights in model/; by default float32, or bfloat16 where frozen weights were.
-        mesh: devices along each axis, such as data=2,fsdp=4; by default all devices along fsdp.
         bins: equal-width bins of the expected calibration error.
         closed: which bin a confidence on an inner edge belongs to: the one below (right) or above (left).
         seed: of everything random.
         json: print metrics.json to standard output at the end, and nothing else there.
         quiet: no progress bars.
+        devices: what the run uses.
         text: how text becomes windows.
         sft: how the model is trained.
     """
@@ -57,12 +57,12 @@ class SftRun:
     eval_data: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
     save_dtype: Literal["float32", "bfloat16"] | None = None
-    mesh: str | None = None
     bins: int = 15
     closed: Literal["right", "left"] = "right"
     seed: int = 0
     json: bool = False
     quiet: bool = False
+    devices: DeviceOptions = DeviceOptions()  # noqa: RUF009 (frozen)
     text: DataOptions = DataOptions()  # noqa: RUF009 (frozen)
     sft: SftOptions = SftOptions()  # noqa: RUF009 (frozen)
 
@@ -71,7 +71,7 @@ def run_sft(run: SftRun, announce: Callable[[str], None] = print) -> dict[str, A
     """Carries out `SftRun`; returns what it wrote to metrics.json. Raises UserError before any work is lost."""
     if run.bins < 1:
         raise UserError(f"--bins: expected at least 1, got {run.bins}.")
-    mesh = parse_mesh(run.mesh)
+    mesh = run.devices.make_mesh()
     run.sft.check(mesh)
     claim_directory(run.out, _identity(run))
     adapters = run.sft.lora is not None
@@ -79,7 +79,7 @@ def run_sft(run: SftRun, announce: Callable[[str], None] = print) -> dict[str, A
     stored = compute if adapters else jnp.dtype("float32")
     placed = mesh if mesh.size > 1 else None
     base = dataclasses.replace(load_model(run.model, dtype=stored, mesh=placed), dtype=compute)
-    announce(f"model: {base!r}, on {mesh.size} device(s): {', '.join(f'{a} {n}' for a, n in mesh.shape.items())}")
+    announce(f"model: {base!r}, on {describe_mesh(mesh)}")
     check_context(run.text.seq_len, base.config.max_positions)
     assert base.path is not None
     windows = run.text.read(run.data, base, announce, split=run.split)
@@ -98,25 +98,26 @@ def run_sft(run: SftRun, announce: Callable[[str], None] = print) -> dict[str, A
         heads = {name: identity_head(lm), f"{name}_temperature": temperature}
         return {title: _evaluate(lm, windows, heads, run, f"{name}: {title}") for title, windows in sets.items()}
 
-    results = evaluate(base, "base")
-    fitted = fit_sft(
-        base,
-        fit,
-        run.sft,
-        directory=run.out / "fit",
-        mesh=mesh,
-        seed=run.seed,
-        consume=not adapters,
-        announce=announce,
-        quiet=run.quiet,
-    )
-    saved = jnp.dtype(run.save_dtype or stored)
-    save_model(run.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved)
-    fingerprint = base.fingerprint
-    tuned = dataclasses.replace(load_model(run.out / "model", dtype=compute, mesh=placed), config=fitted.config)
-    for title, more in evaluate(tuned, "fine_tuned").items():
-        results[title] |= more
-    figures = {title: results_json(of_set, closed=run.closed, seed=run.seed) for title, of_set in results.items()}
+    with jax.set_mesh(mesh):
+        results = evaluate(base, "base")
+        fitted = fit_sft(
+            base,
+            fit,
+            run.sft,
+            directory=run.out / "fit",
+            mesh=mesh,
+            seed=run.seed,
+            consume=not adapters,
+            announce=announce,
+            quiet=run.quiet,
+        )
+        saved = jnp.dtype(run.save_dtype or stored)
+        save_model(run.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved)
+        fingerprint = base.fingerprint
+        tuned = dataclasses.replace(load_model(run.out / "model", dtype=compute, mesh=placed), config=fitted.config)
+        for title, more in evaluate(tuned, "fine_tuned").items():
+            results[title] |= more
+        figures = {title: results_json(of_set, closed=run.closed, seed=run.seed) for title, of_set in results.items()}
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "held_out": figures.pop("held_out"),
@@ -141,19 +142,9 @@ def _evaluate(lm: LanguageModel, windows: Windows, heads, run: SftRun, descripti
     )
 
 
-def parse_mesh(text: str | None) -> Mesh:
-    """From "data=2,fsdp=4" to a mesh of all devices; an axis that is left out has one. None: all along fsdp.
-
-    Raises:
-        UserError: an unknown axis, a size that is no positive integer, or sizes that do not use the devices exactly.
-    """
-    devices = jax.devices()
-    return make_mesh(mesh_shape(text, len(devices)), devices)
-
-
 def _identity(run: SftRun) -> dict[str, Any]:
-    """What makes two runs the same: all options but where the result goes and how it is shown."""
-    shown_only = {"out", "json", "quiet", "eval_data", "bins", "closed"}
+    """What makes two runs the same: all options but where it runs, where the result goes and how it is shown."""
+    shown_only = {"out", "json", "quiet", "eval_data", "bins", "closed", "devices"}
     return {
         "command": "train sft",
         **{name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only},

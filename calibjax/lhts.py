@@ -5,17 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from calibjax._checks import UserError
 from calibjax.data import check_context, split_windows
+from calibjax.distributed import DeviceOptions
 from calibjax.eval.analogies import evaluate_analogies, load_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
-from calibjax.finetune import parse_mesh
 from calibjax.models import load_model
 from calibjax.models.export import save_model
 from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
+from calibjax.sharding import describe_mesh
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
@@ -43,10 +45,10 @@ class LhtsRun:
         analogies: file with columns category, a, b, c, d, such as the Google analogies; by default none.
         analogy_rows: number of questions made of them.
         dtype: compute dtype; trained weights are float32 in any case.
-        mesh: devices along each axis, such as data=2,fsdp=4; by default all devices along fsdp.
         seed: of everything random.
         json: print metrics.json to standard output at the end, and nothing else there.
         quiet: no progress bars.
+        devices: what the run uses.
         text: how text becomes windows; by default of full length, without packing.
         lhts: how the student is trained.
     """
@@ -64,10 +66,10 @@ class LhtsRun:
     analogies: str | None = None
     analogy_rows: int = 1000
     dtype: Literal["float32", "bfloat16"] = "float32"
-    mesh: str | None = None
     seed: int = 0
     json: bool = False
     quiet: bool = False
+    devices: DeviceOptions = DeviceOptions()  # noqa: RUF009 (frozen)
     text: DataOptions = DataOptions(full_windows=True)  # noqa: RUF009 (frozen)
     lhts: LhtsOptions = LhtsOptions()  # noqa: RUF009 (frozen)
 
@@ -92,12 +94,12 @@ class LhtsRun:
 def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
     """Carries out `LhtsRun`; returns what it wrote to metrics.json. Raises UserError before any work is lost."""
     run.check()
-    mesh = parse_mesh(run.mesh)
+    mesh = run.devices.make_mesh()
     run.lhts.check(mesh)
     claim_directory(run.out, _identity(run))
     placed = mesh if mesh.size > 1 else None
     base = dataclasses.replace(load_model(run.model, dtype=jnp.float32, mesh=placed), dtype=jnp.dtype(run.dtype))
-    announce(f"model: {base!r}, on {mesh.size} device(s): {', '.join(f'{a} {n}' for a, n in mesh.shape.items())}")
+    announce(f"model: {base!r}, on {describe_mesh(mesh)}")
     check_context(run.text.seq_len, base.config.max_positions)
     assert base.path is not None
     windows = run.text.read(run.data, base, announce, split=run.split)
@@ -107,25 +109,6 @@ def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str,
         questions = load_analogies(run.analogies, base, count=run.analogy_rows, seed=run.seed)
     fits: dict[str, Any] = {}
     models = {"pretrained": base}
-    methods: tuple[Method, ...] = ("partition", "lhts") if run.partition else ("lhts",)
-    for method in methods:
-        fitted = fit_lhts(
-            base,
-            fit,
-            run.lhts,
-            directory=run.out / "fit" / method,
-            method=method,
-            samples=run.out / "fit",
-            mesh=mesh,
-            seed=run.seed,
-            announce=announce,
-            quiet=run.quiet,
-        )
-        fits[method] = fitted.report
-        for name, params in fitted.params.items():
-            save_model(run.out / "models" / name, base.config, params, like=base.path)
-            loaded = load_model(run.out / "models" / name, dtype=jnp.float32, mesh=placed)
-            models[name] = dataclasses.replace(loaded, dtype=base.dtype)
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "texts": {},
@@ -134,41 +117,63 @@ def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str,
     }
     results: dict[str, MethodResult] = {}
     begun = held_out.take(slice(run.texts))
-    for name, lm in models.items():
-        results |= evaluate_tokens(
-            lm,
-            held_out,
-            {name: identity_head(lm)},
-            batch_size=run.lhts.batch_size,
-            description=f"evaluating {name}",
-            quiet=run.quiet,
-        )
-        document["texts"][name] = {
-            f"{temperature:g}": evaluate_text(
-                lm,
+    methods: tuple[Method, ...] = ("partition", "lhts") if run.partition else ("lhts",)
+    with jax.set_mesh(mesh):
+        for method in methods:
+            fitted = fit_lhts(
                 base,
-                begun,
-                temperature=temperature,
-                prompt=run.text_prompt,
-                batch_size=run.lhts.batch_size,
+                fit,
+                run.lhts,
+                directory=run.out / "fit" / method,
+                method=method,
+                samples=run.out / "fit",
+                mesh=mesh,
                 seed=run.seed,
-                with_self_bleu=run.self_bleu,
-                description=f"{name} at {temperature:g}",
+                announce=announce,
                 quiet=run.quiet,
             )
-            for temperature in run.myopic
-        }
-        if questions is not None:
-            document["analogies"][name] = evaluate_analogies(lm, questions, run.myopic, batch_size=run.lhts.batch_size)
+            fits[method] = fitted.report
+            for name, params in fitted.params.items():
+                save_model(run.out / "models" / name, base.config, params, like=base.path)
+                loaded = load_model(run.out / "models" / name, dtype=jnp.float32, mesh=placed)
+                models[name] = dataclasses.replace(loaded, dtype=base.dtype)
+        for name, lm in models.items():
+            results |= evaluate_tokens(
+                lm,
+                held_out,
+                {name: identity_head(lm)},
+                batch_size=run.lhts.batch_size,
+                description=f"evaluating {name}",
+                quiet=run.quiet,
+            )
+            document["texts"][name] = {
+                f"{temperature:g}": evaluate_text(
+                    lm,
+                    base,
+                    begun,
+                    temperature=temperature,
+                    prompt=run.text_prompt,
+                    batch_size=run.lhts.batch_size,
+                    seed=run.seed,
+                    with_self_bleu=run.self_bleu,
+                    description=f"{name} at {temperature:g}",
+                    quiet=run.quiet,
+                )
+                for temperature in run.myopic
+            }
+            if questions is not None:
+                document["analogies"][name] = evaluate_analogies(
+                    lm, questions, run.myopic, batch_size=run.lhts.batch_size
+                )
     document["held_out"] = results_json(results, seed=run.seed)
     finish(document, run.out, holds="diversity.png, models/ (for --model, or transformers)", show=not run.json)
     return document
 
 
 def _identity(run: LhtsRun) -> dict[str, Any]:
-    """What makes two runs the same: all options but where the result goes, how it is judged, and how it is shown."""
+    """What makes two runs the same: all options but where it runs and how the result is kept, judged and shown."""
     judged_only = {"myopic", "texts", "text_prompt", "self_bleu", "analogies", "analogy_rows"}
-    left_out = {"out", "json", "quiet", *judged_only}
+    left_out = {"out", "json", "quiet", "devices", *judged_only}
     return {
         "command": "train lhts",
         **{name: value for name, value in dataclasses.asdict(run).items() if name not in left_out},

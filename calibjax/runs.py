@@ -1,6 +1,7 @@
 """What every run shares: its data, its directory, and what is written and printed at its end."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal
 
 from calibjax._checks import UserError
 from calibjax.data import Windows, load_windows
+from calibjax.distributed import is_first, on_first
 from calibjax.eval.report import print_report, write_report
 from calibjax.models import LanguageModel
 
@@ -81,6 +83,10 @@ def claim_directory(out: Path, identity: dict[str, Any]) -> None:
     Raises:
         UserError: it holds another run, or something that is no run at all.
     """
+    on_first(functools.partial(_claim, out, identity))
+
+
+def _claim(out: Path, identity: dict[str, Any]) -> None:
     file = out / "run.json"
     identity = json.loads(json.dumps(identity))
     if out.exists() and not out.is_dir():
@@ -137,8 +143,10 @@ HEAD = "head/ (for calibjax.load_head)"
 def finish(document: Mapping[str, Any], out: Path, *, holds: str = HEAD, show: bool = True) -> None:
     """Writes metrics.json, then what is drawn from it; `show` prints the tables and, last, where everything is.
 
-    `holds` names what else the run left in `out`.
+    `holds` names what else the run left in `out`. Of several processes the first does it.
     """
+    if not is_first():
+        return
     (out / "metrics.json").write_text(json.dumps(document, indent=2) + "\n")
     write_report(document, out)
     if show:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -73,9 +73,62 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] 
     return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
 
 
+def parse_mesh(text: str | None) -> Mesh:
+    """From "data=2,fsdp=4" to a mesh of all devices; an axis that is left out has one. None: all along fsdp.
+
+    Raises:
+        UserError: an unknown axis, a size that is no positive integer, or sizes that do not use the devices exactly.
+    """
+    devices = jax.devices()
+    return make_mesh(mesh_shape(text, len(devices)), devices)
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """Such as "8 device(s): data 2, fsdp 4, tensor 1"."""
+    return f"{mesh.size} device(s): {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}"
+
+
+def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1) -> None:
+    """Raises `UserError` where the micro-batches of a step do not divide among the devices of `mesh`."""
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    micro = batch_size // accumulate
+    if micro % rows:
+        raise UserError(
+            f"--batch-size {batch_size} in {accumulate} micro-batch(es) of {micro} windows does not divide among the "
+            f"{rows} devices of the mesh axes data and fsdp: give a multiple of {rows * accumulate}."
+        )
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows of a batch split over the data and fsdp axes."""
     return NamedSharding(mesh, PartitionSpec(_BATCH))
+
+
+def context_mesh() -> Mesh | None:
+    """The mesh of ours that is set (`jax.set_mesh`), where it has several devices. Not for traced functions."""
+    mesh = jax.sharding.get_mesh()
+    return mesh if set(AXES) <= set(mesh.axis_names) and mesh.size > 1 else None
+
+
+def local_rows(mesh: Mesh | None, count: int) -> np.ndarray:
+    """Which rows of a batch of `count` this process reads: those that its devices hold, ascending; all without a mesh.
+
+    Processes that hold parts of the same rows, along tensor, read the same ones.
+    """
+    if mesh is None:
+        return np.arange(count)
+    held = batch_sharding(mesh).addressable_devices_indices_map((count,)).values()
+    return np.unique(np.concatenate([np.arange(count)[index] for index in held]))
+
+
+def place_rows(mesh: Mesh | None, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The batch of which this process has its `local_rows`, laid out on the mesh; as it is without one.
+
+    On one device too: a step takes host arrays as they are, and placing them by hand only costs time.
+    """
+    if mesh is None or mesh.size == 1:
+        return dict(batch)
+    return {name: jax.make_array_from_process_local_data(batch_sharding(mesh), x) for name, x in batch.items()}
 
 
 def constrain_batch(x: jax.Array) -> jax.Array:

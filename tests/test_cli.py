@@ -16,7 +16,7 @@ from calibjax.runs import _set_name
 from calibjax.train import options as ats_options
 
 ROOT = Path(__file__).parents[1]
-SHORT = ["--seq-len", "13", "--full-windows", "--epochs", "2", "--batch-size", "6"]
+SHORT = ["--seq-len", "13", "--full-windows", "--epochs", "2", "--batch-size", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,8 @@ def test_models_that_are_wrong(capsys, tmp_path, made, name, message):
         (["--rows", "0"], "rows: expected at least 1"),
         (["--bins", "0"], "--bins: expected at least 1"),
         (["--seed", "-1"], "seed: expected an integer >= 0"),
-        (["--accumulate", "4"], "--accumulate: 4 is out of range (a divisor of --batch-size 6)"),
+        (["--accumulate", "3"], "--accumulate: 3 is out of range (a divisor of --batch-size 8)"),
+        (["--batch-size", "6"], "--batch-size 6 in 1 micro-batch(es) of 6 windows does not divide among the 8"),
         (["--features", "smell"], "features: expected distinct names among"),
         (["--split", "test"], "has no splits"),
     ],

@@ -3,11 +3,13 @@
 import json
 from itertools import islice
 
+import jax
 import numpy as np
 import pytest
 
 from calibjax._checks import UserError
 from calibjax.data import batches, eval_batches
+from calibjax.sharding import batch_sharding, local_rows, make_mesh
 
 
 def make_arrays(rows=10):
@@ -87,12 +89,31 @@ def test_resumes_from_json(done):
     assert_equal(resumed, whole[done:])
 
 
-def test_shards_partition_the_global_batch():
-    arrays = make_arrays(11)
-    whole = list(batches(arrays, 6, seed=1, epochs=4))
-    parts = [list(batches(arrays, 6, seed=1, epochs=4, shard=(index, 3))) for index in range(3)]
-    joined = [{key: np.concatenate([p[key] for p in step]) for key in step[0]} for step in zip(*parts, strict=True)]
+def test_parts_make_up_the_batch():
+    """Rows that belong to three processes, not side by side, of batches of which the last one is padded."""
+    arrays = make_arrays(3)
+    whole = list(batches(arrays, 6, seed=1, epochs=1))
+    rows = [np.array([0, 4]), np.array([1, 5]), np.array([2, 3])]
+    parts = [list(batches(arrays, 6, seed=1, epochs=1, part=part)) for part in rows]
+    order = np.argsort(np.concatenate(rows))
+    joined = [
+        {key: np.concatenate([p[key] for p in step])[order] for key in step[0]} for step in zip(*parts, strict=True)
+    ]
     assert_equal(joined, whole)
+
+
+def test_on_a_mesh():
+    """Batches are laid out on the mesh that is set; a process that has all devices reads all rows."""
+    arrays = make_arrays(10)
+    mesh = make_mesh((2, 2, 2))
+    host = list(eval_batches(arrays, 4))
+    with jax.set_mesh(mesh):
+        placed = list(eval_batches(arrays, 4))
+    assert [real for _, real in placed] == [real for _, real in host] == [4, 4, 2]
+    for (one, _), (other, _) in zip(placed, host, strict=True):
+        assert one["tokens"].sharding == batch_sharding(mesh)
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert local_rows(mesh, 8).tolist() == list(range(8))
 
 
 def test_eval_batches():
@@ -106,17 +127,6 @@ def test_eval_batches():
     assert arrays["where"].all()  # the caller's array is left alone
 
 
-def test_eval_batches_by_shard():
-    arrays = make_arrays(9)
-    whole = list(eval_batches(arrays, 6))
-    parts = [list(eval_batches(arrays, 6, shard=(index, 3))) for index in range(3)]
-    assert [[n for _, n in part] for part in parts] == [[2, 2], [2, 1], [2, 0]]
-    for step, (batch, real) in enumerate(whole):
-        assert real == sum(part[step][1] for part in parts)
-        for key in batch:
-            np.testing.assert_array_equal(np.concatenate([part[step][0][key] for part in parts]), batch[key])
-
-
 def test_errors():
     arrays = make_arrays()
     with pytest.raises(UserError, match="either epochs or steps"):
@@ -128,9 +138,5 @@ def test_errors():
             batches(arrays, 4, **({"seed": 0} | options))
     with pytest.raises(UserError, match="same number of rows"):
         batches({"a": np.zeros(3), "b": np.zeros(4)}, 2, seed=0, epochs=1)
-    with pytest.raises(UserError, match="batch_size: expected a positive multiple of the 3"):
-        batches(arrays, 4, seed=0, epochs=1, shard=(0, 3))
-    with pytest.raises(UserError, match=r"shard: .* got \(3, 3\)"):
-        batches(arrays, 3, seed=0, epochs=1, shard=(3, 3))
     with pytest.raises(UserError, match="without an array 'where'"):
         list(eval_batches({"tokens": arrays["tokens"]}, 4))

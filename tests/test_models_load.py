@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from assets import GPT2_MODELS, LLAMA_MODELS, MODELS, model_path
 from parity import GPT2_JSON, LLAMA3_ROPE, LLAMA_JSON
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from calibjax._checks import UserError
 from calibjax.layers import Rope
 from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, fingerprint, load_model
+from calibjax.models.convert import Piece, TensorEntry
+from calibjax.models.load import _read_part
+from calibjax.models.rules import Layout
 from calibjax.models.shapes import SHAPES
 
 
@@ -274,3 +277,19 @@ def test_configuration_object_equals_its_file(tmp_path):
     expected = config_from_hf(write_config(tmp_path, settings))
     assert expected.rope.original_max_positions == 64
     assert config_from_hf(transformers.AutoConfig.from_pretrained(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_part_of_a_tensor_is_read_alone(tmp_path, transpose, groups):
+    """What a process reads of a tensor that several parameters share is that part of the whole parameter."""
+    tensor = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
+    tensor = tensor.T.copy() if transpose else tensor
+    save_file({"w": tensor, "b": tensor[:, 0].copy() if transpose else tensor[0].copy()}, tmp_path / "w.safetensors")
+    for name, dims in (("w", 2), ("b", 1)):
+        entry = TensorEntry(name, (), "F32", tmp_path / "w.safetensors")
+        piece = Piece(entry, None, Layout(transpose and dims == 2, groups), slice(1, 3))
+        whole = piece.cut(load_file(entry.file)[name])
+        assert whole.shape[-1] == 2 * groups
+        for index in ((slice(2, 6), slice(0, 1)), (slice(0, 8), slice(1, 2)), (slice(0, 8), slice(0, 2 * groups))):
+            np.testing.assert_array_equal(_read_part(piece, index[-dims:]), whole[index[-dims:]])

@@ -8,6 +8,7 @@ import grain
 import numpy as np
 
 from calibjax._checks import UserError
+from calibjax.sharding import context_mesh, local_rows, place_rows
 
 Arrays = Mapping[str, np.ndarray]
 Batch = dict[str, np.ndarray]
@@ -24,7 +25,7 @@ def batches(
     epochs: int | None = None,
     steps: int | None = None,
     shuffle: bool = True,
-    shard: tuple[int, int] = (0, 1),
+    part: np.ndarray | None = None,
 ) -> grain.DatasetIterator[Batch]:
     """Iterates over batches for training.
 
@@ -42,15 +43,15 @@ def batches(
       epochs: Passes over the rows. Give this or `steps`.
       steps: Number of batches.
       shuffle: Whether each epoch comes in a random order of its own, or in the order of the arrays.
-      shard: (`jax.process_index()`, `jax.process_count()`): each process gets its own, consecutive part of every batch.
+      part: Which rows of every batch this process reads, ascending, as `sharding.local_rows` says; `None`: all.
 
     Returns:
-      An iterator over dicts with the keys of `arrays`; each array has `batch_size / count` rows.
+      An iterator over dicts with the keys of `arrays`.
 
     Raises:
       UserError: An argument is out of range, or the arrays differ in their number of rows.
     """
-    rows = _check(arrays, batch_size, shard)
+    rows = _check(arrays, batch_size)
     if (epochs is None) == (steps is None):
         raise UserError(f"expected either epochs or steps, got epochs={epochs} and steps={steps}.")
     for name, value, least in (("epochs", epochs, 1), ("steps", steps, 1), ("seed", seed, 0)):
@@ -62,17 +63,19 @@ def batches(
     last = steps * batch_size if epochs is None else epochs * rows  # rows drawn in all
     order = _Order(rows, batch_size, last, seed if shuffle else None)
     indices = grain.MapDataset.range(steps).map(order)
-    return iter(indices.map(_Gather(arrays, batch_size, shard)).to_iter_dataset(_READ))
+    return iter(indices.map(_Gather(arrays, batch_size, part)).to_iter_dataset(_READ))
 
 
-def eval_batches(arrays: Arrays, batch_size: int, *, shard: tuple[int, int] = (0, 1)) -> Iterator[tuple[Batch, int]]:
+def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, Any], int]]:
     """Iterates once over all rows in their order, in batches of one shape.
+
+    Where a mesh of ours is set (`jax.set_mesh`), batches are laid out on it, and each process reads the rows that its
+    own devices hold.
 
     Args:
       arrays: As for `batches`. The last batch is filled up with copies of row 0 whose `where` is all False, so the
         array `where` has to be there unless `batch_size` divides the number of rows.
       batch_size: Rows per batch, over all processes.
-      shard: As for `batches`.
 
     Returns:
       An iterator over (batch, number of its rows that are real). They come first.
@@ -80,13 +83,11 @@ def eval_batches(arrays: Arrays, batch_size: int, *, shard: tuple[int, int] = (0
     Raises:
       UserError: As for `batches`, or `where` is missing.
     """
-    rows = _check(arrays, batch_size, shard)
-    index, count = shard
-    part = batch_size // count
-    indices = grain.MapDataset.range(rows).batch(batch_size, batch_fn=np.asarray)
-    dataset: Any = indices.map(_Gather(arrays, batch_size, shard))
+    rows, mesh = _check(arrays, batch_size), context_mesh()
+    gather = _Gather(arrays, batch_size, local_rows(mesh, batch_size))
+    dataset: Any = grain.MapDataset.range(rows).batch(batch_size, batch_fn=np.asarray).map(gather)
     return (
-        (dataset[step], int(np.clip(rows - step * batch_size - index * part, 0, part))) for step in range(len(dataset))
+        (place_rows(mesh, dataset[step]), min(rows - step * batch_size, batch_size)) for step in range(len(dataset))
     )
 
 
@@ -115,15 +116,14 @@ class _Order(grain.transforms.Map):
 class _Gather(grain.transforms.Map):
     """Fetches the rows of a whole batch at once: one fancy index per array, instead of Python for every row."""
 
-    def __init__(self, arrays: Arrays, batch_size: int, shard: tuple[int, int]):
+    def __init__(self, arrays: Arrays, batch_size: int, part: np.ndarray | None):
         self._arrays = dict(arrays)
         self._batch_size = batch_size
-        index, count = shard
-        self._part = slice(index * batch_size // count, (index + 1) * batch_size // count)
+        self._part = np.arange(batch_size) if part is None else part
 
     def map(self, element: Any) -> Batch:
         missing = self._batch_size - len(element)
-        indices = np.pad(element, (0, missing))[self._part] if missing else element[self._part]
+        indices = np.pad(element, (0, missing))[self._part]
         batch = {key: array[indices] for key, array in self._arrays.items()}
         if missing:
             if "where" not in batch:
@@ -131,17 +131,14 @@ class _Gather(grain.transforms.Map):
                     f"the last batch has {len(element)} rows of {self._batch_size}, and without an array 'where' its "
                     "padding cannot be told from them. Add one, or choose a batch_size that divides the rows."
                 )
-            batch["where"][max(len(element) - self._part.start, 0) :] = False
+            batch["where"][self._part >= len(element)] = False
         return batch
 
 
-def _check(arrays: Arrays, batch_size: int, shard: tuple[int, int]) -> int:
+def _check(arrays: Arrays, batch_size: int) -> int:
     lengths = {key: len(array) for key, array in arrays.items()}
     if len(set(lengths.values())) != 1 or min(lengths.values()) == 0:
         raise UserError(f"expected arrays with the same number of rows, at least 1, got {lengths}.")
-    index, count = shard
-    if count < 1 or not 0 <= index < count:
-        raise UserError(f"shard: expected (index, count) with 0 <= index < count, got {shard}.")
-    if batch_size < 1 or batch_size % count:
-        raise UserError(f"batch_size: expected a positive multiple of the {count} process(es), got {batch_size}.")
+    if batch_size < 1:
+        raise UserError(f"batch_size: expected at least 1, got {batch_size}.")
     return next(iter(lengths.values()))

@@ -10,9 +10,10 @@ from jaxtyping import Float, Int
 
 from calibjax._checks import UserError
 from calibjax.data import Windows, eval_batches, read_source
+from calibjax.distributed import to_host
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import batch_hidden, freeze
+from calibjax.models.frozen import batch_hidden, freeze, vocab_sharding
 
 TEMPLATE = "{a} is to {b} as {c} is to"
 CHOICES = 4
@@ -85,7 +86,7 @@ def choice_log_probs(
     scale = jnp.float32(1 / temperature if temperature else 1)
     parts = []
     for batch, real in eval_batches(windows.arrays(), batch_size):
-        parts.append(np.asarray(_scores(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
+        parts.append(to_host(_scores(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
     return np.concatenate(parts).astype(np.float64).reshape(-1, CHOICES)
 
 
@@ -132,6 +133,7 @@ def _score(config: Any, dtype: Any, greedy: bool, frozen: Any, batch: Any, scale
         softcap=config.logit_softcap,
         where=batch["where"],
         statistics=("log_normalizer", "target_logit", "max_logit"),
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
     )
     each = stats.require("target_logit") - stats.require("max_logit") if greedy else stats.log_prob()
     return jnp.sum(jnp.where(batch["where"], each, 0.0), axis=1)

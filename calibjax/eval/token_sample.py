@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax.data import Windows, eval_batches
+from calibjax.distributed import to_host
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits
 from calibjax.models import LanguageModel
@@ -65,7 +66,7 @@ def token_sample(
         frozen, parts = freeze(lm, head=head.config), []
         for batch, real in eval_batches(windows.arrays(), batch_size):
             args = (head.params, jnp.float32(head.log_factor), frozen, batch)
-            out = jax.device_get(_sample_batch(lm.config, head.config, lm.dtype, count, *args))
+            out = to_host(_sample_batch(lm.config, head.config, lm.dtype, count, *args))
             parts.append(jax.tree.map(lambda x, n=real: x[:n], out))
         found.append(jax.tree.map(lambda *x: np.concatenate(x), *parts))
     (one, argmax, ids), (two, _, _) = found

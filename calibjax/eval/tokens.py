@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from calibjax import metrics
 from calibjax.data import Windows, eval_batches
+from calibjax.distributed import to_host
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden, batch_stats, freeze
@@ -96,6 +97,8 @@ def evaluate_tokens(
 ) -> dict[str, MethodResult]:
     """Evaluates several heads on the tokens of the windows; the frozen model runs once for all of them.
 
+    On the mesh that is set (`jax.set_mesh`), if any, where the model was loaded.
+
     Args:
         lm: the frozen model.
         windows: S windows of T positions; only targets where `where` is True count.
@@ -119,9 +122,7 @@ def evaluate_tokens(
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
     bar = tqdm(total=len(windows.tokens), desc=description, unit="window", disable=quiet)
     for batch, real in eval_batches(windows.arrays(), batch_size):
-        results = jax.device_get(
-            evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch)
-        )
+        results = to_host(evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch))
         for name, (sums, of_tokens, valid) in zip(names, results, strict=True):
             tokens = TokenOutputs(*of_tokens)
             kept[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))

@@ -18,7 +18,7 @@ from calibjax._checks import UserError
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import abstract_params
 from calibjax.models.families import FAMILIES
-from calibjax.models.fingerprint import dotted_leaves
+from calibjax.models.fingerprint import dotted_leaves, layer_name
 from calibjax.models.rules import Layout, Rule
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -69,6 +69,11 @@ class Plan:
     leaves: dict[str, jax.ShapeDtypeStruct]
     pieces: dict[str, list[Piece]]
     must_equal: tuple[TensorEntry, TensorEntry] | None
+
+    @property
+    def names(self) -> list[str]:
+        """What `fingerprint` calls the pieces, in their order."""
+        return [layer_name(path, piece.layer) for path, pieces in self.pieces.items() for piece in pieces]
 
 
 def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from calibjax._checks import UserError, require_directory
+from calibjax.distributed import is_first, on_first, to_host
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
 from calibjax.models.fingerprint import dotted_leaves
@@ -37,7 +37,7 @@ def save_model(
     """Writes a model that transformers, and `load_model`, read as they read the one it was made from.
 
     Tensors are fetched from the devices one at a time; the host holds one file's worth. A directory already there is
-    replaced as a whole: the new one is written beside it first.
+    replaced as a whole: the new one is written beside it first. All processes of a job call it; the first one writes.
 
     Args:
       directory: Where to.
@@ -56,10 +56,13 @@ def save_model(
     dtype = jnp.dtype(dtype)
     directory = directory.absolute()
     fresh = directory.with_name(directory.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    copy_settings(source, fresh, dtype.name)
 
+    def begin() -> None:
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        copy_settings(source, fresh, dtype.name)
+
+    on_first(begin)
     leaves = dict(dotted_leaves(params))
     files: list[list[tuple[Rule, str, int | None]]] = [[]]
     held = total = 0
@@ -78,12 +81,17 @@ def save_model(
         values = {
             name: _assemble(rule, rule.layout(config.num_heads), layer, leaves, dtype) for rule, name, layer in tensors
         }
-        save_file(values, fresh / file, metadata={"format": "pt"})
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (fresh / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(directory, ignore_errors=True)
-    fresh.rename(directory)
+        if is_first():
+            save_file(values, fresh / file, metadata={"format": "pt"})
+
+    def finish() -> None:
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (fresh / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(directory, ignore_errors=True)
+        fresh.rename(directory)
+
+    on_first(finish)
 
 
 def copy_settings(source: Path, target: Path, dtype: str) -> None:
@@ -109,5 +117,5 @@ def _tensors(config: DecoderConfig, leaves: Mapping[str, Any]) -> Iterator[tuple
 
 def _assemble(rule: Rule, layout: Layout, layer: int | None, leaves: Mapping[str, Any], dtype: np.dtype) -> np.ndarray:
     pieces = [leaves[target] if layer is None else leaves[target][layer] for target in rule.targets]
-    joined = layout.join([np.asarray(jax.device_get(piece)) for piece in pieces])
+    joined = layout.join(to_host(pieces))
     return np.ascontiguousarray(joined).astype(dtype)

@@ -1,8 +1,9 @@
 """From a Hugging Face directory, or hub id, to a `LanguageModel`. Model files are data: nothing is unpickled or run."""
 
+import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax.sharding import Mesh
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from calibjax._checks import UserError, require_directory
+from calibjax.distributed import is_first, together
 from calibjax.models.checkpoint import is_checkpoint, read_description, restore_params
 from calibjax.models.config import DecoderConfig
-from calibjax.models.convert import Plan, TensorEntry, plan_tensors
+from calibjax.models.convert import Piece, Plan, TensorEntry, plan_tensors
 from calibjax.models.families import FAMILIES, config_from_hf
 from calibjax.models.fingerprint import combine_digests, layer_name, tensor_digest
 from calibjax.models.model import LanguageModel, check_tokenizer
@@ -67,7 +70,8 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
     if plan is None:
         params, fingerprint = restore_params(folder, config, dtype, mesh)
     else:
-        params, fingerprint = _read_params(config, plan, dtype, mesh)
+        params, digests = together(functools.partial(_read_params, config, plan, dtype, mesh))
+        fingerprint = combine_digests(config, _joined(digests, plan.names))
     return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
 
 
@@ -157,29 +161,86 @@ def _load_tokenizer(folder: Path, native: bool) -> "PreTrainedTokenizerBase | No
         raise UserError(f"{folder}: transformers cannot read the tokenizer files: {error}") from error
 
 
-def _read_params(config: DecoderConfig, plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[str, Any], str]:
-    """Reads one parameter at a time: the host never holds more than the largest, beyond what is on the device."""
-    if plan.must_equal is not None:
+def _read_params(
+    config: DecoderConfig, plan: Plan, dtype: np.dtype, mesh: Mesh | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Reads one tensor at a time: the host holds that, and of one parameter what this process's devices take of it.
+
+    Of several processes each reads its own part of every tensor, and its share of the tensors whole, to hash them:
+    beside the parameters, the digests of those are returned.
+    """
+    if plan.must_equal is not None and is_first():
         first, second = plan.must_equal
         if not np.array_equal(_read(first), _read(second)):
             raise UserError(f"The configuration ties {first.name} and {second.name}, but the files' values differ.")
-    params, digests = {}, {}
+    params, digests, number = {}, {}, 0
     for path, leaf in plan.leaves.items():
-        stacked = np.empty(leaf.shape, dtype)
+        sharding = None if mesh is None else param_sharding(mesh, path, leaf.shape)
+        shards = {index: np.empty([b - a for a, b in index], dtype) for index in _held(sharding, leaf.shape)}
         for piece in plan.pieces[path]:
-            values = np.ascontiguousarray(piece.cut(_read(piece.entry)))
-            slot = stacked if piece.layer is None else stacked[piece.layer]
-            with np.errstate(over="ignore"):
-                slot[...] = values
-            if not np.isfinite(slot).all():
-                cause = "holds values too large for" if np.isfinite(values).all() else "holds NaN or infinity, read in"
-                raise UserError(f"{piece.entry.file}: {piece.entry.name} {cause} {dtype.name}.")
-            name = layer_name(path, piece.layer)
-            digests[name] = tensor_digest(name, values)
-        params[path] = jax.device_put(stacked, None if mesh is None else param_sharding(mesh, path, leaf.shape))
-    return traverse_util.unflatten_dict(params, sep="."), combine_digests(config, digests)
+            whole = None
+            if number % jax.process_count() == jax.process_index() or mesh is None:
+                whole = np.ascontiguousarray(piece.cut(_read(piece.entry)))
+                name = layer_name(path, piece.layer)
+                digests[name] = tensor_digest(name, whole)
+            number += 1
+            for index, shard in shards.items():
+                inner = tuple(slice(*bounds) for bounds in index[piece.layer is not None :])
+                values = _read_part(piece, inner) if whole is None else whole[inner]
+                slot = shard if piece.layer is None else shard[piece.layer]
+                with np.errstate(over="ignore"):
+                    slot[...] = values
+                if not np.isfinite(slot).all():
+                    cause = (
+                        "holds values too large for" if np.isfinite(values).all() else "holds NaN or infinity, read in"
+                    )
+                    raise UserError(f"{piece.entry.file}: {piece.entry.name} {cause} {dtype.name}.")
+        params[path] = _place(shards, sharding, leaf.shape)
+    return traverse_util.unflatten_dict(params, sep="."), digests
+
+
+def _joined(digests: dict[str, str], names: Sequence[str]) -> dict[str, str]:
+    """The digests of all tensors, of which each process has its share."""
+    if len(digests) == len(names):
+        return digests
+    mine = np.array([list(bytes.fromhex(digests.get(name, "00" * 32))) for name in names], np.uint8)
+    joined = multihost_utils.process_allgather(mine).max(axis=0)
+    return {name: row.tobytes().hex() for name, row in zip(names, joined, strict=True)}
+
+
+_Index = tuple[tuple[int, int], ...]
+"""First and last + 1 of every axis."""
+
+
+def _held(sharding: NamedSharding | None, shape: tuple[int, ...]) -> set[_Index]:
+    """The parts of an array that this process's devices hold; layers are never divided."""
+    if sharding is None:
+        return {tuple((0, n) for n in shape)}
+    return {_bounds(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> _Index:
+    return tuple(along.indices(n)[:2] for along, n in zip(index, shape, strict=True))
+
+
+def _place(shards: dict[_Index, np.ndarray], sharding: NamedSharding | None, shape: tuple[int, ...]) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(*shards.values())
+    return jax.make_array_from_callback(shape, sharding, lambda index: shards[_bounds(index, shape)])
 
 
 def _read(entry: TensorEntry) -> np.ndarray:
     with safe_open(entry.file, framework="numpy") as handle:
         return handle.get_tensor(entry.name)
+
+
+def _read_part(piece: Piece, index: tuple[slice, ...]) -> np.ndarray:
+    """`piece.cut(_read(piece.entry))[index]`, of which no more is read than that where the tensor's layout allows."""
+    if piece.layout.groups > 1:
+        return piece.cut(_read(piece.entry))[index]
+    *others, last = index
+    start = piece.columns.start
+    inner = (*others, slice(start + last.start, start + last.stop))
+    with safe_open(piece.entry.file, framework="numpy") as handle:
+        view = handle.get_slice(piece.entry.name)
+        return view[inner[::-1]].T if piece.layout.transpose else view[inner]

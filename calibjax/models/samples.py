@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from calibjax._checks import UserError
 from calibjax.data import Windows, eval_batches
+from calibjax.distributed import on_first, to_host
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import Frozen, batch_hidden, freeze
+from calibjax.models.frozen import Frozen, batch_hidden, freeze, vocab_sharding
 from calibjax.models.generate import default_stop_tokens, generate
 
 
@@ -68,10 +69,11 @@ def sample_windows(
             key=jax.random.fold_in(jax.random.key(seed), number) if temperature else None,
             stop_tokens=stops,
         )
+        drawn, counts = to_host((generated.tokens, generated.where))
         real = min(batch_size, count - begin)
         kept = slice(begin, begin + real)
-        where[kept, prompt:] = np.asarray(generated.where)[:real]
-        tokens[kept, prompt:] = np.where(where[kept, prompt:], np.asarray(generated.tokens)[:real], 0)
+        where[kept, prompt:] = counts[:real]
+        tokens[kept, prompt:] = np.where(where[kept, prompt:], drawn[:real], 0)
         bar.update(real)
     bar.close()
     inputs = where[:, 1:]  # an input is one if it has a target
@@ -116,10 +118,14 @@ def mix_samples(
             if str(stored["made_of"]) == made_of and np.array_equal(stored["rows"], rows):
                 return _replace(windows, rows, {name: stored[name] for name in Windows._fields})
     drawn = sample_windows(lm, windows.take(rows), prompt=prompt, batch_size=batch_size, seed=seed, quiet=quiet)
-    directory.mkdir(parents=True, exist_ok=True)
-    fresh = directory / "samples.new.npz"
-    np.savez_compressed(fresh, made_of=made_of, rows=rows, **drawn._asdict())
-    fresh.replace(file)
+
+    def keep() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        fresh = directory / "samples.new.npz"
+        np.savez_compressed(fresh, made_of=made_of, rows=rows, **drawn._asdict())
+        fresh.replace(file)
+
+    on_first(keep)
     return _replace(windows, rows, drawn._asdict())
 
 
@@ -139,6 +145,7 @@ def _log_probs(config: Any, dtype: Any, frozen: Frozen, batch: Mapping[str, Any]
         softcap=config.logit_softcap,
         where=batch["where"],
         statistics=("log_normalizer", "target_logit"),
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
     )
     return stats.log_prob()
 
@@ -151,5 +158,5 @@ def log_probs(lm: LanguageModel, windows: Windows, *, batch_size: int = 16) -> F
     frozen = freeze(lm)
     parts = []
     for batch, real in eval_batches(windows.arrays(), batch_size):
-        parts.append(np.asarray(_jitted_log_probs(lm.config, lm.dtype, frozen, batch))[:real])
+        parts.append(to_host(_jitted_log_probs(lm.config, lm.dtype, frozen, batch))[:real])
     return np.concatenate(parts)

@@ -9,20 +9,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax import losses, recalibrate
 from calibjax.data import Windows, batches, hold_back
+from calibjax.distributed import to_host
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.kernels import VocabStats
 from calibjax.models import LanguageModel
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, batch_stats, freeze
-from calibjax.sharding import make_mesh, replicated
+from calibjax.sharding import check_batch, local_rows, make_mesh, param_shardings
 from calibjax.train.cache import array_hash, window_arrays
 from calibjax.train.loop import train
-from calibjax.train.options import AtsOptions, Trial, make_plan
+from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
 from calibjax.train.state import create_state
 from calibjax.train.step import make_train_step
 from calibjax.train.temperature import (
@@ -106,6 +108,7 @@ def fit_ats(
     options: AtsOptions = AtsOptions(),  # noqa: B008 (frozen)
     *,
     directory: Path,
+    mesh: Mesh | None = None,
     seed: int = 0,
     announce: Callable[[str], None] = print,
     quiet: bool = False,
@@ -121,24 +124,53 @@ def fit_ats(
             a temperature refitted; the single temperature is fitted on all of them.
         options: see `AtsOptions`.
         directory: for checkpoints, logs and the cache of hidden states.
+        mesh: devices, with the axes of `calibjax.sharding.AXES`; None: one device. The model is laid out on it where
+            it is not yet, and the head and its optimiser with it.
         seed: of the head's start, the order of the windows and the part kept back.
         announce: told in one line each what was done.
         quiet: no progress bars.
 
     Returns:
-        `AtsFit`.
+        `AtsFit`, its heads on the host.
 
     Raises:
         UserError: options that do not fit, or a directory with another run.
         NonFiniteLossError: training diverged.
     """
     plan = make_plan(options, lm.config.hidden_size)
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    check_batch(mesh, plan.batch_size, plan.accumulate)
+    placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
+    with jax.set_mesh(mesh):
+        return _fit(
+            dataclasses.replace(lm, params=placed),
+            windows,
+            plan,
+            directory=directory,
+            mesh=mesh,
+            seed=seed,
+            announce=announce,
+            quiet=quiet,
+        )
+
+
+def _fit(
+    lm: LanguageModel,
+    windows: Windows,
+    plan: AtsPlan,
+    *,
+    directory: Path,
+    mesh: Mesh,
+    seed: int,
+    announce: Callable[[str], None],
+    quiet: bool,
+) -> AtsFit:
+    """`fit_ats` of a model that lies on the mesh, which is set."""
     every_row = np.arange(len(windows.tokens))
     chosen_or_refitted = len(plan.trials) > 1 or plan.refit_temperature
     train_rows, validation_rows = every_row, every_row[:0]
     if chosen_or_refitted:
         train_rows, validation_rows = hold_back(windows, plan.validation_fraction, seed)
-    mesh = make_mesh(devices=jax.devices()[:1])
     arrays, hidden_given = window_arrays(
         lm,
         windows,
@@ -148,7 +180,7 @@ def fit_ats(
         announce=announce,
         quiet=quiet,
     )
-    frozen = jax.device_put(freeze(lm, head=plan.head, hidden_given=hidden_given), replicated(mesh))
+    frozen = freeze(lm, head=plan.head, hidden_given=hidden_given)
 
     def scores(params: Any, rows: np.ndarray, top_label_weight: float) -> LikelihoodPass:
         return likelihood_pass(
@@ -158,11 +190,10 @@ def fit_ats(
             frozen,
             _Rows(arrays, rows),
             plan.batch_size,
-            mesh=mesh,
             top_label_weight=top_label_weight,
         )
 
-    single, temperature = fit_single_temperature(lm, frozen, arrays, plan.batch_size, mesh=mesh)
+    single, temperature = fit_single_temperature(lm, frozen, arrays, plan.batch_size)
     announce(describe_temperature(single, len(every_row)))
 
     run = {
@@ -183,14 +214,25 @@ def fit_ats(
         )
         for loss in {trial.loss for trial in plan.trials}
     }
+
+    def start():
+        return create_state(plan.head.init(jax.random.key(seed)), optimizer)
+
+    begin = jax.jit(start, out_shardings=param_shardings(mesh, jax.eval_shape(start)))
     candidates = []
     for trial in plan.trials:
         state = train(
             step_fns[trial.loss],
-            jax.device_put(create_state(plan.head.init(jax.random.key(seed)), optimizer), replicated(mesh)),
+            begin(),
             frozen,
             {"alpha": jnp.float32(trial.alpha or 0.0), "top_label_weight": jnp.float32(plan.top_label_weight)},
-            batches(_Rows(arrays, train_rows), plan.batch_size, seed=seed, epochs=plan.epochs),
+            batches(
+                _Rows(arrays, train_rows),
+                plan.batch_size,
+                seed=seed,
+                epochs=plan.epochs,
+                part=local_rows(mesh, plan.batch_size),
+            ),
             steps=steps,
             mesh=mesh,
             directory=directory / str(trial),
@@ -200,13 +242,13 @@ def fit_ats(
             quiet=quiet,
         )
         if not chosen_or_refitted:
-            candidates.append(Candidate(trial, state.params, math.nan, math.nan, None))
+            candidates.append(Candidate(trial, to_host(state.params), math.nan, math.nan, None))
             continue
         at = scores(state.params, validation_rows, plan.top_label_weight)
         refit = recalibrate.fit_temperature(at) if plan.refit_temperature else None
         score = refit.nll if refit is not None and _is_significant(refit) else mean_likelihood(at)
         nll = mean_likelihood(scores(state.params, validation_rows, 0.0))
-        candidates.append(Candidate(trial, state.params, nll, score, refit))
+        candidates.append(Candidate(trial, to_host(state.params), nll, score, refit))
         announce(f"ATS {trial}: on validation NLL {nll:.4f}, score {score:.4f}")
     best = min(candidates, key=lambda c: c.validation_score)
     if len(candidates) > 1:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from calibjax._checks import UserError
 from calibjax.data import Windows, eval_batches
+from calibjax.distributed import is_first, on_first, to_host
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden
 
@@ -30,6 +31,8 @@ def window_arrays(
     quiet: bool = False,
 ) -> tuple[dict[str, np.ndarray], bool]:
     """The arrays of the windows that training reads: with `hidden` where the cache is on, with tokens where it is off.
+
+    Of several processes each holds them all, as an epoch's order takes rows from everywhere.
 
     Args:
         lm: the frozen model.
@@ -53,7 +56,7 @@ def window_arrays(
     size = int(np.prod(shape)) * lm.dtype.itemsize
     arrays = {name: getattr(windows, name) for name in ("targets", "where", "segment_ids")}
     if mode == "auto":
-        mode = _decide(size, directory / "cache.json")
+        mode = "memory" if on_first(lambda: _decide(size, directory / "cache.json") == "memory") else "off"
     if mode == "off":
         announce(f"hidden states are recomputed in every step (a cache would take {_readable(size)})")
         return {**arrays, "tokens": windows.tokens, "positions": windows.positions}, False
@@ -76,15 +79,18 @@ def _decide(size: int, note: Path) -> CacheMode:
     return mode
 
 
-def _compute(lm: LanguageModel, windows: Windows, out: np.ndarray, batch_size: int, quiet: bool) -> None:
+def _compute(lm: LanguageModel, windows: Windows, out: np.ndarray | None, batch_size: int, quiet: bool) -> None:
+    """Fills `out`; a process without one only takes its part in the computation."""
     frozen = Frozen(lm.params, lm.unembedding)
     forward = jax.jit(batch_hidden, static_argnums=(0, 3))
     names = ("tokens", "segment_ids", "positions", "where")
     rows = eval_batches({name: getattr(windows, name) for name in names}, batch_size)
-    bar = tqdm(total=len(out), desc="frozen forward pass", unit="window", disable=quiet)
+    bar = tqdm(total=len(windows.tokens), desc="frozen forward pass", unit="window", disable=quiet)
     start = 0
     for batch, real in rows:
-        out[start : start + real] = np.asarray(forward(lm.config, frozen, batch, lm.dtype))[:real]
+        hidden = to_host(forward(lm.config, frozen, batch, lm.dtype))
+        if out is not None:
+            out[start : start + real] = hidden[:real]
         start += real
         bar.update(real)
     bar.close()
@@ -107,20 +113,29 @@ def _on_disk(
         "shape": list(shape),
         "dtype": str(lm.dtype),
     }
-    if file.is_file() and _stored(note) == identity:
-        announce(f"found them in {file}")
-    else:
+
+    def begin() -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             note.unlink(missing_ok=True)
-            hidden = np.memmap(file, lm.dtype, "w+", shape=shape)
-            _compute(lm, windows, hidden, batch_size, quiet)
-            hidden.flush()
-            note.write_text(json.dumps(identity))
+            np.memmap(file, lm.dtype, "w+", shape=shape)
         except OSError as error:
             raise UserError(
                 f"cannot cache hidden states in {file}: {error}. Use --cache-hidden off or memory."
             ) from error
+
+    def finish() -> None:
+        note.write_text(json.dumps(identity))
+
+    if on_first(lambda: file.is_file() and _stored(note) == identity):
+        announce(f"found them in {file}")
+    else:
+        on_first(begin)
+        hidden = np.memmap(file, lm.dtype, "r+", shape=shape) if is_first() else None
+        _compute(lm, windows, hidden, batch_size, quiet)
+        if hidden is not None:
+            hidden.flush()
+        on_first(finish)
     return np.memmap(file, lm.dtype, "r", shape=shape)
 
 

@@ -11,6 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from calibjax._checks import UserError
+from calibjax.distributed import on_first
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
 from calibjax.train.state import TrainState
@@ -77,8 +78,17 @@ def save_head(directory: Path, head: FittedHead, *, notes: dict[str, Any] | None
     """
     directory = directory.absolute()
     fresh = directory.with_name(directory.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
+
+    def begin() -> None:
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+
+    def finish() -> None:
+        (fresh / "head.json").write_text(json.dumps(description, indent=2) + "\n")
+        shutil.rmtree(directory, ignore_errors=True)
+        fresh.rename(directory)
+
+    on_first(begin)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(fresh / "params", head.params)
     description = {
@@ -88,9 +98,7 @@ def save_head(directory: Path, head: FittedHead, *, notes: dict[str, Any] | None
         "base_fingerprint": head.fingerprint,
         "notes": notes or {},
     }
-    (fresh / "head.json").write_text(json.dumps(description, indent=2) + "\n")
-    shutil.rmtree(directory, ignore_errors=True)
-    fresh.rename(directory)
+    on_first(finish)
 
 
 def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:

@@ -29,10 +29,10 @@ from calibjax.horizon import (
 from calibjax.kernels import VocabSharding, linear_cross_entropy, vocab_stats
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
+from calibjax.models.frozen import vocab_sharding
 from calibjax.models.samples import log_probs, mix_samples
 from calibjax.sharding import make_mesh, param_shardings, replicated
 from calibjax.train.cache import array_hash
-from calibjax.train.sft import vocab_sharding
 from calibjax.train.state import Schedule
 from calibjax.train.tuning import Ranges, TuningOptions, tune
 

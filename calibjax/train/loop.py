@@ -1,6 +1,5 @@
 """The loop: batches in, steps out, progress shown, everything resumable."""
 
-import functools
 import json
 import math
 import sys
@@ -15,7 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
 
-from calibjax.sharding import batch_sharding
+from calibjax.distributed import is_first
+from calibjax.sharding import place_rows
 from calibjax.train.checkpoint import Checkpoints
 from calibjax.train.state import TrainState
 from calibjax.train.step import StepMetrics, TrainStep
@@ -26,7 +26,7 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class TrainLog:
-    """Scalars of a run as JSON lines (`train.jsonl`) and TensorBoard events (`tensorboard/`).
+    """Scalars of a run as JSON lines (`train.jsonl`) and TensorBoard events (`tensorboard/`), by the first process.
 
     Args:
         directory: made if missing.
@@ -34,6 +34,9 @@ class TrainLog:
     """
 
     def __init__(self, directory: Path, *, first_step: int):
+        self._file = self._writer = None
+        if not is_first():
+            return
         from tensorboardX import SummaryWriter
 
         directory.mkdir(parents=True, exist_ok=True)
@@ -52,14 +55,17 @@ class TrainLog:
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
+        if self._file is None or self._writer is None:
+            return
         self._file.write(json.dumps({"step": step, **scalars}) + "\n")
         self._file.flush()
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._file.close()
-        self._writer.close()
+        if self._file is not None and self._writer is not None:
+            self._file.close()
+            self._writer.close()
 
 
 def train(
@@ -90,7 +96,7 @@ def train(
         state: the state before the first step; donated.
         frozen: arrays that the objective reads.
         hyper: scalars that the objective reads.
-        batches: iterator of dicts of arrays, with `get_state` and `set_state`.
+        batches: iterator of dicts of arrays, of each batch this process's rows, with `get_state` and `set_state`.
         steps: in all, counted from the state before the first.
         mesh: that batches are laid out on.
         directory: for checkpoints and logs.
@@ -109,6 +115,7 @@ def train(
         NonFiniteLossError: names the first step whose loss or gradient was not finite; checkpoints before it are kept.
         UserError: the directory holds checkpoints of another run.
     """
+    quiet = quiet or not is_first()
     checkpoints = Checkpoints(directory / "checkpoints", run)
     restored = checkpoints.restore(state)
     if restored is not None:
@@ -116,8 +123,6 @@ def train(
         batches.set_state(data_state)
     start = int(state.step)
     log = TrainLog(directory, first_step=start)
-    # On one device the step takes host arrays as they are: placing them by hand only costs time.
-    place = functools.partial(jax.device_put, device=batch_sharding(mesh)) if mesh.size > 1 else dict
     bar = tqdm(total=steps, initial=start, desc=description, unit="step", disable=quiet, mininterval=0.2)
     tokens, begin = 0.0, time.perf_counter()
 
@@ -142,7 +147,7 @@ def train(
     try:
         pending: tuple[int, StepMetrics] | None = None
         for number in range(start + 1, steps + 1):
-            state, metrics = step_fn(state, frozen, place(next(batches)), hyper)
+            state, metrics = step_fn(state, frozen, place_rows(mesh, next(batches)), hyper)
             if pending is not None:
                 settle(*pending)
             pending = (number, metrics)

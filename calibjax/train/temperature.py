@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from calibjax import recalibrate
 from calibjax.data import eval_batches
+from calibjax.distributed import to_host
 from calibjax.heads import MAX_SCALE, MIN_SCALE, FittedHead, HeadConfig
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_stats
-from calibjax.sharding import batch_sharding
 
 LikelihoodPass = Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]
 """A pass over the data at a factor e^u on every scale: u (float32 scalar) -> the sums of its batches."""
@@ -46,10 +45,9 @@ def likelihood_pass(
     arrays: Mapping[str, np.ndarray],
     batch_size: int,
     *,
-    mesh: Mesh | None = None,
     top_label_weight: float = 0.0,
 ) -> LikelihoodPass:
-    """The likelihood of windows under a head, with every scale multiplied by a factor.
+    """The likelihood of windows under a head, with every scale multiplied by a factor; on the mesh that is set.
 
     Args:
         lm: the model.
@@ -57,31 +55,30 @@ def likelihood_pass(
         frozen: the model's arrays; see `freeze`.
         arrays: of windows, as `batch_stats` reads them.
         batch_size: windows a step.
-        mesh: that batches are laid out on; None: as they come.
         top_label_weight: of `losses.top_label`, added to the negative log-likelihood.
     """
 
     def sums_at(u: Float[Array, ""]) -> Iterator[recalibrate.LikelihoodSums]:
         for batch, _ in eval_batches(arrays, batch_size):
-            batch = batch if mesh is None else jax.device_put(batch, batch_sharding(mesh))
-            yield _likelihood(lm.config, head, lm.dtype, top_label_weight, params, frozen, batch, u)
+            sums = _likelihood(lm.config, head, lm.dtype, top_label_weight, params, frozen, batch, u)
+            yield to_host(sums)
 
     return sums_at
 
 
 def mean_likelihood(sums_at: LikelihoodPass) -> float:
     """The mean negative log-likelihood per token at factor 1, in nats."""
-    parts = [jax.device_get(part) for part in sums_at(jnp.float32(0.0))]
+    parts = list(sums_at(jnp.float32(0.0)))
     return float(sum(part.nll.sum(dtype=np.float64) for part in parts) / sum(part.count.sum() for part in parts))
 
 
 def fit_single_temperature(
-    lm: LanguageModel, frozen: Frozen, arrays: Mapping[str, np.ndarray], batch_size: int, *, mesh: Mesh | None = None
+    lm: LanguageModel, frozen: Frozen, arrays: Mapping[str, np.ndarray], batch_size: int
 ) -> tuple[recalibrate.TemperatureFit, FittedHead]:
     """One temperature for all tokens, within the bounds of every head; arguments as `likelihood_pass`'s."""
     head = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
     identity = {"log_scale": jnp.zeros((), jnp.float32)}
-    sums_at = likelihood_pass(lm, head, identity, frozen, arrays, batch_size, mesh=mesh)
+    sums_at = likelihood_pass(lm, head, identity, frozen, arrays, batch_size)
     fit = recalibrate.fit_temperature(sums_at, bounds=(math.log(MIN_SCALE), math.log(MAX_SCALE)))
     return fit, FittedHead(head, {"log_scale": jnp.asarray(fit.log_scale, jnp.float32)}, 0.0, lm.fingerprint)
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from calibjax._checks import UserError
 from calibjax.data import batches, eval_batches
 from calibjax.models import decoder
-from calibjax.sharding import batch_sharding, param_shardings
+from calibjax.sharding import check_batch, local_rows, param_shardings
 from calibjax.train.loop import train
 from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, TrainState, create_state
 from calibjax.train.step import CarryingObjective, Objective, make_train_step
@@ -76,14 +76,7 @@ class TuningOptions:
         for name, (right, expected) in self.ranges().items():
             if not right:
                 raise UserError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}.")
-        rows = mesh.shape["data"] * mesh.shape["fsdp"]
-        micro = self.batch_size // self.accumulate
-        if micro % rows:
-            raise UserError(
-                f"--batch-size {self.batch_size} in {self.accumulate} micro-batch(es) of {micro} windows does not "
-                f"divide among the {rows} devices of the mesh axes data and fsdp: give a multiple of "
-                f"{rows * self.accumulate}."
-            )
+        check_batch(mesh, self.batch_size, self.accumulate)
 
     @property
     def rate(self) -> float:
@@ -160,7 +153,7 @@ def tune(
     def evaluate(params: Any) -> dict[str, float]:
         sums = []
         for batch, _ in eval_batches(validation_arrays, options.batch_size):
-            sums.append(jitted(params, frozen, jax.device_put(batch, batch_sharding(mesh)), {}))
+            sums.append(jitted(params, frozen, batch, {}))
         loss, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
         return {"validation_nll": float(loss / count)}
 
@@ -177,7 +170,13 @@ def tune(
             state,
             frozen,
             {},
-            batches(train_arrays, options.batch_size, seed=seed, epochs=options.epochs),
+            batches(
+                train_arrays,
+                options.batch_size,
+                seed=seed,
+                epochs=options.epochs,
+                part=local_rows(mesh, options.batch_size),
+            ),
             steps=steps,
             mesh=mesh,
             directory=directory,

@@ -1,0 +1,126 @@
+"""Several processes as one job, by JAX's own runtime: how they are joined, and what only the first of them does."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from calibjax._checks import UserError
+from calibjax.sharding import parse_mesh
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """Which devices a command runs on. Every process of a job is started with the same options but for --process-id.
+
+    Attributes:
+        mesh: devices along each axis, such as data=2,fsdp=4; by default all devices along fsdp.
+        distributed: join the other processes of the job, as Cloud TPU, SLURM, Open MPI or Kubernetes name them in the
+            environment; elsewhere give the next three.
+        coordinator: host and port of process 0, such as 10.0.0.1:1234; the port is any that is free there.
+        processes: how many there are.
+        process_id: which of them this is, from 0.
+        heartbeat_timeout: seconds without a sign of life from a process after which all of them end.
+    """
+
+    mesh: str | None = None
+    distributed: bool = False
+    coordinator: str | None = None
+    processes: int | None = None
+    process_id: int | None = None
+    heartbeat_timeout: int = 100
+
+    def join(self) -> None:
+        """Joins the other processes; to be called before anything else of JAX's. Does nothing where none are named.
+
+        Raises:
+            UserError: options that do not fit, or no other processes where the environment was to name them.
+        """
+        given = {
+            "--coordinator": self.coordinator,
+            "--processes": self.processes,
+            "--process-id": self.process_id,
+        }
+        missing = [name for name, value in given.items() if value is None]
+        if self.heartbeat_timeout < 1:
+            raise UserError(f"--heartbeat-timeout: expected at least 1 second, got {self.heartbeat_timeout}.")
+        if len(missing) == len(given) and not self.distributed:
+            return
+        if missing and not self.distributed:
+            raise UserError(f"{', '.join(missing)}: not given; {', '.join(given)} go together (or --distributed).")
+        if self.processes is not None and self.process_id is not None and not 0 <= self.process_id < self.processes:
+            raise UserError(f"--process-id: expected 0 to {self.processes - 1}, got {self.process_id}.")
+        try:
+            jax.distributed.initialize(
+                self.coordinator,
+                self.processes,
+                self.process_id,
+                heartbeat_timeout_seconds=self.heartbeat_timeout,
+            )
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"cannot join the processes of the job ({reason}). --distributed finds them on Cloud TPU, SLURM, Open "
+                "MPI and Kubernetes; elsewhere start every one with --coordinator, --processes and --process-id."
+            ) from error
+
+    def make_mesh(self) -> Mesh:
+        """The mesh of all devices of all processes; errors as `parse_mesh`'s."""
+        return parse_mesh(self.mesh)
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and prints."""
+    return jax.process_index() == 0
+
+
+def on_first(work: Callable[[], int | None]) -> int:
+    """Carries `work` out in process 0, while the others wait; returns the number that it returned, in all of them.
+
+    Raises:
+        UserError: `work` did; in every process, so that none is left waiting.
+    """
+    if jax.process_count() == 1:
+        return work() or 0
+    number, error = 0, None
+    if is_first():
+        try:
+            number = work() or 0
+        except UserError as caught:
+            error = caught
+    number, failed = multihost_utils.broadcast_one_to_all(np.array([number, error is not None], np.int32))
+    if failed:
+        raise error or UserError("process 0 cannot go on; its own message says why.")
+    return int(number)
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Carries `work` out in every process; where a `UserError` ends it in one, all of them end with one."""
+    if jax.process_count() == 1:
+        return work()
+    result, error = None, None
+    try:
+        result = work()
+    except UserError as caught:
+        error = caught
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(error is not None)))
+    if len(failed):
+        raise error or UserError(f"process {failed[0]} cannot go on; its own message says why.")
+    return cast(Result, result)
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays as numpy's, each whole in every process, whatever devices hold its parts; called by all processes."""
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            return multihost_utils.process_allgather(x, tiled=True)
+        return x
+
+    return jax.device_get(jax.tree.map(whole, tree))

@@ -1,0 +1,83 @@
+"""One process of several, for test_distributed.py: `python worker.py WORK FOLDER COORDINATOR PROCESSES PROCESS_ID`."""
+
+import sys
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+from tiny import make_windows, ragged
+
+from calibjax.cli import carry_out
+from calibjax.data import batches
+from calibjax.distributed import DeviceOptions, to_host
+from calibjax.eval.tokens import evaluate_tokens
+from calibjax.models import load_model
+from calibjax.models.export import save_model
+from calibjax.sharding import local_rows, make_mesh
+from calibjax.train import AtsOptions, fit_ats, save_head
+from calibjax.train.sft import SftOptions, fit_sft
+
+SHAPES = {"ats": (2, 2, 1), "sft": (1, 2, 2)}
+WINDOWS = ragged(make_windows(44, vocab_size=43))
+TUNED = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "remat": "none"}
+FITTED = {
+    "epochs": 12,
+    "batch_size": 8,
+    "learning_rate": 1e-2,
+    "loss": "joint",
+    "validation_fraction": 0.2,
+    "cache_hidden": "off",
+    "checkpoint_every": 10,
+}
+
+
+def ats(folder: Path, out: Path, mesh):
+    """A head, fitted on a mesh and evaluated; what came out, on the host."""
+    lm = load_model(folder / "model", mesh=mesh)
+    fitted = fit_ats(lm, WINDOWS, AtsOptions(**FITTED), directory=out, mesh=mesh, announce=lambda _: None, quiet=True)
+    save_head(out / "head", fitted.head)
+    with jax.set_mesh(mesh):
+        sums = evaluate_tokens(lm, WINDOWS, {"ats": fitted.head}, batch_size=8, quiet=True)["ats"].sums
+    return {
+        "temperature": np.array([fitted.report["temperature"], fitted.report["candidates"][0]["validation_nll"]]),
+        "nll": sums.nll,
+        "count": sums.count,
+        **{f"head{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(fitted.head.params))},
+    }
+
+
+def sft(folder: Path, out: Path, mesh):
+    """A model, fine-tuned on a mesh and saved."""
+    lm = load_model(folder / "model", mesh=mesh)
+    tuned = fit_sft(lm, WINDOWS, SftOptions(**TUNED), directory=out, mesh=mesh, announce=lambda _: None, quiet=True)
+    save_model(out / "model", tuned.config, tuned.params, like=folder / "model")
+    part = local_rows(mesh, 8)
+    return {
+        "fingerprint": np.frombuffer(bytes.fromhex(lm.fingerprint), np.uint8),
+        "read": next(batches(WINDOWS._asdict(), 8, seed=0, epochs=1, part=part))["tokens"],
+        "validation": np.array(tuned.report["validation_nll"]),
+        **{f"tuned{i}": leaf for i, leaf in enumerate(jax.tree.leaves(to_host(tuned.params)))},
+    }
+
+
+def work(run, announce):
+    mesh = make_mesh(SHAPES[run.work])
+    if run.work == "sft":
+        found = sft(run.folder, run.out, mesh)
+    else:  # twice the same, so that one can be killed; of a second start only what is not finished yet
+        for name in ("whole", "killed"):
+            if not (run.out / name / "head").exists():
+                found = ats(run.folder, run.out / name, mesh)
+                np.savez(run.out / f"{name}{jax.process_index()}.npz", **found)
+    np.savez(run.out / f"process{jax.process_index()}.npz", **found)
+    announce("done, says the first")
+    return {}
+
+
+if __name__ == "__main__":
+    name, folder, out, coordinator, processes, number = sys.argv[1:]
+    named = {"coordinator": coordinator, "processes": int(processes), "process_id": int(number)}
+    devices = DeviceOptions(heartbeat_timeout=10, **{"distributed": True} if coordinator == "slurm" else named)
+    run = types.SimpleNamespace(work=name, folder=Path(folder), out=Path(out), json=False, devices=devices)
+    sys.exit(carry_out(run, work))
