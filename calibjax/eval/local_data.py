@@ -17,9 +17,28 @@ from calibjax.eval.analogies import analogy_questions
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
+    from lm_eval.tasks import TaskManager
 
 TASKS = Path(__file__).parent / "tasks"
 """Task files over local data."""
+
+
+_FOLDERS = ("mmlu/default", "arc", "hellaswag", "truthfulqa", "triviaqa")
+"""Of the harness's own definitions that `tasks/` builds on."""
+
+
+def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "TaskManager":
+    """The harness's task definitions and ours. Where `names` need no others, only the few that ours build on are read:
+    to read all ten thousand takes seconds."""
+    import lm_eval.tasks
+
+    metadata = {} if assets is None else {"assets": str(assets)}
+    theirs = Path(lm_eval.tasks.__file__).parent
+    folders: list[str | Path] = [*(theirs / folder for folder in _FOLDERS), TASKS]
+    few = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+    if set(names) <= set(few.all_tasks):
+        return few
+    return lm_eval.tasks.TaskManager(include_path=str(TASKS), metadata=metadata)
 
 
 def find(name: str, assets: str | Path | None = None) -> Path:
@@ -35,6 +54,11 @@ def find(name: str, assets: str | Path | None = None) -> Path:
     if not path.is_file():
         raise UserError(f"{path} does not exist: expected the assets' folder, with data/{name} in it.")
     return path
+
+
+def have_assets(assets: str | Path | None = None) -> bool:
+    """Whether a folder of local data was named, here or by CALIBJAX_ASSETS."""
+    return bool(assets or os.environ.get("CALIBJAX_ASSETS"))
 
 
 @functools.lru_cache(maxsize=4)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from calibjax.eval.report.figures import figures_of, inline_svg, png, svg
 from calibjax.eval.report.heatmap import heatmap_html
 from calibjax.eval.report.layers import findings, tables
-from calibjax.eval.report.rows import cells_of, sets_of, unit_of, verdict
+from calibjax.eval.report.rows import cells_of, described, sets_of, unit_of, verdict
+from calibjax.eval.report.subjects import subject_tables
 
 TOKENS = "tokens.json"
 """Beside metrics.json: a `token_sample`, where the run made one."""
@@ -107,6 +108,9 @@ def _run(run: Run, identity: str, several: bool) -> str:
         suffix = f"-{index}" if index else ""
         parts.append(_set(title, results, with_verdict=index > 0))
         parts += [_figure(figures, f"{name}{suffix}", identity) for name in ("reliability", "temperatures")]
+        if title in run.document.get("tasks", {}):
+            parts += [_table(*of_subjects) for of_subjects in subject_tables(run.document, title)]
+            parts.append(_figure(figures, f"subjects-{title}", identity))
         if index == 0 and run.tokens:
             parts.append(heatmap_html(run.tokens, f"{identity}-tokens"))
     return f"<section>{''.join(parts)}</section>"
@@ -116,7 +120,7 @@ def _set(title: str, results: Mapping[str, Any], *, with_verdict: bool) -> str:
     parts = [f"<h2>{html.escape(title)}</h2>"]
     if with_verdict and verdict(results):
         parts.append(_paragraph(verdict(results)))
-    parts.append(f"<p>{results['tokens']:,} {unit_of(results)}</p>")
+    parts.append(f"<p>{html.escape(described(results))}</p>")
     parts.append(_table("", *cells_of(results)))
     for kind, word in (("failed", "Failed"), ("left_out", "Left out")):
         for name, reason in results.get(kind, {}).items():

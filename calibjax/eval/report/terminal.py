@@ -7,13 +7,16 @@ from rich.console import Console
 from rich.table import Table
 
 from calibjax.eval.report.layers import findings, tables
-from calibjax.eval.report.rows import binning, cells_of, sets_of, unit_of, verdict
+from calibjax.eval.report.rows import SHORT, binning, cells_of, described, sets_of, unit_of, verdict
+from calibjax.eval.report.subjects import subject_tables
+
+_WIDEST = 240  # of the table of a benchmark: a narrower terminal breaks lines, and loses nothing
 
 
 def table(results: Mapping[str, Any], title: str) -> Table:
     """The figures of one set of windows as a `rich` table, one row per method."""
-    titles, rows = cells_of(results)
-    return _table(f"{title}: {results['tokens']:,} {unit_of(results)}", titles, rows)
+    titles, rows = cells_of(results, SHORT if "confidence" in results else None)
+    return _table(f"{title}: {described(results)}", titles, rows)
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
@@ -33,15 +36,22 @@ def print_report(document: Mapping[str, Any]) -> None:
     if "layers" in document:
         for of_layers in tables(document):
             console.print(_table(*of_layers))
+    tasks = document.get("tasks", {})
+    if tasks:
+        console.width = max(console.width, _WIDEST)
+    for name in tasks:
+        for of_subjects in subject_tables(document, name):
+            console.print(_table(*of_subjects))
     for title, results in sets_of(document):
         line = verdict(results)
         if line:
             console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
         console.print(table(results, title))
         some = next(iter(results["methods"].values()))["ece"]
+        of = ("top token's probability", "top token") if unit_of(results) == "tokens" else ("confidence", "answer")
         console.print(
-            f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the top token's probability; "
-            f"interval: bootstrap over {results.get('clusters', 'windows')}. Brier: of the top token.",
+            f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the {of[0]}; "
+            f"interval: bootstrap over {results.get('clusters', 'windows')}. Brier: of the {of[1]}.",
             style="dim",
         )
     for line in findings(document) if "layers" in document else ():

@@ -1,0 +1,31 @@
+"""The subjects of a benchmark as a table: accuracy, and confidence and calibration error with each method."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from calibjax.eval.report.layers import TextTable, interval
+from calibjax.eval.report.rows import title_of
+
+
+def subject_tables(document: Mapping[str, Any], task: str) -> list[TextTable]:
+    """One table where the task has several subjects, the most over-confident as the model is first; else none."""
+    results = document["tasks"][task]
+    if not results["subjects"]:
+        return []
+    methods = list(results["methods"])
+    columns = [f"{what}, {title_of(name)}" for name in methods for what in ("confidence", "ECE")]
+    rows = [
+        [
+            row["subject"],
+            f"{row['questions']:,}",
+            interval(row["accuracy"]),
+            *(
+                cell
+                for name in methods
+                for cell in (f"{row['methods'][name]['confidence']:.3f}", interval(row["methods"][name]["ece"]))
+            ),
+        ]
+        for row in results["subjects"]
+    ]
+    title = f"subjects of {task} [95% interval: of the accuracy Wilson's, of the ECE bootstrap over questions]"
+    return [TextTable(title, ["subject", "questions", "accuracy, uncalibrated", *columns], rows)]
