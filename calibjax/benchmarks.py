@@ -169,7 +169,7 @@ def _load_tasks(names: tuple[str, ...], assets: Path | None, announce: Callable[
         local = f"{name}_local" if f"{name}_local" in known and have_assets(assets) else name
         at_hand = local.endswith("_local") or local == "google_analogies"
         try:
-            found = manager.load([local])["tasks"]
+            found: dict[str, Any] = dict(manager.load([local])["tasks"])
         except UserError:
             raise
         except Exception as error:  # of the hub, of datasets, of a task file: whatever goes wrong is the task's
@@ -179,7 +179,7 @@ def _load_tasks(names: tuple[str, ...], assets: Path | None, announce: Callable[
             raise UserError(
                 f"--tasks {name}: cannot be loaded: {str(error).strip().splitlines()[0]}.{where}"
             ) from error
-        tasks[name] = _Task(dict(found), "local data" if at_hand else "hub")
+        tasks[name] = _Task(found, "local data" if at_hand else "hub")
         count = sum(len(task.eval_docs) for task in found.values())
         parts = f" in {len(found)} parts" if len(found) > 1 else ""
         announce(f"task {name}: {count:,} questions{parts}, {tasks[name].source}")
@@ -235,9 +235,10 @@ def _ask_all(run: TasksRun, model: Any, tasks: Mapping[str, _Task], hows: "Mappi
 
 def _store(file: Path, answers: "Answers") -> None:
     file.parent.mkdir(exist_ok=True)
-    fields = {name: value for name, value in answers._asdict().items() if name != "harness"}
+    fields: dict[str, Any] = {name: value for name, value in answers._asdict().items() if name != "harness"}
+    fields |= {f"harness_{name}": value for name, value in answers.harness.items()}
     fresh = file.with_suffix(".new.npz")
-    np.savez_compressed(fresh, **fields, **{f"harness_{name}": value for name, value in answers.harness.items()})
+    np.savez_compressed(fresh, **fields)
     fresh.rename(file)
 
 

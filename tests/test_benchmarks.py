@@ -46,9 +46,16 @@ def material(tmp_path_factory):
     ]
     truthful = [
         {
-            **{"type": "t", "category": f"c{n % 2}", "question": words(2, 5), "best_answer": "w1"},
-            **{"correct_answers": ["w1"], "incorrect_answers": ["w2"], "mc1_choices": ["w1", "w2"], "mc1_label": 0},
-            **{"mc2_choices": [words(1, 3) for _ in range(2 + n % 4)], "mc2_labels": [1, *[n % 2] * (1 + n % 4)]},
+            "type": "t",
+            "category": f"c{n % 2}",
+            "question": words(2, 5),
+            "best_answer": "w1",
+            "correct_answers": ["w1"],
+            "incorrect_answers": ["w2"],
+            "mc1_choices": ["w1", "w2"],
+            "mc1_label": 0,
+            "mc2_choices": [words(1, 3) for _ in range(2 + n % 4)],
+            "mc2_labels": [1, *[n % 2] * (1 + n % 4)],
         }
         for n in range(21)
     ]
@@ -91,9 +98,9 @@ def ece(confidence, correct):
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("uncalibrated", 1.0), ("temperature", TEMPERATURE)])
-@pytest.mark.parametrize("task", ["arc_easy", "truthfulqa_mc2", "triviaqa"])
+@pytest.mark.parametrize("task", ["arc_easy", "triviaqa"])
 def test_figures_are_those_by_hand(material, run, task, method, temperature):
-    _, lm, arc, truthful, trivia = material
+    _, lm, arc, _, trivia = material
     if task == "triviaqa":
         prompts = [row["context"].replace("\nAnswer:", "?\nAnswer:") for row in trivia]
         encoded = [lm.tokenizer.encode(prompt) for prompt in prompts]
@@ -102,23 +109,13 @@ def test_figures_are_those_by_hand(material, run, task, method, temperature):
         confidence = np.array([np.exp(values.mean()) for values in each])
         correct = np.array([row["aliases"][0].lower() == text for row, text in zip(trivia, texts, strict=True)])
     else:
-        if task == "arc_easy":
-            rows = [(row["query"] + "\nAnswer:", row["choices"], [row["gold"]]) for row in arc]
-        else:
-            from lm_eval.tasks.truthfulqa import utils  # noqa: F401 (the task's own module loads)
-
-            rows = [(None, row["mc2_choices"], np.flatnonzero(row["mc2_labels"])) for row in truthful]
-        confidence, correct = np.zeros((2, len(rows)))
-        for n, (context, choices, right) in enumerate(rows):
-            if context is None:
-                context = f"\n\nQ: {truthful[n]['question']}\nA:"
-            totals = np.array([log_probs(lm, context, f" {choice}", temperature).sum() for choice in choices])
+        confidence, correct = np.zeros((2, len(arc)))
+        for n, row in enumerate(arc):
+            pairs = [(row["query"] + "\nAnswer:", f" {choice}") for choice in row["choices"]]
+            totals = np.array([log_probs(lm, *pair, temperature).sum() for pair in pairs])
             p = np.exp(totals - totals.max())
-            confidence[n], correct[n] = p.max() / p.sum(), totals.argmax() in right
+            confidence[n], correct[n] = p.max() / p.sum(), totals.argmax() == row["gold"]
     row = run[1]["tasks"][task]["methods"][method]
-    if task == "truthfulqa_mc2":  # its primer is longer than the model reads: only what does not depend on it
-        assert run[1]["tasks"][task]["cut"] == len(truthful)
-        return
     assert run[1]["tasks"][task]["tokens"] == len(confidence)
     assert row["accuracy"] == pytest.approx(correct.mean(), abs=1e-9)
     assert 0 < row["accuracy"] < 1
@@ -149,6 +146,22 @@ def test_the_document_says_what_its_numbers_are(run):
     assert "arc_easy" in page
     assert "subjects of truthfulqa_mc2" in page
     assert "judge: string-match" in page
+
+
+def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
+    """TruthfulQA's mc2: the options in which the harness counts probability are the right ones."""
+    from calibjax.eval.benchmark import right_options
+    from calibjax.eval.local_data import task_manager
+
+    task = task_manager(["truthfulqa_mc2_local"], material[0]).load(["truthfulqa_mc2_local"])["tasks"]["truthfulqa_mc2"]
+    for n, row in enumerate(material[3]):
+        right = right_options(task, task.eval_docs[n])
+        certain = [(0.0 if place in right else -1e3, False) for place in range(len(row["mc2_choices"]))]
+        assert task.process_results(task.eval_docs[n], certain)["acc"] == 1
+        assert len(right) == sum(row["mc2_labels"])
+    results = run[1]["tasks"]["truthfulqa_mc2"]
+    assert results["cut"] == len(material[3])  # its primer is longer than the model reads
+    assert results["methods"]["uncalibrated"]["nll"] is None
 
 
 def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):

@@ -36,9 +36,9 @@ HEADS = {
 }
 
 
-def requests(seed=0, count=40, longest=45):
+def requests(seed=0, count=40, shortest=17, longest=45):
     rng = np.random.default_rng(seed)
-    lengths = zip(rng.integers(1, longest, count), rng.integers(1, 6, count), strict=True)
+    lengths = zip(rng.integers(shortest, longest, count), rng.integers(1, 6, count), strict=True)
     drawn = [Continuation(*(rng.integers(0, VOCAB, n).tolist() for n in pair)) for pair in lengths]
     shared = drawn[0].context
     # Options of one question: one token each, and two read alike up to their last token.
@@ -91,7 +91,7 @@ def test_a_second_call_compiles_nothing():
 
 
 def test_rows_on_a_mesh_score_the_same():
-    asked = requests(count=6, longest=8)
+    asked = requests(count=6, shortest=1, longest=8)
     mesh = make_mesh((2, 2, 2))
     placed = jax.device_put(LM.params, param_shardings(mesh, LM.params))
     divided = LanguageModel.from_params(LM.config, placed)

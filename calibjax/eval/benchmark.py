@@ -48,11 +48,11 @@ class Answers(NamedTuple):
     @classmethod
     def join(cls, parts: Sequence["Answers"]) -> "Answers":
         """All of them, in their order."""
-        fields = [np.concatenate([part[k] for part in parts], axis=-1) for k in range(4)]
+        arrays = ("confidence", "correct", "choice", "log_prob", "subject", "cut")
+        joined = {name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays}
         names = [name for name in parts[0].harness if all(name in part.harness for part in parts)]
         harness = {name: np.concatenate([part.harness[name] for part in parts]) for name in names}
-        subject, cut = (np.concatenate([getattr(part, name) for part in parts]) for name in ("subject", "cut"))
-        return cls(*fields, subject, harness, cut, sum(part.too_long for part in parts))
+        return parts[0]._replace(**joined, harness=harness, too_long=sum(part.too_long for part in parts))
 
 
 class How(NamedTuple):
@@ -180,7 +180,7 @@ def right_options(task: ConfigurableTask, document: dict[str, Any]) -> list[int]
     """Which options of a question are right; several in TruthfulQA's mc2."""
     if task.config.task == "truthfulqa_mc2":
         return np.flatnonzero(document["mc2_targets"]["labels"]).tolist()
-    right = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+    right: Any = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     choices = task.doc_to_choice(document)
     found = right if isinstance(right, list) else [right]
     return [choices.index(answer) if isinstance(answer, str) else int(answer) for answer in found]

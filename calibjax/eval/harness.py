@@ -121,18 +121,19 @@ class HarnessLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Text up to a stop sequence; greedy, or drawn where a task asks for it."""
+        arguments: list[Any] = [request.args for request in requests]
         answers: dict[int, str] = {}
         bar = tqdm(total=len(requests), desc="generating", disable=disable_tqdm)
         groups: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            groups.setdefault(repr(request.args[1]), []).append(number)
+        for number in range(len(requests)):
+            groups.setdefault(repr(arguments[number][1]), []).append(number)
         for numbers in groups.values():
-            options = self.generation_options(requests[numbers[0]].args[1])
-            contexts = [self.tok_encode(requests[number].args[0]) for number in numbers]
+            options = self.generation_options(arguments[numbers[0]][1])
+            contexts = [self.tok_encode(arguments[number][0]) for number in numbers]
             for place, continued in continue_contexts(self.lm, contexts, **options):
                 number = numbers[place]
                 answers[number] = continued.text
-                self.cache_hook.add_partial("generate_until", requests[number].args, continued.text)
+                self.cache_hook.add_partial("generate_until", arguments[number], continued.text)
                 bar.update()
         bar.close()
         return [answers[number] for number in range(len(requests))]

@@ -32,7 +32,7 @@ def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "Tas
     to read all ten thousand takes seconds."""
     import lm_eval.tasks
 
-    metadata = {} if assets is None else {"assets": str(assets)}
+    metadata: dict[str, Any] = {} if assets is None else {"assets": str(assets)}
     theirs = Path(lm_eval.tasks.__file__).parent
     folders: list[str | Path] = [*(theirs / folder for folder in _FOLDERS), TASKS]
     few = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
