@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from assets import data_path, model_path
+from assets import ASSETS, data_path, model_path
 from tiny import VOCAB, make_lm, write_model
 
 from calibjax._checks import UserError
@@ -177,12 +177,12 @@ def test_a_killed_run_goes_on_from_the_cache_of_the_harness(tmp_path, monkeypatc
 def test_log_likelihoods_are_those_of_the_hugging_face_backend(name):
     """The harness's own model on PyTorch, on the same requests; accuracy of its own task definitions."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
-    pytest.importorskip("torch", reason="the oracle is the harness's own backend, on PyTorch")
+    for package in ("torch", "accelerate", "peft"):
+        pytest.importorskip(package, reason=f"the oracle is the harness's own backend, which needs {package}")
     import lm_eval
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
-    from calibjax.eval.local_data import TASKS
+    from calibjax.eval.local_data import task_manager
     from calibjax.lm_eval import CalibjaxLM
 
     path = model_path(name)
@@ -199,25 +199,25 @@ def test_log_likelihoods_are_those_of_the_hugging_face_backend(name):
     assert [greedy for _, greedy in got] == [greedy for _, greedy in want]
     np.testing.assert_allclose([x for x, _ in got], [x for x, _ in want], atol=1e-3)
 
-    rolling = instances("loglikelihood_rolling", [(text * 3,) for text in texts])
+    # No sentence twice: the harness's backend confuses windows that are read alike and scored in part.
+    long = " ".join(f"On day {n} the girl had {7 * n} cats and {n * n} dogs." for n in range(1, 30))
+    rolling = instances("loglikelihood_rolling", [(long,), (texts[0],), (texts[2],)])
     np.testing.assert_allclose(ours.loglikelihood_rolling(rolling), theirs.loglikelihood_rolling(rolling), atol=1e-3)
 
     until = {"until": [".", "\n"], "max_gen_toks": 24, "do_sample": False}
     written = instances("generate_until", [(text, until) for text in texts])
     assert ours.generate_until(written) == theirs.generate_until(written)
 
-    results = []
-    for model in (theirs, ours):
-        manager = TaskManager(include_path=str(TASKS))
-        tasks = ["arc_easy_local", "truthfulqa_mc1_local"]
-        results.append(lm_eval.simple_evaluate(model, tasks=tasks, limit=30, task_manager=manager, bootstrap_iters=0))
-    scores = [result["results"] for result in results]
+    tasks = ["arc_easy_local", "truthfulqa_mc1_local"]
+    manager, options = task_manager(tasks, ASSETS), {"limit": 10, "bootstrap_iters": 0}
+    results = [lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, **options) for model in (theirs, ours)]
     for task in ("arc_easy", "truthfulqa_mc1"):
         for metric in ("acc,none", "acc_norm,none"):
-            assert scores[0][task].get(metric) == scores[1][task].get(metric), task
-    lls = [
-        [response[0][0] for sample in result["samples"]["arc_easy"] for response in sample["resps"]]
-        for result in results
-    ]
-    error = np.abs(np.subtract(*np.asarray(lls, float)))
-    assert error.max() < 1e-3, error.max()
+            assert len({result["results"][task].get(metric) for result in results}) == 1, task
+        lls = [
+            [float(response[0][0]) for sample in result["samples"][task] for response in sample["resps"]]
+            for result in results
+        ]
+        error = np.abs(np.subtract(*lls)).max()
+        print(f"{name}, {task}: {len(lls[0])} options, largest difference {error:.1e} of {np.abs(lls[0]).max():.0f}")
+        assert error < 1e-3, error

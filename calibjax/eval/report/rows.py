@@ -98,6 +98,19 @@ def described(results: Mapping[str, Any]) -> str:
     return f"{results['tokens']:,} {unit_of(results)}{said}"
 
 
+def remarks(results: Mapping[str, Any]) -> list[str]:
+    """What else is to be known of the answers to a benchmark: how it was asked, and what the model could not read."""
+    lines = []
+    if "shots" in results:
+        own = ", ".join(f"{name} {value:.4f}" for name, value in results["harness"].items())
+        lines.append(f"{results['shots']} examples before a question; {results['source']}; the harness's own: {own}")
+    if results.get("cut"):
+        lines.append(f"{results['cut']:,} prompts were longer than the model reads and lost their start")
+    if results.get("too_long"):
+        lines.append(f"{results['too_long']:,} questions left out: an option alone is longer than the model reads")
+    return lines
+
+
 def verdict(results: Mapping[str, Any]) -> str:
     """One line: whether ATS came out truer than the single temperature and the model as it is, a fine-tuned model than
     the one it was made from, or a model with an edited residual stream than without.

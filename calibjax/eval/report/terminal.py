@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from calibjax.eval.report.layers import findings, tables
-from calibjax.eval.report.rows import SHORT, binning, cells_of, described, sets_of, unit_of, verdict
+from calibjax.eval.report.rows import SHORT, binning, cells_of, described, remarks, sets_of, unit_of, verdict
 from calibjax.eval.report.subjects import subject_tables
 
 _WIDEST = 240  # of the table of a benchmark: a narrower terminal breaks lines, and loses nothing
@@ -47,6 +47,8 @@ def print_report(document: Mapping[str, Any]) -> None:
         if line:
             console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
         console.print(table(results, title))
+        for line in remarks(results):
+            console.print(line)
         some = next(iter(results["methods"].values()))["ece"]
         of = ("top token's probability", "top token") if unit_of(results) == "tokens" else ("confidence", "answer")
         console.print(
