@@ -1,4 +1,4 @@
-"""The figures of a report: reliability diagrams, temperatures, layers; as PNG, as SVG, and as SVG within a page."""
+"""The figures of a report: reliability, temperatures, layers, texts; as PNG, as SVG, and as SVG within a page."""
 
 import html
 import io
@@ -35,6 +35,8 @@ def figures_of(document: Mapping[str, Any]) -> Iterator[tuple[str, str, "Figure"
         if results["subjects"]:
             text = f"Confidence and accuracy of every subject of {name}, uncalibrated"
             yield f"subjects-{name}", text, subject_figure(results["subjects"])
+    if "texts" in document:
+        yield "diversity", "How likely and how varied the text of every model is", diversity_figure(document)
 
 
 def reliability_figure(results: Mapping[str, Any], title: str) -> "Figure":
@@ -53,7 +55,7 @@ def reliability_figure(results: Mapping[str, Any], title: str) -> "Figure":
             axis.set_axis_off()
     for index, (name, row) in enumerate(methods.items()):
         line, column = divmod(index, columns)
-        colour = COLOURS.get(name, _MUTED)
+        colour = COLOURS.get(name.partition("-")[0], _MUTED)
         bins = row["reliability"]
         width = 1 / len(bins["count"])
         left = [i * width for i in range(len(bins["count"]))]
@@ -182,6 +184,26 @@ def subject_figure(subjects: Sequence[Mapping[str, Any]]) -> "Figure":
     axis.set(xlim=(0, 1), ylim=(-0.7, len(rows) - 0.3))
     _plain(axis)
     figure.legend(loc="outside upper center", ncols=2, fontsize="small", frameon=False, labelcolor=_INK)
+    return figure
+
+
+def diversity_figure(document: Mapping[str, Any]) -> "Figure":
+    """Mean log p against distinct-2, a line for each model through its myopic temperatures."""
+    figure = _figure(7, 4.8)
+    axis = figure.subplots()
+    for number, (name, points) in enumerate(document["texts"].items()):
+        x, y = ([point[key] for point in points.values()] for key in ("distinct_2", "log_prob"))
+        colour, mark = _LINES[number % len(_LINES)], _MARKS[number % len(_MARKS)]
+        axis.plot(x, y, color=colour, marker=mark, markersize=5, label=name)
+        for temperature, *at in zip(points, x, y, strict=True):
+            axis.annotate(
+                temperature, (at[0], at[1]), textcoords="offset points", xytext=(5, 4), fontsize=8, color=_INK
+            )
+    axis.set(
+        xlabel="distinct-2 of words (more varied to the right)", ylabel="mean log p under the pretrained model, nats"
+    )
+    _plain(axis)
+    _legend(axis)
     return figure
 
 

@@ -3,15 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from calibjax.eval.report.layers import TextTable, interval
-from calibjax.eval.report.rows import title_of
+from calibjax.eval.report.layers import interval
+from calibjax.eval.report.rows import TextTable, title_of
 
 
-def subject_tables(document: Mapping[str, Any], task: str) -> list[TextTable]:
-    """One table where the task has several subjects, the most over-confident as the model is first; else none."""
+def subject_table(document: Mapping[str, Any], task: str) -> TextTable:
+    """A row for every subject of a task, the most over-confident as the model is first."""
     results = document["tasks"][task]
-    if not results["subjects"]:
-        return []
     methods = list(results["methods"])
     columns = [f"{what}, {title_of(name)}" for name in methods for what in ("confidence", "ECE")]
     rows = [
@@ -28,4 +26,4 @@ def subject_tables(document: Mapping[str, Any], task: str) -> list[TextTable]:
         for row in results["subjects"]
     ]
     title = f"subjects of {task} [95% interval: of the accuracy Wilson's, of the ECE bootstrap over questions]"
-    return [TextTable(title, ["subject", "questions", "accuracy, uncalibrated", *columns], rows)]
+    return TextTable(title, ["subject", "questions", "accuracy, uncalibrated", *columns], rows)

@@ -6,9 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from calibjax.eval.report.layers import findings, tables
+from calibjax.eval.report.parts import parts_of
 from calibjax.eval.report.rows import SHORT, binning, cells_of, described, remarks, sets_of, unit_of, verdict
-from calibjax.eval.report.subjects import subject_tables
 
 _WIDEST = 240  # of the table of a benchmark: a narrower terminal breaks lines, and loses nothing
 
@@ -29,19 +28,16 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
 
 
 def print_report(document: Mapping[str, Any]) -> None:
-    """Prints the verdict and the table of every set, and what was found across layers, to standard output."""
+    """Prints the verdict and the table of every set, and what else the run found, to standard output."""
     console = Console(highlight=False, markup=False, soft_wrap=True)  # names of files may hold brackets
     if not console.is_terminal:
         console.width = 160 if "layers" in document else 120  # a file or a pipe has no width of its own
-    if "layers" in document:
-        for of_layers in tables(document):
-            console.print(_table(*of_layers))
-    tasks = document.get("tasks", {})
-    if tasks:
+    if "tasks" in document:
         console.width = max(console.width, _WIDEST)
-    for name in tasks:
-        for of_subjects in subject_tables(document, name):
-            console.print(_table(*of_subjects))
+    parts = parts_of(document)
+    for part in parts:
+        for rows in part.tables:
+            console.print(_table(*rows))
     for title, results in sets_of(document):
         line = verdict(results)
         if line:
@@ -56,5 +52,6 @@ def print_report(document: Mapping[str, Any]) -> None:
             f"interval: bootstrap over {results.get('clusters', 'windows')}. Brier: of the {of[1]}.",
             style="dim",
         )
-    for line in findings(document) if "layers" in document else ():
-        console.print(line, style="bold")
+    for part in parts:
+        for line in part.findings:
+            console.print(line, style="bold")
