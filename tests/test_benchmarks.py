@@ -30,6 +30,11 @@ def write(folder: Path, name: str, rows) -> None:
         out.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def trivia_prompt(lm, context):
+    """As the harness writes it, and what the model can read of it before 4 tokens more."""
+    return lm.tokenizer.encode(context.replace("\nAnswer:", "?\nAnswer:"))[-(32 - 4) :]
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
     """A model, local files of three tasks, and what they hold."""
@@ -61,9 +66,8 @@ def material(tmp_path_factory):
     ]
     trivia = []
     for n in range(20):
-        context = f"Question: {words(1, 6)}\nAnswer:"
-        prompt = context.replace("\nAnswer:", "?\nAnswer:")  # as the harness writes it
-        found = generate(lm, [lm.tokenizer.encode(prompt)], max_new_tokens=4).texts(lm.tokenizer)[0]
+        context = f"Question: {words(40, 41) if n == 4 else words(1, 6)}\nAnswer:"
+        found = generate(lm, [trivia_prompt(lm, context)], max_new_tokens=4).texts(lm.tokenizer)[0]
         trivia.append({"context": context, "answer": "w0 w0", "aliases": [found.upper() if n % 3 else "w1 w1 w1"]})
     write(folder, "llm_foundry_eval/arc_easy.jsonl.gz", arc)
     write(folder, "truthfulqa/truthfulqa.jsonl.gz", truthful)
@@ -80,15 +84,16 @@ def run(material):
     return run, run_tasks(run, announce=lambda _: None)
 
 
-def log_probs(lm, context, continuation, temperature):
-    """Of each token of the continuation, float64."""
-    ids, before = lm.tokenizer.encode(context + continuation), len(lm.tokenizer.encode(context))
+def log_probs(lm, before, after, temperature):
+    """Of each token of the continuation, float64; texts or ids."""
+    first, last = (lm.tokenizer.encode(x) if isinstance(x, str) else list(x) for x in (before, after))
+    ids = first + last  # a tokenizer of words: the whole is its parts
     tokens = np.zeros((1, 32), np.int32)  # one shape: causal, so that what comes later does not matter
     tokens[0, : len(ids)] = ids
     z = np.asarray(lm.logits(tokens), np.float64)[0] / temperature
     z = z - z.max(-1, keepdims=True)
     z = z - np.log(np.exp(z).sum(-1, keepdims=True))
-    return z[np.arange(before - 1, len(ids) - 1), ids[before:]]
+    return z[np.arange(len(first) - 1, len(ids) - 1), last]
 
 
 def ece(confidence, correct):
@@ -102,10 +107,9 @@ def ece(confidence, correct):
 def test_figures_are_those_by_hand(material, run, task, method, temperature):
     _, lm, arc, _, trivia = material
     if task == "triviaqa":
-        prompts = [row["context"].replace("\nAnswer:", "?\nAnswer:") for row in trivia]
-        encoded = [lm.tokenizer.encode(prompt) for prompt in prompts]
-        texts = [generate(lm, [ids], max_new_tokens=4).texts(lm.tokenizer)[0] for ids in encoded]
-        each = [log_probs(lm, *pair, temperature) for pair in zip(prompts, (" " + t for t in texts), strict=True)]
+        prompts = [trivia_prompt(lm, row["context"]) for row in trivia]
+        texts = [generate(lm, [ids], max_new_tokens=4).texts(lm.tokenizer)[0] for ids in prompts]
+        each = [log_probs(lm, *pair, temperature) for pair in zip(prompts, texts, strict=True)]
         confidence = np.array([np.exp(values.mean()) for values in each])
         correct = np.array([row["aliases"][0].lower() == text for row, text in zip(trivia, texts, strict=True)])
     else:
@@ -140,6 +144,7 @@ def test_the_document_says_what_its_numbers_are(run):
     assert trivia["confidence"].startswith("length_normalised")
     assert trivia["confidence"].endswith("judge: string-match")
     assert arc["source"] == "local data"
+    assert (arc["cut"], trivia["cut"]) == (0, 1)
     subjects = document["tasks"]["truthfulqa_mc2"]["subjects"]
     assert {row["subject"]: row["questions"] for row in subjects} == {"c0": 11, "c1": 10}
     page = (run[0].out / "report.html").read_text()

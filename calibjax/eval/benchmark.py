@@ -50,8 +50,9 @@ class Answers(NamedTuple):
         """All of them, in their order."""
         arrays = ("confidence", "correct", "choice", "log_prob", "subject", "cut")
         joined = {name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays}
-        names = [name for name in parts[0].harness if all(name in part.harness for part in parts)]
-        harness = {name: np.concatenate([part.harness[name] for part in parts]) for name in names}
+        told = [part for part in parts if part.harness]  # a part without a question has none
+        names = [name for name in (told[0].harness if told else {}) if all(name in part.harness for part in told)]
+        harness = {name: np.concatenate([part.harness[name] for part in told]) for name in names}
         return parts[0]._replace(**joined, harness=harness, too_long=sum(part.too_long for part in parts))
 
 
@@ -142,7 +143,8 @@ def _ask_options(lm, task, how: How, documents, prompts, subject) -> Answers:
         asked += pairs
         kept.append(document)
     scores = lm.scorer.score(asked)
-    heads, width = len(lm.scorer.names), -(-max(np.bincount(owners, minlength=1)) // 4) * 4
+    most = max(np.bincount(np.asarray(owners, int), minlength=1))
+    heads, width = len(lm.scorer.names), max(-(-most // 4) * 4, 4)  # few shapes
     log_probs = np.full((heads, _AT_ONCE, width), -np.inf, np.float32)
     for question, options in _grouped(owners, scores):
         for place, score in enumerate(options):
@@ -203,7 +205,9 @@ def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
         asked = {name: value for name, value in asked.items() if not name.startswith("max_")}
         asked["max_gen_toks"] = how.max_new_tokens
     options = {**lm.generation_options(asked), "temperature": 0.0, "top_k": None, "top_p": None, "key": None}
-    contexts = [lm.tok_encode(prompt) for prompt in prompts]
+    whole = [lm.tok_encode(prompt) for prompt in prompts]
+    room = lm.max_length - options["max_new_tokens"]
+    contexts = [context[-room:] for context in whole] if room > 0 else whole  # what is written is scored as it was read
     written = dict(continue_contexts(lm.lm, contexts, **options))
     texts = [written[number] for number in range(len(contexts))]
     scored = lm.scorer.score([Continuation(*pair) for pair in zip(contexts, (t.tokens for t in texts), strict=True)])
@@ -217,7 +221,6 @@ def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
         how.judge(*row) for row in zip(prompts, [t.text for t in texts], map(references, documents), strict=True)
     ]
     harness = [task.process_results(document, [t.text.strip()]) for document, t in zip(documents, texts, strict=True)]
-    room = lm.max_length - options["max_new_tokens"]
     return Answers(
         confidence.astype(np.float32),
         np.broadcast_to(np.asarray(correct, np.float32), (heads, n)).copy(),
@@ -225,7 +228,7 @@ def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
         np.full((heads, n), np.nan, np.float32),
         np.array([str(document.get("category", subject)) for document in documents], str),
         _numbers(harness),
-        np.array([max(len(context) - room, 0) for context in contexts], np.int32),
+        np.array([max(len(context) - room, 0) for context in whole], np.int32),
         0,
     )
 
