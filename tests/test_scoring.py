@@ -30,13 +30,13 @@ def random_head(kind, **options):
 
 HEADS = {
     "as it is": identity_head(LM),
-    "linear": random_head("linear"),
     "transformer": random_head("transformer", num_heads=2),
     "sequence": random_head("linear", pooling="sequence"),
 }
 
 
-def requests(seed=0, count=40, shortest=17, longest=45):
+def requests(seed=0, count=40, shortest=25, longest=45):
+    """Most are read 32 tokens wide; half of them lose their start."""
     rng = np.random.default_rng(seed)
     lengths = zip(rng.integers(shortest, longest, count), rng.integers(1, 6, count), strict=True)
     drawn = [Continuation(*(rng.integers(0, VOCAB, n).tolist() for n in pair)) for pair in lengths]
@@ -90,6 +90,7 @@ def test_a_second_call_compiles_nothing():
     assert (_states._cache_size(), _read._cache_size()) == compiled
 
 
+@pytest.mark.slow
 def test_rows_on_a_mesh_score_the_same():
     asked = requests(count=6, shortest=1, longest=8)
     mesh = make_mesh((2, 2, 2))
@@ -113,7 +114,7 @@ def test_text_goes_on_to_the_stop_sequence(tmp_path):
     whole = generate(lm, contexts, max_new_tokens=8).texts(lm.tokenizer)
     words = [text.split() for text in whole]
     stop = words[0][2]  # comes third in the first text
-    found = dict(continue_contexts(lm, contexts, until=[stop], max_new_tokens=8, batch_size=2))
+    found = dict(continue_contexts(lm, contexts, until=[stop], max_new_tokens=8, batch_size=3))
     for number, text in enumerate(whole):
         assert found[number].text == text.split(stop)[0]
         kept = lm.tokenizer.decode(list(found[number].tokens)).split()
