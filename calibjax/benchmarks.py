@@ -204,8 +204,11 @@ def _heads(run: TasksRun, lm: LanguageModel, announce: Callable[[str], None]) ->
 
 
 def _ask_all(run: TasksRun, model: Any, tasks: Mapping[str, _Task], hows: "Mapping[str, How]") -> dict[str, "Answers"]:
-    from calibjax.eval.benchmark import Answers, ask, question_count
+    from calibjax.eval.benchmark import Answers, ask, check, question_count
 
+    for name, task in tasks.items():
+        for part in task.parts.values():
+            check(model, part, hows[name])
     counts = [question_count(part, run.limit) for task in tasks.values() for part in task.parts.values()]
     bar = tqdm(total=sum(counts), desc="asking", unit="question", disable=run.quiet)
     answers = {}

@@ -11,7 +11,7 @@ from lm_eval.api.task import ConfigurableTask
 
 from calibjax._checks import UserError
 from calibjax.eval.answers import OptionConfidence, TextConfidence, answer_confidence
-from calibjax.eval.continuing import continue_contexts
+from calibjax.eval.continuing import continue_contexts, room_for_context
 from calibjax.eval.harness import HarnessLM
 from calibjax.eval.judges import Judge, references
 from calibjax.eval.scoring import Continuation, Score
@@ -83,6 +83,35 @@ def question_count(task: ConfigurableTask, limit: int | None) -> int:
     return min(len(task.eval_docs), limit or len(task.eval_docs))
 
 
+def check(lm: HarnessLM, task: ConfigurableTask, how: How) -> None:
+    """Raises `UserError` where a task is no multiple choice or free text, has too few examples to show, or asks for
+    longer answers than the model can write."""
+    kind = task.OUTPUT_TYPE
+    if kind not in ("multiple_choice", "generate_until"):
+        raise UserError(f"task {task.config.task}: expected multiple choice or free text, got {kind}.")
+    shots = _shots(task, how)
+    if shots and not _examples(task) >= shots:
+        raise UserError(
+            f"task {task.config.task}: {shots} examples before a question are asked for, and its data has "
+            f"{_examples(task)}. Give --shots 0."
+        )
+    if kind == "generate_until":
+        room_for_context(_writing(lm, task, how)["max_new_tokens"], lm.max_length)
+
+
+def _shots(task: ConfigurableTask, how: How) -> int:
+    return task.config.num_fewshot or 0 if how.shots is None else how.shots
+
+
+def _writing(lm: HarnessLM, task: ConfigurableTask, how: How) -> dict[str, Any]:
+    """The options of `continue_contexts` for written answers: greedy, whatever the task asks for."""
+    asked: dict[str, Any] = dict(task.config.generation_kwargs or {})
+    if how.max_new_tokens is not None:
+        asked = {name: value for name, value in asked.items() if not name.startswith("max_")}
+        asked["max_gen_toks"] = how.max_new_tokens
+    return {**lm.generation_options(asked), "temperature": 0.0, "top_k": None, "top_p": None, "key": None}
+
+
 def ask(lm: HarnessLM, task: ConfigurableTask, how: How, *, subject: str, tick: Callable[[int], Any]) -> Answers:
     """Asks the questions of a task, with its own prompts.
 
@@ -92,23 +121,12 @@ def ask(lm: HarnessLM, task: ConfigurableTask, how: How, *, subject: str, tick: 
         how: see `How`.
         subject: of questions that have no column category.
         tick: told how many questions were done.
-
-    Raises:
-        UserError: the task is of another kind, or has too few examples to show.
     """
-    kind = task.OUTPUT_TYPE
-    if kind not in ("multiple_choice", "generate_until"):
-        raise UserError(f"task {task.config.task}: expected multiple choice or free text, got {kind}.")
-    shots = task.config.num_fewshot or 0 if how.shots is None else how.shots
-    if shots and not _examples(task) >= shots:
-        raise UserError(
-            f"task {task.config.task}: {shots} examples before a question are asked for, and its data has "
-            f"{_examples(task)}. Give --shots 0."
-        )
+    shots = _shots(task, how)
     task.set_fewshot_seed(how.seed)
     count = question_count(task, how.limit)
     order = np.sort(np.random.default_rng(how.seed).choice(len(task.eval_docs), count, replace=False))
-    asking = _ask_options if kind == "multiple_choice" else _ask_texts
+    asking = _ask_options if task.OUTPUT_TYPE == "multiple_choice" else _ask_texts
     parts = []
     for piece in _pieces(iter(order), _AT_ONCE):
         documents = [task.eval_docs[int(index)] for index in piece]
@@ -199,15 +217,10 @@ def _grouped(owners: list[int], scores: list[Score]) -> Iterator[tuple[int, list
 
 
 def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
-    requests = [task.construct_requests(document, prompt) for document, prompt in zip(documents, prompts, strict=True)]
-    asked = dict(requests[0].args[1])
-    if how.max_new_tokens is not None:
-        asked = {name: value for name, value in asked.items() if not name.startswith("max_")}
-        asked["max_gen_toks"] = how.max_new_tokens
-    options = {**lm.generation_options(asked), "temperature": 0.0, "top_k": None, "top_p": None, "key": None}
+    options = _writing(lm, task, how)
     whole = [lm.tok_encode(prompt) for prompt in prompts]
-    room = lm.max_length - options["max_new_tokens"]
-    contexts = [context[-room:] for context in whole] if room > 0 else whole  # what is written is scored as it was read
+    room = room_for_context(options["max_new_tokens"], lm.max_length)
+    contexts = [context[-room:] for context in whole]  # what is written is scored as it was read
     written = dict(continue_contexts(lm.lm, contexts, **options))
     texts = [written[number] for number in range(len(contexts))]
     scored = lm.scorer.score([Continuation(*pair) for pair in zip(contexts, (t.tokens for t in texts), strict=True)])

@@ -28,6 +28,16 @@ class Continued(NamedTuple):
     tokens: tuple[int, ...]
 
 
+def room_for_context(max_new_tokens: int, max_length: int) -> int:
+    """Tokens of a context that can be read beside `max_new_tokens`; raises `UserError` where there are none."""
+    if not 1 <= max_new_tokens < max_length:
+        raise UserError(
+            f"max_gen_toks: expected 1 to {max_length - 1}, so that a context fits beside what is generated; got "
+            f"{max_new_tokens}."
+        )
+    return max_length - max_new_tokens
+
+
 def continue_contexts(
     lm: LanguageModel,
     contexts: Sequence[Sequence[int]],
@@ -58,12 +68,7 @@ def continue_contexts(
     Raises:
         UserError: there is no room for a context beside `max_new_tokens`, or a context is empty.
     """
-    room = (max_length or lm.config.max_positions) - max_new_tokens
-    if max_new_tokens < 1 or room < 1:
-        raise UserError(
-            f"max_gen_toks: expected 1 to {(max_length or lm.config.max_positions) - 1}, so that a context fits beside "
-            f"what is generated; got {max_new_tokens}."
-        )
+    room = room_for_context(max_new_tokens, max_length or lm.config.max_positions)
     if any(not len(context) for context in contexts):
         raise UserError("expected contexts of at least one token; the tokenizer makes none of an empty text.")
     prompts = [list(context)[-room:] for context in contexts]
