@@ -30,7 +30,8 @@ class CalibjaxLM(HarnessLM):
         batch_size, max_length, max_gen_toks, seed: as `HarnessLM`'s.
         dtype: to compute in.
         data, fsdp, tensor: devices along each axis of the mesh.
-        device, max_batch_size: not taken: JAX_PLATFORMS chooses the device, batch_size the batch.
+        device: passed by the harness ("cuda:0" by default) and left aside: JAX_PLATFORMS chooses the device.
+        max_batch_size: not taken.
 
     Raises:
         UserError: an argument is out of range, or model and head cannot be loaded together.
@@ -49,12 +50,11 @@ class CalibjaxLM(HarnessLM):
         data: int = 1,
         fsdp: int = 1,
         tensor: int = 1,
-        device: None = None,
+        device: str | None = None,
         max_batch_size: None = None,
     ):
-        for name, value in (("device", device), ("max_batch_size", max_batch_size)):
-            if value is not None:
-                raise UserError(f"{name}={value!r}: not taken: JAX_PLATFORMS chooses the device, batch_size the batch.")
+        if max_batch_size is not None:
+            raise UserError(f"max_batch_size={max_batch_size!r}: not taken; batch_size is the number of rows a step.")
         if not str(batch_size).isdigit():
             raise UserError(f"batch_size: expected a number of rows, got {batch_size!r}.")
         mesh = None if (data, fsdp, tensor) == (1, 1, 1) else make_mesh((data, fsdp, tensor))

@@ -168,7 +168,10 @@ def test_a_killed_run_goes_on_from_the_cache_of_the_harness(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         cached.loglikelihood(asked)
     assert len(batches) == 3
-    again = CachingLM(CalibjaxLM(str(tmp_path / "model"), batch_size=2), str(tmp_path / "cache.db"))
+    same = CalibjaxLM.create_from_arg_obj(
+        {"pretrained": str(tmp_path / "model")}, {"batch_size": 2, "device": "cuda:0"}
+    )
+    again = CachingLM(same, str(tmp_path / "cache.db"))
     assert again.loglikelihood(asked) == want
     assert len(batches) == 3 + 3, "9 requests, 4 of them known: 3 batches of 2 are left"
 
