@@ -5,14 +5,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax.heads import HeadConfig, head_features, logit_covariance
-from calibjax.kernels import VocabStats, vocab_stats
+from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.model import LanguageModel
+from calibjax.sharding import AXES
 
 
 class Frozen(NamedTuple):
@@ -37,6 +39,14 @@ def freeze(lm: LanguageModel, *, head: HeadConfig | None = None, hidden_given: b
     if head is not None and "log_std_logits" in head.features:
         covariance = jax.jit(logit_covariance)(lm.unembedding, lm.unembedding_bias)
     return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance, lm.unembedding_bias)
+
+
+def vocab_sharding(mesh: Mesh | AbstractMesh, config: DecoderConfig) -> VocabSharding | None:
+    """How the operator divides the unembedding as `sharding.RULES` stores it; None on one device or another mesh."""
+    if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
+        return None
+    divides = config.hidden_size % mesh.shape["fsdp"] == 0
+    return VocabSharding(mesh, width=("fsdp",) if divides else ())
 
 
 def batch_hidden(
@@ -79,6 +89,7 @@ def batch_log_scale(
         covariance=frozen.covariance,
         bias=frozen.bias,
         softcap=config.logit_softcap,
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
     )
     log_scale = head.build().apply(
         {"params": head_params}, features, where=batch["where"], segment_ids=batch["segment_ids"]
@@ -99,6 +110,8 @@ def batch_stats(
 ) -> tuple[VocabStats, Float[Array, "B T"]]:
     """Frozen forward pass, head, and vocabulary statistics of one batch: the path of training and evaluation alike.
 
+    Where a mesh of ours is set (`jax.set_mesh`), tokens and vocabulary are divided as `vocab_sharding` says.
+
     Args:
         config: of the decoder; static.
         head: of the head; static.
@@ -115,6 +128,7 @@ def batch_stats(
     """
     hidden = batch_hidden(config, frozen, batch, dtype)
     log_scale = batch_log_scale(config, head, head_params, frozen, {**batch, "hidden": hidden}, dtype, log_factor)
+    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
     stats = vocab_stats(
         hidden,
         frozen.unembedding.astype(dtype),
@@ -124,5 +138,6 @@ def batch_stats(
         softcap=config.logit_softcap,
         where=batch["where"],
         statistics=statistics,
+        sharding=sharding,
     )
     return stats, log_scale
