@@ -27,8 +27,8 @@ class AtsOptions:
         pooling: a temperature per token, or one per sequence.
         random_start: start from random weights instead of from temperature 1.
         loss: joint (cross-entropy + log loss of the top label, both proper scores), cross-entropy, label-smoothing,
-            selective, selective-balanced, or auto: fits with joint, cross-entropy and selective for a few alpha, and keeps the
-            head with the best proper score on windows that training never saw.
+            selective, selective-balanced, or auto: fits with joint, cross-entropy and selective for a few alpha, and
+            keeps the head with the best proper score on windows that training never saw.
         alpha: weight of wrong tokens in selective smoothing (0.5 if not given), or of the uniform distribution in
             label smoothing (0.1), 0 to 1. With --loss auto, tried in place of the grid.
         top_label_weight: weight of the log loss of the top label in joint, and in the score that auto chooses by.
