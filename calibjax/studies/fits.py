@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -111,7 +112,11 @@ def fit_heads(
     Returns:
         name -> the head of each seed, first `SINGLE`, which has one.
     """
-    places = {(name, seed): directory / name / str(seed) for name in variants for seed in range(seeds)}
+    places = {
+        (name, seed): directory / re.sub(r"[^\w.+-]+", "-", name) / str(seed)
+        for name in variants
+        for seed in range(seeds)
+    }
     places = {(SINGLE, 0): directory / SINGLE / "0", **places}
     missing = [at for at, place in places.items() if not (place / "head.json").is_file()]
     if missing:
