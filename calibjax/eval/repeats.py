@@ -1,6 +1,6 @@
 """Heads that were fitted several times, side by side: means over seeds, intervals, paired differences."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -74,11 +74,12 @@ def repeats_json(
         bins, closed: of the expected calibration error.
         resamples, seed: of the bootstrap over windows.
     """
-    values, draws = {}, {}
-    for name, repeats in results.items():
-        found = [_figures(repeat, windows, bins, closed, resamples, seed) for repeat in repeats]
-        values[name] = np.stack([value for value, _ in found])
-        draws[name] = np.mean([drawn for _, drawn in found], axis=0)
+    flat = [result for repeats in results.values() for result in repeats]
+    of_head, drawn_of_head = _figures(flat, windows, bins, closed, resamples, seed)
+    ends = np.cumsum([len(repeats) for repeats in results.values()])[:-1]
+    values = dict(zip(results, np.split(of_head, ends), strict=True))
+    parts = np.split(drawn_of_head, ends, axis=1)
+    draws = {name: part.mean(axis=1) for name, part in zip(results, parts, strict=True)}
     rows = {}
     for name in results:
         mean = values[name].mean(axis=0)
@@ -101,30 +102,46 @@ def repeats_json(
 
 
 def _figures(
-    result: MethodResult, windows: Windows, bins: int, closed: metrics.Closed, resamples: int, seed: int
+    results: Sequence[MethodResult], windows: Windows, bins: int, closed: metrics.Closed, resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`FIGURES` of one head on all windows, and on each resample `[resamples, figures]`."""
-    assert result.tokens is not None, "evaluate with keep_tokens"
-    confidence = jnp.asarray(result.tokens.confidence)
-    right = windows.where & (result.tokens.argmax == windows.targets)
-    parts: list[tuple[CalibrationSums, Callable]] = [(result.sums, _means)]
-    for where in (right, windows.where & ~right):
-        of_part = metrics.calibration_sums(confidence, right, bins=bins, closed=closed, where=where)
-        parts.append((of_part, _mean_confidence))
-    whole = [statistic(CalibrationSums(*(x[None] for x in metrics.total(sums)))) for sums, statistic in parts]
+    """`FIGURES` of each of H heads on all windows `[H, figures]`, and on each resample `[resamples, H, figures]`."""
+    tokens = [result.tokens for result in results if result.tokens is not None]
+    assert len(tokens) == len(results), "evaluate with keep_tokens"
+    right = windows.where & (tokens[0].argmax == windows.targets)  # no head changes the most likely token
+
+    def of_part(where: np.ndarray) -> CalibrationSums:
+        sums = [
+            metrics.calibration_sums(jnp.asarray(of_head.confidence), right, bins=bins, closed=closed, where=where)
+            for of_head in tokens
+        ]
+        return _side_by_side(sums)
+
+    parts = [
+        (_side_by_side([result.sums for result in results]), _means),
+        (of_part(right), _mean_confidence),
+        (of_part(windows.where & ~right), _mean_confidence),
+    ]
+    whole = [statistic(CalibrationSums(*(x.sum(axis=0) for x in sums))) for sums, statistic in parts]
     drawn = [metrics.resample_sums(*part, resamples=resamples, seed=seed) for part in parts]
-    return np.concatenate(whole, axis=1)[0], np.concatenate(drawn, axis=1)
+    return np.concatenate(whole, axis=-1), np.concatenate(drawn, axis=-1)
+
+
+def _side_by_side(sums: Sequence[CalibrationSums]) -> CalibrationSums:
+    """Of heads, each `[windows, ...]`, to `[windows, heads, ...]`: one resampling serves them all."""
+    return CalibrationSums(
+        *(np.stack([np.asarray(x, np.float64) for x in field], axis=1) for field in zip(*sums, strict=True))
+    )
 
 
 def _means(sums: CalibrationSums) -> np.ndarray:
-    """`FIGURES` but the last two, `[R, 5]`."""
+    """`FIGURES` but the last two, `[..., 5]`."""
     count, confidence, correct, _ = sums.whole()
     ece = metrics.ece_from_sums(sums)
     return np.stack([sums.nll / count, sums.brier / count, ece, correct / count, confidence / count], axis=-1)
 
 
 def _mean_confidence(sums: CalibrationSums) -> np.ndarray:
-    """`[R, 1]`; NaN where there is no token."""
+    """`[..., 1]`; NaN where there is no token."""
     count, confidence, _, _ = sums.whole()
     with np.errstate(invalid="ignore", divide="ignore"):
-        return (confidence / count)[:, None]
+        return (confidence / count)[..., None]

@@ -112,11 +112,8 @@ def fit_heads(
     Returns:
         name -> the head of each seed, first `SINGLE`, which has one.
     """
-    places = {
-        (name, seed): directory / re.sub(r"[^\w.+-]+", "-", name) / str(seed)
-        for name in variants
-        for seed in range(seeds)
-    }
+    folders = {name: directory / re.sub(r"[^\w.+-]+", "-", name) for name in variants}
+    places = {(name, seed): folder / str(seed) for name, folder in folders.items() for seed in range(seeds)}
     places = {(SINGLE, 0): directory / SINGLE / "0", **places}
     missing = [at for at, place in places.items() if not (place / "head.json").is_file()]
     if missing:
