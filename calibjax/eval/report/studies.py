@@ -93,10 +93,14 @@ def _mean(figure: Mapping[str, Any], form: str = ".4f") -> str:
 
 
 def _difference(against: Mapping[str, float]) -> str:
+    low, high = (_short(against[end], "+.4f") for end in ("low", "high"))
+    return _gap(against, f" [{low}, {high}]")
+
+
+def _gap(against: Mapping[str, float], interval: str = "") -> str:
     """With `+` where it is lower (better) for sure, `-` where it is higher."""
     mark = " +" if against["high"] < 0 else " -" if against["low"] > 0 else ""
-    low, high = (_short(against[end], "+.4f") for end in ("low", "high"))
-    return f"{_short(against['difference'], '+.4f')} [{low}, {high}]{mark}"
+    return f"{_short(against['difference'], '+.4f')}{interval}{mark}"
 
 
 def _short(value: float, form: str = ".4f") -> str:
@@ -175,10 +179,11 @@ def _transfer_table(document: Mapping[str, Any], method: str, figure: str) -> Te
             if source in (target, "uncalibrated"):
                 cells.append(_short(row[figure]["value"]))
             else:
-                gap = row["against"][figure]
-                mark = " +" if gap["high"] < 0 else " -" if gap["low"] > 0 else ""
-                cells.append(f"{_short(gap['difference'], '+.4f')}{mark}")
+                cells.append(_gap(row["against"][figure]))
         rows.append([source, *cells])
+    if method == "ats":
+        own = [document["sets"][target]["methods"][row_name("ats", target)]["against"][figure] for target in domains]
+        rows.append(["its own, less its own temperature", *(_gap(against) for against in own)])
     return TextTable(
         f"{figure.upper()}, {title_of(method)}: fitted on (row), tested on held-out windows of (column); where these "
         "differ, the gap to the one fitted on the column's own domain",
