@@ -111,7 +111,9 @@ def _figures(
 
     def of_part(where: np.ndarray) -> CalibrationSums:
         sums = [
-            metrics.calibration_sums(jnp.asarray(of_head.confidence), right, bins=bins, closed=closed, where=where)
+            metrics.calibration_sums(
+                jnp.asarray(of_head.confidence), right, bins=bins, closed=closed, where=jnp.asarray(where)
+            )
             for of_head in tokens
         ]
         return _side_by_side(sums)
