@@ -202,8 +202,8 @@ def transfer_figure(document: Mapping[str, Any]) -> "Figure":
     from matplotlib.colors import TwoSlopeNorm
 
     domains = list(document["sets"])
-    size = 1.1 * len(domains) + 2.2
-    figure = blank(2 * size, 1.6 * size)
+    size = 0.75 * len(domains) + 1.8
+    figure = blank(2 * size, 1.75 * size)
     axes = figure.subplots(2, 2)
     for column, name in enumerate(("nll", "ece")):
         gaps = {method: _gaps(document, method, name) for method in ("temperature", "ats")}
