@@ -1,7 +1,6 @@
 """The whole job of long-horizon temperatures: train, save, and compare with what else sharpens text."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -11,12 +10,12 @@ import jax.numpy as jnp
 from calibjax._checks import UserError
 from calibjax.data import check_context, split_windows
 from calibjax.eval.analogies import evaluate_analogies, load_analogies
-from calibjax.eval.text import evaluate_text, load_bleu, plot_diversity
+from calibjax.eval.text import evaluate_text, load_bleu
+from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.finetune import parse_mesh
 from calibjax.models import load_model
 from calibjax.models.export import save_model
-from calibjax.models.samples import log_probs
-from calibjax.runs import SCHEMA, DataOptions, claim_directory
+from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
@@ -26,8 +25,9 @@ class LhtsRun:
 
     The model is its own frozen scorer. Prints, for the model as it was, the baseline `partition` and every long-horizon
     temperature, each under every myopic temperature: how likely and how varied its text is, and how it answers
-    analogies. Leaves in --out: models/ (each in Hugging Face layout), metrics.json, table.md, diversity.png, and the
-    logs and checkpoints of training. Started again with the same options, a killed run goes on where it was.
+    analogies; and how true each is of held-out text. Leaves in --out: models/ (each in Hugging Face layout),
+    metrics.json, report.html, reliability.png, diversity.png, and the logs and checkpoints of training. Started again
+    with the same options, a killed run goes on where it was.
 
     Attributes:
         model: directory with config.json and safetensors, or a hub id.
@@ -128,15 +128,21 @@ def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str,
             models[name] = dataclasses.replace(loaded, dtype=base.dtype)
     document: dict[str, Any] = {
         "schema": SCHEMA,
-        "run": {**_identity(run), "fit": fits, "base_fingerprint": base.fingerprint},
-        "held_out_nll": {},
         "texts": {},
         "analogies": {},
+        "run": {**_identity(run), "fit": fits, "base_fingerprint": base.fingerprint},
     }
+    results: dict[str, MethodResult] = {}
     begun = held_out.take(slice(run.texts))
     for name, lm in models.items():
-        held = log_probs(lm, held_out, batch_size=run.lhts.batch_size)
-        document["held_out_nll"][name] = float(-held.sum(dtype="float64") / held_out.where.sum())
+        results |= evaluate_tokens(
+            lm,
+            held_out,
+            {name: identity_head(lm)},
+            batch_size=run.lhts.batch_size,
+            description=f"evaluating {name}",
+            quiet=run.quiet,
+        )
         document["texts"][name] = {
             f"{temperature:g}": evaluate_text(
                 lm,
@@ -154,49 +160,9 @@ def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str,
         }
         if questions is not None:
             document["analogies"][name] = evaluate_analogies(lm, questions, run.myopic, batch_size=run.lhts.batch_size)
-    (run.out / "metrics.json").write_text(json.dumps(document, indent=2) + "\n")
-    tables = markdown(document)
-    (run.out / "table.md").write_text(tables)
-    plot_diversity(document["texts"], run.out / "diversity.png")
-    if not run.json:
-        print(tables)
-        print(f"results in {run.out}: metrics.json, table.md, diversity.png, models/ (for --model, or transformers)")
+    document["held_out"] = results_json(results, seed=run.seed)
+    finish(document, run.out, holds="diversity.png, models/ (for --model, or transformers)", show=not run.json)
     return document
-
-
-def markdown(document: dict[str, Any]) -> str:
-    """The tables of a run: a row for every model, a column for every myopic temperature."""
-
-    def table(title: str, cells: dict[str, dict[str, str]]) -> str:
-        columns = list(next(iter(cells.values())))
-        lines = [
-            f"| {title} | " + " | ".join(f"myopic {column}" for column in columns) + " |",
-            "|---|" + "---|" * len(columns),
-            *(f"| {name} | " + " | ".join(row[column] for column in columns) + " |" for name, row in cells.items()),
-        ]
-        return "\n".join(lines) + "\n"
-
-    def cells(results: dict[str, dict[str, Any]], show: Callable[[dict[str, Any]], str]) -> dict[str, dict[str, str]]:
-        return {name: {column: show(cell) for column, cell in row.items()} for name, row in results.items()}
-
-    texts = document["texts"]
-    tables = [
-        table("log p of a token", cells(texts, lambda x: f"{x['log_prob']:.3f} ± {x['log_prob_error']:.3f}")),
-        table(
-            "distinct-1 / 2 / 3",
-            cells(texts, lambda x: " / ".join(f"{x[f'distinct_{n}']:.3f}" for n in (1, 2, 3))),
-        ),
-        table("repeated 4-grams", cells(texts, lambda x: f"{x['repetition']:.3f}")),
-    ]
-    if any(cell["self_bleu"] is not None for row in texts.values() for cell in row.values()):
-        tables.append(table("self-BLEU", cells(texts, lambda x: f"{x['self_bleu']:.1f}")))
-    if document["analogies"]:
-        shown = cells(document["analogies"], lambda x: f"{100 * x['accuracy']:.1f} ± {100 * x['error']:.1f}")
-        tables.append(table("analogies, % right (chance 25)", shown))
-    nll = "| NLL of held-out text | |\n|---|---|\n" + "".join(
-        f"| {name} | {value:.4f} |\n" for name, value in document["held_out_nll"].items()
-    )
-    return "\n".join([*tables, nll])
 
 
 def _identity(run: LhtsRun) -> dict[str, Any]:

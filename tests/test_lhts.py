@@ -7,9 +7,11 @@ import pytest
 from tiny import WORDS, dense_log_probs, write_model, write_text
 
 from calibjax.cli import main
+from calibjax.data import load_windows, split_windows
 from calibjax.eval.analogies import CHOICES, accuracy, choice_log_probs, evaluate_analogies, load_analogies
 from calibjax.eval.text import distinct_n, repetition, self_bleu
 from calibjax.models import load_model
+from calibjax.models.samples import log_probs
 
 
 def write_analogies(file, count=30):
@@ -141,10 +143,20 @@ def test_command(tmp_path, capsys):
     printed = capsys.readouterr().out
     document = json.loads((out / "metrics.json").read_text())
     names = ["pretrained", "partition", "lhts-T0.4"]
-    assert list(document["texts"]) == list(document["analogies"]) == list(document["held_out_nll"]) == names
-    assert (out / "table.md").read_text() in printed
+    assert list(document["texts"]) == list(document["analogies"]) == list(document["held_out"]["methods"]) == names
+    page = (out / "report.html").read_text()
+    for name in names:
+        for cell in document["texts"][name].values():
+            shown = f"{cell['log_prob']:.3f} ± {cell['log_prob_error']:.3f}"
+            assert shown in printed
+            assert f"<td>{shown}</td>" in page
+    student = load_model(out / "models" / "lhts-T0.4")
+    windows, _ = load_windows(str(data), student.tokenizer, seq_len=13, layout="full")
+    held_out = split_windows(windows, 0.9)[1]
+    nll = -log_probs(student, held_out).sum(dtype=np.float64) / held_out.where.sum()
+    np.testing.assert_allclose(document["held_out"]["methods"]["lhts-T0.4"]["nll"], nll, rtol=1e-5)
     likely = {name: document["texts"][name]["1"]["log_prob"] for name in names}
     print(likely)
     assert likely["lhts-T0.4"] > likely["pretrained"] + 0.1
-    assert load_model(out / "models" / "lhts-T0.4").tokenizer("w1 w2")["input_ids"]
+    assert student.tokenizer("w1 w2")["input_ids"]
     assert (out / "diversity.png").stat().st_size > 1000

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,20 +122,3 @@ def evaluate_text(
         "self_bleu": self_bleu(texts) if with_self_bleu else None,
         "first": texts[0],
     }
-
-
-def plot_diversity(texts: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
-    """Draws mean log p against distinct-2, a line for each model through its myopic temperatures."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, points in texts.items():
-        x, y = ([point[key] for point in points.values()] for key in ("distinct_2", "log_prob"))
-        axes.plot(x, y, marker="o", label=name)
-        for temperature, *at in zip(points, x, y, strict=True):
-            axes.annotate(temperature, (at[0], at[1]), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    axes.set_xlabel("distinct-2 (more varied to the right)")
-    axes.set_ylabel("mean log p of a token under the scorer, nats")
-    axes.legend()
-    figure.savefig(file, dpi=150)

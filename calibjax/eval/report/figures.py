@@ -1,4 +1,4 @@
-"""The figures of a report: reliability diagrams, temperatures, layers; as PNG, as SVG, and as SVG within a page."""
+"""The figures of a report: reliability, temperatures, layers, texts; as PNG, as SVG, and as SVG within a page."""
 
 import html
 import io
@@ -28,6 +28,8 @@ def figures_of(document: Mapping[str, Any]) -> Iterator[tuple[str, str, "Figure"
         yield "sweep", "Calibration of the model with its residual stream edited", sweep_figure(document)
         if document["subjects"]:
             yield "subjects", "Confidence and accuracy of every subject", subject_figure(document)
+    if "texts" in document:
+        yield "diversity", "How likely and how varied the text of every model is", diversity_figure(document)
 
 
 def reliability_figure(results: Mapping[str, Any], title: str) -> "Figure":
@@ -46,7 +48,7 @@ def reliability_figure(results: Mapping[str, Any], title: str) -> "Figure":
             axis.set_axis_off()
     for index, (name, row) in enumerate(methods.items()):
         line, column = divmod(index, columns)
-        colour = COLOURS.get(name, MUTED)
+        colour = COLOURS.get(name.partition("-")[0], MUTED)
         bins = row["reliability"]
         width = 1 / len(bins["count"])
         left = [i * width for i in range(len(bins["count"]))]
@@ -175,6 +177,24 @@ def subject_figure(document: Mapping[str, Any]) -> "Figure":
     axis.set(xlim=(0, 1), ylim=(-0.7, len(rows) - 0.3))
     plain(axis)
     figure.legend(loc="outside upper center", ncols=2, fontsize="small", frameon=False, labelcolor=INK)
+    return figure
+
+
+def diversity_figure(document: Mapping[str, Any]) -> "Figure":
+    """Mean log p against distinct-2, a line for each model through its myopic temperatures."""
+    figure = blank(7, 4.8)
+    axis = figure.subplots()
+    for number, (name, points) in enumerate(document["texts"].items()):
+        x, y = ([point[key] for point in points.values()] for key in ("distinct_2", "log_prob"))
+        colour, mark = LINES[number % len(LINES)], MARKS[number % len(MARKS)]
+        axis.plot(x, y, color=colour, marker=mark, markersize=5, label=name)
+        for temperature, *at in zip(points, x, y, strict=True):
+            axis.annotate(temperature, (at[0], at[1]), textcoords="offset points", xytext=(5, 4), fontsize=8, color=INK)
+    axis.set(
+        xlabel="distinct-2 of words (more varied to the right)", ylabel="mean log p under the pretrained model, nats"
+    )
+    plain(axis)
+    legend(axis)
     return figure
 
 

@@ -2,15 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class TextTable(NamedTuple):
-    """A table before it is drawn; all but the first column are numbers."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
+from calibjax.eval.report.rows import TextTable
 
 
 def findings(document: Mapping[str, Any]) -> list[str]:

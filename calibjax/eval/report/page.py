@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from calibjax.eval.report.figures import figures_of, inline_svg, png, svg
 from calibjax.eval.report.heatmap import heatmap_html
-from calibjax.eval.report.layers import findings, tables
+from calibjax.eval.report.parts import parts_of
 from calibjax.eval.report.rows import cells_of, sets_of, unit_of, verdict
 
 TOKENS = "tokens.json"
@@ -25,14 +25,15 @@ class Run(NamedTuple):
 
 
 def write_report(document: Mapping[str, Any], directory: Path) -> None:
-    """Writes `report.html`, and `reliability.png` of the held-out set; of layers also layers, sweep and subjects .png.
+    """Writes `report.html`, `reliability.png` of the held-out set, and as PNG the figures of the run's parts.
 
     Args:
         document: the contents of `metrics.json`.
         directory: exists; its tokens.json is read where there is one.
     """
+    kept = {"reliability", *(name for part in parts_of(document) for name in part.figures)}
     for name, _, figure in figures_of(document):
-        if name in ("reliability", "layers", "sweep", "subjects"):
+        if name in kept:
             (directory / f"{name}.png").write_bytes(png(figure))
     file = directory / TOKENS
     tokens = json.loads(file.read_text()) if file.is_file() else None
@@ -98,11 +99,11 @@ def _paragraph(line: str) -> str:
 def _run(run: Run, identity: str, several: bool) -> str:
     parts = [f"<h2>{html.escape(run.name)}</h2>"] if several else []
     figures = {name: (text, figure) for name, text, figure in figures_of(run.document)}
-    if "layers" in run.document:
-        parts.append("<h2>Layers</h2>")
-        parts += [f"<p>{html.escape(line)}</p>" for line in findings(run.document)]
-        parts += [_figure(figures, name, identity) for name in ("layers", "sweep", "subjects")]
-        parts += [_table(*of_layers) for of_layers in tables(run.document)]
+    for part in parts_of(run.document):
+        parts.append(f"<h2>{part.title}</h2>")
+        parts += [f"<p>{html.escape(line)}</p>" for line in part.findings]
+        parts += [_figure(figures, name, identity) for name in part.figures]
+        parts += [_table(*table) for table in part.tables]
     for index, (title, results) in enumerate(sets_of(run.document)):
         suffix = f"-{index}" if index else ""
         parts.append(_set(title, results, with_verdict=index > 0))

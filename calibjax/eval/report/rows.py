@@ -1,7 +1,7 @@
 """What a row of a report says, whatever it is drawn on: titles, colours, cells and the verdict."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 # Okabe and Ito's colour-blind safe set.
 COLOURS = {
@@ -13,6 +13,9 @@ COLOURS = {
     "fine_tuned": "#0072B2",
     "fine_tuned_temperature": "#56B4E9",
     "edited": "#0072B2",
+    "pretrained": "#D55E00",
+    "partition": "#E69F00",
+    "lhts": "#0072B2",
 }
 _TITLES = {
     "temperature": "single temperature",
@@ -26,6 +29,23 @@ _TITLES = {
 
 
 ABSENT = "\N{EN DASH}"
+
+
+class TextTable(NamedTuple):
+    """A table before it is drawn; all but the first column are numbers."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+class Part(NamedTuple):
+    """What a kind of run has to show beside its sets: sentences, names of figures, tables."""
+
+    title: str
+    findings: list[str]
+    figures: tuple[str, ...]
+    tables: list[TextTable]
 
 
 def figure_of(row: Mapping[str, Any], key: str) -> float | None:

@@ -9,8 +9,7 @@ import numpy as np
 
 from calibjax.eval.report.canvas import INK, LINES, MARKS, MUTED, blank, legend, plain
 from calibjax.eval.report.figures import png
-from calibjax.eval.report.layers import TextTable
-from calibjax.eval.report.rows import title_of
+from calibjax.eval.report.rows import TextTable, title_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from calibjax.eval.report.layers import findings, tables
+from calibjax.eval.report.parts import parts_of
 from calibjax.eval.report.rows import binning, cells_of, sets_of, unit_of, verdict
 from calibjax.eval.report.studies import study_tables
 
@@ -27,13 +27,14 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
 
 
 def print_report(document: Mapping[str, Any]) -> None:
-    """Prints the verdict and the table of every set, and what was found across layers, to standard output."""
+    """Prints the verdict and the table of every set, and what else the run found, to standard output."""
     console = Console(highlight=False, markup=False, soft_wrap=True)  # names of files may hold brackets
     if not console.is_terminal:
         console.width = 160 if "layers" in document else 120  # a file or a pipe has no width of its own
-    if "layers" in document:
-        for of_layers in tables(document):
-            console.print(_table(*of_layers))
+    parts = parts_of(document)
+    for part in parts:
+        for rows in part.tables:
+            console.print(_table(*rows))
     for title, results in sets_of(document):
         line = verdict(results)
         if line:
@@ -45,8 +46,9 @@ def print_report(document: Mapping[str, Any]) -> None:
             f"interval: bootstrap over {results.get('clusters', 'windows')}. Brier: of the top token.",
             style="dim",
         )
-    for line in findings(document) if "layers" in document else ():
-        console.print(line, style="bold")
+    for part in parts:
+        for line in part.findings:
+            console.print(line, style="bold")
 
 
 def print_study(document: Mapping[str, Any]) -> None:

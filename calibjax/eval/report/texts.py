@@ -1,0 +1,53 @@
+"""What a report says of a run of `calibjax train lhts`: how likely and how varied each model's text is."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from calibjax.eval.report.rows import TextTable
+
+
+def findings(document: Mapping[str, Any]) -> list[str]:
+    """A sentence for every model beside the pretrained one, at the first myopic temperature."""
+    texts, methods = document["texts"], document["held_out"]["methods"]
+    temperature = next(iter(texts["pretrained"]))
+    base = texts["pretrained"][temperature]
+    return [
+        f"{name} at myopic temperature {temperature}: log p of a token {row[temperature]['log_prob']:.3f} against "
+        f"{base['log_prob']:.3f} of the pretrained model, distinct-2 {row[temperature]['distinct_2']:.3f} against "
+        f"{base['distinct_2']:.3f}; NLL of held-out text {methods[name]['nll']:.4f} against "
+        f"{methods['pretrained']['nll']:.4f}."
+        for name, row in texts.items()
+        if name != "pretrained"
+    ]
+
+
+def tables(document: Mapping[str, Any]) -> list[TextTable]:
+    """A row for every model, a column for every myopic temperature."""
+    texts = document["texts"]
+
+    def table(title: str, results: Mapping[str, Any], show: Callable[[Mapping[str, Any]], str]) -> TextTable:
+        columns = [f"myopic {temperature}" for temperature in texts["pretrained"]]
+        return TextTable(
+            title, ["model", *columns], [[name, *map(show, row.values())] for name, row in results.items()]
+        )
+
+    out = [
+        table(
+            "log p of a token under the pretrained model, nats, ± standard error over texts",
+            texts,
+            lambda x: f"{x['log_prob']:.3f} ± {x['log_prob_error']:.3f}",
+        ),
+        *(table(f"distinct-{n} of words", texts, lambda x, n=n: f"{x[f'distinct_{n}']:.3f}") for n in (1, 2, 3)),
+        table("4-grams of words that the text had before, share", texts, lambda x: f"{x['repetition']:.3f}"),
+    ]
+    if any(cell["self_bleu"] is not None for row in texts.values() for cell in row.values()):
+        out.append(table("self-BLEU, 0 to 100", texts, lambda x: f"{x['self_bleu']:.1f}"))
+    if document["analogies"]:
+        out.append(
+            table(
+                "analogies, % right ± standard error (chance 25)",
+                document["analogies"],
+                lambda x: f"{100 * x['accuracy']:.1f} ± {100 * x['error']:.1f}",
+            )
+        )
+    return out
