@@ -108,8 +108,12 @@ def _short(value: float, form: str = ".4f") -> str:
 
 
 def rows_figure(of_set: Mapping[str, Any], title: str) -> "Figure":
-    """A line for each row: NLL, ECE, and confidence in right and in wrong tokens, with intervals and every seed."""
-    rows = of_set["methods"]
+    """A line for each row: NLL, ECE, and confidence in right and in wrong tokens, with intervals and every seed.
+
+    The uncalibrated model is named in the title: drawn to scale, it would press the others together.
+    """
+    rows = dict(of_set["methods"])
+    left_out = rows.pop("uncalibrated")
     figure = blank(12.6, 1.4 + 0.32 * len(rows))
     axes = figure.subplots(1, len(_PANELS), sharey=True)
     lines = np.arange(len(rows))[::-1]
@@ -125,12 +129,14 @@ def rows_figure(of_set: Mapping[str, Any], title: str) -> "Figure":
         for name in names:
             axis.axvline(single[name]["value"], color=MUTED, linewidth=1, linestyle="--")
         axis.set_xlabel(label)
+        axis.locator_params(axis="x", nbins=5)
         plain(axis)
         if len(names) > 1:
             legend(axis)
     axes[0].set_yticks(lines, [title_of(name) for name in rows], fontsize="small")
     axes[0].set_ylim(-0.7, len(rows) - 0.3)
-    note = "bars: 95% interval; ticks: each seed; dashed: single temperature"
+    figures = ", ".join(f"{name.upper()} {_short(left_out[name]['value'])}" for name in ("nll", "ece"))
+    note = f"bars: 95% interval; ticks: each seed; dashed: single temperature; not drawn: uncalibrated, {figures}"
     figure.suptitle(f"{title}\n{note}", fontsize=10, color=INK)
     return figure
 
