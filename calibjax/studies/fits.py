@@ -69,9 +69,9 @@ class StudyOptions:
         return AtsOptions(**{"loss": "joint", "refit_temperature": False, **shared, **changes})
 
     def identity(self, command: str, windows: Mapping[str, Windows]) -> dict[str, Any]:
-        """What makes two studies the same: all options but how the result is shown, and the windows fitted on."""
-        shown_only = {"out", "json", "quiet", "eval_data", "bins", "closed"}
-        fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in shown_only}
+        """What makes two studies the same: how a head is fitted, and the windows. More seeds may be asked for later."""
+        others = {"out", "json", "quiet", "eval_data", "bins", "closed", "seeds"}
+        fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in others}
         hashes = {name: array_hash(fitted._asdict()) for name, fitted in windows.items()}
         return {"command": f"study {command}", **fields, "windows": hashes}
 

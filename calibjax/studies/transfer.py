@@ -7,8 +7,16 @@ from typing import Any
 import numpy as np
 
 from calibjax._checks import UserError
-from calibjax.data import Rows, Windows, is_multiple_choice, make_windows, read_source, recognise, split_windows
-from calibjax.data import tokenize_rows as tokenize
+from calibjax.data import (
+    Rows,
+    Windows,
+    is_multiple_choice,
+    make_windows,
+    read_source,
+    recognise,
+    split_windows,
+    tokenize_rows,
+)
 from calibjax.eval.repeats import evaluate_repeats
 from calibjax.eval.report import row_name
 from calibjax.eval.tokens import identity_head
@@ -112,7 +120,7 @@ def _subject_domains(
         texts = answered_questions(rows, subjects)
         if not texts:
             raise UserError(f"--mmlu {source}: no row has one of the {name} subjects {', '.join(subjects)}.")
-        examples = tokenize(texts, recognise(texts), lm.tokenizer)
+        examples = tokenize_rows(texts, recognise(texts), lm.tokenizer)
         domains[name] = make_windows(examples, run.text.seq_len, layout=run.text.layout, max_windows=run.text.examples)
         announce(f"data: {name}: {len(texts):,} questions, {len(domains[name].tokens):,} windows")
     return domains
