@@ -16,7 +16,7 @@ from calibjax.models import LanguageModel, load_model
 from calibjax.models.export import save_model
 from calibjax.models.frozen import freeze
 from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
-from calibjax.sharding import AXES, make_mesh
+from calibjax.sharding import make_mesh, mesh_shape
 from calibjax.train.sft import SftOptions, fit_sft, split_validation
 from calibjax.train.temperature import fit_single_temperature
 
@@ -148,18 +148,7 @@ def parse_mesh(text: str | None) -> Mesh:
         UserError: an unknown axis, a size that is no positive integer, or sizes that do not use the devices exactly.
     """
     devices = jax.devices()
-    if text is None:
-        return make_mesh((1, len(devices), 1))
-    sizes = dict.fromkeys(AXES, 1)
-    for part in text.split(","):
-        axis, _, size = part.strip().partition("=")
-        if axis not in AXES or not size.isdecimal() or int(size) < 1:
-            raise UserError(f"--mesh {text}: expected sizes of {', '.join(AXES)}, such as data=2,fsdp=4, got {part!r}.")
-        sizes[axis] = int(size)
-    try:
-        return make_mesh((sizes["data"], sizes["fsdp"], sizes["tensor"]), devices)
-    except ValueError as error:
-        raise UserError(f"--{error}") from error
+    return make_mesh(mesh_shape(text, len(devices)), devices)
 
 
 def _identity(run: SftRun) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.cache import Cache, empty_cache, fill, reserve
-from calibjax.kernels import vocab_stats
+from calibjax.kernels import VocabSharding, vocab_stats
 from calibjax.layers import Block, BlockConfig, Dense, segment_positions, sequence_context
+from calibjax.sharding import lookup
 
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
 FEATURES = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
@@ -277,6 +278,7 @@ def head_features(
     covariance: Float[Array, "E E"] | None = None,
     bias: Float[Array, " V"] | None = None,
     softcap: float | None = None,
+    sharding: VocabSharding | None = None,
 ) -> Float[Array, "B T F"]:
     """The features named, joined along the last axis, float32 (hidden states alone keep their dtype).
 
@@ -286,11 +288,14 @@ def head_features(
         unembedding: W.
         covariance: of `logit_covariance`, to save its computation where log_std_logits is named.
         bias, softcap: of the logits. log_std_logits is taken before the soft-cap.
+        sharding: how tokens and vocabulary are divided, as in `vocab_stats`.
     """
     if names == ("hidden_states",):
         return hidden
     wanted = [s for f, s in (("max_logit", "max_logit"), ("argmax_embedding", "argmax")) if f in names]
-    stats = vocab_stats(hidden, unembedding, bias=bias, softcap=softcap, statistics=wanted) if wanted else None
+    stats = None
+    if wanted:
+        stats = vocab_stats(hidden, unembedding, bias=bias, softcap=softcap, statistics=wanted, sharding=sharding)
     parts = []
     for name in names:
         if name == "hidden_states":
@@ -298,7 +303,7 @@ def head_features(
         elif name == "max_logit" and stats is not None:
             parts.append(stats.require("max_logit")[..., None])
         elif name == "argmax_embedding" and stats is not None:
-            parts.append(unembedding[stats.require("argmax")])
+            parts.append(lookup(unembedding, stats.require("argmax"), "unembedding", unembedding.dtype))
         else:
             covariance = logit_covariance(unembedding, bias) if covariance is None else covariance
             augmented = jnp.concatenate([hidden.astype(jnp.float32), jnp.ones((*hidden.shape[:-1], 1))], axis=-1)

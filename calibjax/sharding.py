@@ -1,5 +1,6 @@
 """The mesh: axes by name, and where batches and weights lie on it."""
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+
+from calibjax._checks import UserError
 
 AXES = ("data", "fsdp", "tensor")
 """Mesh axes. Batches are split over data and fsdp; weights over fsdp and tensor, by `RULES`."""
@@ -21,8 +25,34 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"layers\.(attention\.[qkv]|mlp\.(gate|up))\.kernel", (None, "fsdp", "tensor")),  # [L, in, out], out divided
     (r"layers\.(attention\.[qkv]|mlp\.(gate|up))\.bias", (None, "tensor")),  # [L, out]
     (r"layers\.(attention\.o|mlp\.down)\.kernel", (None, "tensor", "fsdp")),  # [L, in, out], summed over tensor
+    (r"block\.(attention\.[qkv]|mlp\.(gate|up))\.kernel", ("fsdp", "tensor")),  # of a head, [in, out]
+    (r"block\.(attention\.o|mlp\.down)\.kernel", ("tensor", "fsdp")),
+    (r"(gate_up|project)\.kernel", ("fsdp", None)),
 )
 """(pattern of a parameter's dotted path, mesh axis of each of its dimensions); what matches none is whole."""
+
+
+def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
+    """Devices along each of `AXES` as `--mesh` has them: "data=2,fsdp=4", an axis that is left out has one.
+
+    Args:
+        text: of the option; None: all devices along fsdp.
+        devices: to be used.
+
+    Raises:
+        UserError: an unknown axis, a size that is no positive integer, or sizes that do not use the devices exactly.
+    """
+    if text is None:
+        return 1, devices, 1
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in AXES or not size.isdecimal() or int(size) < 1:
+            raise UserError(f"--mesh {text}: expected sizes of {', '.join(AXES)}, such as data=2,fsdp=4, got {part!r}.")
+        sizes[axis] = int(size)
+    if math.prod(sizes.values()) != devices:
+        raise UserError(f"--mesh {text}: needs {math.prod(sizes.values())} devices, {devices} were given.")
+    return sizes["data"], sizes["fsdp"], sizes["tensor"]
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
@@ -39,7 +69,8 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] 
     shape = (len(devices), 1, 1) if shape is None else shape
     if int(np.prod(shape)) != len(devices):
         raise ValueError(f"mesh: the shape {shape} needs {int(np.prod(shape))} devices, {len(devices)} were given.")
-    return Mesh(np.asarray(devices).reshape(shape), AXES)
+    # In the order that suits the wires between TPUs; elsewhere as they come.
+    return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

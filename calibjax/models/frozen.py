@@ -5,14 +5,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax.heads import HeadConfig, head_features, logit_covariance
-from calibjax.kernels import VocabStats, vocab_stats
+from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.model import LanguageModel
+from calibjax.sharding import AXES
 
 
 class Frozen(NamedTuple):
@@ -37,6 +39,14 @@ def freeze(lm: LanguageModel, *, head: HeadConfig | None = None, hidden_given: b
     if head is not None and "log_std_logits" in head.features:
         covariance = jax.jit(logit_covariance)(lm.unembedding, lm.unembedding_bias)
     return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance, lm.unembedding_bias)
+
+
+def vocab_sharding(mesh: Mesh | AbstractMesh, config: DecoderConfig) -> VocabSharding | None:
+    """How the operator divides the unembedding as `sharding.RULES` stores it; None on one device or another mesh."""
+    if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
+        return None
+    divides = config.hidden_size % mesh.shape["fsdp"] == 0
+    return VocabSharding(mesh, width=("fsdp",) if divides else ())
 
 
 def batch_hidden(
@@ -75,6 +85,8 @@ def batch_stats(
 ) -> tuple[VocabStats, Float[Array, "B T"]]:
     """Frozen forward pass, head, and vocabulary statistics of one batch: the path of training and evaluation alike.
 
+    Where a mesh of ours is set (`jax.set_mesh`), tokens and vocabulary are divided as `vocab_sharding` says.
+
     Args:
         config: of the decoder; static.
         head: of the head; static.
@@ -91,9 +103,16 @@ def batch_stats(
     """
     hidden = batch_hidden(config, frozen, batch, dtype)
     softcap = config.logit_softcap
+    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
     unembedding = frozen.unembedding.astype(dtype)
     features = head_features(
-        head.features, hidden, unembedding, covariance=frozen.covariance, bias=frozen.bias, softcap=softcap
+        head.features,
+        hidden,
+        unembedding,
+        covariance=frozen.covariance,
+        bias=frozen.bias,
+        softcap=softcap,
+        sharding=sharding,
     )
     log_scale = head.build().apply(
         {"params": head_params}, features, where=batch["where"], segment_ids=batch["segment_ids"]
@@ -108,5 +127,6 @@ def batch_stats(
         softcap=softcap,
         where=batch["where"],
         statistics=statistics,
+        sharding=sharding,
     )
     return stats, log_scale

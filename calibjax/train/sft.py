@@ -18,6 +18,7 @@ from calibjax.data import Windows, hold_back
 from calibjax.kernels import VocabSharding, linear_cross_entropy
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
+from calibjax.models.frozen import vocab_sharding
 from calibjax.models.lora import LoraConfig
 from calibjax.sharding import make_mesh, param_shardings
 from calibjax.train.cache import array_hash
@@ -143,12 +144,20 @@ class SftFit(NamedTuple):
     report: dict[str, Any]
 
 
-def vocab_sharding(mesh: Mesh, config: DecoderConfig) -> VocabSharding | None:
-    """How the operator divides the unembedding as `sharding.RULES` stores it; None on one device."""
-    if mesh.size == 1:
-        return None
-    divides = config.hidden_size % mesh.shape["fsdp"] == 0
-    return VocabSharding(mesh, width=("fsdp",) if divides else ())
+def sft_objective(
+    config: DecoderConfig, options: SftOptions, dtype: DTypeLike, mesh: Mesh | None = None
+) -> SftObjective:
+    """What `fit_sft` minimises: the model of `options.configure`, computed in `dtype`, divided over `mesh`."""
+    return SftObjective(
+        model=options.configure(config),
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        temperature=options.temperature,
+        dtype=dtype,
+        remat=options.remat,
+        lora=options.lora,
+        sharding=None if mesh is None else vocab_sharding(mesh, config),
+    )
 
 
 def split_validation(windows: Windows, options: SftOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -198,16 +207,7 @@ def fit_sft(
         raise UserError("fine-tuning: no token of the windows counts; check the format of the data and the masks.")
     config, lora = options.configure(lm.config), options.lora
     train_rows, validation_rows = split_validation(windows, options, seed)
-    objective = SftObjective(
-        model=config,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        temperature=options.temperature,
-        dtype=lm.dtype,
-        remat=options.remat,
-        lora=lora,
-        sharding=vocab_sharding(mesh, config),
-    )
+    objective = sft_objective(lm.config, options, lm.dtype, mesh)
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     frozen: Any = None if lora is None else placed
     held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(seed))]
