@@ -30,6 +30,7 @@ from calibjax.lhts import LhtsRun, run_lhts
 from calibjax.plan import PlanRun, run_plan
 from calibjax.quickstart import Quickstart, run_quickstart
 from calibjax.reports import ReportRun, run_report
+from calibjax.studies import ABLATIONS, AblationRun, TransferRun, run_ablation, run_transfer
 from calibjax.train import NonFiniteLossError
 
 
@@ -79,7 +80,7 @@ def _summary(command: type) -> str:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `calibjax`. Returns 0, or 2 on a user's error, or 1 where training diverged or a method failed."""
-    app, train, evaluate = (tyro.extras.SubcommandApp() for _ in range(3))
+    app, train, evaluate, study = (tyro.extras.SubcommandApp() for _ in range(4))
 
     @app.command(name="quickstart", help=_summary(Quickstart))
     def quickstart(run: Annotated[Quickstart, tyro.conf.arg(name="")] = Quickstart()) -> int:  # noqa: B008 (frozen)
@@ -129,8 +130,21 @@ def main(args: Sequence[str] | None = None) -> int:
     def convert(run: Annotated[ConvertRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_convert)
 
+    def ablation(name: str) -> None:
+        @study.command(name=name, help=ABLATIONS[name].question)
+        def carry_out_ablation(run: Annotated[AblationRun, tyro.conf.arg(name="")]) -> int:
+            return carry_out(run, functools.partial(run_ablation, name))
+
+    for name in ABLATIONS:
+        ablation(name)
+
+    @study.command(name="transfer", help=_summary(TransferRun))
+    def transfer(run: Annotated[TransferRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_transfer)
+
     app.command(train, name="train", help="Fit something to a language model.")
     app.command(evaluate, name="eval", help="Look at a language model.")
+    app.command(study, name="study", help="Fit many heads to answer one question about them.")
     return app.cli(prog="calibjax", args=args, config=(tyro.conf.OmitArgPrefixes,))
 
 

@@ -61,7 +61,7 @@ def cross_entropy(stats: VocabStats, *, where: Mask = None) -> Float[Array, "...
     return _masked(-stats.log_prob(), stats, where)
 
 
-def label_smoothing(stats: VocabStats, beta: float, *, where: Mask = None) -> Float[Array, "..."]:
+def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""], *, where: Mask = None) -> Float[Array, "..."]:
     """(1−β)(−log q_y) + β (−1/V Σ_v log q_v), in nats (Szegedy et al. 2016, section 7; arXiv 2508.00264, eq. 2).
 
     Args:

@@ -63,6 +63,8 @@ def _load(directory: Path, name: str) -> Run:
     if not file.is_file():
         raise UserError(f"{directory}: expected the directory of a finished run, with metrics.json; found none.")
     document, tokens = _read(file), directory / "tokens.json"
+    if isinstance(document, dict) and "study" in document:
+        raise UserError(f"{directory} is a study: its figures stand there, and its command prints its tables again.")
     if not isinstance(document, dict) or document.get("schema") != SCHEMA or "held_out" not in document:
         raise UserError(f"{file}: expected metrics of schema {SCHEMA} with held-out figures. Run it again.")
     return Run(name, document, _read(tokens) if tokens.is_file() else None)

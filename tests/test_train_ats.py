@@ -251,6 +251,7 @@ def test_trials():
     assert trials() == ["joint", "cross-entropy", "selective-0.02", "selective-0.1", "selective-0.5"]
     assert trials(alpha=0.25) == ["joint", "cross-entropy", "selective-0.25"]
     assert trials(loss="selective") == ["selective-0.5"]
+    assert trials(loss="label-smoothing") == ["label-smoothing-0.1"]
     assert trials(loss="selective-balanced", alpha=0.0) == ["selective-balanced-0"]
     with pytest.raises(UserError, match="--alpha: --loss cross-entropy has no such weight"):
         trials(loss="cross-entropy", alpha=0.3)

@@ -70,6 +70,8 @@ def dense_loss(params, kind, loss, hidden, unembedding, batch):
         return mean(nll, counts)
     if loss == "joint":
         return mean(nll - w * jnp.where(right, top, jnp.log1p(-jnp.exp(top))), counts)
+    if loss == "label-smoothing":
+        return mean((1 - a) * nll + a * uniform, counts)
     if loss == "selective":
         return mean(jnp.where(right, (1 - a) * nll, a * uniform), counts)
     # Each group's own mean, weighted by the other's share: (w_right n_wrong R + w_wrong n_right W) / the weights' sum.
@@ -80,7 +82,10 @@ def dense_loss(params, kind, loss, hidden, unembedding, batch):
 
 @pytest.mark.parametrize(
     ("kind", "loss"),
-    [("linear", "cross-entropy"), ("mlp", "joint"), ("linear", "selective"), ("mlp", "selective-balanced")],
+    [
+        *(("linear", "cross-entropy"), ("mlp", "joint"), ("linear", "label-smoothing"), ("linear", "selective")),
+        ("mlp", "selective-balanced"),
+    ],
 )
 def test_gradient_equals_the_dense_formula(kind, loss):
     lm, _, batch = setting()

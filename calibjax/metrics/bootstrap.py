@@ -85,8 +85,9 @@ def resample_sums(
     """The statistic of each resample of the groups of `sums`, float64 `[resamples]` (or `[resamples, k]`).
 
     Args:
-        sums: with one leading axis `[G]` of groups.
-        statistic: function of `CalibrationSums` `[R, bins]` (float64, numpy) -> `[R]`, or `[R, k]` for k figures.
+        sums: with one leading axis `[G]` of groups, or two, `[G, M]`, for M models on the same draws.
+        statistic: function of `CalibrationSums` `[R, bins]` (float64, numpy) -> `[R]`, or `[R, k]` for k figures; of
+            M models, of `[R, M, bins]`.
         resamples: number of bootstrap samples.
         seed: of the generator.
     """

@@ -1,6 +1,7 @@
 """Adaptive Temperature Scaling: what differs from any other training (arXiv 2409.19817)."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -25,8 +27,8 @@ from calibjax.sharding import check_batch, local_rows, make_mesh, param_sharding
 from calibjax.train.cache import array_hash, window_arrays
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
-from calibjax.train.state import create_state
-from calibjax.train.step import make_train_step
+from calibjax.train.state import OptimizerConfig, create_state
+from calibjax.train.step import TrainStep, make_train_step
 from calibjax.train.temperature import (
     LikelihoodPass,
     describe_temperature,
@@ -40,6 +42,10 @@ _LOSSES: dict[str, tuple[tuple[str, ...], Callable[[VocabStats, Mapping[str, Arr
     "joint": (
         ("cross_entropy", "top_label"),
         lambda stats, hyper: losses.cross_entropy(stats) + hyper["top_label_weight"] * losses.top_label(stats),
+    ),
+    "label-smoothing": (
+        ("label_smoothing",),
+        lambda stats, hyper: losses.label_smoothing(stats, hyper["alpha"]),
     ),
     "selective": (
         ("selective_smoothing",),
@@ -196,59 +202,29 @@ def _fit(
     single, temperature = fit_single_temperature(lm, frozen, arrays, plan.batch_size)
     announce(describe_temperature(single, len(every_row)))
 
-    run = {
-        "plan": dataclasses.asdict(plan),
-        "seed": seed,
-        "fingerprint": lm.fingerprint,
-        "dtype": str(lm.dtype),
-        "windows": array_hash(windows._asdict()),
-    }
-    steps = max(1, plan.epochs * len(train_rows) // plan.batch_size)
-    optimizer = plan.optimizer.build(steps)
-    step_fns = {  # trials that differ in alpha alone share a program
-        loss: make_train_step(
-            AtsObjective(lm.config, plan.head, loss, lm.dtype),
-            optimizer,
-            accumulate=plan.accumulate,
-            clip_norm=plan.optimizer.clip_norm,
-        )
-        for loss in {trial.loss for trial in plan.trials}
-    }
-
-    def start():
-        return create_state(plan.head.init(jax.random.key(seed)), optimizer)
-
-    begin = jax.jit(start, out_shardings=param_shardings(mesh, jax.eval_shape(start)))
+    run = {"windows": array_hash(windows._asdict())}
     candidates = []
     for trial in plan.trials:
-        state = train(
-            step_fns[trial.loss],
-            begin(),
+        params = train_head(
+            lm,
+            plan,
+            trial,
             frozen,
-            {"alpha": jnp.float32(trial.alpha or 0.0), "top_label_weight": jnp.float32(plan.top_label_weight)},
-            batches(
-                _Rows(arrays, train_rows),
-                plan.batch_size,
-                seed=seed,
-                epochs=plan.epochs,
-                part=local_rows(mesh, plan.batch_size),
-            ),
-            steps=steps,
+            _Rows(arrays, train_rows),
             mesh=mesh,
             directory=directory / str(trial),
-            run={**run, "loss": trial.loss, "alpha": trial.alpha},
-            description=f"ATS {trial}",
-            checkpoint_every=plan.checkpoint_every,
+            seed=seed,
+            run=run,
             quiet=quiet,
         )
         if not chosen_or_refitted:
-            candidates.append(Candidate(trial, to_host(state.params), math.nan, math.nan, None))
+            candidates.append(Candidate(trial, to_host(params), math.nan, math.nan, None))
             continue
-        at = scores(state.params, validation_rows, plan.top_label_weight)
+        at = scores(params, validation_rows, plan.top_label_weight)
         refit = recalibrate.fit_temperature(at) if plan.refit_temperature else None
         score = refit.nll if refit is not None and _is_significant(refit) else mean_likelihood(at)
-        nll = mean_likelihood(scores(state.params, validation_rows, 0.0))
-        candidates.append(Candidate(trial, to_host(state.params), nll, score, refit))
+        nll = mean_likelihood(scores(params, validation_rows, 0.0))
+        candidates.append(Candidate(trial, to_host(params), nll, score, refit))
         announce(f"ATS {trial}: on validation NLL {nll:.4f}, score {score:.4f}")
     best = min(candidates, key=lambda c: c.validation_score)
     if len(candidates) > 1:
@@ -283,6 +259,74 @@ def _fit(
     }
     head = FittedHead(plan.head, best.params, log_factor, lm.fingerprint)
     return AtsFit(head, temperature, report)
+
+
+def train_head(
+    lm: LanguageModel,
+    plan: AtsPlan,
+    trial: Trial,
+    frozen: Frozen,
+    arrays: Mapping[str, Any],
+    *,
+    mesh: Mesh,
+    directory: Path,
+    seed: int,
+    run: Mapping[str, Any],
+    quiet: bool = False,
+) -> Any:
+    """Trains one head with one loss, from where a killed run left it; returns its parameters.
+
+    Args:
+        lm: the frozen model.
+        plan: the head, optimiser, batches and epochs.
+        trial: the loss.
+        frozen: the model's arrays, on `mesh`; see `freeze`.
+        arrays: of the windows; see `window_arrays`.
+        mesh: the one that is set (`jax.set_mesh`).
+        directory: for checkpoints and logs.
+        seed: of the head's start and the order of the windows.
+        run: what else makes this run another, kept with its checkpoints.
+        quiet: no progress bar.
+    """
+    steps = max(1, plan.epochs * len(arrays["targets"]) // plan.batch_size)
+    objective = AtsObjective(lm.config, plan.head, trial.loss, lm.dtype)
+    optimizer, step_fn = _step_of(objective, plan.optimizer, steps, plan.accumulate)
+
+    def start():
+        return create_state(plan.head.init(jax.random.key(seed)), optimizer)
+
+    state = train(
+        step_fn,
+        jax.jit(start, out_shardings=param_shardings(mesh, jax.eval_shape(start)))(),
+        frozen,
+        {"alpha": jnp.float32(trial.alpha or 0.0), "top_label_weight": jnp.float32(plan.top_label_weight)},
+        batches(arrays, plan.batch_size, seed=seed, epochs=plan.epochs, part=local_rows(mesh, plan.batch_size)),
+        steps=steps,
+        mesh=mesh,
+        directory=directory,
+        run={
+            "plan": dataclasses.asdict(plan),
+            "seed": seed,
+            "fingerprint": lm.fingerprint,
+            "dtype": str(lm.dtype),
+            **run,
+            "loss": trial.loss,
+            "alpha": trial.alpha,
+        },
+        description=f"ATS {trial}",
+        checkpoint_every=plan.checkpoint_every,
+        quiet=quiet,
+    )
+    return state.params
+
+
+@functools.lru_cache(maxsize=8)
+def _step_of(
+    objective: AtsObjective, optimizer: OptimizerConfig, steps: int, accumulate: int
+) -> tuple[optax.GradientTransformation, TrainStep]:
+    """One program for all fits that differ in data, seed or alpha alone."""
+    built = optimizer.build(steps)
+    return built, make_train_step(objective, built, accumulate=accumulate, clip_norm=optimizer.clip_norm)
 
 
 def _is_significant(refit: recalibrate.TemperatureFit) -> bool:

@@ -9,7 +9,7 @@ from calibjax.heads import HeadConfig, HeadKind
 from calibjax.train.cache import CacheMode
 from calibjax.train.state import OptimizerConfig
 
-LossName = Literal["auto", "joint", "cross-entropy", "selective", "selective-balanced"]
+LossName = Literal["auto", "joint", "cross-entropy", "label-smoothing", "selective", "selective-balanced"]
 ALPHA_GRID = (0.02, 0.1, 0.5)
 """Weights of selective smoothing that `--loss auto` tries; 0.5 is the paper's."""
 
@@ -26,10 +26,11 @@ class AtsOptions:
         features: what the head reads, names joined by "+": hidden_states, max_logit, log_std_logits, argmax_embedding.
         pooling: a temperature per token, or one per sequence.
         random_start: start from random weights instead of from temperature 1.
-        loss: joint (cross-entropy + log loss of the top label, both proper scores), cross-entropy, selective,
-            selective-balanced, or auto: fits with joint, cross-entropy and selective for a few alpha, and keeps the
-            head with the best proper score on windows that training never saw.
-        alpha: weight of wrong tokens in selective smoothing, 0 to 1. With --loss auto, tried in place of the grid.
+        loss: joint (cross-entropy + log loss of the top label, both proper scores), cross-entropy, label-smoothing,
+            selective, selective-balanced, or auto: fits with joint, cross-entropy and selective for a few alpha, and
+            keeps the head with the best proper score on windows that training never saw.
+        alpha: weight of wrong tokens in selective smoothing (0.5 if not given), or of the uniform distribution in
+            label smoothing (0.1), 0 to 1. With --loss auto, tried in place of the grid.
         top_label_weight: weight of the log loss of the top label in joint, and in the score that auto chooses by.
         refit_temperature: fit one more scalar on top of the finished head, on windows that training never saw, and
             apply it where it differs from 1 by more than two standard errors.
@@ -159,7 +160,7 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
             hint = f"a divisor of --batch-size {recipe.batch_size}" if name == "accumulate" else "see --help"
             raise UserError(f"--{name.replace('_', '-')}: {value} is out of range ({hint}).")
     if options.alpha is not None and recipe.loss in ("joint", "cross-entropy"):
-        raise UserError(f"--alpha: --loss {recipe.loss} has no such weight; leave it out, or choose a selective loss.")
+        raise UserError(f"--alpha: --loss {recipe.loss} has no such weight; leave it out, or choose another loss.")
     asked = {
         "--features": options.features != AtsOptions.features,
         "--pooling": options.pooling != AtsOptions.pooling,
@@ -205,4 +206,6 @@ def _trials(loss: LossName, alpha: float | None) -> tuple[Trial, ...]:
         return (Trial("joint", None), Trial("cross-entropy", None), *(Trial("selective", a) for a in grid))
     if loss in ("selective", "selective-balanced"):
         return (Trial(loss, 0.5 if alpha is None else alpha),)
+    if loss == "label-smoothing":
+        return (Trial(loss, 0.1 if alpha is None else alpha),)
     return (Trial(loss, None),)

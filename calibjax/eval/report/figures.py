@@ -6,16 +6,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from calibjax.eval.report.canvas import INK, LINES, MARKS, MUTED, blank, legend, plain
 from calibjax.eval.report.rows import COLOURS, sets_of, title_of, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ACROSS = 6  # reliability diagrams side by side, at most
-_INK, _MUTED = "#1c2530", "#7a838c"  # in a page: the text's colour, and a fainter one, light or dark
-# Okabe and Ito's, for lines side by side.
-_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
-_MARKS = ("o", "s", "^", "D", "v", "P", "X")  # beside colours, for those who do not see them
 
 
 def figures_of(document: Mapping[str, Any]) -> Iterator[tuple[str, str, "Figure"]]:
@@ -48,31 +45,31 @@ def reliability_figure(results: Mapping[str, Any], title: str) -> "Figure":
     lines = -(-len(methods) // _ACROSS)
     columns = -(-len(methods) // lines)
     size = 4.2 if lines == 1 else 3.2
-    figure = _figure(size * columns, (size + 0.7) * lines)
+    figure = blank(size * columns, (size + 0.7) * lines)
     axes = figure.subplots(2 * lines, columns, height_ratios=[4, 1] * lines, sharey="row", squeeze=False)
     for unused in range(len(methods), lines * columns):
         for axis in axes[-2:, unused % columns]:
             axis.set_axis_off()
     for index, (name, row) in enumerate(methods.items()):
         line, column = divmod(index, columns)
-        colour = COLOURS.get(name.partition("-")[0], _MUTED)
+        colour = COLOURS.get(name.partition("-")[0], MUTED)
         bins = row["reliability"]
         width = 1 / len(bins["count"])
         left = [i * width for i in range(len(bins["count"]))]
         upper, lower = axes[2 * line : 2 * line + 2, column]
-        upper.plot([0, 1], [0, 1], color=_MUTED, linewidth=1, linestyle="--")
+        upper.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle="--")
         bands = [bins.get(end, [None] * len(left)) for end in ("low", "high")]
         for x, confidence, accuracy, low, high in zip(left, bins["confidence"], bins["accuracy"], *bands, strict=True):
             if accuracy is None:
                 continue
             upper.bar(x, accuracy, width, align="edge", color=colour, alpha=0.8, edgecolor="none")
-            upper.plot([x + width / 2, x + width / 2], [accuracy, confidence], color=_INK, linewidth=1, linestyle=":")
-            upper.plot(x + width / 2, confidence, marker=".", color=_INK, markersize=5)
+            upper.plot([x + width / 2, x + width / 2], [accuracy, confidence], color=INK, linewidth=1, linestyle=":")
+            upper.plot(x + width / 2, confidence, marker=".", color=INK, markersize=5)
             if low is not None and high is not None:
                 reach = [[max(accuracy - low, 0)], [max(high - accuracy, 0)]]
-                upper.errorbar(x + width / 2, accuracy, reach, color=_INK, linewidth=1, capsize=width * 40)
+                upper.errorbar(x + width / 2, accuracy, reach, color=INK, linewidth=1, capsize=width * 40)
         upper.set(xlim=(0, 1), ylim=(0, 1))
-        upper.set_title(f"{title_of(name)}\nECE {row['ece']['value']:.4f}", color=_INK)
+        upper.set_title(f"{title_of(name)}\nECE {row['ece']['value']:.4f}", color=INK)
         upper.tick_params(labelbottom=False)
         lower.bar(left, bins["count"], width, align="edge", color=colour, alpha=0.5, edgecolor="none")
         lower.set(xlim=(0, 1), yscale="symlog")
@@ -81,10 +78,10 @@ def reliability_figure(results: Mapping[str, Any], title: str) -> "Figure":
             upper.set_ylabel("accuracy")
             lower.set_ylabel(unit_of(results), fontsize="small")
         for axis in (upper, lower):
-            _plain(axis)
+            plain(axis)
     predictions = "next-token predictions" if unit_of(results) == "tokens" else unit_of(results)
     text = f"{title}: reliability of {results['tokens']:,} {predictions}"
-    figure.suptitle(text, fontsize=11, parse_math=False, color=_INK)
+    figure.suptitle(text, fontsize=11, parse_math=False, color=INK)
     return figure
 
 
@@ -94,15 +91,15 @@ def temperature_figure(results: Mapping[str, Any]) -> "Figure | None":
     if row is None or "temperatures" not in row:
         return None
     edges, count = row["temperatures"]["edges"], row["temperatures"]["count"]
-    figure = _figure(6.3, 2.6)
+    figure = blank(6.3, 2.6)
     axis = figure.subplots()
     axis.stairs(count, edges, fill=True, color=COLOURS["ats"], alpha=0.8)
-    axis.axvline(1.0, color=_MUTED, linewidth=1, linestyle="--")
+    axis.axvline(1.0, color=MUTED, linewidth=1, linestyle="--")
     axis.set(xscale="log", xlabel="temperature given to a token (1 = unchanged)", ylabel="tokens")
     ticks = (0.1, 0.25, 0.5, 1, 2, 4, 10, 20)
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
-    _plain(axis)
+    plain(axis)
     return figure
 
 
@@ -113,29 +110,29 @@ def layer_figure(document: Mapping[str, Any]) -> "Figure":
     """
     curves, phase = document["layers"]["curves"], document["layers"]["phase"]
     layer = [row["layer"] for row in curves]
-    figure = _figure(12.6, 3.6)
+    figure = blank(12.6, 3.6)
     panels = (
         ("accuracy and confidence", (("accuracy", "accuracy"), ("confidence", "confidence"))),
         ("calibration error", (("ece", "ECE"), ("mce", "MCE"))),
         ("nats", (("entropy", "entropy"), ("kl", "KL from the last layer"))),
     )
     for axis, (label, series) in zip(figure.subplots(1, 3), panels, strict=True):
-        for (name, title), colour, mark in zip(series, _LINES, _MARKS, strict=False):
+        for (name, title), colour, mark in zip(series, LINES, MARKS, strict=False):
             values, low, high = ([row[name][key] for row in curves] for key in ("value", "low", "high"))
             axis.plot(layer, values, color=colour, marker=mark, markersize=4, label=title)
             axis.fill_between(layer, low, high, color=colour, alpha=0.2, linewidth=0)
         if label.startswith("accuracy"):
             same = [row["agreement"] for row in curves]
             axis.plot(
-                layer, same, color=_LINES[2], marker=_MARKS[2], markersize=4, linestyle="--", label="same token as last"
+                layer, same, color=LINES[2], marker=MARKS[2], markersize=4, linestyle="--", label="same token as last"
             )
-        axis.axvline(phase["settled"], color=_MUTED, linewidth=1.5, linestyle=":")
+        axis.axvline(phase["settled"], color=MUTED, linewidth=1.5, linestyle=":")
         if phase["found"]:
-            axis.axvspan(phase["peak"], layer[-1], color=_MUTED, alpha=0.2, linewidth=0)
+            axis.axvspan(phase["peak"], layer[-1], color=MUTED, alpha=0.2, linewidth=0)
         axis.set(xlabel="layer (0: embeddings)", ylabel=label, ylim=(0, None))
         axis.xaxis.get_major_locator().set_params(integer=True)
-        _plain(axis)
-        _legend(axis)
+        plain(axis)
+        legend(axis)
     return figure
 
 
@@ -144,87 +141,65 @@ def sweep_figure(document: Mapping[str, Any]) -> "Figure":
     sweep, chosen = document["sweep"], document["direction"]["chosen"]
     base = next(row for row in sweep if row["layer"] == 0)
     layers = sorted({row["layer"] for row in sweep} - {0})
-    figure = _figure(10.5, 3.8)
+    figure = blank(10.5, 3.8)
     for axis, (name, label) in zip(figure.subplots(1, 2), (("ece", "ECE"), ("accuracy", "accuracy")), strict=True):
         for number, layer in enumerate(layers):
             rows = [row for row in sweep if row["layer"] == layer]
             rows = sorted([*rows, base], key=lambda row: row["strength"])
-            colour = _LINES[number % len(_LINES)]
+            colour = LINES[number % len(LINES)]
             values = [row["held_out"][name]["value"] for row in rows]
             strength = [row["strength"] for row in rows]
-            mark = _MARKS[number % len(_MARKS)]
+            mark = MARKS[number % len(MARKS)]
             axis.plot(strength, values, color=colour, marker=mark, markersize=4, label=f"block {layer}")
             if layer == chosen["layer"]:
                 low, high = ([row["held_out"][name][end] for row in rows] for end in ("low", "high"))
                 axis.fill_between(strength, low, high, color=colour, alpha=0.2, linewidth=0)
         at = next(row for row in sweep if (row["layer"], row["strength"]) == (chosen["layer"], chosen["strength"]))
-        axis.plot(at["strength"], at["held_out"][name]["value"], "o", markersize=11, markerfacecolor="none", color=_INK)
-        axis.axhline(base["held_out"][name]["value"], color=_MUTED, linewidth=1, linestyle="--")
+        axis.plot(at["strength"], at["held_out"][name]["value"], "o", markersize=11, markerfacecolor="none", color=INK)
+        axis.axhline(base["held_out"][name]["value"], color=MUTED, linewidth=1, linestyle="--")
         axis.set(xlabel="c, in mean lengths of the residual (ring: chosen on the other half)", ylabel=label)
-        _plain(axis)
-    _legend(figure.axes[0])
+        plain(axis)
+    legend(figure.axes[0])
     return figure
 
 
 def subject_figure(subjects: Sequence[Mapping[str, Any]]) -> "Figure":
     """Confidence beside accuracy and its interval, a line for each subject, the most over-confident on top."""
     rows = subjects[::-1]
-    figure = _figure(8.5, 1 + 0.22 * len(rows))
+    figure = blank(8.5, 1 + 0.22 * len(rows))
     axis = figure.subplots()
     line = range(len(rows))
     value, low, high = ([row["accuracy"][key] for row in rows] for key in ("value", "low", "high"))
     confidence = [row["confidence"] for row in rows]
-    axis.hlines(line, value, confidence, color=_MUTED, linewidth=1, linestyle=":")
-    axis.hlines(line, low, high, color=_LINES[0], linewidth=4, alpha=0.35)
-    axis.plot(value, line, _MARKS[0], color=_LINES[0], markersize=5, label="accuracy, 95% interval")
-    axis.plot(confidence, line, _MARKS[3], color=_LINES[1], markersize=5, label="mean confidence")
+    axis.hlines(line, value, confidence, color=MUTED, linewidth=1, linestyle=":")
+    axis.hlines(line, low, high, color=LINES[0], linewidth=4, alpha=0.35)
+    axis.plot(value, line, MARKS[0], color=LINES[0], markersize=5, label="accuracy, 95% interval")
+    axis.plot(confidence, line, MARKS[3], color=LINES[1], markersize=5, label="mean confidence")
     axis.set_yticks(
         line, [f"{row['subject'] or 'no subject'} ({row['questions']:,})" for row in rows], fontsize="small"
     )
     axis.set(xlim=(0, 1), ylim=(-0.7, len(rows) - 0.3))
-    _plain(axis)
-    figure.legend(loc="outside upper center", ncols=2, fontsize="small", frameon=False, labelcolor=_INK)
+    plain(axis)
+    figure.legend(loc="outside upper center", ncols=2, fontsize="small", frameon=False, labelcolor=INK)
     return figure
 
 
 def diversity_figure(document: Mapping[str, Any]) -> "Figure":
     """Mean log p against distinct-2, a line for each model through its myopic temperatures."""
-    figure = _figure(7, 4.8)
+    figure = blank(7, 4.8)
     axis = figure.subplots()
     for number, (name, points) in enumerate(document["texts"].items()):
         x, y = ([point[key] for point in points.values()] for key in ("distinct_2", "log_prob"))
-        colour, mark = _LINES[number % len(_LINES)], _MARKS[number % len(_MARKS)]
+        colour, mark = LINES[number % len(LINES)], MARKS[number % len(MARKS)]
         axis.plot(x, y, color=colour, marker=mark, markersize=5, label=name)
         for temperature, *at in zip(points, x, y, strict=True):
-            axis.annotate(
-                temperature, (at[0], at[1]), textcoords="offset points", xytext=(5, 4), fontsize=8, color=_INK
-            )
+            axis.annotate(temperature, (at[0], at[1]), textcoords="offset points", xytext=(5, 4), fontsize=8, color=INK)
     axis.set(
         xlabel="distinct-2 of words (more varied to the right)", ylabel="mean log p under the pretrained model, nats"
     )
-    _plain(axis)
-    _legend(axis)
+    plain(axis)
+    legend(axis)
     return figure
-
-
-def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _plain(axis) -> None:
-    """Only the two spines that are read, in colours that a page can change."""
-    for side, spine in axis.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(_MUTED)
-    axis.tick_params(color=_MUTED, labelcolor=_INK)
-    for label in (axis.xaxis.label, axis.yaxis.label):
-        label.set_color(_INK)
-
-
-def _legend(axis) -> None:
-    axis.legend(fontsize="small", frameon=False, labelcolor=_INK)
 
 
 # --- as files ---
@@ -255,7 +230,7 @@ def inline_svg(figure: "Figure", name: str, description: str) -> str:
     )
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text, count=3).replace("xlink:href", "href")
     text = re.sub(r'(\sid="|="url\(#|href="#)', rf"\g<1>{name}-", text)
-    text = text.replace(_INK, "currentColor").replace(_MUTED, "var(--muted)")
+    text = text.replace(INK, "currentColor").replace(MUTED, "var(--muted)")
     # On a phone it is shown smaller, but no smaller than can be read: then it scrolls.
     width = figure.get_figwidth() * 72
     size = rf'\1 width="{width:.0f}pt" style="min-width: {0.6 * width:.0f}pt"'

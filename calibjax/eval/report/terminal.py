@@ -8,6 +8,7 @@ from rich.table import Table
 
 from calibjax.eval.report.parts import parts_of
 from calibjax.eval.report.rows import SHORT, binning, cells_of, described, remarks, sets_of, unit_of, verdict
+from calibjax.eval.report.studies import study_tables
 
 _WIDEST = 240  # of the table of a benchmark: a narrower terminal breaks lines, and loses nothing
 
@@ -55,3 +56,20 @@ def print_report(document: Mapping[str, Any]) -> None:
     for part in parts:
         for line in part.findings:
             console.print(line, style="bold")
+
+
+def print_study(document: Mapping[str, Any]) -> None:
+    """Prints the question of a study and its tables to standard output."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 160
+    console.print(document["question"], style="bold")
+    for of_study in study_tables(document):
+        console.print(_table(*of_study))
+    console.print(
+        f"Means over seeds ({document['run']['seeds']}), ± half their range; [95% intervals]: bootstrap over windows, "
+        f"the fits as they are. ECE: {document['bins']} equal-width bins {binning(document['closed'])} of the top "
+        "token's probability. + lower (better) than the row compared with, - higher: the interval of the difference "
+        "leaves out 0 (paired, not corrected for the number of rows).",
+        style="dim",
+    )

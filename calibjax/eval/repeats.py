@@ -1,0 +1,149 @@
+"""Heads that were fitted several times, side by side: means over seeds, intervals, paired differences."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from calibjax import metrics
+from calibjax.data import Windows
+from calibjax.eval.report.studies import COMPARED
+from calibjax.eval.tokens import MethodResult, evaluate_tokens
+from calibjax.heads import FittedHead
+from calibjax.metrics import CalibrationSums
+from calibjax.models import LanguageModel
+
+FIGURES = (*COMPARED, "accuracy", "confidence", "confidence_right", "confidence_wrong")
+"""Of every row. The last two are the mean confidence in tokens that the model gets right, and in those it gets wrong:
+a temperature that knows which is which drives them apart; one that does not moves both."""
+
+
+def evaluate_repeats(
+    lm: LanguageModel,
+    windows: Windows,
+    heads: Mapping[str, Sequence[FittedHead]],
+    *,
+    against: Mapping[str, str],
+    batch_size: int = 16,
+    bins: int = 15,
+    closed: metrics.Closed = "right",
+    description: str = "evaluation",
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Evaluates heads, each fitted with several seeds, on windows; arguments of `evaluate_tokens` and `repeats_json`.
+
+    `heads`: name -> the head of each seed.
+    """
+    flat = {f"{name} {index}": head for name, repeats in heads.items() for index, head in enumerate(repeats)}
+    found = evaluate_tokens(
+        lm,
+        windows,
+        flat,
+        batch_size=batch_size,
+        bins=bins,
+        closed=closed,
+        keep_tokens=True,
+        description=description,
+        quiet=quiet,
+    )
+    results = {name: [found[f"{name} {index}"] for index in range(len(repeats))] for name, repeats in heads.items()}
+    return repeats_json(results, windows, against=against, bins=bins, closed=closed)
+
+
+def repeats_json(
+    results: Mapping[str, Sequence[MethodResult]],
+    windows: Windows,
+    *,
+    against: Mapping[str, str],
+    bins: int = 15,
+    closed: metrics.Closed = "right",
+    resamples: int = 1000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The figures of a set of windows as plain data: `{"tokens": n, "windows": s, "methods": {name: row}}`.
+
+    A row holds for each of `FIGURES` `value`, the mean over the seeds; `low` and `high`, a 95% interval of that mean
+    over resamples of the windows, in which the fits stay as they are; and `seeds`, the figure of each seed. `against`
+    holds the name of another row and, for nll, brier and ece, this row's figure less that row's on the same resamples.
+
+    Args:
+        results: of `evaluate_tokens` with `keep_tokens`: name -> one result a seed.
+        windows: that they were evaluated on.
+        against: name -> name of the row that it is compared with.
+        bins, closed: of the expected calibration error.
+        resamples, seed: of the bootstrap over windows.
+    """
+    flat = [result for repeats in results.values() for result in repeats]
+    of_head, drawn_of_head = _figures(flat, windows, bins, closed, resamples, seed)
+    ends = np.cumsum([len(repeats) for repeats in results.values()])[:-1]
+    values = dict(zip(results, np.split(of_head, ends), strict=True))
+    parts = np.split(drawn_of_head, ends, axis=1)
+    draws = {name: part.mean(axis=1) for name, part in zip(results, parts, strict=True)}
+    rows = {}
+    for name in results:
+        mean = values[name].mean(axis=0)
+        row: dict[str, Any] = {}
+        for index, figure in enumerate(FIGURES):
+            low, high = metrics.percentile_interval(draws[name][:, index])
+            seeds = [float(value) for value in values[name][:, index]]
+            row[figure] = {"value": float(mean[index]), "low": low, "high": high, "seeds": seeds}
+        if name in against:
+            other = against[name]
+            apart = mean - values[other].mean(axis=0)
+            row["against"] = {"name": other} | {
+                figure: metrics.compare_resamples(
+                    float(apart[index]), draws[name][:, index], draws[other][:, index]
+                )._asdict()
+                for index, figure in enumerate(COMPARED)
+            }
+        rows[name] = row
+    return {"tokens": int(windows.where.sum()), "windows": len(windows.tokens), "methods": rows}
+
+
+def _figures(
+    results: Sequence[MethodResult], windows: Windows, bins: int, closed: metrics.Closed, resamples: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`FIGURES` of each of H heads on all windows `[H, figures]`, and on each resample `[resamples, H, figures]`."""
+    tokens = [result.tokens for result in results if result.tokens is not None]
+    assert len(tokens) == len(results), "evaluate with keep_tokens"
+    right = windows.where & (tokens[0].argmax == windows.targets)  # no head changes the most likely token
+
+    def of_part(where: np.ndarray) -> CalibrationSums:
+        sums = [
+            metrics.calibration_sums(
+                jnp.asarray(of_head.confidence), right, bins=bins, closed=closed, where=jnp.asarray(where)
+            )
+            for of_head in tokens
+        ]
+        return _side_by_side(sums)
+
+    parts = [
+        (_side_by_side([result.sums for result in results]), _means),
+        (of_part(right), _mean_confidence),
+        (of_part(windows.where & ~right), _mean_confidence),
+    ]
+    whole = [statistic(CalibrationSums(*(x.sum(axis=0) for x in sums))) for sums, statistic in parts]
+    drawn = [metrics.resample_sums(*part, resamples=resamples, seed=seed) for part in parts]
+    return np.concatenate(whole, axis=-1), np.concatenate(drawn, axis=-1)
+
+
+def _side_by_side(sums: Sequence[CalibrationSums]) -> CalibrationSums:
+    """Of heads, each `[windows, ...]`, to `[windows, heads, ...]`: one resampling serves them all."""
+    return CalibrationSums(
+        *(np.stack([np.asarray(x, np.float64) for x in field], axis=1) for field in zip(*sums, strict=True))
+    )
+
+
+def _means(sums: CalibrationSums) -> np.ndarray:
+    """`FIGURES` but the last two, `[..., 5]`."""
+    count, confidence, correct, _ = sums.whole()
+    ece = metrics.ece_from_sums(sums)
+    return np.stack([sums.nll / count, sums.brier / count, ece, correct / count, confidence / count], axis=-1)
+
+
+def _mean_confidence(sums: CalibrationSums) -> np.ndarray:
+    """`[..., 1]`; NaN where there is no token."""
+    count, confidence, _, _ = sums.whole()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (confidence / count)[..., None]
