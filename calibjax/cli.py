@@ -26,6 +26,7 @@ from calibjax.distributed import is_first
 from calibjax.evaluate import HeadBoundRun, run_head_bound
 from calibjax.finetune import SftRun, run_sft
 from calibjax.lhts import LhtsRun, run_lhts
+from calibjax.plan import PlanRun, run_plan
 from calibjax.quickstart import Quickstart, run_quickstart
 from calibjax.reports import ReportRun, run_report
 from calibjax.train import NonFiniteLossError
@@ -114,6 +115,10 @@ def main(args: Sequence[str] | None = None) -> int:
     @app.command(name="generate", help=_summary(GenerateRun))
     def generate(run: Annotated[GenerateRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_generate)
+
+    @app.command(name="plan", help=_summary(PlanRun))
+    def plan(run: Annotated[PlanRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_plan)
 
     @app.command(name="convert", help=_summary(ConvertRun))
     def convert(run: Annotated[ConvertRun, tyro.conf.arg(name="")]) -> int:

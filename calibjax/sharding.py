@@ -1,5 +1,6 @@
 """The mesh: axes by name, and where batches and weights lie on it."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,29 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 """(pattern of a parameter's dotted path, mesh axis of each of its dimensions); what matches none is whole."""
 
 
+def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
+    """Devices along each of `AXES` as `--mesh` has them: "data=2,fsdp=4", an axis that is left out has one.
+
+    Args:
+        text: of the option; None: all devices along fsdp.
+        devices: to be used.
+
+    Raises:
+        UserError: an unknown axis, a size that is no positive integer, or sizes that do not use the devices exactly.
+    """
+    if text is None:
+        return 1, devices, 1
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in AXES or not size.isdecimal() or int(size) < 1:
+            raise UserError(f"--mesh {text}: expected sizes of {', '.join(AXES)}, such as data=2,fsdp=4, got {part!r}.")
+        sizes[axis] = int(size)
+    if math.prod(sizes.values()) != devices:
+        raise UserError(f"--mesh {text}: needs {math.prod(sizes.values())} devices, {devices} were given.")
+    return sizes["data"], sizes["fsdp"], sizes["tensor"]
+
+
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the axes `AXES`.
 
@@ -50,24 +74,9 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] 
 
 
 def parse_mesh(text: str | None) -> Mesh:
-    """From "data=2,fsdp=4" to a mesh of all devices; an axis that is left out has one. None: all along fsdp.
-
-    Raises:
-        UserError: an unknown axis, a size that is no positive integer, or sizes that do not use the devices exactly.
-    """
+    """The mesh of all devices that `--mesh` describes; arguments and errors as `mesh_shape`'s."""
     devices = jax.devices()
-    if text is None:
-        return make_mesh((1, len(devices), 1))
-    sizes = dict.fromkeys(AXES, 1)
-    for part in text.split(","):
-        axis, _, size = part.strip().partition("=")
-        if axis not in AXES or not size.isdecimal() or int(size) < 1:
-            raise UserError(f"--mesh {text}: expected sizes of {', '.join(AXES)}, such as data=2,fsdp=4, got {part!r}.")
-        sizes[axis] = int(size)
-    try:
-        return make_mesh((sizes["data"], sizes["fsdp"], sizes["tensor"]), devices)
-    except ValueError as error:
-        raise UserError(f"--{error}") from error
+    return make_mesh(mesh_shape(text, len(devices)), devices)
 
 
 def describe_mesh(mesh: Mesh) -> str:
@@ -75,7 +84,7 @@ def describe_mesh(mesh: Mesh) -> str:
     return f"{mesh.size} device(s): {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}"
 
 
-def check_batch(mesh: Mesh, batch_size: int, accumulate: int = 1) -> None:
+def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1) -> None:
     """Raises `UserError` where the micro-batches of a step do not divide among the devices of `mesh`."""
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     micro = batch_size // accumulate

@@ -5,9 +5,11 @@
     python kernels/bench.py --static v6e --preset gemma2-2b --label-smoothing 0 0.1 --softcap none 30 --json v6e.json
     python kernels/bench.py --static v6e --preset gemma2-2b --softcap 30 --task both --save-logits --only vocab_stats
 
-On a device each contender's result is held against float64 on a sample before it is timed; the timed calls take turns.
-`--static` compiles for a TPU that need not be there and gives the static estimate of `static_profile.py`. tokamax is
-shown where it is installed.
+On a device each contender's result, of inputs that are new in each run, written over NaN, is held against float64 on a
+sample before it is timed; the timed calls take turns. On a GPU the losses of PyTorch's world and whole train steps are
+timed too, by processes of their own (`torch_losses.py`, `train/bench.py`), and what does not fit into `--minutes` is
+named and left out. `--static` compiles for a TPU that need not be there and gives the static estimate of
+`static_profile.py`. tokamax is shown where it is installed.
 """
 
 import argparse
@@ -15,23 +17,29 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import pathlib
 import platform
-import statistics
+import secrets
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
+import beside
 import contenders
 import jax
-import jax.numpy as jnp
+import measured
 import static_profile
 from contenders import TASKS, Problem
 from rich.console import Console
 from rich.table import Table
-from static_profile import CHIPS, DoesNotCompile
+from static_profile import CHIPS
+
+from calibjax import kernels
+from calibjax._tpu_compiler import DoesNotCompile
+from calibjax.kernels import pallas_gpu
+from calibjax.kernels.pallas_gpu import schedule
 
 PRESETS = {
     "cpu": Problem(2048, 512, 32_000, "float32"),
@@ -42,8 +50,13 @@ PRESETS = {
     "tokens-32k": Problem(32_768, 2560, 128_256, "bfloat16"),
 }
 DEFAULT_PRESETS = {"tpu": ("gemma2-2b",), "gpu": ("gemma2-2b", "llama31-8b-4k", "tokens-32k")}
-TIMED = ("forward", "both", "hidden", "scale")
-TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
+TIMED = {"cpu": ("forward", "both", "hidden", "scale"), "gpu": ("statistics", "both", "forward", "scale", "hidden")}
+# On a GPU both values of each, those without first; all the others are what they are here.
+DEFAULT_OPTIONS = {"gpu": {"label_smoothing": [0.0, 0.1], "softcap": [None, 30.0]}}
+# Of the contenders on a GPU, where a compilation takes seconds.
+SHOWN = {
+    "gpu": ("optax", "dense jnp", "tokamax", "vocab_stats chunked", "stats pallas_gpu", "linear_cross_entropy chunked")
+}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -55,14 +68,27 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, help="N instead of the preset's")
     parser.add_argument("--width", type=int, help="D instead of the preset's")
     parser.add_argument("--vocab", type=int, help="V instead of the preset's")
-    parser.add_argument("--dtype", choices=TOLERANCE, help="of hidden states and unembedding, instead of the preset's")
-    parser.add_argument("--label-smoothing", type=float, nargs="+", default=[0.0], help="one table for each")
-    parser.add_argument("--softcap", type=_softcap, nargs="+", default=[None], help="one table for each; or none")
+    parser.add_argument(
+        "--dtype", choices=measured.TOLERANCE, help="of hidden states and unembedding, instead of the preset's"
+    )
+    parser.add_argument(
+        "--label-smoothing", type=float, nargs="+", help="one table for each; default: 0, on a GPU 0 0.1"
+    )
+    parser.add_argument(
+        "--softcap", type=_softcap, nargs="+", help="one table for each; default: none, on a GPU none 30"
+    )
     parser.add_argument("--save-logits", action="store_true", help="ours keep the logits for the backward pass")
     parser.add_argument("--task", nargs="+", choices=TASKS, help="default: all; statistics in --static only")
-    parser.add_argument("--only", nargs="+", help="contenders with one of these in their names")
+    parser.add_argument("--only", nargs="+", help="contenders with one of these in their names; on a GPU the main ones")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--seed", type=int, help="of the inputs; default: another each time")
+    parser.add_argument("--minutes", type=float, help="start nothing after so many; default: none, on a GPU 9")
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("--torch", action=flag, help="time the losses of torch_losses.py too; default: on a GPU")
+    parser.add_argument("--train-steps", action=flag, help="run train/bench.py too; default: on a GPU")
+    parser.add_argument(
+        "--pairs", action="store_true", help="also pallas_gpu with W brought to pairs of programs at once"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="write everything there")
     return parser
 
@@ -75,16 +101,23 @@ def _problems(options: argparse.Namespace, where: str) -> Iterator[Problem]:
     """One for each table."""
     sizes = {name: getattr(options, name) for name in ("tokens", "width", "vocab", "dtype")}
     sizes = {name: value for name, value in sizes.items() if value is not None}
-    for preset in options.preset or DEFAULT_PRESETS.get(where, ("cpu",)):
-        for label_smoothing in options.label_smoothing:
-            for softcap in options.softcap:
-                given = {"label_smoothing": label_smoothing, "softcap": softcap, "save_logits": options.save_logits}
-                yield dataclasses.replace(PRESETS[preset], **sizes, **given)
+    defaults = DEFAULT_OPTIONS.get(where, {"label_smoothing": [0.0], "softcap": [None]})
+    label_smoothings = options.label_smoothing or defaults["label_smoothing"]
+    softcaps = options.softcap or defaults["softcap"]
+    presets = options.preset or DEFAULT_PRESETS.get(where, ("cpu",))
+    for label_smoothing, softcap, preset in itertools.product(label_smoothings, softcaps, presets):
+        given = {"label_smoothing": label_smoothing, "softcap": softcap, "save_logits": options.save_logits}
+        yield dataclasses.replace(PRESETS[preset], **sizes, **given)
+
+
+def _tasks(options: argparse.Namespace, where: str | None) -> tuple[str, ...]:
+    return tuple(options.task or TIMED["gpu" if where == "gpu" else "cpu"])
 
 
 def _names(options: argparse.Namespace, problem: Problem, ahead_of_time: bool = False) -> list[str]:
     found = contenders.contenders(problem, ahead_of_time)
-    return [name for name in found if not options.only or any(part in name for part in options.only)]
+    shown = options.only or ([] if ahead_of_time else SHOWN.get(options.platform))
+    return [name for name in found if not shown or any(part in name for part in shown)]
 
 
 def main(options: argparse.Namespace) -> None:
@@ -106,24 +139,70 @@ def main(options: argparse.Namespace) -> None:
         for problem in _problems(options, "tpu"):
             rows += _print(console, problem, _estimated(options, problem), STATIC_COLUMNS)
     else:
-        device = jax.devices()[0]
-        record |= {"device": _device_name(device), "kind": "measured"}
-        limits: dict[str, Any] = {}
-        for problem in _problems(options, device.platform):
-            if problem.dtype not in limits:
-                limits[problem.dtype] = _limits(problem.dtype)
-                product, copy = (limits[problem.dtype][name] for name in ("flop/s", "copy B/s"))
-                console.print(
-                    f"{record['device']}, measured: {problem.dtype} product {product / 1e12:.4g} TFLOP/s, "
-                    f"copy {copy / 1e9:.4g} GB/s"
-                )
-            rows += _print(
-                console, problem, _measured(options, problem, limits[problem.dtype]["flop/s"]), MEASURED_COLUMNS
-            )
-        record["limits"] = limits
+        _run(console, options, record)
+    if options.json is not None:
+        _write(options, record)
+        console.print(f"JSON: {options.json}")
+
+
+def _write(options: argparse.Namespace, record: dict[str, Any]) -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-        console.print(f"JSON: {options.json}")
+
+
+def _run(console: Console, options: argparse.Namespace, record: dict[str, Any]) -> None:
+    """The tables of the device; `record` is complete, and written, after each of them."""
+    on_gpu = options.platform == "gpu"
+    minutes = (9.0 if on_gpu else float("inf")) if options.minutes is None else options.minutes
+    deadline = measured.Deadline(60 * minutes)
+    seed = secrets.randbits(31) if options.seed is None else options.seed
+    record |= {"seed": seed, "kind": "measured"}
+    # Other processes come first: this one takes the GPU's memory as soon as jax looks at it.
+    if on_gpu and not beside.finds_gpu():
+        sys.exit("--platform gpu: jax finds no GPU here. It needs one of NVIDIA's, and the packages of jax[cuda13].")
+    planned, tasks = list(_problems(options, options.platform or "cpu")), _tasks(options, options.platform)
+    others: list[dict[str, Any]] = []
+    if on_gpu if options.torch is None else options.torch:
+        others = beside.torch_rows(options, planned, tasks, seed, deadline, record)
+    if on_gpu if options.train_steps is None else options.train_steps:
+        record["train_steps"] = beside.train_steps(console, options.platform, deadline)
+    device = jax.devices()[0]
+    record["device"] = _device_name(device)
+    if options.pairs:
+        implementation = pallas_gpu.make(blocks=schedule.Blocks(cluster=2))
+        kernels.IMPLEMENTATIONS["pallas_gpu_pairs"] = implementation
+    limits = record["limits"] = {}
+    for problem in _problems(options, device.platform):
+        if problem.dtype not in limits:
+            limits[problem.dtype] = measured.limits(problem.dtype)
+            product, copy = (limits[problem.dtype][name] for name in ("flop/s", "copy B/s"))
+            console.print(
+                f"{record['device']}, measured: {problem.dtype} product {product / 1e12:.4g} TFLOP/s, "
+                f"copy {copy / 1e9:.4g} GB/s"
+            )
+        if deadline.passed():
+            console.print(f"{problem}: not run, the time was up")
+            record["results"].append({**dataclasses.asdict(problem), "note": "not run: the time was up"})
+            continue
+        tasks = _tasks(options, device.platform)
+        names, flop_rate = _names(options, problem), limits[problem.dtype]["flop/s"]
+        rows = measured.rows(problem, tasks, names, seed, options.repeats, flop_rate, deadline)
+        record["results"] += _print(console, problem, _turn_by_turn(rows, others, problem, flop_rate), MEASURED_COLUMNS)
+        _write(options, record)
+
+
+def _turn_by_turn(
+    rows: list[dict[str, Any]], others: list[dict[str, Any]], problem: Problem, flop_rate: float
+) -> Iterator[dict[str, Any]]:
+    """The rows task by task, each with those that another process timed of the same problem."""
+    key = json.loads(json.dumps(dataclasses.asdict(problem)))
+    for task, of_task in itertools.groupby(rows, lambda row: row["task"]):
+        more = [row for row in others if row["problem"] == key and row["task"] == task]
+        more = [{name: value for name, value in row.items() if name != "problem"} for row in more]
+        for row in more:
+            if "seconds" in row:
+                row["share_of_limit"] = measured.limit_seconds(task, problem, flop_rate) / row["seconds"]
+        yield from _with_ratio([*of_task, *more], ("optax", "dense jnp"))
 
 
 def _versions() -> dict[str, str]:
@@ -138,117 +217,6 @@ def _versions() -> dict[str, str]:
 
 def _device_name(device: Any) -> str:
     return f"{device.platform} ({device.device_kind})"
-
-
-def _progress(text: str) -> None:
-    print(f"  {text}", file=sys.stderr, flush=True)
-
-
-def _seconds(function: Any, *arguments: Any) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    return time.perf_counter() - start
-
-
-def _limits(dtype: str) -> dict[str, float]:
-    """What the device can do: rate of a square product, and of a copy (bytes read and written)."""
-    on_cpu = jax.default_backend() == "cpu"
-    side, length = (2048, 2**24) if on_cpu else (8192, 2**28)
-    a = jnp.ones((side, side), dtype)
-    precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
-    product = jax.jit(lambda x: jnp.matmul(x, x, precision=precision))
-    copy, x = jax.jit(lambda x: x + 1), jnp.zeros(length, jnp.float32)
-    rates = {}
-    for name, function, argument, work in (("flop/s", product, a, 2 * side**3), ("copy B/s", copy, x, 2 * x.nbytes)):
-        _seconds(function, argument)
-        rates[name] = work / min(_seconds(function, argument) for _ in range(10))
-    return rates
-
-
-def _available_bytes() -> float:
-    """Memory that may still be taken."""
-    if limit := _memory("bytes_limit"):
-        return limit - _memory("bytes_in_use")
-    system = pathlib.Path("/proc/meminfo")
-    if not system.exists():
-        return float("inf")
-    lines = dict(line.split(":") for line in system.read_text().splitlines())
-    return 1024.0 * int(lines["MemAvailable"].split()[0])
-
-
-def _measured(options: argparse.Namespace, problem: Problem, flop_rate: float) -> Iterator[dict[str, Any]]:
-    """Checks every contender on every task, those with the least memory first, and times them task by task."""
-    inputs = contenders.random_arguments(problem, options.seed)
-    _progress("float64 values on a sample")
-    oracle, transposed = contenders.Oracle(problem, inputs), None
-    tasks, names = options.task or TIMED, _names(options, problem)
-    rows: dict[tuple[str, str], dict[str, Any]] = {
-        (task, name): {"task": task, "contender": name} for task in tasks for name in names
-    }
-    compiled = {}
-    for (task, name), row in rows.items():
-        _progress(f"{TASKS[task].title}: compile {name}")
-        try:
-            function, shapes = contenders.program(name, task, problem)
-            compiled[task, name] = jax.jit(function).lower(*shapes).compile()
-        except Exception as error:  # whatever fails in one contender, the others have their table
-            row["note"] = _first_line(error)
-            continue
-        memory = compiled[task, name].memory_analysis()
-        row |= {"extra_bytes": memory.temp_size_in_bytes, "output_bytes": memory.output_size_in_bytes}
-
-    def own_inputs(name: str) -> tuple[jax.Array, ...]:
-        nonlocal transposed
-        if not contenders.contenders(problem)[name].transposed:
-            return inputs
-        transposed = jnp.array(inputs[1].T) if transposed is None else transposed
-        return inputs[0], transposed, *inputs[2:]
-
-    for task, name in sorted(compiled, key=lambda key: rows[key]["extra_bytes"]):
-        _progress(f"{TASKS[task].title}: check {name}")
-        row, own = rows[task, name], own_inputs(name)
-        if (needed := row["extra_bytes"] + row["output_bytes"]) > _available_bytes():
-            row["note"] = f"does not fit: needs {needed / 2**30:.1f} GiB"
-            continue
-        peak = _memory("peak_bytes_in_use")
-        try:
-            outputs = jax.block_until_ready(compiled[task, name](*own))
-        except Exception as error:
-            row["note"] = _first_line(error)
-            continue
-        if _memory("peak_bytes_in_use") > peak:  # a new peak of the process, so this program's own
-            row["peak_extra_bytes"] = _memory("peak_bytes_in_use") - _memory("bytes_in_use")
-        row["error"] = oracle.error(task, outputs, own is not inputs)
-        if not row["error"] <= TOLERANCE[problem.dtype]:
-            row["note"] = "WRONG"
-        del outputs
-
-    for task in tasks:
-        ready = [name for name in names if (task, name) in compiled and "note" not in rows[task, name]]
-        _progress(f"{TASKS[task].title}: {options.repeats} rounds of {len(ready)} contenders")
-        times: dict[str, list[float]] = {name: [] for name in ready}
-        for _ in range(options.repeats):
-            for name in ready:
-                times[name].append(_seconds(compiled[task, name], *own_inputs(name)))
-        for name in ready:
-            median = statistics.median(times[name])
-            limit = TASKS[task].products * problem.product_flops() / flop_rate
-            rows[task, name] |= {
-                "seconds": median,
-                "fastest_seconds": min(times[name]),
-                "share_of_limit": limit / median,
-            }
-        yield from _with_ratio([rows[task, name] for name in names], ("optax", "dense jnp"))
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or [""])[0]
-    return (line if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {line}")[:80]
-
-
-def _memory(field: str) -> int:
-    """Of the device's allocator; 0 where it keeps no such figure."""
-    return (jax.devices()[0].memory_stats() or {}).get(field, 0)
 
 
 def _with_ratio(rows: list[dict[str, Any]], baselines: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -281,7 +249,7 @@ def _estimate(chip: str, name: str, task: str, problem: Problem) -> dict[str, An
 
     XLA code is not profiled: its loops would count once, and so they do in XLA's own cost model.
     """
-    _progress(f"{TASKS[task].title}: compile {name} for {chip}")
+    measured.progress(f"{TASKS[task].title}: compile {name} for {chip}")
     kernel = contenders.contenders(problem, ahead_of_time=True)[name].kernel
     products = TASKS[task].recomputing if kernel and not problem.save_logits else TASKS[task].products
     row: dict[str, Any] = {"task": task, "contender": name, "products": products}

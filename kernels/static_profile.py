@@ -3,21 +3,16 @@
 libtpu compiles ahead of time for every generation. Its static profile simulates the compiled program, bundle by bundle,
 with its loops and DMAs, and reports cycles per operation, Pallas kernels and XLA's own fusions alike. What comes out is
 a *static estimate*, not a measurement: `Chip.trust` says how far it lay from published times.
-
-Flags and topology belong to the process, and libtpu aborts it on an internal error: each compilation gets a process of
-its own. The caller may have imported jax already.
 """
 
-import importlib.metadata
-import multiprocessing
-import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from calibjax._tpu_compiler import with_compiler
 
 
 class Chip(NamedTuple):
@@ -72,10 +67,6 @@ class Compiled(NamedTuple):
     compile_seconds: float
 
 
-class DoesNotCompile(Exception):
-    """The compiler refused the program, died of it, or took too long; the message is its first line."""
-
-
 def compile_for(
     chip: str, build: Callable[..., Program], *args: Any, profile: bool = True, timeout: float = 900.0
 ) -> Compiled:
@@ -94,64 +85,13 @@ def compile_for(
     Raises:
         DoesNotCompile: with the compiler's reason.
     """
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="static_profile_") as directory:
-        receiver, sender = context.Pipe(duplex=False)
-        log, profiles = Path(directory, "stderr"), str(Path(directory, "profiles")) if profile else None
-        process = context.Process(target=_child, args=(sender, log, chip, build, args, profiles))
-        kept = dict(os.environ)
-        os.environ.update(_environment(profiles))
-        try:
-            process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(kept)
-        sender.close()
-        try:
-            if not receiver.poll(timeout):
-                raise DoesNotCompile(f"not done after {timeout:.0f} s")
-            result = receiver.recv()
-        except EOFError:
-            process.join()
-            fatal = re.search(r"^F\d{4} .*?\] (.*)", log.read_text(), re.MULTILINE)
-            raise DoesNotCompile(
-                f"the compiler died: {fatal[1][:300]}" if fatal else f"its process ended with code {process.exitcode}"
-            ) from None
-        finally:
-            process.kill()
-            process.join()
-    if isinstance(result, str):
-        raise DoesNotCompile(result)
-    return result
-
-
-def _environment(profile_directory: str | None) -> dict[str, str]:
-    """What must be set before jax and libtpu are loaded."""
-    flags = [os.environ.get("LIBTPU_INIT_ARGS", "")]
-    if profile_directory is not None:
-        # Small operands would be kept in on-chip memory, where those of the full size do not fit: not here either.
-        flags += [f"--xla_jf_dump_static_llo_profile_to={profile_directory}", "--xla_msa_enable=false"]
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": " ".join(filter(None, flags)),
-    }
-
-
-def _child(
-    sender: Connection, log: Path, chip: str, build: Callable[..., Program], args: tuple, directory: str | None
-) -> None:
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)  # libtpu's, where it says what it died of
-    if directory is not None:
-        os.mkdir(directory)
-    try:
-        sender.send(_compile(CHIPS[chip], build, args, directory))
-    except Exception as error:  # the parent raises it: compilers' exceptions do not pickle
-        lines = str(error).strip().splitlines() or [""]
-        sender.send(f"{type(error).__name__}: {lines[0][:300]}")
+        flags = []
+        if profile:
+            # Small operands would be kept in on-chip memory, where those of the full size do not fit: not here either.
+            flags = [f"--xla_jf_dump_static_llo_profile_to={directory}", "--xla_msa_enable=false"]
+        arguments = (CHIPS[chip], build, args, directory if profile else None)
+        return with_compiler(_compile, *arguments, flags=flags, timeout=timeout)
 
 
 def _compile(chip: Chip, build: Callable[..., Program], args: tuple, directory: str | None) -> Compiled:
@@ -234,11 +174,3 @@ def estimate(
     cycles = small + (large - small) / (points[1] - points[0]) * (size - points[0])
     peak = CHIPS[chip].flops_per_cycle * CHIPS[chip].cores
     return Estimate(cycles, cycles / CHIPS[chip].clock, flops / peak / cycles)
-
-
-def compiler_version() -> str | None:
-    """Version of libtpu, None where it is not installed."""
-    try:
-        return importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -14,8 +14,9 @@ import json
 
 import jax
 import jax.numpy as jnp
-from static_profile import CHIPS, DoesNotCompile, Program, compiler_version, estimate
+from static_profile import CHIPS, Program, estimate
 
+from calibjax._tpu_compiler import DoesNotCompile, compiler_version
 from calibjax.kernels.operator import Call, Model, Signal
 from calibjax.kernels.pallas_tpu import blocks, make
 

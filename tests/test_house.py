@@ -14,13 +14,13 @@ from tiny import write_model
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "calibjax"
 FLOORS = {
-    **dict.fromkeys(("_checks", "sharding", "distributed"), 0),
+    **dict.fromkeys(("_checks", "_tpu_compiler", "sharding", "distributed"), 0),
     "kernels": 1,
     **dict.fromkeys(("bounds", "horizon", "layers", "cache", "heads", "losses", "recalibrate", "metrics"), 2),
     **dict.fromkeys(("models", "data"), 3),
     **dict.fromkeys(("train", "eval"), 4),
     **dict.fromkeys(("runs", "calibrate", "compare", "finetune", "lhts", "evaluate", "commands", "quickstart"), 5),
-    **dict.fromkeys(("analyse", "reports", "cli", "__init__"), 5),
+    **dict.fromkeys(("analyse", "reports", "plan", "cli", "__init__"), 5),
 }
 LAZY = ("transformers", "datasets", "huggingface_hub", "tokenizers", "torch")
 FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sorted(PACKAGE.rglob("*.py"))}

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 import interpreted
+import interpreted_gpu
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,18 +17,24 @@ from oracle import EPS, FLOATS, assert_within, f64
 
 from calibjax.kernels import STATISTICS, chunked, stats, vocab_stats
 
-tpu = interpreted.tpu
-pytestmark = pytest.mark.usefixtures("tpu")
+tpu, gpu = interpreted.tpu, interpreted_gpu.gpu
+pytestmark = pytest.mark.usefixtures("tpu", "gpu")
 
 ALL = (*FLOATS, "argmax", "logit_variance", "correct")
 RUNNABLE = ("chunked", "reference", interpreted.NAME)
+ROUNDING = {
+    "float32": 0.0,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+}  # of gradients to the dtype of the inputs, at most
 
 
 class Case(NamedTuple):
     """A row of the table: V, N, D, chunk, options, dtype, size of the logits.
 
     chunk: None: reference; "tpu": its kernels with small blocks; "tpu blocks": with those that a chip gets; "apart":
-    with dh and dW a kernel each.
+    with dh and dW a kernel each; "gpu": the Hopper kernel with small blocks; "gpu programs": the same by two programs;
+    "gpu blocks": with those that a GPU gets.
     """
 
     vocab: int
@@ -49,13 +56,16 @@ class Case(NamedTuple):
             "tpu": interpreted.NAME,
             "tpu blocks": interpreted.WITH_ITS_BLOCKS,
             "apart": interpreted.APART,
+            "gpu": interpreted_gpu.NAME,
+            "gpu programs": interpreted_gpu.TWO_PROGRAMS,
+            "gpu blocks": interpreted_gpu.WITH_ITS_BLOCKS,
         }
         name = names.get(self.chunk, "chunked")
         return {"implementation": name, "softcap": self.softcap, "save_logits": self.save, **chunk}
 
     @property
-    def on_tpu(self):
-        return self.chunk in ("tpu", "tpu blocks", "apart")
+    def kernel(self):
+        return isinstance(self.chunk, str)
 
 
 # Small logits (size 0.01) show a vocabulary padded with zeros; large ones show overflow. 2049 and 129 leave a ragged
@@ -100,6 +110,9 @@ CASES = [
     pytest.param(Case(2049, 1000, 128, "tpu", scale=True, dtype="bfloat16", save=True), marks=pytest.mark.slow),
     pytest.param(Case(1100, 7, 128, "tpu blocks", dtype="bfloat16", softcap=20.0), marks=pytest.mark.slow),
     pytest.param(Case(2049, 128, 2304, "tpu", dtype="bfloat16", softcap=30.0, size=30.0), marks=pytest.mark.slow),
+    Case(200, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
+    pytest.param(Case(500, 7, 128, "gpu programs", dtype="float16", size=30.0), marks=pytest.mark.slow),
+    pytest.param(Case(600, 7, 64, "gpu blocks", dtype="bfloat16", softcap=20.0, size=0.01), marks=pytest.mark.slow),
 ]
 
 
@@ -133,20 +146,20 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
 
     Every logit carries at most zerr = 2 ε Σ_d |h_d W_vd| (plus the bias, the soft-cap and their rounding), p_v the
     relative error rel = 2 s zerr + ε (4 + |s max z| + |log_normalizer|), the products of the backward pass ε Σ|dz||W|,
-    and where the inputs are bfloat16 dz and the result are rounded to it, 2⁻⁸ at most. `root` stands for the random
-    walk of the roundings of a sum over V. The TPU kernels, and the row with the largest vocabulary, have twice the
+    and where the inputs are of 16 bits dz and the result are rounded to them (`ROUNDING`). `root` stands for the random
+    walk of the roundings of a sum over V. The Pallas kernels, and the row with the largest vocabulary, have twice the
     error of a logit and a longer walk: one large term in the running sum, rounded again at every addition.
     """
     h, w, s = np.abs(f64(hidden)), np.abs(f64(unembedding)), f64(scale)
     extra = 0.0 if bias is None else np.abs(f64(bias)).max()
     zabs = (h @ w.T).max(axis=1) + extra
-    wide = case.on_tpu or case.vocab == 32000
+    wide = case.kernel or case.vocab == 32000
     zerr = (4 if wide else 2) * EPS * (zabs + (case.softcap or 0.0))
     z = oracle.logits(hidden, unembedding, bias, case.softcap)
     p, want = oracle.probabilities(z, scale), oracle.statistics(hidden, unembedding, targets, scale, bias, case.softcap)
     top = np.abs(s * want["max_logit"]) + np.abs(want["log_normalizer"])
-    # The TPU kernels also round s·log₂e and log_normalizer·log₂e.
-    rel = 2 * s * zerr + EPS * (4 + top) * (2 if case.on_tpu else 1)
+    # The Pallas kernels also round s·log₂e and log_normalizer·log₂e.
+    rel = 2 * s * zerr + EPS * (4 + top) * (2 if case.kernel else 1)
     centred = np.abs(z - want["expected_logit"][:, None])
     spread = (p * centred).sum(axis=1)
     below = want["max_logit"] - want["expected_logit"]
@@ -170,7 +183,7 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
     np.add.at(all_dz, (np.arange(len(z)), argmax), g["max_logit"][:, 0])
     if case.softcap is not None:
         dz_error = dz_error + all_dz * (2 * zerr / case.softcap + EPS)[:, None]
-    rounding = root * EPS + (2.0**-8 if case.dtype == "bfloat16" else 0.0)
+    rounding = root * EPS + ROUNDING[case.dtype]
     dz_error = dz_error + rounding * all_dz
     backward = (dz_error @ w, dz_error.T @ h, dz_error.sum(axis=0))
     d_scale = (
@@ -222,7 +235,7 @@ def test_statistics_and_gradients_match_float64(case):
             assert got_grad is None
             continue
         assert got_grad.dtype == x.dtype, name
-        rounded = 2.0**-8 * np.abs(want_grad) if x.dtype == jnp.bfloat16 else 0.0
+        rounded = ROUNDING[x.dtype.name] * np.abs(want_grad)
         worst["d_" + name] = assert_within(got_grad, want_grad, tolerance + rounded + 1e-30, "d_" + name)
     np.testing.assert_array_equal(f64(grads[0])[~valid], 0.0)
     np.testing.assert_array_equal(f64(grads[3])[~valid], 0.0)

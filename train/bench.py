@@ -1,7 +1,8 @@
-"""What calibrating costs: an ATS train step against the forward pass that only computes each token's NLL.
+"""What training costs: an ATS or SFT train step against the forward pass that only computes each token's NLL.
 
     python train/bench.py                                     # a model that a laptop's CPU can run
-    python train/bench.py --hidden-size 2304 --vocab-size 256000 --layers 26 --batch 8 --seq-len 1024 --dtype bfloat16
+    python train/bench.py --shape gemma-2-2b --fit-layers --dtype bfloat16 --batch 4 --seq-len 1024
+    python train/bench.py --shape llama-3.1-8b --fit-layers --dtype bfloat16 --objective sft --batch 4 --seq-len 1024
 
 Both programs run the same frozen model on the same batch, turn by turn in one process. Printed: median times and their
 ratio; the products with the unembedding in each compiled program; the temporaries of the compiled step beside the size
@@ -13,7 +14,8 @@ import json
 import re
 import statistics
 import time
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +27,21 @@ from calibjax.heads import HeadKind
 from calibjax.kernels import chunked
 from calibjax.models import DecoderConfig, LanguageModel, init_params
 from calibjax.models.frozen import batch_stats, freeze
+from calibjax.models.shapes import SHAPES
 from calibjax.train import AtsObjective, OptimizerConfig, create_state, make_train_step
+from calibjax.train.sft import SftObjective
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Times an ATS train step against the forward pass alone, on a random Llama-shaped model.
+    """Times a train step against the forward pass alone, on a random model.
 
     Attributes:
+        objective: what is trained: a head that calibrates the frozen model, or all weights, kept in float32, with label
+            smoothing 0.1; by AdamW.
+        shape: a name of `calibjax.models.shapes`, whose sizes take the place of those below, but for `layers`, of which
+            it has no more than the shape; None: Llama's.
+        fit_layers: as many of the shape's layers as fit into the device's memory, in place of `layers`.
         hidden_size: D.
         layers: L.
         heads: attention heads.
@@ -46,6 +55,9 @@ class Bench:
         json: print one JSON document instead of the table.
     """
 
+    objective: Literal["ats", "sft"] = "ats"
+    shape: str | None = None
+    fit_layers: bool = False
     hidden_size: int = 512
     layers: int = 8
     heads: int = 8
@@ -83,8 +95,14 @@ def _temporaries(program: jax.stages.Compiled) -> float:
     return float("nan") if analysis is None else analysis.temp_size_in_bytes / 2**20
 
 
-def main(bench: Bench) -> None:
-    config = DecoderConfig(
+def _config(bench: Bench) -> DecoderConfig:
+    if bench.shape is not None:
+        if bench.shape not in SHAPES:
+            raise SystemExit(f"--shape: expected one of {', '.join(SHAPES)}, got {bench.shape!r}.")
+        config = SHAPES[bench.shape]
+        layers = _fitting_layers(config, bench) if bench.fit_layers else min(bench.layers, config.num_layers)
+        return _cut(config, layers)
+    return DecoderConfig(
         family="llama",
         vocab_size=bench.vocab_size,
         hidden_size=bench.hidden_size,
@@ -95,25 +113,73 @@ def main(bench: Bench) -> None:
         head_dim=bench.hidden_size // bench.heads,
         max_positions=bench.seq_len,
     )
+
+
+def _cut(config: DecoderConfig, layers: int) -> DecoderConfig:
+    """The first layers."""
+    return dataclasses.replace(config, num_layers=layers, local_layers=config.local_layers[:layers])
+
+
+def _fitting_layers(config: DecoderConfig, bench: Bench) -> int:
+    """Layers whose weights, with all that training keeps of them, take at most half of the device's memory."""
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if memory is None:
+        raise SystemExit("--fit-layers: this device does not say how much memory it has; give --layers.")
+    # Trained: float32 weights, gradients and two moments, and the weights as they are computed with.
+    size = (16 if bench.objective == "sft" else 0) + jnp.dtype(bench.dtype).itemsize
+
+    def count(layers: int) -> int:
+        shapes = jax.eval_shape(lambda: init_params(_cut(config, layers), jax.random.key(0), jnp.bfloat16))
+        return sum(x.size for x in jax.tree.leaves(shapes))
+
+    one, two = count(1), count(2)
+    layers = 1 + int((memory / 2 / size - one) // (two - one))
+    if layers < 1:
+        raise SystemExit(f"--fit-layers: not even one layer fits into {memory / 2**30:.0f} GiB.")
+    return min(layers, config.num_layers)
+
+
+class _Training(NamedTuple):
+    """A train step and what it is called with; the state is given up."""
+
+    step: jax.stages.Compiled
+    state: Any
+    frozen: Any
+    hyper: Mapping[str, jax.Array]
+
+
+def _ats(bench: Bench, lm: LanguageModel, batch: Mapping[str, jax.Array]) -> _Training:
+    head = calibjax.HeadConfig(kind=bench.head, hidden_size=lm.config.hidden_size)
+    optimizer = OptimizerConfig().build(1000)
+    state, frozen = create_state(head.init(jax.random.key(3)), optimizer), freeze(lm)
+    hyper = {"alpha": jnp.float32(0.5), "top_label_weight": jnp.float32(1.0)}
+    step = make_train_step(AtsObjective(lm.config, head, bench.loss, lm.dtype), optimizer)
+    return _Training(step.lower(state, frozen, batch, hyper).compile(), state, frozen, hyper)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _sft(bench: Bench, lm: LanguageModel, batch: Mapping[str, jax.Array]) -> _Training:
+    optimizer = OptimizerConfig().build(1000)
+    state = create_state(jax.tree.map(lambda x: jnp.array(x, jnp.float32), lm.params), optimizer)
+    step = make_train_step(SftObjective(model=lm.config, label_smoothing=0.1, dtype=lm.dtype), optimizer)
+    return _Training(step.lower(state, None, batch, {}).compile(), state, None, {})  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def main(bench: Bench) -> None:
+    config = _config(bench)
     dtype = jnp.dtype(bench.dtype)
     lm = LanguageModel(config, init_params(config, jax.random.key(0), dtype), dtype, fingerprint="random")
-    head = calibjax.HeadConfig(kind=bench.head, hidden_size=bench.hidden_size)
-    identity = calibjax.HeadConfig(kind="constant", hidden_size=bench.hidden_size)
+    identity = calibjax.HeadConfig(kind="constant", hidden_size=config.hidden_size)
     shape = (bench.batch, bench.seq_len)
     batch = {
-        "tokens": jax.random.randint(jax.random.key(1), shape, 0, bench.vocab_size),
-        "targets": jax.random.randint(jax.random.key(2), shape, 0, bench.vocab_size),
+        "tokens": jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size),
+        "targets": jax.random.randint(jax.random.key(2), shape, 0, config.vocab_size),
         "where": jnp.ones(shape, bool),
         "segment_ids": jnp.ones(shape, jnp.int32),
         "positions": jnp.broadcast_to(jnp.arange(bench.seq_len), shape),
     }
     frozen = freeze(lm)
-    optimizer = OptimizerConfig().build(1000)
-    state = create_state(head.init(jax.random.key(3)), optimizer)
-    hyper = {"alpha": jnp.float32(0.5), "top_label_weight": jnp.float32(1.0)}
-    step = make_train_step(AtsObjective(config, head, bench.loss, dtype), optimizer).lower(  # pyright: ignore[reportFunctionMemberAccess]
-        state, frozen, batch, hyper
-    )
+    training = (_ats if bench.objective == "ats" else _sft)(bench, lm, batch)
+    step, state = training.step, training.state
 
     def nll(frozen, batch):
         needed = losses.REQUIRED_STATISTICS["cross_entropy"]
@@ -121,45 +187,54 @@ def main(bench: Bench) -> None:
         stats, _ = batch_stats(config, identity, params, frozen, batch, dtype=dtype, statistics=needed)
         return losses.cross_entropy(stats)
 
-    forward, step = jax.jit(nll).lower(frozen, batch).compile(), step.compile()
+    forward = jax.jit(nll).lower(frozen, batch).compile()
     times: dict[str, list[float]] = {"forward": [], "step": []}
     for repeat in range(bench.repeats + 2):
         begin = time.perf_counter()
         jax.block_until_ready(forward(frozen, batch))
         middle = time.perf_counter()
-        state, metrics = step(state, frozen, batch, hyper)
+        state, metrics = step(state, training.frozen, batch, training.hyper)
         jax.block_until_ready(metrics)
         end = time.perf_counter()
         if repeat >= 2:  # the first two warm up
             times["forward"].append(middle - begin)
             times["step"].append(end - middle)
     tokens = bench.batch * bench.seq_len
-    chunk = chunked.choose_chunk_size(tokens, bench.vocab_size)
+    chunk = chunked.choose_chunk_size(tokens, config.vocab_size)
     others = {config.hidden_size, config.intermediate_size, 2 * config.hidden_size, bench.seq_len, tokens}
-    collisions = {chunk, bench.vocab_size % chunk} & others
-    if collisions:
-        raise SystemExit(f"cannot count products: other axes are {collisions} wide too; change --vocab-size.")
+    collisions = {chunk, config.vocab_size % chunk} & others
+    # Where another axis is as wide as a chunk they cannot be told apart.
+    products = ("not counted",) * 2
+    if not collisions:
+        products = tuple(unembedding_products(program, config.vocab_size, chunk) for program in (forward, step))
     medians = {name: statistics.median(values) for name, values in times.items()}
     result = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "config": dataclasses.asdict(bench),
+        "layers": config.num_layers,
         "forward_ms": 1e3 * medians["forward"],
         "step_ms": 1e3 * medians["step"],
         "ratio": statistics.median(s / f for s, f in zip(times["step"], times["forward"], strict=True)),
-        "products_forward": unembedding_products(forward, bench.vocab_size, chunk),
-        "products_step": unembedding_products(step, bench.vocab_size, chunk),
+        "products_forward": products[0],
+        "products_step": products[1],
         "temporaries_mib": _temporaries(step),
         "temporaries_forward_mib": _temporaries(forward),
-        "logits_mib": 4 * tokens * bench.vocab_size / 2**20,
+        "logits_mib": 4 * tokens * config.vocab_size / 2**20,
         "chunk": chunk,
     }
     if bench.json:
         print(json.dumps(result, indent=2))
         return
-    print(f"{result['device']}, jax {result['jax']}; {tokens:,} tokens, D {bench.hidden_size}, V {bench.vocab_size:,}")
+    print(
+        f"{result['device']}, jax {result['jax']}; {tokens:,} tokens, {config.num_layers} layers, "
+        f"D {config.hidden_size}, V {config.vocab_size:,}"
+    )
     print(f"forward pass to NLL   {result['forward_ms']:9.1f} ms   products with W: {result['products_forward']}")
-    print(f"ATS train step        {result['step_ms']:9.1f} ms   products with W: {result['products_step']}")
+    print(
+        f"{bench.objective.upper()} train step        {result['step_ms']:9.1f} ms   "
+        f"products with W: {result['products_step']}"
+    )
     print(f"ratio                 {result['ratio']:9.3f}      (median of {bench.repeats} pairs)")
     print(
         f"temporaries: step {result['temporaries_mib']:.1f} MiB, forward {result['temporaries_forward_mib']:.1f} MiB; "

@@ -54,7 +54,7 @@ def identity_head(lm: LanguageModel) -> FittedHead:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozens, batch):
+def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozens, batch):
     """Sums and outputs of every method on one batch; the frozen forward pass is shared."""
     hidden = batch_hidden(model, frozens[0], batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
@@ -122,7 +122,7 @@ def evaluate_tokens(
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
     bar = tqdm(total=len(windows.tokens), desc=description, unit="window", disable=quiet)
     for batch, real in eval_batches(windows.arrays(), batch_size):
-        results = to_host(_evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch))
+        results = to_host(evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch))
         for name, (sums, of_tokens, valid) in zip(names, results, strict=True):
             tokens = TokenOutputs(*of_tokens)
             kept[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.kernels import chunked, operator, pallas_tpu, reference, sharded
+from calibjax.kernels import chunked, operator, pallas_gpu, pallas_tpu, reference, sharded
 from calibjax.kernels.operator import Call, Implementation, Model
 from calibjax.kernels.platforms import platform
 from calibjax.kernels.sharded import VocabSharding
@@ -17,6 +17,7 @@ from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
 IMPLEMENTATIONS: dict[str, Implementation | None] = {
     "pallas_tpu": pallas_tpu.IMPLEMENTATION,
     "chunked": chunked.IMPLEMENTATION,
+    "pallas_gpu": pallas_gpu.IMPLEMENTATION,  # after "chunked", which runs anywhere, until it is measured to be faster
     "reference": None,
 }
 """Name -> implementation, best first; None stands for the dense formula, differentiated by JAX itself.
@@ -74,7 +75,7 @@ def vocab_stats(
         statistics: names of the wanted fields of `VocabStats`; None means all but `logit_variance`.
         implementation: a name in `IMPLEMENTATIONS`; None takes the first that can run this call on the devices it is
             compiled for: the mesh of `sharding`, or that in context (`jax.set_mesh`), or else the default device. An
-            explicit name never falls back.
+            explicit name never falls back. "pallas_gpu" (Hopper) runs by its name only: it has not been timed yet.
         chunk_size: columns at a time in "chunked"; None chooses by memory (`chunked.choose_chunk_size`).
         precision: of the products, as in `jax.lax.dot_general`; None means full float32 for float32 inputs.
         filter_threshold: in the backward pass, leave out blocks of tokens and vocabulary in which every p_v is below

@@ -81,6 +81,7 @@ SHAPES: dict[str, DecoderConfig] = {
     "llama-2-13b": _llama(40, 5120, 13824, 40, 40),
     "llama-2-70b": _llama(80, 8192, 28672, 64, 8),
     "llama-3.1-8b": _llama3(32, 4096, 14336, 32, factor=8.0),
+    "llama-3.1-70b": _llama3(80, 8192, 28672, 64, factor=8.0),
     "llama-3.2-1b": _llama3(16, 2048, 8192, 32, factor=32.0, tie_embeddings=True),
     "mistral-7b": _llama(
         32, 4096, 14336, 32, 8, family="mistral", max_positions=32768, local_layers=(True,) * 32, window=4096

@@ -144,6 +144,22 @@ class SftFit(NamedTuple):
     report: dict[str, Any]
 
 
+def sft_objective(
+    config: DecoderConfig, options: SftOptions, dtype: DTypeLike, mesh: Mesh | None = None
+) -> SftObjective:
+    """What `fit_sft` minimises: the model of `options.configure`, computed in `dtype`, divided over `mesh`."""
+    return SftObjective(
+        model=options.configure(config),
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        temperature=options.temperature,
+        dtype=dtype,
+        remat=options.remat,
+        lora=options.lora,
+        sharding=None if mesh is None else vocab_sharding(mesh, config),
+    )
+
+
 def split_validation(windows: Windows, options: SftOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows that are trained on, and those kept for validation."""
     return hold_back(windows, options.validation_fraction, seed)
@@ -191,16 +207,7 @@ def fit_sft(
         raise UserError("fine-tuning: no token of the windows counts; check the format of the data and the masks.")
     config, lora = options.configure(lm.config), options.lora
     train_rows, validation_rows = split_validation(windows, options, seed)
-    objective = SftObjective(
-        model=config,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        temperature=options.temperature,
-        dtype=lm.dtype,
-        remat=options.remat,
-        lora=lora,
-        sharding=vocab_sharding(mesh, config),
-    )
+    objective = sft_objective(lm.config, options, lm.dtype, mesh)
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     frozen: Any = None if lora is None else placed
     held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(seed))]

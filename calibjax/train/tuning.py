@@ -9,14 +9,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from calibjax._checks import UserError
 from calibjax.data import batches, eval_batches
 from calibjax.models import decoder
 from calibjax.sharding import check_batch, local_rows, param_shardings
 from calibjax.train.loop import train
-from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, create_state
+from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, TrainState, create_state
 from calibjax.train.step import CarryingObjective, Objective, make_train_step
 
 Ranges = dict[str, tuple[bool, str]]
@@ -70,7 +71,7 @@ class TuningOptions:
             "checkpoint_every": (self.checkpoint_every >= 1, "at least 1"),
         }
 
-    def check(self, mesh: Mesh) -> None:
+    def check(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises `UserError` where a value is out of range, or batches do not divide among the devices of `mesh`."""
         for name, (right, expected) in self.ranges().items():
             if not right:
@@ -92,6 +93,12 @@ class TuningOptions:
             weight_decay=self.weight_decay,
             clip_norm=self.clip_norm,
         )
+
+
+def first_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = None) -> TrainState:
+    """The state that `tune` starts from: parameters in float32, whatever they were."""
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    return create_state(params, optimizer, () if carry is None else carry)
 
 
 def tune(
@@ -136,9 +143,8 @@ def tune(
     steps = max(1, options.epochs * rows // options.batch_size)
     optimizer = options.optimizer_config.build(steps)
 
-    def start(params: Any):
-        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        return create_state(params, optimizer, () if carry is None else carry)
+    def start(params: Any) -> TrainState:
+        return first_state(params, optimizer, carry)
 
     shardings = param_shardings(mesh, jax.eval_shape(start, source[0]))
     state = jax.jit(start, out_shardings=shardings, donate_argnums=0 if consume else ())(source.pop())

@@ -1,0 +1,84 @@
+"""The two passes of `Implementation` for Hopper GPUs: which of them a kernel runs, and which the chunked form."""
+
+import functools
+from typing import Any, NamedTuple
+
+from jaxtyping import Array
+
+from calibjax.kernels import chunked
+from calibjax.kernels.operator import Call, Implementation, Model
+from calibjax.kernels.pallas_gpu import schedule
+from calibjax.kernels.platforms import Platform, platform
+from calibjax.kernels.stats import Moments
+
+_HOPPER = ("H100", "H200", "GH200", "H800", "H20")
+
+
+class _Setup(NamedTuple):
+    """What `make` fixes."""
+
+    interpret: Any
+    blocks: schedule.Blocks
+
+
+def _schedule(setup: _Setup, model: Model, platform: Platform) -> schedule.Schedule:
+    tokens, vocab_size = model.hidden.shape[0], model.unembedding.shape[0]
+    return schedule.choose(tokens, vocab_size, setup.blocks, platform.device_kind)
+
+
+def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
+    if not setup.interpret:
+        if platform.name != "gpu":
+            raise NotImplementedError(f"it runs on Hopper GPUs, and the program is compiled for {platform.name}")
+        if not set(_HOPPER) & set(platform.device_kind.split()):
+            raise NotImplementedError(f"it runs on Hopper GPUs ({', '.join(_HOPPER)}), not on {platform.device_kind}")
+    if call.chunk_size is not None:
+        raise NotImplementedError("the GPU kernel does not take chunk_size")
+    if call.save_logits:
+        raise NotImplementedError("the GPU kernel saves no logits")
+    if model.hidden.dtype.name not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"the GPU kernel takes bfloat16 and float16, not {model.hidden.dtype.name}")
+    if model.hidden.shape[0] == 0:
+        raise NotImplementedError("there are no tokens")
+    plan = _schedule(setup, model, platform)
+    note = (
+        f"statistics by tiles of {schedule.TOKENS} tokens by {plan.blocks.columns} columns in {plan.pieces} pieces of "
+        "the vocabulary, not timed on a GPU yet; gradients by the chunked form"
+    )
+    copied = schedule.copied_bytes(*model.unembedding.shape)
+    return note if not copied else f"{note}; {copied / 2**20:.0f} MiB to pad W to whole tiles of 8 x 64"
+
+
+def _forward(
+    setup: _Setup,
+    call: Call,
+    model: Model,
+    scale: Array,
+    targets: Array | None,
+    needed: frozenset[str],
+    save: bool,
+) -> tuple[Moments, Any]:
+    if "rows" in needed:
+        return chunked.forward(call, model, scale, targets, needed, save)
+    from calibjax.kernels.pallas_gpu import forward  # Mosaic's GPU half takes as long to import as all kernels
+
+    plan = _schedule(setup, model, platform())
+    return forward.moments(call, model, scale, targets, needed, plan, setup.interpret), None
+
+
+def make(interpret: Any = None, blocks: schedule.Blocks | None = None) -> Implementation:
+    """The implementation.
+
+    Args:
+        interpret: as in `plgpu.kernel`, to run the kernel on a CPU.
+        blocks: sizes of the kernel; None: those that were chosen for Hopper.
+    """
+    setup = _Setup(interpret, schedule.Blocks() if blocks is None else blocks)
+    return Implementation(
+        forward=functools.partial(_forward, setup),
+        backward=chunked.backward,
+        check=functools.partial(_check, setup),
+    )
+
+
+IMPLEMENTATION = make()

@@ -1,0 +1,108 @@
+"""Which multiprocessor computes which logits, and in which order, so that what they read stays in the L2 cache."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+ROWS = 64  # tokens of a warpgroup: one wgmma's
+WARPGROUPS = 2  # that multiply
+TOKENS = ROWS * WARPGROUPS
+TILE = (8, 64)  # of 16-bit elements, 128 bytes a row, swizzled in shared memory; TMA takes arrays of whole tiles
+
+# Token tiles that are walked together over the vocabulary. 132 programs at a time read 16 tiles of 128 tokens and, each
+# in a piece of its own, 9 of 256 columns: 9 and 11 MB at D = 2,304, about the least for tiles of this shape. The L2
+# cache holds them, and W comes from memory once for each group.
+_GROUP = 16
+_PARTIAL_BYTES = 16 * 2**20
+_BYTES_A_TOKEN = 28  # of a piece, with all statistics
+_TILES_LOST = 0.25  # to start and end a unit of work, in tiles of the vocabulary
+
+
+class Blocks(NamedTuple):
+    """Sizes of the kernel.
+
+    Attributes:
+        columns: of the vocabulary in a tile of logits.
+        depth: of D in a block of the ring.
+        stages: blocks in the ring: 4 of 48 KiB leave 35 of the 227 KiB of shared memory.
+        cluster: programs that share each block of the unembedding, which one copy brings to all of them: 1 or 2.
+        programs: that run at once, one for each multiprocessor; None: those of the device.
+    """
+
+    columns: int = 256
+    depth: int = 64
+    stages: int = 4
+    cluster: int = 1
+    programs: int | None = None
+
+
+class Schedule(NamedTuple):
+    """The work cut into units: a tile of tokens (with `cluster` 2, a pair of them) and a piece of the vocabulary.
+
+    Unit u runs on program u mod `programs`. Within a group of `group` tiles tokens go fastest, then pieces.
+    """
+
+    blocks: Blocks
+    token_tiles: int  # or pairs
+    vocab_tiles: int
+    group: int
+    pieces: int
+    programs: int  # or pairs of them
+
+    @property
+    def units(self) -> int:
+        return self.token_tiles * self.pieces
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.token_tiles * self.blocks.cluster * TOKENS
+
+    def unit(self, index: Array) -> tuple[Array, Array, Array, Array]:
+        """Token tile, piece, and the first tile of the vocabulary of this piece and of the next."""
+        in_group = self.group * self.pieces
+        group = jax.lax.div(index, in_group)
+        within = index - group * in_group
+        size = jnp.minimum(self.group, self.token_tiles - group * self.group)
+        piece = jax.lax.div(within, size)
+        start, end = (jax.lax.div((piece + i) * self.vocab_tiles, self.pieces) for i in (0, 1))
+        return group * self.group + jax.lax.rem(within, size), piece, start, end
+
+
+def copied_bytes(vocab_size: int, width: int) -> int:
+    """Of the copy of an unembedding that is made where it has no whole tiles."""
+    rows, columns = (-(-size // tile) * tile for size, tile in zip((vocab_size, width), TILE, strict=True))
+    return 0 if (rows, columns) == (vocab_size, width) else 2 * rows * columns
+
+
+def multiprocessors(device_kind: str) -> int:
+    """Of a Hopper GPU, by the name that its driver gives it."""
+    if "PCIe" in device_kind:
+        return 114
+    return 78 if "H20" in device_kind.split() else 132
+
+
+def _longest(token_tiles: int, vocab_tiles: int, group: int, pieces: int, programs: int) -> float:
+    """What the busiest program does, in tiles of the vocabulary."""
+    sizes = np.diff(np.arange(pieces + 1) * vocab_tiles // pieces) + _TILES_LOST
+    groups = np.diff([*range(0, token_tiles, group), token_tiles])
+    work = np.concatenate([np.repeat(sizes, count) for count in groups])
+    return float(np.bincount(np.arange(work.size) % programs, work).max())
+
+
+@functools.lru_cache(maxsize=256)
+def choose(tokens: int, vocab_size: int, blocks: Blocks, device_kind: str) -> Schedule:
+    """The schedule whose busiest program has least to do, with at most 16 MiB of partial statistics or 9 pieces."""
+    token_tiles = -(-tokens // (TOKENS * blocks.cluster))
+    vocab_tiles = -(-vocab_size // blocks.columns)
+    programs = max((blocks.programs or multiprocessors(device_kind)) // blocks.cluster, 1)
+    groups = -(-token_tiles * blocks.cluster // _GROUP)
+    group = -(-token_tiles // groups)
+    least = min(-(-programs // group), vocab_tiles)  # with fewer, one wave would read more than a group
+    fitting = _PARTIAL_BYTES // (_BYTES_A_TOKEN * token_tiles * blocks.cluster * TOKENS)
+    candidates = range(least, max(min(vocab_tiles, fitting, 2 * programs), least) + 1)
+    pieces = min(candidates, key=lambda n: _longest(token_tiles, vocab_tiles, group, n, programs))
+    return Schedule(blocks, token_tiles, vocab_tiles, group, pieces, min(programs, token_tiles * pieces))

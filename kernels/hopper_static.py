@@ -1,0 +1,145 @@
+"""Compile the operator for an H100 on a machine that has none: registers, spills, shared memory, temporaries. No time.
+
+    pip install jax-cuda13-plugin jax-cuda13-pjrt     # 132 MB, of the version that jax has; nothing else of CUDA
+    python kernels/hopper_static.py --preset gemma2-2b tokens-32k --softcap none 30 --json hopper.json
+
+The programs are those of `bench.py` with `implementation="pallas_gpu"`. Registers, spills and shared memory are of the
+Pallas kernels in them, temporaries of the whole.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import contenders
+import jax
+import numpy as np
+from bench import PRESETS, _softcap
+from contenders import Problem
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# What the driver of an H100 SXM says of it: XLA's own format of a target.
+H100 = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84929347584
+  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 28 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+TASKS = ("statistics", "forward", "both")
+
+
+def installed() -> bool:
+    """The compiler is there: jax's CUDA plugin."""
+    return importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def target() -> Mesh:
+    """A mesh of one H100 that need not be there."""
+    description: Any = topologies.get_topology_desc(
+        platform="cuda", topology_name="h100", target_config=H100, topology="1x1x1"
+    )
+    return Mesh(np.array(description.devices), ("device",))
+
+
+@contextlib.contextmanager
+def _dumped() -> Iterator[pathlib.Path]:
+    """A directory into which Mosaic writes what it compiles, and what ptxas says of it."""
+    with tempfile.TemporaryDirectory(prefix="hopper_static_") as directory:
+        names = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        before = {name: os.environ.get(name) for name in names}
+        os.environ.update(names)
+        try:
+            yield pathlib.Path(directory)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _numbers(pattern: str, text: str) -> list[int]:
+    return [int(number) for number in re.findall(pattern, text)]
+
+
+def compile_for_h100(problem: Problem, task: str, name: str = "vocab_stats pallas_gpu") -> dict[str, Any]:
+    """What the compilers say of one of `contenders.program`.
+
+    Returns:
+        "temporaries", "compile_seconds", and a list "kernels": of each Mosaic kernel its "registers" (of a thread, at
+        the launch), "spilled" (bytes stored and loaded), "shared_memory" (bytes), "wgmma" (instructions in its text)
+        and "serialized": ptxas could not let products run beside other work.
+    """
+    mesh = target()
+    with jax.set_mesh(mesh), _dumped() as directory:
+        function, arguments = contenders.program(name, task, problem)
+        placed = NamedSharding(mesh, PartitionSpec())
+        arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for x in arguments]
+        start = time.time()
+        compiled = jax.jit(function).lower(*arguments).compile()
+        seconds, kernels = time.time() - start, []
+        for file in sorted(directory.glob("*.ptxas")):
+            said = file.read_text()
+            kernels.append(
+                {
+                    "registers": _numbers(r"Used (\d+) registers", said)[0],
+                    "spilled": sum(_numbers(r"(\d+) bytes spill", said)),
+                    "shared_memory": _shared_memory(file.with_suffix(".mlir-passes.log")),
+                    "wgmma": file.with_suffix(".ptx").read_text().count("wgmma.mma_async"),
+                    "serialized": "serialized" in said,
+                }
+            )
+    memory: Any = compiled.memory_analysis()
+    temporaries = memory.temp_size_in_bytes
+    return {"temporaries": temporaries, "compile_seconds": seconds, "kernels": kernels}
+
+
+def _shared_memory(log: pathlib.Path) -> int:
+    """From the first of the passes that launches the kernel; the log has tens of megabytes."""
+    with log.open() as lines:
+        return next(size for line in lines for size in _numbers(r"dynamic_shared_memory_size %c(\d+)_i32", line))
+
+
+def main(options: argparse.Namespace) -> None:
+    """Compile, print and record."""
+    rows = []
+    for preset in options.preset:
+        for softcap in options.softcap:
+            problem = dataclasses.replace(PRESETS[preset], softcap=softcap, label_smoothing=0.1)
+            for task in options.task:
+                row = compile_for_h100(problem, task)
+                rows.append({**dataclasses.asdict(problem), "task": task, **row})
+                print(
+                    f"{problem}, {task}: {row['temporaries'] / 2**20:.1f} MiB of temporaries, "
+                    f"compiled in {row['compile_seconds']:.0f} s"
+                )
+                for kernel in row["kernels"]:
+                    print("   ", ", ".join(f"{key} {value}" for key, value in kernel.items()), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if not installed():
+        sys.exit("hopper_static.py needs the packages jax-cuda13-plugin and jax-cuda13-pjrt; it needs no GPU.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", nargs="+", choices=PRESETS, default=["gemma2-2b", "llama31-8b-4k", "tokens-32k"])
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=["statistics"])
+    parser.add_argument("--softcap", type=_softcap, nargs="+", default=[None, 30.0], help="or none")
+    parser.add_argument("--json", type=pathlib.Path, help="write everything there")
+    main(parser.parse_args())

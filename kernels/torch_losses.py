@@ -1,0 +1,237 @@
+"""Losses of PyTorch's world on this machine's GPU or CPU, checked and timed: what `bench.py` sets ours beside.
+
+    python kernels/torch_losses.py '{"problems": [...], "tasks": ["forward", "both"], "device": "cuda", "seed": 0, ...}'
+
+`bench.py` calls it in a process of its own, for two frameworks share no GPU memory, and gives it the fields of `main`.
+It prints one JSON document: versions, and a row for each problem, task and loss. What is not installed, or lacks an
+option, is named in a row. Nothing of calibjax is used here, nor JAX.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+DIFFERENTIATED = {"forward": (), "hidden": (0,), "both": (0, 1)}  # positions among (hidden, unembedding)
+PACKAGES = ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels")
+
+
+def _plain(torch: Any, problem: dict[str, Any]) -> Callable:
+    """The mean loss of logits held in float32."""
+
+    def loss(hidden, unembedding, targets):
+        z = torch.nn.functional.linear(hidden, unembedding).float()
+        if problem["softcap"] is not None:
+            z = problem["softcap"] * torch.tanh(z / problem["softcap"])
+        return torch.nn.functional.cross_entropy(z, targets, label_smoothing=problem["label_smoothing"])
+
+    return loss
+
+
+def _refuse(problem: dict[str, Any], *lacking: str) -> None:
+    for option in lacking:
+        if problem[option]:
+            raise NotImplementedError(f"has no {option.replace('_', ' ')}")
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise NotImplementedError("not installed") from None
+
+
+def _compiled(torch: Any, problem: dict[str, Any]) -> Callable:
+    return torch.compile(_plain(torch, problem), dynamic=False)
+
+
+def _cut_cross_entropy(kind: str, torch: Any, problem: dict[str, Any]) -> Callable:
+    _refuse(problem, "label_smoothing")
+    cce = _module("cut_cross_entropy")
+    return lambda h, w, y: cce.linear_cross_entropy(h, w, y, softcap=problem["softcap"], reduction="mean", impl=kind)
+
+
+def _liger(torch: Any, problem: dict[str, Any]) -> Callable:
+    options = {"label_smoothing": problem["label_smoothing"], "softcap": problem["softcap"], "reduction": "mean"}
+    loss = _module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(**options)
+    return lambda h, w, y: loss(w, h, y)
+
+
+def _quack(torch: Any, problem: dict[str, Any]) -> Callable:
+    _refuse(problem, "label_smoothing", "softcap")
+    quack = _module("quack.linear_cross_entropy")
+    return lambda h, w, y: quack.chunked_linear_cross_entropy(h, w, y, reduction="mean")
+
+
+LOSSES: dict[str, Callable[[Any, dict[str, Any]], Callable]] = {
+    "torch eager": _plain,
+    "torch.compile": _compiled,
+    "torch cut-cross-entropy": lambda *x: _cut_cross_entropy("cce", *x),
+    "torch cut-cross-entropy exact": lambda *x: _cut_cross_entropy("cce_exact", *x),
+    "torch liger-kernel": _liger,
+    "torch quack": _quack,
+}
+
+
+class Oracle:
+    """The mean loss, and its gradients on a sample of tokens and of rows of the unembedding, in float64."""
+
+    def __init__(self, torch: Any, problem: dict[str, Any], inputs: tuple[Any, Any, Any], sample: int) -> None:
+        hidden, unembedding, targets = inputs
+        beta, cap, tokens, vocab = problem["label_smoothing"], problem["softcap"], *map(len, inputs[:2])
+
+        def logits(hidden: Any, weights: Any, dtype: Any) -> Any:
+            z = hidden.to(dtype) @ weights.to(dtype).T
+            return z if cap is None else cap * torch.tanh(z / cap)
+
+        def d_logits(z: Any, log_normalizer: Any, is_target: Any) -> Any:
+            dz = ((z - log_normalizer[:, None]).exp() - (1 - beta) * is_target - beta / vocab) / tokens
+            return dz if cap is None else dz * (1 - (z / cap) ** 2)
+
+        total, log_normalizers = 0.0, []
+        for part, y in zip(hidden.split(256), targets.split(256), strict=True):
+            z = logits(part, unembedding, torch.float32)
+            mean = (1 - beta) * z.gather(1, y[:, None])[:, 0].double() + beta * z.double().mean(1)
+            log_normalizers.append(z.double().logsumexp(1))
+            total += float((log_normalizers[-1] - mean).sum())
+        self.tokens, ids = (
+            torch.randperm(tokens)[:sample].to(targets.device),
+            torch.arange(vocab, device=targets.device),
+        )
+        self.rows = torch.cat([targets[:sample], ids[torch.randperm(vocab)[:sample].to(ids.device)]]).unique()
+        z = torch.cat([logits(hidden[self.tokens], w, torch.float64) for w in unembedding.split(16384)], dim=1)
+        dz = d_logits(z, z.logsumexp(1), targets[self.tokens][:, None] == ids[None, :])
+        parts = zip(dz.split(16384, dim=1), unembedding.split(16384), strict=True)
+        d_hidden: Any = sum(part @ rows.double() for part, rows in parts)
+        z = logits(hidden, unembedding[self.rows], torch.float64)
+        dz = d_logits(z, torch.cat(log_normalizers), targets[:, None] == self.rows[None, :])
+        self._expected = (torch.tensor(total / tokens).double(), d_hidden, dz.T @ hidden.double())
+
+    def error(self, loss: Any, gradients: tuple[Any, ...]) -> float:
+        """The largest error, each relative to the largest value expected of its array."""
+        found = [loss.detach().cpu(), *(g[i] for g, i in zip(gradients, (self.tokens, self.rows), strict=False))]
+        pairs = zip(found, self._expected, strict=False)
+        return max(float((x.double() - y).abs().max() / y.abs().max()) for x, y in pairs)
+
+
+def inputs_of(torch: Any, problem: dict[str, Any], seed: int, device: str) -> tuple[Any, Any, Any]:
+    """Hidden states, unembedding [V, D] and targets; logits with a standard deviation of 3."""
+    generator, dtype = torch.Generator(device=device).manual_seed(seed), getattr(torch, problem["dtype"])
+    options = {"generator": generator, "device": device}
+    hidden = torch.randn(problem["tokens"], problem["width"], **options).to(dtype)
+    unembedding = (torch.randn(problem["vocab"], problem["width"], **options) * 3 / problem["width"] ** 0.5).to(dtype)
+    return hidden, unembedding, torch.randint(problem["vocab"], (problem["tokens"],), **options)
+
+
+def main(
+    problems: list[dict[str, Any]],
+    tasks: list[str],
+    device: str,
+    seed: int,
+    repeats: int,
+    only: list[str] | None,
+    seconds: float,
+    sample: int,
+) -> dict[str, Any]:
+    """The rows of all problems.
+
+    Args:
+        problems: the fields of `contenders.Problem` of each.
+        tasks: of `DIFFERENTIATED`.
+        device: "cuda" or "cpu".
+        seed: of the inputs.
+        repeats: timed calls of each loss.
+        only: losses with one of these in their names; None: all.
+        seconds: after which no other loss is begun.
+        sample: tokens and rows that are held against float64.
+    """
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        sys.exit("torch is not installed")
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} finds no GPU")
+    end, rows = time.monotonic() + seconds, []
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for problem in problems:
+        inputs = oracle = None
+        for name in LOSSES:
+            if only and not any(part in name for part in only):
+                continue
+            for task in tasks:
+                row = {"problem": problem, "task": task, "contender": name}
+                rows.append(row)
+                if time.monotonic() > end:
+                    row["note"] = "not run: the time was up"
+                    continue
+                try:
+                    loss = LOSSES[name](torch, problem)
+                    if inputs is None:
+                        inputs = inputs_of(torch, problem, seed, device)
+                        with torch.no_grad():
+                            oracle = Oracle(torch, problem, inputs, sample)
+                    row |= _timed(torch, loss, inputs, oracle, DIFFERENTIATED[task], repeats, problem["dtype"])
+                except Exception as error:  # whatever fails in one loss, the others have their rows
+                    text = (str(error).strip().splitlines() or [""])[0]
+                    row["note"] = (
+                        text if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {text}"[:80]
+                    )
+    return {"versions": {package: _version(package) for package in PACKAGES}, "rows": rows}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _timed(
+    torch: Any,
+    loss: Callable,
+    inputs: tuple[Any, Any, Any],
+    oracle: Any,
+    wanted: tuple[int, ...],
+    repeats: int,
+    dtype: str,
+) -> dict[str, Any]:
+    """Error, median time and peak memory beyond the inputs of a loss with its gradients in `wanted`."""
+    on_gpu = inputs[0].is_cuda
+    arguments = [x.detach().requires_grad_(i in wanted) if i < 2 else x for i, x in enumerate(inputs)]
+    differentiated = [arguments[i] for i in wanted]
+
+    def run() -> tuple[Any, tuple[Any, ...]]:
+        with torch.set_grad_enabled(bool(wanted)):
+            value = loss(*arguments)
+        gradients = torch.autograd.grad(value, differentiated) if wanted else ()
+        if on_gpu:
+            torch.cuda.synchronize()
+        return value, gradients
+
+    run()  # compiles and warms up
+    found: dict[str, Any] = {}
+    if on_gpu:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    value, gradients = run()
+    if on_gpu:
+        found["peak_extra_bytes"] = torch.cuda.max_memory_allocated() - before
+    found["error"] = oracle.error(value, gradients)
+    del value, gradients
+    # Some of these round dW, or the logits, to 16 bits while they add: not wrong, and the error stands in the table.
+    if not found["error"] <= {"float32": 1e-4, "float16": 3e-2}.get(dtype, 1e-1):
+        return found | {"note": "WRONG"}
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return found | {"seconds": statistics.median(times), "fastest_seconds": min(times)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(**json.loads(sys.argv[1]))))

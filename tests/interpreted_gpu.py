@@ -1,0 +1,99 @@
+"""The Hopper kernel run by Pallas' interpreter on a CPU: memory full of NaN, races of warpgroups and copies found.
+
+The interpreter is private to jax: all that is used of it is in this file, with what it lacks. Copies give zeros for
+what lies outside an array, as TMA does; loads from the memory of the GPU are reads; in 0.10.2 a product takes a
+transposed operand, and what it reads is checked for races (0.11.2 takes one too, and does not check). It runs copies
+and products at once, and one program after the other: it says nothing of a block that is given back while a product
+still reads it, nor of clusters.
+"""
+
+import faulthandler
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from calibjax.kernels import api, pallas_gpu
+from calibjax.kernels.pallas_gpu.schedule import Blocks
+
+NAME = "pallas_gpu_interpreted"
+TWO_PROGRAMS = "pallas_gpu_interpreted_by_two_programs"
+WITH_ITS_BLOCKS = "pallas_gpu_interpreted_with_its_blocks"
+
+_PATIENCE = 400  # seconds
+_PACKAGE = "jax._src.pallas.mosaic_gpu.interpret"
+_callbacks = importlib.import_module(f"{_PACKAGE}.gpu_callbacks")
+_Transpose = importlib.import_module("jax._src.state.types").TransposeTransform
+_PARAMS = importlib.import_module(f"{_PACKAGE}.params").InterpretGPUParams(
+    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="uninitialized"
+)
+# Each program is compiled anew for each of its warpgroups: one is enough but for one test.
+IMPLEMENTATIONS = {
+    NAME: pallas_gpu.make(_PARAMS, Blocks(columns=64, stages=2, programs=1)),
+    TWO_PROGRAMS: pallas_gpu.make(_PARAMS, Blocks(columns=64, stages=3, programs=2)),
+    WITH_ITS_BLOCKS: pallas_gpu.make(_PARAMS, Blocks(programs=1)),
+}
+
+
+def _zeros_outside(found, full_shape, shape, dtype, *_):
+    whole = np.zeros(full_shape, dtype)
+    if found is not None:
+        whole[tuple(slice(size) for size in found.shape)] = found
+    return whole
+
+
+def _product(
+    *,
+    token,
+    device_id,
+    grid_point_coords,
+    thread_id,
+    acc_allocation_key_as_array,
+    acc_transforms,
+    acc_dtype,
+    a_allocation_key_as_array,
+    a_transforms,
+    b_allocation_key_as_array,
+    b_transforms,
+    source_info,
+):
+    place = {"device_id": device_id, "grid_point_coords": grid_point_coords, "thread_id": thread_id}
+
+    def read(key, transforms):
+        kept = tuple(x for x in transforms if not isinstance(x, _Transpose))
+        where = {**place, "allocation_key_as_array": key, "transforms": kept}
+        _, value = _callbacks._get(token, **where, source_info=source_info)
+        value = np.asarray(value).astype(np.float32)
+        return value if len(kept) == len(transforms) else value.T
+
+    total = read(acc_allocation_key_as_array, acc_transforms)
+    total = total + read(a_allocation_key_as_array, a_transforms) @ read(b_allocation_key_as_array, b_transforms)
+    _callbacks._swap(
+        token,
+        **place,
+        allocation_key_as_array=acc_allocation_key_as_array,
+        transforms=acc_transforms,
+        val=jnp.asarray(total, acc_dtype),
+        mask=None,
+        source_info=source_info,
+    )
+    return token
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Lets `implementation=NAME` run the interpreted kernel, and fails the test if the last of them had a race."""
+    monkeypatch.setattr(_callbacks, "_handle_out_of_bounds_read", _zeros_outside)
+    if jax.__version_info__ < (0, 11):  # later it takes transposed operands itself
+        monkeypatch.setattr(_callbacks, "wgmma", _product)
+    monkeypatch.setattr(plgpu, "load", lambda ref, index, optimized: ref[index])
+    for name, implementation in IMPLEMENTATIONS.items():
+        monkeypatch.setitem(api.IMPLEMENTATIONS, name, implementation)
+    # An error inside leaves the other warpgroups waiting for ever: end the process, and say where they are.
+    faulthandler.dump_traceback_later(_PATIENCE, exit=True)
+    yield NAME
+    faulthandler.cancel_dump_traceback_later()
+    assert _callbacks._races is None or not _callbacks._races.races_found

@@ -1,0 +1,178 @@
+"""The Hopper kernel: its schedule, where it runs, its soft-capped form, and what the compiler makes of it."""
+
+import dataclasses
+import importlib.util
+import itertools
+from pathlib import Path
+
+import interpreted_gpu
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from oracle import EPS, assert_within
+
+from calibjax.kernels import VocabSharding, explain, stats, vocab_stats
+from calibjax.kernels.pallas_gpu import forward, schedule
+from calibjax.kernels.pallas_gpu.schedule import Blocks
+from calibjax.sharding import make_mesh
+
+gpu = interpreted_gpu.gpu
+FOLDER = str(Path(__file__).parents[1] / "kernels")
+H100 = "NVIDIA H100 80GB HBM3"
+SIZES = [(8192, 256_000), (4096, 128_256), (32_768, 128_256), (1000, 50_257), (128, 32_000), (1, 300), (129, 256)]
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(("tokens", "vocab_size"), SIZES)
+def test_every_tile_is_computed_once(tokens, vocab_size, cluster):
+    """In at most 16 MiB of pieces, evenly over the multiprocessors, with few different operands at a time."""
+    plan = schedule.choose(tokens, vocab_size, Blocks(cluster=cluster), H100)
+    units = np.stack(jax.vmap(plan.unit)(jnp.arange(plan.units)), axis=1).tolist()
+    assert {(tile, piece) for tile, piece, _, _ in units} == set(
+        itertools.product(range(plan.token_tiles), range(plan.pieces))
+    )
+    assert plan.padded_tokens >= tokens
+    assert plan.padded_tokens - tokens < 128 * cluster
+    for tile in range(plan.token_tiles):
+        spans = sorted((start, end) for t, _, start, end in units if t == tile)
+        assert spans[0][0] == 0
+        assert spans[-1][1] == plan.vocab_tiles == -(-vocab_size // 256)
+        assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise([*spans, (plan.vocab_tiles, 10**9)]))
+    assert plan.pieces * plan.padded_tokens * 28 <= 16 * 2**20 or plan.pieces <= 132
+    together = units[: plan.programs]
+    assert len({tile for tile, *_ in together}) * cluster <= 17, "token tiles of a wave"
+    assert len({piece for _, piece, *_ in together}) <= max(10, plan.programs // plan.group + 1)
+    work = np.zeros(plan.programs)
+    for i, (_, _, start, end) in enumerate(units):
+        work[i % plan.programs] += end - start
+    ideal = plan.token_tiles * plan.vocab_tiles / (132 // cluster)
+    print(f"{plan.pieces} pieces; the busiest of {plan.programs} does {work.max():.0f} tiles, {ideal:.1f} at best")
+    assert work.max() <= max(1.04 * ideal, np.ceil(ideal))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_pieces_merge_to_the_whole(count):
+    rng = np.random.default_rng(6)
+    logits, scale = rng.normal(size=(9, 70)).astype(np.float32) * 20, np.geomspace(0.1, 3, 9).astype(np.float32)
+    wanted = frozenset({"argmax", "first", "second", "total"})
+    starts = [70 * i // count for i in range(count + 1)]
+    pieces = [stats.moments(logits[:, a:b], scale, None, a, wanted) for a, b in itertools.pairwise(starts)]
+    got = forward._merged(jax.tree.map(lambda *x: jnp.stack(x), *pieces), scale)
+    want = stats.moments(logits, scale, None, 0, wanted)
+    for name in ("max_logit", "argmax"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
+    for name in ("weight", "first", "second", "total"):
+        x = np.asarray(getattr(want, name))
+        assert_within(getattr(got, name), x, 50 * EPS * (1 + np.abs(logits).sum(axis=1) + np.abs(x)), name)
+
+
+def test_multiprocessors():
+    names = {H100: 132, "NVIDIA H200": 132, "NVIDIA H100 PCIe": 114, "NVIDIA H20": 78, "NVIDIA GH200 480GB": 132}
+    assert {name: schedule.multiprocessors(name) for name in names} == names
+
+
+def on(kind):
+    """A mesh of one GPU that need not be there."""
+    device = type(make_mesh().abstract_mesh.abstract_device)(kind, 1, platform="cuda")
+    auto = (AxisType.Auto,) * 3
+    return VocabSharding(AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), axis_types=auto, abstract_device=device))
+
+
+def shapes(dtype=jnp.bfloat16, tokens=8192, width=2304, vocab_size=256_000):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in ((tokens, width), (vocab_size, width))]
+
+
+def test_nothing_chooses_it_until_it_is_measured():
+    text = explain(*shapes(), sharding=on(H100))
+    assert f"for gpu ({H100})" in text
+    assert "  chunked     chosen: " in text
+    assert "  pallas_gpu  comes later (could: statistics by tiles of 128 tokens by 256 columns in 35 pieces" in text
+    assert "not timed on a GPU yet; gradients by the chunked form" in text
+    named = explain(*shapes(), sharding=on("NVIDIA H200"), implementation="pallas_gpu")
+    assert "  pallas_gpu  chosen: " in named
+    # dh alone comes out of the chunked form's forward pass; else the logits are computed anew, once for both gradients.
+    assert [line[-5:] for line in named.splitlines()[-4:]] == ["1 + 0", "1 + 2", "1 + 2", "1 + 3"]
+    alone = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", statistics=["log_normalizer"])
+    assert [line[-5:] for line in alone.splitlines()[-4:]] == ["1 + 0", "2 + 0", "1 + 2", "1 + 3"]
+    assert "252 MiB to pad W" in explain(*shapes(vocab_size=50_257, width=2570), sharding=on(H100))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "options", "reason"),
+    [
+        ("NVIDIA A100-SXM4-80GB", {}, {}, "it runs on Hopper GPUs (H100, H200, GH200, H800, H20), not on NVIDIA A100"),
+        (H100, {"dtype": jnp.float32}, {}, "takes bfloat16 and float16, not float32"),
+        (H100, {"tokens": 0}, {}, "there are no tokens"),
+        (H100, {}, {"chunk_size": 512}, "does not take chunk_size"),
+        (H100, {}, {"save_logits": True}, "saves no logits"),
+    ],
+)
+def test_what_it_cannot_run(kind, change, options, reason):
+    text = explain(*shapes(**change), sharding=on(kind), implementation="pallas_gpu", **options)
+    [line] = [line for line in text.splitlines() if line.startswith("  pallas_gpu")]
+    assert "cannot run this call here" in line
+    assert reason in line
+
+
+def test_it_never_falls_back():
+    x = jnp.ones((3, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="it runs on Hopper GPUs, and the program is compiled for cpu"):
+        vocab_stats(x, x, implementation="pallas_gpu")
+
+
+@pytest.mark.slow
+def test_soft_capped_logits_need_no_maximum(gpu):
+    """Sums without a running maximum while s·cap is small for all tokens, with it where one's is large."""
+    rng = np.random.default_rng(3)
+    hidden = jnp.asarray(rng.normal(size=(5, 64)) * 20, jnp.bfloat16)
+    weights = jnp.asarray(rng.normal(size=(70, 64)) / 8, jnp.bfloat16)
+    targets = rng.integers(0, 70, 5).astype(np.int32)
+
+    @jax.jit
+    def run(scale):
+        return vocab_stats(hidden, weights, targets, scale=scale, softcap=30.0, implementation=gpu)
+
+    for largest in (2.2, 500.0):
+        scale = np.geomspace(0.01, largest, 5).astype(np.float32)
+        got, want = run(scale), oracle.statistics(hidden, weights, targets, scale, softcap=30.0)
+        for name in ("log_normalizer", "target_logit", "mean_logit", "max_logit", "expected_logit"):
+            # A logit carries a few roundings of the cap, s·z as many of itself.
+            tolerance = 20 * EPS * 30 * (1 + (scale if name == "log_normalizer" else 0))
+            print(name, assert_within(getattr(got, name), want[name], tolerance, name))
+        np.testing.assert_array_equal(got.argmax, want["argmax"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="jax-cuda13-plugin and jax-cuda13-pjrt, which hold the compiler for GPUs, are not installed",
+)
+@pytest.mark.parametrize(
+    ("preset", "changes", "task", "kernels"),
+    [
+        ("gemma2-2b", {"softcap": 30.0}, "statistics", 2),  # with and without a running maximum
+        ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 1),
+        ("tokens-32k", {"dtype": "float16", "vocab": 50_257, "width": 1000}, "statistics", 1),
+    ],
+)
+def test_compiles_for_an_h100_without_spills(preset, changes, task, kernels, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import bench
+    import hopper_static
+
+    problem = dataclasses.replace(bench.PRESETS[preset], **changes)
+    found = hopper_static.compile_for_h100(problem, task)
+    print(problem, task, found)
+    assert len(found["kernels"]) == kernels
+    for kernel in found["kernels"]:
+        assert kernel["spilled"] == 0
+        assert kernel["registers"] == 168  # 65,536 over three warpgroups, which then divide them anew
+        assert kernel["shared_memory"] <= 227 * 2**10
+        assert kernel["wgmma"] > 0
+        assert not kernel["serialized"]
+    copied = 2 * problem.vocab * problem.width if problem.width % 64 else 0
+    if task == "statistics":
+        assert found["temporaries"] < 16 * 2**20 + 1.1 * copied + 2.2 * problem.tokens * problem.width * bool(copied)
