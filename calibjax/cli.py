@@ -19,6 +19,7 @@ import tyro
 
 from calibjax._checks import UserError
 from calibjax.analyse import LayersRun, run_layers
+from calibjax.benchmarks import TasksRun, run_tasks
 from calibjax.calibrate import AtsRun, run_ats
 from calibjax.commands import ConvertRun, GenerateRun, run_convert, run_generate
 from calibjax.compare import CompareRun, run_compare
@@ -103,6 +104,10 @@ def main(args: Sequence[str] | None = None) -> int:
     @evaluate.command(name="layers", help=_summary(LayersRun))
     def layers(run: Annotated[LayersRun, tyro.conf.arg(name="")]) -> int:
         return carry_out(run, run_layers)
+
+    @evaluate.command(name="tasks", help=_summary(TasksRun))
+    def tasks(run: Annotated[TasksRun, tyro.conf.arg(name="")]) -> int:
+        return carry_out(run, run_tasks)
 
     @app.command(name="report", help=_summary(ReportRun))
     def report(run: Annotated[ReportRun, tyro.conf.arg(name="")]) -> int:

@@ -20,7 +20,7 @@ FLOORS = {
     **dict.fromkeys(("models", "data"), 3),
     **dict.fromkeys(("train", "eval"), 4),
     **dict.fromkeys(("runs", "calibrate", "compare", "finetune", "lhts", "evaluate", "commands", "quickstart"), 5),
-    **dict.fromkeys(("analyse", "reports", "plan", "cli", "__init__"), 5),
+    **dict.fromkeys(("analyse", "reports", "lm_eval", "benchmarks", "plan", "cli", "__init__"), 5),
 }
 LAZY = ("transformers", "datasets", "huggingface_hub", "tokenizers", "torch")
 FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sorted(PACKAGE.rglob("*.py"))}

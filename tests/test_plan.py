@@ -381,13 +381,13 @@ def test_a_step_of_8b_compiles_for_v5e():
     What is gathered is the model, once, each weight by those that share it along fsdp; where libtpu hands the shards
     round while it multiplies, it does so once or twice more than it must.
     """
-    found = compile_for_tpu(make_job(mesh=(2, 8, 1), head="mlp"), "v5e:4x4")
+    found = compile_for_tpu(make_job(head="mlp"), "v5e:4x4")
     print(f"{found.total / GIB:.2f} GiB, compiled in {found.seconds:.0f} s: {found.collectives}")
     assert found.total < CHIPS["v5e"].memory / 2
     assert found.unknown_loops == 0
     unembedding = 2 * 128256 * 4096
     assert max(x.largest for x in found.collectives.values()) < unembedding / 4
-    weights = 2 * (PUBLISHED["llama-3.1-8b"] - 128256 * 4096) * 7 / 8
+    weights = 2 * (PUBLISHED["llama-3.1-8b"] - 128256 * 4096) * 15 / 16
     received = found.collectives["all-gather"].bytes
     received += found.collectives["collective-permute"].bytes if "collective-permute" in found.collectives else 0
     print(f"received {received:.4e}, the weights by hand {weights:.4e}")

@@ -1,6 +1,6 @@
 """Analogies as multiple choice: a is to b as c is to one of four words, by the model's likelihood of each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,15 @@ class Analogies(NamedTuple):
     categories: list[str]
 
 
+class AnalogyQuestion(NamedTuple):
+    """What is asked, `CHOICES` words to choose from, the index of the right one, and the kind of analogy."""
+
+    prompt: str
+    choices: tuple[str, ...]
+    right: int
+    category: str
+
+
 def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, seed: int = 0) -> Analogies:
     """Reads the Google analogy set, or one with the same columns, as questions.
 
@@ -48,31 +57,40 @@ def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, 
     Raises:
         UserError: columns are missing, or no question is left.
     """
-    rows = [dict(row) for row in read_source(source)]
-    missing = {"category", "a", "b", "c", "d"} - set(rows[0] if rows else ())
+    rows = read_source(source)
+    missing = {"category", "a", "b", "c", "d"} - set(rows[0])
     if missing:
         raise UserError(f"{source}: expected analogies with columns category, a, b, c, d; missing {sorted(missing)}.")
+    questions = analogy_questions(rows, count=count, seed=seed)
+    if not questions:
+        raise UserError(f"{source}: no question with {CHOICES} different choices.")
+    pieces = [_tokens(lm, question.prompt, choice) for question in questions for choice in question.choices]
+    right, categories = [question.right for question in questions], [question.category for question in questions]
+    return Analogies(_windows(lm, pieces), np.array(right), categories)
+
+
+def analogy_questions(
+    rows: Sequence[Mapping[str, str]], *, count: int | None = None, seed: int = 0
+) -> list[AnalogyQuestion]:
+    """Questions in a random order; arguments as `load_analogies`'s. What has too few wrong choices is left out."""
     fourth: dict[str, list[str]] = {}
     for row in rows:
         fourth.setdefault(row["category"], []).append(row["d"])
     words = {category: sorted(set(found)) for category, found in fourth.items()}
     rng = np.random.default_rng(seed)
-    order = rng.permutation(len(rows))[:count]
-    pieces, right, categories = [], [], []
-    for row in (rows[i] for i in order):
+    questions = []
+    for row in (rows[int(i)] for i in rng.permutation(len(rows))[:count]):
         own = {row[name] for name in "abcd"}
         others = [word for word in words[row["category"]] if word not in own]
         if len(others) < CHOICES - 1:
             continue
         choices = [row["d"], *rng.choice(others, CHOICES - 1, replace=False)]
         shuffled = rng.permutation(CHOICES)
-        right.append(int(np.argmin(shuffled)))
-        categories.append(row["category"])
-        prompt = TEMPLATE.format(**row)
-        pieces += [_tokens(lm, prompt, str(choices[i])) for i in shuffled]
-    if not pieces:
-        raise UserError(f"{source}: no question with {CHOICES} different choices.")
-    return Analogies(_windows(lm, pieces), np.array(right), categories)
+        answers = tuple(str(choices[i]) for i in shuffled)
+        questions.append(
+            AnalogyQuestion(TEMPLATE.format(**row), answers, int(np.argmin(shuffled)), str(row["category"]))
+        )
+    return questions
 
 
 def choice_log_probs(

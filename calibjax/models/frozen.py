@@ -72,6 +72,31 @@ def batch_hidden(
     )
 
 
+def batch_log_scale(
+    config: DecoderConfig,
+    head: HeadConfig,
+    head_params: Mapping[str, Any],
+    frozen: Frozen,
+    batch: Mapping[str, Array],
+    dtype: DTypeLike,
+    log_factor: Float[Array, ""] | float = 0.0,
+) -> Float[Array, "B T"]:
+    """log_scale of every token of a batch with `hidden` `[B, T, D]`, with the factor; arguments as `batch_stats`'s."""
+    features = head_features(
+        head.features,
+        batch["hidden"],
+        frozen.unembedding.astype(dtype),
+        covariance=frozen.covariance,
+        bias=frozen.bias,
+        softcap=config.logit_softcap,
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
+    )
+    log_scale = head.build().apply(
+        {"params": head_params}, features, where=batch["where"], segment_ids=batch["segment_ids"]
+    )
+    return jnp.asarray(log_scale) + log_factor
+
+
 def batch_stats(
     config: DecoderConfig,
     head: HeadConfig,
@@ -102,29 +127,15 @@ def batch_stats(
         The statistics at the head's scale, and log_scale `[B, T]` with the factor.
     """
     hidden = batch_hidden(config, frozen, batch, dtype)
-    softcap = config.logit_softcap
+    log_scale = batch_log_scale(config, head, head_params, frozen, {**batch, "hidden": hidden}, dtype, log_factor)
     sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
-    unembedding = frozen.unembedding.astype(dtype)
-    features = head_features(
-        head.features,
-        hidden,
-        unembedding,
-        covariance=frozen.covariance,
-        bias=frozen.bias,
-        softcap=softcap,
-        sharding=sharding,
-    )
-    log_scale = head.build().apply(
-        {"params": head_params}, features, where=batch["where"], segment_ids=batch["segment_ids"]
-    )
-    log_scale = jnp.asarray(log_scale) + log_factor
     stats = vocab_stats(
         hidden,
-        unembedding,
+        frozen.unembedding.astype(dtype),
         batch["targets"],
         scale=jnp.exp(log_scale),
         bias=frozen.bias,
-        softcap=softcap,
+        softcap=config.logit_softcap,
         where=batch["where"],
         statistics=statistics,
         sharding=sharding,

@@ -114,12 +114,8 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
     Raises:
         UserError: no head there, an unreadable one, or one of another base model.
     """
-    directory = Path(path)
-    if (directory / "head" / "head.json").is_file():
-        directory = directory / "head"
-    file = directory / "head.json"
-    if not file.is_file():
-        raise UserError(f"{path}: expected a head (head.json and params/) or a run that holds one; found none.")
+    file = _head_file(path)
+    directory = file.parent
     try:
         description = json.loads(file.read_text())
         if description["schema"] != _HEAD_SCHEMA:
@@ -148,3 +144,22 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"{directory / 'params'}: cannot read the head's parameters ({reason}).") from error
     return FittedHead(config, params, log_factor, fingerprint)
+
+
+def head_notes(path: str | Path) -> dict[str, Any]:
+    """What `save_head` was given as notes: of `calibjax train ats`, the report of the fit. Raises as `load_head`."""
+    file = _head_file(path)
+    try:
+        return dict(json.loads(file.read_text())["notes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
+
+
+def _head_file(path: str | Path) -> Path:
+    directory = Path(path)
+    if (directory / "head" / "head.json").is_file():
+        directory = directory / "head"
+    file = directory / "head.json"
+    if not file.is_file():
+        raise UserError(f"{path}: expected a head (head.json and params/) or a run that holds one; found none.")
+    return file

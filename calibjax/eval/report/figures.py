@@ -3,7 +3,7 @@
 import html
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from calibjax.eval.report.rows import COLOURS, sets_of, title_of, unit_of
@@ -30,7 +30,11 @@ def figures_of(document: Mapping[str, Any]) -> Iterator[tuple[str, str, "Figure"
         yield "layers", "Calibration of every layer's prediction", layer_figure(document)
         yield "sweep", "Calibration of the model with its residual stream edited", sweep_figure(document)
         if document["subjects"]:
-            yield "subjects", "Confidence and accuracy of every subject", subject_figure(document)
+            yield "subjects", "Confidence and accuracy of every subject", subject_figure(document["subjects"])
+    for name, results in document.get("tasks", {}).items():
+        if results["subjects"]:
+            text = f"Confidence and accuracy of every subject of {name}, uncalibrated"
+            yield f"subjects-{name}", text, subject_figure(results["subjects"])
     if "texts" in document:
         yield "diversity", "How likely and how varied the text of every model is", diversity_figure(document)
 
@@ -162,9 +166,9 @@ def sweep_figure(document: Mapping[str, Any]) -> "Figure":
     return figure
 
 
-def subject_figure(document: Mapping[str, Any]) -> "Figure":
+def subject_figure(subjects: Sequence[Mapping[str, Any]]) -> "Figure":
     """Confidence beside accuracy and its interval, a line for each subject, the most over-confident on top."""
-    rows = document["subjects"][::-1]
+    rows = subjects[::-1]
     figure = _figure(8.5, 1 + 0.22 * len(rows))
     axis = figure.subplots()
     line = range(len(rows))

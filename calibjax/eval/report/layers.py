@@ -49,7 +49,7 @@ def tables(document: Mapping[str, Any]) -> list[TextTable]:
     unit = document["held_out"]["unit"]
     names = ("accuracy", "confidence", "ece", "mce", "entropy", "kl")
     curves = [
-        [str(row["layer"]), *(_interval(row[name]) for name in names), f"{row['agreement']:.3f}"]
+        [str(row["layer"]), *(interval(row[name]) for name in names), f"{row['agreement']:.3f}"]
         for row in layers["curves"]
     ]
     directions = [
@@ -65,7 +65,7 @@ def tables(document: Mapping[str, Any]) -> list[TextTable]:
         [
             str(row["layer"]) if row["layer"] else "none",
             f"{row['strength']:+g}",
-            *(_interval(row["held_out"][name]) for name in ("ece", "mce", "accuracy", "confidence")),
+            *(interval(row["held_out"][name]) for name in ("ece", "mce", "accuracy", "confidence")),
             f"{row['fit']['ece']:.4f}",
             "chosen" if (row["layer"], row["strength"]) == tuple(direction["chosen"].values()) else "",
         ]
@@ -84,7 +84,7 @@ def tables(document: Mapping[str, Any]) -> list[TextTable]:
             row["subject"],
             f"{row['questions']:,}",
             f"{row['confidence']:.3f}",
-            _interval(row["accuracy"]),
+            interval(row["accuracy"]),
             f"{row['gap']:+.3f}",
         ]
         for row in document["subjects"]
@@ -121,6 +121,6 @@ def tables(document: Mapping[str, Any]) -> list[TextTable]:
     ]
 
 
-def _interval(row: Mapping[str, float]) -> str:
+def interval(row: Mapping[str, float]) -> str:
     """Without zeros before points."""
     return re.sub(r"(?<!\d)0\.", ".", f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")

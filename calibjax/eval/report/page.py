@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from calibjax.eval.report.figures import figures_of, inline_svg, png, svg
 from calibjax.eval.report.heatmap import heatmap_html
 from calibjax.eval.report.parts import parts_of
-from calibjax.eval.report.rows import cells_of, sets_of, unit_of, verdict
+from calibjax.eval.report.rows import cells_of, described, remarks, sets_of, unit_of, verdict
 
 TOKENS = "tokens.json"
 """Beside metrics.json: a `token_sample`, where the run made one."""
@@ -117,8 +117,9 @@ def _set(title: str, results: Mapping[str, Any], *, with_verdict: bool) -> str:
     parts = [f"<h2>{html.escape(title)}</h2>"]
     if with_verdict and verdict(results):
         parts.append(_paragraph(verdict(results)))
-    parts.append(f"<p>{results['tokens']:,} {unit_of(results)}</p>")
+    parts.append(f"<p>{html.escape(described(results))}</p>")
     parts.append(_table("", *cells_of(results)))
+    parts += [f"<p>{html.escape(line)}.</p>" for line in remarks(results)]
     for kind, word in (("failed", "Failed"), ("left_out", "Left out")):
         for name, reason in results.get(kind, {}).items():
             parts.append(f"<p>{word}: {html.escape(f'{name}: {reason}')}.</p>")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from calibjax.eval.report import layers, texts
+from calibjax.eval.report import layers, subjects, texts
 from calibjax.eval.report.rows import Part
 
 
@@ -15,4 +15,8 @@ def parts_of(document: Mapping[str, Any]) -> list[Part]:
         parts.append(Part("Layers", layers.findings(document), figures, layers.tables(document)))
     if "texts" in document:
         parts.append(Part("Texts", texts.findings(document), ("diversity",), texts.tables(document)))
+    for name, results in document.get("tasks", {}).items():
+        if results["subjects"]:
+            part = Part(f"Subjects of {name}", [], (f"subjects-{name}",), [subjects.subject_table(document, name)])
+            parts.append(part)
     return parts

@@ -7,13 +7,15 @@ from rich.console import Console
 from rich.table import Table
 
 from calibjax.eval.report.parts import parts_of
-from calibjax.eval.report.rows import binning, cells_of, sets_of, unit_of, verdict
+from calibjax.eval.report.rows import SHORT, binning, cells_of, described, remarks, sets_of, unit_of, verdict
+
+_WIDEST = 240  # of the table of a benchmark: a narrower terminal breaks lines, and loses nothing
 
 
 def table(results: Mapping[str, Any], title: str) -> Table:
     """The figures of one set of windows as a `rich` table, one row per method."""
-    titles, rows = cells_of(results)
-    return _table(f"{title}: {results['tokens']:,} {unit_of(results)}", titles, rows)
+    titles, rows = cells_of(results, SHORT if "confidence" in results else None)
+    return _table(f"{title}: {described(results)}", titles, rows)
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
@@ -30,6 +32,8 @@ def print_report(document: Mapping[str, Any]) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)  # names of files may hold brackets
     if not console.is_terminal:
         console.width = 160 if "layers" in document else 120  # a file or a pipe has no width of its own
+    if "tasks" in document:
+        console.width = max(console.width, _WIDEST)
     parts = parts_of(document)
     for part in parts:
         for rows in part.tables:
@@ -39,10 +43,13 @@ def print_report(document: Mapping[str, Any]) -> None:
         if line:
             console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
         console.print(table(results, title))
+        for line in remarks(results):
+            console.print(line)
         some = next(iter(results["methods"].values()))["ece"]
+        of = ("top token's probability", "top token") if unit_of(results) == "tokens" else ("confidence", "answer")
         console.print(
-            f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the top token's probability; "
-            f"interval: bootstrap over {results.get('clusters', 'windows')}. Brier: of the top token.",
+            f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the {of[0]}; "
+            f"interval: bootstrap over {results.get('clusters', 'windows')}. Brier: of the {of[1]}.",
             style="dim",
         )
     for part in parts:
