@@ -74,11 +74,7 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] 
 
 
 def parse_mesh(text: str | None) -> Mesh:
-    """From "data=2,fsdp=4" to a mesh of all devices; an axis that is left out has one. None: all along fsdp.
-
-    Raises:
-        UserError: an unknown axis, a size that is no positive integer, or sizes that do not use the devices exactly.
-    """
+    """The mesh of all devices that `--mesh` describes; arguments and errors as `mesh_shape`'s."""
     devices = jax.devices()
     return make_mesh(mesh_shape(text, len(devices)), devices)
 
