@@ -23,7 +23,7 @@ class Compiled(NamedTuple):
         arguments: bytes, with the padding of their layout.
         total: bytes of everything: arguments, what is held beside them while the step runs, and the program itself.
         flops: of the matrix products as traced for this mesh, of all devices.
-        collectives: by kind; see `hlo.collectives`.
+        collectives: by kind, see `hlo.collectives`; None where jaxlib cannot read the program that libtpu made.
         unknown_loops: loops that `collectives` counts once for want of their length.
         seconds: that the compilation took.
     """
@@ -31,7 +31,7 @@ class Compiled(NamedTuple):
     arguments: int
     total: int
     flops: float
-    collectives: dict[str, Collective]
+    collectives: dict[str, Collective] | None
     unknown_loops: int
     seconds: float
 
@@ -82,8 +82,13 @@ def _compile(job: Job, topology: str) -> Compiled:
     with jax.set_mesh(mesh):
         traced = program.function.trace(*program.arguments)
         compiled = traced.lower().compile()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    found, unknown = collectives(text)
+    memory = compiled.memory_analysis()
+    try:
+        found, unknown = collectives(compiled.as_text())
+    except jax.errors.JaxRuntimeError:
+        # The step has been compiled. But libtpu may be newer than jaxlib, and write what that does not read:
+        # jaxlib 0.10.2 knows no async-update with several operands, which libtpu 0.0.51 makes for v5p and v6e.
+        found, unknown = None, 0
     beside = memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     return Compiled(
         arguments=memory.argument_size_in_bytes,

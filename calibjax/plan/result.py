@@ -46,7 +46,10 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         sizes["batch_and_padding"] = result.arguments - known
         sizes["temporaries"] = result.total - result.arguments
         total, fits, operations = result.total, True, result.flops
-        moved = {kind: of_kind._asdict() for kind, of_kind in sorted(result.collectives.items())}
+        if result.collectives is None:
+            note = "Compiled; but jaxlib cannot read libtpu's program, so what moves between devices is not known."
+        else:
+            moved = {kind: of_kind._asdict() for kind, of_kind in sorted(result.collectives.items())}
         if result.unknown_loops:
             note = f"{result.unknown_loops} loops of unknown length: their collectives count once."
     else:
