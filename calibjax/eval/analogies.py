@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
+from tqdm import tqdm
 
 from calibjax._checks import UserError
 from calibjax.data import Windows, eval_batches, read_source
@@ -94,7 +95,13 @@ def analogy_questions(
 
 
 def choice_log_probs(
-    lm: LanguageModel, windows: Windows, temperature: float, *, batch_size: int = 32
+    lm: LanguageModel,
+    windows: Windows,
+    temperature: float,
+    *,
+    batch_size: int = 32,
+    description: str = "analogies",
+    quiet: bool = False,
 ) -> Float[np.ndarray, "Q C"]:
     """log-probability of every choice's tokens where each next token's distribution has the temperature; float64.
 
@@ -103,8 +110,11 @@ def choice_log_probs(
     frozen = freeze(lm)
     scale = jnp.float32(1 / temperature if temperature else 1)
     parts = []
+    bar = tqdm(total=len(windows.tokens), desc=description, unit="choice", disable=quiet)
     for batch, real in eval_batches(windows.arrays(), batch_size):
         parts.append(to_host(_scores(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
+        bar.update(real)
+    bar.close()
     return np.concatenate(parts).astype(np.float64).reshape(-1, CHOICES)
 
 
@@ -124,13 +134,26 @@ def accuracy(
 
 
 def evaluate_analogies(
-    lm: LanguageModel, analogies: Analogies, temperatures: Sequence[float], *, batch_size: int = 32
+    lm: LanguageModel,
+    analogies: Analogies,
+    temperatures: Sequence[float],
+    *,
+    batch_size: int = 32,
+    description: str = "analogies",
+    quiet: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Accuracy at each myopic temperature: name -> accuracy, its standard error, and that of every category."""
     results = {}
     groups = np.array(analogies.categories)
     for temperature in temperatures:
-        scores = choice_log_probs(lm, analogies.windows, temperature, batch_size=batch_size)
+        scores = choice_log_probs(
+            lm,
+            analogies.windows,
+            temperature,
+            batch_size=batch_size,
+            description=f"{description} at {temperature:g}",
+            quiet=quiet,
+        )
         each = accuracy(scores, analogies.right, temperature)
         results[f"{temperature:g}"] = {
             "accuracy": float(each.mean()),
