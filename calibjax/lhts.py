@@ -163,7 +163,12 @@ def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str,
             }
             if questions is not None:
                 document["analogies"][name] = evaluate_analogies(
-                    lm, questions, run.myopic, batch_size=run.lhts.batch_size
+                    lm,
+                    questions,
+                    run.myopic,
+                    batch_size=run.lhts.batch_size,
+                    description=f"{name}: analogies",
+                    quiet=run.quiet,
                 )
     document["held_out"] = results_json(results, seed=run.seed)
     finish(document, run.out, holds="diversity.png, models/ (for --model, or transformers)", show=not run.json)
