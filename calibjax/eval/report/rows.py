@@ -182,6 +182,9 @@ def verdict(results: Mapping[str, Any]) -> str:
     return f"ATS is truer than a single temperature: {ece}; {nll} ({before})."
 
 
+NARROW = tuple(key for key, *_ in _COLUMNS if key != "rmsce")
+"""The fields of a table of tokens in a terminal of 120 columns; the page has all."""
+
 SHORT = ("nll", "brier", "ece", "rmsce", "confidence", "accuracy", "against", "auroc")
 """Columns of a benchmark in a terminal."""
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from calibjax.eval.report.parts import parts_of
-from calibjax.eval.report.rows import SHORT, binning, cells_of, described, remarks, sets_of, unit_of, verdict
+from calibjax.eval.report.rows import NARROW, SHORT, binning, cells_of, described, remarks, sets_of, unit_of, verdict
 from calibjax.eval.report.studies import study_tables
 
 _WIDEST = 240  # of the table of a benchmark: a narrower terminal breaks lines, and loses nothing
@@ -15,7 +15,7 @@ _WIDEST = 240  # of the table of a benchmark: a narrower terminal breaks lines, 
 
 def table(results: Mapping[str, Any], title: str) -> Table:
     """The figures of one set of windows as a `rich` table, one row per method."""
-    titles, rows = cells_of(results, SHORT if "confidence" in results else None)
+    titles, rows = cells_of(results, SHORT if "confidence" in results else NARROW)
     return _table(f"{title}: {described(results)}", titles, rows)
 
 
