@@ -14,6 +14,7 @@ from tqdm import tqdm
 from calibjax._checks import UserError
 from calibjax.eval.answers import WORDS, OptionConfidence, TextConfidence
 from calibjax.eval.judges import STRING_MATCH, find_judge
+from calibjax.eval.local_data import assets_folder
 from calibjax.eval.report import print_report
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
@@ -154,7 +155,7 @@ class _Task(NamedTuple):
 
 
 def _load_tasks(names: tuple[str, ...], assets: Path | None, announce: Callable[[str], None]) -> dict[str, _Task]:
-    from calibjax.eval.local_data import have_assets, task_manager
+    from calibjax.eval.local_data import task_manager
 
     manager = task_manager(names, assets)
     known = set(manager.all_tasks)
@@ -166,7 +167,7 @@ def _load_tasks(names: tuple[str, ...], assets: Path | None, announce: Callable[
         )
     tasks = {}
     for name in names:
-        local = f"{name}_local" if f"{name}_local" in known and have_assets(assets) else name
+        local = f"{name}_local" if f"{name}_local" in known and assets_folder(assets) is not None else name
         at_hand = local.endswith("_local") or local == "google_analogies"
         try:
             found: dict[str, Any] = dict(manager.load([local])["tasks"])
@@ -293,7 +294,7 @@ def _document(
 
 def _identity(run: TasksRun, names: tuple[str, ...]) -> dict[str, Any]:
     """What makes two runs the same: all options but where the result goes and how it is shown."""
-    shown_only = {"out", "json", "quiet", "bins", "closed", "batch_size", "assets"}
+    shown_only = {"out", "json", "quiet", "bins", "closed", "batch_size"}
     fields = {name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only}
-    head = None if run.head is None else str(run.head)
-    return {"command": "eval tasks", **fields, "tasks": list(names), "head": head}
+    head, assets = (None if path is None else str(path) for path in (run.head, assets_folder(run.assets)))
+    return {"command": "eval tasks", **fields, "tasks": list(names), "head": head, "assets": assets}

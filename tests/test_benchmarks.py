@@ -1,5 +1,6 @@
 """Benchmarks over small local files against float64 by hand; the prompts against those of the harness."""
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -180,6 +181,11 @@ def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
     again = run_tasks(run[0], announce=lambda _: None)
     assert again == run[1]
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"results in {run[0].out}: report.html")
+
+
+def test_a_run_does_not_go_on_with_other_questions(run, tmp_path):
+    with pytest.raises(UserError, match=r"holds another run \(different: assets"):
+        run_tasks(dataclasses.replace(run[0], assets=tmp_path), announce=lambda _: None)
 
 
 @pytest.mark.parametrize(

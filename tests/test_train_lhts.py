@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interrupt import killed_at_step
 from tiny import at_targets, dense_log_probs, make_lm, make_windows, ragged
 
 from calibjax._checks import UserError
@@ -13,7 +14,7 @@ from calibjax.horizon import MODES, Horizon, RunningMean
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.samples import log_probs, mix_samples, sample_windows
 from calibjax.sharding import make_mesh
-from calibjax.train import OptimizerConfig, create_state, make_train_step, tuning
+from calibjax.train import OptimizerConfig, create_state, make_train_step
 from calibjax.train.lhts import LhtsObjective, LhtsOptions, conditioned, fit_lhts, likelihood_quantiles
 
 SETTINGS = {"batch_size": 8, "learning_rate": 1e-2, "remat": "none", "epochs": 2, "validation_fraction": 0.2}
@@ -118,29 +119,13 @@ def test_the_second_step_compiles_nothing_and_micro_batches_carry_on():
 
 
 @pytest.mark.slow
-def test_interrupted_at_any_step_it_ends_the_same(tmp_path, monkeypatch):
+def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
     """Samples, running means and conditions come back with the rest."""
     options = {"samples": 0.5, "temperatures": (0.5, 0.9), "checkpoint_every": 2}
     whole = fit(tmp_path / "whole", windows=make_windows(40), **options)
 
-    class Killed(Exception):
-        pass
-
-    def killing(*args, **kwargs):
-        step, calls = make_train_step(*args, **kwargs), []
-
-        def run(*inputs):
-            calls.append(1)
-            if len(calls) == 6:
-                raise Killed
-            return step(*inputs)
-
-        return run
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tuning, "make_train_step", killing)
-        with pytest.raises(Killed):
-            fit(tmp_path / "killed", windows=make_windows(40), **options)
+    with killed_at_step(6):
+        fit(tmp_path / "killed", windows=make_windows(40), **options)
     again = fit(tmp_path / "killed", windows=make_windows(40), **options)
     assert list(again.params) == ["lhts-T0.5", "lhts-T0.9"]
     for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):

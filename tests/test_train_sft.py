@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from interrupt import killed_at_step
 from tiny import make_lm, make_windows, ragged, write_model, write_text
 
 from calibjax._checks import UserError
@@ -165,28 +166,10 @@ def test_meshes_give_the_losses_of_one_device(tmp_path, lora_rank):
             assert spec == (2, 16 // shape[1], 20 if shape[2] == 8 else 20 // shape[2])  # 8 does not divide 20
 
 
-def test_interrupted_at_any_step_it_ends_the_same(tmp_path, monkeypatch):
+def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
     whole = fit(tmp_path / "whole", epochs=4, checkpoint_every=2)
-    from calibjax.train import tuning
-
-    class Killed(Exception):
-        pass
-
-    def killing(*args, **kwargs):
-        step, calls = make_train_step(*args, **kwargs), []
-
-        def run(*inputs):
-            calls.append(1)
-            if len(calls) == 6:
-                raise Killed
-            return step(*inputs)
-
-        return run
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tuning, "make_train_step", killing)
-        with pytest.raises(Killed):
-            fit(tmp_path / "killed", epochs=4, checkpoint_every=2)
+    with killed_at_step(6):
+        fit(tmp_path / "killed", epochs=4, checkpoint_every=2)
     again = fit(tmp_path / "killed", epochs=4, checkpoint_every=2)
     for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

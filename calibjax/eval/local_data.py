@@ -47,18 +47,19 @@ def find(name: str, assets: str | Path | None = None) -> Path:
     Raises:
         UserError: neither `assets` nor CALIBJAX_ASSETS is given, or the file is not there.
     """
-    folder = assets or os.environ.get("CALIBJAX_ASSETS")
-    if not folder:
+    folder = assets_folder(assets)
+    if folder is None:
         raise UserError(f"data/{name}: set CALIBJAX_ASSETS, or give --assets, to the folder that holds it.")
-    path = Path(folder) / "data" / name
+    path = folder / "data" / name
     if not path.is_file():
         raise UserError(f"{path} does not exist: expected the assets' folder, with data/{name} in it.")
     return path
 
 
-def have_assets(assets: str | Path | None = None) -> bool:
-    """Whether a folder of local data was named, here or by CALIBJAX_ASSETS."""
-    return bool(assets or os.environ.get("CALIBJAX_ASSETS"))
+def assets_folder(assets: str | Path | None = None) -> Path | None:
+    """The folder of local data that was named, here or by CALIBJAX_ASSETS; None where none was."""
+    folder = assets or os.environ.get("CALIBJAX_ASSETS")
+    return Path(folder) if folder else None
 
 
 @functools.lru_cache(maxsize=4)
