@@ -17,7 +17,7 @@ from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
 from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze, vocab_sharding
-from calibjax.sharding import context_mesh, local_rows, place_rows
+from calibjax.sharding import context_mesh, local_rows, place_rows, take_states
 
 _READS = 256
 """Predictions read off the hidden states at once."""
@@ -174,7 +174,7 @@ def _states(model, dtype, configs, params, factors, frozens, batch):
 def _read(model, dtype, frozen: Frozen, hidden, log_scales, places):
     """log p `[M, R]` and whether it is the most likely token `[R]`, at (row, position, token) `[R, 3]`."""
     row, position, token = places.T
-    states, unembedding = hidden[row, position], frozen.unembedding.astype(dtype)
+    states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
 
     def of_head(log_scale) -> tuple[Any, Any]:
         stats = vocab_stats(
