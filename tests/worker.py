@@ -70,7 +70,7 @@ def evaluate(out: Path, announce):
     """Both commands that run a model to look at it, on the default mesh of all devices."""
     model = str(model_path("stories260K"))
     tasks = ("arc_easy", "truthfulqa_mc1", "triviaqa")
-    asked = {"temperature": 2.0, "limit": 20, "max_new_tokens": 4, "max_length": 48, "assets": ASSETS}
+    asked = {"limit": 12, "max_new_tokens": 4, "max_length": 48, "assets": ASSETS}
     run_tasks(TasksRun(model=model, tasks=tasks, **asked, out=out / "tasks", quiet=True), announce)
     text = {"data": str(data_path("lima")), "text": DataOptions(rows=8, seq_len=32, examples=24)}
     edits = {"strengths": (0.25,), "sweep_layers": (4,)}
