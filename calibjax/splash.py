@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as library
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -57,23 +56,17 @@ def attend(
     softcap: float | None,
 ) -> Float[Array, "B T H K"]:
     """Causal attention within segments; the arguments are those of `attention.attend`, of shapes that `suits` takes."""
-    heads, shards = query.shape[2], 1
-    mesh = jax.sharding.get_abstract_mesh()
-    over_mesh = set(AXES) <= set(mesh.axis_names)
-    if over_mesh:
-        shards = mesh.shape[AXES[2]]
-    kernels = [_kernel(query.shape[1], heads // shards, window, softcap) for window in windows]
 
     def of_device(query: Array, key: Array, value: Array, segment_ids: Array | None, kind: Array | None) -> Array:
         # The scale has no place of its own; in the queries' dtype, as they go into the products.
         query = (query.astype(jnp.float32) * scale).astype(query.dtype)
         arguments = (*(jnp.swapaxes(x, 1, 2) for x in (query, key, value)), segment_ids)
-        branches = [functools.partial(_over_rows, kernel) for kernel in kernels]
+        branches = [functools.partial(_over_rows, window, softcap) for window in windows]
         mixed = branches[0](*arguments) if kind is None else jax.lax.switch(kind, branches, *arguments)
         return jnp.swapaxes(mixed, 1, 2)
 
     arguments = (query, key, value, segment_ids, kind)
-    if not over_mesh:
+    if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
         return of_device(*arguments)
     rows, whole = PartitionSpec(_BATCH), PartitionSpec()
     divided = PartitionSpec(_BATCH, None, AXES[2])
@@ -83,9 +76,10 @@ def attend(
 
 
 def _over_rows(
-    kernel: Callable[..., Array], query: Array, key: Array, value: Array, segment_ids: Array | None
+    window: int | None, softcap: float | None, query: Array, key: Array, value: Array, segment_ids: Array | None
 ) -> Array:
     """The kernel on each row of the batch; heads stand before time."""
+    kernel = _kernel(*query.shape[1:3], window, softcap)
 
     def of_row(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
         return kernel(query, key, value, None if segment_ids is None else library.SegmentIds(segment_ids, segment_ids))
@@ -95,24 +89,19 @@ def _over_rows(
         return jax.vmap(of_row)(query, key, value, segment_ids)
 
 
-@functools.lru_cache(maxsize=64)
 def _kernel(
-    length: int, heads: int, window: int | None, softcap: float | None, interpret: bool = False
+    heads: int, length: int, window: int | None, softcap: float | None, interpret: bool = False
 ) -> Callable[..., Array]:
-    """The kernel of one device's heads. The same object for the same arguments, so that nothing is traced anew."""
+    """The kernel of one device's heads. Its tables of blocks are made once for equal masks, by the library."""
     block = next(block for block in _BLOCKS if length % block == 0)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sizes = library.BlockSizes(**dict.fromkeys(names, block))
     shape = (length, length)
     mask: Any = library.CausalMask(shape) if window is None else library.LocalMask(shape, (window - 1, 0), 0)
-    with jax.ensure_compile_time_eval():
-        kernel = library.make_splash_mha(
-            library.MultiHeadMask([mask] * heads),
-            block_sizes=sizes,
-            head_shards=1,
-            q_seq_shards=1,
-            attn_logits_soft_cap=softcap,
-            interpret=interpret,
-        )
-        # Its tables as host arrays: constants of any program, whatever devices that is for.
-        return jax.tree.map(np.asarray, kernel)
+    return library.make_splash_mha(
+        library.MultiHeadMask([mask] * heads),
+        block_sizes=library.BlockSizes(**dict.fromkeys(names, block)),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
+        interpret=interpret,
+    )
