@@ -20,26 +20,28 @@ from jaxtyping import Array, Float, Int
 from calibjax.sharding import AXES
 
 _BLOCKS = (512, 256)
-_BATCH = AXES[:2]
+_ROWS, _HEADS = AXES[:2], AXES[2]  # the mesh axes that divide them
 
 
 def suits(query: Float[Array, "B T H K"], key: Float[Array, "B S N K"]) -> bool:
     """Whether the kernel takes these shapes, of the whole batch, on the mesh that is set; decided while tracing.
 
-    All of the sequence, in blocks of at least 256 tokens; heads of 64 channels or a multiple of 128, bfloat16 or
-    float32; rows and heads that divide among the devices of a mesh of ours.
+    All of the sequence, in blocks of at least 256 tokens; bfloat16, or float32 whose products are not asked to be more
+    precise than usual, which the kernel's gradient would not know; rows and heads that divide among the devices of a
+    mesh of ours.
     """
     batch, length, heads, width = query.shape
     mesh = jax.sharding.get_abstract_mesh()
     rows, columns = 1, 1
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if set(AXES) <= set(mesh.axis_names):
-        rows, columns = math.prod(mesh.shape[axis] for axis in _BATCH), mesh.shape[AXES[2]]
+        rows, columns = math.prod(mesh.shape[axis] for axis in _ROWS), mesh.shape[_HEADS]
     return (
         length == key.shape[1]
         and length % _BLOCKS[-1] == 0
-        and (width == 64 or width % 128 == 0)
-        and query.dtype.name in ("bfloat16", "float32")
-        and mesh.size in (0, 1, rows * columns)
+        and width % 16 == 0
+        and (query.dtype == jnp.bfloat16 or (query.dtype == jnp.float32 and precision is None))
+        and mesh.size in (0, rows * columns)
         and batch % rows == heads % columns == key.shape[2] % columns == 0
     )
 
@@ -68,8 +70,8 @@ def attend(
     arguments = (query, key, value, segment_ids, kind)
     if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
         return of_device(*arguments)
-    rows, whole = PartitionSpec(_BATCH), PartitionSpec()
-    divided = PartitionSpec(_BATCH, None, AXES[2])
+    rows, whole = PartitionSpec(_ROWS), PartitionSpec()
+    divided = PartitionSpec(_ROWS, None, _HEADS)
     return jax.shard_map(
         of_device, in_specs=(divided, divided, divided, rows, whole), out_specs=divided, check_vma=False
     )(*arguments)
