@@ -120,7 +120,7 @@ def test_kernel_without_segments(on_tpu):
 
 def decoder_inputs():
     random = np.random.default_rng(1)
-    params = jax.tree.map(lambda x: random.normal(0, 0.1, x.shape).astype(np.float32), abstract_params(CONFIG))
+    params = jax.tree.map(lambda x: random.normal(0, 0.5, x.shape).astype(np.float32), abstract_params(CONFIG))
     return params, random.integers(0, 50, (4, TIME)), np.concatenate([segments(), segments()[1:2]])
 
 
