@@ -28,7 +28,7 @@ from calibjax.train.state import OptimizerKind
 class PlanRun:
     """Says whether a step fits on devices that need not be there, and what it costs.
 
-    For TPUs the real step is compiled ahead of time, which needs no TPU but libtpu (pip install libtpu), and
+    For TPUs the real step is compiled ahead of time, which needs no TPU but libtpu (pip install "jax[tpu]"), and
     takes minutes for a large model. Without it, and for GPUs, what follows from the shapes is printed, and says so.
 
     Attributes:
@@ -195,7 +195,7 @@ def _print(document: dict[str, Any], run: PlanRun, topology: Topology) -> None:
     else:
         console.print(
             "From the shapes alone: the TPU compiler is not installed, so temporaries and collectives are not known. "
-            "Install it with: pip install libtpu"
+            'Install it with: pip install "jax[tpu]"'
         )
     if run.suggest:
         table = Table("mesh", "bytes per device", "fits", "at least")
