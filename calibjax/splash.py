@@ -8,7 +8,6 @@ and its backward pass computes the weights anew from one number a row. It holds 
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,10 +58,11 @@ def attend(
 ) -> Float[Array, "B T H K"]:
     """Causal attention within segments; the arguments are those of `attention.attend`, of shapes that `suits` takes."""
 
-    def of_device(query: Array, key: Array, value: Array, segment_ids: Array | None, kind: Array | None) -> Array:
+    def of_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any) -> Any:
         # The scale has no place of its own; in the queries' dtype, as they go into the products.
         query = (query.astype(jnp.float32) * scale).astype(query.dtype)
-        arguments = (*(jnp.swapaxes(x, 1, 2) for x in (query, key, value)), segment_ids)
+        query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+        arguments = (query, key, value, segment_ids)
         branches = [functools.partial(_over_rows, window, softcap) for window in windows]
         mixed = branches[0](*arguments) if kind is None else jax.lax.switch(kind, branches, *arguments)
         return jnp.swapaxes(mixed, 1, 2)
@@ -70,10 +70,10 @@ def attend(
     arguments = (query, key, value, segment_ids, kind)
     if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
         return of_device(*arguments)
-    rows, whole = PartitionSpec(_ROWS), PartitionSpec()
-    divided = PartitionSpec(_ROWS, None, _HEADS)
+    rows: Any = PartitionSpec(_ROWS)
+    divided: Any = PartitionSpec(_ROWS, None, _HEADS)
     return jax.shard_map(
-        of_device, in_specs=(divided, divided, divided, rows, whole), out_specs=divided, check_vma=False
+        of_device, in_specs=(divided, divided, divided, rows, PartitionSpec()), out_specs=divided, check_vma=False
     )(*arguments)
 
 
@@ -81,7 +81,7 @@ def _over_rows(
     window: int | None, softcap: float | None, query: Array, key: Array, value: Array, segment_ids: Array | None
 ) -> Array:
     """The kernel on each row of the batch; heads stand before time."""
-    kernel = _kernel(*query.shape[1:3], window, softcap)
+    kernel = _kernel(query.shape[1], query.shape[2], window, softcap)
 
     def of_row(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
         return kernel(query, key, value, None if segment_ids is None else library.SegmentIds(segment_ids, segment_ids))
@@ -91,9 +91,7 @@ def _over_rows(
         return jax.vmap(of_row)(query, key, value, segment_ids)
 
 
-def _kernel(
-    heads: int, length: int, window: int | None, softcap: float | None, interpret: bool = False
-) -> Callable[..., Array]:
+def _kernel(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool = False) -> Any:
     """The kernel of one device's heads. Its tables of blocks are made once for equal masks, by the library."""
     block = next(block for block in _BLOCKS if length % block == 0)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
