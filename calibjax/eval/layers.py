@@ -161,15 +161,17 @@ def evaluate_layers(
     Returns:
         `LayerOutputs` of M = L + 1 layers.
     """
-    arrays, parts = scored_batch(windows, read), []
+    arrays, parts, done = scored_batch(windows, read), [], 0
     device_read = read._replace(ids=None)
     bar = tqdm(total=len(windows.tokens), desc="layers", unit="window", disable=quiet)
     for batch, real in eval_batches(arrays, batch_size):
         outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, device_read, batch))
-        parts.append([x[:, :real] for x in outputs])
+        where = arrays["where"][done : done + real]
+        parts.append([x[:, :real][:, where] for x in outputs])
+        done += real
         bar.update(real)
     bar.close()
-    fields = [np.concatenate(part, axis=1)[:, arrays["where"]] for part in zip(*parts, strict=True)]
+    fields = [np.concatenate(part, axis=1) for part in zip(*parts, strict=True)]
     return LayerOutputs(*fields, group=group_of(arrays["where"]))
 
 
