@@ -140,6 +140,9 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             params = checkpointer.restore(directory.absolute() / "params", on_host)
+        found, expected = (jax.tree.map(np.shape, tree) for tree in (params, on_host))
+        if found != expected:  # onto the host, Orbax does not look
+            raise ValueError(f"expected arrays of the shapes {expected}, found {found}")
     except Exception as error:  # Orbax raises bare Exception for damaged files
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"{directory / 'params'}: cannot read the head's parameters ({reason}).") from error
