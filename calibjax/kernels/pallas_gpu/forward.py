@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 from calibjax.kernels import stats
 from calibjax.kernels.operator import Call, Model
 from calibjax.kernels.pallas_gpu.schedule import ROWS, Schedule
-from calibjax.kernels.pallas_gpu.tiles import LOG2_E, SLICE, biased, over_tiles, softcapped
+from calibjax.kernels.pallas_gpu.tiles import SLICE, biased, over_tiles, softcapped
+from calibjax.kernels.slopes import LOG2_E, unit_of_logits
 from calibjax.kernels.stats import FLOOR, Moments
 
 _SAFE = 100.0  # power of 2 up to which exponentials of soft-capped logits, and their sum, need no maximum
@@ -166,7 +167,7 @@ def moments(
     Under a soft-cap logits are bounded, and the sums need no running maximum while s·cap is at most 69 for every token:
     a second program of the same kernel, chosen as the scales are known. Not with `second`, which would cancel.
     """
-    unit = 1.0 if call.softcap is None else call.softcap
+    unit = unit_of_logits(call)
     power = scale * (LOG2_E * unit)
     names = _states(needed)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array
 
 from calibjax.kernels import chunked
-from calibjax.kernels.operator import Call, Implementation, Model
+from calibjax.kernels.operator import Call, Gradients, Implementation, Model, Signal, closed_form_hidden
 from calibjax.kernels.pallas_gpu import schedule
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.stats import Moments
@@ -66,6 +66,20 @@ def _forward(
     return forward.moments(call, model, scale, targets, needed, plan, setup.interpret), None
 
 
+def _backward(
+    setup: _Setup, call: Call, model: Model, signal: Signal, saved: Any, wanted: frozenset[str]
+) -> Gradients:
+    closed = "hidden" in wanted and signal.hidden_is_closed(call)
+    rest = wanted - {"hidden"} if closed else wanted
+    found = Gradients()
+    if rest:
+        from calibjax.kernels.pallas_gpu import backward
+
+        kind = platform().device_kind
+        found = backward.gradients(call, model, signal, rest, setup.blocks, kind, setup.interpret)
+    return found._replace(hidden=closed_form_hidden(model, signal)) if closed else found
+
+
 def make(interpret: Any = None, blocks: schedule.Blocks | None = None) -> Implementation:
     """The implementation.
 
@@ -76,7 +90,7 @@ def make(interpret: Any = None, blocks: schedule.Blocks | None = None) -> Implem
     setup = _Setup(interpret, schedule.Blocks() if blocks is None else blocks)
     return Implementation(
         forward=functools.partial(_forward, setup),
-        backward=chunked.backward,
+        backward=functools.partial(_backward, setup),
         check=functools.partial(_check, setup),
     )
 

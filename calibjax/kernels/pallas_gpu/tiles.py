@@ -11,7 +11,6 @@ logits of 0.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +22,8 @@ from jaxtyping import Array
 
 from calibjax.kernels.operator import Call
 from calibjax.kernels.pallas_gpu.schedule import ROWS, TILE, TOKENS, WARPGROUPS, Schedule
+from calibjax.kernels.slopes import LOG2_E
 
-LOG2_E = math.log2(math.e)
 SLICE = 64  # columns of a tile of logits that the arithmetic takes at a time: with more, registers spill
 TRANSFORMS = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(2 * TILE[1]))
 

@@ -9,9 +9,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from calibjax.kernels.operator import Call, Model, Signal
-from calibjax.kernels.pallas_tpu.backward import Places, any_of, note, packed, pipeline, saved_bytes, slope_of_logits
+from calibjax.kernels.pallas_tpu.backward import Places, any_of, note, packed, pipeline, saved_bytes
 from calibjax.kernels.pallas_tpu.blocks import LANES, SLICE, Blocks, vmem_bytes
 from calibjax.kernels.pallas_tpu.common import column, pallas, product, softcapped, walk_blocks
+from calibjax.kernels.slopes import slope_of_logits
 
 
 def _hidden_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, places: Places, flags):
