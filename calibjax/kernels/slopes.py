@@ -47,11 +47,11 @@ def values_of_tokens(call: Call, signal: Signal) -> dict[str, Array]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def slope_of_logits(call: Call, z: Array, value, place: int, start) -> tuple[Array, Array | None]:
-    """dz of one piece of logits whose first column has the index `start + place`; 1 where it must be added, else 0.
+def slope_of_logits(call: Call, z: Array, value, hit) -> tuple[Array, Array | None]:
+    """dz of one piece of logits; 1 where it must be added, else 0, or None without a filter.
 
-    The latter is None without a filter. `value(name)` gives a per-token value of the piece's shape, or None; ids are
-    counted from its column.
+    `value(name)` gives a per-token value of the piece's shape, or None; `hit(k)`, where "g{k}" has a value, whether a
+    column of the piece is that of the k-th one-hot.
     """
     dz = counts = None
     weight, tilt = value("weight"), value("tilt")
@@ -67,8 +67,8 @@ def slope_of_logits(call: Call, z: Array, value, place: int, start) -> tuple[Arr
         dz = uniform if dz is None else dz + uniform
     dz = jnp.zeros_like(z) if dz is None else dz * slope(call, z)
     k = 0
-    while (ids := value(f"ids{k}")) is not None:
-        g = jnp.where(ids - start == place, value(f"g{k}"), 0.0)
+    while (height := value(f"g{k}")) is not None:
+        g = jnp.where(hit(k), height, 0.0)
         dz = dz + g
         counts = None if counts is None else jnp.where(g == 0.0, counts, 1.0)
         k += 1

@@ -1,4 +1,4 @@
-"""Backward pass on Hopper GPUs: a kernel makes dz of a chunk of the vocabulary, two products of XLA's take it from there.
+"""Backward pass on Hopper GPUs: a kernel makes dz of a chunk of the vocabulary, two products of XLA's take it on.
 
 For each chunk of C columns: logits anew, tile by tile in registers, dz from them (`slopes`), rounded to the inputs'
 dtype and written [N, C]; then dh += dz·W_c and dW_c = dzᵀ·h, plain products with float32 sums, which cuBLAS does best.
@@ -18,8 +18,11 @@ from calibjax.kernels import chunked
 from calibjax.kernels.operator import Call, Gradients, Model, Signal
 from calibjax.kernels.pallas_gpu import schedule
 from calibjax.kernels.pallas_gpu.schedule import ROWS, WARPGROUPS, Schedule
-from calibjax.kernels.pallas_gpu.tiles import SLICE, TRANSFORMS, biased, over_tiles, softcapped
+from calibjax.kernels.pallas_gpu.tiles import biased, over_tiles, softcapped
 from calibjax.kernels.slopes import slope_of_logits, values_of_tokens
+
+_SLICE = 32  # columns of a tile of logits that the arithmetic takes at a time: with more, registers spill
+_STAGED = (plgpu.TilingTransform((8, _SLICE)), plgpu.SwizzleTransform(2 * _SLICE))
 
 
 def _slopes(
@@ -36,40 +39,36 @@ def _slopes(
     columns, count = schedule.blocks.columns, weights.shape[0]
     size = schedule.vocab_tiles * columns
     names = list(values)
-    arguments = [jnp.stack(list(values.values()))]
-    if ids:
-        arguments.append(jnp.stack(ids))
-    if bias is not None:
-        arguments.append(jnp.pad(bias, (0, size - count)))
+    # Beyond the last column p = 0, and what else dz holds is finite and meets rows of 0.
+    bias = jnp.zeros((count,), jnp.float32) if bias is None else bias
+    bias = jnp.pad(bias, (0, size - count), constant_values=-jnp.inf)
 
     def body(*refs, rows, tiles, **_):
-        values_ref, *refs = refs
+        values_ref, bias_ref, *refs = refs
         ids_ref = refs.pop(0) if ids else None
-        bias_ref = None if bias is None else refs.pop(0)
         dz_ref, staging = refs
         staging = staging.at[jax.lax.axis_index("warpgroup")]
-        of_tokens = {name: plgpu.load(values_ref, (i, rows), optimized=False) for i, name in enumerate(names)}
-        of_tokens |= {f"ids{k}": plgpu.load(ids_ref, (k, rows), optimized=False) for k in range(len(ids))}
 
         def fold(first, whole, state):
-            for offset in range(0, columns, SLICE):
-                z = softcapped(call, biased(whole[:, offset : offset + SLICE], bias_ref, first + offset))
+            # Loaded anew for each tile: kept while the next is multiplied, they would make other values spill.
+            of_tokens = {name: plgpu.load(values_ref, (i, rows), optimized=False) for i, name in enumerate(names)}
+            of_tokens |= {f"ids{k}": plgpu.load(ids_ref, (k, rows), optimized=False) for k in range(len(ids))}
+            for offset in range(0, columns, _SLICE):
+                z = softcapped(call, biased(whole[:, offset : offset + _SLICE], bias_ref, first + offset))
                 column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
 
-                def value(name: str, column=column) -> Array | None:
-                    if name not in of_tokens:
-                        return None
-                    x = jax.lax.broadcast_in_dim(of_tokens[name], column.shape, (0,))
-                    return x - column if name.startswith("ids") else x
+                def value(name: str, of_tokens=of_tokens, shape=z.shape) -> Array | None:
+                    return jax.lax.broadcast_in_dim(of_tokens[name], shape, (0,)) if name in of_tokens else None
 
-                dz, _ = slope_of_logits(call, z, value, offset, first)
-                if count % columns:
-                    dz = jnp.where(column < count - first - offset, dz, 0.0)
-                block = staging.at[offset // SLICE % 2]
+                def hit(k: int, of_tokens=of_tokens, column=column, start=first + offset) -> Array:
+                    return column == jax.lax.broadcast_in_dim(of_tokens[f"ids{k}"] - start, column.shape, (0,))
+
+                dz, _ = slope_of_logits(call, z, value, hit)
+                block = staging.at[offset // _SLICE % 2]
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last has read this block
                 block[...] = dz.astype(hidden.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(block, dz_ref.at[rows, pl.ds(first + offset, SLICE)])
+                plgpu.copy_smem_to_gmem(block, dz_ref.at[rows, pl.ds(first + offset, _SLICE)])
             return state
 
         tiles(fold, [])
@@ -79,12 +78,14 @@ def _slopes(
         body,
         hidden,
         weights,
-        *arguments,
+        jnp.stack(list(values.values())),
+        bias,
+        *([jnp.stack(ids)] if ids else []),
         results=[jax.ShapeDtypeStruct((hidden.shape[0], size), hidden.dtype)],
         schedule=schedule,
         interpret=interpret,
         name="calibjax_slopes",
-        scratch=[plgpu.SMEM((WARPGROUPS, 2, ROWS, SLICE), hidden.dtype, transforms=TRANSFORMS)],
+        scratch=[plgpu.SMEM((WARPGROUPS, 2, ROWS, _SLICE), hidden.dtype, transforms=_STAGED)],
     )
     return dz
 
@@ -95,7 +96,13 @@ def _product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def gradients(
-    call: Call, model: Model, signal: Signal, wanted: frozenset[str], blocks: schedule.Blocks, device_kind: str, interpret
+    call: Call,
+    model: Model,
+    signal: Signal,
+    wanted: frozenset[str],
+    blocks: schedule.Blocks,
+    device_kind: str,
+    interpret,
 ) -> Gradients:
     """Those in `wanted`: dh float32 [N, D], dW [V, D] in the dtype of the unembedding, db float32 [V]; see `operator`.
 

@@ -66,9 +66,7 @@ def _forward(
     return forward.moments(call, model, scale, targets, needed, plan, setup.interpret), None
 
 
-def _backward(
-    setup: _Setup, call: Call, model: Model, signal: Signal, saved: Any, wanted: frozenset[str]
-) -> Gradients:
+def _backward(setup: _Setup, call: Call, model: Model, signal: Signal, saved: Any, wanted: frozenset[str]) -> Gradients:
     closed = "hidden" in wanted and signal.hidden_is_closed(call)
     rest = wanted - {"hidden"} if closed else wanted
     found = Gradients()

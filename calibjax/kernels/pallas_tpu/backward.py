@@ -114,7 +114,11 @@ def derivatives(
             for half in range(k, k + height, 8):
                 z = z_ref[half : half + 8, lanes]
                 z = z if saved else softcapped(call, z)
-                dz, matters = slope_of_logits(call, z, per_token.get, half, start)
+
+                def hit(index: int, place=half, per_token=per_token) -> Array:
+                    return per_token[f"ids{index}"] - start == place
+
+                dz, matters = slope_of_logits(call, z, per_token.get, hit)
                 dz = dz if keep is None else jnp.where(keep, dz, 0.0)
                 dz = dz if columns - half >= 8 else jnp.where(sublane < columns - half, dz, 0.0)
                 if call.filter_threshold and vocab_size % size:
