@@ -7,6 +7,7 @@ by `stats.merge`. Columns beyond V are logits of 0, which add nothing to Σz and
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
@@ -79,9 +80,19 @@ def _fold(state: dict[str, Array], z: Array, raw: Array, scale: Array, start: Ar
 
 
 def _pieces(
-    call: Call, model: Model, scale: Array, names: tuple[str, ...], fixed: bool, schedule: Schedule, interpret
-) -> dict[str, Float[Array, "P N"] | Int[Array, "P N"]]:
-    """By the kernel, the values `names` of every piece of the vocabulary, in units of the soft-cap."""
+    call: Call,
+    model: Model,
+    scale: Array,
+    names: tuple[str, ...],
+    save: bool,
+    fixed: bool,
+    schedule: Schedule,
+    interpret,
+) -> tuple[dict[str, Float[Array, "P N"] | Int[Array, "P N"]], Array | None]:
+    """By the kernel, the values `names` of every piece of the vocabulary, and the logits to `save`, or None.
+
+    Both in units of the soft-cap. The saved logits are padded to whole tiles.
+    """
     hidden, unembedding, bias, _ = model
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
     columns, padded = schedule.blocks.columns, schedule.padded_tokens
@@ -92,6 +103,8 @@ def _pieces(
     results = [jax.ShapeDtypeStruct((schedule.pieces, len(floats), padded), jnp.float32)]
     if "argmax" in names:
         results.append(jax.ShapeDtypeStruct((schedule.pieces, padded), jnp.int32))
+    if save:
+        results.append(jax.ShapeDtypeStruct((padded, schedule.vocab_tiles * columns), jnp.float32))
 
     def body(*refs, rows, piece, tiles):
         scale_ref, *refs = refs
@@ -102,6 +115,8 @@ def _pieces(
             state = dict(zip(names, values, strict=True))
             for offset in range(0, columns, SLICE):
                 raw = softcapped(call, biased(whole[:, offset : offset + SLICE], bias_ref, first + offset))
+                if save:
+                    refs[-1][rows, pl.ds(first + offset, SLICE)] = raw
                 z = raw if bias is None else jnp.maximum(raw, FLOOR)  # it may be −inf
                 if vocab_size % columns:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
@@ -126,7 +141,8 @@ def _pieces(
         name="calibjax_statistics",
     )
     pieces = {name: found[0][:, i, :tokens] for i, name in enumerate(floats)}
-    return pieces | ({"argmax": found[1][:, :tokens]} if "argmax" in names else {})
+    pieces |= {"argmax": found[1][:, :tokens]} if "argmax" in names else {}
+    return pieces, found[-1] if save else None
 
 
 def _merged(pieces: Moments, scale: Float[Array, " N"]) -> Moments:
@@ -159,10 +175,11 @@ def moments(
     scale: Float[Array, " N"],
     targets: Int[Array, " N"] | None,
     needed: frozenset[str],
+    save: bool,
     schedule: Schedule,
     interpret,
-) -> Moments:
-    """The moments of the whole vocabulary, but for `rows`.
+) -> tuple[Moments, Array | None]:
+    """The moments of the whole vocabulary, but for `rows`; with `save` the logits, as `backward.gradients` takes them.
 
     Under a soft-cap logits are bounded, and the sums need no running maximum while s·cap is at most 69 for every token:
     a second program of the same kernel, chosen as the scales are known. Not with `second`, which would cancel.
@@ -171,8 +188,8 @@ def moments(
     power = scale * (LOG2_E * unit)
     names = _states(needed)
 
-    def run(fixed: bool) -> Moments:
-        found = _pieces(call, model, power, names, fixed, schedule, interpret)
+    def run(fixed: bool) -> tuple[Moments, Array | None]:
+        found, saved = _pieces(call, model, power, names, save, fixed, schedule, interpret)
         best, weight, first, second = (found.get(name) for name in ("best", "weight", "first", "second"))
         assert best is not None
         assert weight is not None
@@ -188,12 +205,12 @@ def moments(
             second=None if second is None else second * unit**2,
             total=None if (total := found.get("total")) is None else total * unit,
         )
-        return _merged(pieces, scale)
+        return _merged(pieces, scale), saved
 
     if call.softcap is None or "second" in needed:
-        merged = run(False)
+        merged, saved = run(False)
     else:
-        merged = jax.lax.cond(jnp.all(power <= _SAFE), lambda: run(True), lambda: run(False))
+        merged, saved = jax.lax.cond(jnp.all(power <= _SAFE), lambda: run(True), lambda: run(False))
     if targets is None or "target" not in needed:
-        return merged
-    return merged._replace(target=_target_logits(call, model, targets))
+        return merged, saved
+    return merged._replace(target=_target_logits(call, model, targets)), saved

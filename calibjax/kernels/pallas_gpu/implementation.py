@@ -34,8 +34,6 @@ def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
             raise NotImplementedError(f"it runs on Hopper GPUs ({', '.join(_HOPPER)}), not on {platform.device_kind}")
     if call.chunk_size is not None:
         raise NotImplementedError("the GPU kernel does not take chunk_size")
-    if call.save_logits:
-        raise NotImplementedError("the GPU kernel saves no logits")
     if model.hidden.dtype.name not in ("bfloat16", "float16"):
         raise NotImplementedError(f"the GPU kernel takes bfloat16 and float16, not {model.hidden.dtype.name}")
     if model.hidden.shape[0] == 0:
@@ -58,12 +56,12 @@ def _forward(
     needed: frozenset[str],
     save: bool,
 ) -> tuple[Moments, Any]:
-    if "rows" in needed:
+    if "rows" in needed:  # never with `save`: nothing is left for a second pass
         return chunked.forward(call, model, scale, targets, needed, save)
     from calibjax.kernels.pallas_gpu import forward  # Mosaic's GPU half takes as long to import as all kernels
 
     plan = _schedule(setup, model, platform())
-    return forward.moments(call, model, scale, targets, needed, plan, setup.interpret), None
+    return forward.moments(call, model, scale, targets, needed, save, plan, setup.interpret)
 
 
 def _backward(setup: _Setup, call: Call, model: Model, signal: Signal, saved: Any, wanted: frozenset[str]) -> Gradients:
@@ -74,7 +72,7 @@ def _backward(setup: _Setup, call: Call, model: Model, signal: Signal, saved: An
         from calibjax.kernels.pallas_gpu import backward
 
         kind = platform().device_kind
-        found = backward.gradients(call, model, signal, rest, setup.blocks, kind, setup.interpret)
+        found = backward.gradients(call, model, signal, saved, rest, setup.blocks, kind, setup.interpret)
     return found._replace(hidden=closed_form_hidden(model, signal)) if closed else found
 
 

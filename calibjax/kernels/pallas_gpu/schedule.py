@@ -75,7 +75,7 @@ class Schedule(NamedTuple):
         return group * self.group + jax.lax.rem(within, size), piece, start, end
 
 
-def chunk(tokens: int, vocab_size: int, blocks: Blocks) -> int:
+def chunk_size(tokens: int, vocab_size: int, blocks: Blocks) -> int:
     """Columns of dz that are held at a time, in whole tiles: 8,192, or as many as take 512 MiB.
 
     For each chunk dh is read and written, in float32: with 8,192 columns some 2% of the time of its three products.
@@ -97,6 +97,11 @@ def multiprocessors(device_kind: str) -> int:
     return 78 if "H20" in device_kind.split() else 132
 
 
+def programs(blocks: Blocks, device_kind: str) -> int:
+    """That run at once, one for each multiprocessor."""
+    return blocks.programs or multiprocessors(device_kind)
+
+
 def _longest(token_tiles: int, vocab_tiles: int, group: int, pieces: int, programs: int) -> float:
     """What the busiest program does, in tiles of the vocabulary."""
     sizes = np.diff(np.arange(pieces + 1) * vocab_tiles // pieces) + _TILES_LOST
@@ -110,11 +115,11 @@ def choose(tokens: int, vocab_size: int, blocks: Blocks, device_kind: str) -> Sc
     """The schedule whose busiest program has least to do, with at most 16 MiB of partial statistics or 9 pieces."""
     token_tiles = -(-tokens // (TOKENS * blocks.cluster))
     vocab_tiles = -(-vocab_size // blocks.columns)
-    programs = max((blocks.programs or multiprocessors(device_kind)) // blocks.cluster, 1)
+    at_once = max(programs(blocks, device_kind) // blocks.cluster, 1)
     groups = -(-token_tiles * blocks.cluster // _GROUP)
     group = -(-token_tiles // groups)
-    least = min(-(-programs // group), vocab_tiles)  # with fewer, one wave would read more than a group
+    least = min(-(-at_once // group), vocab_tiles)  # with fewer, one wave would read more than a group
     fitting = _PARTIAL_BYTES // (_BYTES_A_TOKEN * token_tiles * blocks.cluster * TOKENS)
-    candidates = range(least, max(min(vocab_tiles, fitting, 2 * programs), least) + 1)
-    pieces = min(candidates, key=lambda n: _longest(token_tiles, vocab_tiles, group, n, programs))
-    return Schedule(blocks, token_tiles, vocab_tiles, group, pieces, min(programs, token_tiles * pieces))
+    candidates = range(least, max(min(vocab_tiles, fitting, 2 * at_once), least) + 1)
+    pieces = min(candidates, key=lambda n: _longest(token_tiles, vocab_tiles, group, n, at_once))
+    return Schedule(blocks, token_tiles, vocab_tiles, group, pieces, min(at_once, token_tiles * pieces))
