@@ -22,6 +22,7 @@ from calibjax.kernels.pallas_gpu.schedule import Blocks
 NAME = "pallas_gpu_interpreted"
 TWO_PROGRAMS = "pallas_gpu_interpreted_by_two_programs"
 WITH_ITS_BLOCKS = "pallas_gpu_interpreted_with_its_blocks"
+WIDER = "pallas_gpu_interpreted_with_tiles_of_128"
 
 _PATIENCE = 400  # seconds
 _PACKAGE = "jax._src.pallas.mosaic_gpu.interpret"
@@ -34,6 +35,7 @@ _PARAMS = importlib.import_module(f"{_PACKAGE}.params").InterpretGPUParams(
 IMPLEMENTATIONS = {
     NAME: pallas_gpu.make(_PARAMS, Blocks(columns=64, stages=2, programs=1)),
     TWO_PROGRAMS: pallas_gpu.make(_PARAMS, Blocks(columns=64, stages=3, programs=2)),
+    WIDER: pallas_gpu.make(_PARAMS, Blocks(columns=128, stages=2, programs=1)),
     WITH_ITS_BLOCKS: pallas_gpu.make(_PARAMS, Blocks(programs=1)),
 }
 

@@ -90,13 +90,17 @@ def test_nothing_chooses_it_until_it_is_measured():
     assert f"for gpu ({H100})" in text
     assert "  chunked     chosen: " in text
     assert "  pallas_gpu  comes later (could: statistics by tiles of 128 tokens by 256 columns in 35 pieces" in text
-    assert "not timed on a GPU yet; gradients by the chunked form" in text
+    assert "gradients by dz of 8192 columns at a time" in text
+    assert "not timed on a GPU yet" in text
     named = explain(*shapes(), sharding=on("NVIDIA H200"), implementation="pallas_gpu")
     assert "  pallas_gpu  chosen: " in named
     # dh alone comes out of the chunked form's forward pass; else the logits are computed anew, once for both gradients.
     assert [line[-5:] for line in named.splitlines()[-4:]] == ["1 + 0", "1 + 2", "1 + 2", "1 + 3"]
     alone = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", statistics=["log_normalizer"])
     assert [line[-5:] for line in alone.splitlines()[-4:]] == ["1 + 0", "2 + 0", "1 + 2", "1 + 3"]
+    saved = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", save_logits=True, filter_threshold=1e-4)
+    assert "8000 MiB" in saved
+    assert "1 + 2 (2 of them only where p reaches filter_threshold)" in saved
     assert "252 MiB to pad W" in explain(*shapes(vocab_size=50_257, width=2570), sharding=on(H100))
 
 
@@ -107,7 +111,6 @@ def test_nothing_chooses_it_until_it_is_measured():
         (H100, {"dtype": jnp.float32}, {}, "takes bfloat16 and float16, not float32"),
         (H100, {"tokens": 0}, {}, "there are no tokens"),
         (H100, {}, {"chunk_size": 512}, "does not take chunk_size"),
-        (H100, {}, {"save_logits": True}, "saves no logits"),
     ],
 )
 def test_what_it_cannot_run(kind, change, options, reason):
@@ -151,20 +154,24 @@ def test_soft_capped_logits_need_no_maximum(gpu):
     reason="jax-cuda13-plugin and jax-cuda13-pjrt, which hold the compiler for GPUs, are not installed",
 )
 @pytest.mark.parametrize(
-    ("preset", "changes", "task", "kernels"),
+    ("preset", "changes", "task", "kernels", "variant"),
     [
-        ("gemma2-2b", {"softcap": 30.0}, "statistics", 2),  # with and without a running maximum
-        ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 1),
-        ("tokens-32k", {"dtype": "float16", "vocab": 50_257, "width": 1000}, "statistics", 1),
+        ("gemma2-2b", {"softcap": 30.0}, "statistics", 2, ""),  # with and without a running maximum
+        ("gemma2-2b", {"softcap": 30.0, "label_smoothing": 0.1}, "both", 4, ""),  # dz of full chunks, and of the last
+        ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 3, ""),
+        ("llama31-8b-4k", {"softcap": 30.0}, "both", 2, ", logits saved"),
+        ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 7, ", filtered"),  # and dh and dW of each chunk
+        ("tokens-32k", {"label_smoothing": 0.1}, "both", 3, ""),
+        ("tokens-32k", {"dtype": "float16", "vocab": 50_257, "width": 1000}, "statistics", 1, ""),
     ],
 )
-def test_compiles_for_an_h100_without_spills(preset, changes, task, kernels, monkeypatch):
+def test_compiles_for_an_h100_without_spills(preset, changes, task, kernels, variant, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     import bench
     import hopper_static
 
     problem = dataclasses.replace(bench.PRESETS[preset], **changes)
-    found = hopper_static.compile_for_h100(problem, task)
+    found = hopper_static.compile_for_h100(problem, task, f"vocab_stats pallas_gpu{variant}")
     print(problem, task, found)
     assert len(found["kernels"]) == kernels
     for kernel in found["kernels"]:

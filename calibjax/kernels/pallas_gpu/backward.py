@@ -33,7 +33,7 @@ def _slopes(
     With a filter also, of each tile and token, whether any of it must be multiplied (1) or not (0).
 
     Args:
-        model: N is a multiple of `schedule.TOKENS`.
+        model: N is `schedule.padded_tokens`.
         values: of the tokens, see `slopes.values_of_tokens`.
         ids: of the one-hots, counted from the first column of the chunk.
     """
@@ -137,7 +137,7 @@ def gradients(
     apart = apart_of(call, signal)
 
     def padded(x: Array, value: float = 0) -> Array:
-        padding = ((0, -tokens % TOKENS), *((0, 0),) * (x.ndim - 1))
+        padding = ((0, -tokens % (TOKENS * blocks.cluster)), *((0, 0),) * (x.ndim - 1))
         return jnp.pad(x, padding, constant_values=value)
 
     hidden = padded(hidden)

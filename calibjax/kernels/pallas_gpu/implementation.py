@@ -1,4 +1,4 @@
-"""The two passes of `Implementation` for Hopper GPUs: which of them a kernel runs, and which the chunked form."""
+"""The two passes of `Implementation` for Hopper GPUs: what kernels run, and what the chunked form."""
 
 import functools
 from typing import Any, NamedTuple
@@ -39,9 +39,11 @@ def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
     if model.hidden.shape[0] == 0:
         raise NotImplementedError("there are no tokens")
     plan = _schedule(setup, model, platform)
+    held = schedule.chunk_size(model.hidden.shape[0], model.unembedding.shape[0], plan.blocks)
     note = (
         f"statistics by tiles of {schedule.TOKENS} tokens by {plan.blocks.columns} columns in {plan.pieces} pieces of "
-        "the vocabulary, not timed on a GPU yet; gradients by the chunked form"
+        f"the vocabulary; gradients by dz of {held} columns at a time, dh out of the forward pass by the chunked form; "
+        "not timed on a GPU yet"
     )
     copied = schedule.copied_bytes(*model.unembedding.shape)
     return note if not copied else f"{note}; {copied / 2**20:.0f} MiB to pad W to whole tiles of 8 x 64"

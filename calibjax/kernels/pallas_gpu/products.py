@@ -43,7 +43,7 @@ def _kernel(
     units = tiles * (out_ref.shape[1] // _WIDTH)
 
     def walk(unit):
-        """`unit(first row, first column, list, products, step)` for each tile of the result."""
+        """`unit(first row, first column, list, products, step)` for each tile of the result; the steps of the ring."""
 
         def run(info, carry):
             tile, place = jax.lax.rem(info.index[0], tiles), jax.lax.div(info.index[0], tiles)
@@ -72,7 +72,12 @@ def _kernel(
 
             jax.lax.fori_loop(0, steps, load, None)
 
-        walk(unit)
+        total = walk(unit)
+
+        # Nobody leaves before all of its blocks were taken.
+        @pl.loop(jnp.maximum(total - stages, 0), total)
+        def _(step):
+            plgpu.barrier_wait(empty.at[jax.lax.rem(step, stages)])
 
     @pl.when(warpgroup < WARPGROUPS)
     def _():

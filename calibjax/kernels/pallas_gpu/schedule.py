@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
     """Sizes of the kernel.
 
     Attributes:
-        columns: of the vocabulary in a tile of logits.
+        columns: of the vocabulary in a tile of logits; with `filter_threshold` a multiple of 128.
         depth: of D in a block of the ring.
         stages: blocks in the ring: 4 of 48 KiB leave 35 of the 227 KiB of shared memory.
         cluster: programs that share each block of the unembedding, which one copy brings to all of them: 1 or 2.

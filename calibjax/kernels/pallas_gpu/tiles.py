@@ -77,7 +77,7 @@ def _kernel(body, *refs, schedule: Schedule) -> None:
 
     @pl.when(warpgroup == WARPGROUPS)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         def unit(tokens, _, start, end, step):
             def tile(columns, step):
@@ -106,7 +106,7 @@ def _kernel(body, *refs, schedule: Schedule) -> None:
 
     @pl.when(warpgroup < WARPGROUPS)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
 
         def logits(first_step: Array) -> Array:
             """[64, columns], from the blocks of the ring that begin at `first_step`."""
