@@ -3,8 +3,9 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt     # 132 MB, of the version that jax has; nothing else of CUDA
     python kernels/hopper_static.py --preset gemma2-2b tokens-32k --softcap none 30 --json hopper.json
 
-The programs are those of `bench.py` with `implementation="pallas_gpu"`; `--variant` takes others of its kernels. Registers, spills and shared memory are of the
-Pallas kernels in them, temporaries of the whole.
+The programs are those of `bench.py` with `implementation="pallas_gpu"`; `--variant` takes others of its kernels.
+Registers, spills and shared memory are of the Pallas kernels in them, temporaries of the whole. A kernel that two of
+them share is compiled, and listed, once.
 """
 
 import argparse
