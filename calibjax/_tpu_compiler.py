@@ -88,6 +88,18 @@ def with_compiler(
     return result
 
 
+def slice_devices(topology: str) -> list[Any]:
+    """What a program is compiled for: the devices of a slice such as "v5e:4x4"; in the compiler's process only.
+
+    A host has 2 x 2 chips, where libtpu is not told that a slice has fewer.
+    """
+    from jax.experimental import topologies
+
+    lengths = [min(int(n), 2) for n in re.findall(r"\d+", topology.partition(":")[2])]
+    bounds = (*(*lengths, 1, 1)[:2], 1)
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=bounds).devices
+
+
 def _environment(flags: Sequence[str]) -> dict[str, str]:
     """What must be set before jax and libtpu are loaded."""
     return {

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from calibjax._checks import UserError
+from calibjax.attention import Visible, attend
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": nn.silu,
@@ -176,8 +177,7 @@ class SequenceContext(NamedTuple):
     """What every block needs to know of the sequence besides its hidden states; made once by `sequence_context`."""
 
     rotary: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]] | None
-    mask: Bool[Array, "B 1 T S"] | None
-    start: Int[Array, ""] | None = None
+    visible: Visible
 
 
 KeysValues = tuple[Float[Array, "*L B S K H"], Float[Array, "*L B S K H"]]
@@ -201,16 +201,15 @@ def sequence_context(
     window: int | None = None,
     start: Int[Array, ""] | None = None,
 ) -> SequenceContext:
-    """Computes the rotary table and the attention mask of a batch.
+    """Computes the rotary table of a batch, and says what its tokens see.
 
     Args:
       config: The blocks' configuration.
       positions: Position of each token in its sequence, `[B, T]`, or `[1, T]` where all rows share them.
       segment_ids: Which sequence of the row each token belongs to, `[B, T]`; 0 is padding. A token attends to itself
-        and to earlier tokens of its own segment. Padding forms a segment like any other: so no row of the mask is
-        empty, and every output is finite. `None`: one sequence a row. With `start`, of all S columns.
-      window: A token attends to itself and to the `window - 1` tokens before it; `None`: to all before it. Without
-        `segment_ids` and window no mask is made.
+        and to earlier tokens of its own segment. Padding forms a segment like any other: so every token sees one, and
+        every output is finite. `None`: one sequence a row. With `start`, of all S columns.
+      window: A token attends to itself and to the `window - 1` tokens before it; `None`: to all before it.
       start: The tokens stand at columns `start` to `start + T` of S, and keys and values of earlier columns are given
         to the blocks. `None`: the tokens are all there is.
 
@@ -218,20 +217,16 @@ def sequence_context(
       The context that `Block` and `Attention` take.
     """
     rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
-    if segment_ids is None and window is None:
-        return SequenceContext(rotary, None)
-    own, index = segment_ids, jnp.arange(positions.shape[1])
-    others = index
-    if start is not None and segment_ids is not None:
-        own = jax.lax.dynamic_slice_in_dim(segment_ids, start, positions.shape[1], axis=1)
-        index, others = start + index, jnp.arange(segment_ids.shape[1])
-    distance = index[:, None] - others[None, :]
-    mask = (distance >= 0)[None]
-    if window is not None:
-        mask &= (distance < window)[None]
-    if own is not None and segment_ids is not None:
-        mask = mask & (own[:, :, None] == segment_ids[:, None, :])
-    return SequenceContext(rotary, mask[:, None], start)
+    return SequenceContext(rotary, Visible(segment_ids, start, (window,)))
+
+
+def choose_context(index: Int[Array, ""], first: SequenceContext, second: SequenceContext) -> SequenceContext:
+    """The first of two contexts of the same sequence where `index` is 0, the second where it is 1."""
+    rotary = jax.tree.map(lambda a, b: jnp.where(index == 0, a, b), first.rotary, second.rotary)
+    windows = first.visible.windows + second.visible.windows
+    if windows[0] == windows[1]:
+        return SequenceContext(rotary, first.visible)
+    return SequenceContext(rotary, dataclasses.replace(first.visible, windows=windows, kind=index))
 
 
 def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -351,42 +346,11 @@ def make_norm(config: BlockConfig, dtype: DTypeLike, param_dtype: DTypeLike, nam
     return LayerNorm(config.norm_eps, dtype, param_dtype, name=name)
 
 
-def _attend(query: Array, key: Array, value: Array, mask: Array | None, *, scale: float) -> Array:
-    # JAX's attention promotes dtypes within, and so fails under strict promotion where it is not let to.
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=mask is None, scale=scale)
-
-
-def _attend_by_products(
-    query: Array, key: Array, value: Array, mask: Array | None, *, scale: float, softcap: float | None = None
-) -> Array:
-    """The same with heads before time: XLA's CPU products then need no transposes, and gradients are much faster.
-
-    And with a soft-cap on the attention logits, which JAX's attention has not; it serves every platform there.
-    Returns `[B, T, H, K]`; logits and softmax are float32.
-    """
-    batch, time, heads, width = query.shape
-    groups = heads // key.shape[2]
-    query = jnp.moveaxis(query.reshape(batch, time, key.shape[2], groups, width), 1, 3)
-    key, value = jnp.moveaxis(key, 1, 2)[:, :, None], jnp.moveaxis(value, 1, 2)[:, :, None]
-    key, value = (jnp.broadcast_to(x, (*query.shape[:3], *x.shape[3:])) for x in (key, value))
-    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    logits = product(query, jnp.swapaxes(key, -1, -2)) * scale
-    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-    mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
-    logits = jnp.where(mask[:, :, None], logits, jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-    # Divided after the product: a pass over [T, K] in place of one over [T, T], forward and backward.
-    mixed = product(weights.astype(value.dtype), value) / jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = mixed.astype(value.dtype)
-    return jnp.moveaxis(mixed, 3, 1).reshape(batch, time, heads, width)
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention; logits and softmax are float32 whatever `dtype` is.
 
     Returns the mixed values, and the keys and values of the tokens given. With `past`, keys and values of S columns,
-    the tokens' own stand among them from column `context.start` on.
+    the tokens' own stand among them from column `context.visible.start` on.
     """
 
     config: BlockConfig
@@ -423,19 +387,13 @@ class Attention(nn.Module):
             query, key = rotate(query, context.rotary), rotate(key, context.rotary)
         new = (key, value)
         if past is not None:
-            assert context.start is not None, "a context of columns, with `start`, belongs to `past`"
+            start = context.visible.start
+            assert start is not None, "a context of columns, with `start`, belongs to `past`"
             key, value = (
-                jax.lax.dynamic_update_slice_in_dim(old, x, context.start, axis=1)
-                for old, x in zip(past, new, strict=True)
+                jax.lax.dynamic_update_slice_in_dim(old, x, start, axis=1) for old, x in zip(past, new, strict=True)
             )
         scale = cfg.head_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
-        arguments = (query, key, value, context.mask)
-        by_products = functools.partial(_attend_by_products, scale=scale, softcap=cfg.attention_softcap)
-        if cfg.attention_softcap is None:
-            by_library = functools.partial(_attend, scale=scale)
-            mixed = jax.lax.platform_dependent(*arguments, cpu=by_products, default=by_library)
-        else:
-            mixed = by_products(*arguments)
+        mixed = attend(query, key, value, context.visible, scale=scale, softcap=cfg.attention_softcap)
         return dense(cfg.hidden_size, cfg.output_bias, "o")(mixed.reshape(*hidden.shape[:2], -1)), new
 
 

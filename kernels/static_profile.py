@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from calibjax._tpu_compiler import with_compiler
+from calibjax._tpu_compiler import slice_devices, with_compiler
 
 
 class Chip(NamedTuple):
@@ -97,10 +97,8 @@ def compile_for(
 def _compile(chip: Chip, build: Callable[..., Program], args: tuple, directory: str | None) -> Compiled:
     import jax
     import numpy as np
-    from jax.experimental import topologies
 
-    device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
-    mesh = jax.sharding.Mesh(np.array([device]), ("x",))
+    mesh = jax.sharding.Mesh(np.array(slice_devices(chip.topology)[:1]), ("x",))
     jax.set_mesh(mesh)  # tells Pallas which chip it compiles for
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     program = build(*args)

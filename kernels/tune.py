@@ -5,7 +5,7 @@
 
 Prints, best first, the static estimate of each candidate at the full size, its share of the matrix units' time, and
 which one `PREFERENCES` of `calibjax/kernels/pallas_tpu/blocks.py` takes now. A candidate takes one to three minutes on
-a plain CPU machine (two compilations with simulation); nothing runs on a TPU. Needs `pip install libtpu`.
+a plain CPU machine (two compilations with simulation); nothing runs on a TPU. Needs `pip install ".[plan]"`.
 """
 
 import argparse

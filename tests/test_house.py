@@ -16,7 +16,9 @@ PACKAGE = ROOT / "calibjax"
 FLOORS = {
     **dict.fromkeys(("_checks", "_tpu_compiler", "sharding", "distributed"), 0),
     "kernels": 1,
-    **dict.fromkeys(("bounds", "horizon", "layers", "cache", "heads", "losses", "recalibrate", "metrics"), 2),
+    **dict.fromkeys(
+        ("bounds", "horizon", "splash", "attention", "layers", "cache", "heads", "losses", "recalibrate", "metrics"), 2
+    ),
     **dict.fromkeys(("models", "data"), 3),
     **dict.fromkeys(("train", "eval"), 4),
     **dict.fromkeys(("runs", "calibrate", "compare", "finetune", "lhts", "evaluate", "commands", "quickstart"), 5),

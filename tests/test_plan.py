@@ -246,6 +246,13 @@ def test_collectives_of_a_tpu_module():
     assert unknown == 0
     assert found["collective-permute"] == (8, 8 * 2 * 32 * 8, 2 * 32 * 8)
     assert found["all-gather"] == (1, 2 * 4096 * 64 * 15 // 16, 2 * 4096 * 64)
+    # As jax 0.10.2 writes the metadata of a Pallas kernel: over several lines, before the rest of its computation.
+    kernel = (
+        '  %k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n'
+    )
+    kernel += '"xprof_metadata":"{}"\n}}, metadata={op_name="jit(step)"}\n'
+    with_kernel = TPU_MODULE.replace("  %goes-on", kernel + "  %goes-on").replace("  %copy.1", kernel + "  %copy.1")
+    assert collectives(with_kernel) == (found, 0)
     endless = TPU_MODULE.replace("direction=LT", "direction=NE")
     assert collectives(endless)[1] == 1
 

@@ -396,7 +396,8 @@ def closed_form_hidden(model: Model, signal: Signal) -> Array:
             block = jnp.where(rows(model.valid)[:, None], block, 0.0)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, block.astype(d_hidden.dtype), start, axis=0)
 
-    size = max(_GATHERED_BYTES // (4 * width), 8)
+    # A power of two seldom leaves a ragged block, for which some versions of libtpu copy the whole of dh.
+    size = 1 << max(_GATHERED_BYTES // (4 * width), 8).bit_length() - 1
     whole, left = divmod(tokens, size)
     if whole:
         d_hidden = jax.lax.fori_loop(0, whole, lambda i, d: add(i * size, d, size), d_hidden)

@@ -19,7 +19,15 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from calibjax._checks import UserError
 from calibjax.cache import Cache, fill, reserve
-from calibjax.layers import Block, KeysValues, SequenceContext, make_norm, segment_positions, sequence_context
+from calibjax.layers import (
+    Block,
+    KeysValues,
+    SequenceContext,
+    choose_context,
+    make_norm,
+    segment_positions,
+    sequence_context,
+)
 from calibjax.models.config import DecoderConfig
 from calibjax.models.lora import LoraConfig, adapters_of
 from calibjax.sharding import constrain_batch, lookup
@@ -306,23 +314,18 @@ def _layer_contexts(
     config: DecoderConfig, positions: Array, segment_ids: Array | None, start: Array | None
 ) -> _Contexts:
     """One context where all layers are of a kind, else that of the global layers and that of the local ones."""
+    everything = sequence_context(config, positions, segment_ids, start=start)
     if not any(config.local_layers):
-        return (sequence_context(config, positions, segment_ids, start=start),)
-    length = positions.shape[1] if start is None or segment_ids is None else segment_ids.shape[1]
+        return (everything,)
+    length = positions.shape[1] if segment_ids is None else segment_ids.shape[1]
     window = config.window if config.window is not None and config.window < length else None
     rope = config.rope if config.local_rope is None else config.local_rope
     local = sequence_context(dataclasses.replace(config, rope=rope), positions, segment_ids, window=window, start=start)
-    if all(config.local_layers):
-        return (local,)
-    # A window of all tokens is none; but a mask in one context needs one in the other.
-    everything = sequence_context(
-        config, positions, segment_ids, window=None if window is None else length, start=start
-    )
-    return everything, local
+    return (local,) if all(config.local_layers) else (everything, local)
 
 
 def _choose(local: Array, contexts: _Contexts) -> SequenceContext:
-    return contexts[0] if len(contexts) == 1 else jax.tree.map(lambda g, w: jnp.where(local, w, g), *contexts)
+    return contexts[0] if len(contexts) == 1 else choose_context(local.astype(jnp.int32), *contexts)
 
 
 def _matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager:

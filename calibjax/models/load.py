@@ -49,7 +49,8 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
       path: A directory in Hugging Face's layout (`config.json`, `model.safetensors` or its sharded index, tokenizer
         files), a directory that `calibjax convert` wrote, or a model's id on the hub, which is downloaded once.
       dtype: What the weights are cast to and computed in: float32 or bfloat16; the files may hold float16 too.
-      mesh: Devices to divide the weights among, by `sharding.RULES`; `None` for the default device.
+      mesh: Devices to divide the weights among, by `sharding.RULES`; `None` for the default device. Set it
+        (`jax.set_mesh`) around what runs the model: on TPUs its kernels are divided by the mesh that is set.
 
     Returns:
       The model. Its fingerprint is of the weights as stored, whatever `dtype` is.

@@ -5,10 +5,9 @@ import time
 from typing import NamedTuple
 
 import jax
-from jax.experimental import topologies
 
 from calibjax._checks import UserError
-from calibjax._tpu_compiler import DoesNotCompile, with_compiler
+from calibjax._tpu_compiler import DoesNotCompile, slice_devices, with_compiler
 from calibjax.plan.chips import GIB
 from calibjax.plan.count import flops
 from calibjax.plan.hlo import Collective, collectives
@@ -73,7 +72,7 @@ def too_large(message: str) -> TooLarge:
 
 def _compile(job: Job, topology: str) -> Compiled:
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        devices = slice_devices(topology)
     except Exception as error:  # of several kinds
         raise UserError(f"--topology {topology}: libtpu has no such slice ({str(error).splitlines()[0]}).") from error
     mesh = make_mesh(job.mesh, devices)

@@ -11,8 +11,9 @@ def flops(jaxpr: Any) -> float:
     """Operations of the matrix products in a jaxpr, over all devices; 2 for each product of two numbers.
 
     XLA's own `cost_analysis` counts the body of a loop once, and a model is a loop over its layers. A Pallas kernel
-    counts as it declares itself (`pl.CostEstimate`), of several branches the largest one counts, and what runs within
-    `shard_map` counts once for each device.
+    counts as it declares itself (`pl.CostEstimate`), or else its body for each point of its grid, also for those that
+    it passes over when it runs. Of several branches the largest one counts, and what runs within `shard_map` counts
+    once for each device.
 
     Args:
         jaxpr: as `jax.make_jaxpr` or `jitted.trace(...).jaxpr` have it.
@@ -35,7 +36,9 @@ def _of(eqn: Any) -> float:
         return 2.0 * terms * math.prod(eqn.outvars[0].aval.shape)
     if name == "pallas_call":
         estimate = eqn.params.get("cost_estimate")
-        return 0.0 if estimate is None else float(estimate.flops)
+        if estimate is None:
+            return float(math.prod(eqn.params["grid_mapping"].grid)) * flops(eqn.params["jaxpr"])
+        return float(estimate.flops)
     inner = [flops(jaxpr) for jaxpr in _jaxprs(eqn.params)]
     if name == "cond":
         return max(inner)

@@ -78,14 +78,14 @@ def _parse(text: str) -> tuple[dict[str, _Computation], str]:
     computations: dict[str, _Computation] = {}
     entry, current = "", None
     for line in text.splitlines():
-        if not line.startswith(" "):
-            opening = re.match(r"(ENTRY )?%?([^\s(]+) \(.*\{$", line)
+        if line.startswith(" "):
+            if current is not None and " = " in line:
+                current.append(_instruction(line))
+        elif opening := re.match(r"(ENTRY )?%?([^\s(]+) \(.*\{$", line):
+            current = computations.setdefault(opening[2], [])
+            entry = opening[2] if opening[1] else entry
+        elif re.match(r"\}(,|$)", line):  # and not an attribute that goes over several lines, as of Pallas' kernels
             current = None
-            if opening:
-                current = computations.setdefault(opening[2], [])
-                entry = opening[2] if opening[1] else entry
-        elif current is not None and " = " in line:
-            current.append(_instruction(line))
     return computations, entry
 
 

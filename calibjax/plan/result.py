@@ -47,7 +47,10 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         sizes["temporaries"] = result.total - result.arguments
         total, fits, operations = result.total, True, result.flops
         if result.collectives is None:
-            note = "Compiled; but jaxlib cannot read libtpu's program, so what moves between devices is not known."
+            note = (
+                "Compiled; but jaxlib cannot read libtpu's program, so what moves between devices is not known. "
+                'pip install "jax[tpu]" gets the libtpu that this jax goes with.'
+            )
         else:
             moved = {kind: of_kind._asdict() for kind, of_kind in sorted(result.collectives.items())}
         if result.unknown_loops:
