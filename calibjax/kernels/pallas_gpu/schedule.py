@@ -78,7 +78,7 @@ class Schedule(NamedTuple):
 def chunk_size(tokens: int, vocab_size: int, blocks: Blocks) -> int:
     """Columns of dz that are held at a time, in whole tiles: 8,192, or as many as take 512 MiB.
 
-    For each chunk dh is read and written, in float32: with 8,192 columns some 2% of the time of its three products.
+    For each chunk dh is read and written, in float32: with 8,192 columns some 3% of the time of its three products.
     """
     columns = min(blocks.chunk, _DZ_BYTES // (2 * max(tokens, 1)), vocab_size)
     return max(-(-columns // blocks.columns), 1) * blocks.columns
