@@ -100,6 +100,7 @@ def test_nothing_chooses_it_until_it_is_measured():
     assert [line[-5:] for line in alone.splitlines()[-4:]] == ["1 + 0", "2 + 0", "1 + 2", "1 + 3"]
     saved = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", save_logits=True, filter_threshold=1e-4)
     assert "8000 MiB" in saved
+    assert "from saved logits, multiplied by a kernel where it reaches filter_threshold; dh that comes" in saved
     assert "1 + 2 (2 of them only where p reaches filter_threshold)" in saved
     assert "252 MiB to pad W" in explain(*shapes(vocab_size=50_257, width=2570), sharding=on(H100))
 
