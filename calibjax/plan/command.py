@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from calibjax._checks import UserError
 from calibjax._tpu_compiler import DoesNotCompile, compiler_version
@@ -99,9 +99,9 @@ def run_plan(run: PlanRun, announce: Callable[[str], None] = print) -> dict[str,
     jobs = _checked([run.job(config, mesh) for mesh in meshes])
     compiler = compiler_version() if run.compile and topology.chip.platform == "tpu" else None
     plans, reasons = [], []
-    for job in jobs:
+    for number, job in enumerate(jobs, 1):
         if run.suggest:
-            announce(f"planning {mesh_text(job.mesh)} ...")
+            announce(f"planning {mesh_text(job.mesh)} ({number} of {len(jobs)}) ...")
         try:
             plans.append(plan_job(job, topology, compiles=compiler is not None))
         except DoesNotCompile as reason:
@@ -198,9 +198,21 @@ def _print(document: dict[str, Any], run: PlanRun, topology: Topology) -> None:
             'Install it with: pip install "jax[tpu]"'
         )
     if run.suggest:
-        table = Table("mesh", "bytes per device", "fits", "at least")
+        parts = ("compute", "memory", "interconnect")
+        table = Table(
+            Column("mesh", no_wrap=True),
+            "per device",
+            "fits",
+            "compute",
+            "memory",
+            "moved",
+            title="at least so many ms a step",
+        )
         for plan in plans:
-            table.add_row(plan["mesh"], _size(plan["bytes_per_device"]["total"]), _verdict(plan), _bound(plan))
+            seconds = (plan["roofline_seconds"][name] for name in parts)
+            milliseconds = ("" if x is None else f"{1e3 * x:,.0f}" for x in seconds)
+            fits = {None: "not known", True: "yes", False: "no"}[plan["fits"]]
+            table.add_row(plan["mesh"], _size(plan["bytes_per_device"]["total"]), fits, *milliseconds)
         console.print(table)
         if document["best"] is None:
             console.print("none of these meshes fits")
