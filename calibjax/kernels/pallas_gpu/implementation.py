@@ -44,8 +44,8 @@ def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
     of_what += ", multiplied by a kernel where it reaches filter_threshold" if call.filter_threshold else ""
     note = (
         f"statistics by tiles of {schedule.TOKENS} tokens by {plan.blocks.columns} columns in {plan.pieces} pieces of "
-        f"the vocabulary; gradients by dz of {held} columns at a time{of_what}; dh that comes out of the forward pass by "
-        "the chunked form; not timed on a GPU yet"
+        f"the vocabulary; gradients by dz of {held} columns at a time{of_what}; dh that comes out of the forward pass "
+        "by the chunked form; not timed on a GPU yet"
     )
     copied = schedule.copied_bytes(*model.unembedding.shape)
     return note if not copied else f"{note}; {copied / 2**20:.0f} MiB to pad W to whole tiles of 8 x 64"
