@@ -1,12 +1,14 @@
 """The command that looks into a model: calibration across layers, and along a direction of its residual stream."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from calibjax import metrics
 from calibjax._checks import UserError
@@ -18,6 +20,7 @@ from calibjax.data import (
     read_source,
     split_windows,
 )
+from calibjax.distributed import DeviceOptions, is_first, together
 from calibjax.eval.directions import (
     Recipe,
     choose_edit,
@@ -26,13 +29,14 @@ from calibjax.eval.directions import (
     null_space,
     sweep,
 )
-from calibjax.eval.layers import Readout, evaluate_layers, layers_json, make_readout
+from calibjax.eval.layers import evaluate_layers, layers_json, make_readout
 from calibjax.eval.neurons import entropy_neurons
 from calibjax.eval.report import print_report
 from calibjax.eval.subjects import subject_rows
 from calibjax.eval.tokens import row_json
-from calibjax.models import LanguageModel, load_model
-from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
+from calibjax.models import LanguageModel
+from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed
+from calibjax.sharding import check_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ class LayersRun:
         seed: of everything random.
         json: print metrics.json to standard output at the end, and nothing else there.
         quiet: no progress bars.
+        devices: what the run uses.
         text: how text becomes windows; of questions, only `examples` counts, which are drawn at random.
     """
 
@@ -83,6 +88,7 @@ class LayersRun:
     seed: int = 0
     json: bool = False
     quiet: bool = False
+    devices: DeviceOptions = DeviceOptions()  # noqa: RUF009 (frozen)
     text: DataOptions = DataOptions()  # noqa: RUF009 (frozen)
 
 
@@ -90,9 +96,9 @@ class _Material(NamedTuple):
     """The predictions to look at, in the order: the half that is fitted on, the other."""
 
     halves: tuple[Windows, Windows]
-    read: Readout
     unit: str
     readout: str
+    letters: tuple[int, ...] | None = None
     subjects: tuple[str, ...] = ()
 
 
@@ -105,42 +111,50 @@ def run_layers(run: LayersRun, announce: Callable[[str], None] = print) -> dict[
         raise UserError(f"--settled: expected a share above 0 and at most 1, got {run.settled}.")
     if not np.isfinite(run.strengths).all():
         raise UserError(f"--strengths: expected finite numbers, got {run.strengths}.")
+    mesh = run.devices.make_mesh()
+    check_batch(mesh, run.batch_size)
     if run.out is not None:
         claim_directory(run.out, _identity(run))
-    lm = load_model(run.model, dtype=jnp.dtype(run.dtype))
-    announce(f"model: {lm!r}")
+    lm = load_placed(run.model, mesh, run.dtype, announce=announce)
     depth = lm.config.num_layers
     swept = run.sweep_layers or tuple(range(1, depth + 1))
     if not all(1 <= layer <= depth for layer in swept):
         raise UserError(f"--sweep-layers: expected blocks from 1 to {depth}, got {run.sweep_layers}.")
-    document = _analyse(run, lm, swept, _read(run, lm, announce), announce)
+    material = together(functools.partial(_read, run, lm, announce))
+    document = _analyse(run, lm, mesh, swept, material, announce)
     if run.out is not None:
         figures = "layers.png, sweep.png" + (", subjects.png" if document["subjects"] else "")
         finish(document, run.out, holds=figures, show=not run.json)
-    elif not run.json:
+    elif not run.json and is_first():
         print_report(document)
     return document
 
 
 def _analyse(
-    run: LayersRun, lm: LanguageModel, swept: tuple[int, ...], material: _Material, announce: Callable[[str], None]
+    run: LayersRun,
+    lm: LanguageModel,
+    mesh: Mesh,
+    swept: tuple[int, ...],
+    material: _Material,
+    announce: Callable[[str], None],
 ) -> dict[str, Any]:
     fit, held_out = material.halves
-    read = material.read
     counts = [int(half.where.sum()) for half in material.halves]
     announce(f"split: {counts[0]:,} {material.unit} to find a direction and an edit on, {counts[1]:,} held out")
     both = Windows(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
     steps: dict[str, Any] = {"batch_size": run.batch_size, "quiet": run.quiet}
-    outputs = evaluate_layers(lm, both, read, **steps)
+    with jax.set_mesh(mesh):
+        read = make_readout(lm, material.letters)
+        outputs = evaluate_layers(lm, both, read, **steps)
+        sets = choose_sets(run.direction, outputs.confidence[-1, : counts[0]], outputs.correct[-1, : counts[0]])
+        directions = find_directions(lm, fit, read, sets, **steps)
+        space = null_space(lm)
+        options: dict[str, Any] = {**steps, "bins": run.bins, "closed": run.closed}
+        on_fit, on_held_out = (
+            sweep(lm, half, read, directions, swept, run.strengths, **options) for half in (fit, held_out)
+        )
+        neurons = entropy_neurons(lm, space, layers=run.neuron_layers)
     layers = layers_json(outputs, bins=run.bins, closed=run.closed, settled_share=run.settled, seed=run.seed)
-
-    sets = choose_sets(run.direction, outputs.confidence[-1, : counts[0]], outputs.correct[-1, : counts[0]])
-    directions = find_directions(lm, fit, read, sets, **steps)
-    space = null_space(lm)
-    options: dict[str, Any] = {**steps, "bins": run.bins, "closed": run.closed}
-    on_fit, on_held_out = (
-        sweep(lm, half, read, directions, swept, run.strengths, **options) for half in (fit, held_out)
-    )
     chosen = choose_edit(on_fit)
     before, after = (on_held_out[edit] for edit in (next(iter(on_held_out)), chosen))
     difference = metrics.compare_sums(after, before, seed=run.seed)
@@ -172,7 +186,7 @@ def _analyse(
             {**edit._asdict(), "fit": metrics.summarise(sums), "held_out": _with_intervals(on_held_out[edit], run.seed)}
             for edit, sums in on_fit.items()
         ],
-        "neurons": [neuron._asdict() for neuron in entropy_neurons(lm, space, layers=run.neuron_layers)],
+        "neurons": [neuron._asdict() for neuron in neurons],
         "run": {**_identity(run), "base_fingerprint": lm.fingerprint},
     }
 
@@ -197,7 +211,7 @@ def _read(run: LayersRun, lm: LanguageModel, announce: Callable[[str], None]) ->
     if not is_multiple_choice(rows):
         check_context(run.text.seq_len, lm.config.max_positions)
         windows = run.text.read(run.data, lm, announce, split=run.split)
-        return _Material(split_windows(windows, 0.5), make_readout(lm), "tokens", "whole vocabulary")
+        return _Material(split_windows(windows, 0.5), "tokens", "whole vocabulary")
     asked = choice_windows(rows, lm.tokenizer, lm.config.max_positions, limit=run.text.examples, seed=run.seed)
     names = lm.tokenizer.convert_ids_to_tokens(list(asked.letters))
     announce(
@@ -211,11 +225,11 @@ def _read(run: LayersRun, lm: LanguageModel, announce: Callable[[str], None]) ->
     letters = asked.letters if run.letters_only else None
     readout = "letters only" if run.letters_only else "whole vocabulary"
     subjects = tuple(asked.subjects[index] for index in order)
-    return _Material(halves, make_readout(lm, letters), "questions", readout, subjects)
+    return _Material(halves, "questions", readout, letters, subjects)
 
 
 def _identity(run: LayersRun) -> dict[str, Any]:
-    """What makes two runs the same: all options but where the result goes and how it is shown."""
-    shown_only = {"out", "json", "quiet", "bins", "closed", "batch_size"}
+    """What makes two runs the same: all options but where it runs, where the result goes and how it is shown."""
+    shown_only = {"out", "json", "quiet", "bins", "closed", "batch_size", "devices"}
     fields = {name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only}
     return {"command": "eval layers", **fields}

@@ -1,6 +1,7 @@
 """Benchmarks of lm-eval asked of a model, with and without calibration: accuracy, and how true its confidence is."""
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -12,14 +13,15 @@ import numpy as np
 from tqdm import tqdm
 
 from calibjax._checks import UserError
+from calibjax.distributed import DeviceOptions, is_first, on_first, together
 from calibjax.eval.answers import WORDS, OptionConfidence, TextConfidence
 from calibjax.eval.judges import STRING_MATCH, find_judge
 from calibjax.eval.local_data import assets_folder
 from calibjax.eval.report import print_report
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
-from calibjax.models import LanguageModel, load_model
-from calibjax.runs import SCHEMA, claim_directory, finish
+from calibjax.models import LanguageModel
+from calibjax.runs import SCHEMA, claim_directory, finish, load_placed
 from calibjax.train import head_notes, load_head
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class TasksRun:
         judge: of written answers: string-match, or package.module:function.
         max_new_tokens: of written answers, at most.
         limit: ask only so many questions of each task (of MMLU: of each subject), drawn at random.
-        batch_size: rows a step.
+        batch_size: rows a step; made a multiple of the mesh axes data and fsdp.
         max_length: tokens that the model reads at most; longer prompts lose their start.
         bins: equal-width bins of the expected calibration error, in place of the preset's.
         closed: which bin a confidence on an edge belongs to, in place of the preset's.
@@ -81,6 +83,7 @@ class TasksRun:
         seed: of everything random.
         json: print metrics.json to standard output at the end, and nothing else there.
         quiet: no progress bars.
+        devices: what the run uses.
     """
 
     model: str
@@ -104,6 +107,7 @@ class TasksRun:
     seed: int = 0
     json: bool = False
     quiet: bool = False
+    devices: DeviceOptions = DeviceOptions()  # noqa: RUF009 (frozen)
 
 
 def run_tasks(run: TasksRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
@@ -122,11 +126,11 @@ def run_tasks(run: TasksRun, announce: Callable[[str], None] = print) -> dict[st
         raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a line for every task, of what is meant here
     judge = find_judge(run.judge)
+    mesh = run.devices.make_mesh()
     if run.out is not None:
         claim_directory(run.out, _identity(run, names))
-    tasks = _load_tasks(names, run.assets, announce)
-    lm = load_model(run.model, dtype=jnp.dtype(run.dtype))
-    announce(f"model: {lm!r}")
+    tasks = together(functools.partial(_load_tasks, names, run.assets, announce))
+    lm = load_placed(run.model, mesh, run.dtype, announce=announce)
     heads = _heads(run, lm, announce)
     preset = PRESETS[run.preset]
     model = HarnessLM(lm, heads, batch_size=run.batch_size, max_length=run.max_length, seed=run.seed)
@@ -142,7 +146,7 @@ def run_tasks(run: TasksRun, announce: Callable[[str], None] = print) -> dict[st
     document["run"] = {**_identity(run, names), "base_fingerprint": lm.fingerprint}
     if run.out is not None:
         finish(document, run.out, holds="answers/ (every question)", show=not run.json)
-    elif not run.json:
+    elif not run.json and is_first():
         print_report(document)
     return document
 
@@ -218,14 +222,14 @@ def _ask_all(run: TasksRun, model: Any, tasks: Mapping[str, _Task], hows: "Mappi
         for label, part in task.parts.items():
             bar.set_postfix_str(label)
             file = None if run.out is None else run.out / "answers" / f"{name}-{label}.npz"
-            kept = None if file is None else _stored(file)
-            if kept is None:
+            if file is not None and on_first(file.is_file):
+                kept = _stored(file)
+                bar.update(question_count(part, run.limit))
+            else:
                 subject = str(part.config.task_alias or label) if len(task.parts) > 1 else ""
                 kept = ask(model, part, hows[name], subject=subject, tick=bar.update)
-                if file is not None:
+                if file is not None and is_first():
                     _store(file, kept)
-            else:
-                bar.update(question_count(part, run.limit))
             found.append(kept)
         answers[name] = Answers.join(found)
     bar.close()
@@ -246,11 +250,9 @@ def _store(file: Path, answers: "Answers") -> None:
     fresh.rename(file)
 
 
-def _stored(file: Path) -> "Answers | None":
+def _stored(file: Path) -> "Answers":
     from calibjax.eval.benchmark import Answers
 
-    if not file.is_file():
-        return None
     with np.load(file) as held:
         fields = {name: held[name] for name in Answers._fields if name != "harness"}
         harness = {name.removeprefix("harness_"): held[name] for name in held.files if name.startswith("harness_")}
@@ -293,8 +295,8 @@ def _document(
 
 
 def _identity(run: TasksRun, names: tuple[str, ...]) -> dict[str, Any]:
-    """What makes two runs the same: all options but where the result goes and how it is shown."""
-    shown_only = {"out", "json", "quiet", "bins", "closed", "batch_size"}
+    """What makes two runs the same: all options but where it runs, where the result goes and how it is shown."""
+    shown_only = {"out", "json", "quiet", "bins", "closed", "batch_size", "devices"}
     fields = {name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only}
     head, assets = (None if path is None else str(path) for path in (run.head, assets_folder(run.assets)))
     return {"command": "eval tasks", **fields, "tasks": list(names), "head": head, "assets": assets}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from calibjax._checks import UserError
@@ -15,9 +14,9 @@ from calibjax.data import Windows, check_context, split_windows
 from calibjax.distributed import DeviceOptions, is_first
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
-from calibjax.models import LanguageModel, load_model
-from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
-from calibjax.sharding import check_batch, describe_mesh
+from calibjax.models import LanguageModel
+from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed
+from calibjax.sharding import check_batch
 from calibjax.train.ats import AtsFit, fit_ats
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, make_plan
@@ -72,8 +71,7 @@ def run_ats(run: AtsRun, announce=print) -> dict[str, Any]:
         raise UserError(f"--bins: expected at least 1, got {run.bins}.")
     mesh = run.devices.make_mesh()
     claim_directory(run.out, _identity(run))
-    lm = load_model(run.model, dtype=jnp.dtype(run.dtype), mesh=mesh if mesh.size > 1 else None)
-    announce(f"model: {lm!r}, on {describe_mesh(mesh)}")
+    lm = load_placed(run.model, mesh, run.dtype, announce=announce)
     check_context(run.text.seq_len, lm.config.max_positions)
     plan = make_plan(run.ats, lm.config.hidden_size)
     check_batch(mesh, plan.batch_size, plan.accumulate)

@@ -1,5 +1,6 @@
 """The `calibjax` command: parse, call, print."""
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -37,13 +38,15 @@ from calibjax.train import NonFiniteLossError
 def carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
     """Runs a command; the exit code. With --json only the document goes to standard output.
 
-    Of several processes the first prints. Where one fails, it leaves at once: the others, which wait for it, are ended
-    by JAX's heartbeat, and clean-up would wait for them in turn.
+    Of several processes the first prints and shows progress. Where one fails, it leaves at once: the others, which wait
+    for it, are ended by JAX's heartbeat, and clean-up would wait for them in turn.
     """
     try:
         if hasattr(run, "devices"):
             run.devices.join()
         speaks = not hasattr(run, "devices") or is_first()
+        if not speaks and hasattr(run, "quiet"):
+            run = dataclasses.replace(run, quiet=True)
         announce = functools.partial(print, file=sys.stderr if run.json else sys.stdout, flush=True)
         document = work(run, announce=announce if speaks else _silent)
     except UserError as error:
@@ -58,8 +61,8 @@ def carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
         traceback.print_exc()
         print(
             f"stopped: process {jax.process_index()} of {jax.process_count()} failed, or lost another one (see above, "
-            "and what the others say). Start all of them again with the same options: the run goes on from its last "
-            "checkpoint.",
+            "and what the others say). Start all of them again with the same options: the run goes on from what it has "
+            "kept in --out.",
             file=sys.stderr,
             flush=True,
         )

@@ -1,7 +1,8 @@
 """Several processes as one job, by JAX's own runtime: how they are joined, and what only the first of them does."""
 
 import dataclasses
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -86,18 +87,31 @@ def on_first(work: Callable[[], int | None]) -> int:
     Raises:
         UserError: `work` did; in every process, so that none is left waiting.
     """
+    return int(from_first(lambda: np.int32(work() or 0), np.int32(0)))
+
+
+def from_first(work: Callable[[], Any], like: Any) -> np.ndarray:
+    """The array that `work` returns in process 0, which alone carries it out, in all of them.
+
+    Args:
+        work: what to do.
+        like: an array of the shape and dtype of its result.
+
+    Raises:
+        UserError: `work` did; in every process, so that none is left waiting.
+    """
     if jax.process_count() == 1:
-        return work() or 0
-    number, error = 0, None
+        return np.asarray(work(), like.dtype)
+    found, error = like, None
     if is_first():
         try:
-            number = work() or 0
+            found = np.asarray(work(), like.dtype)
         except UserError as caught:
             error = caught
-    number, failed = multihost_utils.broadcast_one_to_all(np.array([number, error is not None], np.int32))
+    found, failed = multihost_utils.broadcast_one_to_all((found, np.int32(error is not None)))
     if failed:
         raise error or UserError("process 0 cannot go on; its own message says why.")
-    return int(number)
+    return np.asarray(found)
 
 
 def together(work: Callable[[], Result]) -> Result:
@@ -113,6 +127,20 @@ def together(work: Callable[[], Result]) -> Result:
     if len(failed):
         raise error or UserError(f"process {failed[0]} cannot go on; its own message says why.")
     return cast(Result, result)
+
+
+def check_same(values: Sequence[Any], what: str) -> None:
+    """Raises `UserError`, in every process, where they do not all have the same values (by repr); `what` names them.
+
+    Processes that go on with different ones would compute nonsense together, or wait for each other for ever.
+    """
+    if jax.process_count() == 1:
+        return
+    digest = hashlib.sha256(repr(list(values)).encode()).digest()
+    digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
+    different = np.flatnonzero((digests != digests[0]).any(axis=1))
+    if len(different):
+        raise UserError(f"{what} differ between process 0 and process {different[0]}: give all of them the same files.")
 
 
 def to_host(tree: Any) -> Any:

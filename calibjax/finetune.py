@@ -12,11 +12,10 @@ from calibjax._checks import UserError
 from calibjax.data import Windows, check_context, split_windows
 from calibjax.distributed import DeviceOptions
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
-from calibjax.models import LanguageModel, load_model
+from calibjax.models import LanguageModel
 from calibjax.models.export import save_model
 from calibjax.models.frozen import freeze
-from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
-from calibjax.sharding import describe_mesh
+from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed
 from calibjax.train.sft import SftOptions, fit_sft, split_validation
 from calibjax.train.temperature import fit_single_temperature
 
@@ -77,9 +76,7 @@ def run_sft(run: SftRun, announce: Callable[[str], None] = print) -> dict[str, A
     adapters = run.sft.lora is not None
     compute = jnp.dtype(run.dtype)
     stored = compute if adapters else jnp.dtype("float32")
-    placed = mesh if mesh.size > 1 else None
-    base = dataclasses.replace(load_model(run.model, dtype=stored, mesh=placed), dtype=compute)
-    announce(f"model: {base!r}, on {describe_mesh(mesh)}")
+    base = load_placed(run.model, mesh, compute, stored=stored, announce=announce)
     check_context(run.text.seq_len, base.config.max_positions)
     assert base.path is not None
     windows = run.text.read(run.data, base, announce, split=run.split)
@@ -114,7 +111,7 @@ def run_sft(run: SftRun, announce: Callable[[str], None] = print) -> dict[str, A
         saved = jnp.dtype(run.save_dtype or stored)
         save_model(run.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved)
         fingerprint = base.fingerprint
-        tuned = dataclasses.replace(load_model(run.out / "model", dtype=compute, mesh=placed), config=fitted.config)
+        tuned = dataclasses.replace(load_placed(run.out / "model", mesh, compute), config=fitted.config)
         for title, more in evaluate(tuned, "fine_tuned").items():
             results[title] |= more
         figures = {title: results_json(of_set, closed=run.closed, seed=run.seed) for title, of_set in results.items()}

@@ -14,10 +14,8 @@ from calibjax.distributed import DeviceOptions
 from calibjax.eval.analogies import evaluate_analogies, load_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
-from calibjax.models import load_model
 from calibjax.models.export import save_model
-from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish
-from calibjax.sharding import describe_mesh
+from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
@@ -97,9 +95,7 @@ def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str,
     mesh = run.devices.make_mesh()
     run.lhts.check(mesh)
     claim_directory(run.out, _identity(run))
-    placed = mesh if mesh.size > 1 else None
-    base = dataclasses.replace(load_model(run.model, dtype=jnp.float32, mesh=placed), dtype=jnp.dtype(run.dtype))
-    announce(f"model: {base!r}, on {describe_mesh(mesh)}")
+    base = load_placed(run.model, mesh, run.dtype, stored=jnp.float32, announce=announce)
     check_context(run.text.seq_len, base.config.max_positions)
     assert base.path is not None
     windows = run.text.read(run.data, base, announce, split=run.split)
@@ -135,8 +131,7 @@ def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str,
             fits[method] = fitted.report
             for name, params in fitted.params.items():
                 save_model(run.out / "models" / name, base.config, params, like=base.path)
-                loaded = load_model(run.out / "models" / name, dtype=jnp.float32, mesh=placed)
-                models[name] = dataclasses.replace(loaded, dtype=base.dtype)
+                models[name] = load_placed(run.out / "models" / name, mesh, run.dtype, stored=jnp.float32)
         for name, lm in models.items():
             results |= evaluate_tokens(
                 lm,

@@ -7,11 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
 from calibjax._checks import UserError
 from calibjax.data import Windows, load_windows
 from calibjax.distributed import is_first, on_first
 from calibjax.eval.report import print_report, write_report
-from calibjax.models import LanguageModel
+from calibjax.models import LanguageModel, load_model
+from calibjax.sharding import describe_mesh
 
 SCHEMA = 1
 """Of metrics.json."""
@@ -75,6 +80,30 @@ class DataOptions:
     ) -> dict[str, Windows]:
         """Reads further sets to test on, by short names; `text_column` counts where a set has that column."""
         return {_set_name(source, sources): self.read(source, lm, announce, column_optional=True) for source in sources}
+
+
+def load_placed(
+    path: str | Path,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    *,
+    stored: DTypeLike | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> LanguageModel:
+    """Loads a model onto the devices of a run, each of them its part of the weights, and says so.
+
+    Args:
+        path: as `load_model`'s.
+        mesh: of `DeviceOptions`. One device is the default one, with whole weights.
+        dtype: to compute in.
+        stored: of the weights; None: `dtype`.
+        announce: told in a line what was loaded; None: nothing is said.
+    """
+    lm = load_model(path, dtype=dtype if stored is None else stored, mesh=mesh if mesh.size > 1 else None)
+    lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))
+    if announce is not None:
+        announce(f"model: {lm!r}, on {describe_mesh(mesh)}")
+    return lm
 
 
 def claim_directory(out: Path, identity: dict[str, Any]) -> None:

@@ -182,6 +182,26 @@ def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike) -> j
     return jax.shard_map(of_device, in_specs=(spec, batch), out_specs=batch)(table, index)
 
 
+def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
+    """`hidden[row, position]`, `[R, D]` of `[B, T, D]` for indices `[R]` into the whole batch.
+
+    Where a mesh of ours is set, each device gives what its rows of the batch hold, and the sum of all is everywhere: so
+    R states move, and not the batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    groups = int(np.prod([mesh.shape[axis] for axis in _BATCH])) if set(AXES) <= set(mesh.axis_names) else 1
+    if groups == 1 or hidden.shape[0] % groups:
+        return hidden[row, position]
+
+    def of_device(part: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
+        row = row - jax.lax.axis_index(_BATCH) * part.shape[0]
+        held = (row >= 0) & (row < part.shape[0])
+        return jax.lax.psum(jnp.where(held[:, None], part[jnp.where(held, row, 0), position], 0), _BATCH)
+
+    specs = PartitionSpec(_BATCH), PartitionSpec(), PartitionSpec()
+    return jax.shard_map(of_device, in_specs=specs, out_specs=PartitionSpec())(hidden, row, position)
+
+
 def param_sharding(mesh: Mesh | AbstractMesh, path: str, shape: Sequence[int]) -> NamedSharding:
     """Where the parameter at a dotted path lies, by `RULES`; a dimension that an axis does not divide is whole."""
     for pattern, axes in RULES:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import worker
+from assets import data_path, model_path
 from tiny import write_model
 
 from calibjax._checks import UserError
@@ -171,6 +173,68 @@ def test_a_death_ends_the_job_and_a_restart_goes_on(folder, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(head.params), [whole[n] for n in whole if "head" in n])
 
 
+def differences(one, other, path=""):
+    """Of all figures of two documents: where it stands, and how far the second is from the first."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for name in one:
+            yield from differences(one[name], other[name], f"{path}.{name}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), path
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            yield from differences(*pair, f"{path}[{number}]")
+    elif isinstance(one, float) and not path.endswith(".accuracy"):
+        yield path, abs(one - other) / max(1.0, abs(one))
+    else:  # counts, accuracies, words
+        assert one == other, path
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one_does(folder, tmp_path):
+    """`eval tasks` and `eval layers`: one document, by the first process; what was asked before is not asked again."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
+    model_path("stories260K")
+    for name in ("lima", "llm_foundry_eval/arc_easy.jsonl.gz", "truthfulqa", "triviaqa"):
+        data_path(name)
+    one, many = tmp_path / "one", tmp_path / "many"
+    ((code, out, error),) = Job("eval", folder, one, processes=1, devices=1).finish()
+    assert code == 0, out + error
+
+    # As if killed when one task was done: what is kept of it says, of this test's doing, that all was right.
+    kept = "tasks/answers/truthfulqa_mc1-truthfulqa_mc1.npz"
+    (many / kept).parent.mkdir(parents=True)
+    shutil.copy(one / "tasks/run.json", many / "tasks/run.json")
+    with np.load(one / kept) as stored:
+        np.savez(many / kept, **{**stored, "correct": np.ones_like(stored["correct"])})
+    for number, (code, out, error) in enumerate(Job("eval", folder, many, processes=2, devices=2).finish()):
+        assert code == 0, out + error
+        for said in ("4 device(s)", "results in", "entropy neurons", "done, says the first"):
+            assert (said in out) == (number == 0), out
+    expected, found = (
+        {name: json.loads((of / name).read_text()) for name in ("tasks/metrics.json", "layers0.json")}
+        for of in (one, many)
+    )
+    again = found["tasks/metrics.json"]["tasks"].pop("truthfulqa_mc1")["methods"]
+    assert [row["accuracy"] for row in again.values()] == [1]
+    expected["tasks/metrics.json"]["tasks"].pop("truthfulqa_mc1")
+    for document in (expected, found):
+        document["tasks/metrics.json"].pop("held_out")  # all tasks together
+    figures = sorted(differences(expected, found), key=lambda figure: -figure[1])
+    print(len(figures), *figures[:5])
+    # Of bins of equal mass, rounding moves an edge past a prediction.
+    assert max(error for path, error in figures if "rmsce" not in path) < 1e-5
+    assert max(error for path, error in figures if "rmsce" in path) < 1e-4
+    with (
+        np.load(one / "tasks/answers/arc_easy-arc_easy.npz") as expected,
+        np.load(many / "tasks/answers/arc_easy-arc_easy.npz") as found,
+    ):
+        for name in expected:
+            if expected[name].dtype == np.float32 and name != "correct":
+                np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+            else:
+                np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
 # --- options ---
 
 
@@ -195,7 +259,7 @@ def test_alone_nothing_is_joined(monkeypatch):
     DeviceOptions().join()
 
 
-@pytest.mark.parametrize("command", ["ats", "sft", "lhts"])
+@pytest.mark.parametrize("command", ["train ats", "train sft", "train lhts", "eval layers", "eval tasks"])
 def test_every_command_joins_before_anything_else(command, monkeypatch, capsys, tmp_path):
     given = {}
 
@@ -204,8 +268,9 @@ def test_every_command_joins_before_anything_else(command, monkeypatch, capsys, 
         raise RuntimeError("no such host")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    where = ["--model", "nowhere", "--data", "nowhere", "--out", str(tmp_path / "out")]
+    asked = ["--tasks" if command == "eval tasks" else "--data", "nowhere"]
+    where = ["--model", "nowhere", *asked, "--out", str(tmp_path / "out")]
     job = ["--coordinator", "host:1234", "--processes", "4", "--process-id", "3", "--heartbeat-timeout", "30"]
-    assert main(["train", command, *where, *job]) == 2
+    assert main([*command.split(), *where, *job]) == 2
     assert given["all"] == ("host:1234", 4, 3, {"heartbeat_timeout_seconds": 30})
     assert "cannot join the processes of the job (no such host)" in capsys.readouterr().err

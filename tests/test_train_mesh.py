@@ -1,13 +1,12 @@
 """Training over a mesh: every shape finds what one device does, by the collectives that are meant, and no larger."""
 
 import json
-import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collectives import collectives
 from tiny import answered, make_lm, make_windows, ragged
 
 from calibjax.heads import HeadConfig
@@ -70,11 +69,10 @@ def test_a_head_is_that_of_one_device(alone, shape, name, tmp_path):
 # --- the compiled program ---
 
 VOCAB, WIDTH = 1024, 16  # 96 tokens: [tokens, V] is larger than the unembedding, and nothing else comes near it
-_COLLECTIVE = re.compile(r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
-def collectives(objective, params, frozen, mesh):
-    """Of the compiled train step: (kind, elements of the largest array) of every collective."""
+def collectives_of_step(objective, params, frozen, mesh):
+    """Of the compiled train step."""
     optimizer = OptimizerConfig().build(10)
     windows = make_windows(8, vocab_size=VOCAB, length=12)
     state = create_state(params, optimizer)
@@ -82,12 +80,7 @@ def collectives(objective, params, frozen, mesh):
         state = jax.device_put(state, param_shardings(mesh, state))
         hyper = {"alpha": jnp.float32(0), "top_label_weight": jnp.float32(1)}
         step = make_train_step(objective, optimizer)
-        text = step.lower(state, frozen, place_rows(mesh, windows.arrays()), hyper).compile().as_text()
-    shape = re.compile(r"\w+\[([\d,]*)\]")
-    return [
-        (kind, max(math.prod(int(n) for n in dims.split(",") if n) for dims in shape.findall(result)))
-        for result, kind in _COLLECTIVE.findall(text)
-    ]
+        return collectives(step.lower(state, frozen, place_rows(mesh, windows.arrays()), hyper).compile().as_text())
 
 
 @pytest.mark.parametrize(
@@ -108,10 +101,10 @@ def test_neither_the_unembedding_nor_logits_are_gathered(kind, shape, monkeypatc
         features = ("hidden_states", "argmax_embedding")
         head = HeadConfig(kind="mlp", hidden_size=WIDTH, features=features)
         frozen = freeze(lm)._replace(params=params, unembedding=params["unembedding"])
-        found = collectives(AtsObjective(lm.config, head, "joint"), head.init(jax.random.key(0)), frozen, mesh)
+        found = collectives_of_step(AtsObjective(lm.config, head, "joint"), head.init(jax.random.key(0)), frozen, mesh)
     else:
         objective = SftObjective(model=lm.config, sharding=vocab_sharding(mesh, lm.config))
-        found = collectives(objective, params, None, mesh)
+        found = collectives_of_step(objective, params, None, mesh)
     print(sorted(set(found)))
     whole, piece = VOCAB * WIDTH, 128 * WIDTH
     gathered = {size for name, size in found if name == "all-gather"}

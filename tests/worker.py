@@ -1,19 +1,24 @@
 """One process of several, for test_distributed.py: `python worker.py WORK FOLDER COORDINATOR PROCESSES PROCESS_ID`."""
 
+import json
 import sys
 import types
 from pathlib import Path
 
 import jax
 import numpy as np
+from assets import ASSETS, data_path, model_path
 from tiny import make_windows, ragged
 
+from calibjax.analyse import LayersRun, run_layers
+from calibjax.benchmarks import TasksRun, run_tasks
 from calibjax.cli import carry_out
 from calibjax.data import batches
 from calibjax.distributed import DeviceOptions, to_host
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import load_model
 from calibjax.models.export import save_model
+from calibjax.runs import DataOptions
 from calibjax.sharding import local_rows, make_mesh
 from calibjax.train import AtsOptions, fit_ats, save_head
 from calibjax.train.sft import SftOptions, fit_sft
@@ -61,7 +66,23 @@ def sft(folder: Path, out: Path, mesh):
     }
 
 
+def evaluate(out: Path, announce):
+    """Both commands that run a model to look at it, on the default mesh of all devices."""
+    model = str(model_path("stories260K"))
+    tasks = ("arc_easy", "truthfulqa_mc1", "triviaqa")
+    asked = {"limit": 12, "max_new_tokens": 4, "max_length": 48, "assets": ASSETS}
+    run_tasks(TasksRun(model=model, tasks=tasks, **asked, out=out / "tasks", quiet=True), announce)
+    text = {"data": str(data_path("lima")), "text": DataOptions(rows=8, seq_len=32, examples=24)}
+    edits = {"strengths": (0.25,), "sweep_layers": (4,)}
+    document = run_layers(LayersRun(model=model, **text, **edits, batch_size=8, quiet=True), announce)
+    (out / f"layers{jax.process_index()}.json").write_text(json.dumps(document))
+
+
 def work(run, announce):
+    if run.work == "eval":
+        evaluate(run.out, announce)
+        announce("done, says the first")
+        return {}
     mesh = make_mesh(SHAPES[run.work])
     if run.work == "sft":
         found = sft(run.folder, run.out, mesh)

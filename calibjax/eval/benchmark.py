@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from lm_eval.api.task import ConfigurableTask
 
 from calibjax._checks import UserError
+from calibjax.distributed import check_same, from_first
 from calibjax.eval.answers import OptionConfidence, TextConfidence, answer_confidence
 from calibjax.eval.continuing import continue_contexts, room_for_context
 from calibjax.eval.harness import HarnessLM
@@ -131,6 +132,7 @@ def ask(lm: HarnessLM, task: ConfigurableTask, how: How, *, subject: str, tick: 
     for piece in _pieces(iter(order), _AT_ONCE):
         documents = [task.eval_docs[int(index)] for index in piece]
         prompts = [task.fewshot_context(document, num_fewshot=shots) for document in documents]
+        check_same([str(count), *prompts], f"the questions of {task.config.task}")
         parts.append(asking(lm, task, how, documents, prompts, subject))
         tick(len(piece))
     return Answers.join(parts)
@@ -230,13 +232,13 @@ def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
         log_probs[:, number, : score.log_probs.shape[1]] = score.log_probs
     there = np.isfinite(log_probs)
     confidence = np.stack([_confidence(how.text, *pair) for pair in zip(log_probs, there, strict=True)])[:, :n]
-    correct = [
-        how.judge(*row) for row in zip(prompts, [t.text for t in texts], map(references, documents), strict=True)
-    ]
+    rows = list(zip(prompts, [t.text for t in texts], map(references, documents), strict=True))
+    # By one process alone: a judge may cost money, or say something else the next time.
+    correct = from_first(lambda: [how.judge(*row) for row in rows], np.zeros(n, np.float32))
     harness = [task.process_results(document, [t.text.strip()]) for document, t in zip(documents, texts, strict=True)]
     return Answers(
         confidence.astype(np.float32),
-        np.broadcast_to(np.asarray(correct, np.float32), (heads, n)).copy(),
+        np.broadcast_to(correct, (heads, n)).copy(),
         np.full((heads, n), -1, np.int32),
         np.full((heads, n), np.nan, np.float32),
         np.array([str(document.get("category", subject)) for document in documents], str),

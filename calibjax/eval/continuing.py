@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from calibjax._checks import UserError
+from calibjax.distributed import to_host
 from calibjax.models import LanguageModel
 from calibjax.models.generate import default_stop_tokens, generate
 
@@ -93,7 +93,7 @@ def _continue(lm, prompts, until, max_new_tokens, rows, options, key) -> list[Co
         given += [given[-1]] * (rows - len(given))  # one shape, however many rows are left
         step_key = None if key is None else jax.random.fold_in(key, done)
         out = generate(lm, given, max_new_tokens=step, key=step_key, **options)
-        tokens, where = np.asarray(out.tokens), np.asarray(out.where)
+        tokens, where = to_host((out.tokens, out.where))
         for place, row in enumerate(open_rows):
             written[row] += tokens[place][where[place]].tolist()
         done += step

@@ -13,8 +13,9 @@ from tqdm import tqdm
 from calibjax import metrics
 from calibjax._checks import UserError
 from calibjax.data import Windows, eval_batches
+from calibjax.distributed import to_host
 from calibjax.eval.head_bound import centred_gram, through_final_norm
-from calibjax.eval.layers import Readout, residual_at, scored_batch
+from calibjax.eval.layers import Readout, readout_sharding, residual_at, scored_batch
 from calibjax.kernels import vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import LanguageModel
@@ -105,7 +106,7 @@ def find_directions(
     total, length = np.zeros((2, *shape)), np.zeros(shape[0])
     bar = tqdm(total=len(windows.tokens), desc="direction", unit="window", disable=quiet)
     for batch, real in eval_batches(arrays, batch_size):
-        sums, lengths = jax.device_get(_sums_of_batch(lm.config, lm.dtype, lm.params, batch))
+        sums, lengths = to_host(_sums_of_batch(lm.config, lm.dtype, lm.params, batch))
         total, length = total + sums.astype(np.float64), length + lengths.astype(np.float64)
         bar.update(real)
     bar.close()
@@ -154,6 +155,7 @@ def _edited_batch(config, dtype, bins, closed, params, read: Readout, edit, batc
         softcap=config.logit_softcap,
         where=batch["where"],
         statistics=("log_normalizer", "target_logit", "max_logit", "correct"),
+        sharding=readout_sharding(config, read),
     )
     return metrics.calibration_sums(
         stats.confidence(),
@@ -182,7 +184,7 @@ def evaluate_edit(
     arrays, parts, device_read = scored_batch(windows, read), [], read._replace(ids=None)
     for batch, real in eval_batches(arrays, batch_size):
         args = (lm.params, device_read, jnp.asarray(edit), batch)
-        sums = jax.device_get(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
+        sums = to_host(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
         parts.append(CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
     return jax.tree.map(lambda *pieces: np.concatenate(pieces), *parts)
 

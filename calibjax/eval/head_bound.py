@@ -16,6 +16,7 @@ from rich.table import Table
 
 from calibjax._checks import UserError
 from calibjax.bounds import EntropyBound, capped_entropy_lower_bound, entropy_lower_bound
+from calibjax.distributed import to_host
 from calibjax.models import LanguageModel
 
 _ROWS = 16_384  # of the unembedding, in float32, that are centred at a time
@@ -126,7 +127,7 @@ def centred_gram(unembedding: Float[Array, "V D"]) -> Float[np.ndarray, "D D"]:
     gram = jnp.zeros((width, width), jnp.float32)
     for start in range(0, vocab_size, _ROWS):
         gram = _add_gram(gram, unembedding[start : start + _ROWS], mean)
-    return np.asarray(gram, np.float64)
+    return np.asarray(to_host(gram), np.float64)
 
 
 @functools.partial(jax.jit, static_argnums=2)

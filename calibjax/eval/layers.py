@@ -1,5 +1,6 @@
 """Calibration across layers: what each layer would predict, and how true its confidence is (arXiv 2511.00280)."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -11,9 +12,11 @@ from tqdm import tqdm
 
 from calibjax import metrics
 from calibjax.data import Windows, eval_batches
-from calibjax.kernels import kl_divergences, vocab_stats
+from calibjax.distributed import to_host
+from calibjax.kernels import VocabSharding, kl_divergences, vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
-from calibjax.models import LanguageModel, decoder
+from calibjax.models import DecoderConfig, LanguageModel, decoder
+from calibjax.models.frozen import vocab_sharding
 
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "expected_logit", "correct")
 
@@ -40,6 +43,13 @@ def make_readout(lm: LanguageModel, letters: tuple[int, ...] | None = None) -> R
     ids = np.asarray(letters, np.int32)
     bias = lm.unembedding_bias
     return Readout(lm.unembedding[ids], None if bias is None else bias[ids], ids)
+
+
+def readout_sharding(config: DecoderConfig, read: Readout) -> VocabSharding | None:
+    """How the operator is divided over the mesh that is set (`jax.set_mesh`), if any; a few letters are not."""
+    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
+    whole = read.unembedding.shape[0] == config.vocab_size
+    return sharding if sharding is None or whole else dataclasses.replace(sharding, vocab=(), width=())
 
 
 class LayerOutputs(NamedTuple):
@@ -100,7 +110,7 @@ def residual_at(config, params, batch, dtype, *, layers, edit=None) -> Array:
 def _layers_of_batch(config, dtype, params, read: Readout, batch):
     residual = residual_at(config, params, batch, dtype, layers="residual")
     states = decoder.final_norm(config, params, residual, dtype)
-    unembedding = read.unembedding.astype(dtype)
+    unembedding, sharding = read.unembedding.astype(dtype), readout_sharding(config, read)
 
     def of_layer(hidden):
         stats = vocab_stats(
@@ -111,6 +121,7 @@ def _layers_of_batch(config, dtype, params, read: Readout, batch):
             softcap=config.logit_softcap,
             where=batch["where"],
             statistics=_STATISTICS,
+            sharding=sharding,
         )
         return (
             *(stats.confidence(), stats.require("argmax"), stats.require("correct"), stats.log_prob()),
@@ -126,6 +137,7 @@ def _layers_of_batch(config, dtype, params, read: Readout, batch):
         other_log_normalizers=normalizer[:-1],
         bias=read.bias,
         softcap=config.logit_softcap,
+        sharding=sharding,
     )
     return (*outputs, jnp.concatenate([kl, jnp.zeros_like(kl[:1])]))
 
@@ -137,6 +149,7 @@ def evaluate_layers(
 
     p_l = softmax(W norm(h_l)), at the positions that count, where h_0 are the embeddings and h_l the output of block l;
     p_L is the model's own prediction (arXiv 2511.00280; nostalgebraist 2020). The logits of a layer are never held.
+    On the mesh that is set (`jax.set_mesh`), if any, where the model was loaded.
 
     Args:
         lm: the frozen model.
@@ -148,13 +161,14 @@ def evaluate_layers(
     Returns:
         `LayerOutputs` of M = L + 1 layers.
     """
-    arrays, parts = scored_batch(windows, read), []
+    arrays, parts, done = scored_batch(windows, read), [], 0
     device_read = read._replace(ids=None)
     bar = tqdm(total=len(windows.tokens), desc="layers", unit="window", disable=quiet)
     for batch, real in eval_batches(arrays, batch_size):
-        outputs = jax.device_get(_layers_of_batch(lm.config, lm.dtype, lm.params, device_read, batch))
-        where = np.asarray(batch["where"])[:real]
+        outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, device_read, batch))
+        where = arrays["where"][done : done + real]
         parts.append([x[:, :real][:, where] for x in outputs])
+        done += real
         bar.update(real)
     bar.close()
     fields = [np.concatenate(part, axis=1) for part in zip(*parts, strict=True)]

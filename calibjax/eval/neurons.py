@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from calibjax.distributed import to_host
 from calibjax.eval.directions import NullSpace
 from calibjax.models import LanguageModel
 
@@ -56,7 +57,7 @@ def entropy_neurons(
     mean, gram = _unit_moments(lm.unembedding)
     found = []
     for layer in range(lm.config.num_layers - min(layers, lm.config.num_layers), lm.config.num_layers):
-        written = np.asarray(mlp[layer], np.float64)  # [neurons, D]
+        written = np.asarray(to_host(mlp[layer]), np.float64)  # [neurons, D]
         if lm.config.norm_placement != "pre":
             after = lm.params["layers"]["mlp_post_norm"]["scale"][layer]
             written = written * (np.asarray(after, np.float64) + lm.config.norm_offset)[None, :]
@@ -87,7 +88,7 @@ def _unit_moments(unembedding: Float[Array, "V D"]) -> tuple[Float[np.ndarray, "
     vocab_size, width = unembedding.shape
     mean, gram = np.zeros(width), np.zeros((width, width))
     for start in range(0, vocab_size, _ROWS):
-        rows = np.asarray(unembedding[start : start + _ROWS].astype(jnp.float32), np.float64)
+        rows = np.asarray(to_host(unembedding[start : start + _ROWS].astype(jnp.float32)), np.float64)
         rows = rows / np.maximum(np.linalg.norm(rows, axis=1), np.finfo(np.float64).tiny)[:, None]
         mean, gram = mean + rows.sum(axis=0), gram + rows.T @ rows
     return mean / vocab_size, gram / vocab_size

@@ -11,11 +11,13 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from calibjax._checks import UserError
+from calibjax.distributed import to_host
 from calibjax.heads import FittedHead
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
-from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze
+from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze, vocab_sharding
+from calibjax.sharding import context_mesh, local_rows, place_rows, take_states
 
 _READS = 256
 """Predictions read off the hidden states at once."""
@@ -50,7 +52,8 @@ class Scorer:
     model reads loses tokens at its start. Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
 
     Args:
-        lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes.
+        lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes, and each process reads those of
+            its own devices. Of several processes all score the same requests, and have all scores.
         heads: name -> head; `identity_head` for the model as it is.
         batch_size: rows a step.
         max_length: tokens that the model reads at most; None: `max_positions`.
@@ -132,6 +135,9 @@ class Scorer:
                 reads += [(row, first + k, token) for k, token in enumerate(requests[number].tokens)]
         positions = np.arange(width, dtype=np.int32)[None, :] * segments
         batch = {"tokens": tokens, "segment_ids": segments, "positions": positions, "where": where}
+        mesh = context_mesh()
+        mine = local_rows(mesh, self.batch_size)
+        batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
         lm = self.lm
         states = _states(lm.config, lm.dtype, self._configs, self._params, self._factors, self._frozens, batch)
         places = np.zeros((-(-len(reads) // _READS) * _READS, 3), np.int32)
@@ -140,7 +146,7 @@ class Scorer:
             _read(lm.config, lm.dtype, self._frozens[0], *states, places[start : start + _READS])
             for start in range(0, len(places), _READS)
         ]
-        parts = zip(*jax.device_get(pieces), strict=True)
+        parts = zip(*to_host(pieces), strict=True)
         log_probs, greedy = (np.concatenate(part, axis=-1) for part in parts)
         at = 0
         for read, numbers in entries:
@@ -168,7 +174,7 @@ def _states(model, dtype, configs, params, factors, frozens, batch):
 def _read(model, dtype, frozen: Frozen, hidden, log_scales, places):
     """log p `[M, R]` and whether it is the most likely token `[R]`, at (row, position, token) `[R, 3]`."""
     row, position, token = places.T
-    states, unembedding = hidden[row, position], frozen.unembedding.astype(dtype)
+    states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
 
     def of_head(log_scale) -> tuple[Any, Any]:
         stats = vocab_stats(
@@ -179,6 +185,7 @@ def _read(model, dtype, frozen: Frozen, hidden, log_scales, places):
             bias=frozen.bias,
             softcap=model.logit_softcap,
             statistics=("log_normalizer", "target_logit", "correct"),
+            sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), model),
         )
         return stats.log_prob(), stats.require("correct")
 

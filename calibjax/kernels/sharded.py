@@ -168,7 +168,7 @@ def _piece_rows(rows: int, row_bytes: int) -> int:
     return max((n for n in divisors if n * row_bytes <= _GATHERED_BYTES), default=divisors[0])
 
 
-def _split(model: Model, shards: int) -> tuple[Model, _Tail | None]:
+def split_rows(model: Model, shards: int) -> tuple[Model, _Tail | None]:
     """The rows of W that divide into the shards, and the few after them (weights, bias), None where all divide."""
     cut = model.unembedding.shape[0] // shards * shards
     if cut == model.unembedding.shape[0]:
@@ -189,7 +189,7 @@ def _own_specs(sharding: VocabSharding) -> P:
     return P((*sharding.vocab, *sharding.tokens))
 
 
-def _over_pieces(
+def over_pieces(
     sharding: VocabSharding,
     model: Model,
     step: Callable[[Any, Array, Array | None, Array | int, Any], tuple[Any, Any]],
@@ -239,7 +239,7 @@ def _forward(
     needed: frozenset[str],
     save: bool,
 ) -> tuple[Moments, Any]:
-    head, tail = _split(model, sharding.count(sharding.vocab))
+    head, tail = split_rows(model, sharding.count(sharding.vocab))
     tail_start = head.unembedding.shape[0]
 
     def local(model: Model, tail: _Tail | None, scale: Array, targets: Array | None):
@@ -250,7 +250,7 @@ def _forward(
             return found if total is None else stats.merge(total, found, scale), saved
 
         nothing = _nothing(needed, *model.hidden.shape) if sharding.width else None
-        total, saved = _over_pieces(sharding, model, step, nothing)
+        total, saved = over_pieces(sharding, model, step, nothing)
         total = _merge_shards(sharding, total, scale)
         saved_tail = None
         if tail is not None:
@@ -307,7 +307,7 @@ def _backward(
     saved: Any,
     wanted: frozenset[str],
 ) -> Gradients:
-    head, tail = _split(model, sharding.count(sharding.vocab))
+    head, tail = split_rows(model, sharding.count(sharding.vocab))
     tail_start = head.unembedding.shape[0]
     rows, weight = signal.rows, signal.weight
     if rows is not None:  # summed over the shards already
@@ -336,7 +336,7 @@ def _backward(
             return _add(d_hidden, found.hidden), (stored(found.unembedding), found.bias)
 
         nothing = jnp.zeros(model.hidden.shape, jnp.float32) if sharding.width and "hidden" in wanted else None
-        d_hidden, d_pieces = _over_pieces(sharding, model, step, nothing, saved)
+        d_hidden, d_pieces = over_pieces(sharding, model, step, nothing, saved)
         d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
         if d_hidden is not None:
             d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), sharding.vocab)

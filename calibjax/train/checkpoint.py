@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from calibjax._checks import UserError
@@ -109,7 +110,7 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
         lm: the base model to use it with; its fingerprint must be the one the head was fitted on.
 
     Returns:
-        `FittedHead`.
+        `FittedHead`, its parameters on the host: they go with a model on any devices.
 
     Raises:
         UserError: no head there, an unreadable one, or one of another base model.
@@ -135,11 +136,10 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
             f"{directory}: this head was fitted on another base model (fingerprint {fingerprint[:12]}..., the model "
             f"given has {lm.fingerprint[:12]}...). Load the model it was fitted on, or fit a head for this one."
         )
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract)
+    on_host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(directory.absolute() / "params", abstract)
+            params = checkpointer.restore(directory.absolute() / "params", on_host)
     except Exception as error:  # Orbax raises bare Exception for damaged files
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"{directory / 'params'}: cannot read the head's parameters ({reason}).") from error
