@@ -182,7 +182,7 @@ def _refuse(problem: Problem, scale: Array | None) -> None:
             raise NotImplementedError(f"has no {name}")
 
 
-def _vocab_stats(implementation: str, problem: Problem, hidden, unembedding, targets, scale) -> Array:
+def _vocab_stats(implementation: str, problem: Problem, hidden, unembedding, targets, scale, **options: Any) -> Array:
     wanted = ["log_normalizer", "target_logit"] + (["mean_logit"] if problem.label_smoothing else [])
     stats = kernels.vocab_stats(
         hidden,
@@ -192,7 +192,7 @@ def _vocab_stats(implementation: str, problem: Problem, hidden, unembedding, tar
         softcap=problem.softcap,
         statistics=wanted,
         implementation=implementation,
-        save_logits=problem.save_logits,
+        **{"save_logits": problem.save_logits, **options},
     )
     beta, s = problem.label_smoothing, stats.scale
     loss = stats.require("log_normalizer") - (1 - beta) * s * stats.require("target_logit")
@@ -213,6 +213,11 @@ def _linear_cross_entropy(implementation: str, problem: Problem, hidden, unembed
     )
 
 
+# Other kernels than without, where both gradients are computed. Random inputs leave hardly a block out: the filter's
+# time is that of its own products, not of what it saves.
+VARIANTS = {"logits saved": {"save_logits": True}, "filtered": {"filter_threshold": 2.0**-12}}
+
+
 def contenders(problem: Problem, ahead_of_time: bool = False) -> dict[str, Contender]:
     """Name -> loss, those known from elsewhere first. `ahead_of_time`: compiled for a TPU that is not attached."""
     tokamax = _tokamax_kernel if ahead_of_time else _tokamax
@@ -227,6 +232,10 @@ def contenders(problem: Problem, ahead_of_time: bool = False) -> dict[str, Conte
             continue
         kernel = name == "pallas_tpu"
         losses[f"vocab_stats {name}"] = Contender(functools.partial(_vocab_stats, name, problem), kernel=kernel)
+        if name.startswith("pallas_gpu"):
+            for label, options in VARIANTS.items():
+                variant = functools.partial(_vocab_stats, name, problem, **options)
+                losses[f"vocab_stats {name}, {label}"] = Contender(variant)
         if name != "reference":
             loss = functools.partial(_linear_cross_entropy, name, problem)
             losses[f"linear_cross_entropy {name}"] = Contender(loss, kernel=kernel)
@@ -265,6 +274,8 @@ def program(name: str, task: str, problem: Problem, ahead_of_time: bool = False)
             hidden, unembedding, targets, scale=scale, softcap=problem.softcap, implementation=implementation
         )
 
+    if "," in name and task != "both":
+        raise NotImplementedError("as without, but where both gradients are computed")
     if task == "statistics":
         return Program(statistics, arguments)
     return Program(jax.value_and_grad(mean_loss, differentiated) if differentiated else loss, arguments)

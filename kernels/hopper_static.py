@@ -3,8 +3,9 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt     # 132 MB, of the version that jax has; nothing else of CUDA
     python kernels/hopper_static.py --preset gemma2-2b tokens-32k --softcap none 30 --json hopper.json
 
-The programs are those of `bench.py` with `implementation="pallas_gpu"`. Registers, spills and shared memory are of the
-Pallas kernels in them, temporaries of the whole.
+The programs are those of `bench.py` with `implementation="pallas_gpu"`; `--variant` takes others of its kernels.
+Registers, spills and shared memory are of the Pallas kernels in them, temporaries of the whole. A kernel that two of
+them share is compiled, and listed, once.
 """
 
 import argparse
@@ -122,10 +123,11 @@ def main(options: argparse.Namespace) -> None:
         for softcap in options.softcap:
             problem = dataclasses.replace(PRESETS[preset], softcap=softcap, label_smoothing=0.1)
             for task in options.task:
-                row = compile_for_h100(problem, task)
-                rows.append({**dataclasses.asdict(problem), "task": task, **row})
+                name = ", ".join(["vocab_stats pallas_gpu", *([options.variant] if options.variant else [])])
+                row = compile_for_h100(problem, task, name)
+                rows.append({**dataclasses.asdict(problem), "task": task, "contender": name, **row})
                 print(
-                    f"{problem}, {task}: {row['temporaries'] / 2**20:.1f} MiB of temporaries, "
+                    f"{name}, {problem}, {task}: {row['temporaries'] / 2**20:.1f} MiB of temporaries, "
                     f"compiled in {row['compile_seconds']:.0f} s"
                 )
                 for kernel in row["kernels"]:
@@ -140,6 +142,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", nargs="+", choices=PRESETS, default=["gemma2-2b", "llama31-8b-4k", "tokens-32k"])
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["statistics"])
+    parser.add_argument("--variant", choices=contenders.VARIANTS, help="with --task both")
     parser.add_argument("--softcap", type=_softcap, nargs="+", default=[None, 30.0], help="or none")
     parser.add_argument("--json", type=pathlib.Path, help="write everything there")
     main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""The Hopper kernel run by Pallas' interpreter on a CPU: memory full of NaN, races of warpgroups and copies found.
+"""The Hopper kernels run by Pallas' interpreter on a CPU: memory full of NaN, races of warpgroups and copies found.
 
 The interpreter is private to jax: all that is used of it is in this file, with what it lacks. Copies give zeros for
 what lies outside an array, as TMA does; loads from the memory of the GPU are reads; in 0.10.2 a product takes a
@@ -22,19 +22,21 @@ from calibjax.kernels.pallas_gpu.schedule import Blocks
 NAME = "pallas_gpu_interpreted"
 TWO_PROGRAMS = "pallas_gpu_interpreted_by_two_programs"
 WITH_ITS_BLOCKS = "pallas_gpu_interpreted_with_its_blocks"
+WIDER = "pallas_gpu_interpreted_with_tiles_of_128"
 
 _PATIENCE = 400  # seconds
 _PACKAGE = "jax._src.pallas.mosaic_gpu.interpret"
 _callbacks = importlib.import_module(f"{_PACKAGE}.gpu_callbacks")
 _Transpose = importlib.import_module("jax._src.state.types").TransposeTransform
-_PARAMS = importlib.import_module(f"{_PACKAGE}.params").InterpretGPUParams(
+PARAMS = importlib.import_module(f"{_PACKAGE}.params").InterpretGPUParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="uninitialized"
 )
 # Each program is compiled anew for each of its warpgroups: one is enough but for one test.
 IMPLEMENTATIONS = {
-    NAME: pallas_gpu.make(_PARAMS, Blocks(columns=64, stages=2, programs=1)),
-    TWO_PROGRAMS: pallas_gpu.make(_PARAMS, Blocks(columns=64, stages=3, programs=2)),
-    WITH_ITS_BLOCKS: pallas_gpu.make(_PARAMS, Blocks(programs=1)),
+    NAME: pallas_gpu.make(PARAMS, Blocks(columns=64, stages=2, programs=1)),
+    TWO_PROGRAMS: pallas_gpu.make(PARAMS, Blocks(columns=64, stages=3, programs=2)),
+    WIDER: pallas_gpu.make(PARAMS, Blocks(columns=128, stages=2, programs=1)),
+    WITH_ITS_BLOCKS: pallas_gpu.make(PARAMS, Blocks(programs=1)),
 }
 
 

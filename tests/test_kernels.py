@@ -113,6 +113,7 @@ CASES = [
     Case(200, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
     pytest.param(Case(500, 7, 128, "gpu programs", dtype="float16", size=30.0), marks=pytest.mark.slow),
     pytest.param(Case(600, 7, 64, "gpu blocks", dtype="bfloat16", softcap=20.0, size=0.01), marks=pytest.mark.slow),
+    pytest.param(Case(200, 130, 100, "gpu", dtype="float16", softcap=20.0, save=True), marks=pytest.mark.slow),
 ]
 
 

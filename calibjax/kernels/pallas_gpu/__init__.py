@@ -1,10 +1,15 @@
-"""The operator on Hopper GPUs (H100, H200) by Pallas Mosaic-GPU: the statistics in one kernel (wgmma, TMA).
+"""The operator on Hopper GPUs (H100, H200) by Pallas Mosaic-GPU (wgmma, TMA).
 
 | pass | by | products | memory beyond inputs and outputs |
 |---|---|---|---|
-| statistics | the kernel | 1 | 28 bytes a token for each piece of the vocabulary, up to 16 MiB or 9 pieces |
-| statistics with the rows that dh needs | `chunked.forward` | 2 | its blocks |
-| dh, dW, db in the backward pass | `chunked.backward` | 1 more than there are gradients | its blocks |
+| statistics | a kernel, `forward` | 1 | 28 bytes a token for each piece of the vocabulary, up to 16 MiB or 9 pieces |
+| with `save_logits` | the same | 1 | the same and the float32 logits |
+| gradients, backward | a kernel for dz, and XLA: `backward` | those asked for + 1 | chunks of dz, W and dW; dh |
+| of saved logits | XLA | those asked for | the same |
+| with `filter_threshold` | a kernel, `products`, for XLA | of what matters | the same, the chunk of dW in float32 |
+| statistics and dh, W frozen | `chunked.forward` | 2 | its blocks |
+
+A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 512 MiB; dh is summed in float32.
 
 `implementation=None` does not take it: nothing here was timed on a GPU yet (`kernels/RESULTS.md`).
 """

@@ -1,19 +1,9 @@
-"""Hopper kernel of the forward pass: the statistics of the logits, each block of logits born and consumed in registers.
+"""Hopper kernel of the forward pass: the statistics of the logits, each tile of logits born and consumed in registers.
 
-One program on every multiprocessor walks through its share of the work (`schedule.Schedule`). Its third warpgroup
-copies blocks of hidden states and unembedding, [128, 64] and [256, 64], into a ring in shared memory (TMA); the first
-two multiply them, 64 tokens each, into [64, 256] float32 registers (wgmma), and fold these into the running statistics
-of their tokens: maximum, sums of exponentials in base 2, Σz, argmax. The ring runs on across tiles: while one
-warpgroup is at its exponentials, the other multiplies, and the next tile's operands arrive. Only a few floats for each
-token and piece of the vocabulary leave the chip; the pieces are merged by `stats.merge`.
-
-TMA gives zeros for what lies outside an array: tokens beyond the last are computed and dropped, columns beyond V are
-logits of 0, which add nothing to Σz and which a select removes from all else.
+Each warpgroup folds its tiles (`tiles`) into the running statistics of its tokens: maximum, sums of exponentials in
+base 2, Σz, argmax. Only a few floats for each token and piece of the vocabulary leave the chip; the pieces are merged
+by `stats.merge`. Columns beyond V are logits of 0, which add nothing to Σz and which a select removes from all else.
 """
-
-import functools
-import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +13,13 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.kernels import stats
 from calibjax.kernels.operator import Call, Model
-from calibjax.kernels.pallas_gpu.schedule import ROWS, TILE, TOKENS, WARPGROUPS, Schedule
+from calibjax.kernels.pallas_gpu.schedule import ROWS, Schedule
+from calibjax.kernels.pallas_gpu.tiles import SLICE, biased, over_tiles, softcapped
+from calibjax.kernels.slopes import LOG2_E, unit_of_logits
 from calibjax.kernels.stats import FLOOR, Moments
 
-LOG2_E = math.log2(math.e)
-_SLICE = 64  # columns of a tile of logits that the arithmetic takes at a time: with more, registers spill
 _SAFE = 100.0  # power of 2 up to which exponentials of soft-capped logits, and their sum, need no maximum
 _NO_COLUMN = 2**30
-
-
-def _whole_tiles(x: Array) -> Array:
-    """`x` padded with zeros to whole tiles of TMA; itself where it has them."""
-    padding = [(0, -size % tile) for size, tile in zip(x.shape, TILE, strict=True)]
-    return x if not any(after for _, after in padding) else jnp.pad(x, padding)
-
-
-def _softcapped(x: Array, cap: float) -> Array:
-    """tanh(x / cap) = 1 − 2 / (1 + exp(2 x / cap)), right to some 3e-7; the GPU's tanh instruction is to 5e-4."""
-    root = jax.lax.rsqrt(1.0 + jnp.exp2(x * (2.0 * LOG2_E / cap)))
-    return 1.0 - 2.0 * (root * root)
 
 
 def _states(needed: frozenset[str]) -> tuple[str, ...]:
@@ -101,171 +79,70 @@ def _fold(state: dict[str, Array], z: Array, raw: Array, scale: Array, start: Ar
     return new
 
 
-def _kernel(
-    *refs, call: Call, vocab_size: int, schedule: Schedule, names: tuple[str, ...], has_bias: bool, fixed: bool
-) -> None:
-    hidden_ref, weights_ref, scale_ref = refs[:3]
-    bias_ref = refs[3] if has_bias else None
-    floats_ref = refs[3 + has_bias]
-    argmax_ref = refs[4 + has_bias] if "argmax" in names else None
-    hidden_ring, weights_ring, full, empty = refs[-4:]
-    blocks, paired = schedule.blocks, schedule.blocks.cluster > 1
-    steps = pl.cdiv(hidden_ref.shape[1], blocks.depth)
-    warpgroup = jax.lax.axis_index("warpgroup")
-    of_pair = jax.lax.axis_index("pair") if paired else 0
-
-    def walk(unit) -> Array:
-        """The steps of the ring after `unit(token tile, piece, first tile, last tile + 1, step)` of all our units."""
-
-        def run(info, carry):
-            tokens, *others = schedule.unit(info.index[0])
-            return unit(tokens * blocks.cluster + of_pair, *others, carry)
-
-        return plgpu.nd_loop((schedule.units,), collective_axes="program", init_carry=jnp.int32(0))(run)
-
-    @pl.when(warpgroup == WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-
-        def unit(tokens, _, start, end, step):
-            def tile(columns, step):
-                def load(k, step):
-                    slot = jax.lax.rem(step, blocks.stages)
-                    pl.when(step >= blocks.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                    depth = pl.ds(k * blocks.depth, blocks.depth)
-                    for ref, ring, rows, shared in (
-                        (hidden_ref, hidden_ring, pl.ds(tokens * TOKENS, TOKENS), ()),
-                        (weights_ref, weights_ring, pl.ds(columns * blocks.columns, blocks.columns), "pair"),
-                    ):
-                        axes = shared if paired else ()
-                        plgpu.copy_gmem_to_smem(ref.at[rows, depth], ring.at[slot], full.at[slot], collective_axes=axes)
-                    return step + 1
-
-                return jax.lax.fori_loop(0, steps, load, step)
-
-            return jax.lax.fori_loop(start, end, tile, step)
-
-        total = walk(unit)
-
-        # Nobody leaves before all of its blocks were taken: the other of a pair still reports to our barriers.
-        @pl.loop(jnp.maximum(total - blocks.stages, 0), total)
-        def _(step):
-            plgpu.barrier_wait(empty.at[jax.lax.rem(step, blocks.stages)])
-
-    @pl.when(warpgroup < WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(232, action="increase")
-
-        def logits(first_step: Array) -> Array:
-            """[64, columns], from the blocks of the ring that begin at `first_step`."""
-
-            def multiply(accumulator):
-                def product(step):
-                    slot = jax.lax.rem(step, blocks.stages)
-                    plgpu.barrier_wait(full.at[slot])
-                    own = hidden_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
-                    plgpu.wgmma(accumulator, own, weights_ring.at[slot].transpose((1, 0)))
-
-                def release(step):
-                    plgpu.barrier_arrive(empty.at[jax.lax.rem(step, blocks.stages)])
-
-                def following(step, _):
-                    product(step)
-                    plgpu.wgmma_wait(1)  # the product before this one is done with its block
-                    release(step - 1)
-
-                last_step = first_step + steps - 1
-                product(first_step)
-                jax.lax.fori_loop(first_step + 1, last_step + 1, following, None)
-                plgpu.wgmma_wait(0)
-                release(last_step)
-                return accumulator[...]
-
-            return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, blocks.columns), jnp.float32))
-
-        def unit(tokens, piece, start, end, step):
-            rows = pl.ds(tokens * TOKENS + warpgroup * ROWS, ROWS)
-            scale = plgpu.load(scale_ref, rows, optimized=False)
-
-            def tile(columns, carry):
-                step, *values = carry
-                whole, state = logits(step), dict(zip(names, values, strict=True))
-                for offset in range(0, blocks.columns, _SLICE):
-                    first = columns * blocks.columns + offset
-                    z = whole[:, offset : offset + _SLICE]
-                    if bias_ref is not None:
-                        bias = plgpu.load(bias_ref, pl.ds(first, _SLICE), optimized=False)
-                        z = z + jax.lax.broadcast_in_dim(bias, z.shape, (1,))
-                    if call.softcap is not None:
-                        z = _softcapped(z, call.softcap)
-                    raw = z
-                    if has_bias:  # which may be −inf
-                        z = jnp.maximum(z, FLOOR)
-                    if vocab_size % blocks.columns:
-                        column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-                        z = jnp.where(column < vocab_size - first, z, FLOOR)
-                    state = _fold(state, z, raw, scale, first, fixed)
-                return (step + steps, *(state[name] for name in names))
-
-            step, *values = jax.lax.fori_loop(start, end, tile, (step, *map(_initial, names)))
-            found = dict(zip(names, values, strict=True))
-            if argmax_ref is not None:
-                argmax_ref[piece, rows] = found.pop("argmax")
-            for i, value in enumerate(found.values()):
-                floats_ref[piece, i, rows] = value
-            return step
-
-        walk(unit)
-
-
 def _pieces(
-    call: Call, model: Model, scale: Array, names: tuple[str, ...], fixed: bool, schedule: Schedule, interpret
-) -> dict[str, Float[Array, "P N"] | Int[Array, "P N"]]:
-    """By the kernel, the values `names` of every piece of the vocabulary, in units of the soft-cap."""
+    call: Call,
+    model: Model,
+    scale: Array,
+    names: tuple[str, ...],
+    save: bool,
+    fixed: bool,
+    schedule: Schedule,
+    interpret,
+) -> tuple[dict[str, Float[Array, "P N"] | Int[Array, "P N"]], Array | None]:
+    """By the kernel, the values `names` of every piece of the vocabulary, and the logits to `save`, or None.
+
+    Both in units of the soft-cap. The saved logits are padded to whole tiles.
+    """
     hidden, unembedding, bias, _ = model
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
-    blocks, padded = schedule.blocks, schedule.padded_tokens
-    arguments = [_whole_tiles(hidden), _whole_tiles(unembedding), jnp.pad(scale, (0, padded - tokens))]
+    columns, padded = schedule.blocks.columns, schedule.padded_tokens
+    arguments = [jnp.pad(scale, (0, padded - tokens))]
     if bias is not None:
-        arguments.append(jnp.pad(bias, (0, -vocab_size % blocks.columns)))
+        arguments.append(jnp.pad(bias, (0, -vocab_size % columns)))
     floats = tuple(name for name in names if name != "argmax")
     results = [jax.ShapeDtypeStruct((schedule.pieces, len(floats), padded), jnp.float32)]
     if "argmax" in names:
         results.append(jax.ShapeDtypeStruct((schedule.pieces, padded), jnp.int32))
-    transforms = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(2 * TILE[1]))
-    kernel = functools.partial(
-        _kernel,
-        call=call,
-        vocab_size=vocab_size,
+    if save:
+        results.append(jax.ShapeDtypeStruct((padded, schedule.vocab_tiles * columns), jnp.float32))
+
+    def body(*refs, rows, piece, tiles):
+        scale_ref, *refs = refs
+        bias_ref = None if bias is None else refs.pop(0)
+        scale = plgpu.load(scale_ref, rows, optimized=False)
+
+        def fold(first, whole, values):
+            state = dict(zip(names, values, strict=True))
+            for offset in range(0, columns, SLICE):
+                raw = softcapped(call, biased(whole[:, offset : offset + SLICE], bias_ref, first + offset))
+                if save:
+                    refs[-1][rows, pl.ds(first + offset, SLICE)] = raw
+                z = raw if bias is None else jnp.maximum(raw, FLOOR)  # it may be −inf
+                if vocab_size % columns:
+                    column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+                    z = jnp.where(column < vocab_size - first - offset, z, FLOOR)
+                state = _fold(state, z, raw, scale, first + offset, fixed)
+            return [state[name] for name in names]
+
+        found = dict(zip(names, tiles(fold, [_initial(name) for name in names]), strict=True))
+        if "argmax" in found:
+            refs[1][piece, rows] = found.pop("argmax")
+        for i, value in enumerate(found.values()):
+            refs[0][piece, i, rows] = value
+
+    found = over_tiles(
+        body,
+        hidden,
+        unembedding,
+        *arguments,
+        results=results,
         schedule=schedule,
-        names=names,
-        has_bias=bias is not None,
-        fixed=fixed,
-    )
-    taken: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": blocks.stages}
-    scratch = [
-        *(
-            plgpu.SMEM((blocks.stages, rows, blocks.depth), hidden.dtype, transforms=transforms)
-            for rows in (TOKENS, blocks.columns)
-        ),
-        plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
-        plgpu.ClusterBarrier(collective_axes=("pair",), **taken) if blocks.cluster > 1 else plgpu.Barrier(**taken),
-    ]
-    found = plgpu.kernel(
-        lambda *refs: pl.run_scoped(lambda *own: kernel(*refs, *own), *scratch, collective_axes="warpgroup"),
-        out_type=results,
-        grid=(schedule.programs,),
-        grid_names=("program",),
-        cluster=(blocks.cluster,) if blocks.cluster > 1 else (),
-        cluster_names=("pair",) if blocks.cluster > 1 else (),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        kernel_name="calibjax_statistics",
-    )(*arguments)
+        name="calibjax_statistics",
+    )
     pieces = {name: found[0][:, i, :tokens] for i, name in enumerate(floats)}
-    return pieces | ({"argmax": found[1][:, :tokens]} if "argmax" in names else {})
+    pieces |= {"argmax": found[1][:, :tokens]} if "argmax" in names else {}
+    return pieces, found[-1] if save else None
 
 
 def _merged(pieces: Moments, scale: Float[Array, " N"]) -> Moments:
@@ -298,20 +175,21 @@ def moments(
     scale: Float[Array, " N"],
     targets: Int[Array, " N"] | None,
     needed: frozenset[str],
+    save: bool,
     schedule: Schedule,
     interpret,
-) -> Moments:
-    """The moments of the whole vocabulary, but for `rows`.
+) -> tuple[Moments, Array | None]:
+    """The moments of the whole vocabulary, but for `rows`; with `save` the logits, as `backward.gradients` takes them.
 
     Under a soft-cap logits are bounded, and the sums need no running maximum while s·cap is at most 69 for every token:
     a second program of the same kernel, chosen as the scales are known. Not with `second`, which would cancel.
     """
-    unit = 1.0 if call.softcap is None else call.softcap
+    unit = unit_of_logits(call)
     power = scale * (LOG2_E * unit)
     names = _states(needed)
 
-    def run(fixed: bool) -> Moments:
-        found = _pieces(call, model, power, names, fixed, schedule, interpret)
+    def run(fixed: bool) -> tuple[Moments, Array | None]:
+        found, saved = _pieces(call, model, power, names, save, fixed, schedule, interpret)
         best, weight, first, second = (found.get(name) for name in ("best", "weight", "first", "second"))
         assert best is not None
         assert weight is not None
@@ -327,12 +205,12 @@ def moments(
             second=None if second is None else second * unit**2,
             total=None if (total := found.get("total")) is None else total * unit,
         )
-        return _merged(pieces, scale)
+        return _merged(pieces, scale), saved
 
     if call.softcap is None or "second" in needed:
-        merged = run(False)
+        merged, saved = run(False)
     else:
-        merged = jax.lax.cond(jnp.all(power <= _SAFE), lambda: run(True), lambda: run(False))
+        merged, saved = jax.lax.cond(jnp.all(power <= _SAFE), lambda: run(True), lambda: run(False))
     if targets is None or "target" not in needed:
-        return merged
-    return merged._replace(target=_target_logits(call, model, targets))
+        return merged, saved
+    return merged._replace(target=_target_logits(call, model, targets)), saved

@@ -1,4 +1,4 @@
-"""The two passes of `Implementation` for Hopper GPUs: which of them a kernel runs, and which the chunked form."""
+"""The two passes of `Implementation` for Hopper GPUs: what kernels run, and what the chunked form."""
 
 import functools
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array
 
 from calibjax.kernels import chunked
-from calibjax.kernels.operator import Call, Implementation, Model
+from calibjax.kernels.operator import Call, Gradients, Implementation, Model, Signal, closed_form_hidden
 from calibjax.kernels.pallas_gpu import schedule
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.stats import Moments
@@ -34,16 +34,18 @@ def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
             raise NotImplementedError(f"it runs on Hopper GPUs ({', '.join(_HOPPER)}), not on {platform.device_kind}")
     if call.chunk_size is not None:
         raise NotImplementedError("the GPU kernel does not take chunk_size")
-    if call.save_logits:
-        raise NotImplementedError("the GPU kernel saves no logits")
     if model.hidden.dtype.name not in ("bfloat16", "float16"):
         raise NotImplementedError(f"the GPU kernel takes bfloat16 and float16, not {model.hidden.dtype.name}")
     if model.hidden.shape[0] == 0:
         raise NotImplementedError("there are no tokens")
     plan = _schedule(setup, model, platform)
+    held = schedule.chunk_size(model.hidden.shape[0], model.unembedding.shape[0], plan.blocks)
+    of_what = " from saved logits" if call.save_logits else ""
+    of_what += ", multiplied by a kernel where it reaches filter_threshold" if call.filter_threshold else ""
     note = (
         f"statistics by tiles of {schedule.TOKENS} tokens by {plan.blocks.columns} columns in {plan.pieces} pieces of "
-        "the vocabulary, not timed on a GPU yet; gradients by the chunked form"
+        f"the vocabulary; gradients by dz of {held} columns at a time{of_what}; dh that comes out of the forward pass "
+        "by the chunked form; not timed on a GPU yet"
     )
     copied = schedule.copied_bytes(*model.unembedding.shape)
     return note if not copied else f"{note}; {copied / 2**20:.0f} MiB to pad W to whole tiles of 8 x 64"
@@ -58,12 +60,24 @@ def _forward(
     needed: frozenset[str],
     save: bool,
 ) -> tuple[Moments, Any]:
-    if "rows" in needed:
+    if "rows" in needed:  # never with `save`: nothing is left for a second pass
         return chunked.forward(call, model, scale, targets, needed, save)
     from calibjax.kernels.pallas_gpu import forward  # Mosaic's GPU half takes as long to import as all kernels
 
     plan = _schedule(setup, model, platform())
-    return forward.moments(call, model, scale, targets, needed, plan, setup.interpret), None
+    return forward.moments(call, model, scale, targets, needed, save, plan, setup.interpret)
+
+
+def _backward(setup: _Setup, call: Call, model: Model, signal: Signal, saved: Any, wanted: frozenset[str]) -> Gradients:
+    closed = "hidden" in wanted and signal.hidden_is_closed(call)
+    rest = wanted - {"hidden"} if closed else wanted
+    found = Gradients()
+    if rest:
+        from calibjax.kernels.pallas_gpu import backward
+
+        kind = platform().device_kind
+        found = backward.gradients(call, model, signal, saved, rest, setup.blocks, kind, setup.interpret)
+    return found._replace(hidden=closed_form_hidden(model, signal)) if closed else found
 
 
 def make(interpret: Any = None, blocks: schedule.Blocks | None = None) -> Implementation:
@@ -76,7 +90,7 @@ def make(interpret: Any = None, blocks: schedule.Blocks | None = None) -> Implem
     setup = _Setup(interpret, schedule.Blocks() if blocks is None else blocks)
     return Implementation(
         forward=functools.partial(_forward, setup),
-        backward=chunked.backward,
+        backward=functools.partial(_backward, setup),
         check=functools.partial(_check, setup),
     )
 

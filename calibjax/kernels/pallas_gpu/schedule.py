@@ -18,6 +18,7 @@ TILE = (8, 64)  # of 16-bit elements, 128 bytes a row, swizzled in shared memory
 # cache holds them, and W comes from memory once for each group.
 _GROUP = 16
 _PARTIAL_BYTES = 16 * 2**20
+_DZ_BYTES = 512 * 2**20
 _BYTES_A_TOKEN = 28  # of a piece, with all statistics
 _TILES_LOST = 0.25  # to start and end a unit of work, in tiles of the vocabulary
 
@@ -26,11 +27,12 @@ class Blocks(NamedTuple):
     """Sizes of the kernel.
 
     Attributes:
-        columns: of the vocabulary in a tile of logits.
+        columns: of the vocabulary in a tile of logits; with `filter_threshold` a multiple of 128.
         depth: of D in a block of the ring.
         stages: blocks in the ring: 4 of 48 KiB leave 35 of the 227 KiB of shared memory.
         cluster: programs that share each block of the unembedding, which one copy brings to all of them: 1 or 2.
         programs: that run at once, one for each multiprocessor; None: those of the device.
+        chunk: columns of dz that the backward pass holds at a time, at most.
     """
 
     columns: int = 256
@@ -38,6 +40,7 @@ class Blocks(NamedTuple):
     stages: int = 4
     cluster: int = 1
     programs: int | None = None
+    chunk: int = 8192
 
 
 class Schedule(NamedTuple):
@@ -72,6 +75,15 @@ class Schedule(NamedTuple):
         return group * self.group + jax.lax.rem(within, size), piece, start, end
 
 
+def chunk_size(tokens: int, vocab_size: int, blocks: Blocks) -> int:
+    """Columns of dz that are held at a time, in whole tiles: 8,192, or as many as take 512 MiB.
+
+    For each chunk dh is read and written, in float32: with 8,192 columns some 3% of the time of its three products.
+    """
+    columns = min(blocks.chunk, _DZ_BYTES // (2 * max(tokens, 1)), vocab_size)
+    return max(-(-columns // blocks.columns), 1) * blocks.columns
+
+
 def copied_bytes(vocab_size: int, width: int) -> int:
     """Of the copy of an unembedding that is made where it has no whole tiles."""
     rows, columns = (-(-size // tile) * tile for size, tile in zip((vocab_size, width), TILE, strict=True))
@@ -83,6 +95,11 @@ def multiprocessors(device_kind: str) -> int:
     if "PCIe" in device_kind:
         return 114
     return 78 if "H20" in device_kind.split() else 132
+
+
+def programs(blocks: Blocks, device_kind: str) -> int:
+    """That run at once, one for each multiprocessor."""
+    return blocks.programs or multiprocessors(device_kind)
 
 
 def _longest(token_tiles: int, vocab_tiles: int, group: int, pieces: int, programs: int) -> float:
@@ -98,11 +115,11 @@ def choose(tokens: int, vocab_size: int, blocks: Blocks, device_kind: str) -> Sc
     """The schedule whose busiest program has least to do, with at most 16 MiB of partial statistics or 9 pieces."""
     token_tiles = -(-tokens // (TOKENS * blocks.cluster))
     vocab_tiles = -(-vocab_size // blocks.columns)
-    programs = max((blocks.programs or multiprocessors(device_kind)) // blocks.cluster, 1)
+    at_once = max(programs(blocks, device_kind) // blocks.cluster, 1)
     groups = -(-token_tiles * blocks.cluster // _GROUP)
     group = -(-token_tiles // groups)
-    least = min(-(-programs // group), vocab_tiles)  # with fewer, one wave would read more than a group
+    least = min(-(-at_once // group), vocab_tiles)  # with fewer, one wave would read more than a group
     fitting = _PARTIAL_BYTES // (_BYTES_A_TOKEN * token_tiles * blocks.cluster * TOKENS)
-    candidates = range(least, max(min(vocab_tiles, fitting, 2 * programs), least) + 1)
-    pieces = min(candidates, key=lambda n: _longest(token_tiles, vocab_tiles, group, n, programs))
-    return Schedule(blocks, token_tiles, vocab_tiles, group, pieces, min(programs, token_tiles * pieces))
+    candidates = range(least, max(min(vocab_tiles, fitting, 2 * at_once), least) + 1)
+    pieces = min(candidates, key=lambda n: _longest(token_tiles, vocab_tiles, group, n, at_once))
+    return Schedule(blocks, token_tiles, vocab_tiles, group, pieces, min(at_once, token_tiles * pieces))

@@ -1,8 +1,7 @@
 """What the TPU kernels of the backward pass share: `d_hidden`, `d_unembedding`, and `fused`, which is both in one.
 
-Each computes the logits anew, or reads those that were saved, and forms
-dz_v = c_v (exp(s z_v − lse)(weight + tilt (z_v − E)) + uniform) + Σ_k [v = ids_k] g_k (see `Signal`) block by block in
-float32, rounds it to the inputs' dtype, and multiplies at once. No sum is split between grid steps that could run in
+Each computes the logits anew, or reads those that were saved, forms dz (see `slopes`) block by block in float32, rounds
+it to the inputs' dtype, and multiplies at once. No sum is split between grid steps that could run in
 another order: results are the same from run to run.
 
 With `filter_threshold` the second product of a unit, one block of dh's or dW's rows by `Blocks.unit` of what streams
@@ -20,61 +19,18 @@ from jaxtyping import Array
 
 from calibjax.kernels.operator import Call, Signal
 from calibjax.kernels.pallas_tpu.blocks import LANES
-from calibjax.kernels.pallas_tpu.common import LOG2_E, pack, pack_ids, slope, softcapped, unit_of_logits
-from calibjax.kernels.stats import FLOOR
+from calibjax.kernels.pallas_tpu.common import pack, pack_ids, softcapped
+from calibjax.kernels.slopes import slope_of_logits, values_of_tokens
 
 Places = dict[str, int]  # name of a per-token value -> its row in the packed array
 
 
-def apart_of(call: Call, signal: Signal) -> Array | None:
-    """The uniform part where it is added apart from the blocks, which a filter may leave out."""
-    return signal.uniform if call.filter_threshold and call.softcap is None else None
-
-
 def packed(call: Call, signal: Signal, valid: Array | None) -> tuple[Array, Places]:
-    in_logits, apart = unit_of_logits(call), apart_of(call, signal)
-    values = {
-        "scale": signal.scale * (LOG2_E * in_logits),
-        "log_normalizer": signal.log_normalizer * LOG2_E,
-        "weight": signal.weight,
-        "tilt": None if signal.tilt is None else signal.tilt * in_logits,
-        "expected": None if signal.expected is None else signal.expected / in_logits,
-        "uniform": signal.uniform if apart is None else None,
-        "apart": apart,
-        "valid": valid,
-    }
-    for k, (ids, g) in enumerate(signal.one_hots):
-        values |= {f"ids{k}": pack_ids(ids), f"g{k}": g}
-    present = {name: value for name, value in values.items() if value is not None}
-    return pack(list(present.values())), {name: row for row, name in enumerate(present)}
-
-
-def slope_of_logits(call: Call, z: Array, value, place: int, start) -> tuple[Array, Array | None]:
-    """dz of one piece of logits whose first column has the index `start + place`; 1 where it must be added, else 0.
-
-    The latter is None without a filter. `value(name)` gives a per-token value of the piece's shape, or None; ids are
-    counted from its sublane or lane.
-    """
-    dz = counts = None
-    weight, tilt = value("weight"), value("tilt")
-    if weight is not None and tilt is not None:
-        weight = weight + tilt * jnp.maximum(z - value("expected"), FLOOR)
-    if weight is not None or call.filter_threshold:
-        p = jnp.exp2(z * value("scale") - value("log_normalizer"))
-        dz = None if weight is None else p * weight
-        if call.filter_threshold:  # compared so that NaN is never left out
-            counts = jnp.where(p < call.filter_threshold, 0.0, 1.0)
-    uniform = value("uniform")
-    if uniform is not None:
-        dz = uniform if dz is None else dz + uniform
-    dz = jnp.zeros_like(z) if dz is None else dz * slope(call, z)
-    k = 0
-    while (ids := value(f"ids{k}")) is not None:
-        g = jnp.where(ids - start == place, value(f"g{k}"), 0.0)
-        dz = dz + g
-        counts = None if counts is None else jnp.where(g == 0.0, counts, 1.0)
-        k += 1
-    return dz, counts
+    values = values_of_tokens(call, signal)
+    values |= {f"ids{k}": pack_ids(ids) for k, (ids, _) in enumerate(signal.one_hots)}
+    if valid is not None:
+        values["valid"] = valid
+    return pack(list(values.values())), {name: row for row, name in enumerate(values)}
 
 
 def note(seen: list[Array], counts: Array | None, *masks: Array | None):
@@ -158,7 +114,11 @@ def derivatives(
             for half in range(k, k + height, 8):
                 z = z_ref[half : half + 8, lanes]
                 z = z if saved else softcapped(call, z)
-                dz, matters = slope_of_logits(call, z, per_token.get, half, start)
+
+                def hit(index: int, place=half, per_token=per_token) -> Array:
+                    return per_token[f"ids{index}"] - start == place
+
+                dz, matters = slope_of_logits(call, z, per_token.get, hit)
                 dz = dz if keep is None else jnp.where(keep, dz, 0.0)
                 dz = dz if columns - half >= 8 else jnp.where(sublane < columns - half, dz, 0.0)
                 if call.filter_threshold and vocab_size % size:

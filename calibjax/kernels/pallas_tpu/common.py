@@ -1,6 +1,5 @@
 """What the TPU kernels share: products, rows of per-token values, the call itself."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from jaxtyping import Array
 from calibjax.kernels import stats
 from calibjax.kernels.pallas_tpu.blocks import LANES, UNPLANNED
 
-LOG2_E = math.log2(math.e)
 NEVER = -(2**30)  # an index that no column of the vocabulary has
 
 
@@ -42,16 +40,6 @@ def column(ref, row: int) -> Array:
 def softcapped(call, z: Array) -> Array:
     """The logits in units of the soft-cap, tanh(z/cap), so that no step multiplies by it; without one, unchanged."""
     return z if call.softcap is None else jnp.tanh(z * (1.0 / call.softcap))
-
-
-def unit_of_logits(call) -> float:
-    """What one unit of `softcapped` is in logits."""
-    return 1.0 if call.softcap is None else call.softcap
-
-
-def slope(call, z: Array) -> Array | float:
-    """∂ softcap(x)/∂x = 1 − (z/cap)², from what `softcapped` gave."""
-    return 1.0 if call.softcap is None else 1.0 - z * z
 
 
 def finite(z: Array, has_bias: bool) -> Array:

@@ -9,9 +9,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from calibjax.kernels.operator import Call, Model, Signal
-from calibjax.kernels.pallas_tpu.backward import Places, any_of, note, packed, pipeline, saved_bytes, slope_of_logits
+from calibjax.kernels.pallas_tpu.backward import Places, any_of, note, packed, pipeline, saved_bytes
 from calibjax.kernels.pallas_tpu.blocks import LANES, SLICE, Blocks, vmem_bytes
 from calibjax.kernels.pallas_tpu.common import column, pallas, product, softcapped, walk_blocks
+from calibjax.kernels.slopes import slope_of_logits
 
 
 def _hidden_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, places: Places, flags):
@@ -52,15 +53,17 @@ def _hidden_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, pl
                 exist = row < token_count - pl.program_id(0) * tokens - start
 
             def value(name: str, part=part) -> Array | None:
-                if name not in places:
-                    return None
-                x = columns_ref[places[name], part, :]
-                return x.astype(jnp.int32) - lane if name.startswith("ids") else x
+                return columns_ref[places[name], part, :] if name in places else None
 
             for i, k in enumerate(range(0, min(count, unit), LANES)):
                 z = z_ref[c % 2, part, k : k + LANES]
                 z = z if saved else softcapped(call, z)
-                dz, counts = slope_of_logits(call, z, value, c * unit + k, step * columns)
+
+                def hit(index: int, place=c * unit + k, part=part) -> Array:
+                    ids = columns_ref[places[f"ids{index}"], part, :].astype(jnp.int32) - lane
+                    return ids - step * columns == place
+
+                dz, counts = slope_of_logits(call, z, value, hit)
                 keep = None if count - k >= LANES else lane < count - k
                 dz = dz if keep is None else jnp.where(keep, dz, 0.0)
                 note(seen, counts, keep, exist)

@@ -12,9 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from calibjax.kernels.operator import Call, Model, Signal
-from calibjax.kernels.pallas_tpu.backward import Places, apart_of, derivatives, packed, pipeline, saved_bytes
+from calibjax.kernels.pallas_tpu.backward import Places, derivatives, packed, pipeline, saved_bytes
 from calibjax.kernels.pallas_tpu.blocks import LANES, SLICE, Blocks, vmem_bytes
 from calibjax.kernels.pallas_tpu.common import column, pallas, product, walk_blocks
+from calibjax.kernels.slopes import apart_of
 
 
 def _unembedding_kernel(*refs, call: Call, sizes: tuple[int, int], blocks: Blocks, places: Places, flags):

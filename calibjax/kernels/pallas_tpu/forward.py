@@ -22,7 +22,6 @@ from jaxtyping import Array
 from calibjax.kernels.operator import Call, Model
 from calibjax.kernels.pallas_tpu.blocks import LANES, SLICE, Blocks, vmem_bytes
 from calibjax.kernels.pallas_tpu.common import (
-    LOG2_E,
     NEVER,
     column,
     finite,
@@ -30,11 +29,10 @@ from calibjax.kernels.pallas_tpu.common import (
     pack_ids,
     pallas,
     product,
-    slope,
     softcapped,
-    unit_of_logits,
     walk_blocks,
 )
+from calibjax.kernels.slopes import LOG2_E, slope, unit_of_logits
 from calibjax.kernels.stats import FLOOR, Moments
 
 _OUTPUTS = ("max_logit", "weight", "first", "second", "total", "target", "argmax")  # rows of the result

@@ -1,0 +1,201 @@
+"""Tiles of logits on Hopper: a ring of operands in shared memory that one warpgroup fills and two multiply from.
+
+One program on every multiprocessor walks through its share of the work (`schedule.Schedule`). Its third warpgroup
+copies blocks of hidden states and unembedding, [128, 64] and [256, 64], into a ring in shared memory (TMA); the first
+two multiply them, 64 tokens each, into [64, 256] float32 registers (wgmma), of which the caller makes what it wants.
+The ring runs on across tiles: while one warpgroup is at its exponentials, the other multiplies, and the next tile's
+operands arrive.
+
+TMA gives zeros for what lies outside an array: tokens beyond the last are computed and dropped, columns beyond V are
+logits of 0.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from calibjax.kernels.operator import Call
+from calibjax.kernels.pallas_gpu.schedule import ROWS, TILE, TOKENS, WARPGROUPS, Schedule
+from calibjax.kernels.slopes import LOG2_E
+
+SLICE = 64  # columns of a tile of logits that the arithmetic takes at a time: with more, registers spill
+TRANSFORMS = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(2 * TILE[1]))
+
+Fold = Callable[[Array, Array, list[Any]], Sequence[Any]]
+"""(first column, [64, columns] of h Wᵀ, state) -> state."""
+Tiles = Callable[[Fold, Sequence[Any]], list[Any]]
+"""(fold, first state) -> the state after all tiles of the unit."""
+
+
+def whole_tiles(x: Array) -> Array:
+    """`x` padded with zeros to whole tiles of TMA; itself where it has them."""
+    padding = [(0, -size % tile) for size, tile in zip(x.shape, TILE, strict=True)]
+    return x if not any(after for _, after in padding) else jnp.pad(x, padding)
+
+
+def softcapped(call: Call, z: Array) -> Array:
+    """The logits in units of the soft-cap; without one, unchanged.
+
+    tanh(z / cap) = 1 − 2 / (1 + exp(2 z / cap)), right to some 3e-7; the GPU's tanh instruction is to 5e-4.
+    """
+    if call.softcap is None:
+        return z
+    root = jax.lax.rsqrt(1.0 + jnp.exp2(z * (2.0 * LOG2_E / call.softcap)))
+    return 1.0 - 2.0 * (root * root)
+
+
+def biased(z: Array, bias_ref, first: Array) -> Array:
+    """`z` [64, columns] with the bias of its columns, from `first` on, where there is one."""
+    if bias_ref is None:
+        return z
+    bias = plgpu.load(bias_ref, pl.ds(first, z.shape[1]), optimized=False)
+    return z + jax.lax.broadcast_in_dim(bias, z.shape, (1,))
+
+
+def _kernel(body, *refs, schedule: Schedule) -> None:
+    hidden_ref, weights_ref, *others = refs[:-4]
+    hidden_ring, weights_ring, full, empty = refs[-4:]
+    blocks, paired = schedule.blocks, schedule.blocks.cluster > 1
+    steps = pl.cdiv(hidden_ref.shape[1], blocks.depth)
+    warpgroup = jax.lax.axis_index("warpgroup")
+    of_pair = jax.lax.axis_index("pair") if paired else 0
+
+    def walk(unit) -> Array:
+        """The steps of the ring after `unit(token tile, piece, first tile, last tile + 1, step)` of all our units."""
+
+        def run(info, carry):
+            tokens, *place = schedule.unit(info.index[0])
+            return unit(tokens * blocks.cluster + of_pair, *place, carry)
+
+        return plgpu.nd_loop((schedule.units,), collective_axes="program", init_carry=jnp.int32(0))(run)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+
+        def unit(tokens, _, start, end, step):
+            def tile(columns, step):
+                def load(k, step):
+                    slot = jax.lax.rem(step, blocks.stages)
+                    pl.when(step >= blocks.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                    depth = pl.ds(k * blocks.depth, blocks.depth)
+                    for ref, ring, rows, shared in (
+                        (hidden_ref, hidden_ring, pl.ds(tokens * TOKENS, TOKENS), ()),
+                        (weights_ref, weights_ring, pl.ds(columns * blocks.columns, blocks.columns), "pair"),
+                    ):
+                        axes = shared if paired else ()
+                        plgpu.copy_gmem_to_smem(ref.at[rows, depth], ring.at[slot], full.at[slot], collective_axes=axes)
+                    return step + 1
+
+                return jax.lax.fori_loop(0, steps, load, step)
+
+            return jax.lax.fori_loop(start, end, tile, step)
+
+        total = walk(unit)
+
+        # Nobody leaves before all of its blocks were taken: the other of a pair still reports to our barriers.
+        @pl.loop(jnp.maximum(total - blocks.stages, 0), total)
+        def _(step):
+            plgpu.barrier_wait(empty.at[jax.lax.rem(step, blocks.stages)])
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+
+        def logits(first_step: Array) -> Array:
+            """[64, columns], from the blocks of the ring that begin at `first_step`."""
+
+            def multiply(accumulator):
+                def product(step):
+                    slot = jax.lax.rem(step, blocks.stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    own = hidden_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
+                    plgpu.wgmma(accumulator, own, weights_ring.at[slot].transpose((1, 0)))
+
+                def release(step):
+                    plgpu.barrier_arrive(empty.at[jax.lax.rem(step, blocks.stages)])
+
+                def following(step, _):
+                    product(step)
+                    plgpu.wgmma_wait(1)  # the product before this one is done with its block
+                    release(step - 1)
+
+                last_step = first_step + steps - 1
+                product(first_step)
+                jax.lax.fori_loop(first_step + 1, last_step + 1, following, None)
+                plgpu.wgmma_wait(0)
+                release(last_step)
+                return accumulator[...]
+
+            return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, blocks.columns), jnp.float32))
+
+        def unit(tokens, piece, start, end, step):
+            after = step
+
+            def tiles(fold: Fold, initial: Sequence[Any]) -> list[Any]:
+                nonlocal after
+
+                def tile(columns, carry):
+                    step, *state = carry
+                    return (step + steps, *fold(columns * blocks.columns, logits(step), state))
+
+                after, *state = jax.lax.fori_loop(start, end, tile, (step, *initial))
+                return state
+
+            body(*others, rows=pl.ds(tokens * TOKENS + warpgroup * ROWS, ROWS), piece=piece, tiles=tiles)
+            return after
+
+        walk(unit)
+
+
+def over_tiles(
+    body,
+    hidden: Array,
+    unembedding: Array,
+    *arguments: Array,
+    results: Sequence[jax.ShapeDtypeStruct],
+    schedule: Schedule,
+    interpret,
+    name: str,
+    scratch: Sequence[Any] = (),
+) -> Sequence[Array]:
+    """`results`, as `body` writes them.
+
+    Args:
+        body: `(*references of arguments, results and scratch, rows=, piece=, tiles=)`, traced once; it runs in a
+            warpgroup for each unit of work: 64 tokens, `rows`, and a piece of the vocabulary. It calls `tiles` once.
+        hidden, unembedding: [N, D] and [V, D], of 16 bits.
+        arguments: what else the body reads, in the memory of the GPU.
+        scratch: shared memory that the body takes.
+    """
+    blocks = schedule.blocks
+    taken: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": blocks.stages}
+    own = [
+        *scratch,
+        *(
+            plgpu.SMEM((blocks.stages, rows, blocks.depth), hidden.dtype, transforms=TRANSFORMS)
+            for rows in (TOKENS, blocks.columns)
+        ),
+        plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
+        plgpu.ClusterBarrier(collective_axes=("pair",), **taken) if blocks.cluster > 1 else plgpu.Barrier(**taken),
+    ]
+    kernel = functools.partial(_kernel, body, schedule=schedule)
+    return plgpu.kernel(
+        lambda *refs: pl.run_scoped(lambda *scoped: kernel(*refs, *scoped), *own, collective_axes="warpgroup"),
+        out_type=results,
+        grid=(schedule.programs,),
+        grid_names=("program",),
+        cluster=(blocks.cluster,) if blocks.cluster > 1 else (),
+        cluster_names=("pair",) if blocks.cluster > 1 else (),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name=name,
+    )(whole_tiles(hidden), whole_tiles(unembedding), *arguments)
