@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax import splash
 from calibjax.kernels.platforms import platform
+
+cudnn_attention = jax.make_user_context(False)
+"""`with cudnn_attention(True):` programs for GPUs that are traced within take cuDNN's attention; see `attend`."""
 
 
 @functools.partial(
@@ -63,7 +67,10 @@ def attend(
 
     Logits and softmax are float32. The form is chosen while tracing, by what the program is compiled for
     (`platforms.platform`) and by shapes: on TPUs `splash` where it suits, and else on CPUs and with a soft-cap matrix
-    products, elsewhere `jax.nn.dot_product_attention`; both of these hold the logits `[B, H, T, S]`.
+    products, elsewhere `jax.nn.dot_product_attention`; both of these hold the logits `[B, H, T, S]`. Not so its cuDNN
+    form (bfloat16 or float16, heads of at most 128 channels, a multiple of 8, and whole sequences of an even number of
+    tokens), taken where it suits and `cudnn_attention` asks for it: its backward pass sums in no fixed order, unless
+    XLA's flag `--xla_gpu_deterministic_ops` is set.
 
     Args:
         query: of T tokens, with H heads.
@@ -81,7 +88,28 @@ def attend(
         return _by_products(query, key, value, mask, scale=scale, softcap=softcap)
     # JAX's attention promotes dtypes within, and so fails under strict promotion where it is not let to.
     with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=mask is None, scale=scale)
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            implementation=_of_library(name, query, key),
+        )
+
+
+def _of_library(name: str, query: Array, key: Array) -> Literal["xla", "cudnn"]:
+    """The form of JAX's own attention."""
+    time, width = query.shape[1], query.shape[3]
+    suits = (
+        query.dtype.name in ("bfloat16", "float16")
+        and time == key.shape[1]
+        and time % 2 == 0
+        and width <= 128
+        and width % 8 == 0
+    )
+    return "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
 
 
 def _by_products(

@@ -28,6 +28,9 @@ class DeviceOptions:
         processes: how many there are.
         process_id: which of them this is, from 0.
         heartbeat_timeout: seconds without a sign of life from a process after which all of them end.
+        cudnn_attention: on NVIDIA GPUs, attention of bfloat16 and float16 models by cuDNN, which does not hold its
+            logits. Experimental; without XLA_FLAGS=--xla_gpu_deterministic_ops=true fine-tuning does not resume with
+            the same bits. From Python: `with attention.cudnn_attention(True)`.
     """
 
     mesh: str | None = None
@@ -36,6 +39,7 @@ class DeviceOptions:
     processes: int | None = None
     process_id: int | None = None
     heartbeat_timeout: int = 100
+    cudnn_attention: bool = False
 
     def join(self) -> None:
         """Joins the other processes; to be called before anything else of JAX's. Does nothing where none are named.
@@ -73,7 +77,10 @@ class DeviceOptions:
 
     def make_mesh(self) -> Mesh:
         """The mesh of all devices of all processes; errors as `parse_mesh`'s."""
-        return parse_mesh(self.mesh)
+        mesh = parse_mesh(self.mesh)
+        if self.cudnn_attention and (kind := mesh.devices.flat[0].platform) not in ("gpu", "cuda"):
+            raise UserError(f"--cudnn-attention: expected NVIDIA GPUs, found devices of kind {kind}; leave it out.")
+        return mesh
 
 
 def is_first() -> bool:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -230,6 +231,35 @@ def test_the_platform_chooses(on_tpu, monkeypatch):
     for name in ("cpu", "gpu"):
         monkeypatch.setattr(attention, "platform", lambda name=name: Platform(name, name))
         assert chosen(query, key, value) == "dense"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "time", "asked", "found"),
+    [
+        ("bfloat16", 64, True, True),
+        ("bfloat16", 64, False, False),
+        ("bfloat16", 63, True, False),
+        ("float32", 64, True, False),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_cudnn_where_it_is_asked_for_and_suits(dtype, time, asked, found, packed, monkeypatch):
+    """Lowered for a GPU that is not there, forward and backward: JAX's checks of its shapes take it."""
+    monkeypatch.setattr(attention, "platform", lambda: Platform("gpu", "NVIDIA H100"))
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False)
+
+    def loss(query, key, value, segment_ids):
+        return jnp.sum(attention.attend(query, key, value, Visible(segment_ids), scale=0.1).astype(jnp.float32))
+
+    query, key = (jax.ShapeDtypeStruct((2, time, heads, 64), dtype) for heads in (8, 2))
+    segment_ids = jax.ShapeDtypeStruct((2, time), jnp.int32) if packed else None
+    with attention.cudnn_attention(asked):
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(query, key, key, segment_ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kinds = ("__cudnn$fmha" in text, "Backward" in text)
+    assert kinds == (found, found)
 
 
 def test_operations_of_the_kernel_are_counted():

@@ -254,6 +254,11 @@ def test_options_that_do_not_fit(options, message):
         DeviceOptions(**options).join()
 
 
+def test_cudnn_needs_a_gpu():
+    with pytest.raises(UserError, match="--cudnn-attention: expected NVIDIA GPUs, found devices of kind cpu"):
+        DeviceOptions(cudnn_attention=True).make_mesh()
+
+
 def test_alone_nothing_is_joined(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: pytest.fail("joined"))
     DeviceOptions().join()
