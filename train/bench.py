@@ -23,6 +23,7 @@ import tyro
 
 import calibjax
 from calibjax import losses
+from calibjax.attention import cudnn_attention
 from calibjax.heads import HeadKind
 from calibjax.kernels import chunked
 from calibjax.models import DecoderConfig, LanguageModel, init_params
@@ -51,6 +52,7 @@ class Bench:
         dtype: of the frozen model.
         head: of the calibration.
         loss: that the head is trained with.
+        cudnn_attention: of bfloat16 models on NVIDIA GPUs, in both programs.
         repeats: timed runs of each, in turn.
         json: print one JSON document instead of the table.
     """
@@ -67,6 +69,7 @@ class Bench:
     dtype: Literal["float32", "bfloat16"] = "float32"
     head: HeadKind = "mlp"
     loss: Literal["joint", "cross-entropy", "selective", "selective-balanced"] = "joint"
+    cudnn_attention: bool = False
     repeats: int = 15
     json: bool = False
 
@@ -243,4 +246,6 @@ def main(bench: Bench) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench))
+    options = tyro.cli(Bench)
+    with cudnn_attention(options.cudnn_attention):
+        main(options)
