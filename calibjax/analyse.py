@@ -35,7 +35,7 @@ from calibjax.eval.report import print_report
 from calibjax.eval.subjects import subject_rows
 from calibjax.eval.tokens import row_json
 from calibjax.models import LanguageModel
-from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed
+from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed, on_devices
 from calibjax.sharding import check_batch
 
 
@@ -102,6 +102,7 @@ class _Material(NamedTuple):
     subjects: tuple[str, ...] = ()
 
 
+@on_devices
 def run_layers(run: LayersRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
     """Carries out `LayersRun`; returns the contents of metrics.json. Raises UserError before any work is lost."""
     for name in ("bins", "batch_size", "neuron_layers"):

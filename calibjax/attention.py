@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax import splash
@@ -99,16 +100,15 @@ def attend(
         )
 
 
+def cudnn_takes(head_dim: int, dtype: DTypeLike, softcap: float | None) -> bool:
+    """Whether cuDNN has attention of such heads: of at most 128 channels, a multiple of 8, in 16 bits, no soft-cap."""
+    return head_dim <= 128 and head_dim % 8 == 0 and jnp.dtype(dtype).name in ("bfloat16", "float16") and not softcap
+
+
 def _of_library(name: str, query: Array, key: Array) -> Literal["xla", "cudnn"]:
     """The form of JAX's own attention."""
-    time, width = query.shape[1], query.shape[3]
-    suits = (
-        query.dtype.name in ("bfloat16", "float16")
-        and time == key.shape[1]
-        and time % 2 == 0
-        and width <= 128
-        and width % 8 == 0
-    )
+    length, width = query.shape[1], query.shape[3]
+    suits = length == key.shape[1] and length % 2 == 0 and cudnn_takes(width, query.dtype, None)
     return "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
 
 

@@ -21,7 +21,7 @@ from calibjax.eval.report import print_report
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
-from calibjax.runs import SCHEMA, claim_directory, finish, load_placed
+from calibjax.runs import SCHEMA, claim_directory, finish, load_placed, on_devices
 from calibjax.train import head_notes, load_head
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class TasksRun:
     devices: DeviceOptions = DeviceOptions()  # noqa: RUF009 (frozen)
 
 
+@on_devices
 def run_tasks(run: TasksRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
     """Carries out `TasksRun`; returns the contents of metrics.json. Raises UserError before any work is lost."""
     names = tuple(dict.fromkeys(name for part in run.tasks for name in part.split(",") if name))

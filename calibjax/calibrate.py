@@ -15,7 +15,7 @@ from calibjax.distributed import DeviceOptions, is_first
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
-from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed
+from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed, on_devices
 from calibjax.sharding import check_batch
 from calibjax.train.ats import AtsFit, fit_ats
 from calibjax.train.checkpoint import save_head
@@ -65,6 +65,7 @@ class AtsRun:
     ats: AtsOptions = AtsOptions()  # noqa: RUF009 (frozen)
 
 
+@on_devices
 def run_ats(run: AtsRun, announce=print) -> dict[str, Any]:
     """Carries out `AtsRun`; returns what it wrote to metrics.json. Raises UserError before any work is lost."""
     if run.bins < 1:

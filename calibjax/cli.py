@@ -20,7 +20,6 @@ import tyro
 
 from calibjax._checks import UserError
 from calibjax.analyse import LayersRun, run_layers
-from calibjax.attention import cudnn_attention
 from calibjax.benchmarks import TasksRun, run_tasks
 from calibjax.calibrate import AtsRun, run_ats
 from calibjax.commands import ConvertRun, GenerateRun, run_convert, run_generate
@@ -49,8 +48,7 @@ def carry_out(run: Any, work: Callable[..., dict[str, Any]]) -> int:
         if not speaks and hasattr(run, "quiet"):
             run = dataclasses.replace(run, quiet=True)
         announce = functools.partial(print, file=sys.stderr if run.json else sys.stdout, flush=True)
-        with cudnn_attention(hasattr(run, "devices") and run.devices.cudnn_attention):
-            document = work(run, announce=announce if speaks else _silent)
+        document = work(run, announce=announce if speaks else _silent)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

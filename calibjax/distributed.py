@@ -30,7 +30,7 @@ class DeviceOptions:
         heartbeat_timeout: seconds without a sign of life from a process after which all of them end.
         cudnn_attention: on NVIDIA GPUs, attention of bfloat16 and float16 models by cuDNN, which does not hold its
             logits. Experimental; without XLA_FLAGS=--xla_gpu_deterministic_ops=true fine-tuning does not resume with
-            the same bits. From Python: `with attention.cudnn_attention(True)`.
+            the same bits.
     """
 
     mesh: str | None = None

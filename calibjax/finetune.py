@@ -15,7 +15,7 @@ from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, r
 from calibjax.models import LanguageModel
 from calibjax.models.export import save_model
 from calibjax.models.frozen import freeze
-from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed
+from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed, on_devices
 from calibjax.train.sft import SftOptions, fit_sft, split_validation
 from calibjax.train.temperature import fit_single_temperature
 
@@ -66,6 +66,7 @@ class SftRun:
     sft: SftOptions = SftOptions()  # noqa: RUF009 (frozen)
 
 
+@on_devices
 def run_sft(run: SftRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
     """Carries out `SftRun`; returns what it wrote to metrics.json. Raises UserError before any work is lost."""
     if run.bins < 1:

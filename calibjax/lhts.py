@@ -15,7 +15,7 @@ from calibjax.eval.analogies import evaluate_analogies, load_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models.export import save_model
-from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed
+from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed, on_devices
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
@@ -89,6 +89,7 @@ class LhtsRun:
             load_bleu()
 
 
+@on_devices
 def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
     """Carries out `LhtsRun`; returns what it wrote to metrics.json. Raises UserError before any work is lost."""
     run.check()

@@ -5,18 +5,21 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from calibjax._checks import UserError
+from calibjax.attention import cudnn_attention, cudnn_takes
 from calibjax.data import Windows, load_windows
 from calibjax.distributed import is_first, on_first
 from calibjax.eval.report import print_report, write_report
 from calibjax.models import LanguageModel, load_model
 from calibjax.sharding import describe_mesh
+
+Work = TypeVar("Work", bound=Callable[..., Any])
 
 SCHEMA = 1
 """Of metrics.json."""
@@ -82,6 +85,24 @@ class DataOptions:
         return {_set_name(source, sources): self.read(source, lm, announce, column_optional=True) for source in sources}
 
 
+def on_devices(work: Work) -> Work:
+    """The function of a command whose options have `devices` and `dtype`: its attention is what they ask for.
+
+    Raises:
+        UserError: `--cudnn-attention` with a dtype that cuDNN's attention does not take.
+    """
+
+    @functools.wraps(work)
+    def carried_out(run: Any, *args: Any, **options: Any) -> Any:
+        asked = run.devices.cudnn_attention or cudnn_attention.value
+        if asked and run.dtype == "float32":
+            raise UserError("--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16, or leave it out.")
+        with cudnn_attention(asked):
+            return work(run, *args, **options)
+
+    return cast(Work, carried_out)
+
+
 def load_placed(
     path: str | Path,
     mesh: Mesh,
@@ -98,9 +119,17 @@ def load_placed(
         dtype: to compute in.
         stored: of the weights; None: `dtype`.
         announce: told in a line what was loaded; None: nothing is said.
+
+    Raises:
+        UserError: as `load_model`; `cudnn_attention` is asked for, and cuDNN has none for this model.
     """
     lm = load_model(path, dtype=dtype if stored is None else stored, mesh=mesh if mesh.size > 1 else None)
     lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))
+    if cudnn_attention.value and not cudnn_takes(lm.config.head_dim, dtype, lm.config.attention_softcap):
+        raise UserError(
+            "--cudnn-attention: expected heads of at most 128 channels, a multiple of 8, and no soft-cap on attention; "
+            f"this model has {lm.config.head_dim} and soft-cap {lm.config.attention_softcap}; leave it out."
+        )
     if announce is not None:
         announce(f"model: {lm!r}, on {describe_mesh(mesh)}")
     return lm

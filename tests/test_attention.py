@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,14 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiny import make_lm
 
-from calibjax import attention, splash
+from calibjax import attention, runs, splash
+from calibjax._checks import UserError
 from calibjax._tpu_compiler import with_compiler
+from calibjax.analyse import LayersRun, run_layers
 from calibjax.attention import Visible
+from calibjax.distributed import DeviceOptions
 from calibjax.kernels.platforms import Platform
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Decoder, abstract_params, hidden_states
@@ -260,6 +265,35 @@ def test_cudnn_where_it_is_asked_for_and_suits(dtype, time, asked, found, packed
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kinds = ("__cudnn$fmha" in text, "Backward" in text)
     assert kinds == (found, found)
+
+
+@pytest.mark.parametrize(("option", "context"), [(True, False), (False, True), (False, False)])
+def test_a_command_has_the_attention_that_it_asks_for(option, context):
+    @runs.on_devices
+    def work(run):
+        return attention.cudnn_attention.value
+
+    run = types.SimpleNamespace(devices=DeviceOptions(cudnn_attention=option), dtype="bfloat16")
+    with attention.cudnn_attention(context):
+        assert work(run) == (option or context)
+    assert not attention.cudnn_attention.value
+
+
+def test_cudnn_takes_no_float32(tmp_path):
+    run = LayersRun(model="m", data="d", out=tmp_path / "x", devices=DeviceOptions(cudnn_attention=True))
+    with pytest.raises(UserError, match="--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16"):
+        run_layers(run)
+    assert not (tmp_path / "x").exists()
+
+
+def test_cudnn_takes_no_softcap(monkeypatch):
+    mesh = make_mesh((1, 1, 1), jax.devices()[:1])
+    with attention.cudnn_attention(True):
+        monkeypatch.setattr(runs, "load_model", lambda *_, **__: make_lm())
+        runs.load_placed("m", mesh, "bfloat16")
+        monkeypatch.setattr(runs, "load_model", lambda *_, **__: make_lm(attention_softcap=3.0))
+        with pytest.raises(UserError, match=r"no soft-cap on attention; this model has 8 and soft-cap 3\.0"):
+            runs.load_placed("m", mesh, "bfloat16")
 
 
 def test_operations_of_the_kernel_are_counted():

@@ -23,7 +23,7 @@ import tyro
 
 import calibjax
 from calibjax import losses
-from calibjax.attention import cudnn_attention
+from calibjax.attention import cudnn_attention, cudnn_takes
 from calibjax.heads import HeadKind
 from calibjax.kernels import chunked
 from calibjax.models import DecoderConfig, LanguageModel, init_params
@@ -170,6 +170,10 @@ def _sft(bench: Bench, lm: LanguageModel, batch: Mapping[str, jax.Array]) -> _Tr
 def main(bench: Bench) -> None:
     config = _config(bench)
     dtype = jnp.dtype(bench.dtype)
+    if bench.cudnn_attention and not (
+        jax.default_backend() == "gpu" and cudnn_takes(config.head_dim, dtype, config.attention_softcap)
+    ):
+        raise SystemExit("--cudnn-attention: expected a GPU and a bfloat16 model without soft-cap on attention.")
     lm = LanguageModel(config, init_params(config, jax.random.key(0), dtype), dtype, fingerprint="random")
     identity = calibjax.HeadConfig(kind="constant", hidden_size=config.hidden_size)
     shape = (bench.batch, bench.seq_len)
