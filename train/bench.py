@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import tyro
 
 import calibjax
-from calibjax import losses
+from calibjax import kernels, losses
 from calibjax.attention import cudnn_attention, cudnn_takes
 from calibjax.heads import HeadKind
 from calibjax.kernels import chunked
@@ -53,6 +53,7 @@ class Bench:
         head: of the calibration.
         loss: that the head is trained with.
         cudnn_attention: of bfloat16 models on NVIDIA GPUs, in both programs.
+        operator: implementation of `vocab_stats` in both programs, by name ("pallas_gpu"); None: the one it chooses.
         repeats: timed runs of each, in turn.
         json: print one JSON document instead of the table.
     """
@@ -70,6 +71,7 @@ class Bench:
     head: HeadKind = "mlp"
     loss: Literal["joint", "cross-entropy", "selective", "selective-balanced"] = "joint"
     cudnn_attention: bool = False
+    operator: str | None = None
     repeats: int = 15
     json: bool = False
 
@@ -116,6 +118,20 @@ def _config(bench: Bench) -> DecoderConfig:
         head_dim=bench.hidden_size // bench.heads,
         max_positions=bench.seq_len,
     )
+
+
+def _prefer(bench: Bench, config: DecoderConfig) -> None:
+    """Puts `bench.operator` before the other implementations, where it can run."""
+    if bench.operator is None:
+        return
+    rows = [jax.ShapeDtypeStruct((n, config.hidden_size), bench.dtype) for n in (bench.batch, config.vocab_size)]
+    try:
+        jax.eval_shape(lambda h, w: kernels.vocab_stats(h, w, implementation=bench.operator), *rows)
+    except ValueError as error:
+        raise SystemExit(f"--operator: {error}") from None
+    others = dict(kernels.IMPLEMENTATIONS)
+    kernels.IMPLEMENTATIONS.clear()
+    kernels.IMPLEMENTATIONS.update({bench.operator: others.pop(bench.operator), **others})
 
 
 def _cut(config: DecoderConfig, layers: int) -> DecoderConfig:
@@ -174,6 +190,7 @@ def main(bench: Bench) -> None:
         jax.default_backend() == "gpu" and cudnn_takes(config.head_dim, dtype, config.attention_softcap)
     ):
         raise SystemExit("--cudnn-attention: expected a GPU and a bfloat16 model without soft-cap on attention.")
+    _prefer(bench, config)
     lm = LanguageModel(config, init_params(config, jax.random.key(0), dtype), dtype, fingerprint="random")
     identity = calibjax.HeadConfig(kind="constant", hidden_size=config.hidden_size)
     shape = (bench.batch, bench.seq_len)
