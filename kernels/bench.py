@@ -54,9 +54,7 @@ TIMED = {"cpu": ("forward", "both", "hidden", "scale"), "gpu": ("statistics", "b
 # On a GPU both values of each, those without first; all the others are what they are here.
 DEFAULT_OPTIONS = {"gpu": {"label_smoothing": [0.0, 0.1], "softcap": [None, 30.0]}}
 # Of the contenders on a GPU, where a compilation takes seconds.
-SHOWN = {
-    "gpu": ("optax", "dense jnp", "tokamax", "vocab_stats chunked", "stats pallas_gpu", "linear_cross_entropy chunked")
-}
+SHOWN = {"gpu": ("optax", "dense jnp", "tokamax", "vocab_stats chunked", "pallas_gpu", "linear_cross_entropy chunked")}
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -199,7 +199,9 @@ def _vocab_stats(implementation: str, problem: Problem, hidden, unembedding, tar
     return loss - beta * s * stats.require("mean_logit") if beta else loss
 
 
-def _linear_cross_entropy(implementation: str, problem: Problem, hidden, unembedding, targets, scale) -> Array:
+def _linear_cross_entropy(
+    implementation: str, problem: Problem, hidden, unembedding, targets, scale, **options: Any
+) -> Array:
     return kernels.linear_cross_entropy(
         hidden,
         unembedding,
@@ -209,7 +211,7 @@ def _linear_cross_entropy(implementation: str, problem: Problem, hidden, unembed
         label_smoothing=problem.label_smoothing,
         reduction="mean",
         implementation=implementation,
-        save_logits=problem.save_logits,
+        **{"save_logits": problem.save_logits, **options},
     )
 
 
@@ -230,15 +232,12 @@ def contenders(problem: Problem, ahead_of_time: bool = False) -> dict[str, Conte
     for name in kernels.IMPLEMENTATIONS:
         if ahead_of_time and name.startswith("pallas_gpu"):
             continue
-        kernel = name == "pallas_tpu"
-        losses[f"vocab_stats {name}"] = Contender(functools.partial(_vocab_stats, name, problem), kernel=kernel)
-        if name.startswith("pallas_gpu"):
-            for label, options in VARIANTS.items():
-                variant = functools.partial(_vocab_stats, name, problem, **options)
-                losses[f"vocab_stats {name}, {label}"] = Contender(variant)
-        if name != "reference":
-            loss = functools.partial(_linear_cross_entropy, name, problem)
-            losses[f"linear_cross_entropy {name}"] = Contender(loss, kernel=kernel)
+        kernel, variants = name == "pallas_tpu", VARIANTS if name.startswith("pallas_gpu") else {}
+        ways = {"vocab_stats": _vocab_stats, "linear_cross_entropy": _linear_cross_entropy}
+        for way, loss in ways.items() if name != "reference" else [("vocab_stats", _vocab_stats)]:
+            losses[f"{way} {name}"] = Contender(functools.partial(loss, name, problem), kernel=kernel)
+            for label, options in variants.items():
+                losses[f"{way} {name}, {label}"] = Contender(functools.partial(loss, name, problem, **options))
     return losses
 
 

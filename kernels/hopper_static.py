@@ -3,9 +3,9 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt     # 132 MB, of the version that jax has; nothing else of CUDA
     python kernels/hopper_static.py --preset gemma2-2b tokens-32k --softcap none 30 --json hopper.json
 
-The programs are those of `bench.py` with `implementation="pallas_gpu"`; `--variant` takes others of its kernels.
-Registers, spills and shared memory are of the Pallas kernels in them, temporaries of the whole. A kernel that two of
-them share is compiled, and listed, once.
+The programs are those of `bench.py` with `implementation="pallas_gpu"`: `vocab_stats`, or with `--scalar`
+`linear_cross_entropy`; `--variant` takes others of its kernels. Registers, spills and shared memory are of the Pallas
+kernels in them, temporaries of the whole. A kernel that two of them share is compiled, and listed, once.
 """
 
 import argparse
@@ -44,7 +44,7 @@ dnn_version_info { major: 9 minor: 28 }
 runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-TASKS = ("statistics", "forward", "both")
+TASKS = ("statistics", "forward", "hidden", "both")
 
 
 def installed() -> bool:
@@ -123,7 +123,8 @@ def main(options: argparse.Namespace) -> None:
         for softcap in options.softcap:
             problem = dataclasses.replace(PRESETS[preset], softcap=softcap, label_smoothing=0.1)
             for task in options.task:
-                name = ", ".join(["vocab_stats pallas_gpu", *([options.variant] if options.variant else [])])
+                way = "linear_cross_entropy" if options.scalar else "vocab_stats"
+                name = ", ".join([f"{way} pallas_gpu", *([options.variant] if options.variant else [])])
                 row = compile_for_h100(problem, task, name)
                 rows.append({**dataclasses.asdict(problem), "task": task, "contender": name, **row})
                 print(
@@ -142,6 +143,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", nargs="+", choices=PRESETS, default=["gemma2-2b", "llama31-8b-4k", "tokens-32k"])
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["statistics"])
+    parser.add_argument("--scalar", action="store_true", help="the mean loss, whose gradients the forward pass forms")
     parser.add_argument("--variant", choices=contenders.VARIANTS, help="with --task both")
     parser.add_argument("--softcap", type=_softcap, nargs="+", default=[None, 30.0], help="or none")
     parser.add_argument("--json", type=pathlib.Path, help="write everything there")

@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+import interpreted_gpu
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,16 +13,21 @@ from oracle import EPS, assert_within, f64
 
 from calibjax.kernels import chunked, cross_entropy, linear_cross_entropy, vocab_stats
 
+gpu = interpreted_gpu.gpu
+pytestmark = pytest.mark.usefixtures("gpu")
 NAMES = ("hidden", "unembedding", "bias", "scale")
 
 
 class Case(NamedTuple):
-    """A row of the table: V, N, D, columns a chunk (None: reference), tokens a block, options and dtype."""
+    """A row of the table: V, N, D, columns a chunk, tokens a block, options and dtype.
+
+    chunk: None: reference; "gpu": the Hopper kernels, interpreted.
+    """
 
     vocab: int
     tokens: int
     width: int
-    chunk: int | None
+    chunk: int | str | None
     block: int
     reduction: str = "mean"
     smoothing: float = 0.0
@@ -33,7 +39,8 @@ class Case(NamedTuple):
 
     @property
     def options(self):
-        implementation = {"implementation": "reference"} if self.chunk is None else {"chunk_size": self.chunk}
+        names = {None: "reference", "gpu": interpreted_gpu.NAME}
+        implementation = {"implementation": names[self.chunk]} if self.chunk in names else {"chunk_size": self.chunk}
         options = {"label_smoothing": self.smoothing, "z_loss": self.z_loss, "softcap": self.softcap}
         return {**options, **implementation}
 
@@ -50,6 +57,13 @@ CASES = [
     Case(500, 31, 20, 128, 8, "none", 0.1, dtype="bfloat16"),
     Case(2049, 40, 8, 2048, 16, "mean", 0.0, 1e-2, scale=True, bias=True),
     Case(129, 16, 8, None, 4, "mean", 0.2, 1e-2, bias=True, softcap=4.0, scale=True),
+    # Two blocks of tokens, of which one is ragged; two tiles of the vocabulary.
+    pytest.param(
+        Case(100, 11, 64, "gpu", 8, "mean", 0.1, 1e-3, bias=True, scale=True, dtype="bfloat16"), marks=pytest.mark.slow
+    ),
+    pytest.param(
+        Case(100, 11, 64, "gpu", 8, "sum", 0.1, softcap=4.0, scale=True, dtype="bfloat16"), marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -67,6 +67,11 @@ class Case(NamedTuple):
     def kernel(self):
         return isinstance(self.chunk, str)
 
+    @property
+    def rounded(self):
+        """The relative error at most of an exponential that is kept for the backward pass."""
+        return 2.0**-8 if self.save and self.chunk == "gpu" else 0.0
+
 
 # Small logits (size 0.01) show a vocabulary padded with zeros; large ones show overflow. 2049 and 129 leave a ragged
 # piece of one column, 127 and 1 are below any tile, 500 divides nothing.
@@ -147,9 +152,10 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
 
     Every logit carries at most zerr = 2 ε Σ_d |h_d W_vd| (plus the bias, the soft-cap and their rounding), p_v the
     relative error rel = 2 s zerr + ε (4 + |s max z| + |log_normalizer|), the products of the backward pass ε Σ|dz||W|,
-    and where the inputs are of 16 bits dz and the result are rounded to them (`ROUNDING`). `root` stands for the random
-    walk of the roundings of a sum over V. The Pallas kernels, and the row with the largest vocabulary, have twice the
-    error of a logit and a longer walk: one large term in the running sum, rounded again at every addition.
+    and where the inputs are of 16 bits dz and the result are rounded to them (`ROUNDING`). An exponential kept in 16
+    bits adds its rounding to p_v, and over s to z_v. `root` stands for the random walk of the roundings of a sum over
+    V. The Pallas kernels, and the row with the largest vocabulary, have twice the error of a logit and a longer walk:
+    one large term in the running sum, rounded again at every addition.
     """
     h, w, s = np.abs(f64(hidden)), np.abs(f64(unembedding)), f64(scale)
     extra = 0.0 if bias is None else np.abs(f64(bias)).max()
@@ -176,14 +182,14 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
     }
     g = {name: np.abs(f64(cotangents[name]))[:, None] for name in FLOATS}
     part = p * (s[:, None] * g["log_normalizer"] + g["expected_logit"] * (1 + s[:, None] * centred))
-    dz_error = rel[:, None] * part + 2 * p * s[:, None] * g["expected_logit"] * (
-        zerr[:, None] + forward["expected_logit"][:, None]
+    dz_error = (rel + case.rounded)[:, None] * part + 2 * p * s[:, None] * g["expected_logit"] * (
+        zerr[:, None] + case.rounded / s[:, None] + forward["expected_logit"][:, None]
     )
     all_dz = part + g["mean_logit"] / case.vocab
     np.add.at(all_dz, (np.arange(len(z)), targets), g["target_logit"][:, 0])
     np.add.at(all_dz, (np.arange(len(z)), argmax), g["max_logit"][:, 0])
     if case.softcap is not None:
-        dz_error = dz_error + all_dz * (2 * zerr / case.softcap + EPS)[:, None]
+        dz_error = dz_error + all_dz * (2 * (zerr + case.rounded / s) / case.softcap + EPS)[:, None]
     rounding = root * EPS + ROUNDING[case.dtype]
     dz_error = dz_error + rounding * all_dz
     backward = (dz_error @ w, dz_error.T @ h, dz_error.sum(axis=0))

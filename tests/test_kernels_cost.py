@@ -129,7 +129,15 @@ def test_products_of_the_statistics(argnums, wanted, softcap, save, count):
 
 @pytest.mark.parametrize(
     ("argnums", "softcap", "count"),
-    [((3,), None, 1), ((0, 3), None, 2), ((1,), None, 2), ((2,), None, 1), ((0, 1), None, 3), ((0, 1, 2, 3), 5.0, 3)],
+    [
+        ((3,), None, 1),
+        ((0, 3), None, 2),
+        ((1,), None, 2),
+        ((2,), None, 1),
+        ((0, 1), None, 3),
+        ((0, 1, 2, 3), 5.0, 3),
+        ((0,), 5.0, 2),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import itertools
+import re
 from pathlib import Path
 
 import interpreted_gpu
@@ -14,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from oracle import EPS, assert_within
 
-from calibjax.kernels import VocabSharding, api, explain, pallas_gpu, stats, vocab_stats
+from calibjax.kernels import VocabSharding, api, explain, linear_cross_entropy, pallas_gpu, stats, vocab_stats
 from calibjax.kernels.pallas_gpu import forward, schedule
 from calibjax.kernels.pallas_gpu.schedule import Blocks
 from calibjax.sharding import make_mesh
@@ -91,16 +92,17 @@ def test_nothing_chooses_it_until_it_is_measured():
     assert "  chunked     chosen: " in text
     assert "  pallas_gpu  comes later (could: statistics by tiles of 128 tokens by 256 columns in 35 pieces" in text
     assert "gradients by dz of 8192 columns at a time" in text
+    assert "by the exponentials of 2048 tokens at a time" in text
     assert "not timed on a GPU yet" in text
     named = explain(*shapes(), sharding=on("NVIDIA H200"), implementation="pallas_gpu")
     assert "  pallas_gpu  chosen: " in named
-    # dh alone comes out of the chunked form's forward pass; else the logits are computed anew, once for both gradients.
+    # dh alone comes out of the forward pass; else the logits are computed anew, once for both gradients.
     assert [line[-5:] for line in named.splitlines()[-4:]] == ["1 + 0", "1 + 2", "1 + 2", "1 + 3"]
     alone = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", statistics=["log_normalizer"])
     assert [line[-5:] for line in alone.splitlines()[-4:]] == ["1 + 0", "2 + 0", "1 + 2", "1 + 3"]
     saved = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", save_logits=True, filter_threshold=1e-4)
-    assert "8000 MiB" in saved
-    assert "from saved logits, multiplied by a kernel where it reaches filter_threshold; dh that comes" in saved
+    assert "4125 MiB" in saved
+    assert "from saved exponentials, multiplied by a kernel where it reaches filter_threshold; dh that comes" in saved
     assert "1 + 2 (2 of them only where p reaches filter_threshold)" in saved
     assert "252 MiB to pad W" in explain(*shapes(vocab_size=50_257, width=2570), sharding=on(H100))
 
@@ -178,8 +180,12 @@ def test_gradients_by_several_chunks(gpu, save, monkeypatch):
     inputs = [np.asarray(x, np.float64) for x in (hidden, weights[kept], bias[kept])]
     g = {name: x * counted for name, x in g.items()}
     want, dz = oracle.gradients(g, inputs[0], inputs[1], places, scale, inputs[2])
-    # dz is rounded to bfloat16, and so are dh and dW.
+    # dz is rounded to bfloat16, and so are dh and dW; before that, where they are kept, p, and by as much over s z.
     size = 2.0**-8 * np.abs(dz) + 100 * EPS
+    if save:
+        p = oracle.probabilities(oracle.logits(*inputs), scale)
+        part = np.abs(dz) + (np.arange(149) == places[:, None]) * np.abs(g["target_logit"])[:, None]
+        size = size + 2.0**-8 * (part + p * np.abs(g["expected_logit"])[:, None])
     bounds = [size @ np.abs(inputs[1]), size.T @ np.abs(inputs[0]), size.sum(axis=0), 100 * EPS * 10]
     for name, x, y, bound in zip(("hidden", "unembedding", "bias", "scale"), got, want, bounds, strict=True):
         x = np.asarray(x, np.float64)
@@ -189,6 +195,79 @@ def test_gradients_by_several_chunks(gpu, save, monkeypatch):
         rounded = 2.0**-8 * np.abs(y) if name in ("hidden", "unembedding") else 0.0
         print(name, assert_within(x, y, bound + rounded, name))
     np.testing.assert_array_equal(np.asarray(got[0], np.float32)[2], 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("softcap", "largest"), [(None, 1.5), (20.0, 1.5), (20.0, 100.0)])
+def test_gradient_in_hidden_by_blocks_of_tokens(gpu, softcap, largest, monkeypatch):
+    """Out of the forward pass: two blocks of tokens, three chunks of the vocabulary; a masked token, a removed row."""
+    monkeypatch.setattr(schedule, "_EXPONENTIALS_BYTES", 1)
+    small = pallas_gpu.make(interpreted_gpu.PARAMS, Blocks(columns=64, stages=2, programs=1, chunk=64))
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "by blocks", small)
+    rng, removed, tokens = np.random.default_rng(4), 7, 130
+    hidden = jnp.asarray(rng.normal(size=(tokens, 64)) * 2, jnp.bfloat16)
+    weights = jnp.asarray(rng.normal(size=(150, 64)) / 4, jnp.bfloat16)
+    bias = jnp.asarray(rng.normal(size=150), jnp.float32).at[removed].set(-jnp.inf)
+    targets, scale = rng.integers(8, 150, tokens), np.geomspace(0.5, largest, tokens).astype(np.float32)
+    targets[2] = -100
+    names = ("log_normalizer", "target_logit")
+    g = {name: rng.normal(size=tokens).astype(np.float32) for name in names}
+
+    @jax.jit
+    def run(hidden):
+        def value(h):
+            options = {"scale": scale, "bias": bias, "softcap": softcap, "implementation": "by blocks"}
+            got = vocab_stats(h, weights, targets, statistics=names, **options)
+            return sum(jnp.sum(g[name] * getattr(got, name)) for name in names), got
+
+        return jax.grad(value, has_aux=True)(hidden)
+
+    d_hidden, got = run(hidden.at[2].set(jnp.nan))
+    kept, counted = np.arange(150) != removed, targets >= 0
+    places = np.where(counted, targets - 1, 0)
+    inputs = [np.asarray(x, np.float64) for x in (hidden, weights[kept], bias[kept])]
+    of_logits = 20 * EPS * (1 + np.abs(oracle.logits(*inputs)).max())
+    statistics = oracle.statistics(inputs[0], inputs[1], places, scale, inputs[2], softcap)
+    for name in names:
+        size = of_logits * (1 + scale * (name == "log_normalizer"))
+        print(name, assert_within(getattr(got, name), counted * statistics[name], size, name))
+    counted_g = {name: x * counted for name, x in g.items()}
+    (want, *_), dz = oracle.gradients(counted_g, inputs[0], inputs[1], places, scale, inputs[2], softcap)
+    # All but the target's part is rounded twice; the error in z moves the soft-cap's slope.
+    part = np.abs(dz) * (np.arange(149) != places[:, None])
+    slope = 2.0**-8 / (scale[:, None] * softcap) if softcap else 0.0
+    p = (
+        oracle.probabilities(oracle.logits(*inputs, softcap), scale)
+        * np.abs(scale * counted_g["log_normalizer"])[:, None]
+    )
+    size = 2.0**-7 * part + p * slope + np.abs(p) * of_logits * scale[:, None] + 100 * EPS * np.abs(dz)
+    print("hidden", assert_within(d_hidden, want, size @ np.abs(inputs[1]) + 2.0**-8 * np.abs(want), "hidden"))
+    np.testing.assert_array_equal(np.asarray(d_hidden, np.float32)[2], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("argnums", "reduction", "softcap", "slopes", "products"),
+    [
+        ((0,), "mean", None, 0, 1),  # with the statistics in one pass
+        ((0,), "mean", 30.0, 0, 1),  # the mean logit is a second weight: gradients formed block by block
+        ((0, 1), "mean", None, 0, 2),
+        ((0,), "none", None, 0, 1),
+        ((0,), "none", 30.0, 1, 1),
+        ((0, 1), "none", None, 1, 2),
+    ],
+)
+def test_logits_computed_anew(gpu, argnums, reduction, softcap, slopes, products):
+    """Of a loss with label smoothing: whether the kernel of dz runs, and XLA's products in one block and chunk."""
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 64), (128, 64))]
+
+    def loss(hidden, weights):
+        options = {"label_smoothing": 0.1, "softcap": softcap, "reduction": reduction, "implementation": gpu}
+        return jnp.sum(linear_cross_entropy(hidden, weights, jnp.arange(16), **options))
+
+    program = str(jax.make_jaxpr(jax.grad(loss, argnums))(*arrays))
+    assert "calibjax_statistics" in program
+    assert ("calibjax_slopes" in program) == bool(slopes)
+    assert len(re.findall(r":f32\[128,64\] = dot_general", program)) == products
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ and a `[C, D]` slice of the unembedding and of its gradient; with `save_logits`,
 `filter_threshold`, the gradients in float32.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -277,4 +278,9 @@ def check(call: Call, model: Model, platform: Platform) -> str:
     return f"{chunk} columns at a time, {-(-vocab_size // chunk)} chunks"
 
 
-IMPLEMENTATION = Implementation(forward=forward, backward=backward, check=check)
+IMPLEMENTATION = Implementation(
+    forward=forward,
+    backward=backward,
+    check=check,
+    adding=lambda gradients: IMPLEMENTATION._replace(backward=functools.partial(backward, into=gradients)),
+)

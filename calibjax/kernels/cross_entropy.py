@@ -9,8 +9,8 @@ block of tokens at a time, and the backward pass only multiplies them. Of the lo
 | hidden (and scale) | 2 + 0 |
 | bias alone; unembedding alone; both with hidden | 1 + 0; 2 + 0; 3 + 0 |
 
-`reduction="none"` costs what `vocab_stats` costs (four products for everything; see `operator`), as does a scalar under
-an implementation other than "chunked" or over a mesh.
+`reduction="none"` costs what `vocab_stats` costs (four products for everything; see `operator`), as does a scalar over
+a mesh or under an implementation that cannot add to gradients ("pallas_tpu").
 """
 
 import functools
@@ -84,10 +84,10 @@ def linear_cross_entropy(
 
         (1−β)(lse − s z_y) + β (lse − s (1/V) Σ_v z_v) + z_loss·lse².
 
-    Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode. "mean" and "sum" are made for it: the
-    chunked implementation then forms the gradients in the forward pass, and computes no logit twice. That takes, beside
-    inputs and outputs, the float32 logits of one block of tokens (on CPU 24 MiB, or if that is more those of 128 tokens
-    or 1/32 of all) and gradients in float32.
+    Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode. "mean" and "sum" are made for it:
+    "chunked" and "pallas_gpu" then form the gradients in the forward pass, and compute no logit twice. That takes,
+    beside inputs and outputs, the logits of one block of tokens (`choose_block_size`; "pallas_gpu" keeps 16 bits of
+    each) and gradients in float32.
 
     Args:
         hidden: hidden states, `[..., D]`, floating point.
@@ -103,7 +103,7 @@ def linear_cross_entropy(
         ignore_index: target value that does not count.
         implementation, chunk_size, precision, filter_threshold: as in `vocab_stats`.
         save_logits, sharding: as in `vocab_stats`. Under `sharding` a scalar costs what `vocab_stats` costs; where its
-            gradients are formed in the forward pass, `save_logits` changes nothing.
+            gradients are formed in the forward pass, `save_logits` makes one block of all tokens.
 
     Returns:
         float32, `[...]` or a scalar. Tokens that do not count add exactly zero to loss and gradients, whatever their
@@ -141,9 +141,11 @@ def linear_cross_entropy(
         save_logits=save_logits,
         sharding=sharding,
     )
-    chosen = api.choose(implementation, call, model, sharding)
+    chosen = api.IMPLEMENTATIONS[api.choose(implementation, call, model, sharding)]
+    call = call._replace(implementation=chosen)
     loss = _Loss(reduction, label_smoothing, z_loss, ignore_index, implementation, sharding, call)
-    formed = reduction != "none" and chosen == "chunked" and sharding is None
+    adds = chosen is not None and chosen.adding is not None
+    formed = reduction != "none" and adds and sharding is None
     scale = jnp.asarray(1.0 if scale is None else scale)
     scale = jnp.broadcast_to(scale.astype(jnp.promote_types(scale.dtype, jnp.float32)), targets.shape)
     where = jnp.broadcast_to(True if where is None else where, targets.shape)
@@ -184,7 +186,9 @@ def _with_gradients_fwd(loss: _Loss, hidden, unembedding, bias, scale, targets, 
     differentiated = [name for name, x in named.items() if x.perturbed]
     arrays = {"bias": None, **{name: x.value for name, x in named.items()}}
     targets, where = targets.value, where.value
-    if {"unembedding", "bias"} & set(differentiated):
+    assert loss.call.implementation is not None
+    in_one_pass = operator.takes_rows(loss.call, loss.call.implementation, alone=True)
+    if {"unembedding", "bias"} & set(differentiated) or ("hidden" in differentiated and not in_one_pass):
         value, gradients = _by_blocks(loss, **arrays, targets=targets, where=where, differentiated=differentiated)
     else:  # a single pass as it is
 
@@ -206,13 +210,14 @@ def _with_gradients_bwd(loss: _Loss, residuals, cotangent):
 _with_gradients.defvjp(_with_gradients_fwd, _with_gradients_bwd, symbolic_zeros=True)
 
 
-def choose_block_size(tokens: int, vocab_size: int) -> int:
+def choose_block_size(tokens: int, vocab_size: int, bytes_a_logit: float = 4) -> int:
     """Tokens a block, of even sizes: 24 MiB of float32 logits on CPU, or 128 tokens, or 1/32 of them where more.
 
-    Elsewhere 384 MiB or 2,048 tokens. Decided while tracing, by `platforms.platform()`.
+    Elsewhere 384 MiB or 2,048 tokens; where a logit takes less than 4 bytes, as many more of both. Decided while
+    tracing, by `platforms.platform()`.
     """
-    factor = 1 if platform().name == "cpu" else _ACCELERATOR
-    block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _BLOCK_SHARE)
+    factor = (1 if platform().name == "cpu" else _ACCELERATOR) * 4 / bytes_a_logit
+    block = max(int(factor * _BLOCK_BYTES / (4 * vocab_size)), int(factor * _BLOCK_TOKENS), tokens // _BLOCK_SHARE)
     blocks = max(-(-tokens // block), 1)
     return max(-(-tokens // blocks), 1)
 
@@ -236,13 +241,16 @@ def _by_blocks(
         valid=valid,
     )
     wanted = loss.call.wanted | ({"expected_logit"} if "scale" in differentiated else set())
+    implementation = loss.call.implementation
+    assert implementation is not None
+    assert implementation.adding is not None
+    adding = implementation.adding
     names = ("hidden", "unembedding", "bias")
     flags = tuple(() if name in differentiated else None for name in names)
 
     def step(carry: Any, start: Array | int, width: int, _: None) -> Any:
         total, gradients, d_scale = carry
-        adding = chunked.IMPLEMENTATION._replace(backward=functools.partial(chunked.backward, into=gradients))
-        block = loss.call._replace(implementation=adding, wanted=wanted)
+        block = loss.call._replace(implementation=adding(gradients._replace(hidden=None)), wanted=wanted)
         of_block = functools.partial(chunked.rows, start=start, width=width)
         piece = model._replace(hidden=of_block(model.hidden), valid=of_block(valid))
         s, y = of_block(scale), of_block(targets)
@@ -271,7 +279,8 @@ def _by_blocks(
         zeros("hidden", tokens, width), zeros("unembedding", vocab_size, width), zeros("bias", vocab_size)
     )
     carry = (jnp.zeros(()), start, zeros("scale", tokens))
-    value, gradients, d_scale = chunked.fold(step, carry, tokens, choose_block_size(tokens, vocab_size))
+    size = tokens if loss.call.save_logits else choose_block_size(tokens, vocab_size, implementation.saved_bytes)
+    value, gradients, d_scale = chunked.fold(step, carry, tokens, max(size, 1))
     found: dict[str, Any] = {**gradients._asdict(), "scale": d_scale}
     shapes = {"hidden": shape, "unembedding": unembedding.shape, "bias": (vocab_size,), "scale": shape[:-1]}
     return value, {name: found[name].reshape(shapes[name]) for name in differentiated}

@@ -69,10 +69,10 @@ def explain(
         return "\n".join([*lines, "none that was asked for can run: vocab_stats raises NotImplementedError"])
     lines.append("statistics, beyond the one product:")
     lines += [f"  {name:<15} {_cost(name, call)}" for name in STATISTICS if name in wanted]
-    if call.save_logits:
-        size = 4 * tokens * vocab_size / 2**20
-        lines.append(f"saved logits, where the backward pass needs them: {size:.0f} MiB over all devices")
     ran = api.over_mesh(api.IMPLEMENTATIONS[chosen], sharding)
+    if call.save_logits and ran is not None:
+        size = ran.saved_bytes * tokens * vocab_size / 2**20
+        lines.append(f"saved logits, where the backward pass needs them: {size:.0f} MiB over all devices")
     shared = ran is not None and ran.shares_logits(call, model, where)
     lines.append("products N·D·V, forward + backward, by what is differentiated:")
     for what, of_hidden, of_unembedding in (

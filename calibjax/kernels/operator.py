@@ -56,6 +56,9 @@ class Implementation(NamedTuple):
             hidden out of the forward pass too, and leave only the unembedding to the backward pass.
         shares_logits: `(call, model, platform) -> bool`: where both gradients are left to the backward pass, whether it
             computes the logits anew once for both; for `explain`. Looks at what `check` looks at.
+        saved_bytes: that `saved` takes for each logit.
+        adding: `gradients -> Implementation`, with a backward pass that adds to these gradients in unembedding and
+            bias, float32, of other tokens; None where there is none.
     """
 
     forward: Callable[..., tuple[Moments, Any]]
@@ -63,6 +66,8 @@ class Implementation(NamedTuple):
     check: Callable[["Call", "Model", Platform], str] = _runs_anywhere
     rows_first: bool = False
     shares_logits: Callable[["Call", "Model", Platform], bool] = _shares_always
+    saved_bytes: float = 4
+    adding: Callable[["Gradients"], "Implementation"] | None = None
 
 
 class Model(NamedTuple):

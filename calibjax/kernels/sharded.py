@@ -125,6 +125,7 @@ def implementation(inner: Implementation, sharding: VocabSharding) -> Implementa
         check=functools.partial(_check, inner, sharding),
         rows_first=inner.rows_first,
         shares_logits=functools.partial(_shares_logits, inner, sharding),
+        saved_bytes=inner.saved_bytes,
     )
 
 

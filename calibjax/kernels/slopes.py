@@ -47,18 +47,18 @@ def values_of_tokens(call: Call, signal: Signal) -> dict[str, Array]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def slope_of_logits(call: Call, z: Array, value, hit) -> tuple[Array, Array | None]:
+def slope_of_logits(call: Call, z: Array, value, hit, p: Array | None = None) -> tuple[Array, Array | None]:
     """dz of one piece of logits; 1 where it must be added, else 0, or None without a filter.
 
     `value(name)` gives a per-token value of the piece's shape, or None; `hit(k)`, where "g{k}" has a value, whether a
-    column of the piece is that of the k-th one-hot.
+    column of the piece is that of the k-th one-hot; `p` is exp(s z − lse), where known.
     """
     dz = counts = None
     weight, tilt = value("weight"), value("tilt")
     if weight is not None and tilt is not None:
         weight = weight + tilt * jnp.maximum(z - value("expected"), FLOOR)
     if weight is not None or call.filter_threshold:
-        p = jnp.exp2(z * value("scale") - value("log_normalizer"))
+        p = jnp.exp2(z * value("scale") - value("log_normalizer")) if p is None else p
         dz = None if weight is None else p * weight
         if call.filter_threshold:  # compared so that NaN is never left out
             counts = jnp.where(p < call.filter_threshold, 0.0, 1.0)

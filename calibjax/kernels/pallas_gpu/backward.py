@@ -17,7 +17,17 @@ from jaxtyping import Array, Float
 from calibjax.kernels import chunked
 from calibjax.kernels.operator import Call, Gradients, Model, Signal
 from calibjax.kernels.pallas_gpu import products
-from calibjax.kernels.pallas_gpu.schedule import ROWS, TOKENS, WARPGROUPS, Blocks, Schedule, choose, chunk_size
+from calibjax.kernels.pallas_gpu.exponentials import Exponentials
+from calibjax.kernels.pallas_gpu.schedule import (
+    ROWS,
+    TOKENS,
+    WARPGROUPS,
+    Blocks,
+    Schedule,
+    choose,
+    chunk_size,
+    over_chunks,
+)
 from calibjax.kernels.pallas_gpu.tiles import biased, over_tiles, softcapped
 from calibjax.kernels.slopes import apart_of, slope_of_logits, values_of_tokens
 
@@ -101,38 +111,36 @@ def _slopes(
 
 
 def _slopes_of_saved(
-    call: Call, logits: Float[Array, "N C"], values: dict[str, Array], ids: list[Array], columns: int
-) -> tuple[Float[Array, "N C"], Float[Array, "c N"] | None]:
-    """The same of logits as `forward.moments` saved them, and tiles of `columns`."""
-    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    call: Call, saved: Exponentials, start: Array | int, count: int, values: dict[str, Array], ids: list[Array]
+) -> tuple[Float[Array, "N C"], Float[Array, "N C"] | None]:
+    """The same of `count` saved columns from `start` on; what must be multiplied stands there for each of them."""
+    z, p = saved.read(call, values["log_normalizer"], start, count)
+    column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
 
     def value(name: str) -> Array | None:
         return values[name][:, None] if name in values else None
 
-    dz, counts = slope_of_logits(call, logits, value, lambda k: column == ids[k][:, None])
-    padding = ((0, 0), (0, -dz.shape[1] % columns))
-    if counts is not None:
-        counts = jnp.pad(counts, padding).reshape(len(dz), -1, columns)
-        counts = jnp.max(counts, axis=2).T
-    return jnp.pad(dz, padding), counts
+    return slope_of_logits(call, z, value, lambda k: column == ids[k][:, None], p)
 
 
 def gradients(
     call: Call,
     model: Model,
     signal: Signal,
-    saved: Array | None,
+    saved: Exponentials | None,
     wanted: frozenset[str],
+    into: Gradients | None,
     blocks: Blocks,
     device_kind: str,
     interpret,
 ) -> Gradients:
     """Those in `wanted`: dh float32 [N, D], dW [V, D] in the dtype of the unembedding, db float32 [V]; see `operator`.
 
-    `saved`: the logits of `forward.moments`, which then are not computed anew. db is the sum of dz as it was rounded
-    for the products.
+    `saved`: of `forward.moments`; then no logits are computed anew. `into`: float32 gradients in unembedding and bias
+    of other tokens, where wanted; those of these tokens are added to them. db is the sum of dz as it was rounded for
+    the products.
     """
-    hidden, unembedding, bias, valid = model.clean()
+    hidden, unembedding, bias, _ = model.clean()
     tokens, (vocab_size, width) = hidden.shape[0], unembedding.shape
     apart = apart_of(call, signal)
 
@@ -152,10 +160,10 @@ def gradients(
             chunk = Model(hidden, weights, None if bias is None else chunked.rows(bias, start, count), None)
             plan = choose(hidden.shape[0], count, blocks, device_kind)
             return _slopes(call, chunk, values, places, plan, interpret)
-        logits = jax.lax.dynamic_slice_in_dim(saved, start, count, axis=1)
-        if valid is not None:
-            logits = jnp.where(padded(valid)[:, None], logits, 0.0)
-        dz, seen = _slopes_of_saved(call, logits, values, places, blocks.columns)
+        whole = -(-count // blocks.columns) * blocks.columns
+        dz, seen = _slopes_of_saved(call, saved, start, whole, values, places)
+        if seen is not None:
+            seen = jnp.max(seen.reshape(len(dz), -1, blocks.columns), axis=2).T
         return dz.astype(hidden.dtype), seen
 
     def product(dz: Array, factor: Array, seen: Array | None, of_columns: bool) -> Array:
@@ -174,7 +182,10 @@ def gradients(
         if of_hidden is not None:
             of_hidden = padded(apart)[:, None] * jnp.sum(unembedding, axis=0, dtype=jnp.float32)[None, :]
 
-    def step(carry: Gradients, start: Array | int, count: int, _: None) -> Gradients:
+    def add(whole: Array, found: Array, start: Array | int) -> Array:
+        return chunked.put(whole, found, start, add=into is not None)  # pyright: ignore[reportReturnType]
+
+    def step(carry: Gradients, start: Array | int, count: int) -> Gradients:
         weights = chunked.rows(unembedding, start, count)
         dz, seen = slopes(weights, start)
         of_hidden, of_weights, of_bias = carry
@@ -183,16 +194,16 @@ def gradients(
             of_hidden = of_hidden + product(dz, weights, seen, of_columns=False)
         if of_weights is not None:
             found = product(dz, hidden, seen, of_columns=True)[:count]
-            of_weights = chunked.put(of_weights, found if of_rows is None else found + of_rows[None, :], start)
+            of_weights = add(of_weights, found if of_rows is None else found + of_rows[None, :], start)
         if of_bias is not None:
             found = jnp.sum(dz, axis=0, dtype=jnp.float32)[:count]
-            of_bias = chunked.put(of_bias, found if of_columns is None else found + of_columns, start)
+            of_bias = add(of_bias, found if of_columns is None else found + of_columns, start)
         return Gradients(of_hidden, of_weights, of_bias)
 
-    start = Gradients(
-        of_hidden,
-        jnp.zeros((vocab_size, width), unembedding.dtype) if "unembedding" in wanted else None,
-        jnp.zeros((vocab_size,), jnp.float32) if "bias" in wanted else None,
+    others = into or Gradients(
+        unembedding=jnp.zeros((vocab_size, width), unembedding.dtype) if "unembedding" in wanted else None,
+        bias=jnp.zeros((vocab_size,), jnp.float32) if "bias" in wanted else None,
     )
-    found = chunked.fold(step, start, vocab_size, chunk_size(tokens, vocab_size, blocks))
+    start = others._replace(hidden=of_hidden)
+    found = over_chunks(step, start, vocab_size, chunk_size(tokens, vocab_size, blocks))
     return found if found.hidden is None else found._replace(hidden=found.hidden[:tokens])

@@ -3,7 +3,12 @@
 Each warpgroup folds its tiles (`tiles`) into the running statistics of its tokens: maximum, sums of exponentials in
 base 2, Σz, argmax. Only a few floats for each token and piece of the vocabulary leave the chip; the pieces are merged
 by `stats.merge`. Columns beyond V are logits of 0, which add nothing to Σz and which a select removes from all else.
+
+The exponentials can be kept, as they were formed, in 16 bits, for products of which the logits are then not needed anew
+(`exponentials`).
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.kernels import stats
 from calibjax.kernels.operator import Call, Model
-from calibjax.kernels.pallas_gpu.schedule import ROWS, Schedule
-from calibjax.kernels.pallas_gpu.tiles import SLICE, biased, over_tiles, softcapped
+from calibjax.kernels.pallas_gpu.exponentials import Exponentials
+from calibjax.kernels.pallas_gpu.schedule import ROWS, SLICE, WARPGROUPS, Schedule
+from calibjax.kernels.pallas_gpu.tiles import TRANSFORMS, biased, over_tiles, softcapped
 from calibjax.kernels.slopes import LOG2_E, unit_of_logits
 from calibjax.kernels.stats import FLOOR, Moments
 
@@ -33,8 +39,10 @@ def _initial(name: str) -> Array:
     return jnp.full((ROWS,), FLOOR if name == "best" else 0.0, jnp.float32)
 
 
-def _fold(state: dict[str, Array], z: Array, raw: Array, scale: Array, start: Array, fixed: bool) -> dict[str, Array]:
-    """The state after more logits.
+def _fold(
+    state: dict[str, Array], z: Array, raw: Array, scale: Array, start: Array, fixed: bool
+) -> tuple[dict[str, Array], Array]:
+    """The state after more logits, and their exponentials: exp(s (z − best)) with the `best` of that state.
 
     Args:
         state: name -> [64], see `_states`.
@@ -42,7 +50,7 @@ def _fold(state: dict[str, Array], z: Array, raw: Array, scale: Array, start: Ar
         raw: what `total` adds for each of them.
         scale: [64], s·log₂e.
         start: index of the first column.
-        fixed: the sums are of exp(s z), not of exp(s (z − best)).
+        fixed: the exponentials are exp(s z), not exp(s (z − best)).
     """
 
     def wide(x: Array) -> Array:
@@ -76,55 +84,75 @@ def _fold(state: dict[str, Array], z: Array, raw: Array, scale: Array, start: Ar
             new["second"] = second + jnp.sum(moment * shifted, axis=1)
     if "total" in state:
         new["total"] = state["total"] + jnp.sum(raw, axis=1)
-    return new
+    return new, e
 
 
-def _pieces(
+class _Found(NamedTuple):
+    """What the kernel leaves, N padded to whole tiles."""
+
+    pieces: dict[str, Float[Array, "P N"] | Int[Array, "P N"]]  # of every piece of the vocabulary, see `_states`
+    exponentials: Float[Array, "N C"] | None  # bfloat16, C padded to whole tiles: 0 beyond V
+    references: Float[Array, "S N"] | None  # `best` of each slice of them
+
+
+def _run(
     call: Call,
     model: Model,
-    scale: Array,
+    power: Float[Array, " N"],
     names: tuple[str, ...],
     save: bool,
     fixed: bool,
     schedule: Schedule,
     interpret,
-) -> tuple[dict[str, Float[Array, "P N"] | Int[Array, "P N"]], Array | None]:
-    """By the kernel, the values `names` of every piece of the vocabulary, and the logits to `save`, or None.
-
-    Both in units of the soft-cap. The saved logits are padded to whole tiles.
-    """
+) -> _Found:
+    """By the kernel, the values `names`, in units of the soft-cap; with `save` also the exponentials."""
     hidden, unembedding, bias, _ = model
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
     columns, padded = schedule.blocks.columns, schedule.padded_tokens
-    arguments = [jnp.pad(scale, (0, padded - tokens))]
+    arguments = [jnp.pad(power, (0, padded - tokens))]
     if bias is not None:
         arguments.append(jnp.pad(bias, (0, -vocab_size % columns)))
     floats = tuple(name for name in names if name != "argmax")
     results = [jax.ShapeDtypeStruct((schedule.pieces, len(floats), padded), jnp.float32)]
     if "argmax" in names:
         results.append(jax.ShapeDtypeStruct((schedule.pieces, padded), jnp.int32))
+    scratch = []
     if save:
-        results.append(jax.ShapeDtypeStruct((padded, schedule.vocab_tiles * columns), jnp.float32))
+        width = schedule.vocab_tiles * columns
+        results.append(jax.ShapeDtypeStruct((width // SLICE, padded), jnp.float32))
+        results.append(jax.ShapeDtypeStruct((padded, width), jnp.bfloat16))
+        scratch.append(plgpu.SMEM((WARPGROUPS, 2, ROWS, SLICE), jnp.bfloat16, transforms=TRANSFORMS))
 
     def body(*refs, rows, piece, tiles):
         scale_ref, *refs = refs
         bias_ref = None if bias is None else refs.pop(0)
         scale = plgpu.load(scale_ref, rows, optimized=False)
 
+        def keep(e: Array, best: Array, first: Array, offset: int) -> None:
+            *_, references_ref, values_ref, staging = refs
+            references_ref[jax.lax.div(first, SLICE) + offset // SLICE, rows] = best
+            block = staging.at[jax.lax.axis_index("warpgroup"), offset // SLICE % 2]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last has read this block
+            block[...] = e.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(block, values_ref.at[rows, pl.ds(first + offset, SLICE)])
+
         def fold(first, whole, values):
             state = dict(zip(names, values, strict=True))
             for offset in range(0, columns, SLICE):
                 raw = softcapped(call, biased(whole[:, offset : offset + SLICE], bias_ref, first + offset))
-                if save:
-                    refs[-1][rows, pl.ds(first + offset, SLICE)] = raw
                 z = raw if bias is None else jnp.maximum(raw, FLOOR)  # it may be −inf
                 if vocab_size % columns:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     z = jnp.where(column < vocab_size - first - offset, z, FLOOR)
-                state = _fold(state, z, raw, scale, first + offset, fixed)
+                state, e = _fold(state, z, raw, scale, first + offset, fixed)
+                if save:
+                    keep(e, state["best"], first, offset)
             return [state[name] for name in names]
 
         found = dict(zip(names, tiles(fold, [_initial(name) for name in names]), strict=True))
+        if save:
+            plgpu.wait_smem_to_gmem(0)
         if "argmax" in found:
             refs[1][piece, rows] = found.pop("argmax")
         for i, value in enumerate(found.values()):
@@ -139,10 +167,12 @@ def _pieces(
         schedule=schedule,
         interpret=interpret,
         name="calibjax_statistics",
+        scratch=scratch,
     )
     pieces = {name: found[0][:, i, :tokens] for i, name in enumerate(floats)}
     pieces |= {"argmax": found[1][:, :tokens]} if "argmax" in names else {}
-    return pieces, found[-1] if save else None
+    references, values = found[-2:] if save else (None, None)
+    return _Found(pieces, values, references)
 
 
 def _merged(pieces: Moments, scale: Float[Array, " N"]) -> Moments:
@@ -178,8 +208,8 @@ def moments(
     save: bool,
     schedule: Schedule,
     interpret,
-) -> tuple[Moments, Array | None]:
-    """The moments of the whole vocabulary, but for `rows`; with `save` the logits, as `backward.gradients` takes them.
+) -> tuple[Moments, Exponentials | None]:
+    """The moments of the whole vocabulary, but for `rows`; with `save` the exponentials of all logits.
 
     Under a soft-cap logits are bounded, and the sums need no running maximum while s·cap is at most 69 for every token:
     a second program of the same kernel, chosen as the scales are known. Not with `second`, which would cancel.
@@ -187,10 +217,11 @@ def moments(
     unit = unit_of_logits(call)
     power = scale * (LOG2_E * unit)
     names = _states(needed)
+    model = model.clean() if save else model  # NaN would be kept
 
-    def run(fixed: bool) -> tuple[Moments, Array | None]:
-        found, saved = _pieces(call, model, power, names, save, fixed, schedule, interpret)
-        best, weight, first, second = (found.get(name) for name in ("best", "weight", "first", "second"))
+    def run(fixed: bool) -> tuple[Moments, tuple[Array, Array] | None]:
+        found = _run(call, model, power, names, save, fixed, schedule, interpret)
+        best, weight, first, second = (found.pieces.get(name) for name in ("best", "weight", "first", "second"))
         assert best is not None
         assert weight is not None
         if fixed:  # from exp(s z) to exp(s (z − best))
@@ -199,18 +230,25 @@ def moments(
             weight = ratio * weight
         pieces = Moments(
             max_logit=best * unit,
-            argmax=found.get("argmax"),
+            argmax=found.pieces.get("argmax"),
             weight=weight,
             first=None if first is None else first * unit,
             second=None if second is None else second * unit**2,
-            total=None if (total := found.get("total")) is None else total * unit,
+            total=None if (total := found.pieces.get("total")) is None else total * unit,
         )
-        return _merged(pieces, scale), saved
+        merged = _merged(pieces, scale)
+        if found.exponentials is None or found.references is None:
+            return merged, None
+        return merged, (found.exponentials, jnp.zeros_like(found.references) if fixed else found.references)
 
     if call.softcap is None or "second" in needed:
         merged, saved = run(False)
     else:
         merged, saved = jax.lax.cond(jnp.all(power <= _SAFE), lambda: run(True), lambda: run(False))
-    if targets is None or "target" not in needed:
-        return merged, saved
-    return merged._replace(target=_target_logits(call, model, targets)), saved
+    if targets is not None and (save or "target" in needed):
+        merged = merged._replace(target=_target_logits(call, model, targets))
+    if saved is None:
+        return merged, None
+    known = ((targets, merged.target), (merged.argmax, merged.max_logit))
+    pairs = tuple((ids, z / unit) for ids, z in known if ids is not None and z is not None)
+    return merged, Exponentials(saved[0], saved[1], power, pairs)

@@ -1,7 +1,8 @@
 """Which multiprocessor computes which logits, and in which order, so that what they read stays in the L2 cache."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ TILE = (8, 64)  # of 16-bit elements, 128 bytes a row, swizzled in shared memory
 _GROUP = 16
 _PARTIAL_BYTES = 16 * 2**20
 _DZ_BYTES = 512 * 2**20
+SLICE = 64  # columns of a tile of logits that the statistics take at a time: with more, registers spill
+SAVED_BYTES = 2 + 4 / SLICE  # of an exponential, and of its share of a float32 reference
+_EXPONENTIALS_BYTES = 2**30
 _BYTES_A_TOKEN = 28  # of a piece, with all statistics
 _TILES_LOST = 0.25  # to start and end a unit of work, in tiles of the vocabulary
 
@@ -82,6 +86,23 @@ def chunk_size(tokens: int, vocab_size: int, blocks: Blocks) -> int:
     """
     columns = min(blocks.chunk, _DZ_BYTES // (2 * max(tokens, 1)), vocab_size)
     return max(-(-columns // blocks.columns), 1) * blocks.columns
+
+
+def token_blocks(tokens: int, vocab_size: int, blocks: Blocks) -> tuple[int, int]:
+    """Number and size of the blocks of tokens whose exponentials take at most 1 GiB, or are those of one tile."""
+    tile = TOKENS * blocks.cluster
+    tiles = -(-tokens // tile)
+    fitting = max(_EXPONENTIALS_BYTES // (2 * vocab_size * tile), 1)
+    count = -(-tiles // fitting)
+    return count, -(-tiles // count) * tile
+
+
+def over_chunks(step: Callable[[Any, Array | int, int], Any], carry: Any, size: int, width: int) -> Any:
+    """The carry after `step(carry, start, width)` of all chunks of `size`, the last of which may be narrower."""
+    whole, left = divmod(size, width)
+    if whole:
+        carry = jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * width, width), carry)
+    return step(carry, whole * width, left) if left else carry
 
 
 def copied_bytes(vocab_size: int, width: int) -> int:

@@ -24,7 +24,6 @@ from calibjax.kernels.operator import Call
 from calibjax.kernels.pallas_gpu.schedule import ROWS, TILE, TOKENS, WARPGROUPS, Schedule
 from calibjax.kernels.slopes import LOG2_E
 
-SLICE = 64  # columns of a tile of logits that the arithmetic takes at a time: with more, registers spill
 TRANSFORMS = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(2 * TILE[1]))
 
 Fold = Callable[[Array, Array, list[Any]], Sequence[Any]]
