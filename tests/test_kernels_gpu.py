@@ -21,6 +21,7 @@ from calibjax.kernels.pallas_gpu.schedule import Blocks
 from calibjax.sharding import make_mesh
 
 gpu = interpreted_gpu.gpu
+STATS = "vocab_stats pallas_gpu"
 FOLDER = str(Path(__file__).parents[1] / "kernels")
 H100 = "NVIDIA H100 80GB HBM3"
 SIZES = [(8192, 256_000), (4096, 128_256), (32_768, 128_256), (1000, 50_257), (128, 32_000), (1, 300), (129, 256)]
@@ -276,24 +277,28 @@ def test_logits_computed_anew(gpu, argnums, reduction, softcap, slopes, products
     reason="jax-cuda13-plugin and jax-cuda13-pjrt, which hold the compiler for GPUs, are not installed",
 )
 @pytest.mark.parametrize(
-    ("preset", "changes", "task", "kernels", "variant"),
+    ("preset", "changes", "task", "kernels", "name"),
     [
-        ("gemma2-2b", {"softcap": 30.0}, "statistics", 2, ""),  # with and without a running maximum
-        ("gemma2-2b", {"softcap": 30.0, "label_smoothing": 0.1}, "both", 3, ""),  # dz of full chunks, and of the last
-        ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 3, ""),
-        ("llama31-8b-4k", {"softcap": 30.0}, "both", 1, ", logits saved"),
-        ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 7, ", filtered"),  # and dh and dW of each chunk
-        ("tokens-32k", {"label_smoothing": 0.1}, "both", 3, ""),
-        ("tokens-32k", {"dtype": "float16", "vocab": 50_257, "width": 1000}, "statistics", 1, ""),
+        ("gemma2-2b", {"softcap": 30.0}, "statistics", 2, STATS),  # with and without a running maximum
+        ("gemma2-2b", {"softcap": 30.0, "label_smoothing": 0.1}, "both", 3, STATS),  # dz of full chunks, and the last
+        ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 3, STATS),
+        ("llama31-8b-4k", {"softcap": 30.0}, "both", 2, f"{STATS}, logits saved"),
+        ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 7, f"{STATS}, filtered"),  # and dh and dW of each chunk
+        ("llama31-8b-4k", {"label_smoothing": 0.1}, "hidden", 1, STATS),
+        ("gemma2-2b", {"softcap": 30.0, "label_smoothing": 0.1}, "hidden", 2, "linear_cross_entropy pallas_gpu"),
+        ("tokens-32k", {"softcap": 30.0, "label_smoothing": 0.1}, "both", 2, "linear_cross_entropy pallas_gpu"),
+        ("tokens-32k", {"label_smoothing": 0.1}, "both", 3, STATS),
+        ("tokens-32k", {"dtype": "float16", "vocab": 50_257, "width": 1000}, "statistics", 1, STATS),
+        ("tokens-32k", {"dtype": "float16", "vocab": 50_257, "width": 1000}, "hidden", 1, STATS),
     ],
 )
-def test_compiles_for_an_h100_without_spills(preset, changes, task, kernels, variant, monkeypatch):
+def test_compiles_for_an_h100_without_spills(preset, changes, task, kernels, name, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     import bench
     import hopper_static
 
     problem = dataclasses.replace(bench.PRESETS[preset], **changes)
-    found = hopper_static.compile_for_h100(problem, task, f"vocab_stats pallas_gpu{variant}")
+    found = hopper_static.compile_for_h100(problem, task, name)
     print(problem, task, found)
     # Those that a test before this one compiled too are not compiled again.
     assert 0 < len(found["kernels"]) <= kernels

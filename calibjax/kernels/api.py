@@ -84,8 +84,9 @@ def vocab_stats(
             then its part of such a block, g (1 − (z/cap)²)/V, is left out too, an approximation. The blocks are the
             implementation's ("chunked": 128 tokens by at most 512 columns; "pallas_tpu": those of its kernels, 1,024
             by 512 where memory allows); dh that comes out of the forward pass is exact. None or 0 leaves out nothing.
-        save_logits: keep the float32 logits [N, V] from the forward for the backward pass, where that would compute
-            them anew: three products in all where hidden and unembedding are both differentiated.
+        save_logits: keep the logits [N, V] from the forward for the backward pass, where that would compute them anew:
+            three products in all where hidden and unembedding are both differentiated. They are float32; "pallas_gpu"
+            keeps their exponentials in 16 bits, rounded as dz is for its products.
         sharding: the mesh axes over which tokens and vocabulary are split: each device computes with the rows of the
             unembedding that it holds, and what they find is merged (`calibjax.kernels.sharded`). None leaves to XLA
             what to do with sharded arrays: right, but W may be gathered.

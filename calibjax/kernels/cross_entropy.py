@@ -213,11 +213,11 @@ _with_gradients.defvjp(_with_gradients_fwd, _with_gradients_bwd, symbolic_zeros=
 def choose_block_size(tokens: int, vocab_size: int, bytes_a_logit: float = 4) -> int:
     """Tokens a block, of even sizes: 24 MiB of float32 logits on CPU, or 128 tokens, or 1/32 of them where more.
 
-    Elsewhere 384 MiB or 2,048 tokens; where a logit takes less than 4 bytes, as many more of both. Decided while
-    tracing, by `platforms.platform()`.
+    Elsewhere 384 MiB or 2,048 tokens; twice as many tokens where a logit takes some 2 bytes. Decided while tracing, by
+    `platforms.platform()`.
     """
-    factor = (1 if platform().name == "cpu" else _ACCELERATOR) * 4 / bytes_a_logit
-    block = max(int(factor * _BLOCK_BYTES / (4 * vocab_size)), int(factor * _BLOCK_TOKENS), tokens // _BLOCK_SHARE)
+    factor = (1 if platform().name == "cpu" else _ACCELERATOR) * round(4 / bytes_a_logit)
+    block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _BLOCK_SHARE)
     blocks = max(-(-tokens // block), 1)
     return max(-(-tokens // blocks), 1)
 

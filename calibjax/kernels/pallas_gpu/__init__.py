@@ -3,11 +3,11 @@
 | pass | by | products | memory beyond inputs and outputs |
 |---|---|---|---|
 | statistics | a kernel, `forward` | 1 | 28 bytes a token for each piece of the vocabulary, up to 16 MiB or 9 pieces |
-| with `save_logits` | the same | 1 | the same and the float32 logits |
+| with `save_logits` | the same | 1 | the same and the exponentials in 16 bits, 2.06 bytes a logit |
 | gradients, backward | a kernel for dz, and XLA: `backward` | those asked for + 1 | chunks of dz, W and dW; dh |
-| of saved logits | XLA | those asked for | the same |
+| of saved exponentials | XLA | those asked for | the same |
 | with `filter_threshold` | a kernel, `products`, for XLA | of what matters | the same, the chunk of dW in float32 |
-| statistics and dh, W frozen | `chunked.forward` | 2 | its blocks |
+| statistics and dh, W frozen | the kernel and XLA: `d_hidden` | 2 | exponentials of a block of tokens, 1 GiB; dh |
 
 A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 512 MiB; dh is summed in float32.
 

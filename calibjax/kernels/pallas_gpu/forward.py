@@ -116,12 +116,12 @@ def _run(
     results = [jax.ShapeDtypeStruct((schedule.pieces, len(floats), padded), jnp.float32)]
     if "argmax" in names:
         results.append(jax.ShapeDtypeStruct((schedule.pieces, padded), jnp.int32))
-    scratch = []
+    scratch, staged = [], 2 - columns // SLICE % 2  # blocks that the slices of all tiles take in turns
     if save:
         width = schedule.vocab_tiles * columns
         results.append(jax.ShapeDtypeStruct((width // SLICE, padded), jnp.float32))
         results.append(jax.ShapeDtypeStruct((padded, width), jnp.bfloat16))
-        scratch.append(plgpu.SMEM((WARPGROUPS, 2, ROWS, SLICE), jnp.bfloat16, transforms=TRANSFORMS))
+        scratch.append(plgpu.SMEM((WARPGROUPS, staged, ROWS, SLICE), jnp.bfloat16, transforms=TRANSFORMS))
 
     def body(*refs, rows, piece, tiles):
         scale_ref, *refs = refs
@@ -131,8 +131,8 @@ def _run(
         def keep(e: Array, best: Array, first: Array, offset: int) -> None:
             *_, references_ref, values_ref, staging = refs
             references_ref[jax.lax.div(first, SLICE) + offset // SLICE, rows] = best
-            block = staging.at[jax.lax.axis_index("warpgroup"), offset // SLICE % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last has read this block
+            block = staging.at[jax.lax.axis_index("warpgroup"), offset // SLICE % staged]
+            plgpu.wait_smem_to_gmem(staged - 1, wait_read_only=True)  # the copy that last took this block has read it
             block[...] = e.astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(block, values_ref.at[rows, pl.ds(first + offset, SLICE)])

@@ -98,11 +98,13 @@ def token_blocks(tokens: int, vocab_size: int, blocks: Blocks) -> tuple[int, int
 
 
 def over_chunks(step: Callable[[Any, Array | int, int], Any], carry: Any, size: int, width: int) -> Any:
-    """The carry after `step(carry, start, width)` of all chunks of `size`, the last of which may be narrower."""
+    """The carry after `step(carry, start, width)` of all chunks of `size`, the last of which may be narrower.
+
+    That one comes first: after the loop XLA would add to what came out of it in memory of its own.
+    """
     whole, left = divmod(size, width)
-    if whole:
-        carry = jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * width, width), carry)
-    return step(carry, whole * width, left) if left else carry
+    carry = step(carry, whole * width, left) if left else carry
+    return jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * width, width), carry) if whole else carry
 
 
 def copied_bytes(vocab_size: int, width: int) -> int:
