@@ -1,8 +1,10 @@
 """The script that sets losses side by side runs, tells right from wrong, and writes what it found."""
 
+import importlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +75,49 @@ def test_when_the_time_is_up_what_was_left_out_is_named(tmp_path):
     table, record = run([FOLDER / "bench.py", *options], tmp_path / "bench.json")
     assert table.count("not run, the time was up") == 2
     assert [row["note"] for row in record["results"]] == ["not run: the time was up"] * 2
+
+
+@pytest.fixture
+def torch_losses(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("torch_losses")
+
+
+def pytorch_rows(torch_losses, problems, **options):
+    fixed = {"device": "cpu", "seed": 0, "repeats": 1, "seconds": 100.0, "sample": 16}
+    small = {"tokens": 64, "width": 32, "vocab": 300, "label_smoothing": 0.1, "softcap": 30.0}
+    return torch_losses.main([small | problem for problem in problems], **fixed, **options)["rows"]
+
+
+@pytest.mark.slow
+def test_a_wrong_loss_of_pytorch_is_marked(torch_losses, monkeypatch):
+    plain = torch_losses._plain
+
+    def nan_in_one_gradient(torch, problem):
+        return lambda h, w, y: plain(torch, problem)(h, w, y) + (w[0, 0] - w[0, 0]).sqrt()
+
+    losses = {
+        "right": plain,
+        "no label smoothing": lambda torch, problem: plain(torch, problem | {"label_smoothing": 0.0}),
+        "no soft-cap": lambda torch, problem: plain(torch, problem | {"softcap": None}),
+        "NaN": nan_in_one_gradient,
+    }
+    monkeypatch.setattr(torch_losses, "LOSSES", losses)
+    problems = [{"dtype": dtype} for dtype in torch_losses.TOLERANCE]
+    for row in pytorch_rows(torch_losses, problems, tasks=["forward", "both"], only=None):
+        right = row["contender"] == "right" or (row["contender"], row["task"]) == ("NaN", "forward")
+        assert row.get("note") == (None if right else "WRONG"), row
+        assert ("seconds" in row) == right, row
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_torch_compile_compiles_every_problem(torch_losses):
+    """Dynamo by itself goes on without compiling after eight."""
+    problems = [{"dtype": "float32", "width": width} for width in range(16, 25)]
+    rows = pytorch_rows(torch_losses, problems, tasks=["forward"], only=["torch.compile"])
+    assert [row["error"] < 1e-5 for row in rows] == [True] * 9, rows
 
 
 @pytest.mark.slow
