@@ -88,11 +88,11 @@ def _fold(
 
 
 class _Found(NamedTuple):
-    """What the kernel leaves, N padded to whole tiles."""
+    """What the kernel leaves."""
 
     pieces: dict[str, Float[Array, "P N"] | Int[Array, "P N"]]  # of every piece of the vocabulary, see `_states`
-    exponentials: Float[Array, "N C"] | None  # bfloat16, C padded to whole tiles: 0 beyond V
-    references: Float[Array, "S N"] | None  # `best` of each slice of them
+    exponentials: Float[Array, "M C"] | None  # bfloat16, N and V padded to whole tiles: 0 beyond V
+    references: Float[Array, "S M"] | None  # `best` of each slice of them
 
 
 def _run(
