@@ -161,7 +161,8 @@ def _run(console: Console, options: argparse.Namespace, record: dict[str, Any]) 
     planned, tasks = list(_problems(options, options.platform or "cpu")), _tasks(options, options.platform)
     others: list[dict[str, Any]] = []
     if on_gpu if options.torch is None else options.torch:
-        others = beside.torch_rows(options, planned, tasks, seed, deadline, record)
+        alone = not any(_names(options, problem) for problem in planned)
+        others = beside.torch_rows(options, planned, tasks, seed, deadline.share(0.9 if alone else 0.2), record)
     if on_gpu if options.train_steps is None else options.train_steps:
         record["train_steps"] = beside.train_steps(console, options.platform, deadline)
     device = jax.devices()[0]
@@ -184,17 +185,23 @@ def _run(console: Console, options: argparse.Namespace, record: dict[str, Any]) 
             continue
         tasks = _tasks(options, device.platform)
         names, flop_rate = _names(options, problem), limits[problem.dtype]["flop/s"]
-        rows = measured.rows(problem, tasks, names, seed, options.repeats, flop_rate, deadline)
-        record["results"] += _print(console, problem, _turn_by_turn(rows, others, problem, flop_rate), MEASURED_COLUMNS)
+        rows = measured.rows(problem, tasks, names, seed, options.repeats, flop_rate, deadline) if names else []
+        shown = _turn_by_turn(rows, others, problem, tasks, flop_rate)
+        record["results"] += _print(console, problem, shown, MEASURED_COLUMNS)
         _write(options, record)
 
 
 def _turn_by_turn(
-    rows: list[dict[str, Any]], others: list[dict[str, Any]], problem: Problem, flop_rate: float
+    rows: list[dict[str, Any]],
+    others: list[dict[str, Any]],
+    problem: Problem,
+    tasks: tuple[str, ...],
+    flop_rate: float,
 ) -> Iterator[dict[str, Any]]:
     """The rows task by task, each with those that another process timed of the same problem."""
     key = json.loads(json.dumps(dataclasses.asdict(problem)))
-    for task, of_task in itertools.groupby(rows, lambda row: row["task"]):
+    for task in tasks:
+        of_task = [row for row in rows if row["task"] == task]
         more = [row for row in others if row["problem"] == key and row["task"] == task]
         more = [{name: value for name, value in row.items() if name != "problem"} for row in more]
         for row in more:
@@ -283,6 +290,7 @@ MEASURED_COLUMNS = {
     "extra MiB": _scaled("extra_bytes", 2**-20, 1),
     "peak extra MiB": _scaled("peak_extra_bytes", 2**-20, 1),
     "error": lambda row: f"{row['error']:.1e}" if "error" in row else "",
+    "same again": lambda row: {True: "yes", False: "NO"}.get(row.get("same_bits"), ""),
 }
 STATIC_COLUMNS = {
     "static estimate, ms": lambda row: row.get("note") or _scaled("seconds", 1e3, 2)(row),

@@ -47,12 +47,11 @@ def torch_rows(
     problems: list[Problem],
     tasks: Sequence[str],
     seed: int,
-    deadline: measured.Deadline,
+    seconds: float,
     record: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """The rows of `torch_losses.py`, and into `record` its versions, or why there are none."""
+    """The rows of `torch_losses.py`, in so many seconds, and into `record` its versions, or why there are none."""
     tasks = [task for task in tasks if task in ("forward", "both", "hidden")]
-    seconds = deadline.share(0.2)
     given = {
         "problems": [dataclasses.asdict(problem) for problem in problems],
         "tasks": tasks,

@@ -91,6 +91,13 @@ def _has_nan(outputs: Any) -> bool:
     return any(bool(jnp.isnan(x).any()) for x in floats)
 
 
+@jax.jit
+def _same_bits(outputs: Any, others: Any) -> jax.Array:
+    """Whether two runs gave the same; `outputs` hold no NaN."""
+    pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(others), strict=True)
+    return jnp.all(jnp.stack([jnp.array_equal(x, y) for x, y in pairs]))
+
+
 def _first_line(error: Exception) -> str:
     line = (str(error).strip().splitlines() or [""])[0]
     return (line if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {line}")[:80]
@@ -147,7 +154,7 @@ def rows(
     for task, name in sorted(compiled, key=lambda key: found[key]["extra_bytes"]):
         progress(f"{TASKS[task].title}: check {name}")
         row, own = found[task, name], own_inputs(name)
-        needed = row["extra_bytes"] + row["output_bytes"]
+        needed = row["extra_bytes"] + 2 * row["output_bytes"]  # of two runs
         if needed > _available_bytes():
             row["note"] = f"does not fit: needs {needed / 2**30:.1f} GiB"
             continue
@@ -165,7 +172,9 @@ def rows(
         if _memory("peak_bytes_in_use") > peak:  # a new peak of the process, so this program's own
             row["peak_extra_bytes"] = _memory("peak_bytes_in_use") - _memory("bytes_in_use")
         row["error"] = float("inf") if broken else oracle.error(task, outputs, own is not inputs)
-        if not row["error"] <= TOLERANCE[problem.dtype]:
+        if row["error"] <= TOLERANCE[problem.dtype]:
+            row["same_bits"] = bool(_same_bits(outputs, compiled[task, name](*own)))
+        else:
             row["note"] = "WRONG"
         del outputs
 

@@ -57,6 +57,7 @@ def test_bench_checks_times_and_records_every_contender(tmp_path):
     }
     for row in timed:
         assert row["error"] < 1e-5, row
+        assert row["same_bits"], row
         assert row["seconds"] > 0
         assert row["extra_bytes"] >= 0
 
