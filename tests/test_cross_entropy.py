@@ -12,6 +12,7 @@ import pytest
 from oracle import EPS, assert_within, f64
 
 from calibjax.kernels import chunked, cross_entropy, linear_cross_entropy, vocab_stats
+from calibjax.kernels.platforms import Platform
 
 gpu = interpreted_gpu.gpu
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -295,6 +296,14 @@ def test_choose_block_size(tokens, vocab):
     assert 1 <= block <= max(tokens, 1)
     bytes_allowed = max(24 * 2**20, 4 * vocab * max(128, tokens // 32))
     assert 4 * vocab * block <= bytes_allowed
+
+
+def test_blocks_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "platform", lambda: Platform("gpu", "NVIDIA H200"))
+    assert [cross_entropy.choose_block_size(8192, 256_000, bytes_a_logit) for bytes_a_logit in (4, 2.0625)] == [
+        2048,
+        4096,
+    ]
 
 
 # --- filter_threshold ---
