@@ -96,14 +96,16 @@ def _softcap(text: str) -> float | None:
 
 
 def _problems(options: argparse.Namespace, where: str) -> Iterator[Problem]:
-    """One for each table."""
+    """One for each table; those with neither option, and with both, before those with one."""
     sizes = {name: getattr(options, name) for name in ("tokens", "width", "vocab", "dtype")}
     sizes = {name: value for name, value in sizes.items() if value is not None}
     defaults = DEFAULT_OPTIONS.get(where, {"label_smoothing": [0.0], "softcap": [None]})
     label_smoothings = options.label_smoothing or defaults["label_smoothing"]
     softcaps = options.softcap or defaults["softcap"]
     presets = options.preset or DEFAULT_PRESETS.get(where, ("cpu",))
-    for label_smoothing, softcap, preset in itertools.product(label_smoothings, softcaps, presets):
+    pairs = itertools.product(enumerate(label_smoothings), enumerate(softcaps))
+    pairs = sorted(pairs, key=lambda pair: pair[0][0] != pair[1][0])
+    for ((_, label_smoothing), (_, softcap)), preset in itertools.product(pairs, presets):
         given = {"label_smoothing": label_smoothing, "softcap": softcap, "save_logits": options.save_logits}
         yield dataclasses.replace(PRESETS[preset], **sizes, **given)
 
