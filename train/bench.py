@@ -227,9 +227,9 @@ def main(bench: Bench) -> None:
     chunk = chunked.choose_chunk_size(tokens, config.vocab_size)
     others = {config.hidden_size, config.intermediate_size, 2 * config.hidden_size, bench.seq_len, tokens}
     collisions = {chunk, config.vocab_size % chunk} & others
-    # Where another axis is as wide as a chunk they cannot be told apart.
+    # Where another axis is as wide as a chunk they cannot be told apart, and other operators have no such chunks.
     products = ("not counted",) * 2
-    if not collisions:
+    if not collisions and bench.operator in (None, "chunked"):
         products = tuple(unembedding_products(program, config.vocab_size, chunk) for program in (forward, step))
     medians = {name: statistics.median(values) for name, values in times.items()}
     result = {
@@ -245,7 +245,7 @@ def main(bench: Bench) -> None:
         "temporaries_mib": _temporaries(step),
         "temporaries_forward_mib": _temporaries(forward),
         "logits_mib": 4 * tokens * config.vocab_size / 2**20,
-        "chunk": chunk,
+        "chunk": chunk if bench.operator in (None, "chunked") else None,
     }
     if bench.json:
         print(json.dumps(result, indent=2))
@@ -262,7 +262,8 @@ def main(bench: Bench) -> None:
     print(f"ratio                 {result['ratio']:9.3f}      (median of {bench.repeats} pairs)")
     print(
         f"temporaries: step {result['temporaries_mib']:.1f} MiB, forward {result['temporaries_forward_mib']:.1f} MiB; "
-        f"the logits would be {result['logits_mib']:.1f} MiB (chunks of {chunk:,} columns)"
+        f"the logits would be {result['logits_mib']:.1f} MiB"
+        + ("" if result["chunk"] is None else f" (chunks of {chunk:,} columns)")
     )
 
 

@@ -86,8 +86,8 @@ def linear_cross_entropy(
 
     Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode. "mean" and "sum" are made for it:
     "chunked" and "pallas_gpu" then form the gradients in the forward pass, and compute no logit twice. That takes,
-    beside inputs and outputs, the logits of one block of tokens (`choose_block_size`; "pallas_gpu" keeps 16 bits of
-    each) and gradients in float32.
+    beside inputs and outputs, the logits of one block of tokens (`choose_block_size`; in "pallas_gpu" as
+    `save_logits` of `vocab_stats` says) and gradients in float32.
 
     Args:
         hidden: hidden states, `[..., D]`, floating point.

@@ -60,10 +60,8 @@ def _forward(
     needed: frozenset[str],
     save: bool,
 ) -> tuple[Moments, Any]:
-    from calibjax.kernels.pallas_gpu import (
-        d_hidden,
-        forward,
-    )  # Mosaic's GPU half takes as long to import as all kernels
+    # Not above: Mosaic's GPU half takes as long to import as all kernels.
+    from calibjax.kernels.pallas_gpu import d_hidden, forward
 
     if "rows" in needed:  # never with `save`: nothing is left for a second pass
         kind = platform().device_kind
