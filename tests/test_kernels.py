@@ -119,6 +119,9 @@ CASES = [
     pytest.param(Case(500, 7, 128, "gpu programs", dtype="float16", size=30.0), marks=pytest.mark.slow),
     pytest.param(Case(600, 7, 64, "gpu blocks", dtype="bfloat16", softcap=20.0, size=0.01), marks=pytest.mark.slow),
     pytest.param(Case(200, 130, 100, "gpu", dtype="float16", softcap=20.0, save=True), marks=pytest.mark.slow),
+    pytest.param(
+        Case(200, 7, 100, "gpu", dtype="bfloat16", softcap=20.0, scale=True, save=True), marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -190,6 +193,7 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
     np.add.at(all_dz, (np.arange(len(z)), argmax), g["max_logit"][:, 0])
     if case.softcap is not None:
         dz_error = dz_error + all_dz * (2 * (zerr + case.rounded / s) / case.softcap + EPS)[:, None]
+        dz_error = dz_error + case.rounded * g["mean_logit"] / case.vocab  # where the slope itself is kept
     rounding = root * EPS + ROUNDING[case.dtype]
     dz_error = dz_error + rounding * all_dz
     backward = (dz_error @ w, dz_error.T @ h, dz_error.sum(axis=0))

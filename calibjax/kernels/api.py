@@ -86,8 +86,7 @@ def vocab_stats(
             by 512 where memory allows); dh that comes out of the forward pass is exact. None or 0 leaves out nothing.
         save_logits: keep the logits [N, V] from the forward for the backward pass, where that would compute them anew:
             three products in all where hidden and unembedding are both differentiated. They are float32; "pallas_gpu"
-            keeps their exponentials in bfloat16, an error of up to 2⁻⁸ of each p but the target's and the largest, and
-            under a soft-cap with s·cap > 69 for some token leaves `mean_logit`'s part out where p < 2⁻¹²⁶.
+            keeps their exponentials in bfloat16, an error of up to 2⁻⁸ of each p but the target's and the largest.
         sharding: the mesh axes over which tokens and vocabulary are split: each device computes with the rows of the
             unembedding that it holds, and what they find is merged (`calibjax.kernels.sharded`). None leaves to XLA
             what to do with sharded arrays: right, but W may be gathered.

@@ -19,7 +19,8 @@ class Exponentials(NamedTuple):
     """exp(s (z − reference)) of all logits; z and reference in units of the soft-cap.
 
     Attributes:
-        values: bfloat16, N and V padded to whole tiles; 0 beyond V.
+        values: bfloat16, N and V padded to whole tiles; at most 0 beyond V. Under a soft-cap, where a logit's slope is
+            needed though its exponential vanishes, that may stand here with a negative sign: (z/cap)² − 1.
         references: float32, one for each slice of `SLICE` columns and token.
         power: float32 [N], s·log₂e in these units.
         known: pairs of ids int32 [N] and z float32 [N], of columns with a one-hot; ids outside [0, V) match nothing.
@@ -35,7 +36,7 @@ class Exponentials(NamedTuple):
     ) -> tuple[Float[Array, "M c"], Float[Array, "M c"]]:
         """z and exp(s z − lse) of `count` columns from `start` on, both multiples of `SLICE`.
 
-        z is off by up to 2⁻⁸/s, and where p < 2⁻¹²⁶ exp(s reference − lse) it is −inf; with a soft-cap, −cap.
+        z is off by up to 2⁻⁸/s. Where p is 0 it is −inf, or such that its slope under the soft-cap is right to 2⁻⁸.
 
         Args:
             log_normalizer: lse·log₂e, inf for tokens that do not count.
@@ -52,7 +53,9 @@ class Exponentials(NamedTuple):
             return jnp.broadcast_to(x[:, :, None], (*x.shape, SLICE)).reshape(values.shape)
 
         z = jnp.log2(values) / power + wide(references)
-        z = z if call.softcap is None else jnp.maximum(z, -1.0)
+        if call.softcap is not None:
+            z = jnp.where(values < 0.0, jnp.sqrt(1.0 + values), jnp.maximum(z, -1.0))
+            values = jnp.maximum(values, 0.0)
         p = values * wide(jnp.exp2(references * power - log_normalizer[:, None]))
         column = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
         for ids, exact in self.known:

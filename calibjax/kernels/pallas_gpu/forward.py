@@ -25,6 +25,7 @@ from calibjax.kernels.slopes import LOG2_E, unit_of_logits
 from calibjax.kernels.stats import FLOOR, Moments
 
 _SAFE = 100.0  # power of 2 up to which exponentials of soft-capped logits, and their sum, need no maximum
+_LEAST = 2.0**-120  # of the exponentials that are kept as such: of smaller ones, under a soft-cap, its slope is
 _NO_COLUMN = 2**30
 
 
@@ -91,7 +92,7 @@ class _Found(NamedTuple):
     """What the kernel leaves."""
 
     pieces: dict[str, Float[Array, "P N"] | Int[Array, "P N"]]  # of every piece of the vocabulary, see `_states`
-    exponentials: Float[Array, "M C"] | None  # bfloat16, N and V padded to whole tiles: 0 beyond V
+    exponentials: Float[Array, "M C"] | None  # bfloat16, N and V padded to whole tiles; see `Exponentials`
     references: Float[Array, "S M"] | None  # `best` of each slice of them
 
 
@@ -147,7 +148,8 @@ def _run(
                     z = jnp.where(column < vocab_size - first - offset, z, FLOOR)
                 state, e = _fold(state, z, raw, scale, first + offset, fixed)
                 if save:
-                    keep(e, state["best"], first, offset)
+                    kept = e if call.softcap is None or fixed else jnp.where(e >= _LEAST, e, raw * raw - 1.0)
+                    keep(kept, state["best"], first, offset)
             return [state[name] for name in names]
 
         found = dict(zip(names, tiles(fold, [_initial(name) for name in names]), strict=True))
