@@ -1,5 +1,6 @@
 """The one error type for mistakes that the user can mend, and the checks that raise it."""
 
+import os
 from pathlib import Path
 
 
@@ -19,3 +20,8 @@ def require_directory(path: str | Path, what: str) -> Path:
     if not path.is_dir():
         raise UserError(f"{what}: expected a directory, but {path} is a file.")
     return path
+
+
+def user_path(path: str | Path) -> Path:
+    """Returns `path` as a `Path`: as it is where it exists, else with a leading `~` or `~user` expanded."""
+    return Path(path) if os.path.exists(path) else Path(os.path.expanduser(path))

@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from calibjax._checks import UserError
+from calibjax._files import new_file
 from calibjax.distributed import DeviceOptions, is_first, on_first, together
 from calibjax.eval.answers import WORDS, OptionConfidence, TextConfidence
 from calibjax.eval.judges import STRING_MATCH, find_judge
@@ -246,9 +247,8 @@ def _store(file: Path, answers: "Answers") -> None:
     file.parent.mkdir(exist_ok=True)
     fields: dict[str, Any] = {name: value for name, value in answers._asdict().items() if name != "harness"}
     fields |= {f"harness_{name}": value for name, value in answers.harness.items()}
-    fresh = file.with_suffix(".new.npz")
-    np.savez_compressed(fresh, **fields)
-    fresh.rename(file)
+    with new_file(file) as fresh:
+        np.savez_compressed(fresh, **fields)
 
 
 def _stored(file: Path) -> "Answers":

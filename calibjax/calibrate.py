@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from calibjax._checks import UserError
+from calibjax._files import write_file
 from calibjax.data import Windows, check_context, split_windows
 from calibjax.distributed import DeviceOptions, is_first
 from calibjax.eval.token_sample import token_sample
@@ -100,7 +101,7 @@ def run_ats(run: AtsRun, announce=print) -> dict[str, Any]:
         )
         sample = token_sample(lm, held_out, identity_head(lm), result.fit.head, batch_size=plan.batch_size)
     if is_first():
-        (run.out / "tokens.json").write_text(json.dumps(sample) + "\n")
+        write_file(run.out / "tokens.json", json.dumps(sample) + "\n")
     finish(result.document, run.out, show=not run.json)
     return result.document
 

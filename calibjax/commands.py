@@ -1,6 +1,7 @@
 """Commands on a model itself: text from it, and its files in another form."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from calibjax._checks import UserError
+from calibjax._files import check_new_directory, check_orbax_path
 from calibjax.models import load_model
 from calibjax.models.checkpoint import save_checkpoint
-from calibjax.models.export import save_model
+from calibjax.models.export import save_model, settings_files
 from calibjax.models.generate import generate
 from calibjax.models.load import stored_dtype
 from calibjax.sharding import make_mesh
@@ -117,8 +119,17 @@ class ConvertRun:
 
 def run_convert(run: ConvertRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
     """Carries out `ConvertRun`; returns what was written."""
-    if run.out.is_file() or (run.out.is_dir() and any(run.out.iterdir())):
-        raise UserError(f"--out {run.out}: expected a new or an empty directory.")
+    model = Path(run.model)
+    if model.exists():
+        source, out = (Path(os.path.realpath(path)) for path in (model, run.out))
+        if source.is_relative_to(out) or out.is_relative_to(source):
+            raise UserError(
+                f"--out {run.out}, --model {run.model}: expected directories of which neither is in the other."
+            )
+        settings_files(model)
+    check_new_directory(run.out)
+    if run.to == "orbax":
+        check_orbax_path(run.out)
     devices = jax.device_count()
     mesh = make_mesh((1, devices, 1)) if devices > 1 else None
     dtype = stored_dtype(run.model)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from calibjax._files import write_file
 from calibjax.eval.head_bound import head_bound, print_head_bounds
 from calibjax.models import load_model
 
@@ -35,6 +36,6 @@ def run_head_bound(run: HeadBoundRun, announce: Callable[[str], None] = print) -
     if not run.json:
         print_head_bounds(bounds)
     if run.out is not None:
-        run.out.write_text(json.dumps(document, indent=2) + "\n")
+        write_file(run.out, json.dumps(document, indent=2) + "\n")
         announce(f"figures in {run.out}")
     return document

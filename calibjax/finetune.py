@@ -13,7 +13,7 @@ from calibjax.data import Windows, check_context, split_windows
 from calibjax.distributed import DeviceOptions
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
-from calibjax.models.export import save_model
+from calibjax.models.export import save_model, settings_files
 from calibjax.models.frozen import freeze
 from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed, on_devices
 from calibjax.train.sft import SftOptions, fit_sft, split_validation
@@ -80,6 +80,7 @@ def run_sft(run: SftRun, announce: Callable[[str], None] = print) -> dict[str, A
     base = load_placed(run.model, mesh, compute, stored=stored, announce=announce)
     check_context(run.text.seq_len, base.config.max_positions)
     assert base.path is not None
+    settings_files(base.path)  # raises before the training what `save_model` would raise after it
     windows = run.text.read(run.data, base, announce, split=run.split)
     fit, held_out = split_windows(windows, run.fit_fraction)
     # Every set is read before training starts: a wrong path must not cost the run.
@@ -110,7 +111,7 @@ def run_sft(run: SftRun, announce: Callable[[str], None] = print) -> dict[str, A
             quiet=run.quiet,
         )
         saved = jnp.dtype(run.save_dtype or stored)
-        save_model(run.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved)
+        save_model(run.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved, replace=True)
         fingerprint = base.fingerprint
         tuned = dataclasses.replace(load_placed(run.out / "model", mesh, compute), config=fitted.config)
         for title, more in evaluate(tuned, "fine_tuned").items():

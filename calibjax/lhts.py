@@ -14,7 +14,7 @@ from calibjax.distributed import DeviceOptions
 from calibjax.eval.analogies import evaluate_analogies, load_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
-from calibjax.models.export import save_model
+from calibjax.models.export import save_model, settings_files
 from calibjax.runs import SCHEMA, DataOptions, claim_directory, finish, load_placed, on_devices
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
@@ -99,6 +99,7 @@ def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str,
     base = load_placed(run.model, mesh, run.dtype, stored=jnp.float32, announce=announce)
     check_context(run.text.seq_len, base.config.max_positions)
     assert base.path is not None
+    settings_files(base.path)  # raises before the training what `save_model` would raise after it
     windows = run.text.read(run.data, base, announce, split=run.split)
     fit, held_out = split_windows(windows, run.fit_fraction)
     questions = None
@@ -131,7 +132,7 @@ def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str,
             )
             fits[method] = fitted.report
             for name, params in fitted.params.items():
-                save_model(run.out / "models" / name, base.config, params, like=base.path)
+                save_model(run.out / "models" / name, base.config, params, like=base.path, replace=True)
                 models[name] = load_placed(run.out / "models" / name, mesh, run.dtype, stored=jnp.float32)
         for name, lm in models.items():
             results |= evaluate_tokens(

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from calibjax._checks import UserError
+from calibjax._files import check_orbax_path, is_temporary, write_file
 from calibjax.attention import cudnn_attention, cudnn_takes
 from calibjax.data import Windows, load_windows
 from calibjax.distributed import is_first, on_first
@@ -139,7 +140,7 @@ def claim_directory(out: Path, identity: dict[str, Any]) -> None:
     """Makes `out` the directory of the run that `identity` describes, or finds that it already is.
 
     Raises:
-        UserError: it holds another run, or something that is no run at all.
+        UserError: it holds another run, or something that is no run at all; or as `check_orbax_path`.
     """
     on_first(functools.partial(_claim, out, identity))
 
@@ -147,9 +148,11 @@ def claim_directory(out: Path, identity: dict[str, Any]) -> None:
 def _claim(out: Path, identity: dict[str, Any]) -> None:
     file = out / "run.json"
     identity = json.loads(json.dumps(identity))
+    check_orbax_path(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
     held = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
+    held = {name for name in held if not is_temporary(name, file.name)}  # a kill may leave one
     if held == {file.name}:
         held = set()  # a run that ended before any work, for a mistake in its options: nothing would be lost
     if file.name in held:
@@ -168,7 +171,7 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
         raise UserError(f"--out {out} is not empty and holds no run of calibjax: choose another directory.")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(identity, indent=2) + "\n")
+        write_file(file, json.dumps(identity, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--out {out}: cannot write there ({error}).") from error
 
@@ -205,7 +208,7 @@ def finish(document: Mapping[str, Any], out: Path, *, holds: str = HEAD, show: b
     """
     if not is_first():
         return
-    (out / "metrics.json").write_text(json.dumps(document, indent=2) + "\n")
+    write_file(out / "metrics.json", json.dumps(document, indent=2) + "\n")
     write_report(document, out)
     if show:
         print_report(document)

@@ -126,12 +126,15 @@ def test_written_and_read_back(tmp_path, name):
 
 def test_a_head_is_replaced_as_a_whole(tmp_path):
     save_head(tmp_path / "head", HEADS["pooled"])
-    (tmp_path / "head.new").mkdir()  # what a kill left
-    (tmp_path / "head.new" / "rubbish").write_text("")
     save_head(tmp_path / "head", HEADS["constant"])
     assert load_head(tmp_path / "head").config.kind == "constant"
     assert sorted(entry.name for entry in (tmp_path / "head").iterdir()) == ["head.json", "params"]
-    assert not (tmp_path / "head.new").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
+    (tmp_path / "head" / "thesis.txt").write_text("")
+    with pytest.raises(UserError, match=r"no part of what replaces it \(thesis\.txt\)"):
+        save_head(tmp_path / "head", HEADS["pooled"])
+    assert load_head(tmp_path / "head").config.kind == "constant"
+    assert (tmp_path / "head" / "thesis.txt").exists()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, on damaged files

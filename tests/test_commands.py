@@ -15,8 +15,10 @@ from tiny import model_tensors, write_model
 from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, load_head, load_model, save_head
 from calibjax.cli import main
 from calibjax.models.checkpoint import save_checkpoint
+from calibjax.models.export import copy_settings, settings_files
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.sharding import make_mesh, param_sharding
+from calibjax.train.checkpoint import Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,115 @@ def test_checkpoints_that_cannot_be_read(tmp_path, converted, capsys):
     gc.collect()  # its warnings belong here
     assert main(["convert", "--model", str(converted), "--out", str(copy)]) == 2
     assert "expected a new or an empty directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["orbax", "safetensors"])
+@pytest.mark.parametrize("name", ["m", "w *?", "a%41#b::c"])
+def test_convert_keeps_what_it_did_not_make(tmp_path, source, to, name):
+    """The source stands where a fixed temporary name would be; the result appears in one piece, with usual rights."""
+    model = tmp_path / f"{name}.new"
+    shutil.copytree(source, model)
+    before = files_in(model)
+    assert main(["convert", "--model", str(model), "--out", str(tmp_path / name), "--to", to]) == 0
+    assert files_in(model) == before
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([name, model.name])
+    same_params(load_model(model), load_model(tmp_path / name))
+    assert (tmp_path / name).stat().st_mode == model.stat().st_mode
+
+
+@pytest.mark.parametrize("name", ["[w]", "a\\b"])
+def test_paths_below_which_orbax_loses_what_it_writes(tmp_path, source, capsys, name):
+    """A checkpoint below [w] cannot be read, and one below a\\b is written to a/b: refused before anything is done."""
+    model, out = str(source), tmp_path / name / "out"
+    for command in (["convert"], ["train", "ats", "--data", "none.jsonl"]):
+        assert main([*command, "--model", model, "--out", str(out)]) == 2
+        assert "Orbax cannot write below a path with" in capsys.readouterr().err
+    config = HeadConfig(kind="constant", hidden_size=8)
+    for write in (
+        lambda: save_head(out, FittedHead(config, config.init(jax.random.key(0)), 0.0, "")),
+        lambda: Checkpoints(out, {}),
+    ):
+        with pytest.raises(UserError, match="Orbax cannot write below"):
+            write()
+    assert list(tmp_path.iterdir()) == []
+    assert main(["convert", "--model", model, "--out", str(out), "--to", "safetensors"]) == 0
+    same_params(load_model(source), load_model(out))
+
+
+def test_convert_refuses_to_write_into_its_model(tmp_path, source, capsys):
+    shutil.copytree(source, tmp_path / "m" / "model")
+    model = tmp_path / "m" / "model"
+    (tmp_path / "link").symlink_to("m")
+    before = files_in(tmp_path)
+    for out in (model, tmp_path / "m", model / "sub" / "out", tmp_path / "link" / "model", tmp_path / "link", tmp_path):
+        for name in (model, tmp_path / "link" / "model"):
+            assert main(["convert", "--model", str(name), "--out", str(out)]) == 2, out
+            assert "--out" in (error := capsys.readouterr().err)
+            assert "neither is in the other" in error, out
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "empty").symlink_to("elsewhere")
+    assert main(["convert", "--model", str(model), "--out", str(tmp_path / "empty")]) == 2
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert files_in(tmp_path) == before
+
+
+def files_in(folder):
+    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_model_in_the_cache_of_the_hub(tmp_path, source):
+    """Every file of a snapshot is a link to a blob of its repository: the contents are copied."""
+    repository = tmp_path / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / "0123abc", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(source.iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (tmp_path / "mine").symlink_to(snapshot)
+    for number, model in enumerate((snapshot, tmp_path / "mine")):
+        out = tmp_path / f"out{number}"
+        assert main(["convert", "--model", str(model), "--out", str(out), "--to", "safetensors"]) == 0
+        assert not [file for file in out.iterdir() if file.is_symlink()]
+        assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "target"),
+    [
+        *[(name, "model", "secret") for name in ("config.json", "merges.txt", "vocab.txt", "x.model", "x.jinja")],
+        *[("loop.json", "model", "loop.json"), ("x.json", "model", "loop.json"), ("x.json", "model", "nowhere")],
+        *[("x.json", "models--x/snapshots/model", f"models--x/{file}") for file in ("secret", "blobs2/secret")],
+        ("x.json", "x/snapshots/model", "x/blobs/secret"),
+    ],
+)
+def test_links_out_of_the_model_are_not_copied(tmp_path, source, name, place, target):
+    for folder in ("models--x/blobs2", "x/blobs", "out"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("secret", "models--x/secret", "models--x/blobs2/secret", "x/blobs/secret"):
+        (tmp_path / file).write_text('{"secret": 1}')
+    model = tmp_path / place
+    shutil.copytree(source, model)
+    inside = model / "settings.json"
+    inside.symlink_to("config.json")
+    assert inside in settings_files(model)
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(target if target == "loop.json" else tmp_path / target)
+    with pytest.raises(UserError, match="is a symbolic link to") as caught:
+        copy_settings(model, tmp_path / "out", "float32")
+    assert name in str(caught.value)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_links_out_of_the_model_are_refused_before_it_is_read(tmp_path, source, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(source, model)
+    (model / "model.safetensors").write_bytes(b"not read")
+    (tmp_path / "secret").write_text("{}")
+    (model / "added.json").symlink_to("../secret")
+    assert main(["convert", "--model", str(model), "--out", str(tmp_path / "out")]) == 2
+    assert "added.json is a symbolic link to" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_must_be_finite(tmp_path, source):

@@ -1,6 +1,7 @@
 """calibjax compare: figures against scikit-learn and numpy, the same from every format, on a model, mistakes."""
 
 import json
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -176,6 +177,22 @@ def test_every_format_gives_the_same(files, capsys, kind):
 def test_probabilities_are_logits(files):
     of_p, of_logits = (read_table(files / name).predictions for name in ("p.csv", "logits.csv"))
     np.testing.assert_allclose(softmax(of_p.logits), softmax(of_logits.logits), atol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl", ".npz"])
+def test_a_table_that_exists_is_that_table(files, tmp_path, monkeypatch, suffix):
+    """Whatever its path would match as a pattern, and whatever its directory would name as a partition."""
+    expected = read_table(files / f"binary{suffix}").predictions
+    for folder in ("[w]", "a::b?", "file:", "correct=1", "~"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"t1{suffix}").write_text("decoy")
+        file = tmp_path / folder / f"t[12]*{suffix}"
+        shutil.copy(files / f"binary{suffix}", file)
+        monkeypatch.chdir(tmp_path)
+        for path in (file, f"{folder}/{file.name}"):
+            got = read_table(path).predictions
+            np.testing.assert_array_equal(got.confidence, expected.confidence)
+            np.testing.assert_array_equal(got.correct, expected.correct)
 
 
 def test_split_keeps_groups_whole(files):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import tempfile
 
 import datasets
 import pytest
@@ -59,6 +60,51 @@ def test_directory(tmp_path):
     assert list(read_source(tmp_path, split="train")) == ROWS[:2]
     with pytest.raises(UserError, match=r"split='test'.*valid\.jsonl"):
         read_source(tmp_path, split="test")
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        *[("plain", name) for name in ("d*.jsonl", "config.json", "d?.csv.gz", "[a-z].parquet", "**.txt")],
+        *[(folder, "d[12].jsonl") for folder in ("plain", "[w]", "a::b", "x?*{y}#%41", "file:", "~", "__x__", ".h")],
+    ],
+)
+def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch, folder, name):
+    """Beside files that the path would match as a pattern; absolute, relative and as the only file of a directory."""
+    directory = tmp_path / folder
+    directory.mkdir()
+    for decoy in ("d1.jsonl", "d2.jsonl", "d.jsonl", "dd.csv.gz", "a.parquet", "a.txt"):
+        (tmp_path / decoy).write_text("decoy")
+        (directory / decoy).write_text("decoy")
+    (tmp_path / "w").mkdir()
+    file = directory / name
+    if name.endswith(".parquet"):
+        datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "rows"))
+        (tmp_path / "rows").rename(file)
+    else:
+        write(file, {"d?.csv.gz": CSV, "config.json": json.dumps(ROWS).encode(), "**.txt": b"x"}.get(name, JSONL))
+    expected = [{"text": "x"}] if name == "**.txt" else ROWS
+    assert list(read_source(file)) == expected
+    monkeypatch.chdir(tmp_path)
+    assert list(read_source(f"{folder}/{name}")) == expected
+    for decoy in ("d1.jsonl", "d2.jsonl", "d.jsonl", "dd.csv.gz", "a.parquet", "a.txt"):
+        (directory / decoy).unlink()
+    assert list(read_source(folder)) == expected
+
+
+def test_temporary_directory_like_a_pattern(tmp_path, monkeypatch):
+    (tmp_path / "[t]").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "[t]"))
+    assert list(read_source(write(tmp_path / "a.jsonl", JSONL))) == ROWS
+    assert list((tmp_path / "[t]").iterdir()) == []
+
+
+def test_errors_name_the_file_that_was_given(tmp_path):
+    file = write(tmp_path / "a[1].parquet", b"no parquet")
+    with pytest.raises(UserError) as caught:
+        read_source(file)
+    assert str(file) in str(caught.value)
+    assert "calibjax-data-" not in str(caught.value)
 
 
 def test_nothing_is_written_where_it_runs(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from tiny import write_model
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "calibjax"
 FLOORS = {
-    **dict.fromkeys(("_checks", "_tpu_compiler", "sharding", "distributed"), 0),
+    **dict.fromkeys(("_checks", "_files", "_tpu_compiler", "sharding", "distributed"), 0),
     "kernels": 1,
     **dict.fromkeys(
         ("bounds", "horizon", "splash", "attention", "layers", "cache", "heads", "losses", "recalibrate", "metrics"), 2
@@ -99,6 +99,13 @@ def test_heavy_packages_stay_on_their_floor(module):
         if top in LAZY:
             assert not at_once, f"{module} imports {top} at once"
             assert room(module) in ("models", "data", "eval"), f"{module} imports {top}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_files_are_written_by_one_helper(module):
+    """`Path.write_text` and `write_bytes` write through symbolic links, and leave a part of a file behind a kill."""
+    names = {node.attr for node in ast.walk(ast.parse(FILES[module].read_text())) if isinstance(node, ast.Attribute)}
+    assert not names & {"write_text", "write_bytes"}, f"{module}: use calibjax._files"
 
 
 @pytest.mark.parametrize("module", ["calibjax", "calibjax.cli"])

@@ -15,10 +15,12 @@ from tiny import dense_log_probs, make_lm, make_windows, ragged, write_model, wr
 
 from calibjax.cli import main
 from calibjax.eval import identity_head
+from calibjax.eval.report import Run, page, save_report
 from calibjax.eval.report.heatmap import heatmap_html
 from calibjax.eval.subjects import subject_rows
 from calibjax.eval.token_sample import text_after, token_sample
 from calibjax.models import LanguageModel, load_model
+from calibjax.runs import finish
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</script><script>alert(1)</script>\"'<b>"
@@ -213,6 +215,33 @@ def test_report_of_several_runs(runs, capsys, tmp_path):
     (tmp_path / "metrics.json").write_text("{}")
     assert main(["report", str(tmp_path)]) == 2
     assert "expected metrics of schema 1" in capsys.readouterr().err
+
+
+def test_nothing_is_written_through_links(runs, tmp_path, monkeypatch):
+    """Of `calibjax report`, and of the end of a run: every file that is a link to one of the user's."""
+    for name, drawn in (("png", b"png"), ("svg", "svg"), ("inline_svg", "svg")):  # to draw takes seconds
+        monkeypatch.setattr(page, name, lambda *_, drawn=drawn: drawn)
+    folder, _ = runs
+    text = (folder / "text" / "metrics.json").read_text()
+    document = json.loads(text)
+    for number, write in enumerate(
+        (lambda out: save_report([Run("x", document)], out), lambda out: finish(document, out, show=False))
+    ):
+        plain, linked, outside = (tmp_path / f"{name}{number}" for name in ("plain", "linked", "outside"))
+        for directory in (plain, linked, outside):
+            directory.mkdir()
+        write(plain)
+        names = sorted(entry.name for entry in plain.iterdir())
+        assert "report.html" in names
+        for name in names:
+            (outside / name).write_text("mine")
+            (linked / name).symlink_to(outside / name)
+        write(linked)
+        assert {entry.read_text() for entry in outside.iterdir()} == {"mine"}
+        assert sorted(entry.name for entry in linked.iterdir()) == names
+        for name in names:
+            assert not (linked / name).is_symlink()
+            assert (linked / name).stat().st_size == (plain / name).stat().st_size > 0, name
 
 
 # --- in a browser ---

@@ -157,6 +157,23 @@ def test_an_ablation(files, tmp_path, monkeypatch, capsys, name, kept):
     assert "is a study" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["../../x", "..", ".", "/tmp/x", "a/b", ".hidden", "a\nb", "a\\b", "x" * 5000, "uncalibrated", "$\\frac$"],
+)
+def test_domains_are_named_after_directories_in_out(tmp_path, capsys, name):
+    """The model is not there: names are checked before it is looked for."""
+    out = tmp_path / "a" / "b"
+    arguments = ["study", "transfer", "--model", str(tmp_path / "model"), "--out", str(out)]
+    assert main([*arguments, "--domains", f"{name}=one.jsonl", "x=two.jsonl"]) == 2
+    error = capsys.readouterr().err
+    assert "--domains: expected names" in error
+    assert len(error) < 400
+    assert list(tmp_path.iterdir()) == []
+    assert main([*arguments, "--domains", "Médecine 2.0_b+c-d=one.jsonl", "x=two.jsonl"]) == 2
+    assert "model" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_transfer(files, tmp_path, capsys):
     domains = ("--domains", f"one={files / 'one.jsonl'}", "--mmlu", files / "mmlu.jsonl")

@@ -78,7 +78,7 @@ def run_one(study: Study, model: str, trained_on: str, beta: float | None) -> di
     if beta is not None:
         options = SftOptions(label_smoothing=beta, epochs=study.epochs, learning_rate=study.learning_rate, remat="none")
         fitted = fit_sft(lm, train, options, directory=directory / "sft", consume=True, quiet=study.quiet)
-        save_model(directory / "model", fitted.config, fitted.params, like=source)
+        save_model(directory / "model", fitted.config, fitted.params, like=source, replace=True)
         lm, report = load_model(directory / "model"), fitted.report
     ats = AtsOptions(loss="joint", batch_size=16)
     document = calibrate(

@@ -1,6 +1,7 @@
 """From a file, a directory or a Hugging Face Hub id to rows, in their order."""
 
 import contextlib
+import glob
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
-from calibjax._checks import UserError
+from calibjax._checks import UserError, user_path
 
 # Suffix -> the builder of `datasets` that reads it, and the builder's options. In CSV, "NA" and "" are text, not nulls.
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,7 +70,7 @@ def read_source(source: str | Path, *, split: str | None = None, rows: int | Non
     """
     if rows is not None and rows < 1:
         raise UserError(f"rows: expected at least 1, got {rows}.")
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir():
         files = _files_in(path, split)
     elif path.exists():
@@ -112,20 +113,31 @@ def _read_file(path: Path, rows: int | None) -> list[Mapping[str, Any]]:
     import datasets
 
     builder, options = _BUILDERS[_suffix(path)]
-    try:
-        with _quiet():
-            # Streaming reads the file itself instead of a copy in the cache; but the cache has to be there.
-            data = datasets.load_dataset(
-                builder, data_files=str(path), split="train", streaming=True, cache_dir=_cache_directory(), **options
-            )
-            return list(islice(data, rows))
-    except StopIteration:  # what `datasets` makes of an empty JSON file
-        return []
-    except Exception as error:
-        zipped = "gzipped " if path.name.endswith(".gz") else ""
-        raise UserError(
-            f"{path} cannot be read as {zipped}{builder}: {error}. Is it complete, and named after its kind?"
-        ) from error
+    zipped = path.name.endswith(".gz")
+    # `datasets` expands *, ? and [ in a path and takes "::" and "://" for those of a URL: it is given a plain name.
+    with tempfile.TemporaryDirectory(prefix="calibjax-data-") as directory:
+        link = Path(directory, f"data{_suffix(path)}{'.gz' if zipped else ''}")
+        link.symlink_to(path.absolute())
+        try:
+            with _quiet():
+                # Streaming reads the file itself instead of a copy in the cache; but the cache has to be there.
+                data = datasets.load_dataset(
+                    builder,
+                    data_files=glob.escape(str(link)),
+                    split="train",
+                    streaming=True,
+                    cache_dir=_cache_directory(),
+                    **options,
+                )
+                return list(islice(data, rows))
+        except StopIteration:  # what `datasets` makes of an empty JSON file
+            return []
+        except Exception as error:
+            reason = str(error).replace(str(link), str(path))
+            kind = f"gzipped {builder}" if zipped else builder
+            raise UserError(
+                f"{path} cannot be read as {kind}: {reason}. Is it complete, and named after its kind?"
+            ) from error
 
 
 def _read_hub(name: str, split: str, rows: int | None) -> Rows:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from calibjax._checks import UserError
+from calibjax._checks import UserError, user_path
 from calibjax.recalibrate import Predictions
 
 FEWEST_ROWS = 10
@@ -57,7 +57,7 @@ def read_table(path: str | Path) -> PredictionTable:
         UserError: a file that cannot be read; columns that are missing; a value that is not a number in its range, with
             its row, counted from 0; fewer than ten rows; correctness, or a label, that is the same in all rows.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not path.is_file():
         raise UserError(f"--table {path}: there is no such file.")
     arrays, names = _read_npz(path) if path.suffix == ".npz" else _read_columns(path)
@@ -135,7 +135,7 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
     if reader is None:
         raise UserError(f"--table {path}: expected a file ending in {_KINDS}.")
     try:
-        table = reader(str(path))
+        table = reader(str(path.absolute()))  # pyarrow expands a leading ~
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from error
     columns = {name: table.column(name) for name in dict.fromkeys(table.column_names)}

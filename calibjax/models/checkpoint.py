@@ -6,7 +6,6 @@ The directory holds `params/` (Orbax), `calibjax.json`, and config.json with the
 import json
 import logging
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from calibjax._checks import UserError
+from calibjax._files import check_orbax_path, new_directory, write_file
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import abstract_params
 from calibjax.models.export import DESCRIPTION, copy_settings
@@ -30,26 +30,25 @@ _SCHEMA = 1
 def save_checkpoint(directory: Path, lm: LanguageModel, *, dtype: str) -> None:
     """Writes a model that `load_model` reads with no safetensors, each device its own part of the parameters.
 
-    A directory already there is replaced as a whole: the new one is written beside it first.
+    It is written beside `directory` first, and renamed when it is complete.
 
     Args:
-        directory: where to.
+        directory: new or empty.
         lm: a model that was loaded from a directory; its parameters are written in their own dtype.
         dtype: what `export.save_model` is to write it back in, to give the files it was read from.
+
+    Raises:
+        UserError: `directory` is not empty or cannot be written; or as `copy_settings`.
     """
     assert lm.path is not None
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
-    directory = directory.absolute()
-    fresh = directory.with_name(directory.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    copy_settings(lm.path, fresh, dtype)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(fresh / "params", lm.params)
+    check_orbax_path(directory)
     description = {"schema": _SCHEMA, "fingerprint": lm.fingerprint, "dtype": dtype, "config": distinctive(lm.config)}
-    (fresh / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(directory, ignore_errors=True)
-    fresh.rename(directory)
+    with new_directory(directory) as fresh:
+        copy_settings(lm.path, fresh, dtype)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(fresh / "params", lm.params)
+        write_file(fresh / DESCRIPTION, json.dumps(description, indent=2) + "\n")
 
 
 def is_checkpoint(folder: Path) -> bool:

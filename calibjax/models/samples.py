@@ -11,6 +11,7 @@ from jaxtyping import Float
 from tqdm import tqdm
 
 from calibjax._checks import UserError
+from calibjax._files import new_file
 from calibjax.data import Windows, eval_batches
 from calibjax.distributed import on_first, to_host
 from calibjax.kernels import vocab_stats
@@ -121,9 +122,8 @@ def mix_samples(
 
     def keep() -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        fresh = directory / "samples.new.npz"
-        np.savez_compressed(fresh, made_of=made_of, rows=rows, **drawn._asdict())
-        fresh.replace(file)
+        with new_file(file) as fresh:
+            np.savez_compressed(fresh, made_of=made_of, rows=rows, **drawn._asdict())
 
     on_first(keep)
     return _replace(windows, rows, drawn._asdict())

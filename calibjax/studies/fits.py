@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from calibjax._checks import UserError
+from calibjax._files import write_file
 from calibjax.data import Windows, check_context
 from calibjax.eval.report import print_study, write_study
 from calibjax.heads import FittedHead
@@ -128,6 +130,7 @@ def fit_heads(
         for name, seed in bar:
             bar.set_postfix_str(f"{name}, seed {seed}")
             place = places[name, seed]
+            fit = place.with_name(f"{place.name}.fit")
             if name == SINGLE:
                 frozen = jax.device_put(freeze(lm, hidden_given=given), replicated(mesh))
                 head = fit_single_temperature(lm, frozen, arrays, batch_size)[1]
@@ -137,13 +140,14 @@ def fit_heads(
                 params = train_head(
                     *(lm, plan, plan.trials[0], frozen, arrays),
                     mesh=mesh,
-                    directory=place / "fit",
+                    directory=fit,
                     seed=seed,
                     run=of_windows,
                     quiet=True,
                 )
                 head = FittedHead(plan.head, params, 0.0, lm.fingerprint)
             save_head(place, head)
+            shutil.rmtree(fit, ignore_errors=True)
     return {
         name: [load_head(place, lm) for (of, _), place in places.items() if of == name] for name in (SINGLE, *variants)
     }
@@ -158,7 +162,7 @@ def finish_study(document: dict[str, Any], run: StudyOptions, announce: Callable
     """Adds what every study says of itself, writes metrics.json and the figures, and prints the tables."""
     described = {name: value for name, value in dataclasses.asdict(run).items() if name not in ("json", "quiet", "out")}
     document = {"schema": SCHEMA, **document, "bins": run.bins, "closed": run.closed, "run": described}
-    (run.out / "metrics.json").write_text(json.dumps(document, indent=2) + "\n")
+    write_file(run.out / "metrics.json", json.dumps(document, indent=2) + "\n")
     files = write_study(document, run.out)
     if not run.json:
         print_study(document)

@@ -1,6 +1,7 @@
 """Does a temperature that was fitted on one domain hold on another?"""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ SUBJECTS = {
 }
 """Subjects of MMLU that are a domain together."""
 
+_NAME = re.compile(r"[^\W_][\w .+-]{0,49}")  # of a directory, in any script, and of a row
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferRun(StudyOptions):
@@ -48,7 +51,8 @@ class TransferRun(StudyOptions):
     matrices of NLL and ECE, and leaves in --out: metrics.json, transfer.png and heads/.
 
     Attributes:
-        domains: NAME=SOURCE each, a source being a file, directory or hub id.
+        domains: NAME=SOURCE each, a source being a file, directory or hub id. A name is of at most 50 letters, digits,
+            spaces and _ . + -, and begins with a letter or digit.
         mmlu: questions with the columns question, choices, answer and subject: the medical, legal and technical
             subjects of MMLU become domains of text. A row is the question, a line break and the right answer, and
             every token of it is to be predicted; no multiple choice is made. All rows are read.
@@ -67,6 +71,12 @@ def run_transfer(run: TransferRun, announce: Callable[[str], None] = print) -> d
             f"--domains, --mmlu: expected at least two domains, NAME=SOURCE with names of their own, got "
             f"{', '.join(run.domains) or 'none'}{' and MMLU' if run.mmlu else ''}."
         )
+    for name, _, _ in named:
+        if not _NAME.fullmatch(name) or name == "uncalibrated":
+            raise UserError(
+                "--domains: expected names of 1 to 50 letters, digits, spaces and _ . + -, that begin with a letter or "
+                f"digit and are not 'uncalibrated', got {name[:80]!r}. Each names a directory in --out."
+            )
     lm = load_checked(run, announce)
     domains = {name: run.text.read(source, lm, announce, column_optional=True) for name, _, source in named}
     if run.mmlu is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from calibjax._checks import UserError
+from calibjax._files import write_file
 from calibjax.data import Windows, eval_batches
 from calibjax.distributed import is_first, on_first, to_host
 from calibjax.models import LanguageModel
@@ -75,7 +76,7 @@ def _decide(size: int, note: Path) -> CacheMode:
         return stored
     mode = "memory" if size <= _MEMORY_SHARE * host_memory_available() else "off"
     note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(mode))
+    write_file(note, json.dumps(mode))
     return mode
 
 
@@ -118,6 +119,7 @@ def _on_disk(
         try:
             directory.mkdir(parents=True, exist_ok=True)
             note.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
             np.memmap(file, lm.dtype, "w+", shape=shape)
         except OSError as error:
             raise UserError(
@@ -125,7 +127,7 @@ def _on_disk(
             ) from error
 
     def finish() -> None:
-        note.write_text(json.dumps(identity))
+        write_file(note, json.dumps(identity))
 
     if on_first(lambda: file.is_file() and _stored(note) == identity):
         announce(f"found them in {file}")

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from calibjax._checks import UserError
+from calibjax._files import check_orbax_path, new_directory, write_file
 from calibjax.distributed import on_first
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
@@ -28,9 +28,13 @@ class Checkpoints:
         run: JSON-able description of the run (configuration, fingerprint of the base model), kept with every
             checkpoint; a checkpoint of another run is refused on restore.
         keep: newest checkpoints kept.
+
+    Raises:
+        UserError: as `check_orbax_path`.
     """
 
     def __init__(self, directory: Path, run: dict[str, Any], *, keep: int = 2):
+        check_orbax_path(directory)
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
         self._run = json.loads(json.dumps(run))
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
@@ -75,23 +79,12 @@ class Checkpoints:
 def save_head(directory: Path, head: FittedHead, *, notes: dict[str, Any] | None = None) -> None:
     """Writes a head: `params/` (Orbax) and `head.json` (what it is, its base model's fingerprint, notes).
 
-    A head already there is replaced as a whole: it is written beside it first.
+    A head already there is replaced as a whole: the new one is written beside it first.
+
+    Raises:
+        UserError: the directory holds anything but a head, or cannot be written.
     """
-    directory = directory.absolute()
-    fresh = directory.with_name(directory.name + ".new")
-
-    def begin() -> None:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-
-    def finish() -> None:
-        (fresh / "head.json").write_text(json.dumps(description, indent=2) + "\n")
-        shutil.rmtree(directory, ignore_errors=True)
-        fresh.rename(directory)
-
-    on_first(begin)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(fresh / "params", head.params)
+    check_orbax_path(directory)
     description = {
         "schema": _HEAD_SCHEMA,
         "head": dataclasses.asdict(head.config),
@@ -99,7 +92,10 @@ def save_head(directory: Path, head: FittedHead, *, notes: dict[str, Any] | None
         "base_fingerprint": head.fingerprint,
         "notes": notes or {},
     }
-    on_first(finish)
+    with new_directory(directory, replace=True) as fresh:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(fresh / "params", head.params)
+        on_first(lambda: write_file(fresh / "head.json", json.dumps(description, indent=2) + "\n"))
 
 
 def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
 
+from calibjax._files import write_file
 from calibjax.distributed import is_first
 from calibjax.sharding import place_rows
 from calibjax.train.checkpoint import Checkpoints
@@ -50,7 +51,7 @@ class TrainLog:
                     continue
                 if row["step"] <= first_step:
                     kept.append(line + "\n")
-        file.write_text("".join(kept))
+        write_file(file, "".join(kept))
         self._file = file.open("a")
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step + 1)
 

@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from calibjax._files import write_file
 from calibjax.eval.report.figures import figures_of, inline_svg, png, svg
 from calibjax.eval.report.heatmap import heatmap_html
 from calibjax.eval.report.parts import parts_of
@@ -34,10 +35,10 @@ def write_report(document: Mapping[str, Any], directory: Path) -> None:
     kept = {"reliability", *(name for part in parts_of(document) for name in part.figures)}
     for name, _, figure in figures_of(document):
         if name in kept:
-            (directory / f"{name}.png").write_bytes(png(figure))
+            write_file(directory / f"{name}.png", png(figure))
     file = directory / TOKENS
     tokens = json.loads(file.read_text()) if file.is_file() else None
-    (directory / "report.html").write_text(page([Run("", document, tokens)]), encoding="utf-8")
+    write_file(directory / "report.html", page([Run("", document, tokens)]))
 
 
 def save_report(runs: Sequence[Run], directory: Path) -> list[str]:
@@ -49,7 +50,7 @@ def save_report(runs: Sequence[Run], directory: Path) -> list[str]:
             files[f"{prefix}{name}.png"] = png(figure)
             files[f"{prefix}{name}.svg"] = svg(figure, name).encode()
     for name, content in files.items():
-        (directory / name).write_bytes(content)
+        write_file(directory / name, content)
     return list(files)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from calibjax._files import write_file
 from calibjax.eval.report.canvas import INK, LINES, MARKS, MUTED, blank, legend, plain
 from calibjax.eval.report.figures import png
 from calibjax.eval.report.rows import TextTable, title_of
@@ -28,7 +29,7 @@ def write_study(document: Mapping[str, Any], directory: Path) -> list[str]:
     files = []
     for name, figure in study_figures(document):
         files.append(f"{name}.png")
-        (directory / files[-1]).write_bytes(png(figure))
+        write_file(directory / files[-1], png(figure))
     return files
 
 
