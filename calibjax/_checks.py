@@ -1,6 +1,10 @@
 """The one error type for mistakes that the user can mend, and the checks that raise it."""
 
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 
 
 class UserError(ValueError):
@@ -19,3 +23,17 @@ def require_directory(path: str | Path, what: str) -> Path:
     if not path.is_dir():
         raise UserError(f"{what}: expected a directory, but {path} is a file.")
     return path
+
+
+def host_indices(values: Any) -> Any:
+    """Integers of the host within int32, the nearest where they are not; JAX would wrap 2³² + 1 to 1.
+
+    An index that no array has stays one that no array has. Arrays of JAX are returned as they are.
+    """
+    if isinstance(values, jax.Array):
+        return values
+    values = np.asarray(values)
+    if values.dtype.kind not in "iu" or values.dtype.itemsize < 4:
+        return values
+    limits = np.iinfo(np.int32)
+    return np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max).astype(np.int32)
