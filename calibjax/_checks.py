@@ -1,5 +1,7 @@
 """The one error type for mistakes that the user can mend, and the checks that raise it."""
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,15 @@ def require_directory(path: str | Path, what: str) -> Path:
     if not path.is_dir():
         raise UserError(f"{what}: expected a directory, but {path} is a file.")
     return path
+
+
+def require_finite(config: Any) -> None:
+    """Raises `UserError` for the first field of a dataclass that is NaN or infinite, or a tuple that holds such."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise UserError(f"{field.name}: expected finite numbers, got {number}.")
 
 
 def host_indices(values: Any) -> Any:

@@ -15,7 +15,7 @@ from tiny import write_model, write_text
 import calibjax.compare as command
 from calibjax._checks import UserError
 from calibjax.cli import main
-from calibjax.data.table import read_table, split_table
+from calibjax.data.table import PredictionTable, read_table, split_table
 from calibjax.eval.comparison import COMPARED
 from calibjax.recalibrate import METHODS, Predictions
 from calibjax.train import options as ats_options
@@ -359,6 +359,13 @@ def test_the_row_of_a_long_file_is_named(tmp_path, name, value, message):
         (["--table", "x.csv", "--model", "x", "--data", "y"], "give either --model and --data, or --table"),
         (["--table", "x.csv", "--methods", "plat"], "--methods: plat: expected all, or some of temperature,"),
         (["--table", "x.csv", "--max-tokens", "0"], "--max-tokens: expected at least 1"),
+        *(
+            (
+                ["--model", "x", "--data", "y", "--fit-fraction", bad],
+                "--fit-fraction: expected a number between 0 and 1",
+            )
+            for bad in ("nan", "0", "1", "inf", "-0.5")
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -366,6 +373,17 @@ def test_options_that_are_wrong(capsys, options, message):
     code, _, error = compare(capsys, *options)
     assert code == 2
     assert message in error
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.049, 0.951, 1 - 1e-9])
+def test_no_part_is_empty(fraction):
+    table = PredictionTable(Predictions(confidence=np.linspace(0, 1, 20), correct=np.arange(20) % 2.0), None)
+    with pytest.raises(
+        UserError,
+        match=re.escape(f"--fit-fraction: {fraction} of 20 rows leaves one part empty: expected 0.05 to 0.95"),
+    ):
+        split_table(table, fraction, 0)
+    assert [len(part) for part in split_table(table, 0.05, 0)] == [1, 19]
 
 
 def test_ten_rows(capsys, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from calibjax._checks import UserError
+from calibjax.data.splits import check_fraction
 from calibjax.recalibrate import Predictions
 
 FEWEST_ROWS = 10
@@ -98,15 +99,20 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
     Raises:
         UserError: the fraction is not between 0 and 1, or leaves a part empty.
     """
-    if not 0 < fit_fraction < 1:
-        raise UserError(f"--fit-fraction: expected a number between 0 and 1, both excluded, got {fit_fraction}.")
+    check_fraction(fit_fraction, "--fit-fraction")
+    rows = len(table)
+    if not 1 <= fit_fraction * rows <= rows - 1:
+        raise UserError(
+            f"--fit-fraction: {fit_fraction} of {rows:,} rows leaves one part empty: expected {1 / rows:.3g} to "
+            f"{1 - 1 / rows:.3g}."
+        )
     group = np.arange(len(table)) if table.groups is None else table.groups
     sizes = np.bincount(group)
     if len(sizes) < 2:
         raise UserError("every row is of the same group: groups stay whole, so there is none to hold out.")
     order = np.random.default_rng(seed).permutation(len(sizes))
     ends = np.cumsum(sizes[order])
-    number = int(np.clip(np.argmin(np.abs(ends - fit_fraction * len(table))) + 1, 1, len(sizes) - 1))
+    number = int(np.clip(np.argmin(np.abs(ends - fit_fraction * rows)) + 1, 1, len(sizes) - 1))
     fit = np.isin(group, order[:number])
     return table.take(np.flatnonzero(fit)), table.take(np.flatnonzero(~fit))
 
