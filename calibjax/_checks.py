@@ -1,7 +1,13 @@
 """The one error type for mistakes that the user can mend, and the checks that raise it."""
 
+import dataclasses
+import math
 import os
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 
 
 class UserError(ValueError):
@@ -25,3 +31,26 @@ def require_directory(path: str | Path, what: str) -> Path:
 def user_path(path: str | Path) -> Path:
     """Returns `path` as a `Path`: as it is where it exists, else with a leading `~` or `~user` expanded."""
     return Path(path) if os.path.exists(path) else Path(os.path.expanduser(path))
+
+
+def require_finite(config: Any) -> None:
+    """Raises `UserError` for the first field of a dataclass that is NaN or infinite, or a tuple that holds such."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise UserError(f"{field.name}: expected finite numbers, got {number}.")
+
+
+def host_indices(values: Any) -> Any:
+    """Integers of the host within int32, the nearest where they are not; JAX would wrap 2³² + 1 to 1.
+
+    An index that no array has stays one that no array has. Arrays of JAX are returned as they are.
+    """
+    if isinstance(values, jax.Array):
+        return values
+    values = np.asarray(values)
+    if values.dtype.kind not in "iu" or values.dtype.itemsize < 4:
+        return values
+    limits = np.iinfo(np.int32)
+    return np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max).astype(np.int32)

@@ -121,6 +121,8 @@ def run_layers(run: LayersRun, announce: Callable[[str], None] = print) -> dict[
     swept = run.sweep_layers or tuple(range(1, depth + 1))
     if not all(1 <= layer <= depth for layer in swept):
         raise UserError(f"--sweep-layers: expected blocks from 1 to {depth}, got {run.sweep_layers}.")
+    if run.neuron_layers > depth:
+        raise UserError(f"--neuron-layers: expected 1 to {depth}, the model's blocks, got {run.neuron_layers}.")
     material = together(functools.partial(_read, run, lm, announce))
     document = _analyse(run, lm, mesh, swept, material, announce)
     if run.out is not None:

@@ -17,7 +17,7 @@ from calibjax._files import check_new_directory, check_orbax_path
 from calibjax.models import load_model
 from calibjax.models.checkpoint import save_checkpoint
 from calibjax.models.export import save_model, settings_files
-from calibjax.models.generate import generate
+from calibjax.models.generate import check_sampling, generate
 from calibjax.models.load import stored_dtype
 from calibjax.sharding import make_mesh
 from calibjax.train import load_head
@@ -32,7 +32,7 @@ class GenerateRun:
         prompt: texts to continue.
         head: directory of a fitted head, or of the run that holds it; without, confidence is the model's own.
         max_new_tokens: at most so many; fewer where the model ends its text.
-        temperature: 0 takes the most likely token; otherwise tokens are drawn at this temperature.
+        temperature: 0 takes the most likely token; otherwise tokens are drawn at this temperature, 0.0001 to 10,000.
         top_k: draw from the so many most likely tokens.
         top_p: draw from the fewest tokens that have this probability together.
         sample_calibrated: draw from the calibrated distribution; otherwise the head changes no token.
@@ -56,6 +56,9 @@ class GenerateRun:
 
 def run_generate(run: GenerateRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
     """Carries out `GenerateRun`; returns texts and tokens."""
+    if not run.prompt:
+        raise UserError("--prompt: expected at least one text to continue, got none.")
+    check_sampling(run.temperature, run.top_k, run.top_p, run.sample_calibrated)
     lm = load_model(run.model, dtype=run.dtype)
     generated = generate(
         lm,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax._checks import UserError
-from calibjax.data import Windows, check_context, eval_batches, read_table, split_table, split_windows
+from calibjax.data import Windows, check_context, check_fraction, eval_batches, read_table, split_table, split_windows
 from calibjax.eval.compare import Contender, Outcome, Result, contenders, run_contenders, uncalibrated, with_confidence
 from calibjax.eval.comparison import SortKey, comparison_json, print_comparison
 from calibjax.eval.tokens import evaluate_tokens, identity_head
@@ -94,6 +94,7 @@ def run_compare(run: CompareRun, announce: Callable[[str], None] = print) -> dic
         raise UserError("give either --model and --data, or --table.")
     if run.bins < 1:
         raise UserError(f"--bins: expected at least 1, got {run.bins}.")
+    check_fraction(run.fit_fraction, "--fit-fraction")
     if run.max_tokens < 1:
         raise UserError(f"--max-tokens: expected at least 1, got {run.max_tokens}.")
     if run.seed < 0:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from calibjax._checks import UserError
 from calibjax._files import write_file
 from calibjax.eval.head_bound import head_bound, print_head_bounds
 from calibjax.models import load_model
@@ -31,6 +32,8 @@ class HeadBoundRun:
 
 def run_head_bound(run: HeadBoundRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
     """Carries out `HeadBoundRun`; returns the figures."""
+    if not run.model:
+        raise UserError("--model: expected at least one directory or hub id, got none.")
     bounds = [head_bound(load_model(model), Path(model.rstrip("/")).name) for model in run.model]
     document = {"models": [bound.to_json() for bound in bounds]}
     if not run.json:

@@ -17,12 +17,15 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from calibjax._checks import UserError
 from calibjax.cache import Cache, empty_cache, fill, reserve
 from calibjax.kernels import VocabSharding, vocab_stats
 from calibjax.layers import Block, BlockConfig, Dense, segment_positions, sequence_context
 from calibjax.sharding import lookup
 
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
+MAX_LOG_FACTOR = 6.0
+"""Of the refitted temperature, either way: the bounds within which `fit_temperature` searches."""
 FEATURES = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
 """What a head may read; widths D, 1, 1 and D (the ablation of arXiv 2409.19817, appendix)."""
 
@@ -313,6 +316,15 @@ def head_features(
     return jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=-1)
 
 
+def check_log_factor(log_factor: float) -> None:
+    """Raises `UserError` where it is not a number from −`MAX_LOG_FACTOR` to `MAX_LOG_FACTOR`."""
+    if not abs(log_factor) <= MAX_LOG_FACTOR:
+        raise UserError(
+            f"log_factor: expected a number from {-MAX_LOG_FACTOR:g} to {MAX_LOG_FACTOR:g}, got {log_factor}; fit the "
+            "head again."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class FittedHead:
     """A head with its parameters and the base model that it belongs to.
@@ -320,14 +332,21 @@ class FittedHead:
     Attributes:
         config: what it is.
         params: its parameters.
-        log_factor: log of a common factor on every token's scale (the refitted temperature; 0 for none).
+        log_factor: log of a common factor on every token's scale (the refitted temperature; 0 for none), from
+            −`MAX_LOG_FACTOR` to `MAX_LOG_FACTOR`.
         fingerprint: of the base model's configuration and weights.
+
+    Raises:
+        UserError: log_factor is out of range.
     """
 
     config: HeadConfig
     params: Any
     log_factor: float
     fingerprint: str
+
+    def __post_init__(self):
+        check_log_factor(self.log_factor)
 
     def log_scale(
         self,

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from calibjax._checks import UserError
+from calibjax._checks import UserError, require_finite
 from calibjax.attention import Visible, attend
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -71,6 +71,7 @@ class Rope:
     amplitude: float = 1.0
 
     def __post_init__(self):
+        require_finite(self)
         if self.scaling not in (None, *ROPE_SCALINGS):
             raise UserError(f"Rope.scaling: expected None, {', '.join(ROPE_SCALINGS)}; got {self.scaling!r}.")
         if not (self.theta > 0 and self.factor > 0):
@@ -114,7 +115,7 @@ class BlockConfig:
       parallel: `None`: the MLP reads what attention wrote. Else both read the same hidden states, through
         `"one_norm"` or `"two_norms"`.
       qk_norm: `None`; `"head"`: queries and keys are normed within each head; `"projection"`: over all heads at once.
-      norm_eps: Added to the variance, or to the mean square.
+      norm_eps: Added to the variance, or to the mean square; from 0 to 1.
       activation: A name in `ACTIVATIONS`.
       gated_mlp: `down(act(gate x) * up x)` if true, else `down(act(up x))`.
       rope: Rotary positions, or `None` for none.
@@ -124,7 +125,7 @@ class BlockConfig:
       residual_scale: Factor on what attention and MLP add to the residual stream, or `None`.
 
     Raises:
-      UserError: The sizes do not fit each other, or a name is not known.
+      UserError: The sizes do not fit each other, a number is not finite, or a name is not known.
     """
 
     hidden_size: int
@@ -152,6 +153,12 @@ class BlockConfig:
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: expected at least 1, got {getattr(self, name)}.")
+        if not 0 <= self.norm_eps <= 1:
+            raise UserError(
+                f"norm_eps: expected a number from 0 to 1, got {self.norm_eps}; mend it in config.json (rms_norm_eps, "
+                "layer_norm_eps or layer_norm_epsilon)."
+            )
+        require_finite(self)
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}."

@@ -40,19 +40,22 @@ def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
         devices: to be used.
 
     Raises:
-        UserError: an unknown axis, a size that is no positive integer, or sizes that do not use the devices exactly.
+        UserError: an unknown axis or one given twice, a size that is no positive integer, or sizes that do not use the
+            devices exactly.
     """
     if text is None:
         return 1, devices, 1
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
         if axis not in AXES or not size.isdecimal() or int(size) < 1:
             raise UserError(f"--mesh {text}: expected sizes of {', '.join(AXES)}, such as data=2,fsdp=4, got {part!r}.")
+        if axis in sizes:
+            raise UserError(f"--mesh {text}: expected every axis once, got {axis} twice.")
         sizes[axis] = int(size)
     if math.prod(sizes.values()) != devices:
         raise UserError(f"--mesh {text}: needs {math.prod(sizes.values())} devices, {devices} were given.")
-    return sizes["data"], sizes["fsdp"], sizes["tensor"]
+    return sizes.get("data", 1), sizes.get("fsdp", 1), sizes.get("tensor", 1)
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:

@@ -161,6 +161,10 @@ def test_heads_that_cannot_be_read(tmp_path):
         json.dumps({k: v for k, v in stored.items() if k != "schema"}): "schema",
         json.dumps({k: v for k, v in stored.items() if k != "base_fingerprint"}): "base_fingerprint",
         json.dumps(stored | {"log_factor": "much"}): "not a head's description",
+        **{
+            json.dumps(stored | {"log_factor": bad}): f"head.json: log_factor: expected .* got {bad}".replace("+", ".")
+            for bad in (float("nan"), float("inf"), float("-inf"), 1e12)
+        },
         json.dumps(stored | {"head": stored["head"] | {"colour": "red"}}): "colour",
         json.dumps(stored | {"head": stored["head"] | {"kind": "forest"}}): "forest",
         json.dumps(stored | {"head": stored["head"] | {"features": ["smell"]}}): "smell",

@@ -13,7 +13,17 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import model_tensors, write_model
 
-from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, load_head, load_model, save_head
+from calibjax import (
+    FittedHead,
+    HeadConfig,
+    UserError,
+    calibrated_confidence,
+    commands,
+    evaluate,
+    load_head,
+    load_model,
+    save_head,
+)
 from calibjax.cli import main
 from calibjax.models.checkpoint import save_checkpoint
 from calibjax.models.export import copy_settings, save_model, settings_files
@@ -270,3 +280,28 @@ def test_generate(tmp_path, source, converted, capsys):
     assert texts[0] == texts[1] != texts[2]
     assert main([*arguments, "--model", str(source), "--top-p", "0.5"]) == 2
     assert "give a temperature above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(
+            (
+                ["generate", "--prompt", "w1", "--temperature", bad],
+                "temperature: expected 0 for the most likely token, or",
+            )
+            for bad in ("1e-300", "nan", "inf", "-1", "-inf")
+        ),
+        (["generate", "--prompt"], "--prompt: expected at least one text"),
+        (["eval", "head-bound"], "--model: expected at least one directory or hub id, got none"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refused_before_a_model_is_read(capsys, monkeypatch, arguments, message):
+    for module in (commands, evaluate):
+        monkeypatch.setattr(module, "load_model", None)
+    model = ["--model"] if "head-bound" in arguments else ["--model", "x"]
+    assert main([*arguments, *model]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1

@@ -1,6 +1,7 @@
 """calibjax compare: figures against scikit-learn and numpy, the same from every format, on a model, mistakes."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -13,8 +14,9 @@ from sklearn.metrics import log_loss, roc_auc_score
 from tiny import write_model, write_text
 
 import calibjax.compare as command
+from calibjax._checks import UserError
 from calibjax.cli import main
-from calibjax.data.table import read_table, split_table
+from calibjax.data.table import PredictionTable, read_table, split_table
 from calibjax.eval.comparison import COMPARED
 from calibjax.recalibrate import METHODS, Predictions
 from calibjax.train import options as ats_options
@@ -281,7 +283,7 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
         ("x.csv", BINARY.replace("0.3,", ","), "confidence: row 2 holds nan"),
         ("x.csv", BINARY.replace("0.3,1", "0.3,nan"), "correct: row 2 holds nan"),
         ("x.csv", BINARY.replace("0.3,", "30,"), "confidence: row 2 holds 30, expected 0 to 1 (percent?"),
-        ("x.csv", BINARY.replace("0.3,1", "0.3,yes"), "correct: row 0 holds '1', expected a number"),
+        ("x.csv", BINARY.replace("0.3,1", "0.3,yes"), "correct: row 2 holds 'yes', expected a number"),
         ("x.csv", BINARY.replace(",0\n", ",1\n"), "correct is 1 in every row"),
         ("x.csv", BINARY.replace("0.5,1\n", ""), "8 rows are too few"),
         ("x.csv", "", "cannot be read"),
@@ -289,9 +291,23 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
         ("x.xls", BINARY, "expected a file ending in .csv, .parquet, .jsonl or .npz"),
         ("x.npz", "nothing", "cannot be read as an .npz file"),
         ("x.csv", "logit_0,logit_2,label\n" + "1,2,0\n" * 9 + "1,2,1\n", "logit_0, logit_1 and so on without a gap"),
-        ("x.csv", "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,2\n", "label: row 9 holds 2, expected 0 to 1"),
+        (
+            "x.csv",
+            "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,2\n",
+            "label: row 9 holds 2, expected a whole number from 0 to 1",
+        ),
         ("x.csv", "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,.5\n", "label: row 9 holds 0.5, expected a whole"),
         ("x.csv", "p_0,p_1,label\n" + ".5,.5,0\n" * 9 + ".5,.6,1\n", "p: row 9 sums to 1.1"),
+        (
+            "x.csv",
+            "logit_0,logit_1,label\n" + "1,2,0\n" * 7 + "1,2,4294967296\n1,2,1\n1,2,1\n",
+            "label: row 7 holds 4294967296, expected a whole number from 0 to 1",
+        ),
+        (
+            "x.csv",
+            "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + f"1,2,{2**63 - 1}\n",
+            f"label: row 9 holds {2**63 - 1}, expected a whole",
+        ),
     ],
 )
 def test_tables_that_are_wrong(capsys, tmp_path, name, content, message):
@@ -304,6 +320,54 @@ def test_tables_that_are_wrong(capsys, tmp_path, name, content, message):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(np.int64, 2**32 + 1), (np.uint64, 2**63), (np.uint32, 2**32 - 1), (np.int64, -(2**32)), (np.float64, 2.0**33)],
+)
+def test_labels_do_not_wrap(tmp_path, dtype, value):
+    labels = (np.arange(20) % 3).astype(dtype)
+    labels[7] = value
+    np.savez(tmp_path / "x.npz", logits=np.zeros((20, 3)), labels=labels)
+    with pytest.raises(UserError, match=re.escape(f"label: row 7 holds {labels[7]}, expected a whole number from 0")):
+        read_table(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("confidence", 0.5 + 2j, "confidence: expected real numbers, got complex128"),
+        ("confidence", 1e39, "confidence: row 7 holds 1e+39, expected a finite float32"),
+        ("correct", 1 + 0j, "correct: expected real numbers, got complex128"),
+    ],
+)
+def test_numbers_are_real_and_fit(tmp_path, name, value, message):
+    arrays = {"confidence": np.linspace(0, 1, 20), "correct": np.arange(20) % 2.0}
+    arrays[name] = np.where(np.arange(20) == 7, value, arrays[name])
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_table(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("x.jsonl", '{"confidence": 0.5, "correct": "x"}', "correct: row 70000 holds 'x', expected a number as in"),
+        ("x.jsonl", '{"confidence":', "row 70000 holds '{\"confidence\":', expected a JSON object"),
+        ("x.csv", "0.5,x", "correct: row 70000 holds 'x', expected a number"),
+    ],
+)
+def test_the_row_of_a_long_file_is_named(tmp_path, name, value, message):
+    """Beyond the first mebibyte, which is what Arrow reads at a time."""
+    of_row = '{{"confidence": 0.5000, "correct": {}}}' if name == "x.jsonl" else "0.50000000000,{}"
+    rows = [of_row.format(i % 2) for i in range(80_000)]
+    rows[70_000] = value
+    header = [] if name == "x.jsonl" else ["confidence,correct"]
+    (tmp_path / name).write_text("\n".join(header + rows))
+    assert (tmp_path / name).stat().st_size > 2**20
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_table(tmp_path / name)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--table", "nowhere.csv"], "there is no such file"),
@@ -312,6 +376,13 @@ def test_tables_that_are_wrong(capsys, tmp_path, name, content, message):
         (["--table", "x.csv", "--model", "x", "--data", "y"], "give either --model and --data, or --table"),
         (["--table", "x.csv", "--methods", "plat"], "--methods: plat: expected all, or some of temperature,"),
         (["--table", "x.csv", "--max-tokens", "0"], "--max-tokens: expected at least 1"),
+        *(
+            (
+                ["--model", "x", "--data", "y", "--fit-fraction", bad],
+                "--fit-fraction: expected a number between 0 and 1",
+            )
+            for bad in ("nan", "0", "1", "inf", "-0.5")
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -319,6 +390,17 @@ def test_options_that_are_wrong(capsys, options, message):
     code, _, error = compare(capsys, *options)
     assert code == 2
     assert message in error
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.049, 0.951, 1 - 1e-9])
+def test_no_part_is_empty(fraction):
+    table = PredictionTable(Predictions(confidence=np.linspace(0, 1, 20), correct=np.arange(20) % 2.0), None)
+    with pytest.raises(
+        UserError,
+        match=re.escape(f"--fit-fraction: {fraction} of 20 rows leaves one part empty: expected 0.05 to 0.95"),
+    ):
+        split_table(table, fraction, 0)
+    assert [len(part) for part in split_table(table, 0.05, 0)] == [1, 19]
 
 
 def test_ten_rows(capsys, tmp_path):

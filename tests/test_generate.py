@@ -267,11 +267,15 @@ def test_on_a_mesh():
         ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, but the vocabulary has {VOCAB}"),
         ([[1]] * 2, {"max_new_tokens": 64}, "expected 1 to 63.*prompt of 1 tokens; got 64"),
         ([[1]], {"max_new_tokens": 0}, "expected 1 to 63"),
-        ([[1]], {"temperature": -1.0}, "temperature: expected 0"),
+        *(
+            ([[1]], {"temperature": bad}, f"temperature: expected 0 .* from 0.0001 to 10000, got {bad}")
+            for bad in (-1.0, 1e-300, 1e-30, 1e5, float("nan"), float("inf"), float("-inf"))
+        ),
         ([[1]], {"temperature": 1.0}, "key: draws need one"),
         ([[1]], {"top_k": 3}, "give a temperature above 0"),
         ([[1]], {"top_k": 0, "temperature": 1.0}, "top_k: expected at least 1"),
         ([[1]], {"top_p": 0.0, "temperature": 1.0}, "top_p: expected a number in"),
+        ([[1]], {"top_p": 1e-300, "temperature": 1.0}, "top_p: expected a number in"),
         ([[1]], {"head": head_of("mlp", pooling="sequence")}, "fit one with pooling 'token'"),
     ],
 )

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import inspect
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,20 @@ import pytest
 from flax import traverse_util
 from oracle import EPS, assert_within
 
-from calibjax import heads, models
-from calibjax.heads import FEATURES, MAX_SCALE, MIN_SCALE, FittedHead, HeadConfig, head_features, logit_covariance
+from calibjax import UserError, heads, models
+from calibjax.heads import (
+    FEATURES,
+    MAX_LOG_FACTOR,
+    MAX_SCALE,
+    MIN_SCALE,
+    FittedHead,
+    HeadConfig,
+    head_features,
+    logit_covariance,
+)
 from calibjax.kernels import vocab_stats
 from calibjax.models.calibrated import calibrated_confidence, calibrated_logprobs
+from calibjax.recalibrate import fit_temperature
 
 B, T, D, V = 2, 6, 8, 13
 KINDS = ("constant", "linear", "mlp", "transformer")
@@ -197,6 +209,15 @@ def test_soft_capped_features():
 def test_wrong_configurations(change, message):
     with pytest.raises(ValueError, match=message):
         HeadConfig(**{"kind": "linear", "hidden_size": D, **change})
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf, 1e12, -6.01])
+def test_log_factors_that_no_fit_gives(factor):
+    config = config_of("constant")
+    with pytest.raises(UserError, match=re.escape(f"log_factor: expected a number from -6 to 6, got {factor}")):
+        FittedHead(config, {}, factor, "")
+    bounds = inspect.signature(fit_temperature).parameters["bounds"].default
+    assert bounds == (-MAX_LOG_FACTOR, MAX_LOG_FACTOR), "every refit gives a head"
 
 
 def test_heads_that_do_not_divide():

@@ -15,7 +15,7 @@ import pytest
 from jax.test_util import check_grads
 from oracle import EPS, FLOATS, assert_within, f64
 
-from calibjax.kernels import STATISTICS, chunked, stats, vocab_stats
+from calibjax.kernels import STATISTICS, chunked, linear_cross_entropy, stats, vocab_stats
 
 tpu, gpu = interpreted.tpu, interpreted_gpu.gpu
 pytestmark = pytest.mark.usefixtures("tpu", "gpu")
@@ -450,6 +450,16 @@ def test_a_target_outside_the_vocabulary_is_nan(bad):
     np.testing.assert_array_equal(np.isnan(got.target_logit), [False, True, False, False, False])
     assert np.isfinite(got.log_normalizer).all()
     assert not got.correct[1]
+
+
+@pytest.mark.parametrize("bad", [2**32 + 1, -(2**32) + 1, 2**63 - 1])
+def test_a_target_does_not_wrap_to_a_class(bad):
+    _, (hidden, unembedding, *_) = small()
+    targets = np.array([0, bad, 2, -100, 1], np.int64)
+    got = vocab_stats(hidden, unembedding, targets)
+    np.testing.assert_array_equal(np.isnan(got.target_logit), targets == bad)
+    loss = linear_cross_entropy(hidden, unembedding, targets, reduction="none")
+    np.testing.assert_array_equal(np.isnan(loss), targets == bad)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 9, None, "tpu"])

@@ -98,6 +98,8 @@ def test_nothing_to_say():
     assert everything._cache_size() == 1, "compiled again"
     with pytest.raises(ValueError, match=r"confidence: expected numbers in \[0, 1\], got nan at 1"):
         metrics.auroc(np.array([0.5, np.nan]), np.array([1, 0]))
+    with pytest.raises(ValueError, match=r"confidence: expected real numbers .* got complex128"):
+        metrics.auroc(np.array([0.5, 0.5 + 2j]), np.array([0, 1]))
     with pytest.raises(ValueError, match=r"correct: expected numbers in \[0, 1\], got 2 at 0"):
         metrics.smooth_ece(np.array([0.5, 0.5]), np.array([2, 0]))
     with pytest.raises(ValueError, match="expected the same shape"):
@@ -173,6 +175,17 @@ def test_classwise():
     assert_within(got, np.mean(errors), 20 * EPS, "labels")
     shares = metrics.classwise_calibration_error(p, np.eye(4)[labels], where=where)
     assert_within(shares, np.mean(errors), 20 * EPS, "shares")
+
+
+@pytest.mark.parametrize("bad", [4, -1, 2**32 + 1])
+def test_a_label_that_no_class_has(bad):
+    p, labels = metric_data.classes()
+    labels = np.where(np.arange(N) == 7, bad, labels)
+    with pytest.raises(ValueError, match=r"labels: expected .* at 7 "):
+        metrics.classwise_calibration_error(p, labels)
+    where = np.arange(N) != 7
+    got = metrics.classwise_calibration_error(p, labels, where=where)
+    assert got == metrics.classwise_calibration_error(p, np.where(where, labels, 0), where=where)
 
 
 def test_inputs_of_other_precision():

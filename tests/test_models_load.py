@@ -261,6 +261,16 @@ def test_tokenizer_of_another_model(tmp_path, name):
         (LLAMA_JSON, {"hidden_size": 13}, "cannot read it.*not a multiple"),
         (LLAMA_JSON, {"hidden_size": "wide"}, "cannot read it.*hidden_size"),
         (LLAMA_JSON, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+        *(
+            (
+                LLAMA_JSON,
+                {"rms_norm_eps": bad},
+                f"norm_eps: expected a number from 0 to 1, got {bad}; mend .*rms_norm_eps",
+            )
+            for bad in (float("nan"), float("inf"), -1e-6, 2.0)
+        ),
+        (LLAMA_JSON, {"rope_theta": float("inf")}, "theta: expected finite numbers, got inf"),
+        (GPT2_JSON, {"layer_norm_epsilon": float("nan")}, "norm_eps: expected a number from 0 to 1, got nan"),
         (GPT2_JSON, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         (GPT2_JSON, {"add_cross_attention": True}, "add_cross_attention = True is not supported; expected False"),
         (GPT2_JSON, {"activation_function": "mish"}, "activation_function = 'mish'"),

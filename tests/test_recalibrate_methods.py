@@ -267,13 +267,16 @@ def test_few_shot_knows_a_new_slice_by_its_confidences():
 
     train, _ = drawn(60, 50)
     test, truth = drawn(40, 30)
-    error = {}
-    for name in ("few_shot", "beta"):
-        got = probabilities(name, METHODS[name].fit(train), test)
+    error, states = {}, {name: METHODS[name].fit(train) for name in ("few_shot", "beta")}
+    for name, state in states.items():
+        got = probabilities(name, state, test)
         error[name] = np.abs(got - truth.ravel()).mean()
     error["as it is"] = np.abs(test.confidence - truth.ravel()).mean()
     print(error)
     assert error["few_shot"] < 0.6 * min(error["beta"], error["as it is"])
+    far = test._replace(slices=test.slices.astype(np.int64) * 2**32)
+    near, far = (METHODS["few_shot"].apply(states["few_shot"], data) for data in (test, far))
+    np.testing.assert_allclose(near, far, rtol=1e-6, err_msg="numbers of slices beyond int32 stay apart")
 
 
 def scenario(kind):
@@ -471,6 +474,8 @@ def test_mistakes_are_named():
     z = np.zeros((3, 4))
     with pytest.raises(UserError, match="labels: row 1 holds 4, expected 0 to K - 1"):
         METHODS["vector"].fit(Predictions(logits=z, labels=np.array([3, 4, 0])))
+    with pytest.raises(UserError, match="confidence: expected real numbers, got complex128"):
+        fit(Predictions(confidence=c + 2j, correct=y))
     with pytest.raises(UserError, match="labels: expected integers"):
         METHODS["vector"].fit(Predictions(logits=z, labels=np.zeros(3)))
     with pytest.raises(UserError, match="do not fit"):

@@ -12,6 +12,7 @@ from calibjax.data.pipeline import batches as batches
 from calibjax.data.pipeline import eval_batches as eval_batches
 from calibjax.data.source import Rows as Rows
 from calibjax.data.source import read_source as read_source
+from calibjax.data.splits import check_fraction as check_fraction
 from calibjax.data.splits import hold_back as hold_back
 from calibjax.data.splits import split_windows as split_windows
 from calibjax.data.table import read_table as read_table

@@ -56,6 +56,12 @@ def hold_back(windows: Windows, fraction: float, seed: int) -> tuple[Int[np.ndar
     return np.flatnonzero(~validation), np.flatnonzero(validation)
 
 
+def check_fraction(fraction: float, name: str) -> None:
+    """Raises `UserError`, with the name of an option, where a fraction is not between 0 and 1, both excluded."""
+    if not 0 < fraction < 1:
+        raise UserError(f"{name}: expected a number between 0 and 1, both excluded, got {fraction}.")
+
+
 def _groups(windows: Windows) -> Int32[np.ndarray, " S"]:
     """What must stay together: windows of one row, or, where all are of one row, nothing."""
     source = windows.source
@@ -63,8 +69,7 @@ def _groups(windows: Windows) -> Int32[np.ndarray, " S"]:
 
 
 def _part_size(fraction: float, total: int, name: str) -> int:
-    if not 0 < fraction < 1:
-        raise UserError(f"{name}: expected a number between 0 and 1, both excluded, got {fraction}.")
+    check_fraction(fraction, name)
     size = int(fraction * total)
     if size == 0:
         raise UserError(

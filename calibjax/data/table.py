@@ -1,5 +1,8 @@
 """Predictions that someone else made: a file of confidences or logits, and what came true."""
 
+import csv
+import gzip
+import json
 import re
 import zipfile
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from calibjax._checks import UserError, user_path
+from calibjax.data.splits import check_fraction
 from calibjax.recalibrate import Predictions
 
 FEWEST_ROWS = 10
@@ -55,17 +59,16 @@ def read_table(path: str | Path) -> PredictionTable:
 
     Raises:
         UserError: a file that cannot be read; columns that are missing; a value that is not a number in its range, with
-            its row, counted from 0; fewer than ten rows; correctness, or a label, that is the same in all rows.
+            its row, counted from 0 (labels are compared before they are narrowed to int32); fewer than ten rows;
+            correctness, or a label, that is the same in all rows.
     """
     path = user_path(path)
     if not path.is_file():
         raise UserError(f"--table {path}: there is no such file.")
     arrays, names = _read_npz(path) if path.suffix == ".npz" else _read_columns(path)
     if "logits" in arrays and "labels" in arrays:
-        logits, labels = _logits(path, arrays["logits"]), _labels(path, arrays["labels"])
-        if ((labels < 0) | (labels >= logits.shape[1])).any():
-            row = int(np.argmax((labels < 0) | (labels >= logits.shape[1])))
-            raise UserError(f"{path}: label: row {row} holds {labels[row]}, expected 0 to {logits.shape[1] - 1}.")
+        logits = _logits(path, arrays["logits"])
+        labels = _labels(path, arrays["labels"], logits.shape[1])
         predictions, truth = Predictions(logits=logits, labels=labels), labels
     elif "confidence" in arrays and "correct" in arrays:
         columns = {name: _share(path, name, arrays[name]) for name in ("confidence", "correct")}
@@ -75,10 +78,8 @@ def read_table(path: str | Path) -> PredictionTable:
         raise UserError(f"{path}: {known}; there are: {', '.join(names[:12]) or 'none'}.")
     for name in ("features", "unembedding"):
         if name in arrays:
-            matrix = _finite(path, name, np.asarray(arrays[name]))
-            if matrix.ndim != 2:
-                raise UserError(f"{path}: {name}: expected two axes, got the shape {matrix.shape}.")
-            predictions = predictions._replace(**{name: matrix.astype(np.float32)})
+            matrix = _finite(path, name, arrays[name], axes=2).astype(np.float32)
+            predictions = predictions._replace(**{name: matrix})
     groups = _numbered(np.asarray(arrays["group"])) if "group" in arrays else None
     lengths = {name: np.shape(x)[:1] for name, x in arrays.items() if name != "unembedding"}
     if len(set(lengths.values())) != 1:
@@ -98,15 +99,20 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
     Raises:
         UserError: the fraction is not between 0 and 1, or leaves a part empty.
     """
-    if not 0 < fit_fraction < 1:
-        raise UserError(f"--fit-fraction: expected a number between 0 and 1, both excluded, got {fit_fraction}.")
+    check_fraction(fit_fraction, "--fit-fraction")
+    rows = len(table)
+    if not 1 <= fit_fraction * rows <= rows - 1:
+        raise UserError(
+            f"--fit-fraction: {fit_fraction} of {rows:,} rows leaves one part empty: expected {1 / rows:.3g} to "
+            f"{1 - 1 / rows:.3g}."
+        )
     group = np.arange(len(table)) if table.groups is None else table.groups
     sizes = np.bincount(group)
     if len(sizes) < 2:
         raise UserError("every row is of the same group: groups stay whole, so there is none to hold out.")
     order = np.random.default_rng(seed).permutation(len(sizes))
     ends = np.cumsum(sizes[order])
-    number = int(np.clip(np.argmin(np.abs(ends - fit_fraction * len(table))) + 1, 1, len(sizes) - 1))
+    number = int(np.clip(np.argmin(np.abs(ends - fit_fraction * rows)) + 1, 1, len(sizes) - 1))
     fit = np.isin(group, order[:number])
     return table.take(np.flatnonzero(fit)), table.take(np.flatnonzero(~fit))
 
@@ -128,16 +134,23 @@ def _read_npz(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
     import pyarrow
-    from pyarrow import csv, json, parquet
+    import pyarrow.csv
+    import pyarrow.json
+    import pyarrow.parquet
 
-    readers = {".csv": csv.read_csv, ".jsonl": json.read_json, ".parquet": parquet.read_table}
-    reader = readers.get(Path(path.name.removesuffix(".gz")).suffix)
-    if reader is None:
+    readers = {
+        ".csv": pyarrow.csv.read_csv,
+        ".jsonl": pyarrow.json.read_json,
+        ".parquet": pyarrow.parquet.read_table,
+    }
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    if kind not in readers:
         raise UserError(f"--table {path}: expected a file ending in {_KINDS}.")
     try:
-        table = reader(str(path.absolute()))  # pyarrow expands a leading ~
+        table = readers[kind](str(path.absolute()))  # pyarrow expands a leading ~
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from error
+        reason = _first_bad_row(path, kind) if isinstance(error, pyarrow.ArrowInvalid) and kind != ".parquet" else None
+        raise UserError(f"{path} cannot be read: {reason or str(error).splitlines()[0]}.") from error
     columns = {name: table.column(name) for name in dict.fromkeys(table.column_names)}
     arrays: dict[str, Any] = {name: columns[name] for name in ("confidence", "correct") if name in columns}
     if "group" in columns:
@@ -154,38 +167,93 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
             )
         values = np.stack([_numbers(path, found[k], columns[found[k]]) for k in range(len(found))], axis=1)
         arrays["logits"] = values if prefix == "logit" else _log_probabilities(path, values)
-    arrays = {name: x if name in ("group", "logits") else _numbers(path, name, x) for name, x in arrays.items()}
+    for name, column in (("confidence", "confidence"), ("correct", "correct"), ("labels", "label")):
+        if name in arrays:
+            arrays[name] = _numbers(path, column, arrays[name])
     return arrays, list(columns)
 
 
+def _first_bad_row(path: Path, kind: str) -> str | None:
+    """What is wrong with the first row unlike those before it; Arrow counts rows from the start of a block of the file.
+
+    None where there is no such row.
+    """
+    kinds: dict[str, str] = {}
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as file:
+        rows = csv.DictReader(file) if kind == ".csv" else map(_json_object, filter(str.strip, file))
+        for row, fields in enumerate(rows):
+            if not isinstance(fields, dict):
+                return f"row {row} holds {fields[:80]!r}, expected a JSON object"
+            for name, value in fields.items():
+                found = _kind(value)
+                before = kinds.setdefault(name, found) if found else None
+                if before not in (None, found) and (kind == ".jsonl" or before == "a number"):
+                    return f"{name}: row {row} holds {repr(value)[:80]}, expected {before} as in the rows before"
+    return None
+
+
+def _json_object(line: str) -> dict[str, Any] | str:
+    """The line itself where it holds no JSON object."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return line.strip()
+    return value if isinstance(value, dict) else line.strip()
+
+
+def _kind(value: Any) -> str | None:
+    """Of a cell, in words; None for null."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float) or (isinstance(value, str) and _as_number(value) is not None):
+        return "a number"
+    return {str: "text", list: "a list"}.get(type(value), "an object")
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def _numbers(path: Path, name: str, column: Any) -> np.ndarray:
-    """A column as float64, NaN for nulls."""
+    """A column as its own integers, or else as float64, NaN for nulls."""
     import pyarrow
 
+    if pyarrow.types.is_integer(column.type) and not column.null_count:
+        return column.to_numpy()
     try:
-        return np.asarray(column.cast(pyarrow.float64()).to_numpy(zero_copy_only=False), np.float64)
+        return np.asarray(column.cast(pyarrow.float64(), safe=False).to_numpy(zero_copy_only=False), np.float64)
     except (pyarrow.ArrowException, TypeError):
-        for row, value in enumerate(column.to_pylist()):
-            if not isinstance(value, int | float):
-                raise UserError(f"{path}: {name}: row {row} holds {value!r}, expected a number.") from None
-        raise
+        cells = column.to_pylist()
+    row = next((row for row, cell in enumerate(cells) if cell is not None and _kind(cell) != "a number"), None)
+    if row is None:
+        raise UserError(f"{path}: {name}: expected numbers, got {column.type}.")
+    raise UserError(f"{path}: {name}: row {row} holds {cells[row]!r}, expected a number.")
 
 
-def _finite(path: Path, name: str, values: np.ndarray) -> np.ndarray:
-    if not np.issubdtype(values.dtype, np.number) and values.dtype != bool:
-        raise UserError(f"{path}: {name}: expected numbers, got {values.dtype}.")
-    bad = ~np.isfinite(values)
+def _finite(path: Path, name: str, values: Any, axes: int) -> np.ndarray:
+    """Checked before any cast: its shape, its kind, and that float32 holds every value."""
+    values = np.asarray(values)
+    if values.dtype.kind not in "biuf":
+        raise UserError(f"{path}: {name}: expected real numbers, got {values.dtype}.")
+    if values.ndim != axes:
+        raise UserError(f"{path}: {name}: expected {axes} axes, got the shape {values.shape}.")
+    bad = ~(np.abs(values.astype(np.float64)) <= np.finfo(np.float32).max)
     if bad.any():
         row = int(np.argmax(bad.reshape(len(values), -1).any(axis=1)))
         value = np.ravel(values[row])[np.argmax(np.ravel(bad[row]))]
-        raise UserError(f"{path}: {name}: row {row} holds {value}; mend it or leave the row out.")
+        raise UserError(
+            f"{path}: {name}: row {row} holds {value}, expected a finite float32; mend it or leave the row out."
+        )
     return values
 
 
 def _share(path: Path, name: str, values: Any) -> np.ndarray:
-    values = _finite(path, name, np.asarray(values))
-    if values.ndim != 1:
-        raise UserError(f"{path}: {name}: expected one axis, got the shape {values.shape}.")
+    values = _finite(path, name, values, axes=1)
     bad = (values < 0) | (values > 1)
     if bad.any():
         row = int(np.argmax(bad))
@@ -194,15 +262,15 @@ def _share(path: Path, name: str, values: Any) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def _logits(path: Path, values: np.ndarray) -> np.ndarray:
-    values = _finite(path, "logits", np.asarray(values))
-    if values.ndim != 2 or values.shape[1] < 2:
+def _logits(path: Path, values: Any) -> np.ndarray:
+    values = _finite(path, "logits", values, axes=2)
+    if values.shape[1] < 2:
         raise UserError(f"{path}: logits: expected [N, K] with at least two classes, got the shape {values.shape}.")
     return values.astype(np.float32)
 
 
 def _log_probabilities(path: Path, values: np.ndarray) -> np.ndarray:
-    _finite(path, "p", values)
+    _finite(path, "p", values, axes=2)
     bad = (values < 0).any(axis=1) | (abs(values.sum(axis=1) - 1) > 1e-3)
     if bad.any():
         row = int(np.argmax(bad))
@@ -210,12 +278,12 @@ def _log_probabilities(path: Path, values: np.ndarray) -> np.ndarray:
     return np.log(np.maximum(values, _TINY))
 
 
-def _labels(path: Path, values: Any) -> np.ndarray:
-    values = _finite(path, "label", np.asarray(values))
-    if values.ndim != 1:
-        raise UserError(f"{path}: label: expected one axis, got the shape {values.shape}.")
-    bad = values != np.round(values)
+def _labels(path: Path, values: Any, classes: int) -> np.ndarray:
+    values = _finite(path, "label", values, axes=1)
+    bad = (values < 0) | (values >= classes) | (values != np.round(values))
     if bad.any():
         row = int(np.argmax(bad))
-        raise UserError(f"{path}: label: row {row} holds {values[row]:g}, expected a whole number from 0 on.")
+        raise UserError(
+            f"{path}: label: row {row} holds {values[row]}, expected a whole number from 0 to {classes - 1}."
+        )
     return values.astype(np.int32)

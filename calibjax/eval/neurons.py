@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from calibjax._checks import UserError
 from calibjax.distributed import to_host
 from calibjax.eval.directions import NullSpace
 from calibjax.models import LanguageModel
@@ -48,15 +49,17 @@ def entropy_neurons(
     Args:
         lm: the model.
         space: from `null_space`.
-        layers: how many of the last blocks.
+        layers: how many of the last blocks, from 1 to L.
         count: neurons of each.
         largest: share of each MLP's neurons, by norm, to choose among.
     """
+    if not 1 <= layers <= lm.config.num_layers:
+        raise UserError(f"layers: expected 1 to {lm.config.num_layers}, the model's blocks, got {layers}.")
     mlp = lm.params["layers"]["mlp"]["down"]["kernel"]
     gain = np.asarray(lm.params["final_norm"]["scale"], np.float64) + lm.config.norm_offset
     mean, gram = _unit_moments(lm.unembedding)
     found = []
-    for layer in range(lm.config.num_layers - min(layers, lm.config.num_layers), lm.config.num_layers):
+    for layer in range(lm.config.num_layers - layers, lm.config.num_layers):
         written = np.asarray(to_host(mlp[layer]), np.float64)  # [neurons, D]
         if lm.config.norm_placement != "pre":
             after = lm.params["layers"]["mlp_post_norm"]["scale"][layer]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from calibjax._checks import host_indices
 from calibjax.kernels import chunked, operator, pallas_gpu, pallas_tpu, reference, sharded
 from calibjax.kernels.operator import Call, Implementation, Model
 from calibjax.kernels.platforms import platform
@@ -106,7 +107,7 @@ def vocab_stats(
         [-1.0986, 0.0]
     """
     hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
-    targets = None if targets is None else jnp.asarray(targets)
+    targets = None if targets is None else jnp.asarray(host_indices(targets))
     call, model, wanted = plan(
         hidden,
         unembedding,

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from calibjax._checks import host_indices
 from calibjax.kernels import api, chunked, operator
 from calibjax.kernels.operator import Call, Gradients, Model, Outputs
 from calibjax.kernels.platforms import platform
@@ -125,7 +126,7 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing: expected a number from 0 to 1, got {label_smoothing}.")
     if not z_loss >= 0:
         raise ValueError(f"z_loss: expected a number of at least 0, got {z_loss}.")
-    hidden, unembedding, targets = jnp.asarray(hidden), jnp.asarray(unembedding), jnp.asarray(targets)
+    hidden, unembedding, targets = map(jnp.asarray, (hidden, unembedding, host_indices(targets)))
     bias = None if bias is None else jnp.asarray(bias)
     call, model, _ = api.plan(
         hidden,

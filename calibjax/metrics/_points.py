@@ -89,6 +89,9 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1) -> None:
         raise ValueError(f"{names}: expected the same shape of {rank} axes for each, got {shapes}.")
     if where is not None and np.shape(where) != shapes[0][:1]:
         raise ValueError(f"where: expected one entry for each of {shapes[0][0]} points, got shape {np.shape(where)}.")
+    for name, array in arrays.items():
+        if np.iscomplexobj(array):
+            raise ValueError(f"{name}: expected real numbers in [0, 1], got {np.result_type(array)}.")
     if not all(map(_known, (*arrays.values(), where))):
         return
     counts = np.ones(shapes[0][:1], bool) if where is None else np.asarray(where) > 0

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from calibjax._checks import host_indices
 from calibjax.metrics._points import metric, points
 from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
 from calibjax.metrics.sums import CalibrationSums, sums_of_index
@@ -193,7 +194,9 @@ def classwise_calibration_error(
         float32 scalar in [0, 1]; NaN where no point counts.
     """
     if jnp.ndim(labels) == 1:
-        labels = jax.nn.one_hot(labels, jnp.shape(probabilities)[-1])
+        labels, classes = jnp.asarray(host_indices(labels)), jnp.shape(probabilities)[-1]
+        known = (labels >= 0) & (labels < classes)
+        labels = jnp.where(known[:, None], jax.nn.one_hot(labels, classes), jnp.nan)  # refused where it counts
     return _classwise(probabilities, labels, bins=bins, closed=closed, where=where)
 
 

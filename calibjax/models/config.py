@@ -28,7 +28,7 @@ class DecoderConfig(BlockConfig):
       local_rope: Rotary positions of local layers, of the same fraction; `None`: as in the others.
 
     Raises:
-      UserError: The sizes do not fit each other, or a name is not known.
+      UserError: The sizes do not fit each other, a number is not finite, or a name is not known.
     """
 
     family: str

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _IDENTITY = HeadConfig(kind="constant", hidden_size=1)
 # Prompts are padded to a multiple of this, so that those of similar lengths share a program.
 _PROMPT_COLUMNS = 32
+TEMPERATURES = (1e-4, 1e4)
+"""Of draws, the least and the largest: float32 holds a logit divided by either."""
 _STOP_TOKENS = 8  # likewise; filled up with -1, which is no token
 
 
@@ -236,7 +238,7 @@ def generate(
         prompts: texts, or token ids; none of them empty. Padded on the left to a common width.
         head: fitted on the model, with a temperature per token; None for the model as it is.
         max_new_tokens: N, at least 1; with the longest prompt, at most the model's `max_positions`.
-        temperature: 0 for the most likely token; else of the draws, on top of the head's.
+        temperature: 0 for the most likely token; else of the draws, on top of the head's, within `TEMPERATURES`.
         top_k, top_p: what draws are cut to; see `sampling_logits`.
         sample_calibrated: draw from the calibrated distribution.
         key: of `jax.random`; needed where temperature is above 0. A row's draws depend on the key, its number and its
@@ -252,7 +254,8 @@ def generate(
             pools over sequences.
     """
     ids = _token_ids(lm, prompts)
-    _check_options(lm, head, temperature, top_k, top_p, sample_calibrated, key)
+    check_sampling(temperature, top_k, top_p, sample_calibrated)
+    _check_options(lm, head, temperature, key)
     longest = max(map(len, ids))
     if max_new_tokens < 1 or longest + max_new_tokens > lm.config.max_positions:
         raise UserError(
@@ -307,6 +310,22 @@ def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
     return (stops,) if isinstance(stops, int) else tuple(stops)
 
 
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None, sample_calibrated: bool) -> None:
+    """Raises `UserError` where an option of `generate` is out of range, whatever the model; arguments as there."""
+    low, high = TEMPERATURES
+    if temperature != 0 and not low <= temperature <= high:
+        raise UserError(
+            f"temperature: expected 0 for the most likely token, or a number from {low:g} to {high:g}, got "
+            f"{temperature}."
+        )
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k: expected at least 1, got {top_k}.")
+    if top_p is not None and not 0 < np.float32(top_p) <= 1:
+        raise UserError(f"top_p: expected a number in (0, 1], got {top_p}.")
+    if not temperature and (top_k is not None or top_p is not None or sample_calibrated):
+        raise UserError("top_k, top_p and sample_calibrated are for draws: give a temperature above 0.")
+
+
 def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
     if isinstance(prompts, str) or not len(prompts):
         raise UserError(f"prompts: expected a list of texts or of lists of token ids, got {prompts!r}.")
@@ -326,9 +345,6 @@ def _check_options(
     lm: LanguageModel,
     head: FittedHead | None,
     temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    sample_calibrated: bool,
     key: PRNGKeyArray | None,
 ) -> None:
     if head is not None:
@@ -338,13 +354,5 @@ def _check_options(
                 "head: one with pooling 'sequence' has a temperature for a finished text only; fit one with pooling "
                 "'token' to generate with."
             )
-    if not 0 <= temperature < np.inf:
-        raise UserError(f"temperature: expected 0 for the most likely token, or a positive number, got {temperature}.")
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k: expected at least 1, got {top_k}.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UserError(f"top_p: expected a number in (0, 1], got {top_p}.")
-    if not temperature and (top_k is not None or top_p is not None or sample_calibrated):
-        raise UserError("top_k, top_p and sample_calibrated are for draws: give a temperature above 0.")
     if temperature and key is None:
         raise UserError("key: draws need one, such as jax.random.key(0); or temperature=0 for the most likely token.")

@@ -106,6 +106,8 @@ def select(
         if field in ("labels", "slices"):
             if not np.issubdtype(value.dtype, np.integer):
                 raise UserError(f"{field}: expected integers, got {value.dtype}.")
+        elif np.iscomplexobj(value):
+            raise UserError(f"{field}: expected real numbers, got {value.dtype}.")
         else:
             value = value.astype(np.float32)
         dimensions = 2 if field in ("logits", "features", "unembedding") else 1

@@ -95,7 +95,9 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, seed: int = 0) ->
 
 def apply(state: FewShotState, data: Predictions) -> Float[Array, " N"]:
     """Every confidence through the curve of its own slice; the slice's confidences in `data` are the few shots."""
-    confidence, slices = jnp.asarray(data.confidence, jnp.float32), jnp.asarray(data.slices)
+    confidence, slices = jnp.asarray(data.confidence, jnp.float32), data.slices
+    if not isinstance(slices, jax.Array):  # numbers beyond int32 stay apart
+        slices = jnp.asarray(np.unique(np.asarray(slices), return_inverse=True)[1])
     hats = _hats(confidence)
     total = jax.ops.segment_sum(hats, slices, num_segments=len(slices))
     count = jax.ops.segment_sum(jnp.ones_like(confidence), slices, num_segments=len(slices))

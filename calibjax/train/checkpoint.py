@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from calibjax._checks import UserError
 from calibjax._files import check_orbax_path, new_directory, write_file
 from calibjax.distributed import on_first
-from calibjax.heads import FittedHead, HeadConfig
+from calibjax.heads import FittedHead, HeadConfig, check_log_factor
 from calibjax.models import LanguageModel
 from calibjax.train.state import TrainState
 
@@ -127,6 +127,10 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
+    try:
+        check_log_factor(log_factor)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
     if lm is not None and lm.fingerprint != fingerprint:
         raise UserError(
             f"{directory}: this head was fitted on another base model (fingerprint {fingerprint[:12]}..., the model "

@@ -1,13 +1,15 @@
 """The figures of a report: reliability, temperatures, layers, texts; as PNG, as SVG, and as SVG within a page."""
 
-import html
 import io
 import re
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from calibjax.eval.report.canvas import INK, LINES, MARKS, MUTED, blank, legend, plain
+from calibjax.eval.report.markup import Content, Markup, element
 from calibjax.eval.report.rows import COLOURS, sets_of, title_of, unit_of
+from calibjax.eval.report.subjects import subjects_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +33,7 @@ def figures_of(document: Mapping[str, Any]) -> Iterator[tuple[str, str, "Figure"
     for name, results in document.get("tasks", {}).items():
         if results["subjects"]:
             text = f"Confidence and accuracy of every subject of {name}, uncalibrated"
-            yield f"subjects-{name}", text, subject_figure(results["subjects"])
+            yield subjects_name(document, name), text, subject_figure(results["subjects"])
     if "texts" in document:
         yield "diversity", "How likely and how varied the text of every model is", diversity_figure(document)
 
@@ -222,17 +224,60 @@ def svg(figure: "Figure", name: str) -> str:
     return buffer.getvalue().decode()
 
 
-def inline_svg(figure: "Figure", name: str, description: str) -> str:
-    """An element for a page: ids of its own, colours that follow the page's, no address of anything outside."""
-    text = svg(figure, name)
-    text = re.sub(
-        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL
-    )
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text, count=3).replace("xlink:href", "href")
-    text = re.sub(r'(\sid="|="url\(#|href="#)', rf"\g<1>{name}-", text)
-    text = text.replace(INK, "currentColor").replace(MUTED, "var(--muted)")
-    # On a phone it is shown smaller, but no smaller than can be read: then it scrolls.
+def inline_svg(figure: "Figure", name: str, description: str) -> Markup:
+    """An element for a page: ids of its own, colours that follow the page's, no address of anything outside.
+
+    Made anew from the drawing's tree, whatever matplotlib wrote of a name. Styles become attributes, since the page's
+    policy allows no inline styles. Before it stands an empty drawing, as wide as this one must be to be read: on a
+    phone it is shown smaller, but no smaller than that; then it scrolls.
+
+    Args:
+        figure: to be drawn.
+        name: unique on the page; letters, digits and hyphens.
+        description: for those who do not see it.
+    """
+    text = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", svg(figure, name))
+    root = ElementTree.fromstring(text)
     width = figure.get_figwidth() * 72
-    size = rf'\1 width="{width:.0f}pt" style="min-width: {0.6 * width:.0f}pt"'
-    text = re.sub(r'(<svg) width="[^"]*" height="[^"]*"', size, text, count=1)
-    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(description)}"', 1)
+    root.attrib.pop("height")
+    root.attrib["width"] = f"{width:.0f}pt"
+    label = {"role": "img", "aria-label": description}
+    room = element("svg", class_="room", width=f"{0.6 * width:.0f}pt", height=0, aria_hidden="true")
+    return room + _svg_element(root, name, label)
+
+
+_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+_LEFT_OUT = ("metadata", "style")
+
+
+def _svg_element(node: ElementTree.Element, name: str, more: Mapping[str, str] | None = None) -> Markup:
+    attributes = dict(more or {})
+    for full, value in node.attrib.items():
+        attribute = full.rpartition("}")[2]
+        styled = _attributes_of_style(value) if attribute == "style" else {attribute: value}
+        attributes |= {key: _on_page(key, text, name) for key, text in styled.items()}
+    content: list[Content] = [node.text]
+    for child in node:
+        if child.tag.rpartition("}")[2] not in _LEFT_OUT:
+            content.append(_svg_element(child, name))
+        content.append(child.tail)
+    return element(node.tag.rpartition("}")[2], content, **attributes)
+
+
+def _attributes_of_style(style: str) -> dict[str, str]:
+    """The same as presentation attributes; matplotlib 3.10 writes fonts in one."""
+    pairs = (pair.partition(":") for pair in style.split(";") if pair.strip())
+    out = {key.strip(): value.strip() for key, _, value in pairs}
+    font = re.fullmatch(r"(?:(italic|oblique) )?(?:([\w-]+) )?([\d.]+px) (.*)", out.pop("font", ""))
+    if font:
+        fields = zip(("font-style", "font-weight", "font-size", "font-family"), font.groups(), strict=True)
+        out |= {key: value for key, value in fields if value}
+    return out
+
+
+def _on_page(attribute: str, value: str, name: str) -> str:
+    if attribute == "id":
+        return f"{name}-{value}"
+    if attribute == "href" or value.startswith("url(#"):
+        return value.replace("#", f"#{name}-", 1)
+    return {INK: "currentColor", MUTED: "var(--muted)"}.get(value, value)

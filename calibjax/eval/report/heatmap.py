@@ -1,15 +1,16 @@
 """Held-out text coloured by confidence, before and after: as HTML, with the rest of each token in a script's data."""
 
-import html
-import json
+import math
 from collections.abc import Mapping
 from typing import Any
+
+from calibjax.eval.report.markup import Content, Markup, data_script, element
 
 STEPS = 10
 """Colours of the scale; `page.css` has as many, light and dark."""
 
 
-def heatmap_html(sample: Mapping[str, Any], name: str) -> str:
+def heatmap_html(sample: Mapping[str, Any], name: str) -> Markup:
     """The section of one run.
 
     Args:
@@ -17,53 +18,64 @@ def heatmap_html(sample: Mapping[str, Any], name: str) -> str:
         name: of the run, unique on the page, for ids; letters, digits and hyphens.
 
     Returns:
-        HTML. All text of data and model is escaped.
+        An element.
     """
     tokens = [token for window in sample["windows"] for token in window]
     detail = [{key: token[key] for key in token if key != "scored"} if token["scored"] else None for token in tokens]
-    data = json.dumps(detail, ensure_ascii=True).replace("<", "\\u003c")  # no `</script>` within the script
-    blocks = "".join(
-        f'<figure class="tokens" data-side="{side}"><figcaption>{title}</figcaption>{_text(sample, side)}</figure>'
+    blocks = (
+        element("figure", element("figcaption", title), _text(sample, side), class_="tokens", data_side=side)
         for side, title in enumerate(("As the model is", "After calibration"))
     )
-    scale = "".join(f'<span class="k{k}">{_percent(k)}</span>' for k in range(STEPS))
-    return (
-        f'<section class="heatmap" id="{name}"><h3>Held-out text, token by token</h3>'
-        "<p>Each token is coloured by how sure the model was of its most likely next token there, before it saw this "
-        'one. <span class="wrong">Underlined</span>: the most likely token was another one. A paragraph is '
-        "what the model read at once; what it was not asked to predict has no colour. Point at a token, or move with "
-        "Tab and the arrow keys.</p>"
-        f'<p class="scale" aria-hidden="true">confidence {scale}</p>'
-        '<div class="detail" aria-live="polite"><p>Choose a token.</p></div>'
-        f'<div class="sides">{blocks}</div><script type="application/json">{data}</script></section>'
+    scale = (element("span", f"{100 * step // STEPS}%", class_=f"k{step}") for step in range(STEPS))
+    return element(
+        "section",
+        element("h3", "Held-out text, token by token"),
+        element(
+            "p",
+            "Each token is coloured by how sure the model was of its most likely next token there, before it saw this "
+            "one. ",
+            element("span", "Underlined", class_="wrong"),
+            ": the most likely token was another one. A paragraph is what the model read at once; what it was not "
+            "asked to predict has no colour. Point at a token, or move with Tab and the arrow keys.",
+        ),
+        element("p", "confidence ", scale, class_="scale", aria_hidden="true"),
+        element("div", element("p", "Choose a token."), class_="detail", aria_live="polite"),
+        element("div", blocks, class_="sides"),
+        data_script(detail),
+        class_="heatmap",
+        id=name,
     )
 
 
-def _percent(step: int) -> str:
-    return f"{100 * step // STEPS}%"
-
-
-def _text(sample: Mapping[str, Any], side: int) -> str:
-    parts, number, first = [], 0, True
+def _text(sample: Mapping[str, Any], side: int) -> list[Markup]:
+    paragraphs, number, first = [], 0, True
     for window in sample["windows"]:
-        parts.append("<p>")
+        parts: list[Content] = []
         for token in window:
             text = _visible(token["text"])
             if token["scored"]:
-                step = min(int(token["confidence"][side] * STEPS), STEPS - 1)
-                wrong = "" if token["right"] else " wrong"
                 # One stop for Tab in each text; the script moves it with the arrow keys.
-                stop = "0" if first else "-1"
+                stop = 0 if first else -1
                 first = False
-                parts.append(f'<span class="t k{step}{wrong}" data-i="{number}" tabindex="{stop}">{text}</span>')
+                parts.append(element("span", text, class_=_class(token, side), data_i=number, tabindex=stop))
             else:
-                parts.append(f"<span>{text}</span>")
-            parts.append("<br>" if "\n" in token["text"] else "")
+                parts.append(element("span", text))
+            if "\n" in token["text"]:
+                parts.append(element("br"))
             number += 1
-        parts.append("</p>")
-    return "".join(parts)
+        paragraphs.append(element("p", parts))
+    return paragraphs
+
+
+def _class(token: Mapping[str, Any], side: int) -> str:
+    """The token's colour, none where its confidence is not a number, and whether it was another than expected."""
+    confidence = token["confidence"][side]
+    step = []
+    if confidence is not None and math.isfinite(confidence):
+        step.append(f"k{min(max(int(confidence * STEPS), 0), STEPS - 1)}")
+    return " ".join(["t", *step, *([] if token["right"] else ["wrong"])])
 
 
 def _visible(text: str) -> str:
-    """Escaped, with line breaks as signs; nothing at all is shown as a sign too."""
-    return html.escape(text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}")) or "\N{EMPTY SET}"
+    """With line breaks as signs; nothing at all is shown as a sign too."""
+    return text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}") or "\N{EMPTY SET}"

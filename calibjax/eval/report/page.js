@@ -2,7 +2,8 @@
 for (const section of document.querySelectorAll(".heatmap")) {
   const data = JSON.parse(section.querySelector("script").textContent);
   const detail = section.querySelector(".detail");
-  const percent = (p) => (100 * p).toFixed(p < 0.1 ? 2 : 1) + "%";
+  const fixed = (x, digits) => (x === null ? "\u2013" : x.toFixed(digits)); // null: not a finite number
+  const percent = (p) => (p === null ? "\u2013" : fixed(100 * p, p < 0.1 ? 2 : 1) + "%");
   const make = (kind, text, cls) => {
     const element = document.createElement(kind);
     element.textContent = text; // never as HTML: it is a model's text
@@ -28,8 +29,8 @@ for (const section of document.querySelectorAll(".heatmap")) {
     left.append(table(["", "before", "after"], [
       ["its probability", ...one.probability.map(percent)],
       ["confidence", ...one.confidence.map(percent)],
-      ["entropy, nats", ...one.entropy.map((h) => h.toFixed(3))],
-      ["temperature", "1", one.temperature.toFixed(3)],
+      ["entropy, nats", ...one.entropy.map((h) => fixed(h, 3))],
+      ["temperature", "1", fixed(one.temperature, 3)],
     ]));
     const right = document.createElement("div");
     right.append(make("p", "Most likely there"));

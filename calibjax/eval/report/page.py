@@ -1,6 +1,5 @@
 """The report as one page that asks nothing of anyone: style, script, figures and data are within it."""
 
-import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -10,6 +9,8 @@ from typing import Any, NamedTuple
 from calibjax._files import write_file
 from calibjax.eval.report.figures import figures_of, inline_svg, png, svg
 from calibjax.eval.report.heatmap import heatmap_html
+from calibjax.eval.report.markup import Content, Markup, element, joined
+from calibjax.eval.report.markup import document as html_document
 from calibjax.eval.report.parts import parts_of
 from calibjax.eval.report.rows import cells_of, described, remarks, sets_of, unit_of, verdict
 
@@ -60,74 +61,72 @@ def page(runs: Sequence[Run]) -> str:
     several = len(runs) > 1
     verdicts = [(run.name, verdict(run.document["held_out"])) for run in runs]
     parts = [_paragraph(f"{name}: {line}" if several else line) for name, line in verdicts if line]
-    parts.append("<h1>Calibration report</h1>")
+    parts.append(element("h1", "Calibration report"))
     if several:
         parts.append(_overview(runs))
     sections = [_run(run, f"r{number}", several) for number, run in enumerate(runs)]
-    parts.append(f'<div class="runs">{"".join(sections)}</div>' if several else "".join(sections))
+    parts += [element("div", sections, class_="runs")] if several else sections
     tokens = unit_of(first["held_out"]) == "tokens"
     of, per = ("the top token's probability", "token") if tokens else ("the confidence", "row")
     over = first["held_out"].get("clusters", "windows")
     parts.append(
-        f"<p>ECE and MCE compare mean confidence and accuracy in equal-width bins of {of}; intervals are 95% "
-        f"bootstraps over {over}. In the diagrams a bar is the accuracy of a bin, a dot its mean confidence, a whisker "
-        f"the interval of the accuracy. NLL in nats per {per}; Brier score of the prediction being right.</p>"
+        element(
+            "p",
+            f"ECE and MCE compare mean confidence and accuracy in equal-width bins of {of}; intervals are 95% "
+            f"bootstraps over {over}. In the diagrams a bar is the accuracy of a bin, a dot its mean confidence, a "
+            f"whisker the interval of the accuracy. NLL in nats per {per}; Brier score of the prediction being right.",
+        )
     )
     for run in runs:
-        details = html.escape(json.dumps(run.document.get("run", {}), indent=2))
-        title = html.escape(f"The run {run.name}".strip())
-        parts.append(f"<details><summary>{title}</summary><pre>{details}</pre></details>")
-    if any(run.tokens for run in runs):
-        parts.append(f"<script>{_resource('page.js')}</script>")
-    body = "\n".join(part for part in parts if part)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<link rel="icon" href="data:,">'  # or a browser asks for one
-        f"<title>calibjax report</title><style>{_resource('page.css')}</style></head><body>\n{body}\n</body></html>\n"
-    )
+        details = json.dumps(run.document.get("run", {}), indent=2)
+        title = f"The run {run.name}".strip()
+        parts.append(element("details", element("summary", title), element("pre", details)))
+    script = _resource("page.js") if any(run.tokens for run in runs) else None
+    return html_document("calibjax report", joined(parts, "\n"), _resource("page.css"), script)
 
 
 def _resource(name: str) -> str:
     return resources.files("calibjax.eval.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _paragraph(line: str) -> str:
-    warning = " warning" if "WARNING" in line else ""
-    return f'<p class="verdict{warning}">{html.escape(line)}</p>'
+def _paragraph(line: str) -> Markup:
+    return element("p", line, class_="verdict warning" if "WARNING" in line else "verdict")
 
 
-def _run(run: Run, identity: str, several: bool) -> str:
-    parts = [f"<h2>{html.escape(run.name)}</h2>"] if several else []
-    figures = {name: (text, figure) for name, text, figure in figures_of(run.document)}
+def _run(run: Run, identity: str, several: bool) -> Markup:
+    parts: list[Content] = [element("h2", run.name)] if several else []
+    figures = {
+        name: (f"{identity}-f{number}", text, figure)
+        for number, (name, text, figure) in enumerate(figures_of(run.document))
+    }
     for part in parts_of(run.document):
-        parts.append(f"<h2>{part.title}</h2>")
-        parts += [f"<p>{html.escape(line)}</p>" for line in part.findings]
-        parts += [_figure(figures, name, identity) for name in part.figures]
+        parts.append(element("h2", part.title))
+        parts += [element("p", line) for line in part.findings]
+        parts += [_figure(figures, name) for name in part.figures]
         parts += [_table(*table) for table in part.tables]
     for index, (title, results) in enumerate(sets_of(run.document)):
         suffix = f"-{index}" if index else ""
         parts.append(_set(title, results, with_verdict=index > 0))
-        parts += [_figure(figures, f"{name}{suffix}", identity) for name in ("reliability", "temperatures")]
+        parts += [_figure(figures, f"{name}{suffix}") for name in ("reliability", "temperatures")]
         if index == 0 and run.tokens:
             parts.append(heatmap_html(run.tokens, f"{identity}-tokens"))
-    return f"<section>{''.join(parts)}</section>"
+    return element("section", parts)
 
 
-def _set(title: str, results: Mapping[str, Any], *, with_verdict: bool) -> str:
-    parts = [f"<h2>{html.escape(title)}</h2>"]
+def _set(title: str, results: Mapping[str, Any], *, with_verdict: bool) -> Markup:
+    parts = [element("h2", title)]
     if with_verdict and verdict(results):
         parts.append(_paragraph(verdict(results)))
-    parts.append(f"<p>{html.escape(described(results))}</p>")
+    parts.append(element("p", described(results)))
     parts.append(_table("", *cells_of(results)))
-    parts += [f"<p>{html.escape(line)}.</p>" for line in remarks(results)]
+    parts += [element("p", f"{line}.") for line in remarks(results)]
     for kind, word in (("failed", "Failed"), ("left_out", "Left out")):
         for name, reason in results.get(kind, {}).items():
-            parts.append(f"<p>{word}: {html.escape(f'{name}: {reason}')}.</p>")
-    return "\n".join(parts)
+            parts.append(element("p", f"{word}: {name}: {reason}."))
+    return joined(parts, "\n")
 
 
-def _overview(runs: Sequence[Run]) -> str:
+def _overview(runs: Sequence[Run]) -> Markup:
     """The rows of all runs' held-out sets in one table, by the columns that the first run has."""
     columns = [cells_of(run.document["held_out"]) for run in runs]
     titles = columns[0][0][1:]
@@ -139,16 +138,16 @@ def _overview(runs: Sequence[Run]) -> str:
     return _table("All runs, held out", ["run and method", *titles], rows)
 
 
-def _table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th scope=col>{html.escape(title)}</th>" for title in titles)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
-    caption = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    table = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="wide" tabindex="0">{table}</div>'  # what scrolls must be reachable by keyboard
+def _table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    head = element("tr", (element("th", title, scope="col") for title in titles))
+    body = (element("tr", (element("td", cell) for cell in cells)) for cells in rows)
+    title = element("caption", caption) if caption else None
+    table = element("table", title, element("thead", head), element("tbody", body))
+    return element("div", table, class_="wide", tabindex=0)  # what scrolls must be reachable by keyboard
 
 
-def _figure(figures: Mapping[str, tuple[str, Any]], name: str, identity: str) -> str:
+def _figure(figures: Mapping[str, tuple[str, str, Any]], name: str) -> Markup | None:
     if name not in figures:
-        return ""
-    text, figure = figures[name]
-    return f'<figure class="drawing" tabindex="0">{inline_svg(figure, f"{identity}-{name}", text)}</figure>'
+        return None
+    identity, text, figure = figures[name]
+    return element("figure", inline_svg(figure, identity, text), class_="drawing", tabindex=0)

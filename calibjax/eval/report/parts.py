@@ -17,6 +17,6 @@ def parts_of(document: Mapping[str, Any]) -> list[Part]:
         parts.append(Part("Texts", texts.findings(document), ("diversity",), texts.tables(document)))
     for name, results in document.get("tasks", {}).items():
         if results["subjects"]:
-            part = Part(f"Subjects of {name}", [], (f"subjects-{name}",), [subjects.subject_table(document, name)])
-            parts.append(part)
+            figures = (subjects.subjects_name(document, name),)
+            parts.append(Part(f"Subjects of {name}", [], figures, [subjects.subject_table(document, name)]))
     return parts

@@ -1,10 +1,17 @@
 """The subjects of a benchmark as a table: accuracy, and confidence and calibration error with each method."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from calibjax.eval.report.layers import interval
 from calibjax.eval.report.rows import TextTable, title_of
+
+
+def subjects_name(document: Mapping[str, Any], task: str) -> str:
+    """Of the figure of a task's subjects: by the task's name, or its number where that cannot be in a file's name."""
+    fits = re.fullmatch(r"\w[\w.-]{,79}", task, re.ASCII)
+    return f"subjects-{task if fits else list(document['tasks']).index(task)}"
 
 
 def subject_table(document: Mapping[str, Any], task: str) -> TextTable:

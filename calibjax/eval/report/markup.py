@@ -1,0 +1,109 @@
+"""Where all HTML of a page is made: what is put into an element is escaped, and nothing from data can be code."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from markupsafe import Markup, escape
+
+Content = str | Iterable["Content"] | None
+"""Text, which is escaped; `Markup`, which is not; any number of both."""
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9:-]*")
+_CODE = re.compile(r"on|style$", re.IGNORECASE)  # attributes that hold script or style
+_RAW = ("script", "style")  # elements whose content no escape protects
+_VOID = ("br", "link", "meta")
+_UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+
+
+def element(kind: str, *content: Content, **attributes: str | int | None) -> Markup:
+    """An element.
+
+    Args:
+        kind: its name.
+        content: what is in it.
+        attributes: names (`_` for `-`, and one at the end is left out) and values; None for one that is absent.
+
+    Raises:
+        ValueError: a name that no element or attribute has, or one that would hold code.
+    """
+    given = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}
+    if not all(map(_NAME.fullmatch, (kind, *given))) or kind in _RAW or any(map(_CODE.match, given)):
+        raise ValueError(f"not an element that can be filled with data: {kind} with {', '.join(given) or 'nothing'}.")
+    return _element(kind, joined(content), given)
+
+
+def joined(content: Content, separator: str = "") -> Markup:
+    """Text escaped, and what is markup as it is."""
+    if content is None:
+        return Markup("")
+    if isinstance(content, str):
+        return escape(content)
+    return Markup(separator).join(map(joined, content))
+
+
+def _element(kind: str, content: Markup, attributes: dict[str, Any]) -> Markup:
+    listed = Markup("").join(Markup(' {}="{}"').format(name, value) for name, value in attributes.items())
+    start = Markup("<{}{}>").format(kind, listed)
+    return start if kind in _VOID else start + content + Markup("</{}>").format(kind)
+
+
+def data_script(value: Any) -> Markup:
+    """JSON for a script of the page to read. Numbers that are not finite are null; no text in it can end the element.
+
+    Args:
+        value: of what JSON has, and of floats that it has not.
+    """
+    text = json.dumps(_finite(value), ensure_ascii=True, allow_nan=False).translate(_UNSAFE)
+    return _element("script", Markup(text), {"type": "application/json"})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def document(title: str, body: Content, style: str, script: str | None) -> str:
+    """A page that loads nothing and runs nothing but `script`: a content security policy names both by their hashes.
+
+    Args:
+        title: of the page.
+        body: what is shown.
+        style, script: the library's own, never data.
+    """
+    policy = {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "style-src": _hash(style),
+        "script-src": "'none'" if script is None else _hash(script),
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        # Before all that it rules.
+        element(
+            "meta",
+            http_equiv="Content-Security-Policy",
+            content="; ".join(f"{name} {value}" for name, value in policy.items()),
+        ),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("link", rel="icon", href="data:,"),  # or a browser asks for one
+        element("title", title),
+        _element("style", Markup(style), {}),
+    )
+    end = None if script is None else _element("script", Markup(script), {})
+    page = element("html", head, "\n", element("body", "\n", body, end, "\n"), "\n", lang="en")
+    return f"{Markup('<!doctype html>')}\n{page}\n"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

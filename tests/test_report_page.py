@@ -1,0 +1,213 @@
+"""What strangers wrote into metrics.json and tokens.json is text on the page, whatever it is; a browser runs none."""
+
+import ast
+import base64
+import hashlib
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from report_documents import document, sample
+
+import calibjax.eval.report
+from calibjax.eval.report.markup import data_script, element, joined
+from calibjax.eval.report.page import Run, page, save_report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+PAYLOADS = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</script><script>alert(1)</script>",
+    "</style></title><svg onload=alert(1)>",
+    "{{alert(1)}}",
+    "' onx=alert(1) y='",
+    '" onmouseover="alert(1)" style="position:fixed',
+    "--><!--<script>]]>",
+    "&lt;b&gt;\u2028\u2029\x01\ufffe",
+)
+
+
+class Parsed(HTMLParser):
+    """The elements of a page with their attributes, its text, and what is in every script and style."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.text, self.raw, self.policy, self._path = [], "", [], "", []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        drawing = "svg" in self._path or tag == "svg"
+        self.elements.append((tag, tuple(name for name, _ in attrs), drawing))
+        values = dict(attrs)
+        if values.get("http-equiv") == "Content-Security-Policy":
+            self.policy = values["content"]
+        self.text += "".join(value or "" for name, value in attrs if name == "aria-label")
+        if tag not in ("meta", "link", "br"):
+            self._path.append(tag)
+        if tag in ("script", "style"):
+            self.raw.append("")
+
+    def handle_endtag(self, tag):
+        assert self._path.pop() == tag, "elements are nested"
+
+    def handle_data(self, data):
+        if self._path and self._path[-1] in ("script", "style"):
+            self.raw[-1] += data
+        else:
+            self.text += data
+
+
+def runs(named):
+    whole = document(named)
+    small = {name: whole[name] for name in ("schema", "held_out", "run")}
+    return [Run(named("one"), whole, sample(named)), Run(named("two"), small, sample(named))]
+
+
+@pytest.fixture(scope="module")
+def clean():
+    return Parsed(page(runs(str)))
+
+
+def test_every_string_is_text(clean):
+    payload = "".join(PAYLOADS)
+    hostile = Parsed(page(runs(lambda name: name + payload)))
+    # Ticks of a drawing move with the width of its texts: of those, only the kinds are compared.
+    assert [e for e in hostile.elements if not e[2]] == [e for e in clean.elements if not e[2]]
+    drawn, drawn_clean = (
+        {(tag, name) for tag, names, drawing in parsed.elements if drawing for name in (None, *names)}
+        for parsed in (hostile, clean)
+    )
+    assert drawn <= drawn_clean
+    assert hostile.policy == clean.policy
+    for word in ("windows", "task", "one", "law", "beta", "a file", "domain", "mine"):
+        assert word + payload in hostile.text, word
+    data = json.loads(hostile.raw[1])
+    assert data[1]["text"] == " word" + payload
+    assert data[1]["top"][0][0] == " word" + payload
+
+
+def test_files_stay_in_the_directory(tmp_path):
+    """Figures are named after tasks."""
+    out = tmp_path / "a" / "out"
+    out.mkdir(parents=True)
+    hostile = document(lambda name: f"../../{name}/<script>")
+    files = save_report([Run("", {name: hostile[name] for name in ("held_out", "tasks")})], out)
+    assert {entry.name for entry in out.iterdir()} == set(files)
+    assert {"subjects-0.svg", "subjects-1.png"} <= set(files)
+    assert sorted(tmp_path.rglob("*.*")) == sorted(out.iterdir())
+    for file in out.glob("*.svg"):
+        assert "<script" not in file.read_text()
+
+
+def test_the_policy_names_all_that_runs(clean):
+    policy = dict(part.split(" ", 1) for part in clean.policy.split("; "))
+    assert policy["default-src"] == "'none'"
+    assert "unsafe" not in clean.policy
+    style, *data, script = clean.raw
+    for directive, text in (("style-src", style), ("script-src", script)):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy[directive] == f"'sha256-{digest}'"
+    assert len(data) == 2
+    assert not any("style" in names for _, names, _ in clean.elements), "no policy with a hash allows it"
+    assert "script-src 'none'" in Parsed(page([runs(str)[1]._replace(tokens=None)])).policy
+
+
+def test_numbers_that_are_not_finite():
+    tokens = sample()
+    for token in tokens["windows"][0][1:]:
+        token |= {name: [math.nan, math.inf] for name in ("confidence", "probability", "entropy")}
+        token |= {"temperature": -math.inf, "top": [["x", math.nan, 0.5]]}
+    parsed = Parsed(page([runs(str)[1]._replace(tokens=json.loads(json.dumps(tokens)))]))
+
+    def refused(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    data = json.loads(parsed.raw[1], parse_constant=refused)
+    assert data[1]["confidence"] == [None, None]
+    assert data[1]["temperature"] is None
+    assert data[1]["top"] == [["x", None, 0.5]]
+
+
+@pytest.mark.parametrize("value", [*PAYLOADS, {PAYLOADS[2]: [PAYLOADS[3]]}, [1.5, None, True, "\ud800"]])
+def test_data_script(value):
+    text = data_script(value)
+    content = text.removeprefix('<script type="application/json">').removesuffix("</script>")
+    assert len(text) - len(content) == len('<script type="application/json"></script>')
+    assert not re.search("[<>&\u2028\u2029]", content)
+    assert json.loads(content) == value
+
+
+def test_elements():
+    assert element("p", "<b>", element("b", "&"), class_="a'\"", data_i=0, id=None) == (
+        '<p class="a&#39;&#34;" data-i="0">&lt;b&gt;<b>&amp;</b></p>'
+    )
+    assert joined(["<", ["&", None], element("br")], "\n") == "&lt;\n&amp;\n<br>"
+    for kind, attributes in (
+        ("script", {}),
+        ("style", {}),
+        ("p", {"onclick": "x"}),
+        ("p", {"OnClick": "x"}),
+        ("p", {"style": "x"}),
+        ("p", {"a b": "x"}),
+        ("p x", {}),
+        ("p", {"a=b": "x"}),
+    ):
+        with pytest.raises(ValueError, match="not an element that can be filled with data"):
+            element(kind, "x", **attributes)
+
+
+def test_html_is_made_in_one_place():
+    for file in Path(calibjax.eval.report.__file__).parent.glob("*.py"):
+        if file.name == "markup.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not re.search(r"</?[a-zA-Z]", node.value), f"{file.name}:{node.lineno}: use element()"
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                assert name != "Markup", f"{file.name}:{node.lineno}: only markup.py declares text safe"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium")
+def test_nothing_runs_in_a_browser(tmp_path):
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    hostile = runs(lambda name: name + "".join(PAYLOADS))
+    hostile[0].tokens["windows"][0][1] |= {"temperature": math.nan, "entropy": [math.nan, 1.0]}
+    file = tmp_path / "report.html"
+    file.write_text(page(hostile), encoding="utf-8")
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page()
+        asked, said, ran = [], [], []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.on("dialog", lambda dialog: (ran.append(dialog.message), dialog.dismiss()))
+        tab.goto(file.as_uri())
+        tab.mouse.move(300, 300)
+        for token in tab.locator(".t").all():
+            token.hover()
+        tab.locator(".t").first.hover()
+        shown = tab.locator(".detail").first.inner_text()
+        assert "".join(PAYLOADS[:2]).replace('"', '\\"') in shown
+        assert "\N{EN DASH}" in shown, "a temperature that is not a number"
+        assert tab.locator(".t *, .detail script, .detail img, .detail svg").count() == 0
+        tab.wait_for_timeout(200)
+        assert ran == []
+        assert said == []
+        assert asked == [file.as_uri()]
+        # And were something to get through, the policy would stop it.
+        tab.evaluate(
+            "document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"alert(1)\">');"
+            "document.body.append(Object.assign(document.createElement('script'), {textContent: 'alert(2)'}))"
+        )
+        tab.wait_for_timeout(200)
+        browser.close()
+    assert ran == []
+    assert len(said) == 2
+    assert all("Content Security Policy" in line for line in said), said
