@@ -2,8 +2,11 @@
 
 A head returns log_scale `[B, T]`; the logits are multiplied by s = exp(log_scale) > 0, so no head can change which
 token is the most likely. log_scale is clipped to [log 1/20, log 10]: the upper end is that of the authors of Adaptive
-Temperature Scaling (exp(τ) <= 10), the lower end keeps a distribution from going flat beyond repair. By default a head
-starts as the identity (s = 1 for every token), so an untrained one does no harm.
+Temperature Scaling (exp(τ) <= 10), the lower end, which they do not have, keeps a distribution from going flat beyond
+repair. By default a head starts as the identity (s = 1 for every token), so an untrained one does no harm.
+
+"The authors" are those of arXiv 2409.19817, with their code at github.com/Johnathan-Xie/adaptive-temperature-scaling
+(src/llmtuner/model/calibration/head.py, commit f144309).
 """
 
 import dataclasses
@@ -26,16 +29,24 @@ from calibjax.sharding import lookup
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
 MAX_LOG_FACTOR = 6.0
 """Of the refitted temperature, either way: the bounds within which `fit_temperature` searches."""
+NO_MIN_SCALE = 1e-30
+"""Smallest lower end of s that a head may have: as good as none, for the distribution is uniform to every digit of
+float32 long before, but s stays a normal number, so that the most likely token can still be told from the others."""
 FEATURES = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
 """What a head may read; widths D, 1, 1 and D (the ablation of arXiv 2409.19817, appendix)."""
 
 HeadKind = Literal["constant", "linear", "mlp", "transformer"]
 
 
+# U(−1/√F, 1/√F), F inputs: the start of torch.nn.Linear, which every matrix of the authors' heads has.
+_torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
 def _output_log_scale(
     features: Float[Array, "B T F"],
     identity_start: bool,
     pooling: str,
+    min_scale: float,
     where: Bool[Array, "B T"] | None,
     segment_ids: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
@@ -43,9 +54,7 @@ def _output_log_scale(
     if identity_start:
         kernel_init = bias_init = nn.initializers.zeros
     else:
-        # The start of torch.nn.Linear, as the authors' code has it: U(−1/√F, 1/√F) for weight and bias.
-        kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-        bound = 1 / math.sqrt(features.shape[-1])
+        kernel_init, bound = _torch_kernel_init, 1 / math.sqrt(features.shape[-1])
 
         def bias_init(key, shape, dtype=jnp.float32):
             return jax.random.uniform(key, shape, dtype, -bound, bound)
@@ -54,7 +63,7 @@ def _output_log_scale(
     log_scale = dense(features.astype(jnp.float32))[..., 0]
     if pooling == "sequence":
         log_scale = sequence_mean(log_scale, where, segment_ids)
-    return jnp.clip(log_scale, math.log(MIN_SCALE), math.log(MAX_SCALE))
+    return jnp.clip(log_scale, math.log(min_scale), math.log(MAX_SCALE))
 
 
 def sequence_mean(
@@ -75,12 +84,18 @@ def sequence_mean(
 
 
 class ConstantTemperature(nn.Module):
-    """One learned log inverse temperature for every token. Reads nothing but the shape of the features."""
+    """One learned log inverse temperature for every token. Reads nothing but the shape of the features.
+
+    Attributes:
+        min_scale: smallest s.
+    """
+
+    min_scale: float = MIN_SCALE
 
     @nn.compact
     def __call__(self, features: Float[Array, "B T F"], **_: Any) -> Float[Array, "B T"]:
         log_scale = self.param("log_scale", nn.initializers.zeros, (), jnp.float32)
-        log_scale = jnp.clip(log_scale, math.log(MIN_SCALE), math.log(MAX_SCALE))
+        log_scale = jnp.clip(log_scale, math.log(self.min_scale), math.log(MAX_SCALE))
         return jnp.broadcast_to(log_scale, features.shape[:2])
 
 
@@ -88,12 +103,15 @@ class LinearHead(nn.Module):
     """log_scale = w·f + b.
 
     Attributes:
-        identity_start: zero weights, so s = 1 at the start; False: the random start of the authors' code.
+        identity_start: zero weights of the output, so s = 1 at the start; False: the random start of the authors' code,
+            that of torch.nn.Linear, U(−1/√F, 1/√F) for every matrix with F inputs and for the bias of the output.
         pooling: "token", or "sequence" for the mean over each sequence.
+        min_scale: smallest s.
     """
 
     identity_start: bool = True
     pooling: str = "token"
+    min_scale: float = MIN_SCALE
 
     @nn.compact
     def __call__(
@@ -103,23 +121,28 @@ class LinearHead(nn.Module):
         where: Bool[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T"]:
-        return _output_log_scale(features, self.identity_start, self.pooling, where, segment_ids)
+        return _output_log_scale(features, self.identity_start, self.pooling, self.min_scale, where, segment_ids)
 
 
 class MLPHead(nn.Module):
     """log_scale = w·(silu(f̂ A) ⊙ (f̂ B)) + b with f̂ = f / rms(f): a gated MLP and a linear output.
 
-    The norm makes one learning rate serve models whose hidden states differ by orders of magnitude.
+    The norm makes one learning rate serve models whose hidden states differ by orders of magnitude. The authors' MLP
+    reads f itself (`normalize=False`), and has one more matrix, back to the width of f, before its output: two linear
+    maps in a row. The functions are the same as here; the steps of an optimiser are not.
 
     Attributes:
         intermediate_size: width of A and B.
-        identity_start, pooling: as in `LinearHead`.
+        identity_start, pooling, min_scale: as in `LinearHead`.
+        normalize: divide the features by their root mean square.
         dtype: of the products of the MLP; the output layer is float32.
     """
 
     intermediate_size: int
     identity_start: bool = True
     pooling: str = "token"
+    min_scale: float = MIN_SCALE
+    normalize: bool = True
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -131,28 +154,36 @@ class MLPHead(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T"]:
         features = features.astype(jnp.float32)
-        normed = features * jax.lax.rsqrt(jnp.mean(jnp.square(features), axis=-1, keepdims=True) + 1e-6)
+        if self.normalize:
+            features = features * jax.lax.rsqrt(jnp.mean(jnp.square(features), axis=-1, keepdims=True) + 1e-6)
+        kernel_init = nn.linear.default_kernel_init if self.identity_start else _torch_kernel_init
         # One product for both halves of the gate.
-        both = Dense(2 * self.intermediate_size, use_bias=False, dtype=self.dtype, name="gate_up")(normed)
+        both = Dense(
+            2 * self.intermediate_size, use_bias=False, dtype=self.dtype, kernel_init=kernel_init, name="gate_up"
+        )(features)
         gate, up = jnp.split(both, 2, axis=-1)
-        return _output_log_scale(nn.silu(gate) * up, self.identity_start, self.pooling, where, segment_ids)
+        return _output_log_scale(
+            nn.silu(gate) * up, self.identity_start, self.pooling, self.min_scale, where, segment_ids
+        )
 
 
 class TransformerHead(nn.Module):
     """One Llama block over the sequence, then a linear output: the head of arXiv 2409.19817, section 3.
 
-    Attention is causal and stays inside each segment. Features that are not `hidden_size` wide are first projected.
+    Attention is causal and stays inside each segment. Features that are not `hidden_size` wide are first projected; the
+    authors' block is as wide as all features together, which needs a width that attention heads divide.
     Called with a cache, on features of the tokens that follow those in it, it returns log_scale and the new cache.
 
     Attributes:
         block: shape of the block.
-        identity_start, pooling: as in `LinearHead`.
+        identity_start, pooling, min_scale: as in `LinearHead`.
         dtype: of the block's products; the output layer is float32.
     """
 
     block: BlockConfig
     identity_start: bool = True
     pooling: str = "token"
+    min_scale: float = MIN_SCALE
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -165,21 +196,27 @@ class TransformerHead(nn.Module):
         cache: Cache | None = None,
     ) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], Cache]:
         features = features.astype(self.dtype)
+        starts: dict[str, Any] = {} if self.identity_start else {"kernel_init": _torch_kernel_init}
         if features.shape[-1] != self.block.hidden_size:
-            features = Dense(self.block.hidden_size, use_bias=False, dtype=self.dtype, name="project")(features)
-        block = Block(self.block, dtype=self.dtype, name="block")
+            width = self.block.hidden_size
+            features = Dense(width, use_bias=False, dtype=self.dtype, name="project", **starts)(features)
+        block = Block(self.block, dtype=self.dtype, name="block", **starts)
+
+        def output(mixed: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+            return _output_log_scale(mixed, self.identity_start, self.pooling, self.min_scale, where, segment_ids)
+
         if cache is not None:
             assert segment_ids is not None, "a cache knows its columns by their segment ids"
             cache, positions = reserve(cache, segment_ids)
             context = sequence_context(self.block, positions, cache.segment_ids, start=cache.length)
             mixed, new = block(features, context, (cache.keys, cache.values))
-            return _output_log_scale(mixed, self.identity_start, self.pooling, where, segment_ids), fill(cache, new)
+            return output(mixed), fill(cache, new)
         if segment_ids is None:
             positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
         else:
             positions = segment_positions(segment_ids)
         mixed = block(features, sequence_context(self.block, positions, segment_ids))
-        return _output_log_scale(mixed, self.identity_start, self.pooling, where, segment_ids)
+        return output(mixed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,9 +229,11 @@ class HeadConfig:
         features: names from `FEATURES`, joined along the last axis. All but "hidden_states" need logits: max_logit and
             argmax_embedding cost one more product with the unembedding, log_std_logits one with a D x D matrix.
         pooling: "token": a temperature for each token; "sequence": one for each sequence.
-        identity_start: start with s = 1; False: the authors' random start.
+        identity_start: start with s = 1; False: the authors' random start, of every matrix.
         intermediate_size: width of the MLP; None: D ("mlp") or 4 D ("transformer").
         num_heads: attention heads of "transformer"; None: 128 wide, but at least 8, as far as D divides.
+        normalize: "mlp" divides what it reads by its root mean square; the authors' does not.
+        min_scale: smallest inverse temperature, `NO_MIN_SCALE` to 1; the authors have none.
     """
 
     kind: HeadKind
@@ -204,6 +243,8 @@ class HeadConfig:
     identity_start: bool = True
     intermediate_size: int | None = None
     num_heads: int | None = None
+    normalize: bool = True
+    min_scale: float = MIN_SCALE
 
     def __post_init__(self):
         object.__setattr__(self, "features", tuple(self.features))
@@ -214,16 +255,18 @@ class HeadConfig:
             raise ValueError(f'pooling: expected "token" or "sequence", got {self.pooling!r}.')
         if self.kind not in ("constant", "linear", "mlp", "transformer"):
             raise ValueError(f'kind: expected "constant", "linear", "mlp" or "transformer", got {self.kind!r}.')
+        if not NO_MIN_SCALE <= self.min_scale <= 1:
+            raise ValueError(f"min_scale: expected {NO_MIN_SCALE:g} to 1, got {self.min_scale}.")
 
     def build(self) -> nn.Module:
         """The module."""
-        shared = {"identity_start": self.identity_start, "pooling": self.pooling}
+        shared = {"identity_start": self.identity_start, "pooling": self.pooling, "min_scale": self.min_scale}
         if self.kind == "constant":
-            return ConstantTemperature()
+            return ConstantTemperature(self.min_scale)
         if self.kind == "linear":
             return LinearHead(**shared)
         if self.kind == "mlp":
-            return MLPHead(self.intermediate_size or self.hidden_size, **shared)
+            return MLPHead(self.intermediate_size or self.hidden_size, normalize=self.normalize, **shared)
         heads = self.num_heads or _number_of_heads(self.hidden_size)
         if self.hidden_size % heads or (self.hidden_size // heads) % 2:
             raise ValueError(

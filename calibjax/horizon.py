@@ -44,6 +44,8 @@ class Horizon:
         form: `suffix`: w_i weights −log q of the whole suffix, as far as the horizon; `next_token`: of its first token.
             Without horizon and clipping both have the minimiser p_T.
         kl_weight: of KL(q ‖ p) of every next token, at least 0: it holds the student near the scorer, and off p_T.
+        average: `token`: the loss is the mean over all tokens of a batch; `sequence`: over the means of its sequences,
+            so that a short one weighs as much as a long one.
     """
 
     horizon: int | None = None
@@ -51,6 +53,7 @@ class Horizon:
     baseline: BaselineKind = "position"
     form: Form = "suffix"
     kl_weight: float = 0.0
+    average: Literal["token", "sequence"] = "token"
 
     def check(self) -> None:
         """Raises `UserError` where a value is out of range."""
@@ -66,12 +69,16 @@ class Horizon:
 
 MODES: dict[Mode, Horizon] = {
     "paper": Horizon(),
-    "official": Horizon(horizon=8, clip=3.0, baseline="position", form="next_token", kl_weight=0.05),
+    "official": Horizon(
+        horizon=8, clip=3.0, baseline="position", form="next_token", kl_weight=0.05, average="sequence"
+    ),
 }
 """`paper`: the objective as derived: the likelihood of the whole suffix, no clipping, no further term. We had its
 abstract and the authors' code, not the sections on experiments: constants that may be used there are not in this.
-`official`: the constants of the authors' code for GPT-2 (github.com/AndyShih12/LongHorizonTemperatureScaling,
-conf/config_gpt2.yaml and model_gpt2.py, commit 5c4c39d).
+`official`: the constants and the average of the authors' code for GPT-2
+(github.com/AndyShih12/LongHorizonTemperatureScaling, conf/config_gpt2.yaml and model_gpt2.py, commit 5c4c39d). Their
+running means count from 0.001 tokens, ours from 0: after n tokens of a position their baseline is 1/(1 + 0.001/n) of
+ours.
 """
 
 
@@ -256,6 +263,30 @@ def long_horizon_loss(
     if kl is not None:
         loss = loss + kl_weight * kl
     return loss if where is None else jnp.where(where, loss, 0.0)
+
+
+def sequence_weights(where: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T"]:
+    """1/n of every token that counts, n the number of such tokens in its sequence; 0 of the others.
+
+    Σ w ℓ is the sum of the sequences' means of ℓ, and Σ w the number of sequences in which a token counts.
+
+    Args:
+        where: tokens that count.
+        segment_ids: of the sequences packed in a row; None: one sequence a row.
+
+    Returns:
+        float32 `[B, T]`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> sequence_weights(jnp.array([[True, True, False, True]]), jnp.array([[1, 1, 1, 2]])).tolist()
+        [[0.5, 0.5, 0.0, 1.0]]
+    """
+    ones = where.astype(jnp.float32)
+    backwards = None if segment_ids is None else segment_ids[:, ::-1]
+    before = suffix_sums(ones[:, ::-1], segment_ids=backwards)[:, ::-1]
+    count = suffix_sums(ones, segment_ids=segment_ids) + before - ones
+    return jnp.where(where, 1.0 / jnp.maximum(count, 1.0), 0.0)
 
 
 def reverse_kl(student: Float[Array, "*B V"], scorer: Float[Array, "*B V"]) -> Float[Array, "*B"]:

@@ -363,6 +363,7 @@ class Attention(nn.Module):
     config: BlockConfig
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
+    kernel_init: nn.initializers.Initializer = _kernel_init
 
     @nn.compact
     def __call__(
@@ -376,7 +377,7 @@ class Attention(nn.Module):
                 use_bias=use_bias,
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
-                kernel_init=_kernel_init,
+                kernel_init=self.kernel_init,
                 name=name,
             )
 
@@ -410,6 +411,7 @@ class MLP(nn.Module):
     config: BlockConfig
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
+    kernel_init: nn.initializers.Initializer = _kernel_init
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -419,7 +421,7 @@ class MLP(nn.Module):
             use_bias=cfg.mlp_bias,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
-            kernel_init=_kernel_init,
+            kernel_init=self.kernel_init,
         )
         activation = ACTIVATIONS[cfg.activation]
         up = dense(cfg.intermediate_size, name="up")(hidden)
@@ -434,6 +436,7 @@ class Block(nn.Module):
       config: Its shape and kind.
       dtype: Compute dtype, and that of the output.
       param_dtype: Dtype of the parameters it creates.
+      kernel_init: Initializer of every matrix; by default N(0, 0.02²).
 
     Called with `past`, keys and values of S columns, it returns the keys and values of the tokens given beside its
     output: `calibjax.cache` keeps them.
@@ -451,6 +454,7 @@ class Block(nn.Module):
     config: BlockConfig
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
+    kernel_init: nn.initializers.Initializer = _kernel_init
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "B T D"], context: SequenceContext, past: KeysValues | None = None) -> Any:
@@ -466,7 +470,8 @@ class Block(nn.Module):
             return hidden + update
 
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
-        attention, mlp = Attention(cfg, *kinds, name="attention"), MLP(cfg, *kinds, name="mlp")
+        attention = Attention(cfg, *kinds, self.kernel_init, name="attention")
+        mlp = MLP(cfg, *kinds, self.kernel_init, name="mlp")
         normed = norm(hidden, "attention_norm", before)
         mixed, new = attention(normed, context, past)
         if cfg.parallel is not None:

@@ -7,6 +7,7 @@ vocabulary size.
 """
 
 import math
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -77,7 +78,12 @@ def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""], *, where:
 
 
 def selective_smoothing(
-    stats: VocabStats, alpha: float | Float[Array, ""] = 0.5, *, balanced: bool = False, where: Mask = None
+    stats: VocabStats,
+    alpha: float | Float[Array, ""] = 0.5,
+    *,
+    balanced: bool = False,
+    masking: Literal["exclude", "authors"] = "exclude",
+    where: Mask = None,
 ) -> Float[Array, "..."]:
     """Selective smoothing, the loss of Adaptive Temperature Scaling (arXiv 2409.19817, section 3).
 
@@ -87,15 +93,26 @@ def selective_smoothing(
     Args:
         stats: with `log_normalizer`, `target_logit`, `mean_logit`, `correct`.
         alpha: weight α in [0, 1] of the wrong tokens.
-        balanced: the form of the authors' code: each group is averaged over its own tokens and weighted by the other
-            group's share, w_right = (1−α) n_wrong / m and w_wrong = α n_right / m with m = (1−α) n_wrong + α n_right.
+        balanced: each group is averaged over its own tokens and weighted by the other group's fraction,
+            w_right = (1−α) n_wrong / m and w_wrong = α n_right / m with m = (1−α) n_wrong + α n_right.
             Values are scaled so that their mean over all valid tokens is the balanced loss. The counts are those of the
             array given, so a batch cut into micro-batches is balanced within each. 0 where a group is empty.
-        where: bool, False for tokens that do not count.
+        masking: which tokens the balanced form counts. "exclude": an ignored token (one with the label −100) is neither
+            right nor wrong. "authors": it counts as wrong in n_wrong, with a loss of 0, as in the class
+            `SelectiveSmoothingLoss` of the authors' code (github.com/Johnathan-Xie/adaptive-temperature-scaling,
+            src/llmtuner/model/calibration/modeling.py, commit f144309). That divides the mean of the wrong tokens by
+            the length of the prompt as well, so the loss depends on how much of a sequence is ignored. The two agree
+            where no token is ignored.
+        where: bool, False for tokens that do not count, such as padding: under neither `masking`.
 
     Returns:
         float32, per token.
+
+    Raises:
+        ValueError: `masking="authors"` without `balanced`: the other form has no counts.
     """
+    if masking not in ("exclude", "authors") or (masking == "authors" and not balanced):
+        raise ValueError(f'masking: expected "exclude", or "authors" with balanced=True, got {masking!r}.')
     counts = valid_tokens(stats, where)
     right = stats.require("correct")
     right_weight, wrong_weight = 1.0 - jnp.asarray(alpha, jnp.float32), jnp.asarray(alpha, jnp.float32)
@@ -103,6 +120,9 @@ def selective_smoothing(
         # mean over n of w·(n/n_right) on the right tokens = w times their own mean; n_wrong/n_right etc. cancel below.
         n_right, n = jnp.sum(counts & right).astype(jnp.float32), jnp.sum(counts).astype(jnp.float32)
         n_wrong = n - n_right
+        if masking == "authors":
+            everything = jnp.ones_like(counts) if where is None else jnp.broadcast_to(where, counts.shape)
+            n_wrong = jnp.sum(everything).astype(jnp.float32) - n_right
         total = right_weight * n_wrong + wrong_weight * n_right
         right_weight, wrong_weight = (
             jnp.where((n_right > 0) & (n_wrong > 0), w * other * n / jnp.maximum(total * own, 1e-30), 0.0)

@@ -20,6 +20,7 @@ from calibjax.heads import (
     MAX_LOG_FACTOR,
     MAX_SCALE,
     MIN_SCALE,
+    NO_MIN_SCALE,
     FittedHead,
     HeadConfig,
     head_features,
@@ -97,6 +98,70 @@ def test_random_start_is_that_of_torch_linear(kind):
         assert np.abs(x).max() > 0.8 * bound
         assert_within(x.std(), bound / math.sqrt(3), 2 * tolerance, "standard deviation")
         assert_within(x.mean(), 0.0, 2 * tolerance, "mean")
+
+
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_random_start_of_every_matrix(kind):
+    """U(−1/√F, 1/√F), F the inputs of the matrix: torch.nn.Linear's, as everywhere in the authors' heads."""
+    features = FEATURES if kind == "transformer" else ("hidden_states",)  # with a projection
+    config = HeadConfig(kind=kind, hidden_size=32, features=features, num_heads=2, identity_start=False)
+    flat = traverse_util.flatten_dict(init(config))
+    matrices = {name: np.asarray(x) for name, x in flat.items() if name[-1] == "kernel"}
+    assert len(matrices) == {"mlp": 2, "transformer": 9}[kind]
+    for name, matrix in matrices.items():
+        bound = 1 / math.sqrt(len(matrix))
+        assert np.abs(matrix).max() <= bound * (1 + EPS), name
+        assert np.abs(matrix).max() > 0.9 * bound, name
+        # The variance of the variance of a uniform distribution is 4/45 of the bound's fourth power.
+        tolerance = 5 * bound**2 * math.sqrt(4 / 45 / matrix.size)
+        assert_within(np.square(matrix).mean(), bound**2 / 3, tolerance, str(name))
+    assert np.abs(flat[("output", "bias")]).max() > 0
+
+
+def test_the_mlp_of_the_authors_reads_what_it_is_given():
+    config = config_of("mlp", normalize=False)
+    params, (hidden, unembedding) = random_params(config, 0.2), inputs()
+    gate, up = np.split(oracle.f64(hidden) @ oracle.f64(params["gate_up"]["kernel"]), 2, axis=-1)
+    output = {name: oracle.f64(x) for name, x in params["output"].items()}
+    want = (gate / (1 + np.exp(-gate)) * up) @ output["kernel"][:, 0] + output["bias"][0]
+    got = log_scale(config, params, hidden, unembedding)
+    assert_within(got, want, 100 * EPS * (1 + np.abs(want)))
+    assert np.abs(got - log_scale(config_of("mlp"), params, hidden, unembedding)).max() > 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_lower_bound_can_be_lifted(kind):
+    """Down to 1e-30, where the distribution is uniform and the most likely token still the base model's."""
+    config = config_of(kind, min_scale=NO_MIN_SCALE)
+    lm = small_model(jnp.float32)
+    tokens = np.random.default_rng(3).integers(0, V, (2, 8)).astype(np.int32)
+    for bias, want in ((-20.0, -20.0), (-1e9, math.log(NO_MIN_SCALE)), (1e9, math.log(MAX_SCALE))):
+        params = traverse_util.flatten_dict(jax.tree.map(jnp.zeros_like, random_params(config)))
+        last = ("log_scale",) if kind == "constant" else ("output", "bias")
+        params[last] = jnp.full_like(params[last], bias)
+        params = traverse_util.unflatten_dict(params)
+        np.testing.assert_array_equal(log_scale(config, params, *inputs()), np.float32(want))
+        log_probs = np.asarray(calibrated_logprobs(lm, FittedHead(config, params, 0.0, lm.fingerprint), tokens))
+        assert np.isfinite(log_probs).all()
+        np.testing.assert_array_equal(log_probs.argmax(axis=-1), np.asarray(lm.logits(tokens)).argmax(axis=-1))
+        if want < 0:
+            assert_within(log_probs, np.full_like(log_probs, -math.log(V)), 1e-6, "uniform")
+
+
+def test_a_head_stored_before_has_what_it_had():
+    """A description without the later fields: normalised input, and s of at least 1/20."""
+    stored = {"kind": "mlp", "hidden_size": D, "features": ["hidden_states"], "pooling": "token"}
+    stored |= {"identity_start": False, "intermediate_size": 6, "num_heads": None}
+    config = HeadConfig(**stored)
+    params, (hidden, unembedding) = random_params(config, 2.0), inputs()
+    f = oracle.f64(hidden)
+    f = f / np.sqrt(np.square(f).mean(axis=-1, keepdims=True) + 1e-6)
+    gate, up = np.split(f @ oracle.f64(params["gate_up"]["kernel"]), 2, axis=-1)
+    want = (gate / (1 + np.exp(-gate)) * up) @ oracle.f64(params["output"]["kernel"])[:, 0]
+    want = np.clip(want + oracle.f64(params["output"]["bias"])[0], math.log(0.05), math.log(10))
+    assert (want == math.log(0.05)).any()
+    assert ((want > math.log(0.05)) & (want < math.log(10))).any()
+    assert_within(log_scale(config, params, hidden, unembedding), want, 1000 * EPS * (1 + np.abs(want)))
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -200,6 +265,8 @@ def test_soft_capped_features():
     ("change", "message"),
     [
         ({"kind": "lstm"}, "kind: expected"),
+        ({"min_scale": 0.0}, "min_scale: expected 1e-30 to 1"),
+        ({"min_scale": 2.0}, "min_scale: expected 1e-30 to 1"),
         ({"pooling": "max"}, "pooling: expected"),
         ({"features": ("logits",)}, "features: expected distinct names"),
         ({"features": ()}, "features: expected distinct names"),

@@ -17,6 +17,7 @@ from calibjax.horizon import (
     log_weights,
     long_horizon_loss,
     reverse_kl,
+    sequence_weights,
     suffix_sums,
     token_weights,
 )
@@ -149,6 +150,22 @@ def test_official_weights_are_those_of_the_authors_formula():
     sums = np.stack([padded[:, i : i + 8].sum(axis=1) for i in range(20)], axis=1)
     np.testing.assert_allclose(got, np.exp(np.minimum(sums / 0.6 - sums, 3.0)), rtol=2e-5)
     assert MODES["official"].kl_weight == 0.05
+
+
+def test_sequence_weights_average_sequences_then_the_batch():
+    rng = np.random.default_rng(0)
+    values, where = rng.normal(size=(5, 9)), rng.random((5, 9)) < 0.6
+    segments = np.sort(rng.integers(1, 4, (5, 9)), axis=1)
+    where[2, segments[2] == segments[2, 0]] = False  # a sequence of which no token counts
+    for ids in (segments, None):
+        own = np.ones_like(segments) if ids is None else ids
+        masks = [(np.arange(5)[:, None] == r) & (own == s) & where for r in range(5) for s in np.unique(own)]
+        means = [values[mask].mean() for mask in masks if mask.any()]
+        got = np.asarray(sequence_weights(jnp.asarray(where), None if ids is None else jnp.asarray(ids)), np.float64)
+        np.testing.assert_allclose(got.sum(), len(means), rtol=1e-6)
+        np.testing.assert_allclose((got * values).sum() / got.sum(), np.mean(means), rtol=1e-5)
+    assert MODES["official"].average == "sequence"
+    assert MODES["paper"].average == "token"
 
 
 def test_running_means_are_of_all_batches():

@@ -244,6 +244,49 @@ def test_balanced_selective_smoothing(alpha):
         np.testing.assert_array_equal(run(one_group), 0.0)
 
 
+def authors_balanced(z, y, s, alpha, real):
+    """The authors' class, from its formula: -100 is no token's argmax, so an ignored token is wrong, at a loss of 0."""
+    z, y, s = z[real].astype(np.float64), y[real], s[real].astype(np.float64)
+    log_q = np.log(oracle.probabilities(z, s))
+    right, ignored = z.argmax(axis=1) == y, y == -100
+    fraction = right.mean()
+    smooth = np.where(ignored, 0.0, -log_q.mean(axis=1))[~right].mean()
+    hard = -log_q[right, y[right]].mean()
+    weights = np.array([alpha * fraction, (1 - alpha) * (1 - fraction)])
+    return weights @ [smooth, hard] / weights.sum()
+
+
+# Of the class itself, run in float64 with label_smoothing 1 on `problem(n=30)`.
+@pytest.mark.parametrize(("alpha", "mean"), [(0.2, 1.3600927876), (0.5, 2.6548514823), (0.8, 3.7577942635)])
+def test_the_authors_masking(alpha, mean):
+    z, y, s = problem(n=30)
+    y[[11, 12]] = -100
+    real = np.ones(30, bool)
+
+    def run(y, masking="authors", **options):
+        stats = stats_of(z, y, s)
+        loss = losses.selective_smoothing(stats, alpha, balanced=True, masking=masking, **options)
+        return float(loss.astype(jnp.float32).sum() / losses.valid_tokens(stats, options.get("where")).sum())
+
+    _, fewer_ignored, _ = problem(n=30)
+    # Its weights are float32, as torch divides counts.
+    assert_within(authors_balanced(z, fewer_ignored, s, alpha, real), mean, 1e-6, "the formula of the test")
+    assert_within(run(fewer_ignored), mean, TOLERANCE, "the class")
+    assert_within(run(y), authors_balanced(z, y, s, alpha, real), TOLERANCE, "more of them ignored")
+    assert run(y) < run(y, "exclude") - 0.1
+    real = np.arange(30) % 4 != 3  # padding is none of their tokens: their micro-batch is one sequence
+    assert_within(run(y, where=real), authors_balanced(z, y, s, alpha, real), TOLERANCE, "padding")
+    everything_counts = np.where(y == -100, 0, y)
+    assert run(everything_counts) == run(everything_counts, "exclude")
+
+
+def test_masking_belongs_to_the_balanced_form():
+    stats = stats_of(*problem())
+    for options in ({"masking": "authors"}, {"masking": "theirs", "balanced": True}):
+        with pytest.raises(ValueError, match="masking: expected"):
+            losses.selective_smoothing(stats, **options)
+
+
 def test_focal_at_certainty():
     z = np.array([[200.0, 0.0, 0.0], [0.0, 200.0, 0.0], [3.0, 1.0, 2.0]], np.float32)
     y = np.array([0, 0, 0], np.int32)

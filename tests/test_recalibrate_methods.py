@@ -279,6 +279,60 @@ def test_few_shot_knows_a_new_slice_by_its_confidences():
     np.testing.assert_allclose(near, far, rtol=1e-6, err_msg="numbers of slices beyond int32 stay apart")
 
 
+def verbalised(n, seed):
+    """Confidences as models word them, 15% of them exactly 1, and the true accuracy, which is far below that."""
+    rng = np.random.default_rng(seed)
+    values, weights = [0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1], [5, 5, 5, 10, 15, 10, 20, 15, 15]
+    confidence = rng.choice(values, n, p=np.array(weights) / 100)
+    truth = 0.2 + 0.65 * confidence**2
+    return Predictions(confidence=confidence, correct=(rng.random(n) < truth).astype(np.float32)), truth
+
+
+def test_exact_ones_do_not_spoil_platt_scaling():
+    """At 2^-24 their log-odds are 16.6 beside 2.9 of the next value, and the line misses all others."""
+    calibration, (test, truth) = verbalised(2000, 40)[0], verbalised(5000, 41)
+    error = {}
+    for name in ("platt", "beta", "confidence_temperature"):
+        for clip in (None, 2.0**-24):
+            out = probabilities(name, METHODS[name].fit(calibration, clip=clip), test)
+            error[name, clip] = np.abs(out - truth).mean()
+    print(error)
+    assert error["platt", 2.0**-24] > 0.06
+    assert error["platt", None] < 0.03
+    assert error["platt", None] < error["beta", None] + 0.01
+    assert error["beta", None] < error["beta", 2.0**-24]
+    assert error["confidence_temperature", None] < error["confidence_temperature", 2.0**-24]
+
+
+def test_ones_that_were_rounded_stay_where_they_are():
+    """Tokens: a 1 is 1 - 3e-8 in float32, and the straight line goes on to there; nothing is clipped."""
+    rng = np.random.default_rng(42)
+    z = rng.normal(5, 7, 4000)
+    data = Predictions(
+        confidence=(1 / (1 + np.exp(-z))).astype(np.float32),
+        correct=(rng.random(4000) < 1 / (1 + np.exp(-0.4 * z))).astype(np.float32),
+    )
+    assert (data.confidence == 1).sum() > 50
+    state = METHODS["platt"].fit(data)
+    assert state.clip <= 2.0**-20
+    assert_within(state.slope, 0.4, 0.03, "slope")
+
+
+def test_the_clip_is_an_option():
+    data, _ = verbalised(300, 43)
+    for name in ("platt", "beta", "confidence_temperature"):
+        state = METHODS[name].fit(data, clip=0.02)
+        assert state.clip == np.float32(0.02)
+        ends = np.array([0.0, 0.01, 0.02, 0.98, 0.99, 1.0], np.float32)
+        out = np.asarray(METHODS[name].apply(state, Predictions(confidence=ends)))
+        assert_within(out[[0, 1, 3, 4]], out[[2, 2, 5, 5]], 4 * EPS, "beyond the clip")
+        without = rows_of(data, data.confidence < 1)
+        assert METHODS[name].fit(without).clip == np.float32(2.0**-24)
+        for clip in (0.0, 0.5, np.nan):
+            with pytest.raises(UserError, match="clip: expected"):
+                METHODS[name].fit(data, clip=clip)
+
+
 def scenario(kind):
     n = 10 if kind == "ten" else 80
     data = bundle(n=n)

@@ -11,6 +11,7 @@ from tiny import answered, at_targets, dense_log_probs, make_lm, make_windows, r
 
 from calibjax._checks import UserError
 from calibjax.data import hold_back
+from calibjax.heads import HeadConfig
 from calibjax.models.frozen import batch_stats, freeze
 from calibjax.recalibrate import TemperatureFit
 from calibjax.train import AtsOptions, ats, fit_ats
@@ -219,11 +220,17 @@ def test_every_kind_of_head(tmp_path, options, dtype):
 
 def test_paper_recipe_is_the_paper():
     plan = make_plan(AtsOptions(recipe="paper"), 4096)
-    assert [tuple(trial) for trial in plan.trials] == [("selective-balanced", 0.5)]
+    assert [tuple(trial) for trial in plan.trials] == [("selective-authors", 0.5)]
     assert plan.head.kind == "transformer"
     assert not plan.head.identity_start
     assert plan.head.intermediate_size == 11008  # the block of Llama-2-7B
     assert plan.head.build().block.num_heads == 32
+    assert plan.head.min_scale == 1e-30
+    larger = make_plan(AtsOptions(recipe="paper"), 5120).head  # of Llama-2-13B: calibration_configs/*_13b/config.json
+    assert larger.intermediate_size == 13824
+    assert larger.build().block.num_heads == 40
+    assert not make_plan(AtsOptions(recipe="paper", head="mlp"), 4096).head.normalize
+    assert make_plan(AtsOptions(recipe="paper", head="mlp", normalize=True), 4096).head.normalize
     assert (plan.epochs, plan.batch_size, plan.accumulate) == (2, 8, 8)
     assert plan.optimizer.learning_rate == 5e-5
     assert (plan.optimizer.warmup_fraction, plan.optimizer.weight_decay) == (0.0, 0.0)
@@ -242,6 +249,10 @@ def test_options_override_the_recipe():
     assert plan.refit_temperature
     assert plan.optimizer.warmup_fraction == 0.3
     assert not make_plan(AtsOptions(refit_temperature=False), 64).refit_temperature
+    assert not make_plan(AtsOptions(normalize=False), 64).head.normalize
+    assert make_plan(AtsOptions(), 64).head == HeadConfig(kind="mlp", hidden_size=64)
+    with pytest.raises(UserError, match="--normalize: a linear head does not"):
+        make_plan(AtsOptions(head="linear", normalize=True), 64)
 
 
 def test_trials():
@@ -252,6 +263,7 @@ def test_trials():
     assert trials(alpha=0.25) == ["joint", "cross-entropy", "selective-0.25"]
     assert trials(loss="selective") == ["selective-0.5"]
     assert trials(loss="label-smoothing") == ["label-smoothing-0.1"]
+    assert trials(loss="selective-authors", alpha=0.3) == ["selective-authors-0.3"]
     assert trials(loss="selective-balanced", alpha=0.0) == ["selective-balanced-0"]
     with pytest.raises(UserError, match="--alpha: --loss cross-entropy has no such weight"):
         trials(loss="cross-entropy", alpha=0.3)

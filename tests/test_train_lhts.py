@@ -1,5 +1,6 @@
 """Training for the long horizon: its loss, its state, its meshes, its resuming, its samples and its conditions."""
 
+import dataclasses
 import json
 
 import jax
@@ -59,17 +60,23 @@ def weights_by_loops(log_p, windows, temperature, baseline, objective):
     return weights
 
 
-def test_loss_is_the_dense_formula(monkeypatch):
-    """The official objective from the whole logits in float64: weights, conditions, and the KL term block by block."""
+@pytest.mark.parametrize("average", ["sequence", "token"])
+def test_loss_is_the_dense_formula(monkeypatch, average):
+    """The official objective from the whole logits in float64: weights, conditions, and the KL term block by block.
+
+    Their average is over the tokens of a sequence, then over the sequences.
+    """
     from calibjax.train import lhts
 
     monkeypatch.setattr(lhts, "_BLOCK_LOGITS", 8 * 24 * 4)  # three blocks of columns, the last with two of padding
     lm = make_lm()
     windows, batch = batch_of(lm)
     params, objective = student_of(lm), MODES["official"]
+    if average == "token":
+        objective = dataclasses.replace(objective, average="token")
     of_batch = LhtsObjective(model=lm.config, objective=objective, condition_scale=0.5)
     before = RunningMean(jnp.full(10, -3.0), jnp.full(10, 2.0))
-    loss, (tokens, after) = jax.jit(of_batch)(params, lm.params, batch, {}, before)
+    loss, (divisor, after) = jax.jit(of_batch)(params, lm.params, batch, {}, before)
 
     at = (np.arange(8)[:, None], np.arange(10), windows.targets)
     all_p = dense_log_probs(lm, windows)
@@ -83,10 +90,16 @@ def test_loss_is_the_dense_formula(monkeypatch):
     np.testing.assert_allclose(after.baseline("position"), baseline, rtol=1e-5)
     weights = weights_by_loops(log_p, windows, np.asarray(batch["temperature"]), baseline, objective)
     kl = (np.exp(all_q) * (all_q - all_p)).sum(axis=-1)
-    expected = np.where(windows.where, -weights * all_q[at] + objective.kl_weight * kl, 0).sum()
-    print(f"loss {float(loss):.5f}, dense {expected:.5f}, of which KL {0.05 * kl[windows.where].sum():.3f}")
-    assert float(tokens) == windows.where.sum()
-    np.testing.assert_allclose(loss, expected, rtol=2e-5)
+    each = -weights * all_q[at] + objective.kl_weight * kl
+    if average == "token":
+        expected = each[windows.where].mean()
+    else:
+        masks = [
+            (windows.segment_ids == s) & windows.where & (np.arange(8)[:, None] == r) for r in range(8) for s in (1, 2)
+        ]
+        expected = np.mean([each[mask].mean() for mask in masks if mask.any()])
+    print(f"loss {float(loss / divisor):.5f}, dense {expected:.5f}")
+    np.testing.assert_allclose(loss / divisor, expected, rtol=2e-5)
 
 
 def test_nothing_reaches_the_scorer_or_the_weights():

@@ -136,6 +136,37 @@ def test_accumulation_is_the_mean_over_all_tokens():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *results.values())
 
 
+def test_the_authors_micro_batches_weigh_alike():
+    """Each is balanced by itself, ignored tokens among the wrong ones, padding among neither; then all are averaged."""
+    lm, _, batch = setting()
+    head, params = random_head("linear", lm)
+    z = np.asarray(batch["hidden"], np.float64) @ np.asarray(lm.unembedding, np.float64).T
+    targets, where, real = (np.asarray(x) for x in (batch["targets"], batch["where"], batch["segment_ids"] > 0))
+    output = jax.tree.map(lambda x: np.asarray(x, np.float64), params["output"])
+    u = (np.asarray(batch["hidden"], np.float64) @ output["kernel"])[..., 0] + output["bias"][0]
+    s = np.exp(np.clip(u, math.log(MIN_SCALE), math.log(MAX_SCALE)))
+    scaled = s[..., None] * z
+    log_q = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+    right = where & (z.argmax(axis=-1) == targets)
+    assert (real & ~where).sum(axis=1).max() > 0, "nothing is ignored: the two forms agree"
+    alpha, each = HYPER["alpha"], []
+    for row in range(len(z)):
+        wrong = real[row] & ~right[row]
+        if not right[row].any():
+            each.append(0.0)
+            continue
+        hard = -log_q[row, right[row], targets[row, right[row]]].mean()
+        smooth = np.where(where[row], -log_q[row].mean(axis=-1), 0.0)[wrong].mean()
+        weights = np.array([(1 - alpha) * wrong.sum(), alpha * right[row].sum()])
+        each.append(weights @ [hard, smooth] / weights.sum())
+    assert np.ptp(each) > 0.1
+    optimizer = optax.sgd(0.1)
+    step = make_train_step(AtsObjective(lm.config, head, "selective-authors"), optimizer, accumulate=len(z))
+    _, metrics = step(create_state(params, optimizer), freeze(lm, hidden_given=True), batch, hyper())
+    np.testing.assert_allclose(metrics.loss, np.mean(each), rtol=1e-5)
+    assert int(metrics.tokens) == where.sum()
+
+
 def test_state_is_donated_and_nothing_else():
     lm, _, batch = setting()
     head, params = random_head("linear", lm)

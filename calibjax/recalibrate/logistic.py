@@ -1,5 +1,13 @@
-"""From confidence to the probability of being right by one to three parameters: temperature, Platt scaling, beta."""
+"""From confidence to the probability of being right by one to three parameters: temperature, Platt scaling, beta.
 
+All of them read the log-odds of the confidence, of which an exact 0 or 1 has none. They read clip(c, ε, 1 − ε) in its
+place. With ε = 2⁻²⁴, half a float32 spacing below 1, the log-odds of a 1 are 16.6: right for the probability of a token
+that was rounded to 1, but in verbalised confidences, where 1 is the next value after 0.95, its leverage on a straight
+line spoils the fit of everything else. What an exact 1 stands for is a matter of the data. So where they hold an exact
+0 or 1, ε is chosen by the same likelihood as the parameters, among 2⁻²⁴, 2⁻²², ... 2⁻⁴; otherwise it is 2⁻²⁴.
+"""
+
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -7,57 +15,80 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from calibjax._checks import UserError
 from calibjax.recalibrate.contract import FitReport, Predictions, select
 from calibjax.recalibrate.optimize import minimize
 
-_EDGE = 2.0**-24  # confidences of 0 and 1 are read as this far from them: half a float32 spacing below 1
+_CLIPS = tuple(2.0**-k for k in range(24, 3, -2))  # the first: half a float32 spacing below 1
 _LIMIT = 16.0  # |intercept|: σ(16) is the float32 next to 1. Reached only where all are right, or all wrong
 
 
 class OddsState(NamedTuple):
-    """σ(scale · log(c/(1 − c))), float32 scalar, scale = 1/T > 0."""
+    """σ(scale · log(c/(1 − c))), c clipped to [clip, 1 − clip]; float32 scalars, scale = 1/T > 0."""
 
     scale: np.ndarray
+    clip: np.ndarray
     report: FitReport
 
 
 class PlattState(NamedTuple):
-    """σ(slope · log(c/(1 − c)) + intercept), float32 scalars."""
+    """σ(slope · log(c/(1 − c)) + intercept), c clipped to [clip, 1 − clip]; float32 scalars."""
 
     slope: np.ndarray
     intercept: np.ndarray
+    clip: np.ndarray
     report: FitReport
 
 
 class BetaState(NamedTuple):
-    """σ(a log c − b log(1 − c) + m), float32 scalars."""
+    """σ(a log c − b log(1 − c) + m), c clipped to [clip, 1 − clip]; float32 scalars."""
 
     a: np.ndarray
     b: np.ndarray
     m: np.ndarray
+    clip: np.ndarray
     report: FitReport
 
 
-def _logs(confidence: Array) -> tuple[Array, Array]:
+def _logs(confidence: Array, clip: Any) -> tuple[Array, Array]:
     """log c, log(1 − c)."""
-    c = jnp.clip(confidence, _EDGE, 1 - _EDGE)
+    c = jnp.clip(confidence, clip, 1 - clip)
     return jnp.log(c), jnp.log1p(-c)
+
+
+def _fit(
+    loss: Callable[..., Array],
+    start: tuple[float, ...],
+    bounds: tuple[tuple[float, ...], tuple[float, ...]],
+    data: Predictions,
+    where: np.ndarray | None,
+    clip: float | None,
+) -> tuple[tuple[np.ndarray, ...], np.ndarray, FitReport]:
+    """The parameters, ε, and the report."""
+    confidence, correct = select(data, ("confidence", "correct"), where)
+    if clip is not None and not _CLIPS[0] <= clip < 0.5:
+        raise UserError(f"clip: expected 2^-24 (6e-8) or more and less than 0.5, got {clip}.")
+    exact = bool(((confidence == 0) | (confidence == 1)).any())
+    tried = (clip,) if clip is not None else _CLIPS if exact else _CLIPS[:1]
+    fits = [(*minimize(loss, start, (confidence, correct), at, bounds=bounds), at) for at in tried]
+    params, report, best = min(fits, key=lambda fit: float(fit[1].loss))  # of equal ones the smallest ε
+    return params, np.asarray(best, np.float32), report
 
 
 def _log_loss(score: Array, correct: Array) -> Array:
     return -(correct * jax.nn.log_sigmoid(score) + (1 - correct) * jax.nn.log_sigmoid(-score))
 
 
-def _odds(scale: Any, confidence: Array) -> Array:
-    return _platt((scale, 0.0), confidence)
+def _odds(scale: Any, confidence: Array, clip: Any) -> Array:
+    return _platt((scale, 0.0), confidence, clip)
 
 
-def _odds_loss(params, rows, extra):
+def _odds_loss(params, rows, clip):
     confidence, correct = (row.astype(params[0].dtype) for row in rows)
-    return _log_loss(_odds(params[0], confidence), correct)
+    return _log_loss(_odds(params[0], confidence, clip), correct)
 
 
-def fit_odds(data: Predictions, where: np.ndarray | None = None) -> OddsState:
+def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> OddsState:
     """A single temperature where only the confidence is known: σ(log(c/(1 − c))/T).
 
     Temperature scaling (Guo et al. 2017, section 4.2) of the two logits 0 and log(c/(1 − c)): Platt scaling with a
@@ -66,34 +97,35 @@ def fit_odds(data: Predictions, where: np.ndarray | None = None) -> OddsState:
     Args:
         data: with `confidence`, `correct` (a share of attempts counts as that many right and wrong ones).
         where: bool `[N]`, False for rows that do not count.
+        clip: ε in [2⁻²⁴, 0.5): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None: 2⁻²⁴, or where there
+            is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the calibration data are most likely.
 
     Returns:
         `OddsState`; `report.converged` is False on separable data.
 
     Raises:
-        UserError: see `select`.
+        UserError: `clip` out of range; see `select`.
     """
-    confidence, correct = select(data, ("confidence", "correct"), where)
-    (scale,), report = minimize(_odds_loss, (1.0,), (confidence, correct), bounds=((np.exp(-6.0),), (_LIMIT,)))
-    return OddsState(scale, report)
+    (scale,), clipped, report = _fit(_odds_loss, (1.0,), ((float(np.exp(-6.0)),), (_LIMIT,)), data, where, clip)
+    return OddsState(scale, clipped, report)
 
 
 def apply_odds(state: OddsState, data: Predictions) -> Float[Array, " N"]:
     """σ(scale · log(c/(1 − c)))."""
-    return jax.nn.sigmoid(_odds(state.scale, jnp.asarray(data.confidence, jnp.float32)))
+    return jax.nn.sigmoid(_odds(state.scale, jnp.asarray(data.confidence, jnp.float32), state.clip))
 
 
-def _platt(params: Any, confidence: Array) -> Array:
-    log_c, log_miss = _logs(confidence)
+def _platt(params: Any, confidence: Array, clip: Any) -> Array:
+    log_c, log_miss = _logs(confidence, clip)
     return params[0] * (log_c - log_miss) + params[1]
 
 
-def _platt_loss(params, rows, extra):
+def _platt_loss(params, rows, clip):
     confidence, correct = (row.astype(params[0].dtype) for row in rows)
-    return _log_loss(_platt(params, confidence), correct)
+    return _log_loss(_platt(params, confidence, clip), correct)
 
 
-def fit_platt(data: Predictions, where: np.ndarray | None = None) -> PlattState:
+def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> PlattState:
     """Platt scaling: logistic regression of correctness on log(c/(1 − c)) (Platt 1999, section 2, without his prior).
 
     No penalty, as `sklearn.linear_model.LogisticRegression(penalty=None)`; slope and intercept are kept within ±16,
@@ -103,35 +135,36 @@ def fit_platt(data: Predictions, where: np.ndarray | None = None) -> PlattState:
     Args:
         data: with `confidence`, `correct` (a share of attempts counts as that many right and wrong ones).
         where: bool `[N]`, False for rows that do not count.
+        clip: ε in [2⁻²⁴, 0.5): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None: 2⁻²⁴, or where there
+            is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the calibration data are most likely.
 
     Returns:
         `PlattState`; `report.converged` is False on separable data.
 
     Raises:
-        UserError: see `select`.
+        UserError: `clip` out of range; see `select`.
     """
-    confidence, correct = select(data, ("confidence", "correct"), where)
     bounds = ((-_LIMIT, -_LIMIT), (_LIMIT, _LIMIT))
-    (slope, intercept), report = minimize(_platt_loss, (1.0, 0.0), (confidence, correct), bounds=bounds)
-    return PlattState(slope, intercept, report)
+    (slope, intercept), clipped, report = _fit(_platt_loss, (1.0, 0.0), bounds, data, where, clip)
+    return PlattState(slope, intercept, clipped, report)
 
 
 def apply_platt(state: PlattState, data: Predictions) -> Float[Array, " N"]:
     """σ(slope · log(c/(1 − c)) + intercept)."""
-    return jax.nn.sigmoid(_platt((state.slope, state.intercept), jnp.asarray(data.confidence, jnp.float32)))
+    return jax.nn.sigmoid(_platt((state.slope, state.intercept), jnp.asarray(data.confidence, jnp.float32), state.clip))
 
 
-def _beta(params: Any, confidence: Array) -> Array:
-    log_c, log_miss = _logs(confidence)
+def _beta(params: Any, confidence: Array, clip: Any) -> Array:
+    log_c, log_miss = _logs(confidence, clip)
     return params[0] * log_c - params[1] * log_miss + params[2]
 
 
-def _beta_loss(params, rows, extra):
+def _beta_loss(params, rows, clip):
     confidence, correct = (row.astype(params[0].dtype) for row in rows)
-    return _log_loss(_beta(params, confidence), correct)
+    return _log_loss(_beta(params, confidence, clip), correct)
 
 
-def fit_beta(data: Predictions, where: np.ndarray | None = None) -> BetaState:
+def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> BetaState:
     """Beta calibration: σ(a log c − b log(1 − c) + m), a, b >= 0 (Kull et al. 2017, section 4, "abm").
 
     The likelihood ratio of two beta distributions; a = b = 1, m = 0 is the identity, a = b is Platt scaling. Always
@@ -140,19 +173,20 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None) -> BetaState:
     Args:
         data: with `confidence`, `correct` (a share of attempts counts as that many right and wrong ones).
         where: bool `[N]`, False for rows that do not count.
+        clip: ε in [2⁻²⁴, 0.5): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None: 2⁻²⁴, or where there
+            is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the calibration data are most likely.
 
     Returns:
         `BetaState`; `report.converged` is False on separable data.
 
     Raises:
-        UserError: see `select`.
+        UserError: `clip` out of range; see `select`.
     """
-    confidence, correct = select(data, ("confidence", "correct"), where)
     bounds = ((0.0, 0.0, -_LIMIT), (_LIMIT, _LIMIT, _LIMIT))
-    (a, b, m), report = minimize(_beta_loss, (1.0, 1.0, 0.0), (confidence, correct), bounds=bounds)
-    return BetaState(a, b, m, report)
+    (a, b, m), clipped, report = _fit(_beta_loss, (1.0, 1.0, 0.0), bounds, data, where, clip)
+    return BetaState(a, b, m, clipped, report)
 
 
 def apply_beta(state: BetaState, data: Predictions) -> Float[Array, " N"]:
     """σ(a log c − b log(1 − c) + m)."""
-    return jax.nn.sigmoid(_beta((state.a, state.b, state.m), jnp.asarray(data.confidence, jnp.float32)))
+    return jax.nn.sigmoid(_beta((state.a, state.b, state.m), jnp.asarray(data.confidence, jnp.float32), state.clip))

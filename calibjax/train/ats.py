@@ -37,26 +37,48 @@ from calibjax.train.temperature import (
     mean_likelihood,
 )
 
-_LOSSES: dict[str, tuple[tuple[str, ...], Callable[[VocabStats, Mapping[str, Array]], Array]]] = {
-    "cross-entropy": (("cross_entropy",), lambda stats, hyper: losses.cross_entropy(stats)),
-    "joint": (
+
+class _Loss(NamedTuple):
+    """A loss as the command line names it.
+
+    Attributes:
+        made_of: functions of `losses`.
+        per_token: (statistics, hyper-parameters, the tokens that are no padding) -> the loss, `[B, T]`.
+        per_micro_batch: micro-batches weigh alike; False: by their numbers of tokens.
+    """
+
+    made_of: tuple[str, ...]
+    per_token: Callable[[VocabStats, Mapping[str, Array], Array], Array]
+    per_micro_batch: bool = False
+
+
+_LOSSES: dict[str, _Loss] = {
+    "cross-entropy": _Loss(("cross_entropy",), lambda stats, hyper, real: losses.cross_entropy(stats)),
+    "joint": _Loss(
         ("cross_entropy", "top_label"),
-        lambda stats, hyper: losses.cross_entropy(stats) + hyper["top_label_weight"] * losses.top_label(stats),
+        lambda stats, hyper, real: losses.cross_entropy(stats) + hyper["top_label_weight"] * losses.top_label(stats),
     ),
-    "label-smoothing": (
+    "label-smoothing": _Loss(
         ("label_smoothing",),
-        lambda stats, hyper: losses.label_smoothing(stats, hyper["alpha"]),
+        lambda stats, hyper, real: losses.label_smoothing(stats, hyper["alpha"]),
     ),
-    "selective": (
+    "selective": _Loss(
         ("selective_smoothing",),
-        lambda stats, hyper: losses.selective_smoothing(stats, hyper["alpha"]),
+        lambda stats, hyper, real: losses.selective_smoothing(stats, hyper["alpha"]),
     ),
-    "selective-balanced": (
+    "selective-balanced": _Loss(
         ("selective_smoothing",),
-        lambda stats, hyper: losses.selective_smoothing(stats, hyper["alpha"], balanced=True),
+        lambda stats, hyper, real: losses.selective_smoothing(stats, hyper["alpha"], balanced=True),
+    ),
+    "selective-authors": _Loss(
+        ("selective_smoothing",),
+        lambda stats, hyper, real: losses.selective_smoothing(
+            stats, hyper["alpha"], balanced=True, masking="authors", where=real
+        ),
+        per_micro_batch=True,
     ),
 }
-"""Name on the command line -> (functions of `losses` it is made of, the loss per token)."""
+"""Name on the command line -> the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +97,12 @@ class AtsObjective:
     def __call__(
         self, params: Any, frozen: Frozen, batch: Mapping[str, Array], hyper: Mapping[str, Array]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        names, loss = _LOSSES[self.loss]
-        needed = tuple(sorted({s for name in names for s in losses.REQUIRED_STATISTICS[name]}))
+        loss = _LOSSES[self.loss]
+        needed = tuple(sorted({s for name in loss.made_of for s in losses.REQUIRED_STATISTICS[name]}))
         stats, _ = batch_stats(self.model, self.head, params, frozen, batch, dtype=self.dtype, statistics=needed)
-        return jnp.sum(loss(stats, hyper)), jnp.sum(stats.valid).astype(jnp.float32)
+        total = jnp.sum(loss.per_token(stats, hyper, batch["segment_ids"] > 0))
+        count = jnp.sum(stats.valid).astype(jnp.float32)
+        return (total / jnp.maximum(count, 1.0), jnp.ones(())) if loss.per_micro_batch else (total, count)
 
 
 class Candidate(NamedTuple):

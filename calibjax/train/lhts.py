@@ -24,6 +24,7 @@ from calibjax.horizon import (
     RunningMean,
     long_horizon_loss,
     reverse_kl,
+    sequence_weights,
     token_weights,
 )
 from calibjax.kernels import VocabSharding, linear_cross_entropy, vocab_stats
@@ -49,7 +50,7 @@ class LhtsOptions(TuningOptions):
         temperatures: long-horizon temperatures T > 0. Several are learned by one student: each has a vector that is
             added to the embeddings, and every window is used at one of them.
         mode: objective that the options below change: paper (whole suffix), or official, that of the authors' code
-            (8 tokens, clipped, next token, KL term).
+            (8 tokens, clipped, next token, KL term, every sequence of the same weight).
         horizon: tokens of a suffix whose likelihood counts.
         clip: largest log-weight; inf: none.
         baseline: of the log-likelihoods: none, scalar or position (running means).
@@ -153,6 +154,9 @@ class LhtsObjective:
         loss = long_horizon_loss(
             -self._nll(params, hidden, batch), weights, kl=kl, kl_weight=self.objective.kl_weight, where=where
         )
+        if self.objective.average == "sequence":
+            shares = sequence_weights(where, batch["segment_ids"])
+            return jnp.sum(shares * loss), (jnp.sum(shares), carry)
         return jnp.sum(loss), (jnp.sum(where).astype(jnp.float32), carry)
 
     def likelihood(self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]):

@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from calibjax._checks import UserError
-from calibjax.heads import HeadConfig, HeadKind
+from calibjax.heads import MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
 from calibjax.train.cache import CacheMode
 from calibjax.train.state import OptimizerConfig
 
-LossName = Literal["auto", "joint", "cross-entropy", "label-smoothing", "selective", "selective-balanced"]
+LossName = Literal[
+    "auto", "joint", "cross-entropy", "label-smoothing", "selective", "selective-balanced", "selective-authors"
+]
 ALPHA_GRID = (0.02, 0.1, 0.5)
 """Weights of selective smoothing that `--loss auto` tries; 0.5 is the paper's."""
 
@@ -20,14 +23,17 @@ class AtsOptions:
 
     Attributes:
         recipe: default, or paper: the paper's head, loss, schedule and batch (arXiv 2409.19817, section 4, and the
-            authors' code): a randomly started Llama block, balanced selective smoothing with alpha 0.5, AdamW 5e-5 with
-            cosine decay, 2 epochs, batches of 8 windows as 8 micro-batches, no choice of loss and no refit.
+            authors' code): a randomly started Llama block without a lower bound on 1/T, selective smoothing as the
+            authors mask it with alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 windows as 8
+            micro-batches, no choice of loss and no refit. docs/studies.md lists what still differs.
         head: constant, linear, mlp or transformer.
         features: what the head reads, names joined by "+": hidden_states, max_logit, log_std_logits, argmax_embedding.
         pooling: a temperature per token, or one per sequence.
         random_start: start from random weights instead of from temperature 1.
+        normalize: divide what an MLP reads by its root mean square (default: yes; recipe paper: no).
         loss: joint (cross-entropy + log loss of the top label, both proper scores), cross-entropy, label-smoothing,
-            selective, selective-balanced, or auto: fits with joint, cross-entropy and selective for a few alpha, and
+            selective, selective-balanced, selective-authors (balanced, where ignored tokens count as wrong, as in the
+            authors' code), or auto: fits with joint, cross-entropy and selective for a few alpha, and
             keeps the head with the best proper score on windows that training never saw.
         alpha: weight of wrong tokens in selective smoothing (0.5 if not given), or of the uniform distribution in
             label smoothing (0.1), 0 to 1. With --loss auto, tried in place of the grid.
@@ -50,6 +56,7 @@ class AtsOptions:
     features: str = "hidden_states"
     pooling: Literal["token", "sequence"] = "token"
     random_start: bool | None = None
+    normalize: bool | None = None
     loss: LossName | None = None
     alpha: float | None = None
     top_label_weight: float = 1.0
@@ -66,10 +73,16 @@ class AtsOptions:
 
 
 class Recipe(NamedTuple):
-    """The values that `AtsOptions` leaves to it; `mlp_ratio` is the width of the head's MLP over D (None: its own)."""
+    """The values that `AtsOptions` leaves to it, and what it alone decides.
+
+    Attributes:
+        intermediate_size: D -> width of the head's MLP; None: the head's own.
+        min_scale: smallest inverse temperature of the head.
+    """
 
     head: HeadKind
     random_start: bool
+    normalize: bool
     loss: LossName
     refit_temperature: bool
     epochs: int
@@ -77,13 +90,25 @@ class Recipe(NamedTuple):
     accumulate: int
     learning_rate: float
     warmup_fraction: float
-    mlp_ratio: float | None = None
+    intermediate_size: Callable[[int], int] | None = None
+    min_scale: float = MIN_SCALE
+
+
+def llama_intermediate_size(hidden_size: int) -> int:
+    """Width of the MLP of Llama 1 and 2: 8/3 D, rounded up to a multiple of 256.
+
+    Example:
+        >>> [llama_intermediate_size(hidden_size) for hidden_size in (4096, 5120)]
+        [11008, 13824]
+    """
+    return 256 * -(-(8 * hidden_size // 3) // 256)
 
 
 RECIPES = {
     "default": Recipe(
         head="mlp",
         random_start=False,
+        normalize=True,
         loss="auto",
         refit_temperature=True,
         epochs=6,
@@ -95,14 +120,16 @@ RECIPES = {
     "paper": Recipe(
         head="transformer",
         random_start=True,
-        loss="selective-balanced",
+        normalize=False,
+        loss="selective-authors",
         refit_temperature=False,
         epochs=2,
         batch_size=8,
         accumulate=8,
         learning_rate=5e-5,
         warmup_fraction=0.0,
-        mlp_ratio=11008 / 4096,  # the block is that of Llama-2-7B
+        intermediate_size=llama_intermediate_size,  # those of calibration_configs/ for 7B and 13B
+        min_scale=NO_MIN_SCALE,
     ),
 }
 
@@ -169,6 +196,8 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     if recipe.head == "constant" and any(asked.values()):
         names = ", ".join(name for name, given in asked.items() if given)
         raise UserError(f"{names}: a constant head reads nothing and always starts at 1; leave it out.")
+    if options.normalize is not None and recipe.head != "mlp":
+        raise UserError(f"--normalize: a {recipe.head} head does not normalise what it reads; leave it out.")
     try:
         head = HeadConfig(
             kind=recipe.head,
@@ -176,7 +205,9 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
             features=tuple(options.features.split("+")),
             pooling=options.pooling,
             identity_start=not recipe.random_start,
-            intermediate_size=None if recipe.mlp_ratio is None else max(1, round(recipe.mlp_ratio * hidden_size)),
+            intermediate_size=None if recipe.intermediate_size is None else recipe.intermediate_size(hidden_size),
+            normalize=recipe.normalize,
+            min_scale=recipe.min_scale,
         )
         head.build()
     except ValueError as error:
@@ -204,7 +235,7 @@ def _trials(loss: LossName, alpha: float | None) -> tuple[Trial, ...]:
     if loss == "auto":
         grid = ALPHA_GRID if alpha is None else (alpha,)
         return (Trial("joint", None), Trial("cross-entropy", None), *(Trial("selective", a) for a in grid))
-    if loss in ("selective", "selective-balanced"):
+    if loss in ("selective", "selective-balanced", "selective-authors"):
         return (Trial(loss, 0.5 if alpha is None else alpha),)
     if loss == "label-smoothing":
         return (Trial(loss, 0.1 if alpha is None else alpha),)
