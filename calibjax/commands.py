@@ -18,7 +18,7 @@ from calibjax.models import load_model
 from calibjax.models.checkpoint import save_checkpoint
 from calibjax.models.export import save_model, settings_files
 from calibjax.models.generate import check_sampling, generate
-from calibjax.models.load import stored_dtype
+from calibjax.models.load import stored_dtype, tensor_dtypes
 from calibjax.sharding import make_mesh
 from calibjax.train import load_head
 
@@ -139,7 +139,7 @@ def run_convert(run: ConvertRun, announce: Callable[[str], None] = print) -> dic
     lm = load_model(run.model, dtype="bfloat16" if dtype == "bfloat16" else "float32", mesh=mesh)
     assert lm.path is not None
     if run.to == "orbax":
-        save_checkpoint(run.out, lm, dtype=dtype)
+        save_checkpoint(run.out, lm, dtype=dtype, tensor_dtypes=tensor_dtypes(run.model))
     else:
         save_model(run.out, lm.config, lm.params, like=lm.path, dtype=dtype)
     announce(f"{lm!r} in {run.out}: {run.to}, {dtype}")

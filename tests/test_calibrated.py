@@ -128,7 +128,7 @@ def test_a_head_is_replaced_as_a_whole(tmp_path):
     save_head(tmp_path / "head", HEADS["pooled"])
     save_head(tmp_path / "head", HEADS["constant"])
     assert load_head(tmp_path / "head").config.kind == "constant"
-    assert sorted(entry.name for entry in (tmp_path / "head").iterdir()) == ["head.json", "params"]
+    assert sorted(entry.name for entry in (tmp_path / "head").iterdir()) == ["checksums.json", "head.json", "params"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
     (tmp_path / "head" / "thesis.txt").write_text("")
     with pytest.raises(UserError, match=r"no part of what replaces it \(thesis\.txt\)"):
@@ -149,9 +149,13 @@ def test_heads_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=f"another base model .*{LM.fingerprint[:12]}.*{other.fingerprint[:12]}"):
         load_head(directory, other)
 
+    (directory / "checksums.json").unlink()
+    with pytest.raises(UserError, match=r"checksums\.json is missing"):
+        load_head(directory)
     file = directory / "head.json"
-    text = file.read_text()
-    stored = json.loads(text)
+    stored = json.loads(file.read_text())
+    del stored["checksums"]  # as earlier versions wrote it
+    text = json.dumps(stored)
     broken = {
         "{": "not a head's description",
         "": "not a head's description",

@@ -14,7 +14,7 @@ from tiny import write_model
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "calibjax"
 FLOORS = {
-    **dict.fromkeys(("_checks", "_files", "_tpu_compiler", "sharding", "distributed"), 0),
+    **dict.fromkeys(("_checks", "_checksums", "_files", "_tpu_compiler", "sharding", "distributed"), 0),
     "kernels": 1,
     **dict.fromkeys(
         ("bounds", "horizon", "splash", "attention", "layers", "cache", "heads", "losses", "recalibrate", "metrics"), 2

@@ -1,8 +1,11 @@
 """The loop over a small regression: interrupted and gone on with, diverging, logged, and refused."""
 
+import gc
 import itertools
 import json
 import math
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -174,3 +177,90 @@ def test_restored_state_lies_on_the_mesh(tmp_path):
     assert all(sharding.is_fully_replicated for sharding in seen)
     assert STEP._cache_size() == before, "a resumed run compiles its step anew"
     assert list(itertools.pairwise(saved(tmp_path))) == [(4, 6)]
+
+
+# --- damage ---
+
+
+def missing_state(step):
+    shutil.rmtree(step / "state")
+
+
+def truncated(step):
+    data = max((step / "state").rglob("*"), key=lambda f: f.stat().st_size if f.is_file() else -1)
+    data.write_bytes(data.read_bytes()[:20])
+
+
+def empty_metadata(step):
+    for file in step.rglob("*METADATA*"):
+        file.write_bytes(b"")
+
+
+def missing_position(step):
+    shutil.rmtree(step / "data")
+
+
+def other_position(step):
+    file = step / "data/metadata"
+    text = file.read_text()
+    changed = re.sub(r"\d+", lambda number: str(int(number[0]) + 1), text, count=1)
+    assert changed != text
+    file.write_text(changed)
+
+
+def empty(step):
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+DAMAGE = [missing_state, truncated, empty_metadata, missing_position, other_position, empty]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, on damaged files
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path, damage, caplog):
+    run(tmp_path, steps=4)
+    assert saved(tmp_path) == [2, 4]
+    damage(tmp_path / "checkpoints/4")
+    taken = []
+    state = run(tmp_path, step_fn=lambda state, *rest: (taken.append(int(state.step)), STEP(state, *rest))[1])
+    assert taken == [2, 3, 4, 5]
+    same_bits(state, whole[0])
+    assert numbers(logged(tmp_path)) == numbers(whole[1])
+    assert saved(tmp_path) == [4, 6]
+    (record,) = [record for record in caplog.records if record.name.startswith("calibjax")]
+    assert re.search(r"checkpoints: the checkpoint of step 4 is damaged \(.+\); resuming from step 2", record.message)
+    gc.collect()  # the warnings of Orbax belong here
+    caplog.clear()
+    same_bits(run(tmp_path), whole[0])
+    assert not caplog.records
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, on damaged files
+def test_no_checkpoint_is_whole(tmp_path):
+    run(tmp_path, steps=4)
+    missing_state(tmp_path / "checkpoints/2")
+    other_position(tmp_path / "checkpoints/4")
+    before = logged(tmp_path)
+    with pytest.raises(
+        UserError, match=r"no checkpoint is whole \(step 4: the checksum of data .*; step 2: "
+    ) as caught:
+        run(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert saved(tmp_path) == [2, 4]
+    assert logged(tmp_path) == before
+    gc.collect()
+
+
+def test_a_file_in_place_of_the_checkpoints(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match="checkpoints: expected a directory of checkpoints, found a file"):
+        run(tmp_path)
+
+
+def test_checkpoints_of_earlier_versions(whole, tmp_path, caplog):
+    run(tmp_path, steps=4)
+    for step in (2, 4):
+        shutil.rmtree(tmp_path / f"checkpoints/{step}/checksums")
+    same_bits(run(tmp_path), whole[0])
+    assert "step 4 has no checksums, as in checkpoints of earlier versions; it is not verified" in caplog.text

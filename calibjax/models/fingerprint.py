@@ -3,10 +3,11 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
 from calibjax.models.config import DecoderConfig
@@ -33,6 +34,15 @@ def tensor_digest(name: str, tensor: ArrayLike) -> str:
     digest = hashlib.sha256(json.dumps([name, str(array.dtype), array.shape]).encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def join_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Returns the digests of all of a model's tensors, `names`, of which each process has computed some."""
+    if len(digests) == len(names):
+        return dict(digests)
+    mine = np.array([list(bytes.fromhex(digests.get(name, "00" * 32))) for name in names], np.uint8)
+    joined = multihost_utils.process_allgather(mine).max(axis=0)
+    return {name: row.tobytes().hex() for name, row in zip(names, joined, strict=True)}
 
 
 def combine_digests(config: DecoderConfig, digests: Mapping[str, str]) -> str:

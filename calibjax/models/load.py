@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
@@ -22,7 +21,7 @@ from calibjax.models.checkpoint import is_checkpoint, read_description, restore_
 from calibjax.models.config import DecoderConfig
 from calibjax.models.convert import Piece, Plan, TensorEntry, plan_tensors
 from calibjax.models.families import FAMILIES, config_from_hf
-from calibjax.models.fingerprint import combine_digests, layer_name, tensor_digest
+from calibjax.models.fingerprint import combine_digests, join_digests, layer_name, tensor_digest
 from calibjax.models.model import LanguageModel, check_tokenizer
 from calibjax.sharding import param_sharding
 
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 # Not float16: its range is too small for many models' hidden states, and JAX's attention needs a GPU for it.
 _DTYPES = ("float32", "bfloat16")
+_SHORT = {"BF16": "bfloat16", "F16": "float16"}
+"""Dtypes of safetensors that are shorter than float32."""
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 # Subfolders and `consolidated*` repeat the same weights in their authors' own layout.
@@ -63,16 +64,18 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
     if dtype.name not in _DTYPES:
         raise UserError(f"dtype: expected {' or '.join(_DTYPES)}, got {dtype.name}.")
     folder = _find_folder(path)
+    description = read_description(folder) if is_checkpoint(folder) else None
     config = config_from_hf(folder)
-    plan = None if is_checkpoint(folder) else plan_tensors(config, _read_headers(_find_weights(folder)))
+    plan = None if description else plan_tensors(config, _read_headers(_find_weights(folder)))
     tokenizer = _load_tokenizer(folder, native=FAMILIES[config.family].native)
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
     if plan is None:
-        params, fingerprint = restore_params(folder, config, dtype, mesh)
+        assert description is not None
+        params, fingerprint = restore_params(folder, description, config, dtype, mesh)
     else:
         params, digests = together(functools.partial(_read_params, config, plan, dtype, mesh))
-        fingerprint = combine_digests(config, _joined(digests, plan.names))
+        fingerprint = combine_digests(config, join_digests(digests, plan.names))
     return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
 
 
@@ -86,7 +89,22 @@ def stored_dtype(path: str | Path) -> str:
     if is_checkpoint(folder):
         return read_description(folder)["dtype"]
     kinds = {entry.dtype for entry in _read_headers(_find_weights(folder))}
-    return {"BF16": "bfloat16", "F16": "float16"}.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+    return _SHORT.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+
+
+def tensor_dtypes(path: str | Path) -> dict[str, str]:
+    """Returns the dtypes of those tensors, by their names in `fingerprint`, that are not stored as `stored_dtype`.
+
+    float64 counts as float32, which is what we read it in. Arguments and errors as `load_model`'s.
+    """
+    folder = _find_folder(path)
+    if is_checkpoint(folder):
+        return dict(read_description(folder).get("tensor_dtypes", {}))
+    plan = plan_tensors(config_from_hf(folder), _read_headers(_find_weights(folder)))
+    common = stored_dtype(folder)
+    pieces = [(layer_name(path, piece.layer), piece) for path, pieces in plan.pieces.items() for piece in pieces]
+    dtypes = {name: _SHORT.get(piece.entry.dtype, "float32") for name, piece in pieces}
+    return {name: dtype for name, dtype in dtypes.items() if dtype != common}
 
 
 def _find_folder(path: str | Path) -> Path:
@@ -198,15 +216,6 @@ def _read_params(
                     raise UserError(f"{piece.entry.file}: {piece.entry.name} {cause} {dtype.name}.")
         params[path] = _place(shards, sharding, leaf.shape)
     return traverse_util.unflatten_dict(params, sep="."), digests
-
-
-def _joined(digests: dict[str, str], names: Sequence[str]) -> dict[str, str]:
-    """The digests of all tensors, of which each process has its share."""
-    if len(digests) == len(names):
-        return digests
-    mine = np.array([list(bytes.fromhex(digests.get(name, "00" * 32))) for name in names], np.uint8)
-    joined = multihost_utils.process_allgather(mine).max(axis=0)
-    return {name: row.tobytes().hex() for name, row in zip(names, joined, strict=True)}
 
 
 _Index = tuple[tuple[int, int], ...]

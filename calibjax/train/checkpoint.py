@@ -1,6 +1,7 @@
 """Orbax checkpoints of a run, and the finished head on disk."""
 
 import dataclasses
+import functools
 import json
 import logging
 from pathlib import Path
@@ -11,17 +12,29 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from calibjax._checks import UserError
+from calibjax._checksums import (
+    CHECKSUMS,
+    array_digests,
+    different_arrays,
+    json_digest,
+    read_checksums,
+    seal,
+    unseal,
+    write_checksums,
+)
 from calibjax._files import check_orbax_path, new_directory, write_file
-from calibjax.distributed import on_first
+from calibjax.distributed import is_first, on_first, together
 from calibjax.heads import FittedHead, HeadConfig, check_log_factor
 from calibjax.models import LanguageModel
 from calibjax.train.state import TrainState
 
 _HEAD_SCHEMA = 1
+_HEAD_REMEDY = "Restore the head from a copy, or fit it again."
+_log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Asynchronous Orbax checkpoints: trained state, position in the data, and what the run is.
+    """Asynchronous Orbax checkpoints: trained state, position in the data, what the run is, and checksums of all.
 
     Args:
         directory: made if missing.
@@ -30,11 +43,13 @@ class Checkpoints:
         keep: newest checkpoints kept.
 
     Raises:
-        UserError: as `check_orbax_path`.
+        UserError: `directory` is a file; or as `check_orbax_path`.
     """
 
     def __init__(self, directory: Path, run: dict[str, Any], *, keep: int = 2):
         check_orbax_path(directory)
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"{directory}: expected a directory of checkpoints, found a file. Remove or rename it.")
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
         self._run = json.loads(json.dumps(run))
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
@@ -42,33 +57,101 @@ class Checkpoints:
 
     def save(self, state: TrainState, data_state: dict[str, Any], *, step: int) -> None:
         """Starts a save; it is on disk when the next one starts or `close` returns."""
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state), run=ocp.args.JsonSave(self._run)
-        )
-        self._manager.save(step, args=items)
+        jsons = {"data": data_state, "run": self._run}
+        checksums = {
+            "arrays": array_digests(state),
+            "jsons": {name: json_digest(value) for name, value in jsons.items()},
+        }
+        items = {name: ocp.args.JsonSave(value) for name, value in jsons.items()}
+        items["checksums"] = ocp.args.JsonSave(seal(checksums))
+        self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), **items))
 
     def restore(self, state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest (state, data position), with the shapes and shardings of `state`; None where there is none.
+        """The newest whole (state, data position), with the shapes and shardings of `state`; None without checkpoints.
+
+        A step that is whole has all of its files, and each array and JSON value has the checksum that it was saved
+        with. Newer steps, which are not whole, are logged and removed: the run is to save them again.
 
         Raises:
-            UserError: the checkpoint belongs to a run with another configuration or base model.
+            UserError: no step is whole, or the checkpoint belongs to a run with another configuration or base model.
         """
-        step = self._manager.latest_step()
-        if step is None:
-            return None
-        stored = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        if stored != self._run:
-            different = sorted(k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
+        damaged: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                items = together(functools.partial(self._read_jsons, step))
+            except UserError as error:
+                damaged[step] = str(error)
+                continue
+            if items["run"] != self._run:
+                stored = items["run"]
+                different = sorted(k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
+                raise UserError(
+                    f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(different)}). "
+                    "Choose another output directory, or remove this one."
+                )
+            try:
+                restored = together(functools.partial(self._read_state, step, state, items["checksums"]))
+            except UserError as error:
+                damaged[step] = str(error)
+                continue
+            self._give_up(damaged, step)
+            return restored, items["data"]
+        if damaged:
+            reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
             raise UserError(
-                f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(different)}). "
-                "Choose another output directory, or remove this one."
+                f"{self._manager.directory}: no checkpoint is whole ({reasons}). Remove this directory to train from "
+                "the first step."
             )
-        items = ocp.args.Composite(
-            state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state)),
-            data=ocp.args.JsonRestore(),
-        )
-        restored = self._manager.restore(step, args=items)
-        return TrainState(*restored["state"]), restored["data"]
+        return None
+
+    def _read_jsons(self, step: int) -> dict[str, Any]:
+        """A step's JSON values by name, `checksums` None in what earlier versions wrote; UserError if damaged."""
+        names = ["data", "run"]
+        if (Path(self._manager.directory) / str(step) / "checksums").exists():
+            names.append("checksums")
+        try:
+            items = ocp.args.Composite(**{name: ocp.args.JsonRestore() for name in names})
+            found = dict(self._manager.restore(step, args=items).items())
+            found["checksums"] = unseal(found["checksums"]) if "checksums" in names else None
+        except Exception as error:  # Orbax raises bare Exception for damaged files
+            raise UserError(f"{', '.join(names)}: cannot be read: {_first_line(error)}") from error
+        expected = found["checksums"] and found["checksums"]["jsons"]
+        different = [name for name in ("data", "run") if expected and json_digest(found[name]) != expected[name]]
+        if different:
+            raise UserError(f"the checksum of {', '.join(different)} differs")
+        return found
+
+    def _read_state(self, step: int, state: TrainState, checksums: dict[str, Any] | None) -> TrainState:
+        """A step's state; UserError if it is damaged."""
+        wanted = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+        try:
+            restored = TrainState(*self._manager.restore(step, args=ocp.args.Composite(state=wanted))["state"])
+        except Exception as error:  # Orbax raises bare Exception for damaged files
+            raise UserError(f"state: cannot be read: {_first_line(error)}") from error
+        if checksums is None:
+            if is_first():
+                _log.warning(
+                    "%s: step %d has no checksums, as in checkpoints of earlier versions; it is not verified.",
+                    self._manager.directory,
+                    step,
+                )
+        elif different := different_arrays(array_digests(restored), checksums["arrays"]):
+            raise UserError(f"the checksum of {', '.join(different[:5])} differs")
+        return restored
+
+    def _give_up(self, damaged: dict[int, str], step: int) -> None:
+        """Removes damaged steps, all newer than `step`: Orbax saves no step that is older than one it has."""
+        for number, reason in damaged.items():
+            if is_first():
+                _log.warning(
+                    "%s: the checkpoint of step %d is damaged (%s); resuming from step %d, the newest that is whole. "
+                    "The damaged one is removed.",
+                    self._manager.directory,
+                    number,
+                    reason,
+                    step,
+                )
+            self._manager.delete(number)
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -77,7 +160,7 @@ class Checkpoints:
 
 
 def save_head(directory: Path, head: FittedHead, *, notes: dict[str, Any] | None = None) -> None:
-    """Writes a head: `params/` (Orbax) and `head.json` (what it is, its base model's fingerprint, notes).
+    """Writes a head: `params/` (Orbax), `head.json` (what it is, its base model's fingerprint, notes), and checksums.
 
     A head already there is replaced as a whole: the new one is written beside it first.
 
@@ -85,17 +168,24 @@ def save_head(directory: Path, head: FittedHead, *, notes: dict[str, Any] | None
         UserError: the directory holds anything but a head, or cannot be written.
     """
     check_orbax_path(directory)
+    digests = array_digests(head.params)
     description = {
         "schema": _HEAD_SCHEMA,
         "head": dataclasses.asdict(head.config),
         "log_factor": head.log_factor,
         "base_fingerprint": head.fingerprint,
+        "checksums": CHECKSUMS,
         "notes": notes or {},
     }
     with new_directory(directory, replace=True) as fresh:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(fresh / "params", head.params)
-        on_first(lambda: write_file(fresh / "head.json", json.dumps(description, indent=2) + "\n"))
+
+        def describe() -> None:
+            write_file(fresh / "head.json", json.dumps(description, indent=2) + "\n")
+            write_checksums(fresh, digests)
+
+        on_first(describe)
 
 
 def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
@@ -109,10 +199,11 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
         `FittedHead`, its parameters on the host: they go with a model on any devices.
 
     Raises:
-        UserError: no head there, an unreadable one, or one of another base model.
+        UserError: no head there, an unreadable one, one that is not as it was written, or one of another base model.
     """
     file = _head_file(path)
     directory = file.parent
+    digests = read_checksums(directory, _HEAD_REMEDY)
     try:
         description = json.loads(file.read_text())
         if description["schema"] != _HEAD_SCHEMA:
@@ -131,6 +222,8 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
         check_log_factor(log_factor)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+    if digests is None and "checksums" in description:
+        raise UserError(f"{directory / CHECKSUMS} is missing. {_HEAD_REMEDY}")
     if lm is not None and lm.fingerprint != fingerprint:
         raise UserError(
             f"{directory}: this head was fitted on another base model (fingerprint {fingerprint[:12]}..., the model "
@@ -144,8 +237,14 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
         if found != expected:  # onto the host, Orbax does not look
             raise ValueError(f"expected arrays of the shapes {expected}, found {found}")
     except Exception as error:  # Orbax raises bare Exception for damaged files
-        reason = str(error).splitlines()[0][:200]
+        reason = _first_line(error)
         raise UserError(f"{directory / 'params'}: cannot read the head's parameters ({reason}).") from error
+    if digests is None:
+        _log.warning("%s: written by an earlier version, without checksums; it is not verified.", directory)
+    elif different := different_arrays(array_digests(params), digests):
+        raise UserError(
+            f"{directory / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_HEAD_REMEDY}"
+        )
     return FittedHead(config, params, log_factor, fingerprint)
 
 
@@ -156,6 +255,10 @@ def head_notes(path: str | Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text())["notes"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
 
 
 def _head_file(path: str | Path) -> Path:
