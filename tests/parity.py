@@ -42,6 +42,34 @@ GEMMA3 = GEMMA2 | {"query_pre_attn_scalar": 40}
 NEOX = {"num_key_value_heads": None, "num_attention_heads": 3, "hidden_size": 24, "tie_word_embeddings": False}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 3}
 UNTIED = {"tie_word_embeddings": False}
+# Keys of some families' configurations, which others ignore. Each would change the numbers.
+KEYS = {
+    "hidden_act": "relu",
+    "hidden_activation": "relu",
+    "activation_function": "relu",
+    "rms_norm_eps": 0.3,
+    "layer_norm_eps": 0.4,
+    "layer_norm_epsilon": 0.5,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "use_qkv_bias": True,
+    "sliding_window": 2,
+    "partial_rotary_factor": 0.5,
+    "rotary_pct": 0.75,
+    "rotary_emb_base": 30.0,
+    "rope_theta": 40.0,
+    "rope_local_base_freq": 50.0,
+    "attn_logit_softcapping": 0.1,
+    "final_logit_softcapping": 3.0,
+    "query_pre_attn_scalar": 3,
+    "embedding_multiplier": 5.0,
+    "attention_multiplier": 1.5,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.7,
+    "use_parallel_residual": True,
+    "scale_attn_weights": False,
+    "n_inner": 7,
+}
 
 # By family: the first of each has a golden file and is run in bfloat16 too.
 VARIANTS = {
@@ -51,10 +79,15 @@ VARIANTS = {
         "untied-odd-gelu": {"vocab_size": 37, "intermediate_size": 17, "hidden_act": "gelu"} | UNTIED,
         "biases-wide-heads-linear": {"attention_bias": True, "mlp_bias": True, "head_dim": 10}
         | {"rope_scaling": {"type": "linear", "factor": 3.0}},
+        "keys-of-other-families": KEYS | {"layer_types": ["sliding_attention"] * 2},
+        "yarn-original-length-beside": {"original_max_position_embeddings": 16, "head_dim": 16}
+        | {"max_position_embeddings": 512}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0}},
     },
     "mistral": {
         "window": {"sliding_window": 5, "head_dim": 8},
         "untied-no-window": {"sliding_window": None, "vocab_size": 37, "num_key_value_heads": 2} | UNTIED,
+        "keys-of-other-families": KEYS,
     },
     "qwen": {
         "qkv-bias": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6} | UNTIED,
@@ -68,10 +101,12 @@ VARIANTS = {
         | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0}}
         | {"max_position_embeddings": 512}
         | UNTIED,
+        "keys-of-other-families": KEYS | WINDOWS,
     },
     "qwen3": {
         "gqa": {"head_dim": 8},
         "untied-biases-windows": WINDOWS | {"head_dim": 10, "attention_bias": True} | UNTIED,
+        "keys-of-other-families": KEYS | WINDOWS | {"head_dim": 8},
     },
     "gemma": {
         "mqa": GEMMA,
@@ -79,48 +114,72 @@ VARIANTS = {
         | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
         | {"attention_bias": True, "num_key_value_heads": 2, "vocab_size": 37}
         | UNTIED,
+        "keys-of-other-families": KEYS | GEMMA | {"layer_types": ["sliding_attention"] * 2},
+        "stored-as-gelu": GEMMA | {"hidden_act": "gelu", "hidden_activation": None},
     },
     "gemma2": {
         "local-global": GEMMA2 | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
         "odd-layers-no-caps": GEMMA2
         | {"num_hidden_layers": 3, "attn_logit_softcapping": None, "final_logit_softcapping": None},
         "untied-biases": GEMMA2 | {"attention_bias": True, "attn_logit_softcapping": 0.5} | UNTIED,
+        "keys-of-other-families": KEYS | GEMMA2 | {"attn_logit_softcapping": 2.0},
     },
     "gemma3_text": {
         "five-to-one": GEMMA3 | {"num_hidden_layers": 7},
         "scaled-rope-own-pattern": GEMMA3
         | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
         | {"rope_local_base_freq": 500.0, "rope_theta": 2000.0, "final_logit_softcapping": 2.0},
+        "keys-of-other-families": KEYS | GEMMA3,
     },
     "phi3": {
         "window-gqa": {"sliding_window": 5, **NO_BOS, **UNTIED},
         "partial-longrope-tied": {"partial_rotary_factor": 0.5, "hidden_size": 16, **NO_BOS}
         | {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
         | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.1, 1.7], "long_factor": [2.0, 9.0]}},
+        "keys-of-other-families": KEYS
+        | {"hidden_size": 16}
+        | NO_BOS
+        | UNTIED
+        | {"layer_types": ["sliding_attention"] * 2},
+        "longrope-as-su": {"hidden_size": 16, **NO_BOS, **UNTIED}
+        | {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+        | {
+            "rope_scaling": {
+                "type": "su",
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.1, 1.7, 2.0, 2.5],
+                "long_factor": [2.0, 9.0, 9.0, 9.0],
+            }
+        },
     },
     "phi": {
         "partial-rotary": {"hidden_size": 20, "partial_rotary_factor": 0.4, "hidden_act": "gelu_new"} | UNTIED,
         "gqa-half-rotary": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2} | UNTIED,
+        "keys-of-other-families": KEYS | {"hidden_size": 16} | UNTIED | {"layer_types": ["sliding_attention"] * 2},
     },
     "gpt_neox": {
         "parallel": NEOX | {"rotary_pct": 0.25, "hidden_act": "gelu"},
         "sequential-no-bias-tied": NEOX
         | {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
+        "keys-of-other-families": NEOX | KEYS | {"num_key_value_heads": 1} | {"layer_types": ["sliding_attention"] * 2},
     },
     "olmo2": {
         "mha": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **NO_BOS, **UNTIED},
         "gqa-tied-biases": {"attention_bias": True, **NO_BOS},
+        "keys-of-other-families": KEYS | NO_BOS | {"layer_types": ["sliding_attention"] * 2},
     },
     "granite": {
         "scaled": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
         | {"residual_multiplier": 0.4, "logits_scaling": 2.5},
         "untied-biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2, "logits_scaling": 8.0}
         | UNTIED,
+        "keys-of-other-families": KEYS | {"layer_types": ["sliding_attention"] * 2},
     },
     "stablelm": {
         "partial-rotary": {"head_dim": None, "hidden_size": 32, **NO_BOS, **UNTIED},
         "parallel-biases-tied": {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5}
         | {"num_key_value_heads": 2, "hidden_size": 16, **NO_BOS},
+        "keys-of-other-families": KEYS | {"hidden_size": 16, **NO_BOS} | {"layer_types": ["sliding_attention"] * 2},
     },
     "gpt2": {
         "tied": GPT2_JSON,
@@ -128,6 +187,7 @@ VARIANTS = {
         | {"n_inner": 23, "activation_function": "relu", "scale_attn_weights": False, "n_layer": 3}
         | {"reorder_and_upcast_attn": True}
         | UNTIED,
+        "keys-of-other-families": KEYS | GPT2_JSON | {"head_dim": 5, "num_key_value_heads": 1},
     },
 }
 GOLDENS = Path(__file__).parent / "goldens"
@@ -214,12 +274,16 @@ def torch_model(folder, settings):
     """Writes a random model in transformers' own layout; returns it in float32, and the shapes of its tensors."""
     import transformers
 
-    options = {key: value for key, value in settings.items() if key != "model_type"}
+    written = json.dumps(settings)
+    # A copy: transformers writes into nested dictionaries.
+    options = {key: value for key, value in json.loads(written).items() if key != "model_type"}
     config = transformers.AutoConfig.for_model(settings["model_type"], **options)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     with safe_open(folder / "model.safetensors", "numpy") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     save_file(random_tensors(settings, shapes), folder / "model.safetensors", {"format": "pt"})
+    # Saving made transformers' reading of the keys explicit.
+    (folder / "config.json").write_text(written)
     load = transformers.AutoModelForCausalLM.from_pretrained
     return load(folder, attn_implementation="eager", dtype="float32").eval(), shapes
 

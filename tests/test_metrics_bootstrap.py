@@ -157,17 +157,60 @@ def test_a_stream_counts_beyond_float32():
     assert step._cache_size() == 1, "compiled again"
 
 
+def test_likelihood_of_a_stream():
+    """NaN where some point that counts came without log-probability; infinite where one had probability 0."""
+    c, y = np.array([0.5, 0.5], np.float32), np.array([1, 0])
+    known = metrics.update(metrics.init(), c, y, log_prob=np.log(c))
+    assert metrics.compute(known)["nll"] == pytest.approx(np.log(2))
+    unknown = metrics.update(metrics.init(), c, y)
+    for state in (unknown, metrics.merge(known, unknown), metrics.merge(unknown, known)):
+        values = metrics.compute(state)
+        assert np.isnan(values.pop("nll"))
+        assert np.isfinite(list(values.values())).all()
+    masked = metrics.update(known, c, y, where=np.zeros(2, bool))
+    assert metrics.compute(masked)["nll"] == pytest.approx(np.log(2))
+    for state in (known, metrics.init()):
+        infinite = metrics.update(state, c, y, log_prob=np.array([-np.inf, -1.0]))
+        assert metrics.compute(metrics.merge(infinite, known))["nll"] == np.inf
+        assert metrics.compute(metrics.merge(known, infinite))["nll"] == np.inf
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("wrong", "finite_low"), [(1, True), (100, False)])
+def test_interval_of_an_infinite_likelihood(wrong, finite_low):
+    """One certain and wrong answer of 200 is left out of (1 - 1/200)^200 = 37% of the resamples, 100 of none."""
+    c = np.full(200, 0.75, np.float32)
+    c[:wrong] = 1.0
+    y = np.arange(200) % 4 > 0
+    y[:wrong] = False
+    value, low, high = metrics.metric_interval(metrics.negative_log_likelihood, c, y, resamples=400)
+    assert (value, high) == (np.inf, np.inf)
+    if finite_low:
+        certain = metrics.metric_interval(metrics.negative_log_likelihood, c[1:], y[1:], resamples=400)
+        assert certain.low < low < certain.high
+    else:
+        assert low == np.inf
+    drawn = metrics.resample_metric(metrics.negative_log_likelihood, c, y, resamples=400)
+    assert np.isinf(drawn).mean() == pytest.approx(0.63 if finite_low else 1, abs=0.08)
+    with_itself = metrics.paired_comparison(metrics.negative_log_likelihood, (c, y), (c, y), resamples=50)
+    assert np.isnan(with_itself.difference)
+    half = np.full_like(c, 0.5)
+    against = metrics.paired_comparison(metrics.negative_log_likelihood, (half, y), (c, y), resamples=50)
+    assert against.difference == against.low == -np.inf
+    assert against.share_lower >= 0.5
+
+
 def test_merge_in_any_order_and_over_devices():
     c, y = (x.reshape(8, 60) for x in answers(480))
     merge = jax.jit(metrics.merge)
-    mapped = jax.jit(jax.vmap(lambda c, y: metrics.update(metrics.init(4), c, y)))(c, y)
+    mapped = jax.jit(jax.vmap(lambda c, y: metrics.update(metrics.init(4), c, y, log_prob=-c)))(c, y)
     parts = [jax.tree.map(lambda x, i=i: x[i], jax.device_get(mapped)) for i in range(8)]
     forwards, backwards = metrics.init(4), metrics.init(4)
     for part in parts:
         forwards = merge(forwards, part)
     for part in reversed(parts):
         backwards = merge(part, backwards)
-    want = metrics.total(metrics.calibration_sums(c, y, bins=4))
+    want = metrics.total(metrics.calibration_sums(c, y, log_prob=-c, bins=4))
     for state in (forwards, backwards, mapped):
         for name, got, expected in zip(want._fields, metrics.total(state), want, strict=True):
             assert_within(got, expected, 480 * 2.0**-45, name)

@@ -1,5 +1,7 @@
 """Every metric against its float64 formula, under masks, counts, ties, soft targets, NaN and no points at all."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import metric_data
@@ -29,6 +31,28 @@ ORACLES = {
     "ause": oracle.ause,
 }
 FEATURED = ("local_calibration_error", "grouping_loss")
+SCALED = (  # only ratios of weights matter
+    "expected_calibration_error",
+    "maximum_calibration_error",
+    "root_mean_square_calibration_error",
+    "calibration_bias",
+    "smooth_ece",
+    "ks_calibration_error",
+    "brier_score",
+    "negative_log_likelihood",
+    "auroc",
+    "local_calibration_error",
+    "classwise_calibration_error",
+)
+COUNTED = (  # two points are more than one: weights are counts
+    "adaptive_calibration_error",
+    "debiased_calibration_error",
+    "aurc",
+    "excess_aurc",
+    "ause",
+    "grouping_loss",
+    "grouping_parts",
+)
 
 
 @jax.jit
@@ -59,11 +83,12 @@ def tolerance(name):
 
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "soft", "few values"])
-@pytest.mark.parametrize("counted", ["mask", "counts"])
+@pytest.mark.parametrize("counted", ["mask", "counts", "fractions"])
 def test_against_the_formulas(kind, counted):
     c, y, x = points(kind)
     rng = np.random.default_rng(6)
-    where = (rng.integers(0, 4, N) if counted == "counts" else rng.uniform(size=N) < 0.7).astype(np.float32)
+    times = (rng.uniform(size=N) < 0.7).astype(int) if counted == "mask" else rng.integers(0, 4, N)
+    where = (times / 2048 if counted == "fractions" else times).astype(np.float32)
     garbage = [
         np.where(where > 0, c, rng.choice([np.nan, 3e38], N)),
         np.where(where > 0, y, 77),
@@ -71,17 +96,118 @@ def test_against_the_formulas(kind, counted):
     ]
     got = everything(*garbage, where)
     same = everything(c, y, x, where)
-    times = where.astype(int)
+    names = [name for name in (*ORACLES, *FEATURED) if counted != "fractions" or name in SCALED]
+    for name in {*ORACLES, *FEATURED} - {*names}:
+        assert np.isnan(float(got[name])), name
     c64, y64, x64 = (np.repeat(np.asarray(a, np.float64), times, axis=0) for a in (c, y, x))
-    for name, formula in ORACLES.items():
-        assert_within(got[name], formula(c64, y64), tolerance(name), name)
+    for name in ORACLES.keys() & names:
+        assert_within(got[name], ORACLES[name](c64, y64), tolerance(name), name)
     assert_within(got["local_calibration_error"], oracle.local(c64, y64, x64, 1.0).mean(), 20 * EPS, "local")
-    for name in FEATURED:
+    for name in {*FEATURED} & {*names}:
         assert float(got[name]) == float(same[name]), name
     permuted = np.random.default_rng(7).permutation(N)
     again = everything(*(a[permuted] for a in (c, y, x, where)))
-    for name in ORACLES:
+    for name in ORACLES.keys() & names:
         assert_within(again[name], same[name], 2 * tolerance(name), f"{name}, permuted")
+
+
+def of_points(name, c, y, x):
+    """The metric of the points as a function of `where`; classwise of two classes, regions by a feature's sign."""
+    arrays = {
+        "classwise_calibration_error": (np.stack([c, 1 - c], -1), np.stack([y, 1 - y], -1)),
+        "grouping_parts": (c, y, (x[:, 0] > 0).astype(int)),
+    }.get(name, (c, y, x) if name in FEATURED else (c, y))
+    options = {"number": 2} if name == "grouping_parts" else {}
+    return lambda where: getattr(metrics, name)(*arrays, where=where, **options)
+
+
+def test_every_metric_with_weights_has_a_law():
+    sums = {"calibration_sums", "update"}
+    resampled = {"resample_metric"}
+    weighted = {
+        name
+        for name, value in vars(metrics).items()
+        if inspect.isfunction(value) and "where" in inspect.signature(value).parameters
+    }
+    assert weighted == {*SCALED, *COUNTED} | sums | resampled
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_only_ratios_of_weights_matter(name):
+    metric = of_points(name, *points("soft"))
+    weight = np.random.default_rng(8).exponential(size=N).astype(np.float32)
+    want, even = float(metric(weight)), float(metric(None))
+    assert want != even
+    for scale in (0.25, 2.0**-40, 2.0**40, 1 / weight.sum(dtype=np.float64)):
+        assert_within(metric((weight * scale).astype(np.float32)), want, 2 * tolerance(name), f"{name}, x {scale}")
+    for constant in (0.25, 1 / N):
+        assert_within(metric(np.full(N, constant, np.float32)), even, 2 * tolerance(name), f"{name}, all {constant}")
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_fractional_counts_are_refused(name):
+    metric = of_points(name, *points("soft"))
+    assert np.isfinite(np.asarray(metric(np.full(N, 2.0)))).all()
+    with pytest.raises(ValueError, match=r"where: expected whole numbers >= 0, .* got 0\.25 at 3 \(1 such points\)"):
+        metric(np.where(np.arange(N) == 3, 0.25, 1.0))
+    assert np.isnan(np.asarray(jax.jit(metric)(np.where(np.arange(N) == 3, 0.25, 1.0)))).all()
+
+
+@pytest.mark.parametrize("name", [*SCALED, *COUNTED])
+def test_invalid_weights(name):
+    metric = of_points(name, *points("soft"))
+    for wrong in (-1.0, np.nan, np.inf):
+        where = np.where(np.arange(N) == 3, wrong, 1.0)
+        with pytest.raises(ValueError, match=r"where: expected .* at 3"):
+            metric(where)
+        assert np.isnan(np.asarray(jax.jit(metric)(where))).all()
+
+
+def test_sums_of_any_scale():
+    """What follows from sums, of one batch and of a stream, in numpy and in jax."""
+    c, y, _ = points("soft")
+    weight = np.random.default_rng(9).integers(0, 4, N).astype(np.float32)
+    log_prob = np.log1p(c) - 1
+
+    def figures(weight):
+        sums = metrics.calibration_sums(c, y, log_prob=log_prob, where=weight)
+        state = metrics.init()
+        for half in (slice(0, N // 2), slice(N // 2, N)):
+            state = metrics.update(state, c[half], y[half], log_prob=log_prob[half], where=weight[half])
+        of_sums = (metrics.ece_from_sums, metrics.mce_from_sums, metrics.rmsce_from_sums, metrics.bias_from_sums)
+        return {
+            "once": list(metrics.summarise(sums).values()),
+            "stream": list(metrics.compute(state).values()),
+            "jax": [float(statistic(sums)) for statistic in of_sums],
+            "numpy": [float(statistic(metrics.total(sums))) for statistic in of_sums],
+            "parts": [float(part) for part in metrics.brier_parts(sums)],
+        }
+
+    want = figures(weight)
+    for scale in (2.0**-2, 2.0**-40, 2.0**40):
+        got = figures(weight * np.float32(scale))
+        for kind, values in want.items():
+            np.testing.assert_allclose(got[kind], values, rtol=1e-12, atol=1e-15, err_msg=f"{kind}, x {scale}")
+    sums = metrics.calibration_sums(c, y, where=weight)
+    quarter = metrics.calibration_sums(c, y, where=weight / 4)
+    assert np.isfinite(metrics.debiased_from_sums(sums))
+    for fractional in (quarter, metrics.total(quarter)):
+        with pytest.raises(ValueError, match="expected sums of whole counts"):
+            metrics.debiased_from_sums(fractional)
+    assert np.isnan(float(jax.jit(metrics.debiased_from_sums)(quarter)))
+
+
+def test_resampling_refuses_weights():
+    c, y, _ = points("plain")
+    masked = np.arange(N) % 2 > 0
+    same = [metrics.metric_interval(metrics.brier_score, c, y, where=w, resamples=9) for w in (masked, masked * 1.0)]
+    assert same[0] == same[1]
+    for where in (masked / 4, masked * 2):
+        for metric in (metrics.brier_score, metrics.auroc):
+            with pytest.raises(ValueError, match="where: expected True or False for each point"):
+                metrics.metric_interval(metric, c, y, where=where, resamples=9)
+            with pytest.raises(ValueError, match="where: expected True or False for each point"):
+                metrics.paired_comparison(metric, (c, y), (c, y), where=where, resamples=9)
 
 
 def test_nothing_to_say():

@@ -115,6 +115,17 @@ def test_every_parameter_has_exactly_one_rule(tmp_path, family, name):
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({"model_type": "gemma2", "hidden_activation": "relu2"}, "hidden_activation = 'relu2'"),
+        ({"model_type": "gemma", "hidden_act": "relu2", "hidden_activation": "gelu"}, "hidden_act = 'relu2'"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "no sliding_window is set"),
+        ({"model_type": "llama", "is_causal": False}, "is_causal = False is not supported; expected True"),
+        ({"model_type": "llama", "rope_theta": None}, "expected a number for rope_theta, got null"),
+        ({"model_type": "stablelm", "partial_rotary_factor": None}, "a number for partial_rotary_factor, got null"),
+        ({"model_type": "stablelm", "num_key_value_heads": 2, "head_dim": 4}, "head_dim = 4 .* expected None, 6"),
+        ({"model_type": "gpt_neox", "head_dim": 4}, "head_dim = 4 is not supported; expected None, 6"),
+        (
+            {"model_type": "llama", "partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "partial_rotary_factor = 0.5 is not supported; expected None, 1.0",
+        ),
         ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm = True is not supported; expected False"),
         ({"model_type": "phi", "partial_rotary_factor": 0.5, "head_dim": 6}, "even number of channels, got 3 of 6"),
     ],
@@ -206,3 +217,12 @@ def test_head_bound_knows_the_offset_of_the_norm(tmp_path):
     shifted = dict(model.params) | {"final_norm": {"scale": model.params["final_norm"]["scale"] + 1.0}}
     same = LanguageModel.from_params(dataclasses.replace(model.config, norm_offset=0.0), shifted)
     assert head_bound(model, "one").logit_norm == pytest.approx(head_bound(same, "other").logit_norm, rel=1e-6)
+
+
+def test_longrope_of_one_kind_of_layer_bounds_the_sequence(tmp_path):
+    """Beyond the original length other divisors would hold."""
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 5, "long_factor": [2.0] * 5}
+    settings = LLAMA_JSON | {"model_type": "gemma3_text", "head_dim": 10, "max_position_embeddings": 64}
+    kinds = {"full_attention": longrope | {"original_max_position_embeddings": 16}, "sliding_attention": None}
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_parameters": kinds}))
+    assert config_from_hf(tmp_path).max_positions == 16

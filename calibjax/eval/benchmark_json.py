@@ -41,8 +41,7 @@ def answers_json(
     for name, result in results.items():
         row = {key: value for key, value in compared[name].items() if key not in ("parameters", "fit_seconds")}
         pair = jnp.asarray(result.outcome.confidence), jnp.asarray(result.outcome.correct)
-        no_likelihood = np.zeros(len(pair[0]))  # the log loss of a certain and wrong answer is infinite
-        sums = metrics.pooled_sums(*pair, log_prob=no_likelihood, bins=bins, closed=closed, seed=seed)
+        sums = metrics.pooled_sums(*pair, bins=bins, closed=closed, seed=seed)
         low, high = metrics.bootstrap_interval(sums, _accuracy, resamples=resamples, seed=seed)
         values = {key: float(metric(*pair)) for key, metric in _FURTHER.items()}
         methods[name] = row | {key: value if np.isfinite(value) else None for key, value in values.items()}

@@ -64,10 +64,10 @@ def comparison_json(
         """Each figure of each resample; the sums with the log loss, and those with the likelihood."""
         sums = sums_of(outcome, None)
         likelihood = None if outcome.log_prob is None else sums_of(outcome, outcome.log_prob)
-        values = metrics.resample_sums(_finite_nll(sums), _scores_and_bins, resamples=resamples, seed=seed)
+        values = metrics.resample_sums(sums, _scores_and_bins, resamples=resamples, seed=seed)
         draws: dict[str, np.ndarray] = {**dict(zip(COMPARED[:3], values.T, strict=False)), "bins": values[:, 3:]}
         if likelihood is not None:
-            values = metrics.resample_sums(_finite_nll(likelihood), _scores_and_bins, resamples=resamples, seed=seed)
+            values = metrics.resample_sums(likelihood, _scores_and_bins, resamples=resamples, seed=seed)
             draws["nll"] = values[:, 2]
         return draws, sums, likelihood
 
@@ -113,11 +113,6 @@ def _scores_and_bins(sums: CalibrationSums) -> np.ndarray:
     ece, bins = np.split(ece_and_bins(sums), [1], axis=1)
     scores = np.stack([sums.brier / points, sums.nll / points], axis=-1)
     return np.concatenate([ece, scores, bins], axis=1)
-
-
-def _finite_nll(sums: CalibrationSums) -> CalibrationSums:
-    """0 for what is infinite: its row has no such figure to compare, and 0 times infinity would spoil the others."""
-    return sums._replace(nll=np.where(np.isfinite(sums.nll), sums.nll, 0.0))
 
 
 def _finite(value: float) -> float | None:

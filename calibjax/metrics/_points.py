@@ -21,8 +21,8 @@ class Points(NamedTuple):
     Attributes:
         confidence: float32 `[...]`, in [0, 1] also where a point does not count.
         correct: float32 `[...]`, the same.
-        weight: float32 `[...]`, how often each point counts.
-        usable: some point counts and none that counts is NaN or outside [0, 1].
+        weight: float32 `[...]`, how much each point counts.
+        usable: some point counts, none that counts is NaN or outside [0, 1], and the weights are those allowed.
     """
 
     confidence: Float[Array, "..."]
@@ -37,11 +37,21 @@ class Points(NamedTuple):
     def mean(self, value: Float[Array, "..."]) -> Array:
         """Mean of a value per point over the points that count; NaN where there is none."""
         value = jnp.where(self.weight > 0, value * self.weight, 0.0)
-        return self.answer(jnp.sum(value) / jnp.maximum(jnp.sum(self.weight), 1.0))
+        return self.answer(jnp.sum(value) / divisor(jnp.sum(self.weight)))
 
 
-def points(confidence, correct, where) -> Points:
-    """`Points` of arrays of one shape; `where` None, bool, or counts >= 0."""
+def divisor(total: Any) -> Any:
+    """A total of weights, 1 where it is 0: safe to divide by, whatever the scale of the weights."""
+    return _module(total).where(total > 0, total, 1.0)
+
+
+def _module(array: Any) -> Any:
+    """numpy for its own arrays, jax.numpy for all others."""
+    return np if isinstance(array, np.ndarray | np.generic) else jnp
+
+
+def points(confidence, correct, where, counts: bool = False) -> Points:
+    """`Points` of arrays of one shape; `where` None, bool, or weights >= 0, whole numbers where `counts`."""
     confidence, correct = jnp.asarray(confidence), jnp.asarray(correct)
     weight = jnp.ones(confidence.shape, jnp.float32)
     if where is not None:
@@ -50,7 +60,14 @@ def points(confidence, correct, where) -> Points:
     known = _inside(confidence) & _inside(correct)
     # Selected by what is known, not by the weight: the sorts of a bootstrap, mapped over weights, are then done once.
     confidence, correct = (jnp.where(known, jnp.clip(x, 0, 1), 0.0) for x in (confidence, correct))
-    return Points(confidence, correct, weight, jnp.any(weight > 0) & ~jnp.any((weight > 0) & ~known))
+    usable = jnp.any(weight > 0) & jnp.all(_allowed(weight, counts)) & ~jnp.any((weight > 0) & ~known)
+    return Points(confidence, correct, weight, usable)
+
+
+def _allowed(weight: Any, counts: bool) -> Any:
+    """Finite and not below 0; a whole number where `counts`."""
+    finite = (weight >= 0) & (weight < np.inf)
+    return finite & (weight == _module(weight).floor(weight)) if counts else finite
 
 
 def _inside(values: Any) -> Any:
@@ -58,11 +75,12 @@ def _inside(values: Any) -> Any:
     return (values >= -_ROUNDING) & (values <= 1 + _ROUNDING)
 
 
-def metric(*static: str, rank: int = 1) -> Callable[[Metric], Metric]:
+def metric(*static: str, rank: int = 1, counts: bool = False) -> Callable[[Metric], Metric]:
     """Makes a one-call metric of a function of (confidence, correct, ..., where): checked at the door, then jitted.
 
-    `static`: names of the arguments that are not arrays; `rank` of the first two. Values are checked where they are
-    known, which they are not under an outer `jax.jit`: there a wrong one that counts makes the answer NaN.
+    `static`: names of the arguments that are not arrays; `rank` of the first two; `counts`: whether `where` must hold
+    whole numbers. Values are checked where they are known, which they are not under an outer `jax.jit`: there a wrong
+    one that counts makes the answer NaN.
     """
 
     def wrap(function: Metric) -> Metric:
@@ -73,7 +91,7 @@ def metric(*static: str, rank: int = 1) -> Callable[[Metric], Metric]:
         def checked(*args, **kwargs):
             given = signature.bind(*args, **kwargs).arguments
             first, second, *_ = signature.parameters
-            check({name: given[name] for name in (first, second)}, given.get("where"), rank)
+            check({name: given[name] for name in (first, second)}, given.get("where"), rank, counts)
             return jitted(*args, **kwargs) if len(given[first]) else jnp.float32(jnp.nan)
 
         return cast(Metric, checked)
@@ -81,8 +99,8 @@ def metric(*static: str, rank: int = 1) -> Callable[[Metric], Metric]:
     return wrap
 
 
-def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1) -> None:
-    """Raises ValueError where shapes disagree or, outside jit, a point that counts is not in [0, 1]."""
+def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: bool = False) -> None:
+    """Raises ValueError where shapes disagree or, outside jit, a point that counts or a weight is invalid."""
     shapes = [np.shape(array) for array in arrays.values()]
     names = " and ".join(arrays)
     if len(set(shapes)) > 1 or len(shapes[0]) != rank:
@@ -92,12 +110,18 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1) -> None:
     for name, array in arrays.items():
         if np.iscomplexobj(array):
             raise ValueError(f"{name}: expected real numbers in [0, 1], got {np.result_type(array)}.")
-    if not all(map(_known, (*arrays.values(), where))):
+    if not all(map(is_known, (*arrays.values(), where))):
         return
-    counts = np.ones(shapes[0][:1], bool) if where is None else np.asarray(where) > 0
+    weights = np.ones(shapes[0][:1]) if where is None else np.asarray(where).astype(np.float64)
+    bad = ~_allowed(weights, counts)
+    if bad.any():
+        kind = "whole numbers >= 0, how often each point counts" if counts else "finite weights >= 0"
+        reason = " This metric depends on the number of points." if counts else ""
+        at = int(np.argmax(bad))
+        raise ValueError(f"where: expected {kind}, got {weights[at]:g} at {at} ({bad.sum()} such points).{reason}")
     for name, array in arrays.items():
         values = np.asarray(array)
-        bad = counts & ~_inside(values).all(axis=tuple(range(1, rank)))
+        bad = (weights > 0) & ~_inside(values).all(axis=tuple(range(1, rank)))
         if bad.any():
             at = int(np.argmax(bad))
             raise ValueError(
@@ -106,7 +130,8 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1) -> None:
             )
 
 
-def _known(array: Any) -> bool:
+def is_known(array: Any) -> bool:
+    """Whether the values can be read on the host: not under jit, not on other hosts' devices."""
     if isinstance(array, Tracer):
         return False
     return not isinstance(array, jax.Array) or array.is_fully_addressable

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from calibjax.metrics._points import Points, metric, points
+from calibjax.metrics._points import Points, divisor, metric, points
 
 _NODES = 2**13
 """Intervals of the grid of smooth ECE; the smallest bandwidth of the search spans 16 of them."""
@@ -14,7 +14,7 @@ def _residual_grid(data: Points) -> Float[Array, " M"]:
     """Σ (confidence − correctness)/n at the nodes of [0, 1], each point shared between the two beside it."""
     at = data.confidence * _NODES
     node = jnp.clip(jnp.floor(at).astype(jnp.int32), 0, _NODES - 1)
-    residual = data.weight * (data.confidence - data.correct) / jnp.maximum(jnp.sum(data.weight), 1.0)
+    residual = data.weight * (data.confidence - data.correct) / divisor(jnp.sum(data.weight))
     upper = residual * (at - node)
     return jnp.zeros(_NODES + 1).at[node].add(residual - upper).at[node + 1].add(upper)
 
@@ -81,4 +81,4 @@ def ks_calibration_error(confidence, correct, *, where=None):
     key = data.confidence[order]
     reached = jnp.cumsum((data.weight * (data.confidence - data.correct))[order])
     ends = jnp.append(key[1:] != key[:-1], True)
-    return data.answer(jnp.max(jnp.where(ends, jnp.abs(reached), 0.0)) / jnp.maximum(jnp.sum(data.weight), 1.0))
+    return data.answer(jnp.max(jnp.where(ends, jnp.abs(reached), 0.0)) / divisor(jnp.sum(data.weight)))

@@ -67,7 +67,7 @@ def equal_mass_index(confidence: Float[Array, " N"], weight: Float[Array, " N"],
 
     Args:
         confidence: finite float32, also at points that do not count.
-        weight: how often each point counts; 0 for not at all.
+        weight: how often each point counts, whole numbers; 0 for not at all.
         bins: at least 1.
 
     Returns:

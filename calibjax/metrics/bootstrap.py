@@ -69,14 +69,25 @@ def _draws(pools: int, resamples: int, seed: int, rows: int) -> Iterator[np.ndar
 
 
 def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """(low, high) of the values of resamples, NaN left out; `level` the coverage, in (0, 1)."""
+    """(low, high) of the values of resamples, NaN left out; `level` the coverage, in (0, 1).
+
+    Values may be infinite; a bound is infinite where its percentile lies among them or beside one.
+    """
     if not 0 < level < 1:
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")
     values = values[~np.isnan(values)]
     if not len(values):
         return float("nan"), float("nan")
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    ends = [(1 - level) / 2, (1 + level) / 2]
+    if np.isfinite(values).all():
+        low, high = np.quantile(values, ends)
+        return float(low), float(high)
+    # Interpolation between two that are equal would subtract infinities.
+    ordered = np.sort(values)
+    at = (len(values) - 1) * np.array(ends)
+    below, above = ordered[np.floor(at).astype(int)], ordered[np.ceil(at).astype(int)]
+    low, high = (float(a if a == b else (1 - t) * a + t * b) for a, b, t in zip(below, above, at % 1, strict=True))
+    return low, high
 
 
 def resample_sums(
@@ -105,8 +116,18 @@ def _resample_pools(sums: CalibrationSums, statistic: Callable, resamples: int, 
     pools, values = len(sums.count), []
     for draws in _draws(pools, resamples, seed, max(1, min(resamples, _DRAWS // pools))):
         drawn = draws.astype(np.float64)
-        values.append(statistic(CalibrationSums(*(np.tensordot(drawn, x, axes=(1, 0)) for x in sums))))
+        values.append(statistic(CalibrationSums(*(_drawn_sum(drawn, x) for x in sums))))
     return np.concatenate(values)[:resamples]
+
+
+def _drawn_sum(drawn: np.ndarray, values: Any) -> np.ndarray:
+    """Σ over pools of times drawn `[R, pools]` · value `[pools, ...]`; one not drawn adds nothing, even if infinite."""
+    infinite, unknown = values == np.inf, np.isnan(values) | (values == -np.inf)
+    total = np.tensordot(drawn, np.where(infinite | unknown, 0.0, values), axes=(1, 0))
+    for odd, value in ((infinite, np.inf), (unknown, np.nan)):
+        if odd.any():
+            total = np.where(np.tensordot(drawn, odd.astype(np.float64), axes=(1, 0)) > 0, value, total)
+    return total
 
 
 def bootstrap_interval(
@@ -150,12 +171,14 @@ def resample_metric(
         confidence, correct: `[N]`.
         features: further arrays that the metric takes.
         groups: `[N]`, any labels (numbers, strings): points of one label are drawn together. None: each by itself.
-        where: `[N]` bool, False for points that do not count.
+        where: `[N]` bool or 0/1, False for points that do not count. Weights are refused: what is drawn are points.
         resamples: number of bootstrap samples.
         seed: of the generator.
         options: of the metric, such as bins=.
     """
     check({"confidence": confidence, "correct": correct}, where)
+    if where is not None and not np.isin(where, (0, 1)).all():
+        raise ValueError("where: expected True or False for each point; resampling knows no weights.")
     if groups is not None and np.shape(groups) != np.shape(confidence):
         raise ValueError(f"groups: expected one label for each of {len(confidence)} points, got {np.shape(groups)}.")
     keep = np.ones(len(confidence), bool) if where is None else np.asarray(where, bool)
@@ -264,6 +287,9 @@ def metric_interval(
 ) -> Interval:
     """A one-call metric of arrays with its bootstrap interval. Arguments as `resample_metric`; `level` the coverage.
 
+    Where the metric is infinite (the NLL of a wrong answer of confidence 1), so are the resamples that drew such a
+    point: the upper bound is infinite, the lower one where they are many.
+
     Example:
         >>> import numpy as np
         >>> from calibjax.metrics import brier_score
@@ -285,7 +311,8 @@ def compare_resamples(difference: float, first: np.ndarray, second: np.ndarray, 
 
     `difference` is that of the figures of all points, `level` the coverage of the interval.
     """
-    values = first - second
+    with np.errstate(invalid="ignore"):
+        values = first - second  # NaN, and left out, where both are infinite
     values = values[~np.isnan(values)]
     below, above, count = (values < 0).sum(), (values > 0).sum(), len(values)
     equal = count - below - above

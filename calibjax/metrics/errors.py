@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from calibjax._checks import host_indices
-from calibjax.metrics._points import metric, points
+from calibjax.metrics._points import divisor, is_known, metric, points
 from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
 from calibjax.metrics.sums import CalibrationSums, sums_of_index
 
@@ -21,9 +21,9 @@ Norm = Literal["l1", "l2", "max"]
 def _gaps(sums: CalibrationSums):
     """Per bin: |mean confidence − accuracy| (0 for an empty bin), and its share of all points (NaN for none)."""
     xp = np if isinstance(sums.count, np.ndarray) else jnp
-    gap = xp.abs(sums.confidence - sums.correct) / xp.maximum(sums.count, 1)
+    gap = xp.abs(sums.confidence - sums.correct) / divisor(sums.count)
     points = sums.whole()[0][..., None]
-    share = xp.where(points > 0, sums.count / xp.maximum(points, 1), xp.nan)
+    share = xp.where(points > 0, sums.count / divisor(points), xp.nan)
     return xp, gap, share
 
 
@@ -46,33 +46,41 @@ def rmsce_from_sums(sums: CalibrationSums):
 
 
 def debiased_from_sums(sums: CalibrationSums):
-    """Debiased L2 error (Kumar et al. 2019); shape `[...]`, in [0, 1]. See `debiased_calibration_error`."""
+    """Debiased L2 error (Kumar et al. 2019); shape `[...]`, in [0, 1]. See `debiased_calibration_error`.
+
+    Raises:
+        ValueError: for a count that is not a whole number (NaN under jit): what is subtracted depends on how many
+            points there are.
+    """
+    if is_known(sums.count) and (np.asarray(sums.count) % 1 != 0).any():
+        raise ValueError("debiased_from_sums: expected sums of whole counts, got fractional ones.")
     xp, gap, share = _gaps(sums)
     count, safe = sums.count, xp.maximum(sums.count, 2)
     accuracy = sums.correct / safe
     variance = (sums.correct_squared / safe - accuracy * accuracy) / (safe - 1)  # of the bin's accuracy
     square = xp.where(count > 1, gap * gap - variance, 0) * share
-    return xp.sqrt(xp.maximum(square.sum(axis=-1), 0))
+    error = xp.sqrt(xp.maximum(square.sum(axis=-1), 0))
+    return xp.where((count % 1 == 0).all(axis=-1), error, xp.nan)
 
 
 def bias_from_sums(sums: CalibrationSums):
     """Mean confidence − accuracy; shape `[...]`, in [−1, 1]."""
     xp = np if isinstance(sums.count, np.ndarray) else jnp
     count, confidence, correct, _ = sums.whole()
-    return xp.where(count > 0, (confidence - correct) / xp.maximum(count, 1), xp.nan)
+    return xp.where(count > 0, (confidence - correct) / divisor(count), xp.nan)
 
 
 _NORMS = {"l1": ece_from_sums, "l2": rmsce_from_sums, "max": mce_from_sums}
 
 
-def _equal_width(confidence, correct, bins: int, closed: Closed, where, statistic):
-    data = points(confidence, correct, where)
+def _equal_width(confidence, correct, bins: int, closed: Closed, where, statistic, counts: bool = False):
+    data = points(confidence, correct, where, counts)
     index = bin_index(data.confidence, bins, closed)
     return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight).high))
 
 
 def _equal_mass(confidence, correct, bins: int, where, statistic):
-    data = points(confidence, correct, where)
+    data = points(confidence, correct, where, counts=True)
     index = equal_mass_index(data.confidence, data.weight, bins)
     return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight).high))
 
@@ -102,14 +110,15 @@ def expected_calibration_error(
         norm: "l1" as above; "l2" for `root_mean_square_calibration_error`, "max" for `maximum_calibration_error`.
         closed: which bin an inner edge belongs to: "right" (the one below), "left" (the one above), or "none": bins
             are open on both sides, so that a confidence on an edge is in no bin and adds no gap. It still counts in n.
-        where: `[N]`, False for points that do not count; or how often each counts, >= 0.
+        where: `[N]`, False for points that do not count; or the weight of each, finite and >= 0. Only their ratios
+            matter.
 
     Returns:
         float32 scalar in [0, 1]; NaN where no point counts.
 
     Raises:
         ValueError: for wrong options or shapes and, outside jit, where a point that counts is NaN or not in [0, 1]
-            (1e-5 over is rounding, and clipped).
+            (1e-5 over is rounding, and clipped), or a weight is invalid.
 
     Example:
         >>> import jax.numpy as jnp
@@ -131,16 +140,17 @@ def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, c
     return _equal_width(confidence, correct, bins, closed, where, rmsce_from_sums)
 
 
-@metric("bins", "norm")
+@metric("bins", "norm", counts=True)
 def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Norm = "l1", where=None):
     """ECE over bins of equal mass (Nguyen and O'Connor 2015): as many points in each as ties allow.
 
-    Bins as `equal_mass_index`; other arguments as ECE's.
+    Bins as `equal_mass_index`, which counts points: `where` holds whole numbers, how often each counts (ValueError for
+    others; NaN under jit). Other arguments as ECE's.
     """
     return _equal_mass(confidence, correct, bins, where, of_norm(norm))
 
 
-@metric("bins", "equal_mass", "closed")
+@metric("bins", "equal_mass", "closed", counts=True)
 def debiased_calibration_error(
     confidence, correct, *, bins: int = 15, equal_mass: bool = True, closed: Closed = "right", where=None
 ):
@@ -150,13 +160,16 @@ def debiased_calibration_error(
     (acc_b (1 − acc_b) n_b/(n_b − 1) where it is 0 or 1); bins of one point add nothing.
 
     Args:
-        confidence, correct, bins, closed, where: as ECE's.
+        confidence, correct, bins, closed: as ECE's.
+        where: `[N]`, False for points that do not count; or how often each counts, a whole number (ValueError for
+            others; NaN under jit): what is subtracted depends on how many points there are, not on their weights'
+            ratios.
         equal_mass: bins of equal mass, as the authors' package; False for equal width (`closed` matters then
             alone).
     """
     if equal_mass:
         return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
-    return _equal_width(confidence, correct, bins, closed, where, debiased_from_sums)
+    return _equal_width(confidence, correct, bins, closed, where, debiased_from_sums, counts=True)
 
 
 @metric()

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from calibjax.metrics._points import Points, metric, points
+from calibjax.metrics._points import Points, check, metric, points
 from calibjax.metrics.bins import bin_index
 
 
@@ -78,7 +78,6 @@ class GroupingParts(NamedTuple):
         return self.explained - self.bias - self.induced
 
 
-@functools.partial(jax.jit, static_argnames=("number", "bins"))
 def grouping_parts(
     confidence: Float[Array, " N"],
     correct: Array,
@@ -97,15 +96,26 @@ def grouping_parts(
     squares, and less the variance that its noise gives; the authors' package smooths with nearest neighbours instead).
 
     Args:
-        confidence, correct, where: as `expected_calibration_error`'s.
+        confidence, correct: as `expected_calibration_error`'s.
+        where: `[N]`, False for points that do not count; or how often each counts, a whole number.
         regions: `[N]`, 0 to number − 1; must not have been chosen by looking at these points' correctness.
         number: of regions a bin.
         bins: of equal width, closed on the right.
 
     Returns:
         `GroupingParts`; NaN where no point counts.
+
+    Raises:
+        ValueError: for wrong shapes and, outside jit (NaN under it), for a point that counts and is not in [0, 1], or a
+            weight that is not a whole number: the bias depends on how many points there are.
     """
-    data = points(confidence, correct, where)
+    check({"confidence": confidence, "correct": correct}, where, counts=True)
+    return _grouping_parts(confidence, correct, regions, number, bins, where)
+
+
+@functools.partial(jax.jit, static_argnames=("number", "bins"))
+def _grouping_parts(confidence, correct, regions, number: int, bins: int, where) -> GroupingParts:
+    data = points(confidence, correct, where, counts=True)
     index = bin_index(data.confidence, bins)
     cell = jax.nn.one_hot(index * number + regions, bins * number, dtype=jnp.float32)
 
@@ -139,7 +149,7 @@ def grouping_parts(
     return GroupingParts(*(data.answer(part) for part in (explained, bias, induced)))
 
 
-@metric("bins")
+@metric("bins", counts=True)
 def grouping_loss(
     confidence: Float[Array, " N"],
     correct: Array,
@@ -156,7 +166,7 @@ def grouping_loss(
     model can have a large one. Points should come in no particular order.
 
     Args:
-        confidence, correct, where: as `expected_calibration_error`'s.
+        confidence, correct, where: as `grouping_parts`'.
         features: `[N, F]`; entries of points that do not count may be anything.
         bins: of equal width, closed on the right.
 
@@ -164,7 +174,7 @@ def grouping_loss(
         float32 scalar, on the scale of `brier_score`; unbiased rather than positive, so noise may take it below 0. NaN
         where no point counts.
     """
-    data = points(confidence, correct, where)
+    data = points(confidence, correct, where, counts=True)
     x = _features(features, data)
     member = jax.nn.one_hot(bin_index(data.confidence, bins), bins, dtype=jnp.float32)
     second = jnp.cumsum(data.weight > 0) % 2 == 1

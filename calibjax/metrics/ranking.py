@@ -83,11 +83,13 @@ def _area(data: Points, score: Float[Array, " N"], loss: Float[Array, " N"]) -> 
     return jnp.sum(added) / jnp.sum(b.weight)
 
 
-@metric()
+@metric(counts=True)
 def aurc(confidence, correct, *, where=None):
     """Area under the risk-coverage curve (Geifman and El-Yaniv 2017; Geifman et al. 2019).
 
-    (1/n) Σ_k (share of wrong answers among the k of highest confidence). Arguments as `expected_calibration_error`'s.
+    (1/n) Σ_k (share of wrong answers among the k of highest confidence), a sum over points: `where` holds whole
+    numbers, how often each counts (ValueError for others; NaN under jit). Other arguments as
+    `expected_calibration_error`'s.
 
     Returns:
         float32 scalar in [0, 1], lower is better; NaN where no point counts.
@@ -97,19 +99,22 @@ def aurc(confidence, correct, *, where=None):
         >>> round(float(aurc(jnp.array([0.9, 0.8, 0.7]), jnp.array([1, 0, 1]))), 4)  # (0 + 1/2 + 1/3) / 3
         0.2778
     """
-    data = points(confidence, correct, where)
+    data = points(confidence, correct, where, counts=True)
     return data.answer(_area(data, data.confidence, 1 - data.correct))
 
 
-@metric()
+@metric(counts=True)
 def excess_aurc(confidence, correct, *, where=None):
-    """AURC less that of the best order, all right answers first (E-AURC, Geifman et al. 2019)."""
-    data = points(confidence, correct, where)
+    """AURC less that of the best order, all right answers first (E-AURC, Geifman et al. 2019).
+
+    Arguments as `aurc`'s.
+    """
+    data = points(confidence, correct, where, counts=True)
     loss = 1 - data.correct
     return data.answer(_area(data, data.confidence, loss) - _area(data, -loss, loss))
 
 
-@metric("error")
+@metric("error", counts=True)
 def ause(confidence, correct, *, error: Literal["brier", "zero-one"] = "brier", where=None):
     """Area under the sparsification error (Ilg et al. 2018), uncertainty being 1 − confidence.
 
@@ -117,7 +122,7 @@ def ause(confidence, correct, *, error: Literal["brier", "zero-one"] = "brier", 
     error of all; so both curves start at one, and 0 is best.
 
     Args:
-        confidence, correct, where: as `expected_calibration_error`'s.
+        confidence, correct, where: as `aurc`'s.
         error: of a point: "brier", (confidence − correctness)²; "zero-one", 1 − correctness, which gives
             `excess_aurc` over the error rate.
 
@@ -126,7 +131,7 @@ def ause(confidence, correct, *, error: Literal["brier", "zero-one"] = "brier", 
     """
     if error not in ("brier", "zero-one"):
         raise ValueError(f'error: expected "brier" or "zero-one", got {error!r}.')
-    data = points(confidence, correct, where)
+    data = points(confidence, correct, where, counts=True)
     loss = jnp.square(data.confidence - data.correct) if error == "brier" else 1 - data.correct
     mean = data.mean(loss)
     excess = _area(data, data.confidence, loss) - _area(data, -loss, loss)

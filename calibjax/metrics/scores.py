@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import xlog1py, xlogy
 
-from calibjax.metrics._points import metric, points
+from calibjax.metrics._points import divisor, metric, points
 from calibjax.metrics.errors import bias_from_sums, ece_from_sums, mce_from_sums, rmsce_from_sums
 from calibjax.metrics.sums import CalibrationSums, SumState, total
 
@@ -73,7 +73,7 @@ def brier_parts(sums: CalibrationSums) -> BrierParts:
     if sums.dropped.any():
         raise ValueError('brier_parts: some points are in no bin; use sums with closed="right" or "left".')
     points, _, correct, squared = sums.whole()
-    share, safe = sums.count / points[..., None], np.maximum(sums.count, 1)
+    share, safe = sums.count / points[..., None], divisor(sums.count)
     accuracy = correct / points
     spread = np.square(sums.correct / safe - accuracy[..., None])
     reliability = np.square(rmsce_from_sums(sums))
@@ -85,7 +85,10 @@ def brier_parts(sums: CalibrationSums) -> BrierParts:
 
 
 def summarise(sums: CalibrationSums | SumState) -> dict[str, float]:
-    """A row of a table: nll, brier, accuracy, confidence, bias, ece, mce, rmsce. ValueError where no point counts."""
+    """A row of a table: nll, brier, accuracy, confidence, bias, ece, mce, rmsce. ValueError where no point counts.
+
+    `nll` is NaN where some points came without `log_prob`.
+    """
     whole = total(sums)
     count, confidence, correct, _ = whole.whole()
     if not count:

@@ -26,13 +26,13 @@ class CalibrationSums(NamedTuple):
     Leading axes `[...]` are free: groups that are kept apart (windows, for a clustered bootstrap).
 
     Attributes:
-        count: `[..., bins]`, points in each confidence bin.
+        count: `[..., bins]`, points in each confidence bin, or their weight.
         confidence: `[..., bins]`, Σ confidence.
         correct: `[..., bins]`, Σ correctness.
         correct_squared: `[..., bins]`, Σ correctness²; for 0/1 the same as `correct`.
         dropped: `[..., 4]`, the same four sums over points in no bin (with `closed="none"`, on an edge).
         brier: `[...]`, Σ (confidence − correctness)².
-        nll: `[...]`, Σ −log p(target), nats.
+        nll: `[...]`, Σ −log p(target), nats; NaN where a point that counts came without log-probability.
     """
 
     count: Array | np.ndarray
@@ -73,10 +73,11 @@ def merge(first: SumState, second: SumState) -> SumState:
     def add(a, a_low, b, b_low):
         total = a + b
         of_b = total - a
-        lost = (a - (total - of_b)) + (b - of_b)
+        finite = jnp.isfinite(total)  # an infinite sum has no low part
+        lost = jnp.where(finite, (a - (total - of_b)) + (b - of_b), 0.0)
         low = a_low + b_low + lost
         high = total + low
-        return high, low - (high - total)
+        return high, jnp.where(finite, low - (high - total), 0.0)
 
     pairs = [add(*parts) for parts in zip(*first, *second, strict=True)]
     high, low = zip(*pairs, strict=True)
@@ -121,10 +122,10 @@ def calibration_sums(
     Args:
         confidence: in [0, 1], `[..., N]`.
         correct: 0/1 or bool, or the share of correct samples in [0, 1], `[..., N]`.
-        log_prob: log-probability of the true target, nats, `[..., N]`; None leaves `nll` 0.
+        log_prob: log-probability of the true target, nats, `[..., N]`; None: not known, and `nll` is NaN.
         bins: number of equal-width bins >= 1.
         closed: edge convention, "right", "left" or "none"; see `bin_index`.
-        where: False for points that do not count; or how often each counts, >= 0.
+        where: False for points that do not count; or the weight of each, >= 0.
 
     Returns:
         `CalibrationSums`, float32.
@@ -144,7 +145,7 @@ def sums_of_index(
     weight = jnp.ones(confidence.shape, jnp.float32)
     if where is not None:
         weight = jnp.broadcast_to(jnp.asarray(where).astype(jnp.float32), confidence.shape)
-    log_prob = jnp.zeros(confidence.shape, jnp.float32) if log_prob is None else log_prob
+    log_prob = jnp.full(confidence.shape, jnp.nan) if log_prob is None else log_prob
     confidence, correct, log_prob = (jnp.asarray(x).astype(jnp.float32) for x in (confidence, correct, log_prob))
     arrays = (index, weight, confidence, correct, log_prob)
 

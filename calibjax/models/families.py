@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from calibjax._checks import UserError, require_directory
 from calibjax.layers import ACTIVATIONS, Rope
 from calibjax.models.config import DecoderConfig
-from calibjax.models.hf_config import attention_biases, common_config, everywhere_local, local_layers, refuse, rope
+from calibjax.models.hf_config import (
+    activation,
+    attention_biases,
+    common_config,
+    equal_heads,
+    everywhere_local,
+    local_layers,
+    refuse,
+    rope,
+)
 from calibjax.models.rules import Rule, linear, norm
 
 if TYPE_CHECKING:
@@ -61,6 +70,7 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
     if family is None:
         raise UserError(_unsupported(hf.model_type))
     refuse(hf, "quantization_config", getattr(hf, "quantization_config", None), allowed=(None,))
+    refuse(hf, "is_causal", getattr(hf, "is_causal", True), allowed=(True,))
     try:
         return family.read_config(hf)
     except AttributeError as error:
@@ -158,26 +168,31 @@ def _gemma_config(hf: Any, **ours: Any) -> DecoderConfig:
     return common_config(hf, norm_offset=1.0, embedding_scale=hf.hidden_size**0.5, **attention_biases(hf), **ours)
 
 
-def _gemma2_config(hf: Any, **ours: Any) -> DecoderConfig:
+def _local_global_gemma_config(hf: Any, **ours: Any) -> DecoderConfig:
     return _gemma_config(
         hf,
+        activation=activation(hf, "hidden_activation"),
         norm_placement="both",
         attention_scale=hf.query_pre_attn_scalar**-0.5,
-        attention_softcap=hf.attn_logit_softcapping,
         logit_softcap=hf.final_logit_softcapping,
         **local_layers(hf),
         **ours,
     )
 
 
+def _gemma2_config(hf: Any) -> DecoderConfig:
+    return _local_global_gemma_config(hf, attention_softcap=hf.attn_logit_softcapping)
+
+
 def _gemma3_config(hf: Any) -> DecoderConfig:
+    # `attn_logit_softcapping` is a key of its configuration that transformers' model does not apply.
     kinds = hf.rope_parameters
     local = rope(hf, kinds["sliding_attention"])
-    return _gemma2_config(hf, qk_norm="head", rope=rope(hf, kinds["full_attention"]), local_rope=local)
+    return _local_global_gemma_config(hf, qk_norm="head", rope=rope(hf, kinds["full_attention"]), local_rope=local)
 
 
 def _phi3_config(hf: Any) -> DecoderConfig:
-    return common_config(hf, **everywhere_local(hf))
+    return common_config(hf, rope=rope(hf, partial=True), **everywhere_local(hf))
 
 
 _PHI3_RULES = (
@@ -209,7 +224,14 @@ def _granite_config(hf: Any) -> DecoderConfig:
 def _stablelm_config(hf: Any) -> DecoderConfig:
     refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
     parallel = "one_norm" if hf.use_parallel_residual else None
-    return common_config(hf, norm="layer", parallel=parallel, qkv_bias=hf.use_qkv_bias)
+    return common_config(
+        hf,
+        norm="layer",
+        parallel=parallel,
+        qkv_bias=hf.use_qkv_bias,
+        rope=rope(hf, partial=True),
+        **equal_heads(hf),
+    )
 
 
 _ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
@@ -217,7 +239,15 @@ _ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias"
 
 def _phi_config(hf: Any) -> DecoderConfig:
     refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
-    return common_config(hf, norm="layer", gated_mlp=False, parallel="one_norm", unembedding_bias=True, **_ALL_BIASES)
+    return common_config(
+        hf,
+        norm="layer",
+        gated_mlp=False,
+        parallel="one_norm",
+        unembedding_bias=True,
+        rope=rope(hf, partial=True),
+        **_ALL_BIASES,
+    )
 
 
 _PHI_RULES = (
@@ -240,6 +270,9 @@ def _gpt_neox_config(hf: Any) -> DecoderConfig:
         gated_mlp=False,
         parallel="two_norms" if hf.use_parallel_residual else None,
         mlp_bias=True,
+        rope=rope(hf, partial=True),
+        num_kv_heads=hf.num_attention_heads,
+        **equal_heads(hf),
         **attention_biases(hf),
     )
 

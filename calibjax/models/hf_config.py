@@ -20,15 +20,15 @@ def refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:
 
 
 def common_config(hf: Any, **ours: Any) -> DecoderConfig:
-    """Returns the configuration by the names that most families use; `ours` are fields that differ.
+    """Returns the configuration by the keys that most families read; `ours` are fields that differ.
+
+    A configuration may hold keys of other families, which transformers ignores: no key is read because it is there.
 
     Args:
       hf: A configuration of transformers.
-      ours: Fields of `DecoderConfig`, which take precedence.
+      ours: Fields of `DecoderConfig`, which take precedence. `norm="layer"` reads `layer_norm_eps`.
     """
     heads = hf.num_attention_heads
-    activation = "hidden_activation" if hasattr(hf, "hidden_activation") else "hidden_act"
-    refuse(hf, activation, getattr(hf, activation), allowed=ACTIVATIONS)
     fields = {
         "family": hf.model_type,
         "vocab_size": hf.vocab_size,
@@ -39,16 +39,33 @@ def common_config(hf: Any, **ours: Any) -> DecoderConfig:
         "num_kv_heads": getattr(hf, "num_key_value_heads", None) or heads,
         "head_dim": getattr(hf, "head_dim", None) or hf.hidden_size // heads,
         "max_positions": hf.max_position_embeddings,
-        "norm_eps": hf.rms_norm_eps if hasattr(hf, "rms_norm_eps") else hf.layer_norm_eps,
-        "activation": getattr(hf, activation),
+        "norm_eps": hf.layer_norm_eps if ours.get("norm") == "layer" else hf.rms_norm_eps,
         "tie_embeddings": hf.tie_word_embeddings,
+        **ours,
     }
+    if "activation" not in ours:
+        fields["activation"] = activation(hf, "hidden_act")
     if "rope" not in ours:
         fields["rope"] = rope(hf)
-        if fields["rope"].scaling == "longrope":
+    for positions in (fields["rope"], fields.get("local_rope")):
+        if positions is not None and positions.scaling == "longrope":
             # Beyond it, other divisors hold for the whole sequence: a model for each length, of which this is one.
-            fields["max_positions"] = fields["rope"].original_max_positions
-    return DecoderConfig(**{**fields, **ours})
+            fields["max_positions"] = min(fields["max_positions"], positions.original_max_positions)
+    return DecoderConfig(**fields)
+
+
+def activation(hf: Any, field: str) -> str:
+    """Returns the activation that the field names."""
+    refuse(hf, field, getattr(hf, field), allowed=ACTIVATIONS)
+    return getattr(hf, field)
+
+
+def equal_heads(hf: Any) -> dict[str, int]:
+    """Returns our fields for heads that share `hidden_size`, whatever `head_dim` is."""
+    head_dim = hf.hidden_size // hf.num_attention_heads
+    # transformers takes it for the rotary positions alone.
+    refuse(hf, "head_dim", getattr(hf, "head_dim", None), allowed=(None, head_dim))
+    return {"head_dim": head_dim}
 
 
 def attention_biases(hf: Any) -> dict[str, bool]:
@@ -61,7 +78,13 @@ def local_layers(hf: Any) -> dict[str, Any]:
     for kind in hf.layer_types:
         refuse(hf, "layer_types", kind, allowed=("full_attention", "sliding_attention"))
     local = tuple(kind == "sliding_attention" for kind in hf.layer_types)
-    return {"local_layers": local, "window": hf.sliding_window} if any(local) else {}
+    if not any(local):
+        return {}
+    if hf.sliding_window is None:
+        raise UserError(
+            f"{hf.model_type} configuration: layer_types has sliding_attention, but no sliding_window is set."
+        )
+    return {"local_layers": local, "window": hf.sliding_window}
 
 
 def everywhere_local(hf: Any) -> dict[str, Any]:
@@ -83,8 +106,14 @@ _ROPE_TYPES = {
 }
 
 
-def rope(hf: Any, parameters: Mapping[str, Any] | None = None) -> Rope:
-    """Returns the rotary positions of `parameters`, or of the configuration's own."""
+def rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = False) -> Rope:
+    """Returns the rotary positions of `parameters`, or of the configuration's own.
+
+    Args:
+      hf: A configuration of transformers.
+      parameters: Those of one kind of layer, where kinds differ.
+      partial: Whether the family reads `partial_rotary_factor`.
+    """
     # transformers 5 keeps theta and scaling together in `rope_parameters`; before, `rope_scaling` stood beside
     # `rope_theta`, and called its kind `type`.
     given: Mapping[str, Any] = (
@@ -97,16 +126,26 @@ def rope(hf: Any, parameters: Mapping[str, Any] | None = None) -> Rope:
             raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} needs {name!r}, which is missing.")
     fields: dict[str, Any] = {name: float(given[name]) for name in _ROPE_TYPES[kind] if name != "short_factor"}
     if kind in ("llama3", "yarn", "longrope"):
-        fields["original_max_positions"] = int(
-            given.get("original_max_position_embeddings") or hf.max_position_embeddings
-        )
+        # As in transformers, the field beside the parameters wins, except where kinds of layers differ.
+        original = None if parameters else getattr(hf, "original_max_position_embeddings", None)
+        original = original or given.get("original_max_position_embeddings") or hf.max_position_embeddings
+        fields["original_max_positions"] = int(original)
+    numbers: dict[str, Any] = {"rope_theta": given.get("rope_theta", getattr(hf, "rope_theta", None))}
+    if partial:
+        numbers["partial_rotary_factor"] = given.get("partial_rotary_factor")
+    elif kind != "default":
+        # transformers ignores it without scaling, and fails with it.
+        refuse(hf, "partial_rotary_factor", given.get("partial_rotary_factor"), allowed=(None, 1.0))
+    for name, number in numbers.items():
+        if number is None:
+            raise UserError(f"{hf.model_type} configuration: expected a number for {name}, got null.")
     if kind == "yarn":
         fields |= _yarn(hf, given)
     elif kind == "longrope":
         fields |= _longrope(hf, given, fields["original_max_positions"])
     return Rope(
-        theta=float(given.get("rope_theta", getattr(hf, "rope_theta", 10000.0))),
-        fraction=float(given.get("partial_rotary_factor", 1.0)),
+        theta=float(numbers["rope_theta"]),
+        fraction=float(numbers.get("partial_rotary_factor", 1.0)),
         scaling=None if kind in ("default", "dynamic") else kind,
         **fields,
     )
