@@ -155,7 +155,8 @@ def test_schema(document):
         assert {"nll", "brier", "accuracy", "confidence", "ece", "mce", "rmsce"} <= set(row)
         assert set(row["ece"]) == {"value", "low", "high", "bins", "closed"}
         assert row["ece"]["bins"] == BINS
-        assert 0 <= row["ece"]["low"] < row["ece"]["high"] <= 1
+        assert 0 <= row["ece"]["low"] <= row["ece"]["value"] <= row["ece"]["high"] <= 1
+        assert row["ece"]["low"] <= row["debiased_ece"] <= row["ece"]["high"]
         assert len(row["reliability"]["count"]) == BINS
         bins = row["reliability"]
         for low, accuracy, high in zip(bins["low"], bins["accuracy"], bins["high"], strict=True):

@@ -68,9 +68,11 @@ def page(runs: Sequence[Run]) -> str:
     of, per = ("the top token's probability", "token") if tokens else ("the confidence", "row")
     over = first["held_out"].get("clusters", "windows")
     parts.append(
-        f"<p>ECE and MCE compare mean confidence and accuracy in equal-width bins of {of}; intervals are 95% "
-        f"bootstraps over {over}. In the diagrams a bar is the accuracy of a bin, a dot its mean confidence, a whisker "
-        f"the interval of the accuracy. NLL in nats per {per}; Brier score of the prediction being right.</p>"
+        f"<p>ECE and MCE compare mean confidence and accuracy in equal-width bins of {of}; intervals are 95%, "
+        f"over {over}: that of ECE is of the population's ECE in these bins, others are bootstraps. Debiased ECE: "
+        "without the bias of few points a bin. In the diagrams a bar is the accuracy of a bin, a dot its mean "
+        f"confidence, a whisker the interval of the accuracy. NLL in nats per {per}; Brier score of the prediction "
+        "being right.</p>"
     )
     for run in runs:
         details = html.escape(json.dumps(run.document.get("run", {}), indent=2))
