@@ -74,12 +74,12 @@ def test_one_bin_is_the_folded_normal(norm, right):
     """Of 1,000 points with confidence .8: a gap of .1, .04 or .01 with a standard error of .013 to .014."""
     correct = np.arange(1000)[:, None] < right
     sums = sums_of(np.full((1000, 1), 0.8), correct)
-    value, low, high, debiased = metrics.error_interval(sums, norm=norm, resamples=40_000, level=0.9)
+    value, low, high, debiased = metrics.error_interval(sums, norm=norm, resamples=10_000, level=0.9)
     scale = correct.std(ddof=1) / 1000**0.5
     expected = folded(0.8 - right / 1000, scale, 0.9)
     assert_within(value, 0.8 - right / 1000, 1e-12, "error")
-    # 40,000 draws know a 5% quantile to 0.011 standard errors; the derivative of the median to the gap is small near 0.
-    assert_within([low, debiased, high], expected, 0.06 * scale, "interval")
+    # 10,000 draws know a 5% quantile to 0.021 standard errors; the derivative of the median to the gap is small near 0.
+    assert_within([low, debiased, high], expected, 0.1 * scale, "interval")
 
 
 def hard_sums(rng):

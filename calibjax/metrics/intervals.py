@@ -128,19 +128,19 @@ def error_comparison(
     found = _observe([first, second], [1.0, -1.0], norm, resamples, level, seed)
     if found is None:
         return Comparison(*(float("nan"),) * 5)
-    if found.value > 0:  # in one order, so that the other gives the negative exactly
-        other = error_comparison(second, first, norm=norm, resamples=resamples, level=level, seed=seed)
-        return Comparison(-other.difference, -other.high, -other.low, 1 - other.share_lower, other.p_value)
-    if found.value == 0 and _same(first, second):
+    if _same(first, second):
         return Comparison(0.0, 0.0, 0.0, 0.5, 1.0)
     signs = np.sign(found.weights)
+    value = float(found.of(signs > 0).value - found.of(signs < 0).value)
+    if value > 0:  # in one order, so that the other gives the negative exactly
+        other = error_comparison(second, first, norm=norm, resamples=resamples, level=level, seed=seed)
+        return Comparison(-other.difference, -other.high, -other.low, 1 - other.share_lower, other.p_value)
     starts = np.zeros_like(signs)
     for sign in (1, -1):
         one = found.of(signs == sign)
         starts[signs == sign] = one.solve([0.5], np.zeros_like(one.weights), np.ones_like(one.weights), (0, one.most))
     reach = found.most + _FARTHEST
     low, _, high = found.kept(_tails(level), starts, signs, (-reach, reach))
-    value = float(found.value)
 
     equal = _bisect(np.array([-reach]), np.array([reach]), lambda t: found.error(starts + signs * t[:, None]) > 0)
     drawn = found.drawn(starts + signs * equal[:, None])[0]
