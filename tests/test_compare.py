@@ -232,7 +232,7 @@ def test_tables_report_and_what_is_left_out(files, capsys, tmp_path):
     assert "few_shot" in held_out["methods"]  # the groups are its slices
     assert "left out: lore: no features to read here." in shown
     assert "by ece" in shown
-    assert "bootstrap over groups" in shown
+    assert "in these bins, over groups" in shown
     assert "…" not in shown
     lines = shown.splitlines()
     first = next(iter(held_out["methods"]))

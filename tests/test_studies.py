@@ -63,6 +63,11 @@ def test_figures_are_means_over_seeds_with_paired_intervals():
         of_one, apart = found["methods"]["one"][figure], against[figure]
         difference = expected["one"].mean(axis=0)[index] - expected["other"][0, index]
         np.testing.assert_allclose(apart["difference"], difference, atol=3e-6)
+        assert of_one["low"] <= of_one["value"] <= of_one["high"]
+        assert apart["low"] <= apart["difference"] <= apart["high"]
+        if figure == "ece":  # its percentiles are biased: tests/test_metrics_intervals.py has its laws
+            assert of_one["low"] <= of_one["debiased"] <= of_one["high"]
+            continue
         for interval, values in ((of_one, one[:, index]), (apart, (one - other)[:, index])):
             low, high = np.quantile(values, [0.025, 0.975])
             error = max(abs(interval["low"] - low), abs(interval["high"] - high)) / (high - low)

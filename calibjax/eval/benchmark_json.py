@@ -11,6 +11,7 @@ from calibjax.eval.benchmark import Answers
 from calibjax.eval.compare import Outcome, Result
 from calibjax.eval.comparison import comparison_json
 from calibjax.eval.subjects import subject_rows
+from calibjax.eval.tokens import ece_json
 from calibjax.metrics import CalibrationSums, Closed
 
 _FURTHER = {
@@ -84,10 +85,8 @@ def subjects_json(
         row["methods"] = {}
         for name, sums in zip(names, each, strict=True):
             own = CalibrationSums(*(field[mine] for field in sums))
-            figures = metrics.summarise(own)
-            low, high = metrics.bootstrap_interval(own, resamples=resamples, seed=seed)
-            ece = {"value": figures["ece"], "low": low, "high": high}
-            row["methods"][name] = {"confidence": figures["confidence"], "ece": ece}
+            ece = metrics.error_interval(own, resamples=resamples, seed=seed)
+            row["methods"][name] = {"confidence": metrics.summarise(own)["confidence"], **ece_json(ece)}
     return rows
 
 

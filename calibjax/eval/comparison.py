@@ -14,11 +14,21 @@ from rich.table import Table
 from calibjax import metrics
 from calibjax.eval.compare import Outcome, Result
 from calibjax.eval.report import ABSENT, binning, figure_of, title_of
-from calibjax.eval.tokens import ece_and_bins, reliability_json
+from calibjax.eval.tokens import accuracy_of_bins, ece_json, reliability_json
 from calibjax.metrics import CalibrationSums, Closed
 
 SortKey = Literal[
-    "ece", "adaptive_ece", "smooth_ece", "mce", "brier", "log_loss", "nll", "auroc", "parameters", "fit_seconds"
+    "ece",
+    "debiased_ece",
+    "adaptive_ece",
+    "smooth_ece",
+    "mce",
+    "brier",
+    "log_loss",
+    "nll",
+    "auroc",
+    "parameters",
+    "fit_seconds",
 ]
 _WIDTH = 160  # of the wider table: a narrower terminal breaks lines, and loses nothing
 COMPARED = ("ece", "brier", "log_loss", "nll")
@@ -40,10 +50,10 @@ def comparison_json(
 
     `nll` is the negative log-likelihood of the true class, and null for methods that give a confidence alone;
     `log_loss` is that of being right (`metrics.negative_log_likelihood`), which all have: null where it is infinite,
-    because `certain_and_wrong` predictions were given 0 or 1 and were not so. Further: adaptive_ece, smooth_ece, auroc;
-    `changed`, how many predictions the method changed; parameters, fit_seconds. `against` holds, for each of
-    `COMPARED`, the figure less that of `reference`: difference, 95% interval, share of resamples in which it is lower,
-    p-value.
+    because `certain_and_wrong` predictions were given 0 or 1 and were not so. Further: debiased_ece
+    (`metrics.error_interval`), adaptive_ece, smooth_ece, auroc; `changed`, how many predictions the method
+    changed; parameters, fit_seconds. `against` holds, for each of `COMPARED`, the figure less that of `reference`:
+    difference, 95% interval, share of resamples in which it is lower, p-value (`metrics.Comparison`).
 
     Args:
         results: name -> result, with "uncalibrated" among them.
@@ -61,32 +71,32 @@ def comparison_json(
         )
 
     def resampled(outcome: Outcome) -> tuple[dict[str, np.ndarray], CalibrationSums, CalibrationSums | None]:
-        """Each figure of each resample; the sums with the log loss, and those with the likelihood."""
+        """Each score of each resample; the sums with the log loss, and those with the likelihood."""
         sums = sums_of(outcome, None)
         likelihood = None if outcome.log_prob is None else sums_of(outcome, outcome.log_prob)
         values = metrics.resample_sums(sums, _scores_and_bins, resamples=resamples, seed=seed)
-        draws: dict[str, np.ndarray] = {**dict(zip(COMPARED[:3], values.T, strict=False)), "bins": values[:, 3:]}
+        draws: dict[str, np.ndarray] = {**dict(zip(COMPARED[1:3], values.T, strict=False)), "bins": values[:, 2:]}
         if likelihood is not None:
             values = metrics.resample_sums(likelihood, _scores_and_bins, resamples=resamples, seed=seed)
-            draws["nll"] = values[:, 2]
+            draws["nll"] = values[:, 1]
         return draws, sums, likelihood
 
     base = results["uncalibrated"].outcome
-    rows, drawn = {}, {}
+    rows, drawn, sums_of_row = {}, {}, {}
     for name, result in results.items():
         outcome = result.outcome
         drawn[name], sums, likelihood = resampled(outcome)
+        sums_of_row[name] = sums
         whole = metrics.total(sums)
         row: dict[str, Any] = metrics.summarise(sums)
         log_loss = row.pop("nll")
         pair = jnp.asarray(outcome.confidence), jnp.asarray(outcome.correct)
-        low, high = metrics.percentile_interval(drawn[name]["ece"])
         changed = 0 if base.choice is None or outcome.choice is None else int((base.choice != outcome.choice).sum())
         row |= {
             "nll": None if likelihood is None else _finite(metrics.summarise(likelihood)["nll"]),
             "log_loss": _finite(log_loss),
             "certain_and_wrong": _certain_and_wrong(outcome),
-            "ece": {"value": row["ece"], "low": low, "high": high, "bins": bins, "closed": closed},
+            **ece_json(metrics.error_interval(sums, resamples=resamples, seed=seed), bins=bins, closed=closed),
             "adaptive_ece": _finite(float(metrics.adaptive_calibration_error(*pair, bins=bins))),
             "smooth_ece": _finite(float(metrics.smooth_ece(*pair))),
             "auroc": _finite(float(metrics.auroc(*pair))),
@@ -98,21 +108,26 @@ def comparison_json(
         rows[name] = row
     if reference in rows:
         for name, row in rows.items():
+            if name == reference:
+                row["against"] = {}
+                continue
+            ece = metrics.compare_sums(sums_of_row[name], sums_of_row[reference], resamples=resamples, seed=seed)
             compared = {
                 key: _against(row, rows[reference], key, drawn[name][key], drawn[reference][key])
                 for key in COMPARED
-                if name != reference and key in drawn[name] and key in drawn[reference]
+                if key in drawn[name] and key in drawn[reference]
             }
-            row["against"] = {key: value for key, value in compared.items() if value is not None}
+            row["against"] = {"ece": ece._asdict()} | {
+                key: value for key, value in compared.items() if value is not None
+            }
     return dict(sorted(rows.items(), key=lambda item: _order(item[1], sort)))
 
 
 def _scores_and_bins(sums: CalibrationSums) -> np.ndarray:
-    """ECE, Brier score and log loss of each resample, and the accuracy of each bin."""
+    """Brier score and log loss of each resample, and the accuracy of each bin."""
     points = sums.whole()[0]
-    ece, bins = np.split(ece_and_bins(sums), [1], axis=1)
     scores = np.stack([sums.brier / points, sums.nll / points], axis=-1)
-    return np.concatenate([ece, scores, bins], axis=1)
+    return np.concatenate([scores, accuracy_of_bins(sums)], axis=1)
 
 
 def _finite(value: float) -> float | None:
@@ -138,6 +153,7 @@ def _order(row: Mapping[str, Any], sort: SortKey) -> tuple[bool, float]:
 
 _SCORES = {
     "ece": "ECE [95% interval]",
+    "debiased_ece": "debiased",
     "adaptive_ece": "adaptive",
     "smooth_ece": "smooth",
     "mce": "MCE",
@@ -190,10 +206,11 @@ def print_comparison(held_out: Mapping[str, Any], sort: SortKey, where: str) -> 
     some = next(iter(rows.values()))["ece"]
     console.print(
         f"* best. + significantly lower (better) than {title_of(reference)}, - significantly higher: the 95% interval "
-        "of the difference leaves out 0 (paired bootstrap, not corrected for the number of methods).\n"
+        "of the difference leaves out 0 (paired, not corrected for the number of methods).\n"
         f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the confidence; adaptive: of equal "
-        f"mass. Intervals: bootstrap over {held_out['clusters']}. Brier, log loss: of the prediction being right. NLL: "
-        "of the true class, for methods that give a distribution.\n"
+        f"mass. Interval: of the population's ECE in these bins, over {held_out['clusters']}; debiased: the ECE "
+        "without the bias of few points a bin. Brier, log loss: of the prediction being right. NLL: of the true class, "
+        "for methods that give a distribution.\n"
         "changed: predictions that the method changed. fit s: with compilation.",
         style="dim",
     )

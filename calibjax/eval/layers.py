@@ -193,7 +193,7 @@ class Phase(NamedTuple):
     Attributes:
         settled: s, see `settled_layer`.
         peak: p = argmax_{l ≥ s} ECE_l, the first such.
-        correction: ECE_p − ECE_L with its paired bootstrap interval.
+        correction: ECE_p − ECE_L with its paired interval.
         found: p < L and the interval lies above 0: after the decision was made, the last layers made the confidence in
             it truer.
     """
@@ -232,8 +232,9 @@ def layers_json(
 ) -> dict[str, Any]:
     """The curves as plain data: `{"curves": [row of each layer], "phase": {...}}`.
 
-    A row holds accuracy, confidence, ece, mce, nll, entropy and kl, each `{"value", "low", "high"}` with a 95%
-    bootstrap interval over windows, and `agreement`, the share of predictions equal to the last layer's.
+    A row holds accuracy, confidence, ece, mce, nll, entropy and kl, each `{"value", "low", "high"}` with a 95% interval
+    over windows (of ece and mce `metrics.error_interval`, of others bootstrap), and `agreement`, the share of
+    predictions equal to the last layer's.
     """
 
     def sums_of(layer: int, values: np.ndarray) -> CalibrationSums:
@@ -250,7 +251,11 @@ def layers_json(
     agreement = (outputs.argmax == outputs.argmax[-1:]).mean(axis=1)
     for layer in range(len(outputs.confidence)):
         sums = sums_of(layer, outputs.log_prob)
-        row = _with_intervals(sums, _figures, ("accuracy", "confidence", "ece", "mce", "nll"), resamples, seed)
+        row = _with_intervals(sums, _figures, ("accuracy", "confidence", "nll"), resamples, seed)
+        norms: dict[str, metrics.Norm] = {"ece": "l1", "mce": "max"}
+        for name, norm in norms.items():
+            error = metrics.error_interval(sums, norm=norm, resamples=resamples, seed=seed)
+            row[name] = {"value": error.value, "low": error.low, "high": error.high}
         for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
             row |= _with_intervals(sums_of(layer, -values), _mean_nll, (name,), resamples, seed)
         rows.append({"layer": layer, "agreement": float(agreement[layer]), **row})
@@ -274,8 +279,7 @@ def _with_intervals(sums, statistic, names, resamples: int, seed: int) -> dict[s
 
 def _figures(sums: CalibrationSums) -> np.ndarray:
     count, confidence, correct, _ = sums.whole()
-    ece, mce = metrics.ece_from_sums(sums), metrics.mce_from_sums(sums)
-    return np.stack([correct / count, confidence / count, ece, mce, sums.nll / count], axis=-1)
+    return np.stack([correct / count, confidence / count, sums.nll / count], axis=-1)
 
 
 def _mean_nll(sums: CalibrationSums) -> np.ndarray:

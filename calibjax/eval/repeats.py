@@ -64,8 +64,9 @@ def repeats_json(
     """The figures of a set of windows as plain data: `{"tokens": n, "windows": s, "methods": {name: row}}`.
 
     A row holds for each of `FIGURES` `value`, the mean over the seeds; `low` and `high`, a 95% interval of that mean
-    over resamples of the windows, in which the fits stay as they are; and `seeds`, the figure of each seed. `against`
-    holds the name of another row and, for nll, brier and ece, this row's figure less that row's on the same resamples.
+    over resamples of the windows, in which the fits stay as they are (of ece `metrics.error_interval`, with its
+    `debiased`); and `seeds`, the figure of each seed. `against` holds the name of another row and, for nll, brier and
+    ece, this row's figure less that row's on the same windows.
 
     Args:
         results: of `evaluate_tokens` with `keep_tokens`: name -> one result a seed.
@@ -80,6 +81,8 @@ def repeats_json(
     values = dict(zip(results, np.split(of_head, ends), strict=True))
     parts = np.split(drawn_of_head, ends, axis=1)
     draws = {name: part.mean(axis=1) for name, part in zip(results, parts, strict=True)}
+    sums = {name: _side_by_side([result.sums for result in repeats]) for name, repeats in results.items()}
+    options: dict[str, Any] = {"resamples": resamples, "seed": seed}
     rows = {}
     for name in results:
         mean = values[name].mean(axis=0)
@@ -88,6 +91,8 @@ def repeats_json(
             low, high = metrics.percentile_interval(draws[name][:, index])
             seeds = [float(value) for value in values[name][:, index]]
             row[figure] = {"value": float(mean[index]), "low": low, "high": high, "seeds": seeds}
+        ece = metrics.error_interval(sums[name], **options)
+        row["ece"] |= {"low": ece.low, "high": ece.high, "debiased": ece.debiased}
         if name in against:
             other = against[name]
             apart = mean - values[other].mean(axis=0)
@@ -96,7 +101,9 @@ def repeats_json(
                     float(apart[index]), draws[name][:, index], draws[other][:, index]
                 )._asdict()
                 for index, figure in enumerate(COMPARED)
+                if figure != "ece"
             }
+            row["against"]["ece"] = metrics.error_comparison(sums[name], sums[other], **options)._asdict()
         rows[name] = row
     return {"tokens": int(windows.where.sum()), "windows": len(windows.tokens), "methods": rows}
 

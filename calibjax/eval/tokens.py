@@ -150,9 +150,10 @@ def results_json(
 ) -> dict[str, Any]:
     """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
 
-    Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% bootstrap interval over
-    windows, bins and edge convention; `reliability` per bin (count, mean confidence, accuracy with the low and high end
-    of its interval; null where empty); and `temperatures`, the histogram over `TEMPERATURE_EDGES`.
+    Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% interval, bins and edge
+    convention, and `debiased_ece` (`metrics.error_interval`, windows as groups); `reliability` per bin (count, mean
+    confidence, accuracy with the low and high end of its bootstrap interval; null where empty); and `temperatures`, the
+    histogram over `TEMPERATURE_EDGES`.
     """
     methods = {}
     tokens = 0
@@ -173,18 +174,21 @@ def row_json(
     """The figures of one method: all of `results_json`'s but temperatures. `sums` with groups `[G]`."""
     row: dict[str, Any] = metrics.summarise(sums)
     whole = metrics.total(sums)
-    drawn = metrics.resample_sums(sums, ece_and_bins, resamples=resamples, seed=seed)
-    low, high = metrics.percentile_interval(drawn[:, 0])
-    row["ece"] = {"value": row["ece"], "low": low, "high": high, "bins": len(whole.count), "closed": closed}
-    row["reliability"] = reliability_json(whole, drawn[:, 1:])
+    row |= ece_json(metrics.error_interval(sums, resamples=resamples, seed=seed), bins=len(whole.count), closed=closed)
+    drawn = metrics.resample_sums(sums, accuracy_of_bins, resamples=resamples, seed=seed)
+    row["reliability"] = reliability_json(whole, drawn)
     return row
 
 
-def ece_and_bins(sums: metrics.CalibrationSums) -> np.ndarray:
-    """ECE, and the accuracy of each bin (NaN where it is empty): `[R, 1 + bins]`, for `resample_sums`."""
+def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:
+    """The fields `ece`, with its interval and convention, and `debiased_ece` of a row."""
+    return {"ece": {"value": ece.value, "low": ece.low, "high": ece.high, **convention}, "debiased_ece": ece.debiased}
+
+
+def accuracy_of_bins(sums: metrics.CalibrationSums) -> np.ndarray:
+    """The accuracy of each bin (NaN where it is empty): `[R, bins]`, for `resample_sums`."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        accuracy = np.asarray(sums.correct) / np.asarray(sums.count)
-    return np.concatenate([np.asarray(metrics.ece_from_sums(sums))[:, None], accuracy], axis=1)
+        return np.asarray(sums.correct) / np.asarray(sums.count)
 
 
 def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> dict[str, list]:

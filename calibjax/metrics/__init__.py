@@ -11,8 +11,6 @@ from calibjax.metrics.binless import smooth_ece as smooth_ece
 from calibjax.metrics.bins import Closed as Closed
 from calibjax.metrics.bins import bin_index as bin_index
 from calibjax.metrics.bins import equal_mass_index as equal_mass_index
-from calibjax.metrics.bootstrap import Comparison as Comparison
-from calibjax.metrics.bootstrap import Interval as Interval
 from calibjax.metrics.bootstrap import bootstrap_interval as bootstrap_interval
 from calibjax.metrics.bootstrap import compare_resamples as compare_resamples
 from calibjax.metrics.bootstrap import compare_sums as compare_sums
@@ -38,6 +36,11 @@ from calibjax.metrics.errors import maximum_calibration_error as maximum_calibra
 from calibjax.metrics.errors import mce_from_sums as mce_from_sums
 from calibjax.metrics.errors import rmsce_from_sums as rmsce_from_sums
 from calibjax.metrics.errors import root_mean_square_calibration_error as root_mean_square_calibration_error
+from calibjax.metrics.intervals import Comparison as Comparison
+from calibjax.metrics.intervals import ErrorInterval as ErrorInterval
+from calibjax.metrics.intervals import Interval as Interval
+from calibjax.metrics.intervals import error_comparison as error_comparison
+from calibjax.metrics.intervals import error_interval as error_interval
 from calibjax.metrics.local import GroupingParts as GroupingParts
 from calibjax.metrics.local import grouping_loss as grouping_loss
 from calibjax.metrics.local import grouping_parts as grouping_parts

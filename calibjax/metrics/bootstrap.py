@@ -6,13 +6,14 @@ groups are first put together at random into `POOLS` pools of equal number and w
 independent groups are independent and alike, so the spread is the same, known to (2 POOLS)^-½ (0.7%; 1,000 resamples
 know it to 2.2%); time and memory then no longer grow with resamples times points.
 
-Intervals are percentiles. Draws depend on the seed and the number of groups alone: two figures with the same of both
+Intervals are percentiles, but for binned calibration errors, which are biased: those have the intervals and comparisons
+of `intervals`. Draws depend on the seed and the number of groups alone: two figures with the same of both
 are resampled together, which is what makes a comparison paired.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,38 +21,14 @@ import numpy as np
 
 from calibjax.metrics import errors, scores
 from calibjax.metrics._points import check
-from calibjax.metrics.bins import Closed, bin_index
-from calibjax.metrics.errors import ece_from_sums
+from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
+from calibjax.metrics.errors import Norm, ece_from_sums
+from calibjax.metrics.intervals import Comparison, Interval, error_comparison, error_interval
 from calibjax.metrics.sums import CalibrationSums
 
 POOLS = 10_000
 _DRAWS = 2**22
 """Numbers drawn, and weights held, at once."""
-
-
-class Interval(NamedTuple):
-    """A figure and its bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-class Comparison(NamedTuple):
-    """The first figure less the second, on the same resamples.
-
-    Attributes:
-        difference: of the figures of all points.
-        low, high: interval of the difference.
-        share_lower: of resamples in which the first is lower, an equal one counting half.
-        p_value: two-sided, (1 + twice the resamples on the rarer side of 0)/(1 + resamples), at most 1.
-    """
-
-    difference: float
-    low: float
-    high: float
-    share_lower: float
-    p_value: float
 
 
 def _pools(groups: int, seed: int) -> np.ndarray:
@@ -133,12 +110,27 @@ def _drawn_sum(drawn: np.ndarray, values: Any) -> np.ndarray:
 def bootstrap_interval(
     sums: CalibrationSums, statistic: Callable = ece_from_sums, *, resamples: int = 1000, level: float = 0.95, seed=0
 ) -> tuple[float, float]:
-    """(low, high): percentile interval of a statistic of sums, whole groups resampled. Arguments as `resample_sums`.
+    """(low, high) of a statistic of sums, whole groups resampled. Arguments as `resample_sums`; `level` the coverage.
 
-    `level` is the coverage, in (0, 1).
+    Of `ece_from_sums`, `rmsce_from_sums` and `mce_from_sums` that of `error_interval`, of others percentiles.
     """
+    if statistic in _NORM_OF_SUMS:
+        norm = _NORM_OF_SUMS[statistic]
+        return error_interval(sums, norm=norm, resamples=resamples, level=level, seed=seed)[1:3]
     return percentile_interval(resample_sums(sums, statistic, resamples=resamples, seed=seed), level)
 
+
+_NORM_OF_SUMS: dict[Callable, Norm] = {
+    ece_from_sums: "l1",
+    errors.rmsce_from_sums: "l2",
+    errors.mce_from_sums: "max",
+}
+_NORM_OF: dict[Callable, Norm] = {
+    errors.expected_calibration_error: "l1",
+    errors.adaptive_calibration_error: "l1",
+    errors.root_mean_square_calibration_error: "l2",
+    errors.maximum_calibration_error: "max",
+}
 
 # The metrics that follow from sums: a million points take no longer than ten thousand pools.
 _FROM_SUMS: dict[Callable, Callable] = {
@@ -176,16 +168,7 @@ def resample_metric(
         seed: of the generator.
         options: of the metric, such as bins=.
     """
-    check({"confidence": confidence, "correct": correct}, where)
-    if where is not None and not np.isin(where, (0, 1)).all():
-        raise ValueError("where: expected True or False for each point; resampling knows no weights.")
-    if groups is not None and np.shape(groups) != np.shape(confidence):
-        raise ValueError(f"groups: expected one label for each of {len(confidence)} points, got {np.shape(groups)}.")
-    keep = np.ones(len(confidence), bool) if where is None else np.asarray(where, bool)
-    if not keep.any() or resamples < 1:
-        raise ValueError(f"expected at least one point that counts and one resample, got {keep.sum()} and {resamples}.")
-    confidence, correct, *others = (np.asarray(x)[keep] for x in (confidence, correct, *features))
-    pool = _pool_of_point(len(confidence), None if groups is None else np.asarray(groups)[keep], seed)
+    pool, (confidence, correct, *others) = _select((confidence, correct, *features), groups, where, resamples, seed)
     pools = int(pool.max()) + 1
 
     if metric in _FROM_SUMS:
@@ -210,6 +193,44 @@ def _mapped(metric: Callable, options: tuple) -> Callable:
         return metric(*arrays, where=draw[pool], **dict(options))
 
     return jax.jit(lambda draws, pool, *arrays: jax.vmap(lambda draw: of_draw(draw, pool, *arrays))(draws))
+
+
+def _select(arrays: tuple, groups: Any, where: Any, resamples: int, seed: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The pool of each point that counts, and the arrays of those points."""
+    confidence, correct, *_ = arrays
+    check({"confidence": confidence, "correct": correct}, where)
+    if where is not None and not np.isin(where, (0, 1)).all():
+        raise ValueError("where: expected True or False for each point; resampling knows no weights.")
+    if groups is not None and np.shape(groups) != np.shape(confidence):
+        raise ValueError(f"groups: expected one label for each of {len(confidence)} points, got {np.shape(groups)}.")
+    keep = np.ones(len(confidence), bool) if where is None else np.asarray(where, bool)
+    if not keep.any() or resamples < 1:
+        raise ValueError(f"expected at least one point that counts and one resample, got {keep.sum()} and {resamples}.")
+    pool = _pool_of_point(int(keep.sum()), None if groups is None else np.asarray(groups)[keep], seed)
+    return pool, [np.asarray(x)[keep] for x in arrays]
+
+
+def _error_sums(
+    metric: Callable,
+    confidence: Any,
+    correct: Any,
+    *,
+    groups: Any = None,
+    where: Any = None,
+    resamples: int = 1000,
+    seed: int = 0,
+    bins: int = 15,
+    closed: Closed = "right",
+    norm: Norm | None = None,
+) -> tuple[CalibrationSums, dict[str, Any]]:
+    """For a metric of `_NORM_OF`: its sums, a group each pool, and the options of `error_interval`."""
+    pool, (confidence, correct) = _select((confidence, correct), groups, where, resamples, seed)
+    index = None
+    if metric is errors.adaptive_calibration_error:
+        confidence = np.asarray(confidence, np.float32)
+        index = np.asarray(equal_mass_index(jnp.asarray(confidence), jnp.ones(len(confidence)), bins))
+    sums = _pool_sums(pool, confidence, correct, bins, closed, index=index)
+    return sums, {"norm": _NORM_OF[metric] if norm is None else norm, "resamples": resamples, "seed": seed}
 
 
 def _pool_of_point(count: int, groups: np.ndarray | None, seed: int) -> np.ndarray:
@@ -253,9 +274,14 @@ def _pool_sums(
     bins: int = 15,
     closed: Closed = "right",
     log_prob: np.ndarray | None = None,
+    index: np.ndarray | None = None,
 ) -> CalibrationSums:
-    """`CalibrationSums` `[pools, bins]` in float64; without `log_prob`, `nll` is the log loss of being right."""
-    index = np.asarray(bin_index(jnp.asarray(confidence), bins, closed))
+    """`CalibrationSums` `[pools, bins]` in float64; without `log_prob`, `nll` is the log loss of being right.
+
+    `index`: the bin of each point; None for equal width.
+    """
+    if index is None:
+        index = np.asarray(bin_index(jnp.asarray(confidence), bins, closed))
     c, y = (np.clip(np.asarray(x, np.float32), 0, 1).astype(np.float64) for x in (confidence, correct))  # as metrics do
     with np.errstate(divide="ignore", invalid="ignore"):
         nll = (
@@ -285,7 +311,11 @@ def _pool_sums(
 def metric_interval(
     metric: Callable, confidence: Any, correct: Any, *features: Any, level: float = 0.95, **options: Any
 ) -> Interval:
-    """A one-call metric of arrays with its bootstrap interval. Arguments as `resample_metric`; `level` the coverage.
+    """A one-call metric of arrays with its interval. Arguments as `resample_metric`; `level` the coverage.
+
+    Of ECE, adaptive ECE, RMSCE and MCE the interval of `error_interval`, of others percentiles of resamples. Other
+    metrics that are biased by few points (`smooth_ece`, `debiased_calibration_error`) have no corrected interval. Where
+    an interval would leave the value out, it is widened to it.
 
     Where the metric is infinite (the NLL of a wrong answer of confidence 1), so are the resamples that drew such a
     point: the upper bound is infinite, the lower one where they are many.
@@ -300,10 +330,14 @@ def metric_interval(
         >>> 0.1 < low < value < high < 0.3
         True
     """
-    values = resample_metric(metric, confidence, correct, *features, **options)
     of_metric = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
-    value = metric(jnp.asarray(confidence), jnp.asarray(correct), *features, **of_metric)
-    return Interval(float(value), *percentile_interval(values, level))
+    if metric in _NORM_OF:
+        sums, how = _error_sums(metric, confidence, correct, **options)
+        _, low, high, _ = error_interval(sums, level=level, **how)
+    else:
+        low, high = percentile_interval(resample_metric(metric, confidence, correct, *features, **options), level)
+    value = float(metric(jnp.asarray(confidence), jnp.asarray(correct), *features, **of_metric))
+    return Interval(value, float(np.minimum(low, value)), float(np.maximum(high, value)))  # NaN stays NaN
 
 
 def compare_resamples(difference: float, first: np.ndarray, second: np.ndarray, level: float = 0.95) -> Comparison:
@@ -342,6 +376,9 @@ def paired_comparison(
         level: coverage of the interval.
         options: groups, where, resamples, seed and the metric's own, as in `resample_metric`.
 
+    Returns:
+        `Comparison`: of ECE, adaptive ECE, RMSCE and MCE that of `error_comparison`, of others by percentiles.
+
     Example:
         >>> import numpy as np
         >>> from calibjax.metrics import expected_calibration_error
@@ -353,9 +390,15 @@ def paired_comparison(
     """
     if np.shape(first[0]) != np.shape(second[0]):
         raise ValueError(f"a paired comparison needs the same points: got {np.shape(first[0])}, {np.shape(second[0])}.")
-    samples = [resample_metric(metric, *arrays, **options) for arrays in (first, second)]
     of_metric = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
     one, other = (float(metric(*map(jnp.asarray, arrays), **of_metric)) for arrays in (first, second))
+    if metric in _NORM_OF:
+        (sums, how), (others, _) = (_error_sums(metric, *arrays, **options) for arrays in (first, second))
+        compared = error_comparison(sums, others, level=level, **how)
+        return compared._replace(
+            difference=one - other, low=min(compared.low, one - other), high=max(compared.high, one - other)
+        )
+    samples = [resample_metric(metric, *arrays, **options) for arrays in (first, second)]
     return compare_resamples(one - other, samples[0], samples[1], level)
 
 
@@ -371,6 +414,9 @@ def compare_sums(
     """`paired_comparison` of a statistic of sums `[G, ...]` over the same groups. Arguments as `resample_sums`."""
     if len(first.count) != len(second.count):
         raise ValueError(f"the same groups are needed: got {len(first.count)} and {len(second.count)}.")
+    if statistic in _NORM_OF_SUMS:
+        norm = _NORM_OF_SUMS[statistic]
+        return error_comparison(first, second, norm=norm, resamples=resamples, level=level, seed=seed)
     samples = [resample_sums(sums, statistic, resamples=resamples, seed=seed) for sums in (first, second)]
     whole = [
         statistic(CalibrationSums(*(np.asarray(x, np.float64).sum(axis=0, keepdims=True) for x in sums)))[0]

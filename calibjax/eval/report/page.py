@@ -72,9 +72,11 @@ def page(runs: Sequence[Run]) -> str:
     parts.append(
         element(
             "p",
-            f"ECE and MCE compare mean confidence and accuracy in equal-width bins of {of}; intervals are 95% "
-            f"bootstraps over {over}. In the diagrams a bar is the accuracy of a bin, a dot its mean confidence, a "
-            f"whisker the interval of the accuracy. NLL in nats per {per}; Brier score of the prediction being right.",
+            f"ECE and MCE compare mean confidence and accuracy in equal-width bins of {of}; intervals are 95%, over "
+            f"{over}: that of ECE is of the population's ECE in these bins, others are bootstraps. Debiased ECE: "
+            "without the bias of few points a bin. In the diagrams a bar is the accuracy of a bin, a dot its mean "
+            f"confidence, a whisker the interval of the accuracy. NLL in nats per {per}; Brier score of the prediction "
+            "being right.",
         )
     )
     for run in runs:

@@ -87,6 +87,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("nll", "NLL", _number("nll")),
     ("brier", "Brier", _number("brier")),
     ("ece", "ECE [95% interval]", _ece),
+    ("debiased_ece", "debiased ECE", _number("debiased_ece")),
     ("mce", "MCE", _number("mce")),
     ("rmsce", "RMSCE", _number("rmsce")),
     ("confidence", "confidence", _number("confidence")),
@@ -182,7 +183,7 @@ def verdict(results: Mapping[str, Any]) -> str:
     return f"ATS is truer than a single temperature: {ece}; {nll} ({before})."
 
 
-NARROW = tuple(key for key, *_ in _COLUMNS if key != "rmsce")
+NARROW = tuple(key for key, *_ in _COLUMNS if key not in ("rmsce", "debiased_ece"))
 """The fields of a table of tokens in a terminal of 120 columns; the page has all."""
 
 SHORT = ("nll", "brier", "ece", "rmsce", "confidence", "accuracy", "against", "auroc")

@@ -32,5 +32,5 @@ def subject_table(document: Mapping[str, Any], task: str) -> TextTable:
         ]
         for row in results["subjects"]
     ]
-    title = f"subjects of {task} [95% interval: of the accuracy Wilson's, of the ECE bootstrap over questions]"
+    title = f"subjects of {task} [95% interval: of the accuracy Wilson's, of the ECE over questions]"
     return TextTable(title, ["subject", "questions", "accuracy, uncalibrated", *columns], rows)

@@ -50,7 +50,8 @@ def print_report(document: Mapping[str, Any]) -> None:
         of = ("top token's probability", "top token") if unit_of(results) == "tokens" else ("confidence", "answer")
         console.print(
             f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the {of[0]}; "
-            f"interval: bootstrap over {results.get('clusters', 'windows')}. Brier: of the {of[1]}.",
+            f"interval: of the population's ECE in these bins, over {results.get('clusters', 'windows')}. "
+            f"Brier: of the {of[1]}.",
             style="dim",
         )
     for part in parts:
@@ -67,7 +68,7 @@ def print_study(document: Mapping[str, Any]) -> None:
     for of_study in study_tables(document):
         console.print(_table(*of_study))
     console.print(
-        f"Means over seeds ({document['run']['seeds']}), ± half their range; [95% intervals]: bootstrap over windows, "
+        f"Means over seeds ({document['run']['seeds']}), ± half their range; [95% intervals]: over windows, "
         f"the fits as they are. ECE: {document['bins']} equal-width bins {binning(document['closed'])} of the top "
         "token's probability. + lower (better) than the row compared with, - higher: the interval of the difference "
         "leaves out 0 (paired, not corrected for the number of rows).",

@@ -1,0 +1,194 @@
+"""Intervals of binned calibration errors: coverage, the estimate inside, and exact intervals where there is one bin."""
+
+import numpy as np
+import pytest
+from oracle import assert_within
+from scipy.optimize import brentq
+from scipy.stats import binom, foldnorm
+
+from calibjax import metrics
+from calibjax.metrics import CalibrationSums
+
+DRAWS, POINTS, BINS = 100, 2000, 15
+FROM_SUMS = {"l1": metrics.ece_from_sums, "l2": metrics.rmsce_from_sums, "max": metrics.mce_from_sums}
+
+
+def sums_of(confidence, correct, bins=BINS):
+    """`CalibrationSums` of points `[groups, tokens]`, by numpy."""
+    groups = len(confidence)
+    c, y = np.ravel(confidence).astype(np.float64), np.ravel(correct).astype(np.float64)
+    cell = np.repeat(np.arange(groups) * bins, c.size // groups) + np.searchsorted(np.arange(1, bins) / bins, c)
+    count, of_c, of_y = (np.bincount(cell, x, groups * bins).reshape(groups, bins) for x in (np.ones_like(c), c, y))
+    zero = np.zeros(groups)
+    return CalibrationSums(count, of_c, of_y, of_y, np.zeros((groups, 4)), zero, zero)
+
+
+def made(rng, ece, tokens=1, points=POINTS):
+    """Uniform confidence c, right with probability c (1 − 2 ECE): the gap of every bin is above 0, their sum the ECE.
+
+    The tokens of a sequence are more or less often right together.
+    """
+    c = rng.uniform(size=(points // tokens, tokens))
+    factor = 1 + (0.8 * rng.choice([-1, 1], size=(len(c), 1)) * (1 - c) if tokens > 1 else 0)
+    return c, rng.uniform(size=c.shape) < c * (1 - 2 * ece) * factor
+
+
+def least(coverage=0.95):
+    """Fewer of `DRAWS` intervals hold the truth once in ten thousand times, if their coverage is this."""
+    return binom.ppf(1e-4, DRAWS, coverage)
+
+
+@pytest.mark.parametrize("tokens", [1, 10], ids=["points", "sequences"])
+@pytest.mark.parametrize(("ece", "widest"), [(0.0, 0.04), (0.02, 0.05), (0.15, 0.06)])
+def test_coverage(tokens, ece, widest):
+    rng = np.random.default_rng(0)
+    found = np.array(
+        [metrics.error_interval(sums_of(*made(rng, ece, tokens)), resamples=400, seed=k) for k in range(DRAWS)]
+    )
+    value, low, high, debiased = found.T
+    covered = ((low <= ece + 1e-9) & (ece <= high)).sum()
+    print(f"covered {covered} of {DRAWS}, estimate {value.mean():.4f}, debiased {debiased.mean():.4f}")
+    assert covered >= least()
+    assert (low <= value).all()
+    assert (value <= high).all()
+    assert (high - low).mean() < widest
+    # Without most of the bias, which is some 0.02 for a calibrated model here.
+    assert abs(np.median(debiased) - ece) < 0.5 * abs(np.median(value) - ece) + 0.002
+
+
+def folded(value, scale, level):
+    """The interval of |gap| from one normal gap: of a folded normal distribution, by inverting its own CDF."""
+
+    def end(tail):
+        def over(theta):
+            return foldnorm.cdf(value / scale, theta / scale) - tail
+
+        return 0.0 if over(0.0) < 0 else brentq(over, 0.0, value + 10 * scale)
+
+    return end((1 + level) / 2), end(0.5), end((1 - level) / 2)
+
+
+@pytest.mark.parametrize("norm", FROM_SUMS)
+@pytest.mark.parametrize("right", [700, 760, 790])
+def test_one_bin_is_the_folded_normal(norm, right):
+    """Of 1,000 points with confidence .8: a gap of .1, .04 or .01 with a standard error of .013 to .014."""
+    correct = np.arange(1000)[:, None] < right
+    sums = sums_of(np.full((1000, 1), 0.8), correct)
+    value, low, high, debiased = metrics.error_interval(sums, norm=norm, resamples=10_000, level=0.9)
+    scale = correct.std(ddof=1) / 1000**0.5
+    expected = folded(0.8 - right / 1000, scale, 0.9)
+    assert_within(value, 0.8 - right / 1000, 1e-12, "error")
+    # 10,000 draws know a 5% quantile to 0.021 standard errors; the derivative of the median to the gap is small near 0.
+    assert_within([low, debiased, high], expected, 0.1 * scale, "interval")
+
+
+def hard_sums(rng):
+    """Few groups, empty bins, points in no bin, certainties, soft targets; sometimes two models."""
+    shape = (int(rng.integers(1, 40)),)
+    if rng.integers(2):
+        shape = (*shape, 2)
+    count = rng.poisson(rng.choice([0.1, 1, 20]), size=(*shape, BINS)).astype(np.float64)
+    count[0, ..., 3] += 1
+    confidence = count * rng.choice([0.0, 1.0, rng.uniform()], size=count.shape)
+    correct = count * rng.choice([0.0, 1.0, 0.5], size=count.shape)
+    dropped = np.zeros((*shape, 4))
+    dropped[..., 0] = rng.integers(3)
+    return CalibrationSums(count, confidence, correct, correct, dropped, np.zeros(shape), np.zeros(shape))
+
+
+@pytest.mark.parametrize("norm", FROM_SUMS)
+def test_the_estimate_is_inside(norm):
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        sums = hard_sums(rng)
+        found = metrics.error_interval(sums, norm=norm, resamples=20)
+        whole = CalibrationSums(*(x.sum(axis=0) for x in sums))
+        assert_within(found.value, np.mean(FROM_SUMS[norm](whole)), 1e-12, "the plug-in estimate")
+        assert 0 <= found.low <= found.value <= found.high <= 1 + 1e-12, found
+        assert found.low <= found.debiased <= found.high
+        other = CalibrationSums(*(rng.permutation(x) for x in sums))
+        apart = metrics.error_comparison(sums, other, norm=norm, resamples=20)
+        assert apart.low <= apart.difference <= apart.high
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the same answers", "own answers"])
+@pytest.mark.parametrize("errors", [(0.0, 0.05), (0.04, 0.04)])
+def test_coverage_of_differences(own, errors):
+    """Percentiles of resampled differences cover 0 − .05 too rarely: the calibrated model's bias is larger."""
+    rng = np.random.default_rng(2)
+    covered = rejected = 0
+    for k in range(DRAWS):
+        c = rng.uniform(size=(POINTS, 1))
+        answers = [rng.uniform(size=c.shape) < 0.8 * c for _ in errors]
+        # Under- and over-confident by the same error: two models that differ, in answers or in sign.
+        signs = (1, -1) if errors[0] == errors[1] else (1, 1)
+        models = [
+            sums_of(0.8 * c + 2 * sign * e * c, answers[own * i])
+            for i, (e, sign) in enumerate(zip(errors, signs, strict=True))
+        ]
+        difference, low, high, share, p = metrics.error_comparison(*models, resamples=200, seed=k)
+        assert low <= difference <= high
+        assert 0 <= share <= 1
+        covered += low <= errors[0] - errors[1] <= high
+        rejected += p < 0.05
+    print(f"covered {covered}, rejected {rejected} of {DRAWS}")
+    assert covered >= least()
+    if errors[0] == errors[1]:
+        assert rejected <= DRAWS - least()
+    else:
+        assert rejected >= DRAWS / 2  # some 0.05 of 0.018
+
+
+def test_differences_are_antisymmetric():
+    rng = np.random.default_rng(3)
+    c = rng.uniform(size=(300, 2))
+    first, second = (sums_of(c * x, rng.uniform(size=c.shape) < 0.8 * c) for x in (0.9, 1.0))
+    one, other = (metrics.error_comparison(*pair, resamples=100) for pair in ((first, second), (second, first)))
+    assert (one.difference, one.low, one.high) == (-other.difference, -other.high, -other.low)
+    assert_within(one.share_lower, 1 - other.share_lower, 1e-12)
+    assert one.p_value == other.p_value
+    assert metrics.error_comparison(first, first, resamples=100) == (0.0, 0.0, 0.0, 0.5, 1.0)
+
+
+def test_mean_of_models():
+    """The mean error of two models is known as one of them is where they are the same."""
+    sums = sums_of(*made(np.random.default_rng(4), 0.05))
+    twice = CalibrationSums(*(np.stack([x, x], axis=1) for x in sums))
+    one, mean = (metrics.error_interval(x, resamples=4000) for x in (sums, twice))
+    assert_within(mean.value, one.value, 1e-12)
+    assert_within([mean.low, mean.high], [one.low, one.high], 0.15 * (one.high - one.low))
+
+
+def test_every_binned_metric_has_the_interval():
+    c, y = made(np.random.default_rng(5), 0.0)
+    c, y = c[:, 0].astype(np.float32), y[:, 0]
+    sums = metrics.pooled_sums(c, y)
+    for metric, norm in (
+        (metrics.expected_calibration_error, "l1"),
+        (metrics.root_mean_square_calibration_error, "l2"),
+        (metrics.maximum_calibration_error, "max"),
+    ):
+        expected = metrics.error_interval(sums, norm=norm, resamples=100, seed=2)
+        assert_within(metrics.metric_interval(metric, c, y, resamples=100, seed=2), expected[:3], 1e-6, norm)
+        assert metrics.bootstrap_interval(sums, FROM_SUMS[norm], resamples=100, seed=2) == expected[1:3]
+        assert expected.low == 0 < expected.value
+    # The bins of equal mass are those of the metric, and the interval of a calibrated model reaches 0 here too.
+    value, low, high = metrics.metric_interval(metrics.adaptive_calibration_error, c, y, resamples=100)
+    assert value == float(metrics.adaptive_calibration_error(c, y))
+    assert low == 0 < value <= high
+
+
+def test_wrong_options_and_no_points():
+    sums = sums_of(np.full((4, 1), 0.5), np.ones((4, 1)))
+    for options, message in (
+        ({"level": 95}, "level: expected"),
+        ({"norm": "l3"}, "norm: expected"),
+        ({"resamples": 0}, "at least one group"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            metrics.error_interval(sums, **options)
+    with pytest.raises(ValueError, match="the same groups"):
+        metrics.error_comparison(sums, sums_of(np.full((3, 1), 0.5), np.ones((3, 1))))
+    nothing = CalibrationSums(*(np.zeros_like(x) for x in sums))
+    assert np.isnan(metrics.error_interval(nothing)).all()
+    assert np.isnan(metrics.error_comparison(nothing, nothing)).all()
