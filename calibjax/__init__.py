@@ -3,7 +3,6 @@
 from calibjax import heads as heads
 from calibjax import losses as losses
 from calibjax import metrics as metrics
-from calibjax._checks import UserError as UserError
 from calibjax.heads import ConstantTemperature as ConstantTemperature
 from calibjax.heads import FittedHead as FittedHead
 from calibjax.heads import HeadConfig as HeadConfig
@@ -19,5 +18,6 @@ from calibjax.models.calibrated import calibrated_confidence as calibrated_confi
 from calibjax.models.calibrated import calibrated_logprobs as calibrated_logprobs
 from calibjax.models.generate import Generation as Generation
 from calibjax.models.generate import generate as generate
+from calibjax.runtime.errors import UserError as UserError
 from calibjax.train import load_head as load_head
 from calibjax.train import save_head as save_head

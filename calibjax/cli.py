@@ -18,20 +18,21 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import jax
 import tyro
 
-from calibjax._checks import UserError
-from calibjax.analyse import LayersRun, run_layers
-from calibjax.benchmarks import TasksRun, run_tasks
-from calibjax.calibrate import AtsRun, run_ats
-from calibjax.commands import ConvertRun, GenerateRun, run_convert, run_generate
-from calibjax.compare import CompareRun, run_compare
-from calibjax.distributed import is_first
-from calibjax.evaluate import HeadBoundRun, run_head_bound
-from calibjax.finetune import SftRun, run_sft
-from calibjax.lhts import LhtsRun, run_lhts
-from calibjax.plan import PlanRun, run_plan
-from calibjax.quickstart import Quickstart, run_quickstart
-from calibjax.reports import ReportRun, run_report
-from calibjax.studies import ABLATIONS, AblationRun, TransferRun, run_ablation, run_transfer
+from calibjax.commands.compare import CompareRun, run_compare
+from calibjax.commands.convert import ConvertRun, run_convert
+from calibjax.commands.eval_bounds import HeadBoundRun, run_head_bound
+from calibjax.commands.eval_layers import LayersRun, run_layers
+from calibjax.commands.eval_tasks import TasksRun, run_tasks
+from calibjax.commands.generate import GenerateRun, run_generate
+from calibjax.commands.plan import PlanRun, run_plan
+from calibjax.commands.quickstart import Quickstart, run_quickstart
+from calibjax.commands.report import ReportRun, run_report
+from calibjax.commands.study import ABLATIONS, AblationRun, TransferRun, run_ablation, run_transfer
+from calibjax.commands.train_ats import AtsRun, run_ats
+from calibjax.commands.train_lhts import LhtsRun, run_lhts
+from calibjax.commands.train_sft import SftRun, run_sft
+from calibjax.runtime.distributed import is_first
+from calibjax.runtime.errors import UserError
 from calibjax.train import NonFiniteLossError
 
 

@@ -20,11 +20,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax._checks import UserError
-from calibjax.cache import Cache, empty_cache, fill, reserve
 from calibjax.kernels import VocabSharding, vocab_stats
-from calibjax.layers import Block, BlockConfig, Dense, segment_positions, sequence_context
-from calibjax.sharding import lookup
+from calibjax.nn.blocks import Block, BlockConfig, Dense, segment_positions, sequence_context
+from calibjax.nn.kv_cache import Cache, empty_cache, fill, reserve
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import lookup
 
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
 MAX_LOG_FACTOR = 6.0

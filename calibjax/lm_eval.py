@@ -11,12 +11,12 @@ from pathlib import Path
 import jax.numpy as jnp
 from lm_eval.api.registry import register_model
 
-from calibjax._checks import UserError
-from calibjax.eval.harness import HarnessLM
-from calibjax.eval.local_data import TASKS
+from calibjax.eval.tasks.harness import HarnessLM
+from calibjax.eval.tasks.local_data import TASKS
 from calibjax.eval.tokens import identity_head
 from calibjax.models import load_model
-from calibjax.sharding import make_mesh
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import make_mesh
 from calibjax.train import load_head
 
 

@@ -37,9 +37,9 @@ from rich.table import Table
 from static_profile import CHIPS
 
 from calibjax import kernels
-from calibjax._tpu_compiler import DoesNotCompile
 from calibjax.kernels import pallas_gpu
 from calibjax.kernels.pallas_gpu import schedule
+from calibjax.runtime.tpu_compiler import DoesNotCompile
 
 PRESETS = {
     "cpu": Problem(2048, 512, 32_000, "float32"),

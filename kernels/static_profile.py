@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from calibjax._tpu_compiler import slice_devices, with_compiler
+from calibjax.runtime.tpu_compiler import slice_devices, with_compiler
 
 
 class Chip(NamedTuple):

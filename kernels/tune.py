@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from static_profile import CHIPS, Program, estimate
 
-from calibjax._tpu_compiler import DoesNotCompile, compiler_version
 from calibjax.kernels.operator import Call, Model, Signal
 from calibjax.kernels.pallas_tpu import blocks, make
+from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version
 
 KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v7x": "TPU7x"}
 CANDIDATES = [

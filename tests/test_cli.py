@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tiny import WORDS, model_tensors, write_model, write_text, write_tokenizer
 
-from calibjax import load_head, load_model, quickstart
+from calibjax import load_head, load_model
 from calibjax.cli import main
-from calibjax.runs import _set_name
+from calibjax.commands import quickstart
+from calibjax.commands.common import _set_name
 from calibjax.train import options as ats_options
 
 ROOT = Path(__file__).parents[1]

@@ -105,7 +105,7 @@ def test_heavy_packages_stay_on_their_floor(module):
 def test_files_are_written_by_one_helper(module):
     """`Path.write_text` and `write_bytes` write through symbolic links, and leave a part of a file behind a kill."""
     names = {node.attr for node in ast.walk(ast.parse(FILES[module].read_text())) if isinstance(node, ast.Attribute)}
-    assert not names & {"write_text", "write_bytes"}, f"{module}: use calibjax._files"
+    assert not names & {"write_text", "write_bytes"}, f"{module}: use calibjax.runtime.files"
 
 
 @pytest.mark.parametrize("module", ["calibjax", "calibjax.cli"])

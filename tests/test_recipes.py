@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tiny import write_model, write_text
 
-from calibjax.horizon import MODES
+from calibjax.losses.long_horizon import MODES
 from calibjax.models import abstract_params
 from calibjax.models.shapes import SHAPES
-from calibjax.sharding import make_mesh
+from calibjax.runtime.sharding import make_mesh
 
 RECIPES = Path(__file__).parents[1] / "train" / "recipes"
 

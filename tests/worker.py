@@ -10,16 +10,16 @@ import numpy as np
 from assets import ASSETS, data_path, model_path
 from tiny import make_windows, ragged
 
-from calibjax.analyse import LayersRun, run_layers
-from calibjax.benchmarks import TasksRun, run_tasks
 from calibjax.cli import carry_out
+from calibjax.commands.common import DataOptions
+from calibjax.commands.eval_layers import LayersRun, run_layers
+from calibjax.commands.eval_tasks import TasksRun, run_tasks
 from calibjax.data import batches
-from calibjax.distributed import DeviceOptions, to_host
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import load_model
-from calibjax.models.export import save_model
-from calibjax.runs import DataOptions
-from calibjax.sharding import local_rows, make_mesh
+from calibjax.models.hf_export import save_model
+from calibjax.runtime.distributed import DeviceOptions, to_host
+from calibjax.runtime.sharding import local_rows, make_mesh
 from calibjax.train import AtsOptions, fit_ats, save_head
 from calibjax.train.sft import SftOptions, fit_sft
 

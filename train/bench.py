@@ -23,12 +23,12 @@ import tyro
 
 import calibjax
 from calibjax import kernels, losses
-from calibjax.attention import cudnn_attention, cudnn_takes
 from calibjax.heads import HeadKind
 from calibjax.kernels import chunked
 from calibjax.models import DecoderConfig, LanguageModel, init_params
 from calibjax.models.frozen import batch_stats, freeze
 from calibjax.models.shapes import SHAPES
+from calibjax.nn.attention import cudnn_attention, cudnn_takes
 from calibjax.train import AtsObjective, OptimizerConfig, create_state, make_train_step
 from calibjax.train.sft import SftObjective
 

@@ -33,9 +33,9 @@ import numpy as np
 import tyro
 
 from calibjax.models import abstract_params, config_from_hf, load_model
-from calibjax.models.checkpoint import save_checkpoint
-from calibjax.models.export import save_model
-from calibjax.sharding import make_mesh
+from calibjax.models.hf_export import save_model
+from calibjax.models.orbax_checkpoint import save_checkpoint
+from calibjax.runtime.sharding import make_mesh
 
 CONTENDERS = {
     "calibjax, 1 device": ("safetensors", 1, 1),

@@ -15,11 +15,11 @@ from typing import Any
 
 import tyro
 
-from calibjax.calibrate import calibrate
+from calibjax.commands.common import DataOptions
+from calibjax.commands.train_ats import calibrate
 from calibjax.data import split_windows
 from calibjax.models import load_model
-from calibjax.models.export import save_model
-from calibjax.runs import DataOptions
+from calibjax.models.hf_export import save_model
 from calibjax.train import AtsOptions
 from calibjax.train.sft import SftOptions, fit_sft
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from calibjax._checks import UserError
 from calibjax.data.source import Rows
 from calibjax.data.windows import Windows
+from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,9 +7,9 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32
 from tqdm import tqdm
 
-from calibjax._checks import UserError
 from calibjax.data.formats import Format
 from calibjax.data.render import Rendered, make_render
+from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from calibjax._checks import UserError
 from calibjax.data.source import Rows
+from calibjax.runtime.errors import UserError
 
 _CHAT = ("messages", "conversations")
 _INPUT = ("input", "context")

@@ -7,8 +7,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from calibjax._checks import UserError
-from calibjax.sharding import context_mesh, local_rows, place_rows
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import context_mesh, local_rows, place_rows
 
 Arrays = Mapping[str, np.ndarray]
 Batch = dict[str, np.ndarray]

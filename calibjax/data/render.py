@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from calibjax._checks import UserError
 from calibjax.data.formats import Format, string_at
+from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
-from calibjax._checks import UserError, user_path
+from calibjax.runtime.errors import UserError, user_path
 
 # Suffix -> the builder of `datasets` that reads it, and the builder's options. In CSV, "NA" and "" are text, not nulls.
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {

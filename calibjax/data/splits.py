@@ -3,8 +3,8 @@
 import numpy as np
 from jaxtyping import Int, Int32
 
-from calibjax._checks import UserError
 from calibjax.data.windows import Windows
+from calibjax.runtime.errors import UserError
 
 
 def split_windows(windows: Windows, fit_fraction: float) -> tuple[Windows, Windows]:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from calibjax._checks import UserError, user_path
 from calibjax.data.splits import check_fraction
 from calibjax.recalibrate import Predictions
+from calibjax.runtime.errors import UserError, user_path
 
 FEWEST_ROWS = 10
 _KINDS = ".csv, .parquet, .jsonl or .npz"

@@ -8,8 +8,8 @@ import grain
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
-from calibjax._checks import UserError
 from calibjax.data.examples import Example
+from calibjax.runtime.errors import UserError
 
 Layout = Literal["pack", "pad", "full"]
 _LAYOUTS = ("pack", "pad", "full")

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from calibjax._checks import UserError
 from calibjax.data import Windows
 from calibjax.models import LanguageModel
 from calibjax.models.samples import log_probs, sample_windows
+from calibjax.runtime.errors import UserError
 
 
 def distinct_n(texts: Sequence[Sequence[Any]], n: int) -> float:

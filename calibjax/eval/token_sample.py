@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax.data import Windows, eval_batches
-from calibjax.distributed import to_host
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import batch_hidden, batch_stats, freeze
+from calibjax.runtime.distributed import to_host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 from calibjax import metrics
 from calibjax.data import Windows, eval_batches
-from calibjax.distributed import to_host
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden, batch_stats, freeze
+from calibjax.runtime.distributed import to_host
 
 TEMPERATURE_EDGES = np.geomspace(0.1, 20.0, 61)
 """Edges of the histogram of temperatures; a head's temperatures lie in [1/10, 20], times the refitted factor."""

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax._checks import host_indices
 from calibjax.kernels import chunked, operator, pallas_gpu, pallas_tpu, reference, sharded
 from calibjax.kernels.operator import Call, Implementation, Model
 from calibjax.kernels.platforms import platform
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
+from calibjax.runtime.errors import host_indices
 
 IMPLEMENTATIONS: dict[str, Implementation | None] = {
     "pallas_tpu": pallas_tpu.IMPLEMENTATION,

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax._checks import host_indices
 from calibjax.kernels import api, chunked, operator
 from calibjax.kernels.operator import Call, Gradients, Model, Outputs
 from calibjax.kernels.platforms import platform
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import VocabStats
+from calibjax.runtime.errors import host_indices
 
 Reduction = Literal["none", "mean", "sum"]
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from calibjax._checks import host_indices
 from calibjax.metrics._points import divisor, is_known, metric, points
 from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
 from calibjax.metrics.sums import CalibrationSums, sums_of_index
+from calibjax.runtime.errors import host_indices
 
 Norm = Literal["l1", "l2", "max"]
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from calibjax._checks import UserError
 from calibjax.heads import FittedHead
 from calibjax.models import decoder
 from calibjax.models.frozen import batch_stats, freeze
 from calibjax.models.model import LanguageModel
+from calibjax.runtime.errors import UserError
 
 
 class TokenConfidence(NamedTuple):

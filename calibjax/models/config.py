@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from calibjax._checks import UserError
-from calibjax.layers import BlockConfig, Rope
+from calibjax.nn.blocks import BlockConfig, Rope
+from calibjax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

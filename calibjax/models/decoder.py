@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from calibjax._checks import UserError
-from calibjax.cache import Cache, fill, reserve
-from calibjax.layers import (
+from calibjax.models.config import DecoderConfig
+from calibjax.models.lora import LoraConfig, adapters_of
+from calibjax.nn.blocks import (
     Block,
     KeysValues,
     SequenceContext,
@@ -28,9 +28,9 @@ from calibjax.layers import (
     segment_positions,
     sequence_context,
 )
-from calibjax.models.config import DecoderConfig
-from calibjax.models.lora import LoraConfig, adapters_of
-from calibjax.sharding import constrain_batch, lookup
+from calibjax.nn.kv_cache import Cache, fill, reserve
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import constrain_batch, lookup
 
 Params = Mapping[str, Any]
 Layers = Literal["last", "all", "residual"]
@@ -198,7 +198,7 @@ def extend(
       config: What the decoder is; static under `jax.jit`.
       params: Its parameters.
       tokens: Token ids in `[0, V)`, `[B, T]`.
-      cache: Of the tokens before, with room for T more; `calibjax.cache.empty_cache` makes the first.
+      cache: Of the tokens before, with room for T more; `calibjax.nn.kv_cache.empty_cache` makes the first.
       segment_ids: Which sequence of its row each token continues or begins, `[B, T]`; 0 is padding.
       dtype: Compute dtype; that of the cache.
 

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibjax._checks import UserError, require_directory
-from calibjax.layers import ACTIVATIONS, Rope
 from calibjax.models.config import DecoderConfig
 from calibjax.models.hf_config import (
     activation,
@@ -25,6 +23,8 @@ from calibjax.models.hf_config import (
     rope,
 )
 from calibjax.models.rules import Rule, linear, norm
+from calibjax.nn.blocks import ACTIVATIONS, Rope
+from calibjax.runtime.errors import UserError, require_directory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -14,7 +14,7 @@ from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.model import LanguageModel
-from calibjax.sharding import AXES
+from calibjax.runtime.sharding import AXES
 
 
 class Frozen(NamedTuple):

@@ -16,14 +16,14 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from calibjax._checks import UserError
-from calibjax.cache import Cache, empty_cache
 from calibjax.heads import FittedHead, HeadConfig, head_features
 from calibjax.models import decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, freeze
 from calibjax.models.model import LanguageModel
+from calibjax.nn.kv_cache import Cache, empty_cache
+from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -231,7 +231,7 @@ def generate(
     `confidence` are of the whole distribution: `temperature`, `top_k` and `top_p` change the choice alone.
 
     Where the model was loaded on a mesh, rows are divided over its data and fsdp axes, weights and caches as
-    `calibjax.sharding` says.
+    `calibjax.runtime.sharding` says.
 
     Args:
         lm: the base model.

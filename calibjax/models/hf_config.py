@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from calibjax._checks import UserError
-from calibjax.layers import ACTIVATIONS, Rope
 from calibjax.models.config import DecoderConfig
+from calibjax.nn.blocks import ACTIVATIONS, Rope
+from calibjax.runtime.errors import UserError
 
 
 def refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:

@@ -15,15 +15,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from calibjax._checks import UserError, require_directory
-from calibjax.distributed import is_first, together
-from calibjax.models.checkpoint import is_checkpoint, read_description, restore_params
 from calibjax.models.config import DecoderConfig
-from calibjax.models.convert import Piece, Plan, TensorEntry, plan_tensors
 from calibjax.models.families import FAMILIES, config_from_hf
 from calibjax.models.fingerprint import combine_digests, join_digests, layer_name, tensor_digest
+from calibjax.models.hf_tensors import Piece, Plan, TensorEntry, plan_tensors
 from calibjax.models.model import LanguageModel, check_tokenizer
-from calibjax.sharding import param_sharding
+from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
+from calibjax.runtime.distributed import is_first, together
+from calibjax.runtime.errors import UserError, require_directory
+from calibjax.runtime.sharding import param_sharding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

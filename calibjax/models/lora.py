@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax import traverse_util
 
-from calibjax._checks import UserError
+from calibjax.runtime.errors import UserError
 
 _TARGETS = {"all": "layers/.*", "attention": "layers/attention/.*", "mlp": "layers/mlp/.*"}
 _A, _B = "_lora_a", "_lora_b"  # what qwix adds to a kernel's name

@@ -10,11 +10,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from calibjax._checks import UserError
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Layers, Params
 from calibjax.models.fingerprint import dotted_leaves, fingerprint, named_tensors
+from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,14 +10,14 @@ import numpy as np
 from jaxtyping import Float
 from tqdm import tqdm
 
-from calibjax._checks import UserError
-from calibjax._files import new_file
 from calibjax.data import Windows, eval_batches
-from calibjax.distributed import on_first, to_host
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden, freeze, vocab_sharding
 from calibjax.models.generate import default_stop_tokens, generate
+from calibjax.runtime.distributed import on_first, to_host
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import new_file
 
 
 def sample_windows(

@@ -5,8 +5,8 @@ Sizes and settings are those of the models' published configurations.
 
 from typing import Any
 
-from calibjax.layers import Rope
 from calibjax.models.config import DecoderConfig
+from calibjax.nn.blocks import Rope
 
 
 def _llama(layers: int, width: int, inner: int, heads: int, kv_heads: int, **others: Any) -> DecoderConfig:

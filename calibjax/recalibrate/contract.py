@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax._checks import UserError
+from calibjax.runtime.errors import UserError
 
 
 class Predictions(NamedTuple):

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax._checks import UserError
 from calibjax.recalibrate.contract import FitReport, Predictions, select
 from calibjax.recalibrate.optimize import minimize
+from calibjax.runtime.errors import UserError
 
 _CLIPS = tuple(2.0**-k for k in range(24, 3, -2))  # the first: half a float32 spacing below 1
 _LIMIT = 16.0  # |intercept|: σ(16) is the float32 next to 1. Reached only where all are right, or all wrong

@@ -17,14 +17,14 @@ from jaxtyping import Array, Float
 
 from calibjax import losses, recalibrate
 from calibjax.data import Windows, batches, hold_back
-from calibjax.distributed import to_host
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.kernels import VocabStats
 from calibjax.models import LanguageModel
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, batch_stats, freeze
-from calibjax.sharding import check_batch, local_rows, make_mesh, param_shardings
-from calibjax.train.cache import array_hash, window_arrays
+from calibjax.runtime.distributed import to_host
+from calibjax.runtime.sharding import check_batch, local_rows, make_mesh, param_shardings
+from calibjax.train.hidden_cache import array_hash, window_arrays
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
 from calibjax.train.state import OptimizerConfig, create_state
@@ -154,8 +154,8 @@ def fit_ats(
             a temperature refitted; the single temperature is fitted on all of them.
         options: see `AtsOptions`.
         directory: for checkpoints, logs and the cache of hidden states.
-        mesh: devices, with the axes of `calibjax.sharding.AXES`; None: one device. The model is laid out on it where
-            it is not yet, and the head and its optimiser with it.
+        mesh: devices, with the axes of `calibjax.runtime.sharding.AXES`; None: one device. The model is laid out on it
+            where it is not yet, and the head and its optimiser with it.
         seed: of the head's start, the order of the windows and the part kept back.
         announce: told in one line each what was done.
         quiet: no progress bars.

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from calibjax._checks import UserError
-from calibjax._checksums import (
+from calibjax.heads import FittedHead, HeadConfig, check_log_factor
+from calibjax.models import LanguageModel
+from calibjax.runtime.checksums import (
     CHECKSUMS,
     array_digests,
     different_arrays,
@@ -22,10 +23,9 @@ from calibjax._checksums import (
     unseal,
     write_checksums,
 )
-from calibjax._files import check_orbax_path, new_directory, write_file
-from calibjax.distributed import is_first, on_first, together
-from calibjax.heads import FittedHead, HeadConfig, check_log_factor
-from calibjax.models import LanguageModel
+from calibjax.runtime.distributed import is_first, on_first, together
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import check_orbax_path, new_directory, write_file
 from calibjax.train.state import TrainState
 
 _HEAD_SCHEMA = 1

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from calibjax._checks import UserError
 from calibjax.data import Windows, hold_back
-from calibjax.horizon import (
+from calibjax.kernels import VocabSharding, linear_cross_entropy, vocab_stats
+from calibjax.losses.long_horizon import (
     MODES,
     BaselineKind,
     Form,
@@ -27,13 +27,13 @@ from calibjax.horizon import (
     sequence_weights,
     token_weights,
 )
-from calibjax.kernels import VocabSharding, linear_cross_entropy, vocab_stats
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import vocab_sharding
 from calibjax.models.samples import log_probs, mix_samples
-from calibjax.sharding import make_mesh, param_shardings, replicated
-from calibjax.train.cache import array_hash
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import make_mesh, param_shardings, replicated
+from calibjax.train.hidden_cache import array_hash
 from calibjax.train.state import Schedule
 from calibjax.train.tuning import Ranges, TuningOptions, tune
 
@@ -268,7 +268,7 @@ def fit_lhts(
         directory: for checkpoints and logs.
         method: `lhts` or `partition`.
         samples: directory for the model's own text, which several fits may share; None: `directory`.
-        mesh: devices, with the axes of `calibjax.sharding.AXES`; None: one device.
+        mesh: devices, with the axes of `calibjax.runtime.sharding.AXES`; None: one device.
         seed: of samples, temperatures, the order of the windows, and the part kept back.
         announce: told in one line each what was done.
         quiet: no progress bars.

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
 
-from calibjax._files import write_file
-from calibjax.distributed import is_first
-from calibjax.sharding import place_rows
+from calibjax.runtime.distributed import is_first
+from calibjax.runtime.files import write_file
+from calibjax.runtime.sharding import place_rows
 from calibjax.train.checkpoint import Checkpoints
 from calibjax.train.state import TrainState
 from calibjax.train.step import StepMetrics, TrainStep

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from calibjax._checks import UserError
 from calibjax.heads import MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
-from calibjax.train.cache import CacheMode
+from calibjax.runtime.errors import UserError
+from calibjax.train.hidden_cache import CacheMode
 from calibjax.train.state import OptimizerConfig
 
 LossName = Literal[

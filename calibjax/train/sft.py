@@ -13,15 +13,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from calibjax._checks import UserError
 from calibjax.data import Windows, hold_back
 from calibjax.kernels import VocabSharding, linear_cross_entropy
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import vocab_sharding
 from calibjax.models.lora import LoraConfig
-from calibjax.sharding import make_mesh, param_shardings
-from calibjax.train.cache import array_hash
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import make_mesh, param_shardings
+from calibjax.train.hidden_cache import array_hash
 from calibjax.train.tuning import Ranges, TuningOptions, tune
 
 
@@ -188,7 +188,7 @@ def fit_sft(
         windows: to train on; a part of them, chosen by `seed`, is kept for validation.
         options: see `SftOptions`.
         directory: for checkpoints and logs.
-        mesh: devices, with the axes of `calibjax.sharding.AXES`; None: one device.
+        mesh: devices, with the axes of `calibjax.runtime.sharding.AXES`; None: one device.
         seed: of the adapters, the order of the windows, and the part kept back.
         consume: give the weights of `lm` up to the training in place of a copy; `lm` cannot be used afterwards.
         announce: told in one line each what was done.

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 
 from calibjax import recalibrate
 from calibjax.data import eval_batches
-from calibjax.distributed import to_host
 from calibjax.heads import MAX_SCALE, MIN_SCALE, FittedHead, HeadConfig
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_stats
+from calibjax.runtime.distributed import to_host
 
 LikelihoodPass = Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]
 """A pass over the data at a factor e^u on every scale: u (float32 scalar) -> the sums of its batches."""

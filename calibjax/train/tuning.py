@@ -12,10 +12,10 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from calibjax._checks import UserError
 from calibjax.data import batches, eval_batches
 from calibjax.models import decoder
-from calibjax.sharding import check_batch, local_rows, param_shardings
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
 from calibjax.train.loop import train
 from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, TrainState, create_state
 from calibjax.train.step import CarryingObjective, Objective, make_train_step

@@ -13,8 +13,8 @@ from pathlib import Path
 import tyro
 
 from calibjax.cli import carry_out
-from calibjax.finetune import SftRun, run_sft
-from calibjax.runs import DataOptions
+from calibjax.commands.common import DataOptions
+from calibjax.commands.train_sft import SftRun, run_sft
 from calibjax.train.sft import SftOptions
 
 DATA = {

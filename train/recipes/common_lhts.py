@@ -14,8 +14,8 @@ from pathlib import Path
 import tyro
 
 from calibjax.cli import carry_out
-from calibjax.lhts import LhtsRun, run_lhts
-from calibjax.runs import DataOptions
+from calibjax.commands.common import DataOptions
+from calibjax.commands.train_lhts import LhtsRun, run_lhts
 from calibjax.train.lhts import LhtsOptions
 
 STEPS, BATCH, VALIDATION = 1_000, 512, 0.002

@@ -6,13 +6,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from calibjax._files import write_file
 from calibjax.eval.report.figures import figures_of, inline_svg, png, svg
 from calibjax.eval.report.heatmap import heatmap_html
 from calibjax.eval.report.markup import Content, Markup, element, joined
 from calibjax.eval.report.markup import document as html_document
 from calibjax.eval.report.parts import parts_of
 from calibjax.eval.report.rows import cells_of, described, remarks, sets_of, unit_of, verdict
+from calibjax.runtime.files import write_file
 
 TOKENS = "tokens.json"
 """Beside metrics.json: a `token_sample`, where the run made one."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from calibjax._files import write_file
 from calibjax.eval.report.canvas import INK, LINES, MARKS, MUTED, blank, legend, plain
 from calibjax.eval.report.figures import png
 from calibjax.eval.report.rows import TextTable, title_of
+from calibjax.runtime.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,0 +1,1 @@
+"""The commands of `calibjax`: one file per command, named after it."""

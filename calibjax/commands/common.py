@@ -1,0 +1,215 @@
+"""What every run shares: its data, its directory, and what is written and printed at its end."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from calibjax.data import Windows, load_windows
+from calibjax.eval.report import print_report, write_report
+from calibjax.models import LanguageModel, load_model
+from calibjax.nn.attention import cudnn_attention, cudnn_takes
+from calibjax.runtime.distributed import is_first, on_first
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import check_orbax_path, is_temporary, write_file
+from calibjax.runtime.sharding import describe_mesh
+
+Work = TypeVar("Work", bound=Callable[..., Any])
+
+SCHEMA = 1
+"""Of metrics.json."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """How text becomes windows of tokens.
+
+    Attributes:
+        text_column: read this column as plain text; by default the format is recognised: text, instruction, prompt and
+            answer, or chat, with the loss on the answers only.
+        prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", in place of the chat template.
+        rows: read only the first rows.
+        seq_len: tokens a window.
+        full_windows: cut each row to exactly seq_len tokens and drop shorter ones.
+        packing: put several short examples into one window, unseen by each other; --no-packing pads. Full windows have
+            no room for either.
+        examples: keep only the first windows.
+    """
+
+    text_column: str | None = None
+    prompt_template: str | None = None
+    rows: int | None = None
+    seq_len: int = 128
+    full_windows: bool = False
+    packing: bool = True
+    examples: int | None = None
+
+    @property
+    def layout(self) -> Literal["full", "pack", "pad"]:
+        return "full" if self.full_windows else "pack" if self.packing else "pad"
+
+    def read(
+        self,
+        source: str,
+        lm: LanguageModel,
+        announce: Callable[[str], None],
+        *,
+        split: str | None = None,
+        column_optional: bool = False,
+    ) -> Windows:
+        """Reads a source, and says what was made of it; arguments as `load_windows`'."""
+        windows, description = load_windows(
+            source,
+            lm.tokenizer,
+            seq_len=self.seq_len,
+            layout=self.layout,
+            text_column=self.text_column,
+            prompt_template=self.prompt_template,
+            rows=self.rows,
+            max_windows=self.examples,
+            split=split,
+            column_optional=column_optional,
+        )
+        announce(f"data: {description}")
+        return windows
+
+    def read_all(
+        self, sources: tuple[str, ...], lm: LanguageModel, announce: Callable[[str], None]
+    ) -> dict[str, Windows]:
+        """Reads further sets to test on, by short names; `text_column` counts where a set has that column."""
+        return {_set_name(source, sources): self.read(source, lm, announce, column_optional=True) for source in sources}
+
+
+def on_devices(work: Work) -> Work:
+    """The function of a command whose options have `devices` and `dtype`: its attention is what they ask for.
+
+    Raises:
+        UserError: `--cudnn-attention` with a dtype that cuDNN's attention does not take.
+    """
+
+    @functools.wraps(work)
+    def carried_out(run: Any, *args: Any, **options: Any) -> Any:
+        asked = run.devices.cudnn_attention or cudnn_attention.value
+        if asked and run.dtype == "float32":
+            raise UserError("--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16, or leave it out.")
+        with cudnn_attention(asked):
+            return work(run, *args, **options)
+
+    return cast(Work, carried_out)
+
+
+def load_placed(
+    path: str | Path,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    *,
+    stored: DTypeLike | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> LanguageModel:
+    """Loads a model onto the devices of a run, each of them its part of the weights, and says so.
+
+    Args:
+        path: as `load_model`'s.
+        mesh: of `DeviceOptions`. One device is the default one, with whole weights.
+        dtype: to compute in.
+        stored: of the weights; None: `dtype`.
+        announce: told in a line what was loaded; None: nothing is said.
+
+    Raises:
+        UserError: as `load_model`; `cudnn_attention` is asked for, and cuDNN has none for this model.
+    """
+    lm = load_model(path, dtype=dtype if stored is None else stored, mesh=mesh if mesh.size > 1 else None)
+    lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))
+    if cudnn_attention.value and not cudnn_takes(lm.config.head_dim, dtype, lm.config.attention_softcap):
+        raise UserError(
+            "--cudnn-attention: expected heads of at most 128 channels, a multiple of 8, and no soft-cap on attention; "
+            f"this model has {lm.config.head_dim} and soft-cap {lm.config.attention_softcap}; leave it out."
+        )
+    if announce is not None:
+        announce(f"model: {lm!r}, on {describe_mesh(mesh)}")
+    return lm
+
+
+def claim_directory(out: Path, identity: dict[str, Any]) -> None:
+    """Makes `out` the directory of the run that `identity` describes, or finds that it already is.
+
+    Raises:
+        UserError: it holds another run, or something that is no run at all; or as `check_orbax_path`.
+    """
+    on_first(functools.partial(_claim, out, identity))
+
+
+def _claim(out: Path, identity: dict[str, Any]) -> None:
+    file = out / "run.json"
+    identity = json.loads(json.dumps(identity))
+    check_orbax_path(out)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: expected a directory, but this is a file.")
+    held = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
+    held = {name for name in held if not is_temporary(name, file.name)}  # a kill may leave one
+    if held == {file.name}:
+        held = set()  # a run that ended before any work, for a mistake in its options: nothing would be lost
+    if file.name in held:
+        try:
+            stored = json.loads(file.read_text())
+        except ValueError as error:
+            raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
+        if stored != identity:
+            different = ", ".join(_differences(stored, identity)[:8])
+            raise UserError(
+                f"--out {out} holds another run (different: {different}). Choose another directory, remove this one, "
+                "or give the same options to go on with it."
+            )
+        return
+    if held:
+        raise UserError(f"--out {out} is not empty and holds no run of calibjax: choose another directory.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_file(file, json.dumps(identity, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot write there ({error}).") from error
+
+
+def _differences(a: Any, b: Any, path: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [d for key in sorted(a.keys() | b.keys()) for d in _differences(a.get(key), b.get(key), f"{path}.{key}")]
+    return [] if a == b else [f"{path.lstrip('.')} {a!r} there, {b!r} now"]
+
+
+def _set_name(source: str, sources: tuple[str, ...]) -> str:
+    """A short name of a data set: the file's, with its folder's where that alone says little or stands for two."""
+
+    def short(path: str) -> str:
+        return Path(path.rstrip("/")).name.split(".")[0]
+
+    def long(path: str) -> str:
+        return f"{Path(path).absolute().parent.name}/{short(path)}"
+
+    says_little = short(source) in ("train", "valid", "validation", "test", "data")
+    for name in (long,) if says_little else (short, long):
+        if sum(name(other) == name(source) for other in set(sources)) == 1:
+            return name(source)
+    return source
+
+
+HEAD = "head/ (for calibjax.load_head)"
+
+
+def finish(document: Mapping[str, Any], out: Path, *, holds: str = HEAD, show: bool = True) -> None:
+    """Writes metrics.json, then what is drawn from it; `show` prints the tables and, last, where everything is.
+
+    `holds` names what else the run left in `out`. Of several processes the first does it.
+    """
+    if not is_first():
+        return
+    write_file(out / "metrics.json", json.dumps(document, indent=2) + "\n")
+    write_report(document, out)
+    if show:
+        print_report(document)
+        print(f"results in {out}: report.html, metrics.json, reliability.png, {holds}")

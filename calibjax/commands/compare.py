@@ -1,0 +1,336 @@
+"""The comparison of all methods: on a model and text, or on a table of predictions that someone else made."""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from calibjax.commands.common import SCHEMA, DataOptions, claim_directory, finish
+from calibjax.data import Windows, check_context, check_fraction, eval_batches, read_table, split_table, split_windows
+from calibjax.eval.compare.contenders import (
+    Contender,
+    Outcome,
+    Result,
+    contenders,
+    run_contenders,
+    uncalibrated,
+    with_confidence,
+)
+from calibjax.eval.compare.results import SortKey, comparison_json, print_comparison
+from calibjax.eval.tokens import evaluate_tokens, identity_head
+from calibjax.heads import FittedHead
+from calibjax.models import LanguageModel, load_model
+from calibjax.models.frozen import freeze
+from calibjax.recalibrate import METHODS, Predictions
+from calibjax.runtime.errors import UserError
+from calibjax.train.ats import fit_ats
+from calibjax.train.options import AtsOptions, make_plan
+from calibjax.train.temperature import fit_single_temperature
+
+_LOGITS_HELD = 2**28  # numbers of each part: a gibibyte
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareRun:
+    """Fits every recalibration method on one part of the data and compares them on the other.
+
+    On text: --model and --data; every next token is a prediction, and ATS is fitted as by `train ats` with its
+    defaults. On predictions that you have already: --table, a .csv, .parquet or .jsonl file with the columns confidence
+    and correct (0, 1, or a share of attempts), or logit_0, logit_1, ... (or p_0, ...) and label, and optionally group;
+    or an .npz file with arrays confidence and correct, or logits and labels, and optionally features, unembedding,
+    group. Prints a table with intervals and each method's difference from a single temperature. Exit code 1 where a
+    method failed.
+
+    Attributes:
+        model: directory with config.json and safetensors, or a hub id.
+        data: text for the model: file, directory or hub id, as for `train ats`.
+        table: file of predictions, in place of --model and --data.
+        methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
+            are predictions; the model as it is and a single temperature are always shown.
+        out: directory for metrics.json, report.html and reliability.png; without it the tables are all.
+        split: of a hub data set or directory.
+        fit_fraction: share of the data to fit on; of windows the first, of a table's rows (or groups) drawn at random.
+        max_tokens: of text, predictions in each part at most, whole windows drawn at random.
+        bins: equal-width bins of the expected calibration error.
+        closed: which bin a confidence on an edge belongs to: the one below (right), above (left), or none.
+        sort: figure that the rows are ordered by, best first.
+        dtype: compute dtype of the model.
+        seed: of everything random.
+        json: print metrics.json to standard output at the end, and nothing else there.
+        quiet: no progress bars.
+        text: how text becomes windows.
+    """
+
+    model: str | None = None
+    data: str | None = None
+    table: Path | None = None
+    methods: tuple[str, ...] = ("all",)
+    out: Path | None = None
+    split: str | None = None
+    fit_fraction: float = 0.6
+    max_tokens: int = 10_000
+    bins: int = 15
+    closed: Literal["right", "left", "none"] = "right"
+    sort: SortKey = "ece"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    seed: int = 0
+    json: bool = False
+    quiet: bool = False
+    text: DataOptions = DataOptions()  # noqa: RUF009 (frozen)
+
+
+class _Material(NamedTuple):
+    """What is compared, and on what."""
+
+    base: Outcome
+    rows: dict[str, Contender]
+    left_out: dict[str, str]
+    reference: str
+    groups: np.ndarray | None
+    unit: str
+    clusters: str
+    title: str
+
+
+def run_compare(run: CompareRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
+    """Carries out `CompareRun`; returns the contents of metrics.json. Raises UserError before any work is lost."""
+    if (run.table is None) == (run.model is None and run.data is None) or (run.model is None) != (run.data is None):
+        raise UserError("give either --model and --data, or --table.")
+    if run.bins < 1:
+        raise UserError(f"--bins: expected at least 1, got {run.bins}.")
+    check_fraction(run.fit_fraction, "--fit-fraction")
+    if run.max_tokens < 1:
+        raise UserError(f"--max-tokens: expected at least 1, got {run.max_tokens}.")
+    if run.seed < 0:
+        raise UserError(f"--seed: expected an integer >= 0, got {run.seed}.")
+    names = _method_names(run.methods)
+    if run.out is not None:
+        claim_directory(run.out, _identity(run))
+    with tempfile.TemporaryDirectory() as scratch:
+        fits = Path(scratch) if run.out is None else run.out / "fit"
+        material = _from_table(run, names, announce) if run.table else _from_model(run, names, fits, announce)
+        results, failed = run_contenders(material.rows, quiet=run.quiet)
+    results = {"uncalibrated": Result(material.base, 0.0, 0), **results}
+    announce(f"bootstrap of {len(results)} methods over {material.clusters}")
+    methods = comparison_json(
+        results,
+        reference=material.reference,
+        groups=material.groups,
+        bins=run.bins,
+        closed=run.closed,
+        seed=run.seed,
+        sort=run.sort,
+    )
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "held_out": {
+            "tokens": len(material.base.confidence),
+            "unit": material.unit,
+            "clusters": material.clusters,
+            "reference": material.reference,
+            "sort": run.sort,
+            "methods": methods,
+            "failed": failed,
+            "left_out": material.left_out,
+        },
+        "run": _identity(run),
+    }
+    if run.out is not None:
+        finish(document, run.out, show=False)
+    if not run.json:
+        print_comparison(document["held_out"], run.sort, material.title)
+        if run.out is not None:
+            print(f"results in {run.out}: report.html, metrics.json, reliability.png")
+    return document
+
+
+def _method_names(asked: tuple[str, ...]) -> tuple[str, ...]:
+    names = _split(asked)
+    unknown = [name for name in names if name not in (*METHODS, "all", "uncalibrated")]
+    if unknown or not names:
+        raise UserError(f"--methods: {', '.join(unknown) or 'nothing'}: expected all, or some of {', '.join(METHODS)}.")
+    return tuple(name for name in METHODS if _all(asked) or name in names)
+
+
+def _split(asked: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for part in asked for name in part.split(",") if name)
+
+
+def _all(asked: tuple[str, ...]) -> bool:
+    return "all" in _split(asked)
+
+
+def _identity(run: CompareRun) -> dict[str, Any]:
+    """What makes two runs the same: all options but where the result goes and how it is shown."""
+    shown_only = {"out", "json", "quiet", "sort", "bins", "closed"}
+    fields = {name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only}
+    return {"command": "compare", **fields, "table": None if run.table is None else str(run.table)}
+
+
+# --- a table of predictions ---
+
+
+def _from_table(run: CompareRun, names: tuple[str, ...], announce: Callable[[str], None]) -> _Material:
+    assert run.table is not None
+    table = read_table(run.table)
+    parts = split_table(table, run.fit_fraction, run.seed)
+    calibration, held_out = (_with_slices(with_confidence(part.predictions), part.groups) for part in parts)
+    groups = parts[1].groups
+    reference = "confidence_temperature" if table.predictions.logits is None else "temperature"
+    read = (name for name, value in table.predictions._asdict().items() if value is not None)
+    announce(
+        f"table: {len(table):,} rows of {', '.join(read)}"
+        + (f" in {len(set(table.groups)):,} groups" if table.groups is not None else "")
+        + f"; {len(parts[0]):,} to fit on, {len(parts[1]):,} held out, drawn at random"
+    )
+    base = uncalibrated(held_out)
+    rows, left_out = contenders(
+        calibration, held_out, base, _with_reference(names, reference), however_large=not _all(run.methods)
+    )
+    clusters = "rows" if groups is None else "groups"
+    return _Material(base, rows, left_out, reference, groups, "predictions", clusters, f"{run.table.name}, held out")
+
+
+def _with_reference(names: tuple[str, ...], reference: str) -> tuple[str, ...]:
+    return tuple(name for name in METHODS if name in names or name == reference)
+
+
+def _with_slices(data: Predictions, groups: np.ndarray | None) -> Predictions:
+    if groups is None:
+        return data
+    return data._replace(slices=np.unique(groups, return_inverse=True)[1].astype(np.int32))
+
+
+# --- a model and text ---
+
+
+def _from_model(run: CompareRun, names: tuple[str, ...], fits: Path, announce: Callable[[str], None]) -> _Material:
+    assert run.model is not None
+    assert run.data is not None
+    lm = load_model(run.model, dtype=jnp.dtype(run.dtype))
+    announce(f"model: {lm!r}")
+    check_context(run.text.seq_len, lm.config.max_positions)
+    parts = split_windows(run.text.read(run.data, lm, announce, split=run.split), run.fit_fraction)
+    options = AtsOptions()
+    batch_size = make_plan(options, lm.config.hidden_size).batch_size
+
+    heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
+    others = tuple(name for name in names if name not in heads)
+    needs_logits = any("logits" in METHODS[name].fit_reads for name in others)
+    limit = run.max_tokens
+    if needs_logits:
+        limit = min(limit, max(1, _LOGITS_HELD // lm.config.vocab_size))
+    fit, held_out = (_subsample(part, limit, run.seed) for part in parts)
+    announce(
+        f"split: {_tokens(fit):,} tokens to fit on, {_tokens(held_out):,} held out, of "
+        f"{_tokens(parts[0]):,} and {_tokens(parts[1]):,}"
+        + (
+            " (--max-tokens" + (", or a GiB of logits" if limit < run.max_tokens else "") + ")"
+            if fit is not parts[0]
+            else ""
+        )
+    )
+
+    def outcome_of(head: FittedHead, windows: Windows) -> Outcome:
+        done = evaluate_tokens(lm, windows, {"head": head}, batch_size=batch_size, keep_tokens=True, quiet=True)
+        tokens = done["head"].tokens
+        assert tokens is not None
+        where = windows.where
+        confidence, choice, log_prob = (
+            np.asarray(x)[where] for x in (tokens.confidence, tokens.argmax, tokens.log_prob)
+        )
+        return Outcome(confidence, (choice == windows.targets[where]).astype(np.float32), choice, log_prob)
+
+    def temperature() -> FittedHead:
+        return fit_single_temperature(lm, freeze(lm), fit.arrays(), batch_size)[1]
+
+    def ats() -> FittedHead:
+        directory = fits / "ats"
+        return fit_ats(
+            lm, fit, options, directory=directory, seed=run.seed, announce=lambda line: None, quiet=True
+        ).head
+
+    base, rows, left_out = outcome_of(identity_head(lm), held_out), {}, {}
+    for name, fit_head in (("temperature", temperature), ("ats", ats)):
+        if name == "temperature" or name in names:
+            rows[name] = Contender(fit_head, lambda head: outcome_of(head, held_out), _head_parameters)
+    if others:
+        calibration, testing = (
+            _predictions(lm, windows, outcome, batch_size, logits=needs_logits)
+            for windows, outcome in ((fit, outcome_of(identity_head(lm), fit)), (held_out, base))
+        )
+        more, left_out = contenders(calibration, testing, base, others, however_large=not _all(run.methods))
+        rows |= more
+        if calibration.unembedding is None and "feature_clipping" in left_out:
+            left_out["feature_clipping"] = "the model's logits have a soft-cap or a bias, which it does not know"
+    return _Material(
+        base,
+        rows,
+        left_out,
+        "temperature",
+        _clusters(held_out),
+        "tokens",
+        "windows" if _one_row(held_out) else "rows of the text",
+        f"{Path(run.model.rstrip('/')).name} on {Path(run.data.rstrip('/')).name}, held out",
+    )
+
+
+def _tokens(windows: Windows) -> int:
+    return int(windows.where.sum())
+
+
+def _head_parameters(head: FittedHead) -> int:
+    import jax
+
+    return sum(np.size(leaf) for leaf in jax.tree.leaves(head.params))
+
+
+def _subsample(windows: Windows, limit: int, seed: int) -> Windows:
+    """At most `limit` tokens: windows drawn at random until the next would exceed it, one at least, in their order."""
+    sizes = windows.where.sum(axis=1)
+    if sizes.sum() <= limit:
+        return windows
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    number = max(1, int(np.searchsorted(np.cumsum(sizes[order]), limit, side="right")))
+    return windows.take(np.sort(order[:number]))
+
+
+def _one_row(windows: Windows) -> bool:
+    return bool((windows.source == windows.source[0]).all())
+
+
+def _clusters(windows: Windows) -> np.ndarray:
+    """Of each token that counts: its row of the text, from 0; its window where all are of one row."""
+    number = np.unique(windows.source, return_inverse=True)[1]
+    number = np.arange(len(number)) if _one_row(windows) else number
+    return np.broadcast_to(number[:, None], windows.where.shape)[windows.where].astype(np.int32)
+
+
+def _predictions(
+    lm: LanguageModel, windows: Windows, outcome: Outcome, batch_size: int, *, logits: bool
+) -> Predictions:
+    """The tokens that count, with everything that the methods read; logits only where they are asked for."""
+    hidden, z = [], []
+    for batch, real in eval_batches(windows.arrays(), batch_size):
+        tokens, segments, positions = (batch[name] for name in ("tokens", "segment_ids", "positions"))
+        where = np.asarray(batch["where"])
+        where[real:] = False
+        hidden.append(
+            np.asarray(lm.hidden_states(tokens, segment_ids=segments, positions=positions), np.float32)[where]
+        )
+        if logits:
+            z.append(np.asarray(lm.logits(tokens, segment_ids=segments, positions=positions), np.float32)[where])
+    linear = lm.config.logit_softcap is None and lm.unembedding_bias is None
+    return Predictions(
+        logits=np.concatenate(z) if logits else None,
+        labels=windows.targets[windows.where],
+        confidence=outcome.confidence,
+        correct=outcome.correct,
+        features=np.concatenate(hidden),
+        unembedding=np.asarray(lm.unembedding, np.float32) if linear else None,
+        slices=_clusters(windows),
+    )

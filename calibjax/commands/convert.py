@@ -1,0 +1,64 @@
+"""`calibjax convert`: a model's files in another form."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from calibjax.models import load_model
+from calibjax.models.hf_export import save_model, settings_files
+from calibjax.models.load import stored_dtype, tensor_dtypes
+from calibjax.models.orbax_checkpoint import save_checkpoint
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import check_new_directory, check_orbax_path
+from calibjax.runtime.sharding import make_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertRun:
+    """Writes a model as an Orbax checkpoint, which loads on any number of devices, or back as safetensors.
+
+    The checkpoint holds the weights in the dtype of their files (float16 as float32, which holds it exactly), with
+    config.json and the tokenizer: it is a --model like any other, with the same fingerprint. Back again, the files are
+    those of Hugging Face's layout; where the tensors were of several dtypes, they come back in float32.
+
+    Attributes:
+        model: directory with config.json and safetensors, a converted model, or a hub id.
+        out: directory to write; new or empty.
+        to: what to write.
+        json: print what was done as one JSON document.
+    """
+
+    model: str
+    out: Path
+    to: Literal["orbax", "safetensors"] = "orbax"
+    json: bool = False
+
+
+def run_convert(run: ConvertRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
+    """Carries out `ConvertRun`; returns what was written."""
+    model = Path(run.model)
+    if model.exists():
+        source, out = (Path(os.path.realpath(path)) for path in (model, run.out))
+        if source.is_relative_to(out) or out.is_relative_to(source):
+            raise UserError(
+                f"--out {run.out}, --model {run.model}: expected directories of which neither is in the other."
+            )
+        settings_files(model)
+    check_new_directory(run.out)
+    if run.to == "orbax":
+        check_orbax_path(run.out)
+    devices = jax.device_count()
+    mesh = make_mesh((1, devices, 1)) if devices > 1 else None
+    dtype = stored_dtype(run.model)
+    lm = load_model(run.model, dtype="bfloat16" if dtype == "bfloat16" else "float32", mesh=mesh)
+    assert lm.path is not None
+    if run.to == "orbax":
+        save_checkpoint(run.out, lm, dtype=dtype, tensor_dtypes=tensor_dtypes(run.model))
+    else:
+        save_model(run.out, lm.config, lm.params, like=lm.path, dtype=dtype)
+    announce(f"{lm!r} in {run.out}: {run.to}, {dtype}")
+    return {"out": str(run.out), "format": run.to, "dtype": dtype, "fingerprint": lm.fingerprint}

@@ -1,0 +1,303 @@
+"""Benchmarks of lm-eval asked of a model, with and without calibration: accuracy, and how true its confidence is."""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from calibjax.commands.common import SCHEMA, claim_directory, finish, load_placed, on_devices
+from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfidence
+from calibjax.eval.answers.judges import STRING_MATCH, find_judge
+from calibjax.eval.report import print_report
+from calibjax.eval.tasks.local_data import assets_folder
+from calibjax.eval.tokens import identity_head
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.models import LanguageModel
+from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, together
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import new_file
+from calibjax.train import head_notes, load_head
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
+    from calibjax.eval.tasks.evaluate import Answers, How
+
+
+class Preset(NamedTuple):
+    """A protocol: examples before a question of each task (others: as the task says), confidences, bins."""
+
+    shots: Mapping[str, int]
+    options: OptionConfidence
+    text: TextConfidence
+    bins: int
+    closed: Literal["right", "left", "none"]
+
+
+PRESETS = {
+    "plain": Preset({}, "options", "length_normalised", 15, "right"),
+    "ats": Preset({"mmlu": 5}, "options", "arithmetic_mean", 15, "none"),
+    "label-smoothing": Preset({}, "full_vocabulary", "length_normalised", 15, "right"),
+}
+"""The harness's own prompts; arXiv 2409.19817; arXiv 2508.00264. docs/benchmarks.md says what each is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TasksRun:
+    """Asks a model the questions of benchmarks, through lm-eval, and says how true its confidence is.
+
+    Prints, for each task and all of them together, accuracy and calibration with intervals: as the model is, with a
+    single temperature and with a head, and every subject. Prompts are those of lm-eval's own task definitions; the
+    questions come from local data where --assets (or CALIBJAX_ASSETS) has them, else from the hub. A run that was
+    killed goes on at the task (or subject) where it was. Needs `pip install calibjax[lm-eval]`.
+
+    Attributes:
+        model: directory with config.json and safetensors, or a hub id.
+        tasks: of lm-eval, such as mmlu, arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, truthfulqa_mc2,
+            truthfulqa_gen, triviaqa; or google_analogies; with commas or spaces between.
+        head: directory of a fitted head, or of the run of `train ats` that holds it; its single temperature is taken
+            from the same run.
+        temperature: a single temperature to compare with, in place of that.
+        preset: how questions are asked and confidence is read: plain (zero-shot, softmax over the options), ats
+            (5-shot MMLU, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
+            label-smoothing (probability of the option among the whole vocabulary).
+        out: directory for metrics.json, report.html and figures; without it the tables are all.
+        assets: folder whose data/ holds the questions; by default CALIBJAX_ASSETS.
+        shots: examples before each question of every task.
+        options: confidence of a chosen option, in place of the preset's.
+        text: confidence of a written answer, in place of the preset's.
+        judge: of written answers: string-match, or package.module:function.
+        max_new_tokens: of written answers, at most.
+        limit: ask only so many questions of each task (of MMLU: of each subject), drawn at random.
+        batch_size: rows a step; made a multiple of the mesh axes data and fsdp.
+        max_length: tokens that the model reads at most; longer prompts lose their start.
+        bins: equal-width bins of the expected calibration error, in place of the preset's.
+        closed: which bin a confidence on an edge belongs to, in place of the preset's.
+        dtype: compute dtype of the model.
+        seed: of everything random.
+        json: print metrics.json to standard output at the end, and nothing else there.
+        quiet: no progress bars.
+        devices: what the run uses.
+    """
+
+    model: str
+    tasks: tuple[str, ...]
+    head: Path | None = None
+    temperature: float | None = None
+    preset: Literal["plain", "ats", "label-smoothing"] = "plain"
+    out: Path | None = None
+    assets: Path | None = None
+    shots: int | None = None
+    options: OptionConfidence | None = None
+    text: TextConfidence | None = None
+    judge: str = STRING_MATCH
+    max_new_tokens: int | None = None
+    limit: int | None = None
+    batch_size: int = 32
+    max_length: int | None = None
+    bins: int | None = None
+    closed: Literal["right", "left", "none"] | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    seed: int = 0
+    json: bool = False
+    quiet: bool = False
+    devices: DeviceOptions = DeviceOptions()  # noqa: RUF009 (frozen)
+
+
+@on_devices
+def run_tasks(run: TasksRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
+    """Carries out `TasksRun`; returns the contents of metrics.json. Raises UserError before any work is lost."""
+    names = tuple(dict.fromkeys(name for part in run.tasks for name in part.split(",") if name))
+    for name in ("shots", "limit", "batch_size", "max_new_tokens", "bins", "seed"):
+        value, least = getattr(run, name), int(name not in ("shots", "seed"))
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}.")
+    if run.temperature is not None and not (math.isfinite(run.temperature) and run.temperature > 0):
+        raise UserError(f"--temperature: expected a positive number, got {run.temperature}.")
+    try:
+        from calibjax.eval.tasks.evaluate import How
+        from calibjax.eval.tasks.harness import HarnessLM
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a line for every task, of what is meant here
+    judge = find_judge(run.judge)
+    mesh = run.devices.make_mesh()
+    if run.out is not None:
+        claim_directory(run.out, _identity(run, names))
+    tasks = together(functools.partial(_load_tasks, names, run.assets, announce))
+    lm = load_placed(run.model, mesh, run.dtype, announce=announce)
+    heads = _heads(run, lm, announce)
+    preset = PRESETS[run.preset]
+    model = HarnessLM(lm, heads, batch_size=run.batch_size, max_length=run.max_length, seed=run.seed)
+    how = How(
+        None, run.options or preset.options, run.text or preset.text, judge, run.max_new_tokens, run.limit, run.seed
+    )
+    hows = {
+        name: how._replace(shots=preset.shots.get(name.removesuffix("_local")) if run.shots is None else run.shots)
+        for name in names
+    }
+    answers = _ask_all(run, model, tasks, hows)
+    document = _document(run, list(heads), tasks, hows, answers)
+    document["run"] = {**_identity(run, names), "base_fingerprint": lm.fingerprint}
+    if run.out is not None:
+        finish(document, run.out, holds="answers/ (every question)", show=not run.json)
+    elif not run.json and is_first():
+        print_report(document)
+    return document
+
+
+class _Task(NamedTuple):
+    """A task by the name that was asked for: its parts (MMLU: the subjects), and where its questions come from."""
+
+    parts: dict[str, "ConfigurableTask"]
+    source: str
+
+
+def _load_tasks(names: tuple[str, ...], assets: Path | None, announce: Callable[[str], None]) -> dict[str, _Task]:
+    from calibjax.eval.tasks.local_data import task_manager
+
+    manager = task_manager(names, assets)
+    known = set(manager.all_tasks)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise UserError(
+            f"--tasks {', '.join(unknown)}: expected names of lm-eval's tasks, such as mmlu, arc_easy, hellaswag, "
+            "truthfulqa_mc1, triviaqa; `lm_eval ls tasks` lists them."
+        )
+    tasks = {}
+    for name in names:
+        local = f"{name}_local" if f"{name}_local" in known and assets_folder(assets) is not None else name
+        at_hand = local.endswith("_local") or local == "google_analogies"
+        try:
+            found: dict[str, Any] = dict(manager.load([local])["tasks"])
+        except UserError:
+            raise
+        except Exception as error:  # of the hub, of datasets, of a task file: whatever goes wrong is the task's
+            where = (
+                "" if at_hand else " Its questions come from the hub; --assets names a folder that has some of them."
+            )
+            raise UserError(
+                f"--tasks {name}: cannot be loaded: {str(error).strip().splitlines()[0]}.{where}"
+            ) from error
+        tasks[name] = _Task(found, "local data" if at_hand else "hub")
+        count = sum(len(task.eval_docs) for task in found.values())
+        parts = f" in {len(found)} parts" if len(found) > 1 else ""
+        announce(f"task {name}: {count:,} questions{parts}, {tasks[name].source}")
+    return tasks
+
+
+def _heads(run: TasksRun, lm: LanguageModel, announce: Callable[[str], None]) -> dict[str, FittedHead]:
+    heads = {"uncalibrated": identity_head(lm)}
+    temperature = run.temperature
+    if run.head is not None and temperature is None:
+        temperature = head_notes(run.head).get("temperature")
+        if temperature is None:
+            announce(f"{run.head} holds no single temperature: give --temperature to compare with one")
+    if temperature is not None:
+        config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
+        params = {"log_scale": jnp.float32(-math.log(temperature))}
+        heads["temperature"] = FittedHead(config, params, 0.0, lm.fingerprint)
+        announce(f"single temperature: {temperature:.4f}")
+    if run.head is not None:
+        heads["ats"] = load_head(run.head, lm)
+    return heads
+
+
+def _ask_all(run: TasksRun, model: Any, tasks: Mapping[str, _Task], hows: "Mapping[str, How]") -> dict[str, "Answers"]:
+    from calibjax.eval.tasks.evaluate import Answers, ask, check, question_count
+
+    for name, task in tasks.items():
+        for part in task.parts.values():
+            check(model, part, hows[name])
+    counts = [question_count(part, run.limit) for task in tasks.values() for part in task.parts.values()]
+    bar = tqdm(total=sum(counts), desc="asking", unit="question", disable=run.quiet)
+    answers = {}
+    for name, task in tasks.items():
+        found = []
+        for label, part in task.parts.items():
+            bar.set_postfix_str(label)
+            file = None if run.out is None else run.out / "answers" / f"{name}-{label}.npz"
+            if file is not None and on_first(file.is_file):
+                kept = _stored(file)
+                bar.update(question_count(part, run.limit))
+            else:
+                subject = str(part.config.task_alias or label) if len(task.parts) > 1 else ""
+                kept = ask(model, part, hows[name], subject=subject, tick=bar.update)
+                if file is not None and is_first():
+                    _store(file, kept)
+            found.append(kept)
+        answers[name] = Answers.join(found)
+    bar.close()
+    empty = [name for name, found in answers.items() if not found.confidence.shape[1]]
+    if empty:
+        raise UserError(
+            f"--tasks {', '.join(empty)}: every question has an option that is longer than the model reads."
+        )
+    return answers
+
+
+def _store(file: Path, answers: "Answers") -> None:
+    file.parent.mkdir(exist_ok=True)
+    fields: dict[str, Any] = {name: value for name, value in answers._asdict().items() if name != "harness"}
+    fields |= {f"harness_{name}": value for name, value in answers.harness.items()}
+    with new_file(file) as fresh:
+        np.savez_compressed(fresh, **fields)
+
+
+def _stored(file: Path) -> "Answers":
+    from calibjax.eval.tasks.evaluate import Answers
+
+    with np.load(file) as held:
+        fields = {name: held[name] for name in Answers._fields if name != "harness"}
+        harness = {name.removeprefix("harness_"): held[name] for name in held.files if name.startswith("harness_")}
+    return Answers(**{**fields, "too_long": int(fields["too_long"])}, harness=harness)
+
+
+def _document(
+    run: TasksRun,
+    names: list[str],
+    tasks: Mapping[str, _Task],
+    hows: "Mapping[str, How]",
+    answers: Mapping[str, "Answers"],
+) -> dict[str, Any]:
+    from calibjax.eval.tasks.evaluate import Answers
+    from calibjax.eval.tasks.results import answers_json, subjects_json
+
+    preset = PRESETS[run.preset]
+    options: dict[str, Any] = {"bins": run.bins or preset.bins, "closed": run.closed or preset.closed, "seed": run.seed}
+    sets, spoken = {}, {}
+    for name, found in answers.items():
+        how = hows[name]
+        written = (found.choice < 0).all()
+        spoken[name] = f"{how.text} ({WORDS[how.text]})" if written else f"{how.options} ({WORDS[how.options]})"
+        if written:
+            spoken[name] += f"; judge: {run.judge}"
+        part = next(iter(tasks[name].parts.values()))
+        sets[name] = {
+            **answers_json(found, names, **options),
+            "title": name,
+            "confidence": spoken[name],
+            "shots": (part.config.num_fewshot or 0) if how.shots is None else how.shots,
+            "source": tasks[name].source,
+            "subjects": subjects_json(found, names, **options),
+        }
+    if len(sets) == 1:
+        return {"schema": SCHEMA, "held_out": next(iter(sets.values())), "tasks": sets}
+    together = answers_json(Answers.join(list(answers.values())), names, **options)
+    said = "; ".join(dict.fromkeys(spoken.values()))
+    return {"schema": SCHEMA, "held_out": {**together, "title": "all tasks", "confidence": said}, "tasks": sets}
+
+
+def _identity(run: TasksRun, names: tuple[str, ...]) -> dict[str, Any]:
+    """What makes two runs the same: all options but where it runs, where the result goes and how it is shown."""
+    shown_only = {"out", "json", "quiet", "bins", "closed", "batch_size", "devices"}
+    fields = {name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only}
+    head, assets = (None if path is None else str(path) for path in (run.head, assets_folder(run.assets)))
+    return {"command": "eval tasks", **fields, "tasks": list(names), "head": head, "assets": assets}

@@ -1,0 +1,253 @@
+"""`calibjax plan`: parse, plan one mesh or all of them, print."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from calibjax.commands.plan.chips import GIB, Topology, parse_topology
+from calibjax.commands.plan.program import Job, ObjectiveName
+from calibjax.commands.plan.result import plan_job
+from calibjax.heads import HeadKind
+from calibjax.models.config import DecoderConfig
+from calibjax.models.decoder import Remat
+from calibjax.models.families import config_from_hf
+from calibjax.models.shapes import SHAPES
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import AXES, mesh_shape
+from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version
+from calibjax.train.options import AtsOptions
+from calibjax.train.sft import SftOptions
+from calibjax.train.state import OptimizerKind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRun:
+    """Says whether a step fits on devices that need not be there, and what it costs.
+
+    For TPUs the real step is compiled ahead of time, which needs no TPU but libtpu (pip install "jax[tpu]"), and
+    takes minutes for a large model. Without it, and for GPUs, what follows from the shapes is printed, and says so.
+
+    Attributes:
+        model: name of a published model (docs/models.md), or a directory with config.json; no weights are read.
+        objective: ats: fitting a head, without the cache of hidden states; sft: fine-tuning; eval: evaluation.
+        topology: chip and number along each axis, such as v5e:4x4, v5p:2x2x2, v6e:4x4, h100:8.
+        batch: windows a step.
+        seq: tokens a window.
+        mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
+        suggest: plan every mesh of the topology, and name the best that fits.
+        dtype: compute dtype, and that of frozen weights; trained ones are float32.
+        remat: of sft: what of a block the backward pass computes anew.
+        accumulate: of sft: micro-batches a step.
+        optimizer: of sft.
+        label_smoothing: of sft.
+        lora_rank: of sft: train adapters of this rank, and none of the weights.
+        head: of ats and eval.
+        compile: --no-compile: only what follows from the shapes.
+        json: print one JSON document instead of tables.
+    """
+
+    model: str
+    topology: str
+    objective: ObjectiveName = "ats"
+    batch: int = 64
+    seq: int = 1024
+    mesh: str | None = None
+    suggest: bool = False
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    remat: Remat = "full"
+    accumulate: int = 1
+    optimizer: OptimizerKind = "adamw"
+    label_smoothing: float = 0.1
+    lora_rank: int | None = None
+    head: HeadKind = "mlp"
+    compile: bool = True
+    json: bool = False
+
+    def job(self, config: DecoderConfig, mesh: tuple[int, int, int]) -> Job:
+        """The step on a mesh; not checked."""
+        return Job(
+            config=config,
+            objective=self.objective,
+            batch=self.batch,
+            seq=self.seq,
+            mesh=mesh,
+            dtype=self.dtype,
+            ats=AtsOptions(head=self.head),
+            sft=SftOptions(
+                batch_size=self.batch,
+                accumulate=self.accumulate,
+                optimizer=self.optimizer,
+                label_smoothing=self.label_smoothing,
+                lora_rank=self.lora_rank,
+                remat=self.remat,
+            ),
+        )
+
+
+def run_plan(run: PlanRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
+    """Carries out `PlanRun`; returns the document that `--json` prints."""
+    topology = parse_topology(run.topology)
+    config = _config(run.model)
+    _check_options(run)
+    if run.suggest and run.mesh is not None:
+        raise UserError("--suggest: it tries every mesh; leave --mesh out.")
+    meshes = _meshes(topology.devices) if run.suggest else [mesh_shape(run.mesh, topology.devices)]
+    jobs = _checked([run.job(config, mesh) for mesh in meshes])
+    compiler = compiler_version() if run.compile and topology.chip.platform == "tpu" else None
+    plans, reasons = [], []
+    for number, job in enumerate(jobs, 1):
+        if run.suggest:
+            announce(f"planning {mesh_text(job.mesh)} ({number} of {len(jobs)}) ...")
+        try:
+            plans.append(plan_job(job, topology, compiles=compiler is not None))
+        except DoesNotCompile as reason:
+            reasons.append(f"--mesh {mesh_text(job.mesh)} does not compile for {run.topology}: {reason}")
+            if run.suggest:
+                announce(reasons[-1])
+    if not plans:
+        raise UserError(reasons[0])
+    fields = ("model", "objective", "topology", "batch", "seq", "dtype")
+    document: dict[str, Any] = {name: getattr(run, name) for name in fields}
+    document |= {"devices": topology.devices, "libtpu": compiler}
+    if run.suggest:
+        fitting = [plan for plan in plans if plan["fits"] is not False]
+        best = min(fitting, key=_cost, default={"fits": False, "mesh": None})
+        document |= {"fits": best["fits"], "best": best["mesh"], "plans": plans, "did_not_compile": reasons}
+    else:
+        document |= plans[0]
+    if not run.json:
+        _print(document, run, topology)
+    return document
+
+
+_OF_SFT = ("remat", "accumulate", "optimizer", "label_smoothing", "lora_rank")
+
+
+def _check_options(run: PlanRun) -> None:
+    """Raises `UserError` for options that this objective does not read."""
+    defaults = {field.name: field.default for field in dataclasses.fields(run)}
+    unread = ("head",) if run.objective == "sft" else _OF_SFT
+    given = [f"--{name.replace('_', '-')}" for name in unread if getattr(run, name) != defaults[name]]
+    if given:
+        raise UserError(f"{', '.join(given)}: --objective {run.objective} does not read it; leave it out.")
+
+
+def _config(model: str) -> DecoderConfig:
+    if model in SHAPES:
+        return SHAPES[model]
+    if Path(model).is_dir():
+        return config_from_hf(Path(model))
+    raise UserError(f"--model {model}: expected a directory with config.json, or one of {', '.join(sorted(SHAPES))}.")
+
+
+def _meshes(devices: int) -> list[tuple[int, int, int]]:
+    """Every mesh of so many devices."""
+    return [
+        (data, fsdp, devices // data // fsdp)
+        for data in range(1, devices + 1)
+        for fsdp in range(1, devices // data + 1)
+        if devices % data == 0 and (devices // data) % fsdp == 0
+    ]
+
+
+def _checked(jobs: list[Job]) -> list[Job]:
+    """Those that can run; raises the first one's `UserError` where none can."""
+    able, errors = [], []
+    for job in jobs:
+        try:
+            job.check()
+            able.append(job)
+        except UserError as error:
+            errors.append(error)
+    if not able:
+        raise errors[0]
+    return able
+
+
+def mesh_text(mesh: tuple[int, int, int]) -> str:
+    """As `--mesh` has it."""
+    return ",".join(f"{axis}={n}" for axis, n in zip(AXES, mesh, strict=True) if n > 1) or "data=1"
+
+
+def _cost(plan: dict[str, Any]) -> tuple[float, ...]:
+    """What the best plan has least of: the bound on its time, then what moves between devices, then memory."""
+    seconds = plan["roofline_seconds"]
+    return seconds["bound"], seconds["interconnect"] or 0.0, plan["bytes_per_device"]["total"]
+
+
+def _print(document: dict[str, Any], run: PlanRun, topology: Topology) -> None:
+    console = Console()
+    console.print(
+        f"{run.model}, {run.objective}, {run.batch} x {run.seq} tokens a step, {run.dtype}, on {topology.devices} "
+        f"devices ({run.topology})"
+    )
+    plans = document["plans"] if run.suggest else [document]
+    if any(plan["compiled"] for plan in plans):
+        console.print(f"The step was compiled by libtpu {document['libtpu']}; nothing was run.")
+    elif document["libtpu"]:
+        console.print("From the shapes alone.")
+    elif topology.chip.platform == "gpu" or not run.compile:
+        console.print("From the shapes alone: nothing was compiled, so temporaries and collectives are not known.")
+    else:
+        console.print(
+            "From the shapes alone: the TPU compiler is not installed, so temporaries and collectives are not known. "
+            'Install it with: pip install "jax[tpu]"'
+        )
+    if run.suggest:
+        parts = ("compute", "memory", "interconnect")
+        table = Table(
+            Column("mesh", no_wrap=True),
+            "per device",
+            "fits",
+            "compute",
+            "memory",
+            "moved",
+            title="at least so many ms a step",
+        )
+        for plan in plans:
+            seconds = (plan["roofline_seconds"][name] for name in parts)
+            milliseconds = ("" if x is None else f"{1e3 * x:,.0f}" for x in seconds)
+            fits = {None: "not known", True: "yes", False: "no"}[plan["fits"]]
+            table.add_row(plan["mesh"], _size(plan["bytes_per_device"]["total"]), fits, *milliseconds)
+        console.print(table)
+        if document["best"] is None:
+            console.print("none of these meshes fits")
+        else:
+            console.print(f"best{'' if document['fits'] else ', if it fits'}: --mesh {document['best']}")
+        return
+    table = Table("per device", "", title=f"mesh {document['mesh']}", title_justify="left")
+    for name, size in document["bytes_per_device"].items():
+        table.add_row(name.replace("_", " "), _size(size))
+    table.add_row("fits", _verdict(document))
+    table.add_row("operations", f"{document['flops_per_device']:.3g} FLOP of {document['flops_per_step']:.3g} a step")
+    for kind, of_kind in (document["collectives"] or {}).items():
+        text = f"{of_kind['count']:,} x, {_size(of_kind['bytes'])} received, the largest {_size(of_kind['largest'])}"
+        table.add_row(kind, text)
+    table.add_row("roofline", _bound(document))
+    console.print(table)
+    if document["note"]:
+        console.print(document["note"])
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if abs(size) >= GIB / 10 else f"{size / 2**20:,.2f} MiB"
+
+
+def _verdict(plan: dict[str, Any]) -> str:
+    margin = plan["margin_bytes"]
+    if margin is None:
+        return "no"
+    if plan["fits"] is None:
+        return f"not known: {_size(margin)} left for temporaries"
+    return f"yes, with {_size(margin)} to spare" if plan["fits"] else f"no: {_size(-margin)} too much"
+
+
+def _bound(plan: dict[str, Any]) -> str:
+    seconds = plan["roofline_seconds"]
+    parts = ((name, seconds[name]) for name in ("compute", "memory", "interconnect"))
+    text = ", ".join(f"{name} {1e3 * x:,.0f} ms" for name, x in parts if x is not None)
+    return f"{1e3 * seconds['bound']:,.0f} ms ({text})"

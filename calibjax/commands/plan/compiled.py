@@ -1,0 +1,99 @@
+"""What the compiler makes of a job: memory and collectives of the real step, on devices that are not there."""
+
+import re
+import time
+from typing import NamedTuple
+
+import jax
+
+from calibjax.commands.plan.chips import GIB
+from calibjax.commands.plan.count import flops
+from calibjax.commands.plan.hlo import Collective, collectives
+from calibjax.commands.plan.program import Job, build
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import make_mesh
+from calibjax.runtime.tpu_compiler import DoesNotCompile, slice_devices, with_compiler
+
+
+class Compiled(NamedTuple):
+    """Of one device.
+
+    Attributes:
+        arguments: bytes, with the padding of their layout.
+        total: bytes of everything: arguments, what is held beside them while the step runs, and the program itself.
+        flops: of the matrix products as traced for this mesh, of all devices.
+        collectives: by kind, see `hlo.collectives`; None where jaxlib cannot read the program that libtpu made.
+        unknown_loops: loops that `collectives` counts once for want of their length.
+        seconds: that the compilation took.
+    """
+
+    arguments: int
+    total: int
+    flops: float
+    collectives: dict[str, Collective] | None
+    unknown_loops: int
+    seconds: float
+
+
+class TooLarge(NamedTuple):
+    """The compiler refused the step for its memory.
+
+    Attributes:
+        total: bytes that it found to be needed, rounded as it says them; None where it did not say.
+        reason: its own words.
+    """
+
+    total: int | None
+    reason: str
+
+
+def compile_for_tpu(job: Job, topology: str) -> Compiled | TooLarge:
+    """Compiles a job for the devices of a TPU topology such as "v5e:4x4", in a process of its own.
+
+    Raises:
+        UserError: libtpu knows no such topology, or it has another number of devices.
+        DoesNotCompile: for another reason than memory.
+    """
+    try:
+        return with_compiler(_compile, job, topology)
+    except DoesNotCompile as error:
+        if "RESOURCE_EXHAUSTED" not in error.details:
+            raise
+        return too_large(error.details)
+
+
+def too_large(message: str) -> TooLarge:
+    """Reads what the compiler says of a step that does not fit."""
+    units = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
+    found = re.search(r"(?:Used|required for [^()]*\(|requires?) ?([\d.]+)([KMGT]?)", message)
+    total = None if found is None else round(float(found[1]) * units[found[2]])
+    return TooLarge(total, " ".join(message.split())[:300])
+
+
+def _compile(job: Job, topology: str) -> Compiled:
+    try:
+        devices = slice_devices(topology)
+    except Exception as error:  # of several kinds
+        raise UserError(f"--topology {topology}: libtpu has no such slice ({str(error).splitlines()[0]}).") from error
+    mesh = make_mesh(job.mesh, devices)
+    program = build(job, mesh)
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):
+        traced = program.function.trace(*program.arguments)
+        compiled = traced.lower().compile()
+    memory = compiled.memory_analysis()
+    try:
+        found, unknown = collectives(compiled.as_text())
+    except jax.errors.JaxRuntimeError:
+        # The step has been compiled. But libtpu may be newer than jaxlib, and write what that does not read:
+        # jaxlib 0.10.2 knows no async-update with several operands, which libtpu 0.0.51 makes for v5p and v6e.
+        found, unknown = None, 0
+    beside = memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    return Compiled(
+        arguments=memory.argument_size_in_bytes,
+        total=memory.argument_size_in_bytes + beside + memory.generated_code_size_in_bytes,
+        flops=flops(traced.jaxpr),
+        collectives=found,
+        unknown_loops=unknown,
+        seconds=time.perf_counter() - start,
+    )

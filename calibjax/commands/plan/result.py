@@ -1,0 +1,100 @@
+"""One job on one topology: bytes, operations, collectives and the roofline, as plain data."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from calibjax.commands.plan.chips import Topology
+from calibjax.commands.plan.compiled import Compiled, compile_for_tpu
+from calibjax.commands.plan.count import flops
+from calibjax.commands.plan.program import Job, Program, build, device_bytes
+from calibjax.runtime.sharding import AXES
+
+
+def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
+    """Plans a checked job.
+
+    Args:
+        job: what runs.
+        topology: where.
+        compiles: have the TPU compiler compile the step; otherwise only what follows from the shapes is known.
+
+    Returns:
+        compiled: whether the compiler was asked; mesh; fits: None where only the compiler could tell; bytes_per_device:
+        parameters, optimizer, and what else is known: `batch_and_padding` and `temporaries` of a compiled step (with
+        the program itself), or `gradients` and `block_inputs` that the step holds at least; `total` of them, and
+        `available`; margin_bytes, None where the compiler did not say by how much the step is too large;
+        flops_per_step over all devices; flops_per_device; collectives by kind; roofline_seconds: at least so long at
+        the chip's stated rates, were everything else hidden (memory: every argument read once); note: what the
+        compiler said, or None.
+
+    Raises:
+        UserError, DoesNotCompile: as `compile_for_tpu`.
+    """
+    placed = build(job, job.abstract_mesh())
+    sizes: dict[str, int] = {
+        "parameters": device_bytes(placed.parameters),
+        "optimizer": device_bytes(placed.optimizer),
+    }
+    known = sum(sizes.values())
+    moved, operations, note, result = None, None, None, None
+    if compiles and known > topology.chip.memory:
+        note = "Parameters and optimiser alone do not fit: not compiled."
+    elif compiles:
+        result = compile_for_tpu(job, topology.name)
+    if isinstance(result, Compiled):
+        sizes["batch_and_padding"] = result.arguments - known
+        sizes["temporaries"] = result.total - result.arguments
+        total, fits, operations = result.total, True, result.flops
+        if result.collectives is None:
+            note = (
+                "Compiled; but jaxlib cannot read libtpu's program, so what moves between devices is not known. "
+                'pip install "jax[tpu]" gets the libtpu that this jax goes with.'
+            )
+        else:
+            moved = {kind: of_kind._asdict() for kind, of_kind in sorted(result.collectives.items())}
+        if result.unknown_loops:
+            note = f"{result.unknown_loops} loops of unknown length: their collectives count once."
+    else:
+        sizes |= _held(job, placed)
+        total = sum(sizes.values())
+        fits = None if total <= topology.chip.memory else False
+        if result is not None:
+            fits, note = False, result.reason
+            if result.total is not None:
+                total = max(result.total, known)
+                sizes = {name: sizes[name] for name in ("parameters", "optimizer")} | {"temporaries": total - known}
+    if operations is None:
+        whole = build(job)
+        operations = flops(whole.function.trace(*whole.arguments).jaxpr)
+    received = None if moved is None else sum(of_kind["bytes"] for of_kind in moved.values())
+    seconds = {
+        "compute": operations / topology.devices / topology.chip.flops,
+        "memory": (result.arguments if isinstance(result, Compiled) else known) / topology.chip.bandwidth,
+        "interconnect": None if received is None else received / topology.chip.interconnect,
+    }
+    return {
+        "compiled": result is not None,
+        "mesh": ",".join(f"{axis}={n}" for axis, n in zip(AXES, job.mesh, strict=True)),
+        "fits": fits,
+        "bytes_per_device": {**sizes, "total": total, "available": topology.chip.memory},
+        "margin_bytes": None if fits is False and total < topology.chip.memory else topology.chip.memory - total,
+        "flops_per_step": operations,
+        "flops_per_device": operations / topology.devices,
+        "collectives": moved,
+        "roofline_seconds": {**seconds, "bound": max(x for x in seconds.values() if x is not None)},
+        "compile_seconds": result.seconds if isinstance(result, Compiled) else None,
+        "note": note,
+    }
+
+
+def _held(job: Job, placed: Program) -> dict[str, int]:
+    """Bytes that the step holds besides its arguments, at least: gradients, and the inputs of the blocks."""
+    if placed.trained is None:
+        return {}
+    held = {"gradients": device_bytes(placed.trained)}
+    if job.objective == "sft":
+        rows = job.batch // job.sft.accumulate // (job.mesh[0] * job.mesh[1])
+        width = job.config.hidden_size * jnp.dtype(job.dtype).itemsize
+        held["block_inputs"] = job.config.num_layers * rows * job.seq * width
+    return held

@@ -1,0 +1,83 @@
+"""The command that draws a report anew, or one of several runs, from what they left."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from calibjax.commands.common import SCHEMA
+from calibjax.eval.compare.results import print_comparison
+from calibjax.eval.report import Run, print_report, save_report
+from calibjax.runtime.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportRun:
+    """Draws tables, figures (PNG and SVG) and report.html from the metrics.json of one run or of several.
+
+    The page is self-contained and asks nothing of the network; several runs stand side by side in it.
+
+    Attributes:
+        runs: directories with a metrics.json.
+        out: where to write; by default the run's own directory, where there is one run.
+        json: print the list of the files written as JSON, and no tables.
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    out: Path | None = None
+    json: bool = False
+
+
+def run_report(run: ReportRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
+    """Carries out `ReportRun`; returns the names of the files written."""
+    if not run.runs:
+        raise UserError("report: expected the directory of at least one run.")
+    if run.out is None and len(run.runs) > 1:
+        raise UserError("--out: expected a directory to write the report of several runs to.")
+    names = _names(run.runs)
+    runs = [_load(directory, name) for directory, name in zip(run.runs, names, strict=True)]
+    out = next(iter(run.runs)) if run.out is None else run.out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        files = save_report(runs, out)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot write there ({error}).") from error
+    if not run.json:
+        for loaded in runs:
+            if len(runs) > 1:
+                print(f"\n{loaded.name}")
+            held_out = loaded.document["held_out"]
+            if "reference" in held_out:
+                print_comparison(held_out, held_out["sort"], f"{loaded.name}, held out")
+            else:
+                print_report(loaded.document)
+        print(f"report in {out}: {', '.join(files)}")
+    return {"out": str(out), "files": files}
+
+
+def _load(directory: Path, name: str) -> Run:
+    file = directory / "metrics.json"
+    if not file.is_file():
+        raise UserError(f"{directory}: expected the directory of a finished run, with metrics.json; found none.")
+    document, tokens = _read(file), directory / "tokens.json"
+    if isinstance(document, dict) and "study" in document:
+        raise UserError(f"{directory} is a study: its figures stand there, and its command prints its tables again.")
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA or "held_out" not in document:
+        raise UserError(f"{file}: expected metrics of schema {SCHEMA} with held-out figures. Run it again.")
+    return Run(name, document, _read(tokens) if tokens.is_file() else None)
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is not readable ({error}).") from error
+
+
+def _names(directories: tuple[Path, ...]) -> list[str]:
+    """The directories' own names, or their paths where two have the same."""
+    short = [directory.resolve().name for directory in directories]
+    return short if len(set(short)) == len(short) else [str(directory) for directory in directories]

@@ -1,0 +1,122 @@
+"""Studies of one model and one set of text: what a head reads and is, its loss, and the weight in the loss."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from calibjax.commands.common import claim_directory
+from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked, parameters_of
+from calibjax.data import split_windows
+from calibjax.eval.compare.repeats import evaluate_repeats
+from calibjax.eval.tokens import identity_head
+from calibjax.train.options import make_plan
+
+
+class Ablation(NamedTuple):
+    """A question, and the heads that answer it.
+
+    Attributes:
+        question: as it is printed.
+        variants: name -> what is changed in `StudyOptions.variant`: of an MLP that reads the hidden state of each
+            token, fitted by the joint loss, in all that is not named.
+        against: name -> name of the row it is compared with; the others with the single temperature.
+    """
+
+    question: str
+    variants: Mapping[str, Mapping[str, Any]]
+    against: Mapping[str, str] = {}
+
+
+def _pooling() -> Ablation:
+    kinds = ("linear", "mlp", "transformer")
+    variants = {f"{kind}, {of}": {"head": kind, "pooling": of} for kind in kinds for of in ("token", "sequence")}
+    against = {f"{kind}, sequence": f"{kind}, token" for kind in kinds}
+    return Ablation("A temperature for each token, or one for each sequence?", variants, against)
+
+
+def _losses() -> Ablation:
+    weighted = {"label-smoothing": (0.1, 0.5), "selective": (0.1, 0.5), "selective-balanced": (0.5,)}
+    variants = {"cross-entropy": {"loss": "cross-entropy"}, "joint": {"loss": "joint"}} | _weighted(weighted)
+    return Ablation(
+        "Which loss: cross-entropy, with uniform smoothing, or selective smoothing?",
+        variants,
+        {name: "cross-entropy" for name in variants if name != "cross-entropy"},
+    )
+
+
+def _alpha() -> Ablation:
+    grid = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+    losses = ("label-smoothing", "selective", "selective-balanced")
+    return Ablation("How much hangs on the weight alpha of smoothing?", _weighted(dict.fromkeys(losses, grid)))
+
+
+def _heads() -> Ablation:
+    everything = "hidden_states+max_logit+log_std_logits+argmax_embedding"
+    # An MLP normalises what it reads, and of a single number nothing but the sign would be left.
+    read = {
+        "linear": ("hidden_states", "max_logit", "log_std_logits", "max_logit+log_std_logits", "argmax_embedding"),
+        "mlp": ("hidden_states", "argmax_embedding"),
+        "transformer": ("hidden_states",),
+    }
+    variants = {
+        f"{kind}: {'all four' if features == everything else features}": {"head": kind, "features": features}
+        for kind, of_kind in read.items()
+        for features in (*of_kind, everything)
+    }
+    return Ablation("Which head, and what should it read?", variants)
+
+
+def _weighted(grids: Mapping[str, tuple[float, ...]]) -> dict[str, dict[str, Any]]:
+    return {f"{loss}, {alpha:g}": {"loss": loss, "alpha": alpha} for loss, grid in grids.items() for alpha in grid}
+
+
+ABLATIONS = {"pooling": _pooling(), "losses": _losses(), "alpha": _alpha(), "heads": _heads()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AblationRun(StudyOptions):
+    """Fits every variant of a study on one set of text, with several seeds, and tests them on the part held out.
+
+    Prints a table for each set, and leaves in --out: metrics.json, a figure for each set (PNG), and heads/. Beside the
+    variants stand the model as it is and a single temperature.
+
+    Attributes:
+        data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id.
+        eval_data: further sets to test on: files, directories or hub ids.
+    """
+
+    data: str
+    eval_data: tuple[str, ...] = ()
+
+
+def run_ablation(name: str, run: AblationRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
+    """Carries out `AblationRun` for one of `ABLATIONS`; returns what it wrote to metrics.json."""
+    study, lm = ABLATIONS[name], load_checked(run, announce)
+    fit, held_out = split_windows(run.text.read(run.data, lm, announce), run.fit_fraction)
+    sets = {"held out": held_out, **run.text.read_all(run.eval_data, lm, announce)}
+    claim_directory(run.out, run.identity(name, {"fit": fit}))
+    variants = {variant: run.variant(**changes) for variant, changes in study.variants.items()}
+    announce(f"{len(variants)} variants, {run.seeds} seeds: {len(fit.tokens):,} windows to fit on")
+    heads = fit_heads(
+        lm, fit, variants, seeds=run.seeds, directory=run.out / "heads", announce=announce, quiet=run.quiet
+    )
+    against = dict.fromkeys(variants, SINGLE) | dict(study.against)
+    document: dict[str, Any] = {"study": name, "question": study.question, "sets": {}}
+    for title, windows in sets.items():
+        of_set = evaluate_repeats(
+            lm,
+            windows,
+            {"uncalibrated": [identity_head(lm)], **heads},
+            against={"uncalibrated": SINGLE, **against},
+            batch_size=run.batch_size,
+            bins=run.bins,
+            closed=run.closed,
+            description=f"evaluating {title}",
+            quiet=run.quiet,
+        )
+        for variant, row in of_set["methods"].items():
+            row["parameters"] = parameters_of(heads[variant][0]) if variant in heads else 0
+            if variant in variants:
+                row |= make_plan(variants[variant], lm.config.hidden_size).trials[0]._asdict()
+        document["sets"][title] = of_set
+    return finish_study(document, run, announce)

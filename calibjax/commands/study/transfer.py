@@ -1,0 +1,143 @@
+"""Does a temperature that was fitted on one domain hold on another?"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from calibjax.commands.common import claim_directory
+from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked
+from calibjax.data import (
+    Rows,
+    Windows,
+    is_multiple_choice,
+    make_windows,
+    read_source,
+    recognise,
+    split_windows,
+    tokenize_rows,
+)
+from calibjax.eval.compare.repeats import evaluate_repeats
+from calibjax.eval.report import row_name
+from calibjax.eval.tokens import identity_head
+from calibjax.models import LanguageModel
+from calibjax.runtime.errors import UserError
+
+SUBJECTS = {
+    "medical": (
+        *("anatomy", "clinical_knowledge", "college_medicine", "human_aging", "medical_genetics", "nutrition"),
+        *("professional_medicine", "virology"),
+    ),
+    "legal": ("international_law", "jurisprudence", "professional_law"),
+    "technical": (
+        *("abstract_algebra", "college_computer_science", "college_mathematics", "college_physics"),
+        *("computer_security", "conceptual_physics", "electrical_engineering", "high_school_computer_science"),
+        *("high_school_physics", "high_school_statistics", "machine_learning"),
+    ),
+}
+"""Subjects of MMLU that are a domain together."""
+
+_NAME = re.compile(r"[^\W_][\w .+-]{0,49}")  # of a directory, in any script, and of a row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferRun(StudyOptions):
+    """Does a head that was fitted on one domain hold on another, and how far is it from one fitted there?
+
+    On every domain a single temperature and an ATS head (MLP on hidden states, joint loss, several seeds) are fitted,
+    and tested on the held-out windows of all. All domains are cut to as many windows as the smallest has. Prints the
+    matrices of NLL and ECE, and leaves in --out: metrics.json, transfer.png and heads/.
+
+    Attributes:
+        domains: NAME=SOURCE each, a source being a file, directory or hub id. A name is of at most 50 letters, digits,
+            spaces and _ . + -, and begins with a letter or digit.
+        mmlu: questions with the columns question, choices, answer and subject: the medical, legal and technical
+            subjects of MMLU become domains of text. A row is the question, a line break and the right answer, and
+            every token of it is to be predicted; no multiple choice is made. All rows are read.
+    """
+
+    domains: tuple[str, ...] = ()
+    mmlu: str | None = None
+
+
+def run_transfer(run: TransferRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
+    """Carries out `TransferRun`; returns what it wrote to metrics.json."""
+    named = [domain.partition("=") for domain in run.domains]
+    names = [name for name, _, _ in named] + (list(SUBJECTS) if run.mmlu else [])
+    if any(not (name and source) for name, _, source in named) or len(set(names)) < max(2, len(names)):
+        raise UserError(
+            f"--domains, --mmlu: expected at least two domains, NAME=SOURCE with names of their own, got "
+            f"{', '.join(run.domains) or 'none'}{' and MMLU' if run.mmlu else ''}."
+        )
+    for name, _, _ in named:
+        if not _NAME.fullmatch(name) or name == "uncalibrated":
+            raise UserError(
+                "--domains: expected names of 1 to 50 letters, digits, spaces and _ . + -, that begin with a letter or "
+                f"digit and are not 'uncalibrated', got {name[:80]!r}. Each names a directory in --out."
+            )
+    lm = load_checked(run, announce)
+    domains = {name: run.text.read(source, lm, announce, column_optional=True) for name, _, source in named}
+    if run.mmlu is not None:
+        domains |= _subject_domains(run, run.mmlu, lm, announce)
+    smallest = min(len(windows.tokens) for windows in domains.values())
+    parts = {name: split_windows(windows.take(slice(smallest)), run.fit_fraction) for name, windows in domains.items()}
+    claim_directory(run.out, run.identity("transfer", {name: fit for name, (fit, _) in parts.items()}))
+    announce(f"{len(parts)} domains of {smallest:,} windows, {run.seeds} seeds")
+    heads = {"uncalibrated": [identity_head(lm)]}
+    for name, (fit, _) in parts.items():
+        fitted = fit_heads(
+            lm,
+            fit,
+            {"ats": run.variant()},
+            seeds=run.seeds,
+            directory=run.out / "heads" / name,
+            announce=announce,
+            quiet=run.quiet,
+        )
+        heads |= {row_name(method, name): fitted[method] for method in (SINGLE, "ats")}
+    document: dict[str, Any] = {"study": "transfer", "question": "Does it hold on another domain?", "sets": {}}
+    for target, (_, held_out) in parts.items():
+        against = {
+            row_name(method, source): row_name(method, target)
+            for method in (SINGLE, "ats")
+            for source in parts
+            if source != target
+        }
+        document["sets"][target] = evaluate_repeats(
+            lm,
+            held_out,
+            heads,
+            against={**against, row_name("ats", target): row_name(SINGLE, target)},
+            batch_size=run.batch_size,
+            bins=run.bins,
+            closed=run.closed,
+            description=f"evaluating on {target}",
+            quiet=run.quiet,
+        )
+    return finish_study(document, run, announce)
+
+
+def _subject_domains(
+    run: TransferRun, source: str, lm: LanguageModel, announce: Callable[[str], None]
+) -> dict[str, Windows]:
+    rows = read_source(source)
+    if not is_multiple_choice(rows) or "subject" not in rows[0]:
+        raise UserError(f"--mmlu {source}: expected the columns question, choices, answer and subject.")
+    domains = {}
+    for name, subjects in SUBJECTS.items():
+        texts = answered_questions(rows, subjects)
+        if not texts:
+            raise UserError(f"--mmlu {source}: no row has one of the {name} subjects {', '.join(subjects)}.")
+        examples = tokenize_rows(texts, recognise(texts), lm.tokenizer)
+        domains[name] = make_windows(examples, run.text.seq_len, layout=run.text.layout, max_windows=run.text.examples)
+        announce(f"data: {name}: {len(texts):,} questions, {len(domains[name].tokens):,} windows")
+    return domains
+
+
+def answered_questions(rows: Rows, subjects: tuple[str, ...]) -> Rows:
+    """Questions of some subjects with their right answers, as text, in an order that mixes the subjects."""
+    kept = [row for row in rows if row["subject"] in subjects]
+    texts = [{"text": f"{row['question']}\n{row['choices'][row['answer']]}"} for row in kept]
+    return Rows([texts[i] for i in np.random.default_rng(0).permutation(len(texts))], rows.name)

@@ -1,0 +1,1 @@
+"""Confidence in whole answers, and who judges them."""

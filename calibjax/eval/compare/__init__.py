@@ -1,0 +1,1 @@
+"""Calibration methods side by side."""

@@ -1,0 +1,1 @@
+"""Calibration across layers, directions of the residual stream, entropy neurons, the entropy bound."""

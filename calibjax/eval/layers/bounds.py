@@ -1,0 +1,181 @@
+"""How small the entropy of a model's next-token distribution can get, from its final norm and unembedding alone."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+from jaxtyping import Array, Float
+from rich.console import Console
+from rich.table import Table
+
+from calibjax.losses.bounds import EntropyBound, capped_entropy_lower_bound, entropy_lower_bound
+from calibjax.models import LanguageModel
+from calibjax.runtime.distributed import to_host
+from calibjax.runtime.errors import UserError
+
+_ROWS = 16_384  # of the unembedding, in float32, that are centred at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadBound:
+    """What the last layer of a model allows.
+
+    Attributes:
+        model: its name.
+        vocab_size, hidden_size: V and D.
+        spectral_norm: largest singular value of the unembedding less its mean row, times the final norm's scale.
+        logit_norm: the largest norm s that logits less their mean can have, at most `spectral_norm`·√D (and the share
+            of a LayerNorm's bias).
+        softcap: of the logits, or None.
+        bound: the least entropy that both allow.
+        log_miss: logarithm of the least possible 1 − max p, by the longest row in place of the spectral norm.
+    """
+
+    model: str
+    vocab_size: int
+    hidden_size: int
+    spectral_norm: float
+    logit_norm: float
+    softcap: float | None
+    bound: EntropyBound
+    log_miss: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; entropies in nats."""
+        bound = {**self.bound._asdict(), "uniform_entropy": math.log(self.vocab_size)}
+        return {**dataclasses.asdict(self), "bound": bound}
+
+
+def head_bound(lm: LanguageModel, name: str) -> HeadBound:
+    """The least entropy that a model can express, over all inputs (arXiv 2508.00264, eq. 5).
+
+    A final RMSNorm gives h = γ ⊙ x with |x| ≤ √D, so that logits less their mean have a norm of at most
+    s = σ_max((W − mean row) diag(γ)) √D; a LayerNorm's x also sums to 0, and its bias b adds |(W − mean row) b|. With a
+    soft-cap the logits lie within ±cap too; the larger of the two bounds counts.
+
+    The spectral norm is a loose bound where one row matters. By Jensen's inequality Σ_{u≠v} e^{z_u − z_v} is at least
+    (V−1) e^{−(z_v − mean of the others)}, and z_v − mean z ≤ |(W_v − mean row) diag(γ)| √D, so the longest such row
+    bounds how sure any prediction can be; it never says less than the spectral norm.
+
+    Raises:
+        UserError: the model adds a bias to its logits.
+    """
+    if lm.unembedding_bias is not None:
+        raise UserError(
+            f"head bound: {name} adds a bias to its logits ({lm.config.family}), which the bound leaves out."
+        )
+    norm, width = dict(lm.params["final_norm"]), lm.config.hidden_size
+    norm["scale"] = norm["scale"] + lm.config.norm_offset
+    gram = centred_gram(lm.unembedding)
+    scaled = through_final_norm(lm, gram)
+    bias_norm = 0.0
+    longest = float(_longest_row(lm.unembedding, norm, lm.config.norm == "layer"))
+    if lm.config.norm == "layer":
+        bias = np.asarray(norm["bias"], np.float64)
+        bias_norm = math.sqrt(max(float(bias @ gram @ bias), 0.0))
+    largest = scipy.linalg.eigvalsh(scaled, subset_by_index=[width - 1, width - 1])[0]
+    spectral_norm = math.sqrt(max(float(largest), 0.0))
+    logit_norm = spectral_norm * math.sqrt(width) + bias_norm
+    # tanh brings logits closer to each other, so what bounds the gap of uncapped ones holds for capped ones too.
+    gap = longest * lm.config.vocab_size / (lm.config.vocab_size - 1)
+    gap = gap if lm.config.logit_softcap is None else min(gap, 2 * lm.config.logit_softcap)
+    log_ratio = math.log(lm.config.vocab_size - 1) - gap
+    bounds = [entropy_lower_bound(logit_norm, lm.config.vocab_size)]
+    if lm.config.logit_softcap is not None:
+        bounds.append(capped_entropy_lower_bound(lm.config.logit_softcap, lm.config.vocab_size))
+    return HeadBound(
+        model=name,
+        vocab_size=lm.config.vocab_size,
+        hidden_size=width,
+        spectral_norm=spectral_norm,
+        logit_norm=logit_norm,
+        softcap=lm.config.logit_softcap,
+        bound=max(bounds, key=lambda bound: bound.log_entropy),
+        log_miss=float(log_ratio - np.logaddexp(0.0, log_ratio)),
+    )
+
+
+@jax.jit
+def _add_gram(gram: Array, rows: Array, mean: Array) -> Array:
+    centred = rows.astype(jnp.float32) - mean[None, :]
+    return gram + jnp.matmul(centred.T, centred, precision="highest")
+
+
+def through_final_norm(lm: LanguageModel, gram: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"]:
+    """A bilinear form of hidden states after the final norm as one of residuals before it, but for their length.
+
+    diag(γ) G diag(γ), and for a LayerNorm, which subtracts the mean, that between centred vectors; float64.
+    """
+    scale = np.asarray(lm.params["final_norm"]["scale"], np.float64) + lm.config.norm_offset
+    scaled = scale[:, None] * gram * scale[None, :]
+    if lm.config.norm == "layer":
+        scaled = scaled - scaled.mean(axis=0, keepdims=True)
+        scaled = scaled - scaled.mean(axis=1, keepdims=True)
+    return scaled
+
+
+def centred_gram(unembedding: Float[Array, "V D"]) -> Float[np.ndarray, "D D"]:
+    """Σ_v (W_v − mean)(W_v − mean)ᵀ in float32, some rows at a time; so |logits − their mean|² = hᵀ G h. As float64."""
+    vocab_size, width = unembedding.shape
+    mean = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
+    gram = jnp.zeros((width, width), jnp.float32)
+    for start in range(0, vocab_size, _ROWS):
+        gram = _add_gram(gram, unembedding[start : start + _ROWS], mean)
+    return np.asarray(to_host(gram), np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _longest_row(unembedding: Array, norm: Mapping[str, Array], centred: bool) -> Float[Array, ""]:
+    """max_v |(W_v − mean row) diag(γ)| √D, and for a LayerNorm the share of its bias: the largest z_v − mean z."""
+    rows = unembedding.astype(jnp.float32) - jnp.mean(unembedding, axis=0, dtype=jnp.float32)[None, :]
+    scaled = rows * norm["scale"].astype(jnp.float32)[None, :]
+    if centred:
+        scaled = scaled - jnp.mean(scaled, axis=1, keepdims=True)
+    length = jnp.linalg.norm(scaled, axis=1) * math.sqrt(rows.shape[1])
+    if centred:
+        length = length + jnp.abs(jnp.matmul(rows, norm["bias"].astype(jnp.float32), precision="highest"))
+    return jnp.max(length)
+
+
+def print_head_bounds(bounds: Sequence[HeadBound]) -> None:
+    """Prints a table, one row a model, and how to read it."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 140
+    table = Table(title="How sure a model can get, from its final norm and unembedding alone", title_justify="left")
+    table.add_column("model", no_wrap=True)
+    columns = ("V", "D", "log V", "|logits| at most", "soft-cap", "least entropy, nats", "1 - largest confidence")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for b in bounds:
+        table.add_row(
+            b.model,
+            f"{b.vocab_size:,}",
+            f"{b.hidden_size:,}",
+            f"{math.log(b.vocab_size):.3f}",
+            f"{b.logit_norm:.4g}",
+            "-" if b.softcap is None else f"{b.softcap:g}",
+            _scientific(b.bound.log_entropy),
+            _scientific(b.log_miss),
+        )
+    console.print(table)
+    console.print(
+        "|logits|: the largest singular value of the centred unembedding times the final norm's scale, times √D; the "
+        "least entropy follows from it (eq. 5). 1 - largest confidence: by the longest row, which is sharper. Models "
+        "grow surer with D and less sure with V: a small D under a large V cannot become very sure, and leaves label "
+        "smoothing less over-confidence to prevent (arXiv 2508.00264, section 4)."
+    )
+
+
+def _scientific(log_value: float) -> str:
+    """e^log_value, also where a float cannot hold it."""
+    exponent = math.floor(log_value / math.log(10))
+    if -4 <= exponent < 4:
+        return f"{math.exp(log_value):.4f}"
+    return f"{math.exp(log_value - exponent * math.log(10)):.2f}e{exponent:+d}"

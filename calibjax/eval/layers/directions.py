@@ -1,0 +1,238 @@
+"""Directions of the residual stream along which a model's confidence moves, and what comes of pushing it there."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+from tqdm import tqdm
+
+from calibjax import metrics
+from calibjax.data import Windows, eval_batches
+from calibjax.eval.layers.bounds import centred_gram, through_final_norm
+from calibjax.eval.layers.layers import Readout, readout_sharding, residual_at, scored_batch
+from calibjax.kernels import vocab_stats
+from calibjax.metrics import CalibrationSums, Closed
+from calibjax.models import LanguageModel
+from calibjax.runtime.distributed import to_host
+from calibjax.runtime.errors import UserError
+
+Recipe = Literal["overconfident", "wrong", "confident"]
+ENERGY = 0.01
+"""Of the squared singular values of the unembedding, at most this share belongs to its effective null space."""
+
+
+def choose_sets(
+    recipe: Recipe, confidence: Float[np.ndarray, " N"], correct: Bool[np.ndarray, " N"]
+) -> tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
+    """The two sets of predictions whose mean residuals a direction leads between: from the second to the first.
+
+    - "overconfident": wrong, and surer than the model is right on average (confidence > accuracy); against right.
+    - "wrong": wrong against right.
+    - "confident": confidence above its median against the others.
+
+    Raises:
+        UserError: one of the two is empty.
+    """
+    if recipe == "confident":
+        first = confidence > np.median(confidence)
+        second = ~first
+    else:
+        first = ~correct & (confidence > correct.mean()) if recipe == "overconfident" else ~correct
+        second = correct
+    if not first.any() or not second.any():
+        empty = "first" if not first.any() else "second"
+        others = ", ".join(name for name in get_args(Recipe) if name != recipe)
+        raise UserError(
+            f"--direction {recipe}: none of {len(correct):,} predictions belongs to the {empty} of its two sets. Give "
+            f"more text or questions, or another direction ({others})."
+        )
+    return first, second
+
+
+class Directions(NamedTuple):
+    """A unit vector after each of L blocks.
+
+    Attributes:
+        vectors: v_l = (mean of the first set − mean of the second) / its norm, float32 `[L, D]`.
+        gap: that norm, float32 `[L]`.
+        length: mean norm of the residuals there, float32 `[L]`: the unit of the strengths in `sweep`.
+        counts: predictions in the two sets.
+    """
+
+    vectors: Float[np.ndarray, "L D"]
+    gap: Float[np.ndarray, " L"]
+    length: Float[np.ndarray, " L"]
+    counts: tuple[int, int]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sums_of_batch(config, dtype, params, batch):
+    """Σ h of either set `[2, L, D]`, and Σ |h| of all `[L]`."""
+    residual = residual_at(config, params, batch, dtype, layers="residual")[1:].astype(jnp.float32)
+    where = jnp.stack([batch["first"] & batch["where"], batch["second"] & batch["where"]])
+    sums = jnp.sum(jnp.where(where[:, None, :, :, None], residual[None], 0.0), axis=(2, 3))
+    length = jnp.linalg.norm(residual, axis=-1)
+    return sums, jnp.sum(jnp.where(batch["where"][None], length, 0.0), axis=(1, 2))
+
+
+def find_directions(
+    lm: LanguageModel,
+    windows: Windows,
+    read: Readout,
+    sets: tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]],
+    *,
+    batch_size: int = 16,
+    quiet: bool = False,
+) -> Directions:
+    """The difference of the means of two sets of residuals after every block: arXiv 2511.00280's calibration direction.
+
+    Args:
+        lm: the frozen model.
+        windows: with N targets that count.
+        read: that of the predictions.
+        sets: masks of the N predictions, in the order of `LayerOutputs`.
+        batch_size: windows a step.
+        quiet: no progress bar.
+    """
+    arrays = scored_batch(windows, read)
+    for name, mask in zip(("first", "second"), sets, strict=True):
+        arrays[name] = np.zeros(arrays["where"].shape, bool)
+        arrays[name][arrays["where"]] = mask
+    shape = (lm.config.num_layers, lm.config.hidden_size)
+    total, length = np.zeros((2, *shape)), np.zeros(shape[0])
+    bar = tqdm(total=len(windows.tokens), desc="direction", unit="window", disable=quiet)
+    for batch, real in eval_batches(arrays, batch_size):
+        sums, lengths = to_host(_sums_of_batch(lm.config, lm.dtype, lm.params, batch))
+        total, length = total + sums.astype(np.float64), length + lengths.astype(np.float64)
+        bar.update(real)
+    bar.close()
+    counts = int(sets[0].sum()), int(sets[1].sum())
+    difference = total[0] / counts[0] - total[1] / counts[1]
+    gap = np.linalg.norm(difference, axis=-1)
+    vectors = difference / np.maximum(gap, np.finfo(np.float64).tiny)[:, None]
+    mean_length = length / len(sets[0])
+    vectors, gap, mean_length = (x.astype(np.float32) for x in (vectors, gap, mean_length))
+    return Directions(vectors, gap, mean_length, counts)
+
+
+class NullSpace(NamedTuple):
+    """Directions that hardly reach the logits: unit columns `[D, k]`, and k/D, the share of a random vector there."""
+
+    basis: Float[np.ndarray, "D k"]
+    expected: float
+
+    def share(self, vectors: Float[np.ndarray, "*B D"]) -> Float[np.ndarray, "*B"]:
+        """|Nᵀ v|² / |v|², in [0, 1]."""
+        inside = np.square(vectors.astype(np.float64) @ self.basis).sum(axis=-1)
+        return inside / np.maximum(np.square(vectors.astype(np.float64)).sum(axis=-1), np.finfo(np.float64).tiny)
+
+
+def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
+    """The effective null space of the unembedding: what the final norm and it make of such a vector moves all logits
+    alike, or not at all.
+
+    With V > D an unembedding rarely has an exact null space; Stolfo et al. (2024, arXiv 2406.16254, section 3) take the
+    directions of the smallest singular values. Here: of (W − mean row) diag(γ), centred for a LayerNorm, the k smallest
+    singular values whose squares add up to at most `energy` of the sum of all.
+    """
+    values, vectors = np.linalg.eigh(through_final_norm(lm, centred_gram(lm.unembedding)))
+    share = np.cumsum(np.maximum(values, 0.0)) / max(values.sum(), np.finfo(np.float64).tiny)
+    inside = int((share <= energy).sum())
+    return NullSpace(vectors[:, :inside], inside / len(values))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _edited_batch(config, dtype, bins, closed, params, read: Readout, edit, batch):
+    stats = vocab_stats(
+        residual_at(config, params, batch, dtype, layers="last", edit=edit),
+        read.unembedding.astype(dtype),
+        batch["targets"],
+        bias=read.bias,
+        softcap=config.logit_softcap,
+        where=batch["where"],
+        statistics=("log_normalizer", "target_logit", "max_logit", "correct"),
+        sharding=readout_sharding(config, read),
+    )
+    return metrics.calibration_sums(
+        stats.confidence(),
+        stats.require("correct"),
+        log_prob=stats.log_prob(),
+        bins=bins,
+        closed=closed,
+        where=stats.valid,
+    )
+
+
+def evaluate_edit(
+    lm: LanguageModel,
+    windows: Windows,
+    read: Readout,
+    edit: Float[np.ndarray, "L D"],
+    *,
+    batch_size: int = 16,
+    bins: int = 15,
+    closed: Closed = "right",
+) -> CalibrationSums:
+    """Sums of the predictions of the model with `edit` added to its residual stream; one group a window, float64.
+
+    All edits are one program: zeros are no edit.
+    """
+    arrays, parts, device_read = scored_batch(windows, read), [], read._replace(ids=None)
+    for batch, real in eval_batches(arrays, batch_size):
+        args = (lm.params, device_read, jnp.asarray(edit), batch)
+        sums = to_host(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
+        parts.append(CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
+    return jax.tree.map(lambda *pieces: np.concatenate(pieces), *parts)
+
+
+class Edit(NamedTuple):
+    """c · v_l added after one block, or after none: layer 0."""
+
+    layer: int
+    strength: float
+
+
+def edit_array(directions: Directions, edit: Edit) -> Float[np.ndarray, "L D"]:
+    """The array that the decoder adds: row l − 1 is strength · (mean length there) · v_l, the others zero."""
+    rows = np.zeros_like(directions.vectors)
+    if edit.layer:
+        at = edit.layer - 1
+        rows[at] = edit.strength * directions.length[at] * directions.vectors[at]
+    return rows
+
+
+def sweep(
+    lm: LanguageModel,
+    windows: Windows,
+    read: Readout,
+    directions: Directions,
+    layers: Sequence[int],
+    strengths: Sequence[float],
+    *,
+    quiet: bool = False,
+    **options: Any,
+) -> dict[Edit, CalibrationSums]:
+    """`evaluate_edit` of the unedited model, and of every layer with every strength.
+
+    Args:
+        lm, windows, read: as there.
+        directions: from `find_directions`.
+        layers: 1 to L.
+        strengths: c in units of the residuals' mean norm at the layer; 0 is left out, being the unedited model.
+        quiet: no progress bar.
+        options: of `evaluate_edit`.
+    """
+    edits = [Edit(0, 0.0), *(Edit(layer, c) for layer in layers for c in strengths if c)]
+    bar = tqdm(edits, desc="sweep", unit="edit", disable=quiet)
+    return {edit: evaluate_edit(lm, windows, read, edit_array(directions, edit), **options) for edit in bar}
+
+
+def choose_edit(sums: dict[Edit, CalibrationSums], accuracy_loss: float = 0.01) -> Edit:
+    """The edit with the smallest ECE among those that lose no more than `accuracy_loss` of the accuracy."""
+    rows = {edit: metrics.summarise(of_edit) for edit, of_edit in sums.items()}
+    least = rows[Edit(0, 0.0)]["accuracy"] - accuracy_loss
+    return min((edit for edit in rows if rows[edit]["accuracy"] >= least), key=lambda edit: rows[edit]["ece"])

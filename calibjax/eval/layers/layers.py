@@ -1,0 +1,286 @@
+"""Calibration across layers: what each layer would predict, and how true its confidence is (arXiv 2511.00280)."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from tqdm import tqdm
+
+from calibjax import metrics
+from calibjax.data import Windows, eval_batches
+from calibjax.kernels import VocabSharding, kl_divergences, vocab_stats
+from calibjax.metrics import CalibrationSums, Closed
+from calibjax.models import DecoderConfig, LanguageModel, decoder
+from calibjax.models.frozen import vocab_sharding
+from calibjax.runtime.distributed import to_host
+
+_STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "expected_logit", "correct")
+
+
+class Readout(NamedTuple):
+    """The rows of the unembedding that a prediction is read from: all of them, or those of the letters of a question.
+
+    Attributes:
+        unembedding: `[R, D]`.
+        bias: `[R]`, or None.
+        ids: token ids of the rows, int32 `[R]`; None where they are the whole vocabulary.
+    """
+
+    unembedding: Float[Array, "R D"]
+    bias: Float[Array, " R"] | None
+    ids: Int[np.ndarray, " R"] | None = None
+
+
+def make_readout(lm: LanguageModel, letters: tuple[int, ...] | None = None) -> Readout:
+    """The whole vocabulary, or the tokens `letters` alone: softmax over those is the distribution given that one of
+    them follows."""
+    if letters is None:
+        return Readout(lm.unembedding, lm.unembedding_bias)
+    ids = np.asarray(letters, np.int32)
+    bias = lm.unembedding_bias
+    return Readout(lm.unembedding[ids], None if bias is None else bias[ids], ids)
+
+
+def readout_sharding(config: DecoderConfig, read: Readout) -> VocabSharding | None:
+    """How the operator is divided over the mesh that is set (`jax.set_mesh`), if any; a few letters are not."""
+    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
+    whole = read.unembedding.shape[0] == config.vocab_size
+    return sharding if sharding is None or whole else dataclasses.replace(sharding, vocab=(), width=())
+
+
+class LayerOutputs(NamedTuple):
+    """Of N predictions at M layers, layer by layer: the embeddings, then the output of each block.
+
+    Attributes:
+        confidence: float32, of the most likely token.
+        argmax: int32, that token (its place in the readout).
+        correct: bool.
+        log_prob: float32, of the target, nats.
+        entropy: float32, nats.
+        kl: float32, KL(last layer ‖ this layer), nats.
+        group: int32 `[N]`, the window that each prediction stands in.
+    """
+
+    confidence: Float[np.ndarray, "M N"]
+    argmax: Int[np.ndarray, "M N"]
+    correct: Bool[np.ndarray, "M N"]
+    log_prob: Float[np.ndarray, "M N"]
+    entropy: Float[np.ndarray, "M N"]
+    kl: Float[np.ndarray, "M N"]
+    group: Int[np.ndarray, " N"]
+
+
+def scored_batch(windows: Windows, read: Readout) -> dict[str, np.ndarray]:
+    """The arrays of a batch in which only the positions that count are read: `[S, K]`, K the most in one window.
+
+    `index` says where they stand, `where` which of the K there are, `targets` their targets as places in the readout.
+    """
+    most = int(windows.where.sum(axis=1).max())
+    index = np.argsort(~windows.where, axis=1, kind="stable")[:, :most].astype(np.int32)
+    where = np.take_along_axis(windows.where, index, axis=1)
+    targets = np.take_along_axis(windows.targets, index, axis=1)
+    if read.ids is not None:
+        order = np.argsort(read.ids)
+        targets = order[np.searchsorted(read.ids[order], np.where(where, targets, read.ids[0]))].astype(np.int32)
+    given = {name: getattr(windows, name) for name in ("tokens", "segment_ids", "positions")}
+    return {**given, "index": index, "where": where, "targets": targets}
+
+
+def residual_at(config, params, batch, dtype, *, layers, edit=None) -> Array:
+    """Hidden states `[*M, B, K, D]` at the positions of `scored_batch`."""
+    states = decoder.hidden_states(
+        config,
+        params,
+        batch["tokens"],
+        segment_ids=batch["segment_ids"],
+        positions=batch["positions"],
+        layers=layers,
+        dtype=dtype,
+        edit=edit,
+    )
+    index = jax.lax.expand_dims(batch["index"], [*range(states.ndim - 3), states.ndim - 1])
+    return jnp.take_along_axis(states, index, axis=states.ndim - 2)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _layers_of_batch(config, dtype, params, read: Readout, batch):
+    residual = residual_at(config, params, batch, dtype, layers="residual")
+    states = decoder.final_norm(config, params, residual, dtype)
+    unembedding, sharding = read.unembedding.astype(dtype), readout_sharding(config, read)
+
+    def of_layer(hidden):
+        stats = vocab_stats(
+            hidden,
+            unembedding,
+            batch["targets"],
+            bias=read.bias,
+            softcap=config.logit_softcap,
+            where=batch["where"],
+            statistics=_STATISTICS,
+            sharding=sharding,
+        )
+        return (
+            *(stats.confidence(), stats.require("argmax"), stats.require("correct"), stats.log_prob()),
+            *(stats.entropy(), stats.require("log_normalizer")),
+        )
+
+    *outputs, normalizer = jax.lax.map(of_layer, states)  # one layer's logits at a time
+    kl = kl_divergences(
+        states[-1],
+        states[:-1],
+        unembedding,
+        log_normalizer=normalizer[-1],
+        other_log_normalizers=normalizer[:-1],
+        bias=read.bias,
+        softcap=config.logit_softcap,
+        sharding=sharding,
+    )
+    return (*outputs, jnp.concatenate([kl, jnp.zeros_like(kl[:1])]))
+
+
+def evaluate_layers(
+    lm: LanguageModel, windows: Windows, read: Readout, *, batch_size: int = 16, quiet: bool = False
+) -> LayerOutputs:
+    """The final norm and the unembedding applied to the residual stream after every layer (the logit lens).
+
+    p_l = softmax(W norm(h_l)), at the positions that count, where h_0 are the embeddings and h_l the output of block l;
+    p_L is the model's own prediction (arXiv 2511.00280; nostalgebraist 2020). The logits of a layer are never held.
+    On the mesh that is set (`jax.set_mesh`), if any, where the model was loaded.
+
+    Args:
+        lm: the frozen model.
+        windows: only targets where `where` is True count.
+        read: see `make_readout`; with letters, targets must be among them.
+        batch_size: windows a step.
+        quiet: no progress bar.
+
+    Returns:
+        `LayerOutputs` of M = L + 1 layers.
+    """
+    arrays, parts, done = scored_batch(windows, read), [], 0
+    device_read = read._replace(ids=None)
+    bar = tqdm(total=len(windows.tokens), desc="layers", unit="window", disable=quiet)
+    for batch, real in eval_batches(arrays, batch_size):
+        outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, device_read, batch))
+        where = arrays["where"][done : done + real]
+        parts.append([x[:, :real][:, where] for x in outputs])
+        done += real
+        bar.update(real)
+    bar.close()
+    fields = [np.concatenate(part, axis=1) for part in zip(*parts, strict=True)]
+    return LayerOutputs(*fields, group=group_of(arrays["where"]))
+
+
+def group_of(where: Bool[np.ndarray, "S K"]) -> Int[np.ndarray, " N"]:
+    """The window of each prediction that counts."""
+    return np.broadcast_to(np.arange(len(where), dtype=np.int32)[:, None], where.shape)[where]
+
+
+def settled_layer(agreement: Float[np.ndarray, " M"], share: float = 0.9) -> int:
+    """Where the decision settles: min {l : a_m ≥ share for all m ≥ l}, a_m the share of predictions whose most likely
+    token at layer m is that of the last layer."""
+    below = np.flatnonzero(np.asarray(agreement) < share)
+    return int(below[-1]) + 1 if len(below) else 0
+
+
+class Phase(NamedTuple):
+    """The confidence-correction phase: layers `settled` to the last, in which only confidence still changes.
+
+    Attributes:
+        settled: s, see `settled_layer`.
+        peak: p = argmax_{l ≥ s} ECE_l, the first such.
+        correction: ECE_p − ECE_L with its paired interval.
+        found: p < L and the interval lies above 0: after the decision was made, the last layers made the confidence in
+            it truer.
+    """
+
+    settled: int
+    peak: int
+    correction: metrics.Comparison
+    found: bool
+
+
+def correction_phase(sums: list[CalibrationSums], agreement: np.ndarray, share: float = 0.9, *, seed: int = 0) -> Phase:
+    """Looks for the phase that arXiv 2511.00280 describes (abstract and figure 1): the layers after accuracy has come
+    to rest, where calibration errors rise and fall again.
+
+    Args:
+        sums: of each layer, over the same groups, `[G, bins]`.
+        agreement: of each layer, see `settled_layer`.
+        share: likewise.
+        seed: of the bootstrap.
+    """
+    settled, last = settled_layer(agreement, share), len(sums) - 1
+    errors = [float(metrics.ece_from_sums(metrics.total(of_layer))) for of_layer in sums]
+    peak = settled + int(np.argmax(errors[settled:]))
+    correction = metrics.compare_sums(sums[peak], sums[last], seed=seed)
+    return Phase(settled, peak, correction, bool(peak < last and correction.low > 0))
+
+
+def layers_json(
+    outputs: LayerOutputs,
+    *,
+    bins: int = 15,
+    closed: Closed = "right",
+    settled_share: float = 0.9,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The curves as plain data: `{"curves": [row of each layer], "phase": {...}}`.
+
+    A row holds accuracy, confidence, ece, mce, nll, entropy and kl, each `{"value", "low", "high"}` with a 95% interval
+    over windows (of ece and mce `metrics.error_interval`, of others bootstrap), and `agreement`, the share of
+    predictions equal to the last layer's.
+    """
+
+    def sums_of(layer: int, values: np.ndarray) -> CalibrationSums:
+        return metrics.pooled_sums(
+            *(outputs.confidence[layer], outputs.correct[layer].astype(np.float32)),
+            log_prob=values[layer],
+            groups=outputs.group,
+            bins=bins,
+            closed=closed,
+            seed=seed,
+        )
+
+    rows, of_layers = [], []
+    agreement = (outputs.argmax == outputs.argmax[-1:]).mean(axis=1)
+    for layer in range(len(outputs.confidence)):
+        sums = sums_of(layer, outputs.log_prob)
+        row = _with_intervals(sums, _figures, ("accuracy", "confidence", "nll"), resamples, seed)
+        norms: dict[str, metrics.Norm] = {"ece": "l1", "mce": "max"}
+        for name, norm in norms.items():
+            error = metrics.error_interval(sums, norm=norm, resamples=resamples, seed=seed)
+            row[name] = {"value": error.value, "low": error.low, "high": error.high}
+        for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
+            row |= _with_intervals(sums_of(layer, -values), _mean_nll, (name,), resamples, seed)
+        rows.append({"layer": layer, "agreement": float(agreement[layer]), **row})
+        of_layers.append(sums)
+    phase = correction_phase(of_layers, agreement, settled_share, seed=seed)
+    return {
+        "curves": rows,
+        "phase": {**phase._asdict(), "correction": phase.correction._asdict(), "settled_share": settled_share},
+    }
+
+
+def _with_intervals(sums, statistic, names, resamples: int, seed: int) -> dict[str, Any]:
+    whole = statistic(CalibrationSums(*(np.asarray(x)[None] for x in metrics.total(sums))))[0]
+    drawn = metrics.resample_sums(sums, statistic, resamples=resamples, seed=seed)
+    intervals = (metrics.percentile_interval(values) for values in drawn.T)
+    return {
+        name: {"value": float(value), "low": low, "high": high}
+        for name, value, (low, high) in zip(names, whole, intervals, strict=True)
+    }
+
+
+def _figures(sums: CalibrationSums) -> np.ndarray:
+    count, confidence, correct, _ = sums.whole()
+    return np.stack([correct / count, confidence / count, sums.nll / count], axis=-1)
+
+
+def _mean_nll(sums: CalibrationSums) -> np.ndarray:
+    return (sums.nll / sums.whole()[0])[:, None]

@@ -1,0 +1,1 @@
+"""Benchmarks: questions of lm-eval, their answers and the confidence in each."""

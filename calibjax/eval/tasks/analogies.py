@@ -1,0 +1,205 @@
+"""Analogies as multiple choice: a is to b as c is to one of four words, by the model's likelihood of each."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+from tqdm import tqdm
+
+from calibjax.data import Windows, eval_batches, read_source
+from calibjax.kernels import vocab_stats
+from calibjax.models import LanguageModel
+from calibjax.models.frozen import batch_hidden, freeze, vocab_sharding
+from calibjax.runtime.distributed import to_host
+from calibjax.runtime.errors import UserError
+
+TEMPLATE = "{a} is to {b} as {c} is to"
+CHOICES = 4
+
+
+class Analogies(NamedTuple):
+    """Multiple-choice questions.
+
+    Attributes:
+        windows: one for each choice, `CHOICES` consecutive ones a question; only the choice's tokens count.
+        right: index of the right choice of each question, int64 `[Q]`.
+        categories: of each question.
+    """
+
+    windows: Windows
+    right: Int[np.ndarray, " Q"]
+    categories: list[str]
+
+
+class AnalogyQuestion(NamedTuple):
+    """What is asked, `CHOICES` words to choose from, the index of the right one, and the kind of analogy."""
+
+    prompt: str
+    choices: tuple[str, ...]
+    right: int
+    category: str
+
+
+def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, seed: int = 0) -> Analogies:
+    """Reads the Google analogy set, or one with the same columns, as questions.
+
+    The wrong choices are fourth words of the same category, other than a question's own four words. A source with
+    fewer of them than needed in some category has those questions left out.
+
+    Args:
+        source: file, directory or hub id with columns category, a, b, c, d.
+        lm: whose tokenizer and context are used.
+        count: of questions, drawn without replacement; None: all.
+        seed: of questions, wrong choices and their order.
+
+    Raises:
+        UserError: columns are missing, or no question is left.
+    """
+    rows = read_source(source)
+    missing = {"category", "a", "b", "c", "d"} - set(rows[0])
+    if missing:
+        raise UserError(f"{source}: expected analogies with columns category, a, b, c, d; missing {sorted(missing)}.")
+    questions = analogy_questions(rows, count=count, seed=seed)
+    if not questions:
+        raise UserError(f"{source}: no question with {CHOICES} different choices.")
+    pieces = [_tokens(lm, question.prompt, choice) for question in questions for choice in question.choices]
+    right, categories = [question.right for question in questions], [question.category for question in questions]
+    return Analogies(_windows(lm, pieces), np.array(right), categories)
+
+
+def analogy_questions(
+    rows: Sequence[Mapping[str, str]], *, count: int | None = None, seed: int = 0
+) -> list[AnalogyQuestion]:
+    """Questions in a random order; arguments as `load_analogies`'s. What has too few wrong choices is left out."""
+    fourth: dict[str, list[str]] = {}
+    for row in rows:
+        fourth.setdefault(row["category"], []).append(row["d"])
+    words = {category: sorted(set(found)) for category, found in fourth.items()}
+    rng = np.random.default_rng(seed)
+    questions = []
+    for row in (rows[int(i)] for i in rng.permutation(len(rows))[:count]):
+        own = {row[name] for name in "abcd"}
+        others = [word for word in words[row["category"]] if word not in own]
+        if len(others) < CHOICES - 1:
+            continue
+        choices = [row["d"], *rng.choice(others, CHOICES - 1, replace=False)]
+        shuffled = rng.permutation(CHOICES)
+        answers = tuple(str(choices[i]) for i in shuffled)
+        questions.append(
+            AnalogyQuestion(TEMPLATE.format(**row), answers, int(np.argmin(shuffled)), str(row["category"]))
+        )
+    return questions
+
+
+def choice_log_probs(
+    lm: LanguageModel,
+    windows: Windows,
+    temperature: float,
+    *,
+    batch_size: int = 32,
+    description: str = "analogies",
+    quiet: bool = False,
+) -> Float[np.ndarray, "Q C"]:
+    """log-probability of every choice's tokens where each next token's distribution has the temperature; float64.
+
+    At temperature 0 what is returned orders the choices as ever smaller temperatures do: Σ (z_y − max_v z_v).
+    """
+    frozen = freeze(lm)
+    scale = jnp.float32(1 / temperature if temperature else 1)
+    parts = []
+    bar = tqdm(total=len(windows.tokens), desc=description, unit="choice", disable=quiet)
+    for batch, real in eval_batches(windows.arrays(), batch_size):
+        parts.append(to_host(_scores(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
+        bar.update(real)
+    bar.close()
+    return np.concatenate(parts).astype(np.float64).reshape(-1, CHOICES)
+
+
+def accuracy(
+    log_probs: Float[np.ndarray, "Q C"], right: Int[np.ndarray, " Q"], temperature: float
+) -> Float[np.ndarray, " Q"]:
+    """Probability that the right choice is drawn, given that one of the choices is; at temperature 0 the best is taken.
+
+    Choices that tie share.
+    """
+    if temperature:
+        chances = np.exp(log_probs - log_probs.max(axis=1, keepdims=True))
+    else:
+        chances = (log_probs == log_probs.max(axis=1, keepdims=True)).astype(float)
+    chances /= chances.sum(axis=1, keepdims=True)
+    return chances[np.arange(len(right)), right]
+
+
+def evaluate_analogies(
+    lm: LanguageModel,
+    analogies: Analogies,
+    temperatures: Sequence[float],
+    *,
+    batch_size: int = 32,
+    description: str = "analogies",
+    quiet: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Accuracy at each myopic temperature: name -> accuracy, its standard error, and that of every category."""
+    results = {}
+    groups = np.array(analogies.categories)
+    for temperature in temperatures:
+        scores = choice_log_probs(
+            lm,
+            analogies.windows,
+            temperature,
+            batch_size=batch_size,
+            description=f"{description} at {temperature:g}",
+            quiet=quiet,
+        )
+        each = accuracy(scores, analogies.right, temperature)
+        results[f"{temperature:g}"] = {
+            "accuracy": float(each.mean()),
+            "error": float(each.std() / np.sqrt(len(each))),
+            "questions": len(each),
+            "categories": {name: float(each[groups == name].mean()) for name in sorted(set(analogies.categories))},
+        }
+    return results
+
+
+def _score(config: Any, dtype: Any, greedy: bool, frozen: Any, batch: Any, scale: Any):
+    stats = vocab_stats(
+        batch_hidden(config, frozen, batch, dtype),
+        frozen.unembedding.astype(dtype),
+        batch["targets"],
+        scale=scale,
+        bias=frozen.bias,
+        softcap=config.logit_softcap,
+        where=batch["where"],
+        statistics=("log_normalizer", "target_logit", "max_logit"),
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
+    )
+    each = stats.require("target_logit") - stats.require("max_logit") if greedy else stats.log_prob()
+    return jnp.sum(jnp.where(batch["where"], each, 0.0), axis=1)
+
+
+_scores = jax.jit(_score, static_argnums=(0, 1, 2))
+
+
+def _tokens(lm: LanguageModel, prompt: str, answer: str) -> tuple[list[int], int]:
+    """The ids of the whole, and how many of the first belong to the prompt."""
+    whole, alone = lm.tokenizer(f"{prompt} {answer}")["input_ids"], lm.tokenizer(prompt)["input_ids"]
+    same = next((i for i, (x, y) in enumerate(zip(whole, alone, strict=False)) if x != y), min(len(whole), len(alone)))
+    return whole, max(same, 1)
+
+
+def _windows(lm: LanguageModel, pieces: Sequence[tuple[list[int], int]]) -> Windows:
+    longest = max(len(ids) for ids, _ in pieces) - 1
+    if longest > lm.config.max_positions:
+        raise UserError(f"an analogy has {longest + 1} tokens, the model reads {lm.config.max_positions}.")
+    shape = (len(pieces), longest)
+    tokens, targets, real = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    where = np.zeros(shape, bool)
+    for row, (ids, prompt) in enumerate(pieces):
+        length = len(ids) - 1
+        tokens[row, :length], targets[row, :length], real[row, :length] = ids[:-1], ids[1:], 1
+        where[row, prompt - 1 : length] = True
+    positions = np.arange(longest, dtype=np.int32) * real
+    return Windows(tokens, targets, where, real, positions, np.arange(len(pieces), dtype=np.int32))

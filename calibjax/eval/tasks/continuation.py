@@ -1,0 +1,127 @@
+"""Text after given contexts, up to a stop sequence: many contexts, in batches of few static shapes."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+from jaxtyping import PRNGKeyArray
+
+from calibjax.models import LanguageModel
+from calibjax.models.generate import default_stop_tokens, generate
+from calibjax.runtime.distributed import to_host
+from calibjax.runtime.errors import UserError
+
+_AT_ONCE = 32
+"""Tokens generated before it is looked whether a stop sequence has come."""
+
+
+class Continued(NamedTuple):
+    """What follows a context.
+
+    Attributes:
+        text: up to the first stop sequence, which is left out; without special tokens.
+        tokens: the ids of that text without the space at its end; at least the first token, also where the text is
+            empty. Where the stop sequence begins within a token that also ends the text, that token belongs to it.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+def room_for_context(max_new_tokens: int, max_length: int) -> int:
+    """Tokens of a context that can be read beside `max_new_tokens`; raises `UserError` where there are none."""
+    if not 1 <= max_new_tokens < max_length:
+        raise UserError(
+            f"max_gen_toks: expected 1 to {max_length - 1}, so that a context fits beside what is generated; got "
+            f"{max_new_tokens}."
+        )
+    return max_length - max_new_tokens
+
+
+def continue_contexts(
+    lm: LanguageModel,
+    contexts: Sequence[Sequence[int]],
+    *,
+    until: Sequence[str] = (),
+    max_new_tokens: int = 256,
+    max_length: int | None = None,
+    batch_size: int = 16,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: PRNGKeyArray | None = None,
+) -> Iterator[tuple[int, Continued]]:
+    """(number of the context, what follows it), batch by batch; arguments are checked at once.
+
+    Contexts keep their last `max_length - max_new_tokens` tokens. A row goes on until a stop sequence, a stop token of
+    the model or `max_new_tokens`; rows that have ended are not run again.
+
+    Args:
+        lm: the model as it is; a head would not change which token is the most likely.
+        contexts: token ids, none empty.
+        until: texts that end the continuation.
+        max_new_tokens: at most so many.
+        max_length: of context and continuation together; None: the model's `max_positions`.
+        batch_size: rows a step.
+        temperature, top_k, top_p, key: as `generate`'s; 0 takes the most likely token.
+
+    Raises:
+        UserError: there is no room for a context beside `max_new_tokens`, or a context is empty.
+    """
+    room = room_for_context(max_new_tokens, max_length or lm.config.max_positions)
+    if any(not len(context) for context in contexts):
+        raise UserError("expected contexts of at least one token; the tokenizer makes none of an empty text.")
+    prompts = [list(context)[-room:] for context in contexts]
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+    def batches() -> Iterator[tuple[int, Continued]]:
+        for start in range(0, len(order), batch_size):
+            numbers = order[start : start + batch_size]
+            found = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, options, key)
+            yield from zip(numbers, found, strict=True)
+
+    return batches()
+
+
+def _continue(lm, prompts, until, max_new_tokens, rows, options, key) -> list[Continued]:
+    written: list[list[int]] = [[] for _ in prompts]
+    open_rows, done, stops = list(range(len(prompts))), 0, default_stop_tokens(lm)
+    while open_rows and done < max_new_tokens:
+        step = min(_AT_ONCE, max_new_tokens - done)
+        given = [prompts[row] + written[row] for row in open_rows]
+        given += [given[-1]] * (rows - len(given))  # one shape, however many rows are left
+        step_key = None if key is None else jax.random.fold_in(key, done)
+        out = generate(lm, given, max_new_tokens=step, key=step_key, **options)
+        tokens, where = to_host((out.tokens, out.where))
+        for place, row in enumerate(open_rows):
+            written[row] += tokens[place][where[place]].tolist()
+        done += step
+        open_rows = [
+            row
+            for row in open_rows
+            if written[row][-1] not in stops and _first_stop(_decode(lm, written[row]), until) is None
+        ]
+    return [_cut(lm, tokens, until) for tokens in written]
+
+
+def _decode(lm: LanguageModel, tokens: Sequence[int]) -> str:
+    return str(lm.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _first_stop(text: str, until: Sequence[str]) -> int | None:
+    places = [text.find(stop) for stop in until if stop]
+    return min((place for place in places if place >= 0), default=None)
+
+
+def _cut(lm: LanguageModel, tokens: list[int], until: Sequence[str]) -> Continued:
+    text = _decode(lm, tokens)
+    end = _first_stop(text, until)
+    if end is None:
+        stops = default_stop_tokens(lm)
+        kept = tokens[:-1] if tokens[-1] in stops else tokens
+        return Continued(text, tuple(kept or tokens[:1]))
+    count, needed = 0, len(text[:end].rstrip())
+    while count < len(tokens) and len(_decode(lm, tokens[:count])) < needed:
+        count += 1
+    return Continued(text[:end], tuple(tokens[: max(count, 1)]))

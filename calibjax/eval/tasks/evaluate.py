@@ -1,0 +1,254 @@
+"""A task of lm-eval asked of a model: the answer to every question, and its confidence under each head."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+from lm_eval.api.task import ConfigurableTask
+
+from calibjax.eval.answers.confidence import OptionConfidence, TextConfidence, answer_confidence
+from calibjax.eval.answers.judges import Judge, references
+from calibjax.eval.tasks.continuation import continue_contexts, room_for_context
+from calibjax.eval.tasks.harness import HarnessLM
+from calibjax.eval.tasks.scoring import Continuation, Score
+from calibjax.runtime.distributed import check_same, from_first
+from calibjax.runtime.errors import UserError
+
+_AT_ONCE = 256
+"""Questions that are held in full at one time."""
+_confidence = jax.jit(answer_confidence, static_argnums=0)
+
+
+class Answers(NamedTuple):
+    """The answers to N questions, under M heads.
+
+    Attributes:
+        confidence: float32 `[M, N]`.
+        correct: float32 `[M, N]`.
+        choice: int32 `[M, N]`, the option chosen; -1 for texts, which no head changes.
+        log_prob: float32 `[M, N]`, of the right option under the distribution that the confidence is of, nats; NaN for
+            texts, and where several options are right.
+        subject: `[N]`, "" where a question has none.
+        harness: `[N]` each, the harness's own metrics, of the first head.
+        cut: `[N]`, tokens at the start of the prompt that the model could not read.
+        too_long: questions left out because an option alone is longer than the model reads.
+    """
+
+    confidence: Float[np.ndarray, "M N"]
+    correct: Float[np.ndarray, "M N"]
+    choice: Int[np.ndarray, "M N"]
+    log_prob: Float[np.ndarray, "M N"]
+    subject: np.ndarray
+    harness: dict[str, np.ndarray]
+    cut: Int[np.ndarray, " N"]
+    too_long: int
+
+    @classmethod
+    def join(cls, parts: Sequence["Answers"]) -> "Answers":
+        """All of them, in their order."""
+        arrays = ("confidence", "correct", "choice", "log_prob", "subject", "cut")
+        joined = {name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays}
+        told = [part for part in parts if part.harness]  # a part without a question has none
+        names = [name for name in (told[0].harness if told else {}) if all(name in part.harness for part in told)]
+        harness = {name: np.concatenate([part.harness[name] for part in told]) for name in names}
+        return parts[0]._replace(**joined, harness=harness, too_long=sum(part.too_long for part in parts))
+
+
+class How(NamedTuple):
+    """How questions are asked and answers are read.
+
+    Attributes:
+        shots: examples before a question; None: as the task says.
+        options: confidence of a chosen option.
+        text: confidence of a written answer.
+        judge: of written answers.
+        max_new_tokens: of written answers, at most; None: as the task says, or else what the model has by default.
+        limit: ask only so many questions of each task, drawn at random.
+        seed: of that draw, and of examples.
+    """
+
+    shots: int | None
+    options: OptionConfidence
+    text: TextConfidence
+    judge: Judge
+    max_new_tokens: int | None
+    limit: int | None
+    seed: int
+
+
+def question_count(task: ConfigurableTask, limit: int | None) -> int:
+    """How many questions `ask` asks."""
+    return min(len(task.eval_docs), limit or len(task.eval_docs))
+
+
+def check(lm: HarnessLM, task: ConfigurableTask, how: How) -> None:
+    """Raises `UserError` where a task is no multiple choice or free text, has too few examples to show, or asks for
+    longer answers than the model can write."""
+    kind = task.OUTPUT_TYPE
+    if kind not in ("multiple_choice", "generate_until"):
+        raise UserError(f"task {task.config.task}: expected multiple choice or free text, got {kind}.")
+    shots = _shots(task, how)
+    if shots and not _examples(task) >= shots:
+        raise UserError(
+            f"task {task.config.task}: {shots} examples before a question are asked for, and its data has "
+            f"{_examples(task)}. Give --shots 0."
+        )
+    if kind == "generate_until":
+        room_for_context(_writing(lm, task, how)["max_new_tokens"], lm.max_length)
+
+
+def _shots(task: ConfigurableTask, how: How) -> int:
+    return task.config.num_fewshot or 0 if how.shots is None else how.shots
+
+
+def _writing(lm: HarnessLM, task: ConfigurableTask, how: How) -> dict[str, Any]:
+    """The options of `continue_contexts` for written answers: greedy, whatever the task asks for."""
+    asked: dict[str, Any] = dict(task.config.generation_kwargs or {})
+    if how.max_new_tokens is not None:
+        asked = {name: value for name, value in asked.items() if not name.startswith("max_")}
+        asked["max_gen_toks"] = how.max_new_tokens
+    return {**lm.generation_options(asked), "temperature": 0.0, "top_k": None, "top_p": None, "key": None}
+
+
+def ask(lm: HarnessLM, task: ConfigurableTask, how: How, *, subject: str, tick: Callable[[int], Any]) -> Answers:
+    """Asks the questions of a task, with its own prompts.
+
+    Args:
+        lm: the model with its heads; the first is that of the harness's metrics.
+        task: of lm-eval, multiple choice or free text.
+        how: see `How`.
+        subject: of questions that have no column category.
+        tick: told how many questions were done.
+    """
+    shots = _shots(task, how)
+    task.set_fewshot_seed(how.seed)
+    count = question_count(task, how.limit)
+    order = np.sort(np.random.default_rng(how.seed).choice(len(task.eval_docs), count, replace=False))
+    asking = _ask_options if task.OUTPUT_TYPE == "multiple_choice" else _ask_texts
+    parts = []
+    for piece in _pieces(iter(order), _AT_ONCE):
+        documents = [task.eval_docs[int(index)] for index in piece]
+        prompts = [task.fewshot_context(document, num_fewshot=shots) for document in documents]
+        check_same([str(count), *prompts], f"the questions of {task.config.task}")
+        parts.append(asking(lm, task, how, documents, prompts, subject))
+        tick(len(piece))
+    return Answers.join(parts)
+
+
+def _examples(task: ConfigurableTask) -> int:
+    """How many examples a task has of its own; its test questions do not count."""
+    splits = (task.fewshot_cfg.split, task.config.training_split, task.config.validation_split)
+    own = next((split for split in splits if split and split != task.config.test_split), None)
+    evaluated = task.config.test_split or task.config.validation_split
+    return 0 if own is None or own == evaluated else len(task.dataset[own])
+
+
+def _pieces(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    while piece := list(islice(items, size)):
+        yield piece
+
+
+def _ask_options(lm, task, how: How, documents, prompts, subject) -> Answers:
+    asked, owners = [], []
+    kept, too_long = [], 0
+    for document, prompt in zip(documents, prompts, strict=True):
+        pairs = [lm.encode(*request.args) for request in task.construct_requests(document, prompt)]
+        if any(len(pair.tokens) > lm.max_length for pair in pairs):
+            too_long += 1
+            continue
+        owners += [len(kept)] * len(pairs)
+        asked += pairs
+        kept.append(document)
+    scores = lm.scorer.score(asked)
+    most = max(np.bincount(np.asarray(owners, int), minlength=1))
+    heads, width = len(lm.scorer.names), max(-(-most // 4) * 4, 4)  # few shapes
+    log_probs = np.full((heads, _AT_ONCE, width), -np.inf, np.float32)
+    for question, options in _grouped(owners, scores):
+        for place, score in enumerate(options):
+            log_probs[:, question, place] = score.log_probs.sum(axis=1)
+    n = len(kept)
+    there = np.isfinite(log_probs)
+    confidence = np.stack([_confidence(how.options, *pair) for pair in zip(log_probs, there, strict=True)])[:, :n]
+    choice = log_probs[:, :n].argmax(axis=-1)
+    distribution = log_probs[:, :n]
+    if how.options == "options":
+        distribution = distribution - np.logaddexp.reduce(distribution, axis=-1, keepdims=True)
+    correct, of_right, harness = np.zeros((heads, n)), np.full((heads, n), np.nan), []
+    cut = np.zeros(n, np.int32)
+    for question, options in _grouped(owners, scores):
+        right = right_options(task, kept[question])
+        correct[:, question] = np.isin(choice[:, question], right)
+        if len(right) == 1:
+            of_right[:, question] = distribution[:, question, right[0]]
+        cut[question] = max(score.cut for score in options)
+        answers = [(float(score.log_probs[0].sum()), bool(score.greedy.all())) for score in options]
+        harness.append(task.process_results(kept[question], answers))
+    return Answers(
+        confidence.astype(np.float32),
+        correct.astype(np.float32),
+        choice.astype(np.int32),
+        of_right.astype(np.float32),
+        np.array([str(document.get("category", subject)) for document in kept], str),
+        _numbers(harness),
+        cut,
+        too_long,
+    )
+
+
+def right_options(task: ConfigurableTask, document: dict[str, Any]) -> list[int]:
+    """Which options of a question are right; several in TruthfulQA's mc2."""
+    if task.config.task == "truthfulqa_mc2":
+        return np.flatnonzero(document["mc2_targets"]["labels"]).tolist()
+    right: Any = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+    choices = task.doc_to_choice(document)
+    found = right if isinstance(right, list) else [right]
+    return [choices.index(answer) if isinstance(answer, str) else int(answer) for answer in found]
+
+
+def _grouped(owners: list[int], scores: list[Score]) -> Iterator[tuple[int, list[Score]]]:
+    start = 0
+    while start < len(owners):
+        end = start
+        while end < len(owners) and owners[end] == owners[start]:
+            end += 1
+        yield owners[start], scores[start:end]
+        start = end
+
+
+def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
+    options = _writing(lm, task, how)
+    whole = [lm.tok_encode(prompt) for prompt in prompts]
+    room = room_for_context(options["max_new_tokens"], lm.max_length)
+    contexts = [context[-room:] for context in whole]  # what is written is scored as it was read
+    written = dict(continue_contexts(lm.lm, contexts, **options))
+    texts = [written[number] for number in range(len(contexts))]
+    scored = lm.scorer.score([Continuation(*pair) for pair in zip(contexts, (t.tokens for t in texts), strict=True)])
+    heads, n = len(lm.scorer.names), len(texts)
+    log_probs = np.full((heads, _AT_ONCE, options["max_new_tokens"]), -np.inf, np.float32)
+    for number, score in enumerate(scored):
+        log_probs[:, number, : score.log_probs.shape[1]] = score.log_probs
+    there = np.isfinite(log_probs)
+    confidence = np.stack([_confidence(how.text, *pair) for pair in zip(log_probs, there, strict=True)])[:, :n]
+    rows = list(zip(prompts, [t.text for t in texts], map(references, documents), strict=True))
+    # By one process alone: a judge may cost money, or say something else the next time.
+    correct = from_first(lambda: [how.judge(*row) for row in rows], np.zeros(n, np.float32))
+    harness = [task.process_results(document, [t.text.strip()]) for document, t in zip(documents, texts, strict=True)]
+    return Answers(
+        confidence.astype(np.float32),
+        np.broadcast_to(correct, (heads, n)).copy(),
+        np.full((heads, n), -1, np.int32),
+        np.full((heads, n), np.nan, np.float32),
+        np.array([str(document.get("category", subject)) for document in documents], str),
+        _numbers(harness),
+        np.array([max(len(context) - room, 0) for context in whole], np.int32),
+        0,
+    )
+
+
+def _numbers(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The metrics that are one number a question."""
+    names = [name for name in (rows[0] if rows else {}) if all(np.ndim(row[name]) == 0 for row in rows)]
+    return {name: np.array([float(row[name]) for row in rows]) for name in names}

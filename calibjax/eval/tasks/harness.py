@@ -1,0 +1,155 @@
+"""A language model of calibjax as EleutherAI's lm-eval sees one: log-likelihoods and text for its requests.
+
+It needs `pip install calibjax[lm-eval]`, and no PyTorch. `calibjax.lm_eval` is what the command line names.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import _add_special_kwargs, has_bos_prefix, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from calibjax.eval.tasks.continuation import continue_contexts
+from calibjax.eval.tasks.scoring import Continuation, Scorer
+from calibjax.heads import FittedHead
+from calibjax.models import LanguageModel
+from calibjax.runtime.errors import UserError
+
+
+class HarnessLM(TemplateLM):
+    """A model and its heads for lm-eval; the harness hears of the first head alone.
+
+    Log-likelihoods are those of the harness's own Hugging Face backend on the same model; with a head, those of its
+    calibrated distribution log softmax(s_t z_t). Greedy text is the same either way. The harness's cache is filled
+    batch by batch, so that a killed run goes on.
+
+    Args:
+        lm: the frozen model, with its tokenizer.
+        heads: name -> head, at least one.
+        batch_size: rows a step.
+        max_length: tokens read at most; what is longer loses its start, as in the harness. None: the model's positions.
+        max_gen_toks: tokens generated at most, where a task does not say.
+        seed: of what tasks ask to be drawn.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        heads: Mapping[str, FittedHead],
+        *,
+        batch_size: int = 16,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.lm, self.max_gen_toks, self._key = lm, max_gen_toks, jax.random.key(seed)
+        self.tokenizer: Any = lm.tokenizer
+        self.scorer = Scorer(lm, heads, batch_size=batch_size, max_length=max_length)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without a context: the tokenizer's first token, or else its last."""
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else first
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    @property
+    def max_length(self) -> int:
+        return self.scorer.max_length
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        options = _add_special_kwargs(add_special_tokens)
+        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+            options["add_special_tokens"] = False
+        return self.tokenizer.encode(string, verbose=False, **options)
+
+    def encode(self, context: str, continuation: str) -> Continuation:
+        """A request as the harness cuts it: spaces at the end of the context belong to the continuation."""
+        if context:
+            return Continuation(*self._encode_pair(context, continuation))
+        tokens = self.tok_encode(continuation, add_special_tokens=False)
+        first = self.prefix_token_id
+        return Continuation(tokens[:1], tokens[1:]) if tokens[:1] == [first] else Continuation([first], tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        answers: dict[int, tuple[float, bool]] = {}
+        given = [Continuation(context, tokens) for _, context, tokens in requests]
+        stream = self.scorer.stream(given)
+        for number, score in tqdm(stream, total=len(given), desc="log-likelihoods", disable=disable_tqdm):
+            answers[number] = (float(score.log_probs[0].sum()), bool(score.greedy.all()))
+            if requests[number][0] is not None:
+                self.cache_hook.add_partial("loglikelihood", requests[number][0], answers[number])
+        return [answers[number] for number in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of whole texts, each token predicted once, with windows as the harness cuts them."""
+        totals = []
+        for request in tqdm(requests, desc="rolling log-likelihoods", disable=disable_tqdm):
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            scores = self.scorer.score([Continuation(*make_disjoint_window(window)) for window in windows])
+            totals.append(float(sum(score.log_probs[0].sum() for score in scores)))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Text up to a stop sequence; greedy, or drawn where a task asks for it."""
+        arguments: list[Any] = [request.args for request in requests]
+        answers: dict[int, str] = {}
+        bar = tqdm(total=len(requests), desc="generating", disable=disable_tqdm)
+        groups: dict[str, list[int]] = {}
+        for number in range(len(requests)):
+            groups.setdefault(repr(arguments[number][1]), []).append(number)
+        for numbers in groups.values():
+            options = self.generation_options(arguments[numbers[0]][1])
+            contexts = [self.tok_encode(arguments[number][0]) for number in numbers]
+            for place, continued in continue_contexts(self.lm, contexts, **options):
+                number = numbers[place]
+                answers[number] = continued.text
+                self.cache_hook.add_partial("generate_until", arguments[number], continued.text)
+                bar.update()
+        bar.close()
+        return [answers[number] for number in range(len(requests))]
+
+    def generation_options(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The options of `continue_contexts` for a task's generation_kwargs."""
+        options: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
+        drawn = options.pop("do_sample") and options["temperature"] > 0
+        taken = {
+            "until": [*options.pop("until"), self.tokenizer.decode([self.eot_token_id])],
+            "max_new_tokens": options.pop("max_gen_toks"),
+            "temperature": float(options.pop("temperature", 0.0)) if drawn else 0.0,
+            "top_k": options.pop("top_k", None) if drawn else None,
+            "top_p": options.pop("top_p", None) if drawn else None,
+        }
+        if drawn and options:
+            raise UserError(f"generation options that calibjax does not take: {', '.join(options)}.")
+        common = {"max_length": self.max_length, "batch_size": self.scorer.batch_size}
+        return {**taken, **common, "key": self._key if drawn else None}

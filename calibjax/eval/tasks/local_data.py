@@ -1,0 +1,139 @@
+"""Benchmarks from files at hand, in the shape that lm-eval's own task definitions read from the hub.
+
+The files in `tasks/` name lm-eval's definitions, so that prompts, options and metrics are the harness's own, and put
+these functions in the place of the download. The files are those that `CALIBJAX_ASSETS` (or `--assets`) holds under
+data/.
+"""
+
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calibjax.data import read_source
+from calibjax.eval.tasks.analogies import analogy_questions
+from calibjax.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+    from lm_eval.tasks import TaskManager
+
+TASKS = Path(__file__).parent / "definitions"
+"""Task files over local data."""
+
+
+_FOLDERS = ("mmlu/default", "arc", "hellaswag", "truthfulqa", "triviaqa")
+"""Of the harness's own definitions that `tasks/` builds on."""
+
+
+def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "TaskManager":
+    """The harness's task definitions and ours. Where `names` need no others, only the few that ours build on are read:
+    to read all ten thousand takes seconds."""
+    import lm_eval.tasks
+
+    metadata: dict[str, Any] = {} if assets is None else {"assets": str(assets)}
+    theirs = Path(lm_eval.tasks.__file__).parent
+    folders: list[str | Path] = [*(theirs / folder for folder in _FOLDERS), TASKS]
+    few = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+    if set(names) <= set(few.all_tasks):
+        return few
+    return lm_eval.tasks.TaskManager(include_path=str(TASKS), metadata=metadata)
+
+
+def find(name: str, assets: str | Path | None = None) -> Path:
+    """The file of a benchmark, such as "mmlu/mmlu.jsonl.gz", in the assets' folder data/.
+
+    Raises:
+        UserError: neither `assets` nor CALIBJAX_ASSETS is given, or the file is not there.
+    """
+    folder = assets_folder(assets)
+    if folder is None:
+        raise UserError(f"data/{name}: set CALIBJAX_ASSETS, or give --assets, to the folder that holds it.")
+    path = folder / "data" / name
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: expected the assets' folder, with data/{name} in it.")
+    return path
+
+
+def assets_folder(assets: str | Path | None = None) -> Path | None:
+    """The folder of local data that was named, here or by CALIBJAX_ASSETS; None where none was."""
+    folder = assets or os.environ.get("CALIBJAX_ASSETS")
+    return Path(folder) if folder else None
+
+
+@functools.lru_cache(maxsize=4)
+def _rows(path: Path) -> tuple[Mapping[str, Any], ...]:
+    return tuple(read_source(path))
+
+
+def _splits(**splits: Iterable[Mapping[str, Any]]) -> "DatasetDict":
+    from datasets import Dataset, DatasetDict
+
+    return DatasetDict({name: Dataset.from_list([dict(row) for row in rows]) for name, rows in splits.items()})
+
+
+def mmlu(subject: str, assets: str | None = None, **_: Any) -> "DatasetDict":
+    """One subject: 5 questions in dev, the others in test."""
+    rows = [row for row in _rows(find("mmlu/mmlu.jsonl.gz", assets)) if row["subject"] == subject]
+    return _splits(**{split: [row for row in rows if row["split"] == split] for split in ("dev", "test")})
+
+
+def arc(level: str, assets: str | None = None, **_: Any) -> "DatasetDict":
+    """`level` is "easy" or "challenge". Options are lettered in their order."""
+    rows = _rows(find(f"llm_foundry_eval/arc_{level}.jsonl.gz", assets))
+    return _splits(
+        test=[
+            {
+                "question": row["query"].removeprefix("Question: "),
+                "choices": {"text": row["choices"], "label": list("ABCDE"[: len(row["choices"])])},
+                "answerKey": "ABCDE"[row["gold"]],
+            }
+            for row in rows
+        ]
+    )
+
+
+def hellaswag(assets: str | None = None, **_: Any) -> "DatasetDict":
+    """Contexts and endings are cleaned in the file already, as lm-eval cleans them."""
+    rows = _rows(find("hellaswag_val/hellaswag_val.jsonl.gz", assets))
+    return _splits(validation=[{**row, "label": str(row["gold"])} for row in rows])
+
+
+def truthfulqa(assets: str | None = None, **_: Any) -> "DatasetDict":
+    """Multiple choice and generation. The options are made from the list of answers; the best one comes first."""
+    rows = _rows(find("truthfulqa/truthfulqa.jsonl.gz", assets))
+    mc1 = [{"choices": row["mc1_choices"], "labels": _one_hot(row["mc1_label"], row["mc1_choices"])} for row in rows]
+    mc2 = [{"choices": row["mc2_choices"], "labels": row["mc2_labels"]} for row in rows]
+    both = zip(rows, mc1, mc2, strict=True)
+    return _splits(validation=[{**row, "mc1_targets": one, "mc2_targets": two} for row, one, two in both])
+
+
+def _one_hot(index: int, choices: list[str]) -> list[int]:
+    return [int(place == index) for place in range(len(choices))]
+
+
+def triviaqa(assets: str | None = None, **_: Any) -> "DatasetDict":
+    """Questions without context, and all names of their answers."""
+    rows = _rows(find("triviaqa/triviaqa_sm_sub.jsonl.gz", assets))
+    return _splits(
+        validation=[
+            {
+                "question": row["context"].removeprefix("Question: ").removesuffix("\nAnswer:"),
+                "answer": {"value": row["answer"], "aliases": row["aliases"]},
+            }
+            for row in rows
+        ]
+    )
+
+
+def analogies(assets: str | None = None, seed: int = 0, **_: Any) -> "DatasetDict":
+    """The Google analogies, each with three wrong words of its category, drawn by `seed`."""
+    rows = _rows(find("analogies/analogies.jsonl.gz", assets))
+    questions = analogy_questions(rows, seed=seed)
+    return _splits(
+        test=[
+            {"query": asked.prompt, "choices": list(asked.choices), "gold": asked.right, "category": asked.category}
+            for asked in questions
+        ]
+    )

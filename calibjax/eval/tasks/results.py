@@ -1,0 +1,95 @@
+"""The figures of answers to a benchmark as plain data: all questions, and subject by subject."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from calibjax import metrics
+from calibjax.eval.compare.contenders import Outcome, Result
+from calibjax.eval.compare.results import comparison_json
+from calibjax.eval.tasks.evaluate import Answers
+from calibjax.eval.tasks.subjects import subject_rows
+from calibjax.eval.tokens import ece_json
+from calibjax.metrics import CalibrationSums, Closed
+
+_FURTHER = {
+    "ks_error": metrics.ks_calibration_error,
+    "debiased_l2": metrics.debiased_calibration_error,
+    "aurc": metrics.aurc,
+    "excess_aurc": metrics.excess_aurc,
+}
+"""Figures of a row beside those of a comparison; of one number each, no interval."""
+
+
+def answers_json(
+    answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, resamples: int = 1000, seed: int = 0
+) -> dict[str, Any]:
+    """A set of metrics.json: methods, each with the fields of `comparison_json` and those of `_FURTHER`.
+
+    Every question is a point of its own in the bootstrap. `harness` are the means of the harness's own metrics, of the
+    first method; `cut` counts the questions whose prompt lost its start, `too_long` those left out.
+    """
+    results = {}
+    for row, name in enumerate(names):
+        choice = answers.choice[row] if (answers.choice[row] >= 0).all() else None
+        log_prob = answers.log_prob[row] if not np.isnan(answers.log_prob[row]).any() else None
+        results[name] = Result(Outcome(answers.confidence[row], answers.correct[row], choice, log_prob), 0.0, 0)
+    options = {"bins": bins, "closed": closed, "resamples": resamples, "seed": seed}
+    compared = comparison_json(results, reference="temperature", **options)
+    methods = {}
+    for name, result in results.items():
+        row = {key: value for key, value in compared[name].items() if key not in ("parameters", "fit_seconds")}
+        pair = jnp.asarray(result.outcome.confidence), jnp.asarray(result.outcome.correct)
+        sums = metrics.pooled_sums(*pair, bins=bins, closed=closed, seed=seed)
+        low, high = metrics.bootstrap_interval(sums, _accuracy, resamples=resamples, seed=seed)
+        values = {key: float(metric(*pair)) for key, metric in _FURTHER.items()}
+        methods[name] = row | {key: value if np.isfinite(value) else None for key, value in values.items()}
+        methods[name]["accuracy_interval"] = {"low": low, "high": high}
+    return {
+        "tokens": answers.confidence.shape[1],
+        "unit": "questions",
+        "clusters": "questions",
+        "reference": "temperature",
+        "methods": methods,
+        "failed": {},
+        "left_out": {},
+        "harness": {name: float(values.mean()) for name, values in answers.harness.items()},
+        "cut": int((answers.cut > 0).sum()),
+        "too_long": answers.too_long,
+    }
+
+
+def subjects_json(
+    answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, resamples: int = 1000, seed: int = 0
+) -> list[dict[str, Any]]:
+    """`subject_rows` of the first method, each with `methods`: confidence and ECE with its interval under every one.
+
+    None where all questions are of one subject.
+    """
+    if len(set(answers.subject)) < 2:
+        return []
+    rows = subject_rows(answers.subject.tolist(), answers.confidence[0], answers.correct[0] > 0)
+    each = [  # one question a group, computed at once: a subject's are a slice
+        CalibrationSums(
+            *(
+                np.asarray(field, np.float64)
+                for field in metrics.calibration_sums(confidence[:, None], correct[:, None], bins=bins, closed=closed)
+            )
+        )
+        for confidence, correct in zip(answers.confidence, answers.correct, strict=True)
+    ]
+    for row in rows:
+        mine = answers.subject == row["subject"]
+        row["methods"] = {}
+        for name, sums in zip(names, each, strict=True):
+            own = CalibrationSums(*(field[mine] for field in sums))
+            ece = metrics.error_interval(own, resamples=resamples, seed=seed)
+            row["methods"][name] = {"confidence": metrics.summarise(own)["confidence"], **ece_json(ece)}
+    return rows
+
+
+def _accuracy(sums: CalibrationSums) -> Any:
+    count, _, correct, _ = sums.whole()
+    return correct / count

@@ -1,0 +1,193 @@
+"""The log-probability of given continuations, under the model as it is and under heads, one forward pass for all."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from calibjax.heads import FittedHead
+from calibjax.kernels import vocab_stats
+from calibjax.models import LanguageModel
+from calibjax.models.calibrated import check_base
+from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze, vocab_sharding
+from calibjax.runtime.distributed import to_host
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import context_mesh, local_rows, place_rows, take_states
+
+_READS = 256
+"""Predictions read off the hidden states at once."""
+_SHORTEST = 16
+
+
+class Continuation(NamedTuple):
+    """What is scored: `tokens`, read after `context`; neither is empty."""
+
+    context: Sequence[int]
+    tokens: Sequence[int]
+
+
+class Score(NamedTuple):
+    """Of one continuation of n tokens.
+
+    Attributes:
+        log_probs: float32 `[M, n]`, nats, of each token given what stands before it, for each of M heads.
+        greedy: whether each token is the most likely one, bool `[n]`; the same for every head.
+        cut: how many tokens at the start of the context the model could not read.
+    """
+
+    log_probs: Float[np.ndarray, "M n"]
+    greedy: Bool[np.ndarray, " n"]
+    cut: int
+
+
+class Scorer:
+    """Scores continuations in batches of a few static shapes.
+
+    Rows that are read alike (the options of a question, where each is one token) are run once. What is longer than the
+    model reads loses tokens at its start. Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
+
+    Args:
+        lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes, and each process reads those of
+            its own devices. Of several processes all score the same requests, and have all scores.
+        heads: name -> head; `identity_head` for the model as it is.
+        batch_size: rows a step.
+        max_length: tokens that the model reads at most; None: `max_positions`.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        heads: Mapping[str, FittedHead],
+        *,
+        batch_size: int = 16,
+        max_length: int | None = None,
+    ):
+        longest = lm.config.max_positions
+        if batch_size < 1:
+            raise UserError(f"batch_size: expected at least 1, got {batch_size}.")
+        if max_length is not None and not 1 <= max_length <= longest:
+            raise UserError(f"max_length: expected 1 to {longest}, the positions of the model, got {max_length}.")
+        for head in heads.values():
+            check_base(lm, head)
+        self.lm, self.names, self.max_length = lm, tuple(heads), max_length or longest
+        self._mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
+        groups = 1 if self._mesh is None else self._mesh.shape.get("data", 1) * self._mesh.shape.get("fsdp", 1)
+        self.batch_size = -(-batch_size // groups) * groups
+        self._configs = tuple(head.config for head in heads.values())
+        self._params = [head.params for head in heads.values()]
+        self._factors = [jnp.float32(head.log_factor) for head in heads.values()]
+        self._frozens: list[Frozen] = [freeze(lm, head=config) for config in self._configs]
+
+    def check(self, requests: Sequence[Continuation]) -> None:
+        """Raises `UserError` where a continuation has no token, no context, or more tokens than the model reads."""
+        for number, request in enumerate(requests):
+            if not len(request.context) or not 1 <= len(request.tokens) <= self.max_length:
+                raise UserError(
+                    f"request {number}: expected a context and a continuation of 1 to {self.max_length} tokens, what "
+                    f"the model reads; got {len(request.context)} and {len(request.tokens)}."
+                )
+
+    def score(self, requests: Sequence[Continuation]) -> list[Score]:
+        """`stream`'s scores, in the order of the requests."""
+        found = dict(self.stream(requests))
+        return [found[number] for number in range(len(requests))]
+
+    def stream(self, requests: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
+        """(number of the request, its score), batch by batch, the longest first. Arguments are checked at once."""
+        self.check(requests)
+        return self._stream(requests)
+
+    def _stream(self, requests: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
+        rows: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        for number, (context, tokens) in enumerate(requests):
+            read = (*context, *tokens[:-1])[-self.max_length :]
+            # What counts in a row is part of what it is: heads that pool over a sequence see it.
+            rows.setdefault((read, len(tokens)), []).append(number)
+        of_width: dict[int, list[tuple[tuple[int, ...], list[int]]]] = {}
+        for (read, _), numbers in sorted(rows.items(), key=lambda item: -len(item[0][0])):
+            of_width.setdefault(self._width(len(read)), []).append((read, numbers))
+        with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+            for width, entries in of_width.items():
+                for start in range(0, len(entries), self.batch_size):
+                    yield from self._batch(requests, entries[start : start + self.batch_size], width)
+
+    def _width(self, length: int) -> int:
+        """The next of 16, 24, 32, 48, 64, ...: at most half as long again, and few programs."""
+        width = _SHORTEST
+        while width < length:
+            width = width * 3 // 2 if width & (width - 1) == 0 else width * 4 // 3
+        return min(width, self.max_length)
+
+    def _batch(self, requests, entries, width: int) -> Iterator[tuple[int, Score]]:
+        tokens, segments = np.zeros((2, self.batch_size, width), np.int32)
+        where = np.zeros(tokens.shape, bool)
+        reads = []
+        for row, (read, numbers) in enumerate(entries):
+            tokens[row, : len(read)], segments[row, : len(read)] = read, 1
+            for number in numbers:
+                first = len(read) - len(requests[number].tokens)
+                where[row, first : len(read)] = True
+                reads += [(row, first + k, token) for k, token in enumerate(requests[number].tokens)]
+        positions = np.arange(width, dtype=np.int32)[None, :] * segments
+        batch = {"tokens": tokens, "segment_ids": segments, "positions": positions, "where": where}
+        mesh = context_mesh()
+        mine = local_rows(mesh, self.batch_size)
+        batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
+        lm = self.lm
+        states = _states(lm.config, lm.dtype, self._configs, self._params, self._factors, self._frozens, batch)
+        places = np.zeros((-(-len(reads) // _READS) * _READS, 3), np.int32)
+        places[: len(reads)] = reads
+        pieces = [
+            _read(lm.config, lm.dtype, self._frozens[0], *states, places[start : start + _READS])
+            for start in range(0, len(places), _READS)
+        ]
+        parts = zip(*to_host(pieces), strict=True)
+        log_probs, greedy = (np.concatenate(part, axis=-1) for part in parts)
+        at = 0
+        for read, numbers in entries:
+            for number in numbers:
+                context, continuation = requests[number]
+                end = at + len(continuation)
+                cut = len(context) + len(continuation) - 1 - len(read)
+                yield number, Score(log_probs[:, at:end], greedy[at:end], cut)
+                at = end
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _states(model, dtype, configs, params, factors, frozens, batch):
+    """Hidden states `[B, T, D]`, and log_scale `[M, B, T]` of every head."""
+    hidden = batch_hidden(model, frozens[0], batch, dtype)
+    given = {**batch, "hidden": hidden}
+    scales = [
+        batch_log_scale(model, config, head, frozen, given, dtype, factor)
+        for config, head, factor, frozen in zip(configs, params, factors, frozens, strict=True)
+    ]
+    return hidden, jnp.stack(scales)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _read(model, dtype, frozen: Frozen, hidden, log_scales, places):
+    """log p `[M, R]` and whether it is the most likely token `[R]`, at (row, position, token) `[R, 3]`."""
+    row, position, token = places.T
+    states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
+
+    def of_head(log_scale) -> tuple[Any, Any]:
+        stats = vocab_stats(
+            states,
+            unembedding,
+            token,
+            scale=jnp.exp(log_scale),
+            bias=frozen.bias,
+            softcap=model.logit_softcap,
+            statistics=("log_normalizer", "target_logit", "correct"),
+            sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), model),
+        )
+        return stats.log_prob(), stats.require("correct")
+
+    log_probs, correct = jax.lax.map(of_head, log_scales[:, row, position])
+    return log_probs, correct[0]

@@ -1,0 +1,138 @@
+"""From our parameter tree back to a Hugging Face directory: the same names, layout and files as the model came in."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors.numpy import save_file
+
+from calibjax.models.config import DecoderConfig
+from calibjax.models.families import FAMILIES
+from calibjax.models.fingerprint import dotted_leaves
+from calibjax.models.rules import Layout, Rule
+from calibjax.runtime.distributed import is_first, on_first, to_host
+from calibjax.runtime.errors import UserError, require_directory
+from calibjax.runtime.files import new_directory, write_file
+
+_SHARD_BYTES = 5 * 10**9
+_COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+DESCRIPTION = "calibjax.json"
+"""What `checkpoint.save_checkpoint` says of its directory."""
+_NOT_COPIED = ("*.safetensors.index.json", DESCRIPTION)
+
+
+def save_model(
+    directory: Path,
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    *,
+    like: Path,
+    dtype: DTypeLike = jnp.float32,
+    shard_bytes: int = _SHARD_BYTES,
+    replace: bool = False,
+) -> None:
+    """Writes a model that transformers, and `load_model`, read as they read the one it was made from.
+
+    Tensors are fetched from the devices one at a time; the host holds one file's worth. They are written
+    beside `directory` first, which is renamed when it is complete. All processes of a job call it; the first one
+    writes.
+
+    Args:
+      directory: Where to; new or empty.
+      config: What the decoder is.
+      params: Its parameters, as `init_params` shapes them; may be divided among devices.
+      like: Directory of a model of the same configuration: its config.json and tokenizer files are copied.
+      dtype: Of the tensors written: float32, bfloat16 or float16.
+      shard_bytes: Largest size of one file of weights.
+      replace: A model written there earlier, of the same files, may be replaced.
+
+    Raises:
+      UserError: `like` is no such directory, or as `settings_files`; `directory` is neither new, empty nor to be
+        replaced, or cannot be written.
+    """
+    source = require_directory(like, "model")
+    if not (source / "config.json").is_file():
+        raise UserError(f"{source}: expected a Hugging Face model, but there is no config.json.")
+    dtype = jnp.dtype(dtype)
+    with new_directory(directory, replace=replace) as fresh:
+        on_first(lambda: copy_settings(source, fresh, dtype.name))
+        leaves = dict(dotted_leaves(params))
+        files: list[list[tuple[Rule, str, int | None]]] = [[]]
+        held = total = 0
+        for rule, name, layer in _tensors(config, leaves):
+            shapes = [leaves[target].shape[0 if layer is None else 1 :] for target in rule.targets]
+            size = sum(int(np.prod(shape)) for shape in shapes) * dtype.itemsize
+            if files[-1] and held + size > shard_bytes:
+                files.append([])
+                held = 0
+            files[-1].append((rule, name, layer))
+            held, total = held + size, total + size
+        weight_map = {}
+        for number, tensors in enumerate(files, 1):
+            file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            weight_map |= {name: file for _, name, _ in tensors}
+            values = {
+                name: _assemble(rule, rule.layout(config.num_heads), layer, leaves, dtype)
+                for rule, name, layer in tensors
+            }
+            if is_first():
+                save_file(values, fresh / file, metadata={"format": "pt"})
+        if len(files) > 1 and is_first():
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_file(fresh / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def settings_files(source: Path) -> list[Path]:
+    """Returns a model's configuration and tokenizer files, which go with its weights wherever these are written.
+
+    Raises:
+        UserError: one of them is a symbolic link to a file outside the model's directory, which might hold anything.
+            Links of a snapshot in the hub's cache to blobs of the same repository are allowed.
+    """
+    skipped = {file for pattern in _NOT_COPIED for file in source.glob(pattern)}
+    files = sorted({file for pattern in _COPIED for file in source.glob(pattern)} - skipped)
+    folder = Path(os.path.realpath(source))
+    allowed = [folder]
+    repository = folder.parent.parent
+    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
+        allowed.append(repository / "blobs")
+    for file in files:
+        target = Path(os.path.realpath(file))
+        if not any(target.is_relative_to(place) for place in allowed) or (file.is_symlink() and not target.is_file()):
+            raise UserError(
+                f"{file} is a symbolic link to {target}: expected a file in {folder}. Put the file itself there, or "
+                "remove the link."
+            )
+    return [file for file in files if file.is_file()]
+
+
+def copy_settings(source: Path, target: Path, dtype: str) -> None:
+    """Copies `settings_files`, and raises as it does; `dtype` is said to be that of the weights."""
+    for file in settings_files(source):
+        shutil.copy(file, target / file.name)
+    written = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    written.pop("torch_dtype", None)  # the name before transformers 5
+    write_file(target / "config.json", json.dumps({**written, "dtype": dtype}, indent=2) + "\n")
+
+
+def _tensors(config: DecoderConfig, leaves: Mapping[str, Any]) -> Iterator[tuple[Rule, str, int | None]]:
+    """Every tensor of the checkpoint: its rule, its name there, and which layer it is of."""
+    family = FAMILIES[config.family]
+    for rule in family.rules:
+        if not all(target in leaves for target in rule.targets):
+            continue
+        stacked = rule.targets[0].startswith("layers.")
+        for layer in range(config.num_layers) if stacked else (None,):
+            yield rule, rule.full_name(family.prefix, layer), layer
+
+
+def _assemble(rule: Rule, layout: Layout, layer: int | None, leaves: Mapping[str, Any], dtype: np.dtype) -> np.ndarray:
+    pieces = [leaves[target] if layer is None else leaves[target][layer] for target in rule.targets]
+    joined = layout.join(to_host(pieces))
+    return np.ascontiguousarray(joined).astype(dtype)

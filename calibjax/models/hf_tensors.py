@@ -1,0 +1,173 @@
+"""From a checkpoint's tensors to our parameter tree: which goes where, decided from names and shapes alone.
+
+The plan is made before any weight is read. It is complete or it is an error: every tensor of the checkpoint is used
+or known to be a buffer, and every parameter of the model is filled exactly once.
+"""
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from calibjax.models.config import DecoderConfig
+from calibjax.models.decoder import abstract_params
+from calibjax.models.families import FAMILIES
+from calibjax.models.fingerprint import dotted_leaves, layer_name
+from calibjax.models.rules import Layout, Rule
+from calibjax.runtime.errors import UserError
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_MOST_NAMED = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """A tensor as a checkpoint's header describes it: name, shape, safetensors dtype such as `"BF16"`, and file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A tensor of the checkpoint, or a part of it, that fills a parameter or one layer of it.
+
+    Args:
+      entry: The tensor.
+      layer: Which layer it fills, or `None` where the parameter is not stacked.
+      layout: How it holds its parameters.
+      columns: Which of them this one is: its columns of each group of the layout.
+    """
+
+    entry: TensorEntry
+    layer: int | None
+    layout: Layout
+    columns: slice
+
+    def cut(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns the values to store, given those of `entry`."""
+        return self.layout.take(tensor, self.columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How to fill a model's parameters.
+
+    Args:
+      leaves: Each parameter's dotted path, with its shape and dtype.
+      pieces: For each path, what fills it; for stacked parameters, one piece a layer.
+      must_equal: Two tensors that the model ties but the checkpoint stores both, or `None`.
+    """
+
+    leaves: dict[str, jax.ShapeDtypeStruct]
+    pieces: dict[str, list[Piece]]
+    must_equal: tuple[TensorEntry, TensorEntry] | None
+
+    @property
+    def names(self) -> list[str]:
+        """What `fingerprint` calls the pieces, in their order."""
+        return [layer_name(path, piece.layer) for path, pieces in self.pieces.items() for piece in pieces]
+
+
+def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
+    """Decides which tensor of a checkpoint fills which parameter.
+
+    Args:
+      config: The model; its family's rules apply.
+      entries: All tensors of the checkpoint, from all of its files.
+
+    Returns:
+      The plan.
+
+    Raises:
+      UserError: Tensors are unknown, missing, given twice, misshapen or not floating-point; all kinds are reported
+        together, and up to ten names of each.
+    """
+    family = FAMILIES[config.family]
+    leaves = dict(dotted_leaves(abstract_params(config)))
+    problems: dict[str, list[str]] = collections.defaultdict(list)
+    found: dict[str, TensorEntry] = {}
+    for entry in entries:
+        name = entry.name.removeprefix(family.prefix)
+        if any(re.fullmatch(pattern, name) for pattern in family.ignored):
+            continue
+        if name in found:
+            first = found[name]
+            problems["given twice"].append(f"{entry.name} ({entry.file.name}) and {first.name} ({first.file.name})")
+        found.setdefault(name, entry)
+
+    tied = _take_tied(config, found)
+    pieces: dict[str, list[Piece]] = {path: [] for path in leaves}
+    for rule in family.rules:
+        if not all(target in leaves for target in rule.targets):
+            continue
+        stacked = rule.targets[0].startswith("layers.")
+        for layer in range(config.num_layers) if stacked else (None,):
+            name = rule.source.format(layer)
+            entry = found.pop(name, None)
+            if entry is None:
+                problems["missing"].append(rule.full_name(family.prefix, layer))
+                continue
+            for target, piece in _fill(rule, rule.layout(config.num_heads), entry, layer, leaves, problems):
+                pieces[target].append(piece)
+    problems["unknown"].extend(entry.name for entry in found.values())
+    if tied is not None and tied[0].shape != tied[1].shape:
+        problems["misshapen"].append(f"{tied[1].name} {list(tied[1].shape)}, expected {list(tied[0].shape)}")
+    if any(problems.values()):
+        report = "; ".join(f"{kind}: {_listing(names)}" for kind, names in problems.items() if names)
+        raise UserError(
+            f"The weights are not those of this {config.family} configuration. {report}. "
+            "Check that config.json and the safetensors files come from the same model, and are complete."
+        )
+    return Plan(leaves, pieces, tied)
+
+
+def _take_tied(config: DecoderConfig, found: dict[str, TensorEntry]) -> tuple[TensorEntry, TensorEntry] | None:
+    """Removes a tied model's second copy of its embedding from `found`; returns the two copies, where there are two."""
+    if not config.tie_embeddings:
+        return None
+    source = {rule.targets: rule.source for rule in FAMILIES[config.family].rules}
+    copy = found.pop(source["unembedding",], None)
+    if copy is None:
+        return None
+    # Files written by `safetensors.torch.save_model` keep one name of a shared tensor, and it may be this one.
+    embedding = found.setdefault(source["embedding",], copy)
+    return None if embedding is copy else (embedding, copy)
+
+
+def _fill(
+    rule: Rule,
+    layout: Layout,
+    entry: TensorEntry,
+    layer: int | None,
+    leaves: dict[str, jax.ShapeDtypeStruct],
+    problems: dict[str, list[str]],
+) -> list[tuple[str, Piece]]:
+    """Divides `entry` among the rule's targets; where it does not fit, notes the problem and returns nothing."""
+    shapes = [leaves[target].shape[0 if layer is None else 1 :] for target in rule.targets]
+    ends = list(itertools.accumulate(shape[-1] for shape in shapes))
+    expected = (*shapes[0][:-1], ends[-1])
+    expected = expected[::-1] if rule.transpose else expected
+    if entry.shape != expected:
+        problems["misshapen"].append(f"{entry.name} {list(entry.shape)}, expected {list(expected)}")
+        return []
+    if entry.dtype not in _FLOATS:
+        problems["not floating-point"].append(f"{entry.name} {entry.dtype}")
+        return []
+    edges = [0, *(end // layout.groups for end in ends)]
+    return [
+        (target, Piece(entry, layer, layout, slice(start, end)))
+        for target, (start, end) in zip(rule.targets, itertools.pairwise(edges), strict=True)
+    ]
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

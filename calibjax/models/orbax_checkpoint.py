@@ -1,0 +1,224 @@
+"""A model as an Orbax checkpoint: our parameter tree as it is, restored on any mesh, beside the usual small files.
+
+The directory holds `params/` (Orbax), `calibjax.json`, config.json with the tokenizer's files as they came, and
+`checksums.json`, which covers all of them.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import traverse_util
+from jax.sharding import Mesh
+
+from calibjax.models.config import DecoderConfig
+from calibjax.models.decoder import abstract_params
+from calibjax.models.fingerprint import (
+    combine_digests,
+    distinctive,
+    dotted_leaves,
+    join_digests,
+    layer_name,
+    tensor_digest,
+)
+from calibjax.models.hf_export import DESCRIPTION, copy_settings
+from calibjax.models.model import LanguageModel
+from calibjax.runtime.checksums import CHECKSUMS, different_arrays, read_checksums, write_checksums
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import check_orbax_path, new_directory, write_file
+from calibjax.runtime.sharding import param_sharding
+
+_SCHEMA = 1
+_REMEDY = "Convert the model again."
+_log = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    directory: Path, lm: LanguageModel, *, dtype: str, tensor_dtypes: Mapping[str, str] | None = None
+) -> None:
+    """Writes a model that `load_model` reads with no safetensors, each device its own part of the parameters.
+
+    It is written beside `directory` first, and renamed when it is complete.
+
+    Args:
+        directory: new or empty.
+        lm: a model that was loaded from a directory; its parameters are written in their own dtype.
+        dtype: what `export.save_model` is to write it back in, to give the files it was read from.
+        tensor_dtypes: dtypes of those tensors, by name, that the files hold in another than `dtype`; the fingerprint
+            is of the tensors in the dtype of their files.
+
+    Raises:
+        UserError: `directory` is not empty or cannot be written; or as `copy_settings`.
+    """
+    assert lm.path is not None
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
+    check_orbax_path(directory)
+    dtypes = dict(tensor_dtypes or {})
+    digests = {}
+    with new_directory(directory) as fresh:
+        copy_settings(lm.path, fresh, dtype)
+        with ocp.StandardCheckpointer() as checkpointer, ThreadPoolExecutor(os.cpu_count()) as pool:
+            checkpointer.save(fresh / "params", lm.params)  # returns before it is written: we hash in the meantime
+            for path, leaf in dotted_leaves(lm.params):
+                digests |= _results(_start_digests(pool, _by_name(path, np.asarray(leaf)), dtypes, dtype))
+        description = {
+            "schema": _SCHEMA,
+            "fingerprint": combine_digests(lm.config, digests),
+            "dtype": dtype,
+            "tensor_dtypes": dtypes,
+            "config": distinctive(lm.config),
+            "checksums": CHECKSUMS,
+        }
+        write_file(fresh / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+        write_checksums(fresh, digests)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `save_checkpoint` wrote this directory."""
+    return (folder / DESCRIPTION).is_file()
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Returns the checkpoint's description: schema, fingerprint, dtypes, configuration, and its tensors' checksums.
+
+    The checksums, under `tensors`, are `None` in what earlier versions wrote.
+
+    Raises:
+        UserError: it is not a description of this version's, or a file beside it is not as it was written.
+    """
+    file = folder / DESCRIPTION
+    checksums = read_checksums(folder, _REMEDY)
+    try:
+        description = json.loads(file.read_text(encoding="utf-8"))
+        schema = description["schema"]
+        complete = {"fingerprint", "dtype", "config"} <= description.keys()
+        dtypes = {description.get("dtype"), *description.get("tensor_dtypes", {}).values()}
+        if complete and not dtypes <= {"float32", "bfloat16", "float16"}:
+            raise ValueError(f"dtypes {dtypes}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not a checkpoint's description ({error!r}); convert the model again.") from error
+    if schema != _SCHEMA or not complete:
+        raise UserError(
+            f"{file}: written with schema {schema}, this calibjax reads {_SCHEMA}; convert the model again."
+        )
+    if checksums is None and "checksums" in description:
+        raise UserError(f"{folder / CHECKSUMS} is missing. {_REMEDY}")
+    return {**description, "tensors": checksums}
+
+
+def restore_params(
+    folder: Path, description: Mapping[str, Any], config: DecoderConfig, dtype: np.dtype, mesh: Mesh | None
+) -> tuple[dict[str, Any], str]:
+    """Reads and verifies a checkpoint's parameters, each device what it holds; returns them and the fingerprint.
+
+    The fingerprint is computed from what was read. The host reads one parameter at a time, whole, and hashes the one
+    before in the meantime: it holds two. Of several processes each reads everything and hashes its part of it.
+
+    Args:
+        folder: of `save_checkpoint`.
+        description: of `read_description`.
+        config: what config.json describes.
+        dtype: what the parameters are cast to.
+        mesh: devices to divide them among; `None` for the default device.
+
+    Raises:
+        UserError: the checkpoint is damaged or not finite, or config.json is not the one it was made with.
+    """
+    expected = description["tensors"]
+    if description["config"] != distinctive(config):
+        raise UserError(
+            f"{folder}: config.json is not the one that the checkpoint was made with; convert the model again."
+        )
+    stored = jnp.dtype("bfloat16" if description["dtype"] == "bfloat16" else "float32")
+    leaves = dict(dotted_leaves(abstract_params(config, stored)))
+    names = [name for path, leaf in leaves.items() for name in _by_name(path, range(leaf.shape[0]))]
+    mine = set(names[jax.process_index() :: jax.process_count()])
+    # What is read at once is held twice for a moment.
+    largest = stored.itemsize * max(math.prod(leaf.shape) for leaf in leaves.values())
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)
+    params, digests = {}, {}
+    pending: dict[str, Future[str]] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool, ocp.Checkpointer(handler) as checkpointer:
+        for path, array in _read_arrays(checkpointer, folder / "params", leaves):
+            digests |= _results(pending)
+            pieces = {name: piece for name, piece in _by_name(path, array).items() if name in mine}
+            pending = _start_digests(pool, pieces, description.get("tensor_dtypes", {}), description["dtype"])
+            with np.errstate(over="ignore"):
+                params[path] = _place(array.astype(dtype, copy=False), path, mesh)
+        digests |= _results(pending)
+    digests = join_digests(digests, names)
+    fingerprint = combine_digests(config, digests)
+    if expected is not None and (different := different_arrays(digests, expected)):
+        raise UserError(f"{folder / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_REMEDY}")
+    if fingerprint != description["fingerprint"]:
+        # The fingerprint is of the tensors as their files hold them; earlier versions did not write each one's dtype.
+        if expected is not None or description["dtype"] != "float32":
+            raise UserError(f"{folder}: the weights do not have the fingerprint in {DESCRIPTION}. {_REMEDY}")
+        _log.warning("%s: converted by an earlier version, without checksums; it is not verified.", folder)
+        fingerprint = description["fingerprint"]
+    if not all(jax.tree.leaves(jax.jit(_finite)(params))):
+        raise UserError(f"{folder / 'params'} holds NaN or infinity, read in {dtype.name}.")
+    return traverse_util.unflatten_dict(params, sep="."), fingerprint
+
+
+def _read_arrays(
+    checkpointer: ocp.Checkpointer, folder: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Each parameter by its dotted path, whole, on the host; the shapes of all are checked before any is read."""
+    try:
+        metadata = checkpointer.metadata(folder.absolute()).item_metadata
+        if metadata is None:
+            raise ValueError("no metadata")
+        found = {path: (tuple(array.shape), jnp.dtype(array.dtype)) for path, array in dotted_leaves(metadata.tree)}
+        for path, leaf in leaves.items():
+            if found.get(path) != (leaf.shape, leaf.dtype):
+                raise ValueError(f"{path}: expected {leaf.shape} of {leaf.dtype}, found {found.get(path)}")
+        for path, leaf in leaves.items():
+            item = traverse_util.unflatten_dict({path: np.empty((), leaf.dtype)}, sep=".")
+            as_numpy = traverse_util.unflatten_dict({path: ocp.RestoreArgs(restore_type=np.ndarray)}, sep=".")
+            arguments = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
+            yield from dotted_leaves(checkpointer.restore(folder.absolute(), args=arguments))
+    except Exception as error:  # Orbax raises bare Exception for damaged files
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        raise UserError(f"{folder}: cannot be read ({reason}). {_REMEDY}") from error
+
+
+def _place(array: np.ndarray, path: str, mesh: Mesh | None) -> jax.Array:
+    if mesh is None:
+        return jax.device_put(array, jax.devices()[0])
+    return jax.make_array_from_callback(
+        array.shape, param_sharding(mesh, path, array.shape), lambda index: array[index]
+    )
+
+
+def _by_name(path: str, array: Any) -> dict[str, Any]:
+    """The tensors of the parameter at `path` by the names that its digests have; stacked ones layer by layer."""
+    return (
+        {layer_name(path, i): piece for i, piece in enumerate(array)} if path.startswith("layers.") else {path: array}
+    )
+
+
+def _start_digests(
+    pool: ThreadPoolExecutor, pieces: Mapping[str, np.ndarray], dtypes: Mapping[str, str], dtype: str
+) -> dict[str, "Future[str]"]:
+    def digest(name: str, piece: np.ndarray) -> str:
+        return tensor_digest(name, piece.astype(jnp.dtype(dtypes.get(name, dtype)), copy=False))
+
+    return {name: pool.submit(digest, name, piece) for name, piece in pieces.items()}
+
+
+def _results(pending: Mapping[str, "Future[str]"]) -> dict[str, str]:
+    return {name: future.result() for name, future in pending.items()}
+
+
+def _finite(params: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree.map(lambda x: jnp.isfinite(x).all(), params)

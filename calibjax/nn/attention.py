@@ -1,0 +1,136 @@
+"""What a token sees, and the forms of attention over it."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from calibjax.kernels.platforms import platform
+from calibjax.nn import splash_attention as splash
+
+cudnn_attention = jax.make_user_context(False)
+"""`with cudnn_attention(True):` programs for GPUs that are traced within take cuDNN's attention; see `attend`."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("segment_ids", "start", "kind"), meta_fields=("windows",)
+)
+@dataclasses.dataclass(frozen=True)
+class Visible:
+    """Which of S columns each of T tokens sees: itself and those before it, of its own segment, within a window.
+
+    Attributes:
+        segment_ids: which sequence of its row each column belongs to, `[B, S]`; padding is a segment like any other, so
+            that every token sees one at least. None: one sequence a row.
+        start: the tokens stand at columns `start` to `start + T`. None: they are all there is.
+        windows: a token sees itself and the `window - 1` columns before it, None: all before it; one of several kinds.
+        kind: which of `windows` it is, known when the program runs; None where there is one.
+    """
+
+    segment_ids: Int[Array, "B S"] | None = None
+    start: Int[Array, ""] | None = None
+    windows: tuple[int | None, ...] = (None,)
+    kind: Int[Array, ""] | None = None
+
+    def mask(self, time: int, columns: int) -> Bool[Array, "#B 1 T S"] | None:
+        """As an array; None where tokens see all before them, and stand in the first columns."""
+        if self.segment_ids is None and self.start is None and self.windows == (None,):
+            return None
+        index = jnp.arange(time) if self.start is None else self.start + jnp.arange(time)
+        distance = index[:, None] - jnp.arange(columns)[None, :]
+        seen = distance >= 0
+        if self.windows != (None,):
+            windows = [columns if window is None else window for window in self.windows]
+            seen &= distance < (windows[0] if self.kind is None else jnp.asarray(windows)[self.kind])
+        seen = seen[None]
+        if self.segment_ids is not None:
+            own = self.segment_ids
+            if self.start is not None:
+                own = jax.lax.dynamic_slice_in_dim(own, self.start, time, axis=1)
+            seen = seen & (own[:, :, None] == self.segment_ids[:, None, :])
+        return seen[:, None]
+
+
+def attend(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B S N K"],
+    value: Float[Array, "B S N K"],
+    visible: Visible,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B T H K"]:
+    """Grouped-query attention: `softmax(softcap(scale * query key^T))` over what is visible, times `value`.
+
+    Logits and softmax are float32. The form is chosen while tracing, by what the program is compiled for
+    (`platforms.platform`) and by shapes: on TPUs `splash` where it suits, and else on CPUs and with a soft-cap matrix
+    products, elsewhere `jax.nn.dot_product_attention`; both of these hold the logits `[B, H, T, S]`. Not so its cuDNN
+    form (bfloat16 or float16, heads of at most 128 channels, a multiple of 8, and whole sequences of an even number of
+    tokens), taken where it suits and `cudnn_attention` asks for it: its backward pass sums in no fixed order, unless
+    XLA's flag `--xla_gpu_deterministic_ops` is set.
+
+    Args:
+        query: of T tokens, with H heads.
+        key, value: of S columns, with N heads, a divisor of H.
+        visible: which columns each token sees.
+        scale: factor on the logits.
+        softcap: c of `c * tanh(logits / c)`, or None.
+    """
+    name = platform().name
+    if name == "tpu" and visible.start is None and splash.suits(query, key):
+        arguments = (visible.segment_ids, visible.windows, visible.kind)
+        return splash.attend(query, key, value, *arguments, scale=scale, softcap=softcap)
+    mask = visible.mask(query.shape[1], key.shape[1])
+    if name == "cpu" or softcap is not None:
+        return _by_products(query, key, value, mask, scale=scale, softcap=softcap)
+    # JAX's attention promotes dtypes within, and so fails under strict promotion where it is not let to.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            implementation=_of_library(name, query, key),
+        )
+
+
+def cudnn_takes(head_dim: int, dtype: DTypeLike, softcap: float | None) -> bool:
+    """Whether cuDNN has attention of such heads: of at most 128 channels, a multiple of 8, in 16 bits, no soft-cap."""
+    return head_dim <= 128 and head_dim % 8 == 0 and jnp.dtype(dtype).name in ("bfloat16", "float16") and not softcap
+
+
+def _of_library(name: str, query: Array, key: Array) -> Literal["xla", "cudnn"]:
+    """The form of JAX's own attention."""
+    length, width = query.shape[1], query.shape[3]
+    suits = length == key.shape[1] and length % 2 == 0 and cudnn_takes(width, query.dtype, None)
+    return "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
+
+
+def _by_products(
+    query: Array, key: Array, value: Array, mask: Array | None, *, scale: float, softcap: float | None
+) -> Array:
+    """The dense form with heads before time: XLA's CPU products need no transposes, and gradients are much faster.
+
+    And with a soft-cap, which JAX's attention has not; it serves every platform there.
+    """
+    batch, time, heads, width = query.shape
+    groups = heads // key.shape[2]
+    query = jnp.moveaxis(query.reshape(batch, time, key.shape[2], groups, width), 1, 3)
+    key, value = jnp.moveaxis(key, 1, 2)[:, :, None], jnp.moveaxis(value, 1, 2)[:, :, None]
+    key, value = (jnp.broadcast_to(x, (*query.shape[:3], *x.shape[3:])) for x in (key, value))
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    logits = product(query, jnp.swapaxes(key, -1, -2)) * scale
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
+    logits = jnp.where(mask[:, :, None], logits, jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
+    # Divided after the product: a pass over [T, K] in place of one over [T, T], forward and backward.
+    mixed = product(weights.astype(value.dtype), value) / jnp.sum(weights, axis=-1, keepdims=True)
+    mixed = mixed.astype(value.dtype)
+    return jnp.moveaxis(mixed, 3, 1).reshape(batch, time, heads, width)

@@ -1,0 +1,483 @@
+"""The blocks that transformers are made of, shared by the frozen decoder and by the calibration heads.
+
+One configuration, `BlockConfig`, describes a block: attention and an MLP, with norms and residual connections. Its
+defaults are a Llama block; other settings give those of the other families.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from calibjax.nn.attention import Visible, attend
+from calibjax.runtime.errors import UserError, require_finite
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": nn.silu,
+    "swish": nn.silu,
+    "relu": nn.relu,
+    "gelu": functools.partial(nn.gelu, approximate=False),
+    "gelu_new": functools.partial(nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": functools.partial(nn.gelu, approximate=True),
+}
+"""Activations by the names that Hugging Face configurations use."""
+
+_kernel_init = nn.initializers.normal(0.02)
+
+
+ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), and how it is stretched.
+
+    Args:
+      theta: Base of the wavelengths; positive.
+      fraction: How much of each head is rotated, in (0, 1]; the rest of its channels pass unchanged.
+      scaling: `None`; `"linear"`, every frequency divided by `factor`; or `"llama3"`, only low frequencies divided
+        (Grattafiori et al., 2024, https://arxiv.org/abs/2407.21783), with a smooth passage between
+        `original_max_positions / low_freq_factor` and `original_max_positions / high_freq_factor` in wavelength;
+        `"yarn"`, likewise, with a passage linear in the frequency's index (Peng et al., 2023,
+        https://arxiv.org/abs/2309.00071, section 3.2); or `"longrope"`, each frequency by its own of `divisors`.
+      factor: By how much the context is stretched; positive.
+      low_freq_factor: For `"llama3"` only.
+      high_freq_factor: For `"llama3"` only; greater than `low_freq_factor`.
+      beta_fast, beta_slow: For `"yarn"` only: a wave that turns more often than `beta_fast` over the original context
+        is kept, one that turns less often than `beta_slow` is stretched by the whole factor.
+      divisors: For `"longrope"` only, one for each pair of channels.
+      original_max_positions: Context before stretching; for `"llama3"`, `"yarn"` and `"longrope"`.
+      amplitude: Factor on cosines and sines.
+    """
+
+    theta: float = 10000.0
+    fraction: float = 1.0
+    scaling: Literal["linear", "llama3", "yarn", "longrope"] | None = None
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    divisors: tuple[float, ...] = ()
+    original_max_positions: int = 8192
+    amplitude: float = 1.0
+
+    def __post_init__(self):
+        require_finite(self)
+        if self.scaling not in (None, *ROPE_SCALINGS):
+            raise UserError(f"Rope.scaling: expected None, {', '.join(ROPE_SCALINGS)}; got {self.scaling!r}.")
+        if not (self.theta > 0 and self.factor > 0):
+            raise UserError(f"Rope: theta and factor must be positive, got {self.theta} and {self.factor}.")
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"Rope.fraction: expected a number in (0, 1], got {self.fraction}.")
+        if self.scaling == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise UserError(
+                "Rope: expected 0 < low_freq_factor < high_freq_factor, "
+                f"got {self.low_freq_factor} and {self.high_freq_factor}."
+            )
+
+    def width(self, head_dim: int) -> int:
+        """How many channels of a head are rotated."""
+        return int(head_dim * self.fraction)
+
+
+_CHOICES = {
+    "norm": ("rms", "layer"),
+    "norm_placement": ("pre", "post", "both"),
+    "parallel": (None, "one_norm", "two_norms"),
+    "qk_norm": (None, "head", "projection"),
+    "activation": tuple(ACTIVATIONS),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """The shape and kind of one transformer block. Hashable, so it can be a static argument of `jax.jit`.
+
+    Args:
+      hidden_size: Width D of the residual stream.
+      intermediate_size: Width of the MLP.
+      num_heads: Query heads.
+      num_kv_heads: Key and value heads; divides `num_heads` (grouped-query attention).
+      head_dim: Width of one head; its rotated part is even where `rope` is set.
+      norm: `"rms"` or `"layer"`.
+      norm_offset: Added to the stored scale of an RMS norm; 1 for Gemma, which stores scales around zero.
+      norm_placement: Whether attention and MLP are normed before, after, or both; `"post"` and `"both"` norm what is
+        added to the residual stream, and not the stream itself.
+      parallel: `None`: the MLP reads what attention wrote. Else both read the same hidden states, through
+        `"one_norm"` or `"two_norms"`.
+      qk_norm: `None`; `"head"`: queries and keys are normed within each head; `"projection"`: over all heads at once.
+      norm_eps: Added to the variance, or to the mean square; from 0 to 1.
+      activation: A name in `ACTIVATIONS`.
+      gated_mlp: `down(act(gate x) * up x)` if true, else `down(act(up x))`.
+      rope: Rotary positions, or `None` for none.
+      qkv_bias, output_bias, mlp_bias: Which projections have a bias.
+      attention_scale: Factor on attention logits; `None` is `1 / sqrt(head_dim)`.
+      attention_softcap: `c` in `c * tanh(attention logits / c)`, or `None`.
+      residual_scale: Factor on what attention and MLP add to the residual stream, or `None`.
+
+    Raises:
+      UserError: The sizes do not fit each other, a number is not finite, or a name is not known.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    norm_offset: float = 0.0
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    parallel: Literal["one_norm", "two_norms"] | None = None
+    qk_norm: Literal["head", "projection"] | None = None
+    activation: str = "silu"
+    gated_mlp: bool = True
+    rope: Rope | None = Rope()
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    residual_scale: float | None = None
+
+    def __post_init__(self):
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: expected at least 1, got {getattr(self, name)}.")
+        if not 0 <= self.norm_eps <= 1:
+            raise UserError(
+                f"norm_eps: expected a number from 0 to 1, got {self.norm_eps}; mend it in config.json (rms_norm_eps, "
+                "layer_norm_eps or layer_norm_epsilon)."
+            )
+        require_finite(self)
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}."
+            )
+        if self.rope is not None:
+            width = self.rope.width(self.head_dim)
+            if width % 2 or not width:
+                raise UserError(f"Rotary positions need an even number of channels, got {width} of {self.head_dim}.")
+            if self.rope.scaling == "longrope" and len(self.rope.divisors) != width // 2:
+                raise UserError(f"Rope.divisors: expected {width // 2} values, got {len(self.rope.divisors)}.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name}: expected one of {', '.join(map(str, choices))}; got {getattr(self, name)!r}.")
+        if self.norm_offset and self.norm != "rms":
+            raise UserError(f"norm_offset: only RMS norms have one, got {self.norm_offset} with norm {self.norm!r}.")
+        if self.parallel is not None and self.norm_placement != "pre":
+            raise UserError(f"norm_placement: expected 'pre' where parallel is set, got {self.norm_placement!r}.")
+        if self.attention_softcap is not None and not self.attention_softcap > 0:
+            raise UserError(f"attention_softcap: expected None or a positive number, got {self.attention_softcap}.")
+
+
+class SequenceContext(NamedTuple):
+    """What every block needs to know of the sequence besides its hidden states; made once by `sequence_context`."""
+
+    rotary: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]] | None
+    visible: Visible
+
+
+KeysValues = tuple[Float[Array, "*L B S K H"], Float[Array, "*L B S K H"]]
+"""Keys, already rotated, and values of S tokens, with K heads of width H; of all layers, or of one."""
+
+
+def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Returns positions that restart at 0 wherever the segment id changes along T."""
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, :]
+    starts = jnp.concatenate(
+        [jnp.ones_like(segment_ids[:, :1], dtype=bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
+    )
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+
+def sequence_context(
+    config: BlockConfig,
+    positions: Int[Array, "#B T"],
+    segment_ids: Int[Array, "B S"] | None = None,
+    *,
+    window: int | None = None,
+    start: Int[Array, ""] | None = None,
+) -> SequenceContext:
+    """Computes the rotary table of a batch, and says what its tokens see.
+
+    Args:
+      config: The blocks' configuration.
+      positions: Position of each token in its sequence, `[B, T]`, or `[1, T]` where all rows share them.
+      segment_ids: Which sequence of the row each token belongs to, `[B, T]`; 0 is padding. A token attends to itself
+        and to earlier tokens of its own segment. Padding forms a segment like any other: so every token sees one, and
+        every output is finite. `None`: one sequence a row. With `start`, of all S columns.
+      window: A token attends to itself and to the `window - 1` tokens before it; `None`: to all before it.
+      start: The tokens stand at columns `start` to `start + T` of S, and keys and values of earlier columns are given
+        to the blocks. `None`: the tokens are all there is.
+
+    Returns:
+      The context that `Block` and `Attention` take.
+    """
+    rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
+    return SequenceContext(rotary, Visible(segment_ids, start, (window,)))
+
+
+def choose_context(index: Int[Array, ""], first: SequenceContext, second: SequenceContext) -> SequenceContext:
+    """The first of two contexts of the same sequence where `index` is 0, the second where it is 1."""
+    rotary = jax.tree.map(lambda a, b: jnp.where(index == 0, a, b), first.rotary, second.rotary)
+    windows = first.visible.windows + second.visible.windows
+    if windows[0] == windows[1]:
+        return SequenceContext(rotary, first.visible)
+    return SequenceContext(rotary, dataclasses.replace(first.visible, windows=windows, kind=index))
+
+
+def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Returns the angle per position of each of the `K / 2` rotated pairs, float32; `K` is `rope.width(head_dim)`.
+
+    `theta ** (-2i / K)` for `i < K / 2`, then scaled as `rope` says.
+    """
+    width = rope.width(head_dim)
+    frequencies = rope.theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+    if rope.scaling == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.scaling == "llama3":
+        # Turns made over the original context: few turns means a long wave, which must be stretched.
+        turns = rope.original_max_positions * frequencies / (2 * math.pi)
+        keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+        frequencies = keep * frequencies + (1 - keep) * frequencies / rope.factor
+    elif rope.scaling == "yarn":
+
+        def index(turns: float) -> float:
+            """Of the frequency that makes so many turns over the original context."""
+            return width * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low = max(math.floor(index(rope.beta_fast)), 0)
+        high = min(math.ceil(index(rope.beta_slow)), width - 1)
+        # Where the two meet the passage is a step.
+        stretch = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        frequencies = (1 - stretch) * frequencies + stretch * frequencies / rope.factor
+    elif rope.scaling == "longrope":
+        frequencies = frequencies / np.asarray(rope.divisors)
+    return frequencies.astype(np.float32)
+
+
+def rotary_table(
+    positions: Int[Array, "B T"], rope: Rope, head_dim: int
+) -> tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]]:
+    """Returns cosines and sines of every position's angles, times the amplitude: float32 `[B, T, 1, R]`, R pairs."""
+    angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(rotary_frequencies(rope, head_dim))[None, None, :]
+    return rope.amplitude * jnp.cos(angles)[:, :, None, :], rope.amplitude * jnp.sin(angles)[:, :, None, :]
+
+
+def rotate(
+    x: Float[Array, "B T H K"], table: tuple[Float[Array, "#B T 1 R"], Float[Array, "#B T 1 R"]]
+) -> Float[Array, "B T H K"]:
+    """Rotates each pair `(x_i, x_{i + R})`, `i < R`, by its angle: the half-split order of Hugging Face's Llama.
+
+    Channels from 2R on pass unchanged. The arithmetic is float32 whatever the dtype of `x`: far positions need angles
+    that bfloat16 cannot hold.
+    """
+    cos, sin = table
+    pairs = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (pairs, 2 * pairs), axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
+
+
+def _last_axis(vector: Float[Array, " D"], like: Array) -> Array:
+    return jax.lax.expand_dims(vector.astype(like.dtype), range(like.ndim - 1))
+
+
+class Dense(nn.Dense):
+    """`nn.Dense` over the last axis, with the axes before it joined for the product.
+
+    The same numbers; but XLA's CPU backend contracts the gradient of the kernel over two axes several times slower than
+    over one.
+    """
+
+    def __call__(self, inputs: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
+        flat = super().__call__(inputs.reshape(-1, inputs.shape[-1]))
+        return flat.reshape(*inputs.shape[:-1], self.features)
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x²) + eps) * (offset + scale)` (Zhang & Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+
+    In float32, cast to `dtype` at the end. Some of Hugging Face's families cast before the product with the scale,
+    which only adds a rounding.
+    """
+
+    eps: float = 1e-5
+    offset: float = 0.0
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        initial = nn.initializers.constant(1.0 - self.offset)
+        scale = self.param("scale", initial, (x.shape[-1],), self.param_dtype)
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        return (x * (self.offset + _last_axis(scale, x))).astype(self.dtype)
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean) / sqrt(var + eps) * scale + bias`, in float32, cast to `dtype` at the end as PyTorch does.
+
+    The variance is that of the centred values: `E[x²] - E[x]²` loses digits where the mean is large, and GPT-2 has
+    such channels.
+    """
+
+    eps: float = 1e-5
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
+        x = x.astype(jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        return (x * _last_axis(scale, x) + _last_axis(bias, x)).astype(self.dtype)
+
+
+def make_norm(config: BlockConfig, dtype: DTypeLike, param_dtype: DTypeLike, name: str) -> RMSNorm | LayerNorm:
+    """Builds the norm that `config` asks for."""
+    if config.norm == "rms":
+        return RMSNorm(config.norm_eps, config.norm_offset, dtype, param_dtype, name=name)
+    return LayerNorm(config.norm_eps, dtype, param_dtype, name=name)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; logits and softmax are float32 whatever `dtype` is.
+
+    Returns the mixed values, and the keys and values of the tokens given. With `past`, keys and values of S columns,
+    the tokens' own stand among them from column `context.visible.start` on.
+    """
+
+    config: BlockConfig
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: nn.initializers.Initializer = _kernel_init
+
+    @nn.compact
+    def __call__(
+        self, hidden: Float[Array, "B T D"], context: SequenceContext, past: KeysValues | None = None
+    ) -> tuple[Float[Array, "B T D"], KeysValues]:
+        cfg = self.config
+
+        def dense(width: int, use_bias: bool, name: str) -> Dense:
+            return Dense(
+                width,
+                use_bias=use_bias,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                kernel_init=self.kernel_init,
+                name=name,
+            )
+
+        def heads(count: int, name: str, norm: str | None = None) -> Array:
+            x = dense(count * cfg.head_dim, cfg.qkv_bias, name)(hidden)
+            split = (*hidden.shape[:2], count, cfg.head_dim)
+            if norm is None:
+                return x.reshape(split)
+            x = x.reshape(split) if norm == "head" else x
+            return make_norm(cfg, self.dtype, self.param_dtype, name=f"{name}_norm")(x).reshape(split)
+
+        query, key = heads(cfg.num_heads, "q", cfg.qk_norm), heads(cfg.num_kv_heads, "k", cfg.qk_norm)
+        value = heads(cfg.num_kv_heads, "v")
+        if context.rotary is not None:
+            query, key = rotate(query, context.rotary), rotate(key, context.rotary)
+        new = (key, value)
+        if past is not None:
+            start = context.visible.start
+            assert start is not None, "a context of columns, with `start`, belongs to `past`"
+            key, value = (
+                jax.lax.dynamic_update_slice_in_dim(old, x, start, axis=1) for old, x in zip(past, new, strict=True)
+            )
+        scale = cfg.head_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+        mixed = attend(query, key, value, context.visible, scale=scale, softcap=cfg.attention_softcap)
+        return dense(cfg.hidden_size, cfg.output_bias, "o")(mixed.reshape(*hidden.shape[:2], -1)), new
+
+
+class MLP(nn.Module):
+    """`down(act(gate x) * up x)`, or `down(act(up x))` where it is not gated."""
+
+    config: BlockConfig
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: nn.initializers.Initializer = _kernel_init
+
+    @nn.compact
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        cfg = self.config
+        dense = functools.partial(
+            Dense,
+            use_bias=cfg.mlp_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+        )
+        activation = ACTIVATIONS[cfg.activation]
+        up = dense(cfg.intermediate_size, name="up")(hidden)
+        inner = activation(dense(cfg.intermediate_size, name="gate")(hidden)) * up if cfg.gated_mlp else activation(up)
+        return dense(cfg.hidden_size, name="down")(inner)
+
+
+class Block(nn.Module):
+    """One transformer block: by default pre-norm, `h += attention(norm(h))`, then `h += mlp(norm(h))`.
+
+    Args:
+      config: Its shape and kind.
+      dtype: Compute dtype, and that of the output.
+      param_dtype: Dtype of the parameters it creates.
+      kernel_init: Initializer of every matrix; by default N(0, 0.02²).
+
+    Called with `past`, keys and values of S columns, it returns the keys and values of the tokens given beside its
+    output: `calibjax.nn.kv_cache` keeps them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> config = BlockConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
+      >>> hidden = jnp.ones((1, 3, 8))
+      >>> context = sequence_context(config, jnp.arange(3)[None])
+      >>> params = Block(config).init(jax.random.key(0), hidden, context)
+      >>> Block(config).apply(params, hidden, context).shape
+      (1, 3, 8)
+    """
+
+    config: BlockConfig
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: nn.initializers.Initializer = _kernel_init
+
+    @nn.compact
+    def __call__(self, hidden: Float[Array, "B T D"], context: SequenceContext, past: KeysValues | None = None) -> Any:
+        cfg, kinds = self.config, (self.dtype, self.param_dtype)
+
+        def norm(x: Array, name: str, wanted: bool = True) -> Array:
+            return make_norm(cfg, *kinds, name=name)(x) if wanted else x
+
+        def add(hidden: Array, update: Array) -> Array:
+            if cfg.residual_scale is not None:
+                # In float32: the factor itself would be rounded in bfloat16.
+                update = (update.astype(jnp.float32) * cfg.residual_scale).astype(update.dtype)
+            return hidden + update
+
+        before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
+        attention = Attention(cfg, *kinds, self.kernel_init, name="attention")
+        mlp = MLP(cfg, *kinds, self.kernel_init, name="mlp")
+        normed = norm(hidden, "attention_norm", before)
+        mixed, new = attention(normed, context, past)
+        if cfg.parallel is not None:
+            other = normed if cfg.parallel == "one_norm" else norm(hidden, "mlp_norm")
+            hidden = add(add(hidden, mixed), mlp(other))
+        else:
+            hidden = add(hidden, norm(mixed, "attention_post_norm", after))
+            hidden = add(hidden, norm(mlp(norm(hidden, "mlp_norm", before)), "mlp_post_norm", after))
+        return hidden if past is None else (hidden, new)

@@ -1,0 +1,161 @@
+"""Several processes as one job, by JAX's own runtime: how they are joined, and what only the first of them does."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import parse_mesh
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """Which devices a command runs on. Every process of a job is started with the same options but for --process-id.
+
+    Attributes:
+        mesh: devices along each axis, such as data=2,fsdp=4; by default all devices along fsdp.
+        distributed: join the other processes of the job, as Cloud TPU, SLURM, Open MPI or Kubernetes name them in the
+            environment; elsewhere give the next three.
+        coordinator: host and port of process 0, such as 10.0.0.1:1234; the port is any that is free there.
+        processes: how many there are.
+        process_id: which of them this is, from 0.
+        heartbeat_timeout: seconds without a sign of life from a process after which all of them end.
+        cudnn_attention: on NVIDIA GPUs, attention of bfloat16 and float16 models by cuDNN, which does not hold its
+            logits. Experimental; without XLA_FLAGS=--xla_gpu_deterministic_ops=true fine-tuning does not resume with
+            the same bits.
+    """
+
+    mesh: str | None = None
+    distributed: bool = False
+    coordinator: str | None = None
+    processes: int | None = None
+    process_id: int | None = None
+    heartbeat_timeout: int = 100
+    cudnn_attention: bool = False
+
+    def join(self) -> None:
+        """Joins the other processes; to be called before anything else of JAX's. Does nothing where none are named.
+
+        Raises:
+            UserError: options that do not fit, or no other processes where the environment was to name them.
+        """
+        given = {
+            "--coordinator": self.coordinator,
+            "--processes": self.processes,
+            "--process-id": self.process_id,
+        }
+        missing = [name for name, value in given.items() if value is None]
+        if self.heartbeat_timeout < 1:
+            raise UserError(f"--heartbeat-timeout: expected at least 1 second, got {self.heartbeat_timeout}.")
+        if len(missing) == len(given) and not self.distributed:
+            return
+        if missing and not self.distributed:
+            raise UserError(f"{', '.join(missing)}: not given; {', '.join(given)} go together (or --distributed).")
+        if self.processes is not None and self.process_id is not None and not 0 <= self.process_id < self.processes:
+            raise UserError(f"--process-id: expected 0 to {self.processes - 1}, got {self.process_id}.")
+        try:
+            jax.distributed.initialize(
+                self.coordinator,
+                self.processes,
+                self.process_id,
+                heartbeat_timeout_seconds=self.heartbeat_timeout,
+            )
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"cannot join the processes of the job ({reason}). --distributed finds them on Cloud TPU, SLURM, Open "
+                "MPI and Kubernetes; elsewhere start every one with --coordinator, --processes and --process-id."
+            ) from error
+
+    def make_mesh(self) -> Mesh:
+        """The mesh of all devices of all processes; errors as `parse_mesh`'s."""
+        mesh = parse_mesh(self.mesh)
+        if self.cudnn_attention and (kind := mesh.devices.flat[0].platform) not in ("gpu", "cuda"):
+            raise UserError(f"--cudnn-attention: expected NVIDIA GPUs, found devices of kind {kind}; leave it out.")
+        return mesh
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and prints."""
+    return jax.process_index() == 0
+
+
+def on_first(work: Callable[[], int | None]) -> int:
+    """Carries `work` out in process 0, while the others wait; returns the number that it returned, in all of them.
+
+    Raises:
+        UserError: `work` did; in every process, so that none is left waiting.
+    """
+    return int(from_first(lambda: np.int32(work() or 0), np.int32(0)))
+
+
+def from_first(work: Callable[[], Any], like: Any) -> np.ndarray:
+    """The array that `work` returns in process 0, which alone carries it out, in all of them.
+
+    Args:
+        work: what to do.
+        like: an array of the shape and dtype of its result.
+
+    Raises:
+        UserError: `work` did; in every process, so that none is left waiting.
+    """
+    if jax.process_count() == 1:
+        return np.asarray(work(), like.dtype)
+    found, error = like, None
+    if is_first():
+        try:
+            found = np.asarray(work(), like.dtype)
+        except UserError as caught:
+            error = caught
+    found, failed = multihost_utils.broadcast_one_to_all((found, np.int32(error is not None)))
+    if failed:
+        raise error or UserError("process 0 cannot go on; its own message says why.")
+    return np.asarray(found)
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Carries `work` out in every process; where a `UserError` ends it in one, all of them end with one."""
+    if jax.process_count() == 1:
+        return work()
+    result, error = None, None
+    try:
+        result = work()
+    except UserError as caught:
+        error = caught
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(error is not None)))
+    if len(failed):
+        raise error or UserError(f"process {failed[0]} cannot go on; its own message says why.")
+    return cast(Result, result)
+
+
+def check_same(values: Sequence[Any], what: str) -> None:
+    """Raises `UserError`, in every process, where they do not all have the same values (by repr); `what` names them.
+
+    Processes that go on with different ones would compute nonsense together, or wait for each other for ever.
+    """
+    if jax.process_count() == 1:
+        return
+    digest = hashlib.sha256(repr(list(values)).encode()).digest()
+    digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
+    different = np.flatnonzero((digests != digests[0]).any(axis=1))
+    if len(different):
+        raise UserError(f"{what} differ between process 0 and process {different[0]}: give all of them the same files.")
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays as numpy's, each whole in every process, whatever devices hold its parts; called by all processes."""
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            return multihost_utils.process_allgather(x, tiled=True)
+        return x
+
+    return jax.device_get(jax.tree.map(whole, tree))

@@ -1,0 +1,172 @@
+"""Hidden states of the frozen model, computed once and kept, so that later epochs cost no forward pass."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from calibjax.data import Windows, eval_batches
+from calibjax.models import LanguageModel
+from calibjax.models.frozen import Frozen, batch_hidden
+from calibjax.runtime.distributed import is_first, on_first, to_host
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import write_file
+
+CacheMode = Literal["auto", "memory", "disk", "off"]
+_MEMORY_SHARE = 0.25  # of the free host memory, that "auto" takes at most
+
+
+def window_arrays(
+    lm: LanguageModel,
+    windows: Windows,
+    *,
+    mode: CacheMode,
+    directory: Path,
+    batch_size: int,
+    announce: Callable[[str], None] = print,
+    quiet: bool = False,
+) -> tuple[dict[str, np.ndarray], bool]:
+    """The arrays of the windows that training reads: with `hidden` where the cache is on, with tokens where it is off.
+
+    Of several processes each holds them all, as an epoch's order takes rows from everywhere.
+
+    Args:
+        lm: the frozen model.
+        windows: S windows of T positions.
+        mode: "memory": hidden states as one host array; "disk": as a memory-mapped file in `directory`, used again by a
+            later run over the same model and windows; "off": recomputed in every step; "auto": "memory" where they take
+            at most a quarter of the free host memory, else "off", decided once for `directory`.
+        directory: of the file.
+        batch_size: windows a forward pass.
+        announce: told what is cached and how large it is.
+        quiet: no progress bar.
+
+    Returns:
+        (arrays with S rows each: targets, where, segment_ids, and hidden or tokens and positions; whether hidden is
+        there)
+
+    Raises:
+        UserError: where the file cannot be written.
+    """
+    shape = (*windows.tokens.shape, lm.config.hidden_size)
+    size = int(np.prod(shape)) * lm.dtype.itemsize
+    arrays = {name: getattr(windows, name) for name in ("targets", "where", "segment_ids")}
+    if mode == "auto":
+        mode = "memory" if on_first(lambda: _decide(size, directory / "cache.json") == "memory") else "off"
+    if mode == "off":
+        announce(f"hidden states are recomputed in every step (a cache would take {_readable(size)})")
+        return {**arrays, "tokens": windows.tokens, "positions": windows.positions}, False
+    announce(f"caching hidden states: {_readable(size)} ({mode}) for {windows.where.sum():,} tokens")
+    if mode == "memory":
+        hidden = np.empty(shape, lm.dtype)
+        _compute(lm, windows, hidden, batch_size, quiet)
+        return {**arrays, "hidden": hidden}, True
+    return {**arrays, "hidden": _on_disk(lm, windows, shape, directory, batch_size, announce, quiet)}, True
+
+
+def _decide(size: int, note: Path) -> CacheMode:
+    """What "auto" means here; noted, as a run that is gone on with must not take the other way and round otherwise."""
+    stored = _stored(note)
+    if stored in ("memory", "off"):
+        return stored
+    mode = "memory" if size <= _MEMORY_SHARE * host_memory_available() else "off"
+    note.parent.mkdir(parents=True, exist_ok=True)
+    write_file(note, json.dumps(mode))
+    return mode
+
+
+def _compute(lm: LanguageModel, windows: Windows, out: np.ndarray | None, batch_size: int, quiet: bool) -> None:
+    """Fills `out`; a process without one only takes its part in the computation."""
+    frozen = Frozen(lm.params, lm.unembedding)
+    forward = jax.jit(batch_hidden, static_argnums=(0, 3))
+    names = ("tokens", "segment_ids", "positions", "where")
+    rows = eval_batches({name: getattr(windows, name) for name in names}, batch_size)
+    bar = tqdm(total=len(windows.tokens), desc="frozen forward pass", unit="window", disable=quiet)
+    start = 0
+    for batch, real in rows:
+        hidden = to_host(forward(lm.config, frozen, batch, lm.dtype))
+        if out is not None:
+            out[start : start + real] = hidden[:real]
+        start += real
+        bar.update(real)
+    bar.close()
+
+
+def _on_disk(
+    lm: LanguageModel,
+    windows: Windows,
+    shape: tuple[int, ...],
+    directory: Path,
+    batch_size: int,
+    announce: Callable[[str], None],
+    quiet: bool,
+) -> np.ndarray:
+    """A raw file of `shape` and the model's dtype, and a note beside it of what it holds, written last."""
+    file, note = directory / "hidden.bin", directory / "hidden.json"
+    identity = {
+        "fingerprint": lm.fingerprint,
+        "windows": array_hash(windows._asdict()),
+        "shape": list(shape),
+        "dtype": str(lm.dtype),
+    }
+
+    def begin() -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            note.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+            np.memmap(file, lm.dtype, "w+", shape=shape)
+        except OSError as error:
+            raise UserError(
+                f"cannot cache hidden states in {file}: {error}. Use --cache-hidden off or memory."
+            ) from error
+
+    def finish() -> None:
+        write_file(note, json.dumps(identity))
+
+    if on_first(lambda: file.is_file() and _stored(note) == identity):
+        announce(f"found them in {file}")
+    else:
+        on_first(begin)
+        hidden = np.memmap(file, lm.dtype, "r+", shape=shape) if is_first() else None
+        _compute(lm, windows, hidden, batch_size, quiet)
+        if hidden is not None:
+            hidden.flush()
+        on_first(finish)
+    return np.memmap(file, lm.dtype, "r", shape=shape)
+
+
+def _stored(note: Path) -> Any:
+    """What a note says; None where there is none, or a kill cut it short."""
+    try:
+        return json.loads(note.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def array_hash(arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256, hex, of the arrays' names, dtypes, shapes and contents."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def host_memory_available() -> int:
+    """Bytes that can be taken now without swapping, as the kernel estimates; 0 where it does not say (not Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
+
+
+def _readable(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,447 @@
+"""calibjax compare: figures against scikit-learn and numpy, the same from every format, on a model, mistakes."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import csv as pa_csv
+from pyarrow import parquet
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss, roc_auc_score
+from tiny import write_model, write_text
+
+import calibjax.commands.compare as command
+from calibjax.cli import main
+from calibjax.data.table import PredictionTable, read_table, split_table
+from calibjax.eval.compare.results import COMPARED
+from calibjax.recalibrate import METHODS, Predictions
+from calibjax.runtime.errors import UserError
+from calibjax.train import options as ats_options
+
+ROWS, CLASSES, TRUE_TEMPERATURE, BINS = 4000, 5, 2.5, 10
+QUICK = ["--quiet", "--bins", str(BINS)]
+
+
+def made():
+    """(logits, labels, group): labels drawn at the temperature 2.5."""
+    rng = np.random.default_rng(5)
+    z = rng.normal(size=(ROWS, CLASSES)) * 2
+    labels = (z + rng.gumbel(size=z.shape)).argmax(axis=1)
+    return (TRUE_TEMPERATURE * z).astype(np.float32), labels, rng.integers(0, 300, ROWS)
+
+
+def softmax(z):
+    e = np.exp(np.asarray(z, np.float64) - z.max(axis=1, keepdims=True))
+    return e / e.sum(axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The same predictions in every format."""
+    folder = tmp_path_factory.mktemp("tables")
+    z, labels, group = made()
+    p = softmax(z)
+    logits = {f"logit_{k}": z[:, k] for k in range(CLASSES)} | {"label": labels, "group": group}
+    binary = {"confidence": p.max(axis=1).astype(np.float32), "correct": z.argmax(axis=1) == labels, "group": group}
+    for name, columns in (("logits", logits), ("binary", binary)):
+        table = pa.table(columns)
+        pa_csv.write_csv(table, folder / f"{name}.csv")
+        parquet.write_table(table, folder / f"{name}.parquet")
+        lines = (json.dumps(row) for row in table.to_pylist())
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    np.savez(folder / "logits.npz", logits=z, labels=labels, group=group)
+    np.savez(folder / "binary.npz", **binary)
+    pa_csv.write_csv(pa.table({f"p_{k}": p[:, k] for k in range(CLASSES)} | {"label": labels}), folder / "p.csv")
+    return folder
+
+
+def compare(capsys, *options):
+    """Exit code, metrics.json, and what went to standard error."""
+    code = main(["compare", "--json", *QUICK, *map(str, options)])
+    printed = capsys.readouterr()
+    return code, json.loads(printed.out) if printed.out else None, printed.err
+
+
+def without_times(document):
+    rows = document["held_out"]["methods"]
+    return {name: {k: v for k, v in row.items() if k != "fit_seconds"} for name, row in rows.items()}
+
+
+def halves(file):
+    """The split that the command makes, as float64 arrays."""
+    return [part.predictions for part in split_table(read_table(file), 0.6, 0)]
+
+
+def ece_of(confidence, correct):
+    """By searching each of the bins (lo, hi]."""
+    total = 0.0
+    for b in range(BINS):
+        inside = (confidence > np.float32(b) / np.float32(BINS)) & (confidence <= np.float32(b + 1) / np.float32(BINS))
+        total += abs((confidence[inside].astype(np.float64) - correct[inside]).sum())
+    return total / len(confidence)
+
+
+def close(row, wanted):
+    for key, value in wanted.items():
+        got = row["ece"]["value"] if key == "ece" else row[key]
+        print(f"{key}: {got:.7f}, wanted {value:.7f}")
+        np.testing.assert_allclose(got, value, atol=2e-6, rtol=2e-6, err_msg=key)
+
+
+def test_logits_against_numpy_and_scikit_learn(files, capsys):
+    methods = ["matrix", "platt", "isotonic"]
+    code, document, _ = compare(capsys, "--table", files / "logits.npz", "--methods", *methods)
+    assert code == 0
+    held_out = document["held_out"]
+    fit, test = halves(files / "logits.npz")
+    n = len(test.labels)
+    assert held_out["tokens"] == n
+    assert held_out["reference"] == "temperature"
+    rows = held_out["methods"]
+    assert set(rows) == {"uncalibrated", "temperature", *methods}
+
+    z, labels = np.asarray(test.logits, np.float64), test.labels
+    # The temperature, by looking at the likelihood everywhere.
+    grid = np.linspace(2.0, 3.0, 401)
+    scores = [log_loss(fit.labels, softmax(np.asarray(fit.logits, np.float64) / t)) for t in grid]
+    best = grid[int(np.argmin(scores))]
+    print(f"temperature {best:.4f}")
+    assert abs(best - TRUE_TEMPERATURE) < 0.15
+    right = z.argmax(axis=1) == labels
+    for name, p in (("uncalibrated", softmax(z)), ("temperature", softmax(z / best))):
+        top = p.max(axis=1)
+        wanted = {
+            "nll": log_loss(labels, p),
+            "log_loss": log_loss(right, top),
+            "brier": np.mean((top - right) ** 2),
+            "auroc": roc_auc_score(right, top),
+            "accuracy": right.mean(),
+            "ece": ece_of(top.astype(np.float32), right),
+        }
+        if name == "uncalibrated":
+            close(rows[name], wanted)
+        else:  # the grid knows the temperature to one part in two thousand
+            for key, value in wanted.items():
+                got = rows[name]["ece"]["value"] if key == "ece" else rows[name][key]
+                np.testing.assert_allclose(got, value, atol=1e-3, err_msg=key)
+        assert rows[name]["changed"] == 0
+    assert rows["temperature"]["ece"]["value"] < 0.05 < 0.1 < rows["uncalibrated"]["ece"]["value"]
+    against = rows["uncalibrated"]["against"]
+    assert set(against) == set(COMPARED)
+    assert rows["temperature"]["against"] == {}
+    for key in ("ece", "brier", "nll"):
+        assert against[key]["low"] > 0
+        assert against[key]["share_lower"] == 0
+        assert against[key]["p_value"] < 0.01
+    difference = rows["uncalibrated"]["nll"] - rows["temperature"]["nll"]
+    np.testing.assert_allclose(against["nll"]["difference"], difference)
+    assert against["nll"]["low"] < difference < against["nll"]["high"]
+
+    # A method that changes the prediction, and methods that give a confidence alone.
+    data = Predictions(logits=test.logits)
+    new = np.asarray(METHODS["matrix"].apply(METHODS["matrix"].fit(fit), data)).argmax(axis=1)
+    assert rows["matrix"]["changed"] == (new != z.argmax(axis=1)).sum() > 0
+    np.testing.assert_allclose(rows["matrix"]["accuracy"], (new == labels).mean())
+    assert rows["matrix"]["parameters"] == CLASSES * (CLASSES + 1)
+    assert rows["platt"]["nll"] is None
+    assert set(rows["platt"]["against"]) == {"ece", "brier", "log_loss"}
+    assert (rows["isotonic"]["log_loss"] is None) == (rows["isotonic"]["certain_and_wrong"] > 0)
+
+
+def test_confidence_temperature_is_logistic_regression_without_intercept(files):
+    fit, _ = halves(files / "binary.parquet")
+    c = np.asarray(fit.confidence, np.float64)
+    x = (np.log(c) - np.log1p(-np.minimum(c, 1 - 2.0**-24)))[:, None]
+    wanted = LogisticRegression(C=np.inf, fit_intercept=False, tol=1e-10).fit(x, fit.correct > 0).coef_[0, 0]
+    state = METHODS["confidence_temperature"].fit(fit)
+    print(f"scale {float(state.scale):.7f}, scikit-learn {wanted:.7f}")
+    np.testing.assert_allclose(state.scale, wanted, rtol=1e-4)
+    assert state.report.converged
+
+
+@pytest.mark.parametrize("kind", ["logits", "binary"])
+def test_every_format_gives_the_same(files, capsys, kind):
+    documents = []
+    for suffix in ("csv", "parquet", "jsonl", "npz"):
+        code, document, _ = compare(capsys, "--table", files / f"{kind}.{suffix}", "--methods", "platt,histogram")
+        assert code == 0
+        documents.append(without_times(document))
+    assert documents[0]["platt"]["ece"]["low"] < documents[0]["platt"]["ece"]["high"]
+    for other in documents[1:]:
+        assert other == documents[0]
+    reference = "temperature" if kind == "logits" else "confidence_temperature"
+    assert set(documents[0]) == {"uncalibrated", reference, "platt", "histogram"}
+
+
+def test_probabilities_are_logits(files):
+    of_p, of_logits = (read_table(files / name).predictions for name in ("p.csv", "logits.csv"))
+    np.testing.assert_allclose(softmax(of_p.logits), softmax(of_logits.logits), atol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl", ".npz"])
+def test_a_table_that_exists_is_that_table(files, tmp_path, monkeypatch, suffix):
+    """Whatever its path would match as a pattern, and whatever its directory would name as a partition."""
+    expected = read_table(files / f"binary{suffix}").predictions
+    for folder in ("[w]", "a::b?", "file:", "correct=1", "~"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"t1{suffix}").write_text("decoy")
+        file = tmp_path / folder / f"t[12]*{suffix}"
+        shutil.copy(files / f"binary{suffix}", file)
+        monkeypatch.chdir(tmp_path)
+        for path in (file, f"{folder}/{file.name}"):
+            got = read_table(path).predictions
+            np.testing.assert_array_equal(got.confidence, expected.confidence)
+            np.testing.assert_array_equal(got.correct, expected.correct)
+
+
+def test_split_keeps_groups_whole(files):
+    table = read_table(files / "logits.csv")
+    fit, held_out = split_table(table, 0.6, 0)
+    assert not set(fit.groups) & set(held_out.groups)
+    assert len(fit) + len(held_out) == ROWS
+    assert abs(len(fit) - 0.6 * ROWS) < 30
+    again, _ = split_table(table, 0.6, 1)
+    assert not np.array_equal(fit.groups, again.groups)
+
+
+@pytest.mark.parametrize(("sort", "sign"), [("ece", 1), ("auroc", -1), ("nll", 1)])
+def test_order_of_rows(files, capsys, sort, sign):
+    methods = ["vector", "platt", "beta"]
+    _, document, _ = compare(capsys, "--table", files / "logits.npz", "--methods", *methods, "--sort", sort)
+    rows = document["held_out"]["methods"].values()
+    values = [row["ece"]["value"] if sort == "ece" else row[sort] for row in rows]
+    known = [sign * value for value in values if value is not None]
+    assert known == sorted(known)
+    assert values[len(known) :] == [None] * (len(values) - len(known))
+    assert len(known) == (3 if sort == "nll" else 5)
+
+
+def test_tables_report_and_what_is_left_out(files, capsys, tmp_path):
+    out = tmp_path / "out"
+    code = main(["compare", *QUICK, "--table", str(files / "binary.csv"), "--out", str(out)])
+    shown = capsys.readouterr().out
+    assert code == 0
+    document = json.loads((out / "metrics.json").read_text())
+    held_out = document["held_out"]
+    json.dumps(document, allow_nan=False)
+    assert set(held_out["methods"]) | set(held_out["left_out"]) == {"uncalibrated", *METHODS}
+    assert not set(held_out["methods"]) & set(held_out["left_out"])
+    assert "few_shot" in held_out["methods"]  # the groups are its slices
+    assert "left out: lore: no features to read here." in shown
+    assert "by ece" in shown
+    assert "in these bins, over groups" in shown
+    assert "…" not in shown
+    lines = shown.splitlines()
+    first = next(iter(held_out["methods"]))
+    best = next(line for line in lines if line.strip().startswith(first))
+    assert best.split("]")[1].startswith(" *") or best.split("]")[1].startswith("+*")
+    base = next(line for line in lines if line.strip().startswith("uncalibrated"))
+    assert base.split("]")[1].startswith("-"), "significantly worse"
+    page = (out / "report.html").read_text()
+    for name, row in held_out["methods"].items():
+        assert f"<td>{row['brier']:.4f}</td>" in page, name
+        assert len(row["reliability"]["count"]) == BINS
+        assert sum(row["reliability"]["count"]) == held_out["tokens"]
+    assert "Left out: lore" in page
+    assert (out / "reliability.png").read_bytes().startswith(b"\x89PNG")
+
+    assert main(["report", str(out)]) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert [line for line in again if "[" in line] == [line for line in lines if "[" in line]
+
+
+def test_a_method_that_fails_does_not_stop_the_others(files, capsys, monkeypatch):
+    def broken(data, where=None):
+        raise FloatingPointError("no\nluck")
+
+    def nonsense(state, data):
+        return data.confidence * np.nan
+
+    monkeypatch.setitem(METHODS, "beta", METHODS["beta"]._replace(fit=broken))
+    monkeypatch.setitem(METHODS, "platt", METHODS["platt"]._replace(apply=nonsense))
+    options = ["--table", files / "binary.npz", "--methods", "platt", "beta", "histogram"]
+    code, document, _ = compare(capsys, *options)
+    assert code == 1
+    failed = document["held_out"]["failed"]
+    assert failed["beta"] == "FloatingPointError: no"
+    assert failed["platt"].startswith("ValueError: it gave nan as a confidence")
+    assert set(document["held_out"]["methods"]) == {"uncalibrated", "confidence_temperature", "histogram"}
+    assert main(["compare", *QUICK, *map(str, options)]) == 1
+    assert "failed: FloatingPointError: no" in capsys.readouterr().out
+
+
+BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 10)) + "0.5,1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", BINARY.replace("correct", "right"), "expected the columns confidence and correct, or logit_0"),
+        ("x.csv", BINARY.replace("0.3,", ","), "confidence: row 2 holds nan"),
+        ("x.csv", BINARY.replace("0.3,1", "0.3,nan"), "correct: row 2 holds nan"),
+        ("x.csv", BINARY.replace("0.3,", "30,"), "confidence: row 2 holds 30, expected 0 to 1 (percent?"),
+        ("x.csv", BINARY.replace("0.3,1", "0.3,yes"), "correct: row 2 holds 'yes', expected a number"),
+        ("x.csv", BINARY.replace(",0\n", ",1\n"), "correct is 1 in every row"),
+        ("x.csv", BINARY.replace("0.5,1\n", ""), "8 rows are too few"),
+        ("x.csv", "", "cannot be read"),
+        ("x.jsonl", "{", "cannot be read"),
+        ("x.xls", BINARY, "expected a file ending in .csv, .parquet, .jsonl or .npz"),
+        ("x.npz", "nothing", "cannot be read as an .npz file"),
+        ("x.csv", "logit_0,logit_2,label\n" + "1,2,0\n" * 9 + "1,2,1\n", "logit_0, logit_1 and so on without a gap"),
+        (
+            "x.csv",
+            "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,2\n",
+            "label: row 9 holds 2, expected a whole number from 0 to 1",
+        ),
+        ("x.csv", "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,.5\n", "label: row 9 holds 0.5, expected a whole"),
+        ("x.csv", "p_0,p_1,label\n" + ".5,.5,0\n" * 9 + ".5,.6,1\n", "p: row 9 sums to 1.1"),
+        (
+            "x.csv",
+            "logit_0,logit_1,label\n" + "1,2,0\n" * 7 + "1,2,4294967296\n1,2,1\n1,2,1\n",
+            "label: row 7 holds 4294967296, expected a whole number from 0 to 1",
+        ),
+        (
+            "x.csv",
+            "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + f"1,2,{2**63 - 1}\n",
+            f"label: row 9 holds {2**63 - 1}, expected a whole",
+        ),
+    ],
+)
+def test_tables_that_are_wrong(capsys, tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    code, document, error = compare(capsys, "--table", tmp_path / name)
+    assert code == 2
+    assert document is None
+    assert len(error.strip().splitlines()) == 1, error
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(np.int64, 2**32 + 1), (np.uint64, 2**63), (np.uint32, 2**32 - 1), (np.int64, -(2**32)), (np.float64, 2.0**33)],
+)
+def test_labels_do_not_wrap(tmp_path, dtype, value):
+    labels = (np.arange(20) % 3).astype(dtype)
+    labels[7] = value
+    np.savez(tmp_path / "x.npz", logits=np.zeros((20, 3)), labels=labels)
+    with pytest.raises(UserError, match=re.escape(f"label: row 7 holds {labels[7]}, expected a whole number from 0")):
+        read_table(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("confidence", 0.5 + 2j, "confidence: expected real numbers, got complex128"),
+        ("confidence", 1e39, "confidence: row 7 holds 1e+39, expected a finite float32"),
+        ("correct", 1 + 0j, "correct: expected real numbers, got complex128"),
+    ],
+)
+def test_numbers_are_real_and_fit(tmp_path, name, value, message):
+    arrays = {"confidence": np.linspace(0, 1, 20), "correct": np.arange(20) % 2.0}
+    arrays[name] = np.where(np.arange(20) == 7, value, arrays[name])
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_table(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("x.jsonl", '{"confidence": 0.5, "correct": "x"}', "correct: row 70000 holds 'x', expected a number as in"),
+        ("x.jsonl", '{"confidence":', "row 70000 holds '{\"confidence\":', expected a JSON object"),
+        ("x.csv", "0.5,x", "correct: row 70000 holds 'x', expected a number"),
+    ],
+)
+def test_the_row_of_a_long_file_is_named(tmp_path, name, value, message):
+    """Beyond the first mebibyte, which is what Arrow reads at a time."""
+    of_row = '{{"confidence": 0.5000, "correct": {}}}' if name == "x.jsonl" else "0.50000000000,{}"
+    rows = [of_row.format(i % 2) for i in range(80_000)]
+    rows[70_000] = value
+    header = [] if name == "x.jsonl" else ["confidence,correct"]
+    (tmp_path / name).write_text("\n".join(header + rows))
+    assert (tmp_path / name).stat().st_size > 2**20
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_table(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--table", "nowhere.csv"], "there is no such file"),
+        ([], "give either --model and --data, or --table"),
+        (["--model", "x"], "give either --model and --data, or --table"),
+        (["--table", "x.csv", "--model", "x", "--data", "y"], "give either --model and --data, or --table"),
+        (["--table", "x.csv", "--methods", "plat"], "--methods: plat: expected all, or some of temperature,"),
+        (["--table", "x.csv", "--max-tokens", "0"], "--max-tokens: expected at least 1"),
+        *(
+            (
+                ["--model", "x", "--data", "y", "--fit-fraction", bad],
+                "--fit-fraction: expected a number between 0 and 1",
+            )
+            for bad in ("nan", "0", "1", "inf", "-0.5")
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_are_wrong(capsys, options, message):
+    code, _, error = compare(capsys, *options)
+    assert code == 2
+    assert message in error
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.049, 0.951, 1 - 1e-9])
+def test_no_part_is_empty(fraction):
+    table = PredictionTable(Predictions(confidence=np.linspace(0, 1, 20), correct=np.arange(20) % 2.0), None)
+    with pytest.raises(
+        UserError,
+        match=re.escape(f"--fit-fraction: {fraction} of 20 rows leaves one part empty: expected 0.05 to 0.95"),
+    ):
+        split_table(table, fraction, 0)
+    assert [len(part) for part in split_table(table, 0.05, 0)] == [1, 19]
+
+
+def test_ten_rows(capsys, tmp_path):
+    (tmp_path / "x.csv").write_text(BINARY)
+    code, document, _ = compare(capsys, "--table", tmp_path / "x.csv", "--fit-fraction", "0.5")
+    assert code == 0
+    assert document["held_out"]["tokens"] == 5
+    assert not document["held_out"]["failed"]
+
+
+def test_a_model_and_text(capsys, tmp_path, monkeypatch):
+    """All rows, from statistics and from arrays, are of the same tokens; those that must agree, agree."""
+    monkeypatch.setattr(ats_options, "ALPHA_GRID", (0.1,))
+    monkeypatch.setattr(command, "AtsOptions", lambda: ats_options.AtsOptions(epochs=2, loss="joint", batch_size=6))
+    write_model(tmp_path / "model")
+    write_text(tmp_path / "data.jsonl", rows=60, words=16)
+    text = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", "13", "--full-windows"]
+    methods = ["ats", "ensemble_temperature", "feature_clipping", "platt", "lore", "few_shot"]
+    out = tmp_path / "out"
+    code, document, error = compare(
+        capsys, *text, "--methods", *methods, "--max-tokens", "240", "--out", out, "--fit-fraction", "0.5"
+    )
+    assert code == 0, error
+    held_out = document["held_out"]
+    rows = held_out["methods"]
+    assert not held_out["failed"]
+    assert not held_out["left_out"]
+    assert set(rows) == {"uncalibrated", "temperature", *methods}
+    assert held_out["tokens"] == 240  # 20 windows of 12 predictions
+    assert "240 tokens to fit on, 240 held out, of 360 and 360 (--max-tokens)" in error
+    assert held_out["clusters"] == "rows of the text"
+    for name in ("temperature", "ats", "ensemble_temperature"):
+        assert rows[name]["accuracy"] == rows["uncalibrated"]["accuracy"]
+        assert rows[name]["changed"] == 0
+    assert rows["temperature"]["nll"] < rows["uncalibrated"]["nll"]
+    # One by statistics of windows, the other by arrays, of which it holds the former as a special case.
+    assert rows["ensemble_temperature"]["nll"] < rows["uncalibrated"]["nll"]
+    assert {entry.name for entry in out.iterdir()} == {
+        *("run.json", "fit", "metrics.json", "reliability.png", "report.html")
+    }
+
+    # The temperature from arrays, in the file format for them: the same tokens give the same figures.
+    page = (out / "report.html").read_text()
+    assert f"<p>{held_out['tokens']:,} tokens</p>" in page

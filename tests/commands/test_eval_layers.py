@@ -1,0 +1,328 @@
+"""Calibration across layers against float64 over the dense logits; the exact oracle of an edit in the null space."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import make_lm, make_windows, ragged
+
+from calibjax import metrics, models
+from calibjax.eval.layers.directions import (
+    Edit,
+    choose_edit,
+    choose_sets,
+    edit_array,
+    evaluate_edit,
+    find_directions,
+    null_space,
+    sweep,
+)
+from calibjax.eval.layers.layers import correction_phase, evaluate_layers, layers_json, make_readout, settled_layer
+from calibjax.eval.layers.neurons import entropy_neurons
+from calibjax.kernels import kl_divergences, vocab_stats
+from calibjax.models import LanguageModel
+from calibjax.runtime.errors import UserError
+
+LM = make_lm(num_layers=3)
+WINDOWS = ragged(make_windows(21))
+LETTERS = (7, 2, 11)
+run_hidden = jax.jit(models.hidden_states, static_argnames=("config", "layers"))
+
+
+def dense_states(lm, windows=WINDOWS, edit=None):
+    """Residual streams `[M, S, T, D]` and the final norm's output, both float64."""
+    residual = run_hidden(
+        lm.config,
+        lm.params,
+        windows.tokens,
+        segment_ids=windows.segment_ids,
+        positions=windows.positions,
+        layers="residual",
+        edit=edit,
+    )
+    residual = np.asarray(residual, np.float64)
+    scale = np.asarray(lm.params["final_norm"]["scale"], np.float64)
+    rms = np.sqrt((residual**2).mean(axis=-1, keepdims=True) + lm.config.norm_eps)
+    return residual, residual / rms * scale
+
+
+def log_softmax(z):
+    z = z - z.max(axis=-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+def with_letters(windows):
+    """The same windows, with targets among the letters."""
+    return windows._replace(targets=np.asarray(LETTERS, np.int32)[windows.targets % 3])
+
+
+@pytest.mark.parametrize("letters", [None, LETTERS])
+def test_layers_equal_the_dense_formula(letters):
+    windows = WINDOWS if letters is None else with_letters(WINDOWS)
+    outputs = evaluate_layers(LM, windows, make_readout(LM, letters), batch_size=8, quiet=True)
+    rows = slice(None) if letters is None else list(letters)
+    log_p = log_softmax(dense_states(LM, windows)[1] @ np.asarray(LM.unembedding, np.float64)[rows].T)[:, windows.where]
+    targets = windows.targets[windows.where]
+    places = targets if letters is None else np.array([letters.index(t) for t in targets])
+    p = np.exp(log_p)
+    expected = {
+        "confidence": p.max(-1),
+        "argmax": p.argmax(-1),
+        "correct": p.argmax(-1) == places[None],
+        "log_prob": np.take_along_axis(log_p, np.broadcast_to(places[None, :, None], (*log_p.shape[:2], 1)), -1)[
+            ..., 0
+        ],
+        "entropy": -(p * log_p).sum(-1),
+        "kl": (p[-1:] * (log_p[-1:] - log_p)).sum(-1),
+    }
+    assert outputs.confidence.shape == (LM.config.num_layers + 1, windows.where.sum())
+    for name, value in expected.items():
+        got = getattr(outputs, name)
+        print(name, np.abs(got.astype(np.float64) - value).max())
+        np.testing.assert_allclose(got, value, rtol=1e-4, atol=2e-5, err_msg=name)
+    np.testing.assert_array_equal(outputs.group, np.nonzero(windows.where)[0])
+
+
+def test_the_last_layer_is_the_model():
+    outputs = evaluate_layers(LM, WINDOWS, make_readout(LM), batch_size=8, quiet=True)
+    sums = evaluate_edit(LM, WINDOWS, make_readout(LM), np.zeros((3, LM.config.hidden_size), np.float32), batch_size=8)
+    whole = metrics.total(sums)
+    np.testing.assert_allclose(whole.confidence.sum(), outputs.confidence[-1].sum(dtype=np.float64), rtol=1e-6)
+    assert whole.correct.sum() == outputs.correct[-1].sum()
+    assert not outputs.kl[-1].any()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_divergence_over_ragged_chunks(softcap):
+    rng = np.random.default_rng(0)
+    states, bias = rng.normal(size=(3, 5, 8)), rng.normal(size=1300)
+    weights = rng.normal(size=(1300, 8))
+    z = states @ weights.T + bias
+    z = z if softcap is None else softcap * np.tanh(z / softcap)
+    log_p = log_softmax(z)
+    expected = (np.exp(log_p[:1]) * (log_p[:1] - log_p[1:])).sum(-1)
+    states, weights, bias = (jnp.asarray(x, jnp.float32) for x in (states, weights, bias))
+    normalizer = vocab_stats(states, weights, bias=bias, softcap=softcap).require("log_normalizer")
+    got = kl_divergences(
+        states[0],
+        states[1:],
+        weights,
+        log_normalizer=normalizer[0],
+        other_log_normalizers=normalizer[1:],
+        bias=bias,
+        softcap=softcap,
+    )
+    print(np.abs(got - expected).max())
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+# --- edits ---
+
+
+def null_space_model():
+    """The first channel is written by nothing and read by nothing; the final norm has unit gain and eps 0."""
+    lm = make_lm(num_layers=2)
+    params = jax.tree.map(np.array, lm.params)
+    params["embedding"][:, 0] = 0
+    params["unembedding"][:, 0] = 0
+    params["layers"]["attention"]["o"]["kernel"][..., 0] = 0
+    params["layers"]["mlp"]["down"]["kernel"][..., 0] = 0
+    config = dataclasses.replace(lm.config, norm_eps=0.0)
+    return LanguageModel.from_params(config, jax.tree.map(jnp.asarray, params))
+
+
+def test_an_edit_in_the_null_space_is_a_temperature():
+    """RMSNorm of unit gain and eps 0, |v| = 1, v in the null space of W and orthogonal to h: h + c v has the logits of
+    h divided by T = sqrt(1 + c²/|h|²), exactly."""
+    lm, c = null_space_model(), 40.0
+    edit = np.zeros((2, lm.config.hidden_size), np.float32)
+    edit[1, 0] = c
+    residual, states = dense_states(lm)
+    assert not residual[..., 0].any()
+    length = np.linalg.norm(residual[-1], axis=-1)
+    temperature = np.sqrt(1 + c**2 / length**2)
+    assert temperature[WINDOWS.where].max() > 1.5
+    log_p = log_softmax(states[-1] @ np.asarray(lm.unembedding, np.float64).T / temperature[..., None])
+
+    hidden = run_hidden(
+        lm.config,
+        lm.params,
+        WINDOWS.tokens,
+        segment_ids=WINDOWS.segment_ids,
+        positions=WINDOWS.positions,
+        edit=jnp.asarray(edit),
+    )
+    stats = vocab_stats(hidden, lm.unembedding, WINDOWS.targets)
+    for name, got, value in (
+        ("confidence", stats.confidence(), np.exp(log_p.max(-1))),
+        ("log_prob", stats.log_prob(), np.take_along_axis(log_p, WINDOWS.targets[..., None], -1)[..., 0]),
+        ("entropy", stats.entropy(), -(np.exp(log_p) * log_p).sum(-1)),
+    ):
+        error = np.abs(np.asarray(got, np.float64) - value)[WINDOWS.where].max()
+        print(f"{name}: largest error {error:.2e}, T up to {temperature[WINDOWS.where].max():.3f}")
+        assert error < 5e-6, name
+    # And through the sweep's own path.
+    sums = metrics.total(evaluate_edit(lm, WINDOWS, make_readout(lm), edit, batch_size=8))
+    expected = np.exp(log_p.max(-1))[WINDOWS.where].sum()
+    np.testing.assert_allclose(sums.confidence.sum(), expected, rtol=1e-6)
+    # The null space finds it: the first channel, and nothing else of the hidden states.
+    space = null_space(lm, energy=1e-9)
+    assert space.expected == 1 / lm.config.hidden_size
+    np.testing.assert_allclose(space.share(np.eye(lm.config.hidden_size)[:3]), [1, 0, 0], atol=1e-6)
+
+
+def test_no_edit_costs_nothing_and_zeros_change_nothing():
+    tokens, zeros = WINDOWS.tokens[:2], jnp.zeros((3, LM.config.hidden_size))
+
+    def program(edit):
+        return run_hidden.lower(LM.config, LM.params, tokens, edit=edit).as_text()
+
+    adds = [text.count("stablehlo.add") for text in (program(None), program(zeros))]
+    assert adds[1] == adds[0] + 1, "one addition in the loop over layers, and none without an edit"
+    one, other = (run_hidden(LM.config, LM.params, tokens, edit=edit) for edit in (None, zeros))
+    np.testing.assert_array_equal(one, other)
+    with pytest.raises(UserError, match=r"edit: expected one row for each block, \[3, 16\], got \[2, 16\]"):
+        run_hidden(LM.config, LM.params, tokens, edit=zeros[:2])
+
+
+def test_direction_is_the_difference_of_means():
+    read = make_readout(LM)
+    outputs = evaluate_layers(LM, WINDOWS, read, batch_size=8, quiet=True)
+    first, second = choose_sets("wrong", outputs.confidence[-1], outputs.correct[-1])
+    directions = find_directions(LM, WINDOWS, read, (first, second), batch_size=8, quiet=True)
+    residual = dense_states(LM)[0][1:, WINDOWS.where]
+    difference = residual[:, first].mean(axis=1) - residual[:, second].mean(axis=1)
+    gap = np.linalg.norm(difference, axis=-1)
+    print(np.abs(directions.vectors - difference / gap[:, None]).max())
+    np.testing.assert_allclose(directions.vectors, difference / gap[:, None], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(directions.gap, gap, rtol=1e-4)
+    np.testing.assert_allclose(directions.length, np.linalg.norm(residual, axis=-1).mean(axis=1), rtol=1e-5)
+    assert directions.counts == (first.sum(), second.sum())
+    edit = edit_array(directions, Edit(2, -0.5))
+    np.testing.assert_allclose(edit[1], -0.5 * directions.length[1] * directions.vectors[1])
+    assert not edit[[0, 2]].any()
+
+
+def test_sets():
+    confidence, correct = np.array([0.9, 0.2, 0.8, 0.4]), np.array([False, False, True, True])
+    expected = {
+        "overconfident": ([1, 0, 0, 0], [0, 0, 1, 1]),  # accuracy 0.5
+        "wrong": ([1, 1, 0, 0], [0, 0, 1, 1]),
+        "confident": ([1, 0, 1, 0], [0, 1, 0, 1]),
+    }
+    for recipe, (first, second) in expected.items():
+        got = choose_sets(recipe, confidence, correct)
+        np.testing.assert_array_equal(got, np.array([first, second], bool), err_msg=recipe)
+    with pytest.raises(UserError, match="--direction wrong: none of 2 predictions belongs to the first"):
+        choose_sets("wrong", confidence[2:], correct[2:])
+
+
+def test_sweep_is_one_program_and_chooses_without_losing_accuracy():
+    read = make_readout(LM)
+    outputs = evaluate_layers(LM, WINDOWS, read, batch_size=8, quiet=True)
+    sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
+    directions = find_directions(LM, WINDOWS, read, sets, batch_size=8, quiet=True)
+    options = {"batch_size": 8, "bins": 5, "quiet": True}
+    done = sweep(LM, WINDOWS, read, directions, (1, 3), (-0.5, 0.0, 0.5), **options)
+    assert list(done) == [Edit(0, 0.0), Edit(1, -0.5), Edit(1, 0.5), Edit(3, -0.5), Edit(3, 0.5)]
+    # Dense, for one of them.
+    states = dense_states(LM, edit=jnp.asarray(edit_array(directions, Edit(1, 0.5))))[1][-1]
+    p = np.exp(log_softmax(states @ np.asarray(LM.unembedding, np.float64).T))[WINDOWS.where]
+    whole = metrics.total(done[Edit(1, 0.5)])
+    np.testing.assert_allclose(whole.confidence.sum(), p.max(-1).sum(), rtol=1e-5)
+    assert whole.correct.sum() == (p.argmax(-1) == WINDOWS.targets[WINDOWS.where]).sum()
+
+    rows = {edit: metrics.summarise(sums) for edit, sums in done.items()}
+    chosen = choose_edit(done, accuracy_loss=0.01)
+    fine = {edit for edit, row in rows.items() if row["accuracy"] >= rows[Edit(0, 0.0)]["accuracy"] - 0.01}
+    assert chosen in fine
+    assert rows[chosen]["ece"] == min(rows[edit]["ece"] for edit in fine)
+
+
+# --- what is made of the curves ---
+
+
+def test_where_the_decision_settles():
+    for agreement, share, expected in (
+        ([0.1, 0.95, 0.5, 0.92, 1.0], 0.9, 3),
+        ([0.9, 0.9, 1.0], 0.9, 0),
+        ([0.1, 0.89, 1.0], 0.9, 2),
+    ):
+        assert settled_layer(np.array(agreement), share) == expected
+
+
+def made_sums(confidence, accuracy, count=400):
+    """Points of one confidence, some right: the calibration error is the difference."""
+    right = (np.arange(count) % 100 < round(100 * accuracy)).astype(np.float32)
+    return metrics.pooled_sums(np.full(count, confidence, np.float32), right)
+
+
+def test_phase_of_correction():
+    agreement = np.array([0.1, 0.95, 0.95, 0.95, 1.0])
+    sums = [made_sums(c, 0.5) for c in (0.99, 0.6, 0.9, 0.8, 0.55)]
+    phase = correction_phase(sums, agreement)
+    assert (phase.settled, phase.peak, phase.found) == (1, 2, True)  # not layer 0, before the decision
+    np.testing.assert_allclose(phase.correction.difference, 0.4 - 0.05, atol=1e-6)
+    assert 0 < phase.correction.low <= phase.correction.high
+    none = correction_phase(sums, np.array([0.1, 0.95, 0.95, 0.2, 1.0]))
+    assert (none.settled, none.peak, none.found) == (4, 4, False)
+    growing = correction_phase([made_sums(c, 0.5) for c in (0.5, 0.6, 0.7, 0.8, 0.9)], agreement)
+    assert (growing.peak, growing.found) == (4, False)
+
+
+def test_curves_as_json():
+    outputs = evaluate_layers(LM, WINDOWS, make_readout(LM), batch_size=8, quiet=True)
+    document = layers_json(outputs, bins=10, resamples=50)
+    for layer, row in enumerate(document["curves"]):
+        ece = float(metrics.expected_calibration_error(outputs.confidence[layer], outputs.correct[layer], bins=10))
+        expected = {
+            "accuracy": outputs.correct[layer].mean(),
+            "confidence": outputs.confidence[layer].mean(dtype=np.float64),
+            "ece": ece,
+            "nll": -outputs.log_prob[layer].mean(dtype=np.float64),
+            "entropy": outputs.entropy[layer].mean(dtype=np.float64),
+            "kl": outputs.kl[layer].mean(dtype=np.float64),
+        }
+        for name, value in expected.items():
+            assert math.isclose(row[name]["value"], value, rel_tol=1e-5, abs_tol=1e-7), (layer, name)
+            assert row[name]["low"] <= row[name]["high"]
+        assert row["agreement"] == (outputs.argmax[layer] == outputs.argmax[-1]).mean()
+    assert document["curves"][-1]["agreement"] == 1
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_entropy_neurons(norm):
+    lm = make_lm(num_layers=2, norm=norm, vocab_size=37)
+    rng = np.random.default_rng(3)
+    params = jax.tree.map(np.array, lm.params)
+    params["final_norm"]["scale"] = rng.uniform(0.5, 2, lm.config.hidden_size).astype(np.float32)
+    lm = LanguageModel.from_params(lm.config, jax.tree.map(jnp.asarray, params))
+    space = null_space(lm, energy=0.2)
+    with pytest.raises(UserError, match="layers: expected 1 to 2, the model's blocks, got 3"):
+        entropy_neurons(lm, space, layers=3)
+    found = entropy_neurons(lm, space, layers=2, count=3, largest=0.5)
+    assert [neuron.layer for neuron in found] == [1, 1, 1, 2, 2, 2]
+    rows = np.asarray(lm.unembedding, np.float64)
+    for neuron in found:
+        written = np.asarray(params["layers"]["mlp"]["down"]["kernel"][neuron.layer - 1], np.float64)
+        written = written - written.mean(axis=1, keepdims=True) if norm == "layer" else written
+        effect = written * params["final_norm"]["scale"].astype(np.float64)
+        cosines = rows @ effect.T / np.linalg.norm(rows, axis=1)[:, None] / np.linalg.norm(effect, axis=1)
+        variance, lengths = cosines.var(axis=0), np.linalg.norm(written, axis=1)
+        np.testing.assert_allclose(neuron.norm, lengths[neuron.index], rtol=1e-6)
+        np.testing.assert_allclose(neuron.logit_variance, variance[neuron.index], rtol=1e-5)
+        assert neuron.norm >= np.median(lengths)
+        large = np.argsort(-lengths)[: len(lengths) // 2]
+        assert neuron.logit_variance <= np.sort(variance[large])[2] * (1 + 1e-6)
+    # The null space, by the singular values of the matrix itself.
+    matrix = (rows - rows.mean(axis=0)) * params["final_norm"]["scale"].astype(np.float64)
+    matrix = matrix - matrix.mean(axis=1, keepdims=True) if norm == "layer" else matrix
+    _, singular, right = np.linalg.svd(matrix)
+    inside = np.cumsum(singular[::-1] ** 2) <= 0.2 * (singular**2).sum()
+    assert space.basis.shape[1] == inside.sum()
+    vector = rng.normal(size=lm.config.hidden_size)
+    expected = np.square(right[::-1][inside] @ vector).sum() / np.square(vector).sum()
+    np.testing.assert_allclose(space.share(vector), expected, rtol=1e-4)

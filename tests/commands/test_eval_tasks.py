@@ -1,0 +1,272 @@
+"""Benchmarks over small local files against float64 by hand; the prompts against those of the harness."""
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from assets import data_path, model_path
+from sklearn.metrics import roc_auc_score
+from tiny import WORDS, write_model
+
+from calibjax.cli import main
+from calibjax.commands import eval_tasks as benchmarks
+from calibjax.commands.eval_tasks import TasksRun, run_tasks
+from calibjax.eval.answers.judges import find_judge, references, string_match
+from calibjax.models import load_model
+from calibjax.models.generate import generate
+from calibjax.runtime.errors import UserError
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
+TEMPERATURE = 2.5
+BINS = 10
+COUNT = 20  # of every task: one compilation of each metric
+
+
+def write(folder: Path, name: str, rows) -> None:
+    file = folder / "data" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(file, "wt") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def trivia_prompt(lm, context):
+    """As the harness writes it, and what the model can read of it before 4 tokens more."""
+    return lm.tokenizer.encode(context.replace("\nAnswer:", "?\nAnswer:"))[-(32 - 4) :]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A model, local files of three tasks, and what they hold."""
+    folder = tmp_path_factory.mktemp("material")
+    lm = load_model(write_model(folder / "model"))
+    rng = np.random.default_rng(0)
+
+    def words(low, high):
+        return " ".join(rng.choice(WORDS, rng.integers(low, high)))
+
+    arc = [
+        {"query": f"Question: {words(1, 9)}", "choices": [words(1, 4) for _ in range(4)], "gold": int(rng.integers(4))}
+        for _ in range(COUNT)
+    ]
+    truthful = [
+        {
+            "type": "t",
+            "category": f"c{n % 2}",
+            "question": words(2, 5),
+            "best_answer": "w1",
+            "correct_answers": ["w1"],
+            "incorrect_answers": ["w2"],
+            "mc1_choices": ["w1", "w2"],
+            "mc1_label": 0,
+            "mc2_choices": [words(1, 3) for _ in range(2 + n % 4)],
+            "mc2_labels": [1, *[n % 2] * (1 + n % 4)],
+        }
+        for n in range(COUNT)
+    ]
+    trivia = []
+    for n in range(COUNT):
+        context = f"Question: {words(40, 41) if n == 4 else words(1, 6)}\nAnswer:"
+        found = generate(lm, [trivia_prompt(lm, context)], max_new_tokens=4).texts(lm.tokenizer)[0]
+        trivia.append({"context": context, "answer": "w0 w0", "aliases": [found.upper() if n % 3 else "w1 w1 w1"]})
+    write(folder, "llm_foundry_eval/arc_easy.jsonl.gz", arc)
+    write(folder, "truthfulqa/truthfulqa.jsonl.gz", truthful)
+    write(folder, "triviaqa/triviaqa_sm_sub.jsonl.gz", trivia)
+    return folder, lm, arc, truthful, trivia
+
+
+@pytest.fixture(scope="module")
+def run(material):
+    folder = material[0]
+    options = {"assets": folder, "temperature": TEMPERATURE, "bins": BINS, "max_new_tokens": 4, "quiet": True}
+    tasks = ("arc_easy,truthfulqa_mc2", "triviaqa")
+    run = TasksRun(model=str(folder / "model"), tasks=tasks, out=folder / "out", batch_size=8, **options)
+    return run, run_tasks(run, announce=lambda _: None)
+
+
+def log_probs(lm, before, after, temperature):
+    """Of each token of the continuation, float64; texts or ids."""
+    first, last = (lm.tokenizer.encode(x) if isinstance(x, str) else list(x) for x in (before, after))
+    ids = first + last  # a tokenizer of words: the whole is its parts
+    tokens = np.zeros((1, 32), np.int32)  # one shape: causal, so that what comes later does not matter
+    tokens[0, : len(ids)] = ids
+    z = np.asarray(lm.logits(tokens), np.float64)[0] / temperature
+    z = z - z.max(-1, keepdims=True)
+    z = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    return z[np.arange(len(first) - 1, len(ids) - 1), last]
+
+
+def ece(confidence, correct):
+    index = np.clip(np.ceil(confidence * BINS) - 1, 0, BINS - 1)
+    gaps = [abs((confidence - correct)[index == b].sum()) for b in range(BINS)]
+    return sum(gaps) / len(confidence)
+
+
+@pytest.mark.parametrize(("method", "temperature"), [("uncalibrated", 1.0), ("temperature", TEMPERATURE)])
+@pytest.mark.parametrize("task", ["arc_easy", "triviaqa"])
+def test_figures_are_those_by_hand(material, run, task, method, temperature):
+    _, lm, arc, _, trivia = material
+    if task == "triviaqa":
+        prompts = [trivia_prompt(lm, row["context"]) for row in trivia]
+        texts = [generate(lm, [ids], max_new_tokens=4).texts(lm.tokenizer)[0] for ids in prompts]
+        each = [log_probs(lm, *pair, temperature) for pair in zip(prompts, texts, strict=True)]
+        confidence = np.array([np.exp(values.mean()) for values in each])
+        correct = np.array([row["aliases"][0].lower() == text for row, text in zip(trivia, texts, strict=True)])
+    else:
+        confidence, correct = np.zeros((2, len(arc)))
+        for n, row in enumerate(arc):
+            pairs = [(row["query"] + "\nAnswer:", f" {choice}") for choice in row["choices"]]
+            totals = np.array([log_probs(lm, *pair, temperature).sum() for pair in pairs])
+            p = np.exp(totals - totals.max())
+            confidence[n], correct[n] = p.max() / p.sum(), totals.argmax() == row["gold"]
+    row = run[1]["tasks"][task]["methods"][method]
+    assert run[1]["tasks"][task]["tokens"] == len(confidence)
+    assert row["accuracy"] == pytest.approx(correct.mean(), abs=1e-9)
+    assert 0 < row["accuracy"] < 1
+    assert row["confidence"] == pytest.approx(confidence.mean(), abs=1e-5)
+    assert row["ece"]["value"] == pytest.approx(ece(confidence, correct), abs=1e-5)
+    assert row["brier"] == pytest.approx(((confidence - correct) ** 2).mean(), abs=1e-5)
+    assert row["auroc"] == pytest.approx(roc_auc_score(correct, confidence), abs=1e-5)
+    assert row["ece"]["low"] <= row["ece"]["value"] + 0.05
+    ends = row["accuracy_interval"]
+    assert ends["low"] < row["accuracy"] < ends["high"]
+    own = run[1]["tasks"][task]["harness"]["acc" if task == "arc_easy" else "exact_match"]
+    if method == "uncalibrated":
+        assert own == pytest.approx(row["accuracy"], abs=1e-9)
+
+
+def test_the_document_says_what_its_numbers_are(run):
+    document = run[1]
+    assert document["held_out"]["tokens"] == sum(results["tokens"] for results in document["tasks"].values())
+    assert list(document["held_out"]["methods"]) == ["uncalibrated", "temperature"]
+    arc, trivia = (document["tasks"][name] for name in ("arc_easy", "triviaqa"))
+    assert arc["confidence"].startswith("options (probability of the chosen option among the options)")
+    assert trivia["confidence"].startswith("length_normalised")
+    assert trivia["confidence"].endswith("judge: string-match")
+    assert arc["source"] == "local data"
+    assert (arc["cut"], trivia["cut"]) == (0, 1)
+    subjects = document["tasks"]["truthfulqa_mc2"]["subjects"]
+    assert {row["subject"]: row["questions"] for row in subjects} == {"c0": 10, "c1": 10}
+    page = (run[0].out / "report.html").read_text()
+    assert "arc_easy" in page
+    assert "subjects of truthfulqa_mc2" in page
+    assert "judge: string-match" in page
+
+
+def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
+    """TruthfulQA's mc2: the options in which the harness counts probability are the right ones."""
+    from calibjax.eval.tasks.evaluate import right_options
+    from calibjax.eval.tasks.local_data import task_manager
+
+    task = task_manager(["truthfulqa_mc2_local"], material[0]).load(["truthfulqa_mc2_local"])["tasks"]["truthfulqa_mc2"]
+    for n, row in enumerate(material[3]):
+        right = right_options(task, task.eval_docs[n])
+        certain = [(0.0 if place in right else -1e3, False) for place in range(len(row["mc2_choices"]))]
+        assert task.process_results(task.eval_docs[n], certain)["acc"] == 1
+        assert len(right) == sum(row["mc2_labels"])
+    results = run[1]["tasks"]["truthfulqa_mc2"]
+    assert results["cut"] == len(material[3])  # its primer is longer than the model reads
+    assert results["methods"]["uncalibrated"]["nll"] is None
+
+
+def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
+    import calibjax.eval.tasks.evaluate
+
+    def never(*_, **__):
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(calibjax.eval.tasks.evaluate, "ask", never)
+    again = run_tasks(run[0], announce=lambda _: None)
+    assert again == run[1]
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"results in {run[0].out}: report.html")
+
+
+def test_a_run_does_not_go_on_with_other_questions(run, tmp_path):
+    with pytest.raises(UserError, match=r"holds another run \(different: assets"):
+        run_tasks(dataclasses.replace(run[0], assets=tmp_path), announce=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": ("arc_easi",)}, "arc_easi: expected names of lm-eval's tasks"),
+        ({"tasks": ("arc_easy",), "shots": 3}, "3 examples before a question are asked for, and its data has 0"),
+        ({"tasks": ("triviaqa",)}, "max_gen_toks: expected 1 to 31"),
+        ({"tasks": ("hellaswag",)}, "hellaswag_val.jsonl.gz does not exist"),
+        ({"tasks": ("arc_easy",), "judge": "no.such:judge"}, "--judge no.such:judge: expected string-match"),
+        ({"tasks": ("arc_easy",), "limit": 0}, "--limit: expected at least 1, got 0"),
+        ({"tasks": ("arc_easy",), "temperature": -1.0}, "--temperature: expected a positive number"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(material, monkeypatch, changes, message):
+    if changes["tasks"] == ("arc_easi",):  # without reading the harness's ten thousand definitions
+        from calibjax.eval import local_data
+
+        few = local_data.task_manager(())
+        monkeypatch.setattr(local_data, "task_manager", lambda *_: few)
+    options = {"model": str(material[0] / "model"), "assets": material[0], "quiet": True}
+    with pytest.raises(UserError, match=message):
+        run_tasks(TasksRun(**{**options, **changes}), announce=lambda _: None)
+
+
+def test_preset_of_label_smoothing_reads_the_whole_vocabulary(material, capsys):
+    folder, lm, arc, *_ = material
+    args = f"eval tasks --model {folder / 'model'} --tasks arc_easy --assets {folder} --preset label-smoothing --json"
+    assert main([*args.split(), "--quiet"]) == 0
+    row = json.loads(capsys.readouterr().out)["held_out"]["methods"]["uncalibrated"]
+    totals = [
+        [log_probs(lm, asked["query"] + "\nAnswer:", f" {choice}", 1.0).sum() for choice in asked["choices"]]
+        for asked in arc
+    ]
+    assert row["confidence"] == pytest.approx(np.exp(np.max(totals, axis=1)).mean(), abs=1e-6)
+    right = np.array(totals)[np.arange(len(arc)), [asked["gold"] for asked in arc]]
+    assert row["nll"] == pytest.approx(-right.mean(), abs=1e-4)
+
+
+def test_presets_of_the_papers():
+    ats = benchmarks.PRESETS["ats"]
+    assert (ats.shots["mmlu"], ats.options, ats.text, ats.bins, ats.closed) == (
+        *(5, "options", "arithmetic_mean", 15, "none"),
+    )
+
+
+def test_judges():
+    assert string_match("", "A: The  Onion!", ["onion"]) == 1
+    assert string_match("", "", ["", "the"]) == 0
+    assert find_judge("calibjax.eval.answers.judges:string_match") is string_match
+    assert references({"answer": {"value": "x", "aliases": ["y"]}}) == ["x", "y"]
+    with pytest.raises(UserError, match="expected right answers"):
+        references({"question": "?"})
+
+
+@pytest.mark.slow
+def test_mmlu_of_all_subjects_has_the_prompts_of_the_harness(tmp_path):
+    """Real questions: 57 subjects, five examples each, against the format of Hendrycks et al. written out here."""
+    from calibjax.eval.tasks.local_data import _rows, task_manager
+
+    rows = _rows(data_path("mmlu/mmlu.jsonl.gz"))
+    assets = data_path("mmlu").parents[1]
+    loaded = task_manager(["mmlu_local"], assets).load(["mmlu_local"])["tasks"]
+    assert len(loaded) == 57
+    assert sum(len(task.eval_docs) for task in loaded.values()) == 14042
+    task = loaded["mmlu_high_school_us_history"]
+
+    def asked(row):
+        letters = "".join(f"\n{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
+        return f"{row['question'].strip()}{letters}\nAnswer:"
+
+    mine = [row for row in rows if row["subject"] == "high_school_us_history"]
+    dev = [f"{asked(row)} {'ABCD'[row['answer']]}\n\n" for row in mine if row["split"] == "dev"]
+    test = next(row for row in mine if row["split"] == "test")
+    first = "The following are multiple choice questions (with answers) about high school us history.\n\n"
+    assert task.fewshot_context(task.eval_docs[0], num_fewshot=5) == first + "".join(dev) + asked(test)
+
+    run = TasksRun(
+        model=str(model_path("stories260K")), tasks=("mmlu",), assets=assets, limit=2, preset="ats", out=tmp_path / "o"
+    )
+    document = run_tasks(run)
+    assert document["held_out"]["tokens"] == 57 * 2
+    assert len(document["held_out"]["subjects"]) == 57
+    assert document["held_out"]["harness"]["acc"] == document["held_out"]["methods"]["uncalibrated"]["accuracy"]

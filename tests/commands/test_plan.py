@@ -1,0 +1,402 @@
+"""`calibjax plan`: what follows from the shapes against hand counts, what is read from programs, and a real compile."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from published_sizes import PUBLISHED
+from tiny import make_lm, write_model
+
+from calibjax.cli import main
+from calibjax.commands.plan.chips import CHIPS, GIB, parse_topology
+from calibjax.commands.plan.compiled import compile_for_tpu, too_large
+from calibjax.commands.plan.count import flops
+from calibjax.commands.plan.hlo import collectives
+from calibjax.commands.plan.program import Job, build, device_bytes
+from calibjax.models.shapes import SHAPES
+from calibjax.runtime.sharding import make_mesh
+from calibjax.runtime.tpu_compiler import DoesNotCompile, with_compiler
+from calibjax.train.options import AtsOptions
+from calibjax.train.sft import SftOptions
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
+)
+
+
+def make_job(model="llama-3.1-8b", objective="ats", mesh=(1, 16, 1), batch=64, seq=1024, head="linear", **sft):
+    options = SftOptions(batch_size=batch, **sft)
+    fields = {"batch": batch, "seq": seq, "mesh": mesh, "dtype": "bfloat16", "ats": AtsOptions(head=head)}
+    return Job(config=SHAPES[model], objective=objective, sft=options, **fields)
+
+
+# --- bytes ---
+
+
+@pytest.mark.parametrize(("mesh", "divided"), [((1, 16, 1), 16), ((2, 8, 1), 8), ((16, 1, 1), 1), ((1, 4, 4), 16)])
+def test_bytes_of_fine_tuning(mesh, divided):
+    """Float32 weights by the published count, twice that for AdamW and its two counters; norms are whole everywhere."""
+    job = make_job(objective="sft", mesh=mesh)
+    program = build(job, job.abstract_mesh())
+    norms = 65 * 4096
+    expected = 4 * ((PUBLISHED["llama-3.1-8b"] - norms) // divided + norms)
+    found = device_bytes(program.parameters)
+    print(f"{found:,} bytes of parameters, expected {expected:,}")
+    assert found == expected
+    assert device_bytes(program.optimizer) == 2 * expected + 2 * 4
+
+
+def test_bytes_of_frozen_models():
+    """bfloat16 weights, and a linear head (D + 1 numbers in float32) with its moments and counters."""
+    job = make_job("gemma-2-9b", mesh=(1, 8, 2))
+    program = build(job, job.abstract_mesh())
+    norms, head = (4 * 42 + 1) * 3584, 4 * (3584 + 1)
+    assert device_bytes(program.parameters) == 2 * ((PUBLISHED["gemma-2-9b"] - norms) // 16 + norms) + head
+    assert device_bytes(program.optimizer) == 2 * head + 2 * 4
+    job = make_job("gemma-2-9b", objective="eval", mesh=(1, 8, 2))
+    evaluation = build(job, job.abstract_mesh())
+    assert device_bytes(evaluation.parameters) == device_bytes(program.parameters) + 2 * 4  # two temperatures
+    assert evaluation.optimizer is None
+
+
+def test_bytes_of_adapters():
+    """Of rank 8, beside the seven kernels of 32 blocks, float32; the model is bfloat16."""
+    job = make_job(objective="sft", mesh=(16, 1, 1), lora_rank=8)
+    program = build(job, job.abstract_mesh())
+    kernels = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096)]
+    adapters = 4 * 32 * 8 * sum(a + b for a, b in kernels)
+    assert device_bytes(program.parameters) == 2 * PUBLISHED["llama-3.1-8b"] + adapters
+    assert device_bytes(program.optimizer) == 2 * adapters + 2 * 4
+
+
+@pytest.mark.parametrize(
+    "objective", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ats", "eval"))]
+)
+def test_bytes_as_xla_counts_them(objective):
+    """The program of a small model, compiled for 8 virtual devices: its arguments take the bytes that are planned."""
+    config = make_lm().config
+    job = dataclasses.replace(make_job(objective=objective, mesh=(2, 2, 2), batch=8, seq=16), config=config)
+    mesh = make_mesh(job.mesh)
+    program = build(job, mesh)
+    with jax.set_mesh(mesh):
+        compiled = program.function.lower(*program.arguments).compile()
+    used, counted = device_bytes(program.arguments), compiled.memory_analysis().argument_size_in_bytes
+    print(f"{used} bytes of arguments; XLA says {counted}")
+    assert used - counted == (4 if objective == "ats" else 0)  # joint does not read alpha
+    assert device_bytes(program.parameters) == device_bytes(build(job, job.abstract_mesh()).parameters)
+    assert collectives(compiled.as_text())[0]["all-reduce"].count > 0
+
+
+# --- operations ---
+
+
+def traced_flops(job):
+    program = build(job)
+    return flops(program.function.trace(*program.arguments).jaxpr)
+
+
+def products(batch=64, seq=1024):
+    """Operations of one pass of Llama-3.1-8B forward, by hand: blocks with attention, and the unembedding."""
+    tokens = batch * seq
+    kernels = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
+    attention = 2 * 2 * tokens * seq * 4096
+    return 32 * (2 * tokens * kernels + attention), 2 * tokens * 128256 * 4096
+
+
+def test_operations_of_temperatures():
+    """A forward pass, one product with the unembedding, and a head of D numbers: no backward pass of the model."""
+    blocks, unembedding = products()
+    head = 2 * 2 * 64 * 1024 * 4096
+    found = traced_flops(make_job())
+    print(f"{found:.6e}, expected {blocks + unembedding + head:.6e}")
+    assert found == pytest.approx(blocks + unembedding + head, rel=1e-4)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_operations_of_fine_tuning(remat):
+    """Three passes over blocks and unembedding, 6 N tokens and attention; remat repeats the blocks' first.
+
+    What is repeated lacks products that no gradient needs: the last one of a block.
+    """
+    blocks, unembedding = products()
+    found = traced_flops(make_job(objective="sft", remat=remat))
+    down = 32 * 2 * 64 * 1024 * 4096 * 14336
+    expected = 3 * (blocks + unembedding) + (blocks - down if remat == "full" else 0)
+    six_n = 6 * (PUBLISHED["llama-3.1-8b"] - 128256 * 4096) * 64 * 1024
+    print(f"{found:.6e}, expected {expected:.6e}, 6 N tokens {six_n:.6e}")
+    assert found == pytest.approx(expected, rel=0.01)
+    if remat == "none":
+        assert found == pytest.approx(six_n, rel=0.1)
+
+
+def test_operations_as_xla_counts_them():
+    """Where there is no loop; and a loop, branches and devices beside it."""
+    x, w = jnp.ones((8, 32)), jnp.ones((32, 16))
+
+    def straight(x, w):
+        return jnp.tanh(x @ w).T @ x
+
+    cost = jax.jit(lambda x, w: (x @ w).T @ x).lower(x, w).compile().cost_analysis()
+    assert flops(jax.make_jaxpr(straight)(x, w)) == cost["flops"]
+
+    def repeated(x, w):
+        return jax.lax.scan(lambda total, _: (total + straight(x, w).sum(), None), 0.0, length=7)[0]
+
+    assert flops(jax.make_jaxpr(repeated)(x, w)) == 7 * cost["flops"]
+    branches = jax.make_jaxpr(lambda x, w: jax.lax.cond(x[0, 0] > 0, straight, lambda x, w: x[:16] * 2, x, w))
+    assert flops(branches(jnp.ones((32, 32)), w)) > 0
+    mesh = make_mesh()
+    divided = jax.shard_map(straight, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    assert flops(jax.make_jaxpr(divided)(x, w)) == pytest.approx(cost["flops"])
+
+
+# --- collectives ---
+
+
+def test_collectives_of_a_program_with_known_ones():
+    """Each kind of collective in a loop of 5 on 8 devices, which all see 64 numbers of 4 bytes."""
+    mesh = make_mesh()
+
+    def local(x):
+        def turn(x, _):
+            total = jax.lax.psum(x, "data")
+            part = jax.lax.psum_scatter(total * x, "data", tiled=True)
+            whole = jax.lax.all_gather(jnp.sin(part), "data", tiled=True)
+            swapped = jax.lax.all_to_all(jnp.cos(whole).reshape(8, 8), "data", 0, 0, tiled=True).reshape(64)
+            return jax.lax.ppermute(jnp.exp(swapped), "data", [(i, (i + 1) % 8) for i in range(8)]), None
+
+        return jax.lax.scan(turn, x, length=5)[0]
+
+    function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False))
+    found, unknown = collectives(function.lower(jnp.ones(8 * 64)).compile().as_text())
+    print(found)
+    assert unknown == 0
+    size, of_ring = 4 * 64, 7 / 8
+    assert {kind: (x.count, x.bytes) for kind, x in found.items()} == {
+        "all-reduce": (5, 5 * 2 * size * of_ring),
+        "reduce-scatter": (5, 5 * size * of_ring),
+        "all-gather": (5, 5 * size * of_ring),
+        "all-to-all": (5, 5 * size * of_ring),
+        "collective-permute": (5, 5 * size),
+    }
+    assert found["all-gather"].largest == size
+
+
+# From what libtpu 0.0.51 made of a step for v5e:4x4, cut down: a loop that counts to 16 by 2, and an all-gather that
+# three fusions carry out.
+TPU_MODULE = """\
+HloModule jit_step, is_scheduled=true
+
+%fused_computation.801 (param_0.1: bf16[1,256,64]) -> (bf16[1,256,64], bf16[1,4096,64]) {
+  %param_0.1 = bf16[1,256,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %all-gather.44 = bf16[1,4096,64]{2,1,0:T(8,128)(2,1)} all-gather(%param_0.1), channel_id=159, \
+replica_groups=mesh['axis_0'=16] {'axis_0'}, dimensions={1}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.1 = (bf16[1,256,64]{2,1,0}, bf16[1,4096,64]{2,1,0}) custom-call(%all-gather.44), \
+custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.767 (param_0.2: bf16[1,256,64]) -> bf16[1,4096,64] {
+  %param_0.2 = bf16[1,256,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %all-gather.46 = bf16[1,4096,64]{2,1,0:T(8,128)(2,1)} all-gather(%param_0.2), channel_id=159, \
+replica_groups=mesh['axis_0'=16] {'axis_0'}, dimensions={1}, frontend_attributes={chain_id="0"}
+}
+
+%body (param.1: (bf16[32,8], u32[])) -> (bf16[32,8], u32[]) {
+  %param.1 = (bf16[32,8]{1,0:T(8,128)(2,1)}, u32[]{:T(128)}) parameter(0)
+  %constant.2 = u32[]{:T(128)} constant(2)
+  %get-tuple-element.1 = bf16[32,8]{1,0:T(8,128)(2,1)} get-tuple-element(%param.1), index=0
+  %get-tuple-element.2 = u32[]{:T(128)} get-tuple-element(%param.1), index=1
+  %copy.1 = u32[]{:T(128)} copy(%get-tuple-element.2)
+  %add.1 = u32[]{:T(128)} add(%copy.1, %constant.2)
+  %collective-permute-start.1 = (bf16[32,8]{1,0}, bf16[32,8]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) \
+collective-permute-start(%get-tuple-element.1), channel_id=10, source_target_pairs={{0,1},{1,0}}
+  %collective-permute-done.1 = bf16[32,8]{1,0} collective-permute-done(%collective-permute-start.1)
+  ROOT %tuple.1 = (bf16[32,8]{1,0}, u32[]{:T(128)}) tuple(%collective-permute-done.1, /*index=1*/%add.1)
+}
+
+%condition (param.2: (bf16[32,8], u32[])) -> pred[] {
+  %constant.16 = u32[]{:T(128)} constant(16)
+  %param.2 = (bf16[32,8]{1,0:T(8,128)(2,1)}, u32[]{:T(128)}) parameter(0)
+  %get-tuple-element.3 = u32[]{:T(128)} get-tuple-element(%param.2), index=1
+  ROOT %compare.1 = pred[]{:T(512)} compare(%get-tuple-element.3, %constant.16), direction=LT
+}
+
+ENTRY %main (x: bf16[32,8], y: bf16[1,256,64]) -> (bf16[32,8], u32[]) {
+  %x = bf16[32,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %y = bf16[1,256,64]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %constant.0 = u32[]{:T(128)} constant(0)
+  %copy.0 = u32[]{:T(128)} copy(%constant.0)
+  %start = (bf16[1,256,64]{2,1,0}, bf16[1,4096,64]{2,1,0}) fusion(%y), kind=kCustom, calls=%fused_computation.801
+  %goes-on = bf16[1,4096,64]{2,1,0} fusion(%y), kind=kCustom, calls=%async_collective_fusion.767
+  %tuple.0 = (bf16[32,8]{1,0}, u32[]{:T(128)}) tuple(%x, %copy.0)
+  ROOT %while.1 = (bf16[32,8]{1,0}, u32[]{:T(128)}) while(%tuple.0), condition=%condition, body=%body
+}
+"""
+
+
+def test_collectives_of_a_tpu_module():
+    found, unknown = collectives(TPU_MODULE)
+    assert unknown == 0
+    assert found["collective-permute"] == (8, 8 * 2 * 32 * 8, 2 * 32 * 8)
+    assert found["all-gather"] == (1, 2 * 4096 * 64 * 15 // 16, 2 * 4096 * 64)
+    # As jax 0.10.2 writes the metadata of a Pallas kernel: over several lines, before the rest of its computation.
+    kernel = (
+        '  %k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n'
+    )
+    kernel += '"xprof_metadata":"{}"\n}}, metadata={op_name="jit(step)"}\n'
+    with_kernel = TPU_MODULE.replace("  %goes-on", kernel + "  %goes-on").replace("  %copy.1", kernel + "  %copy.1")
+    assert collectives(with_kernel) == (found, 0)
+    endless = TPU_MODULE.replace("direction=LT", "direction=NE")
+    assert collectives(endless)[1] == 1
+
+
+# --- the compiler's process ---
+
+
+def test_what_does_not_fit_is_read():
+    """The compiler's own words, of libtpu 0.0.51."""
+    message = (
+        "JaxRuntimeError: RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
+        "required for HLO temporaries (29.50G) exceeds available HBM (15.75G). HLO module: jit__lambda.\nSee"
+    )
+    assert too_large(message).total == int(29.5 * GIB)
+    assert too_large("RESOURCE_EXHAUSTED").total is None
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "expected"), [(os._exit, 3, "ended with code 3"), (int, "x\ny", r"ValueError: .*'x\\ny'")]
+)
+def test_the_compiler_may_fail(function, argument, expected):
+    with pytest.raises(DoesNotCompile, match=expected):
+        with_compiler(function, argument, timeout=120)
+
+
+# --- the command ---
+
+
+def plan(capsys, *arguments):
+    code = main(["plan", *arguments, "--json"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return json.loads(captured.out)
+
+
+def test_json_of_a_gpu_host_and_a_local_model(tmp_path, capsys):
+    """Of a directory with a configuration: parameters as they are counted by hand, and nothing is compiled."""
+    folder = write_model(tmp_path / "model")
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    options = ["--objective", "sft", "--topology", "h100:4", "--batch", "8", "--seq", "16"]
+    found = plan(capsys, "--model", str(folder), *options, "--mesh", "data=4")
+    config = json.loads((folder / "config.json").read_text())
+    width, inner, layers = (config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    head_dim = width // config["num_attention_heads"]
+    attention = 2 * width * width + 2 * width * config["num_key_value_heads"] * head_dim
+    count = layers * (attention + 3 * width * inner + 2 * width) + width
+    count += (1 if config["tie_word_embeddings"] else 2) * config["vocab_size"] * width
+    sizes = found["bytes_per_device"]
+    assert sizes["parameters"] == sizes["gradients"] == 4 * count
+    assert sizes["block_inputs"] == layers * 2 * 16 * width * 2
+    assert sizes["total"] == sum(sizes[name] for name in ("parameters", "optimizer", "gradients", "block_inputs"))
+    assert (found["fits"], found["libtpu"], found["collectives"]) == (None, None, None)
+    assert found["margin_bytes"] == sizes["available"] - sizes["total"]
+    assert found["flops_per_device"] * 4 == found["flops_per_step"]
+
+
+def test_json_of_what_cannot_fit(capsys):
+    """70B in float32 with AdamW on 16 chips of 16 GB; known without a compiler, and so never compiled."""
+    found = plan(capsys, "--model", "llama-3.1-70b", "--objective", "sft", "--topology", "v5e:4x4")
+    assert (found["fits"], found["compiled"]) == (False, False)
+    assert found["bytes_per_device"]["parameters"] == pytest.approx(4 * PUBLISHED["llama-3.1-70b"] / 16, rel=1e-3)
+    assert found["margin_bytes"] < -40 * GIB
+
+
+def test_without_the_compiler(monkeypatch, capsys):
+    monkeypatch.setattr("calibjax.commands.plan.command.compiler_version", lambda: None)
+    assert main(["plan", "--model", "gpt2", "--topology", "v5e:2x2", "--batch", "4", "--seq", "64"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "From the shapes alone: the TPU compiler is not installed" in out
+    assert "fits │ not known" in out
+
+
+def test_suggest_tries_every_mesh_that_divides_the_batch(capsys):
+    """12 windows: not on 8 along data and fsdp. Without the compiler the smallest part of the model is the best."""
+    options = ["--model", "gpt2", "--topology", "v5e:2x4", "--batch", "12", "--seq", "64", "--suggest", "--no-compile"]
+    found = plan(capsys, *options)
+    meshes = [tuple(int(part.split("=")[1]) for part in p["mesh"].split(",")) for p in found["plans"]]
+    assert {math.prod(mesh) for mesh in meshes} == {8}
+    assert sorted(meshes) == [(1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 1, 4), (2, 2, 2), (4, 1, 2)]
+    smallest = min(found["plans"], key=lambda p: p["bytes_per_device"]["total"])
+    assert found["best"] == smallest["mesh"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--mesh", "data=3,fsdp=2"], "--mesh data=3,fsdp=2: needs 6 devices, 16 were given"),
+        (["--mesh", "rows=16"], "expected sizes of data, fsdp, tensor, such as data=2,fsdp=4, got 'rows=16'"),
+        (["--model", "llama-9"], "--model llama-9: expected a directory with config.json, or one of gemma-2-2b"),
+        (["--batch", "24"], "--batch 24: expected a multiple of 16, the devices along data and fsdp"),
+        (["--batch", "32", "--accumulate", "4", "--objective", "sft"], "a multiple of 64, the devices along data and"),
+        (["--topology", "v9:4x4"], "--topology v9:4x4: expected one of v5e, v5p"),
+        (["--topology", "v5e:16,1"], "such as v5e:4x4"),
+        (["--seq", "200000"], "200000"),
+        (["--seq", "0"], "--seq: expected at least 1, got 0"),
+        (["--suggest", "--mesh", "fsdp=16"], "--suggest: it tries every mesh; leave --mesh out"),
+        (["--lora-rank", "8", "--remat", "none"], "--remat, --lora-rank: --objective ats does not read it"),
+        (["--objective", "sft", "--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(capsys, arguments, expected):
+    given = {"--model": "llama-3.1-8b", "--topology": "v5e:4x4"}
+    rest = [x for name, value in given.items() if name not in arguments for x in (name, value)]
+    assert main(["plan", *rest, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_chips_are_plausible():
+    assert parse_topology("v5p:2x2x2").devices == 8
+    for name, chip in CHIPS.items():
+        # A byte of memory for 100 to 1000 operations, and less between devices than within one.
+        assert 100 < chip.flops / chip.bandwidth < 1000, name
+        assert chip.interconnect < chip.bandwidth, name
+
+
+# --- the real thing ---
+
+
+@needs_compiler
+def test_unknown_slices_are_the_users_mistake(capsys):
+    assert main(["plan", "--model", "gpt2", "--topology", "v5e:3x5", "--batch", "15", "--seq", "64"]) == 2
+    assert "libtpu has no such slice" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_step_of_8b_compiles_for_v5e():
+    """The step that fits a head to Llama-3.1-8B, over 16 chips: it fits, and no collective makes the unembedding whole.
+
+    What is gathered is the model, once, each weight by those that share it along fsdp; where libtpu hands the shards
+    round while it multiplies, it does so once or twice more than it must.
+    """
+    found = compile_for_tpu(make_job(head="mlp"), "v5e:4x4")
+    print(f"{found.total / GIB:.2f} GiB, compiled in {found.seconds:.0f} s: {found.collectives}")
+    assert found.total < CHIPS["v5e"].memory / 2
+    assert found.unknown_loops == 0
+    unembedding = 2 * 128256 * 4096
+    assert max(x.largest for x in found.collectives.values()) < unembedding / 4
+    weights = 2 * (PUBLISHED["llama-3.1-8b"] - 128256 * 4096) * 15 / 16
+    received = found.collectives["all-gather"].bytes
+    received += found.collectives["collective-permute"].bytes if "collective-permute" in found.collectives else 0
+    print(f"received {received:.4e}, the weights by hand {weights:.4e}")
+    assert 0.95 * weights < received < 1.4 * weights
+    assert np.isclose(found.flops, traced_flops(make_job(head="mlp")), rtol=0.02)

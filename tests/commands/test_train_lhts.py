@@ -1,0 +1,162 @@
+"""How text and answers are judged, and the command from files to tables."""
+
+import json
+
+import numpy as np
+import pytest
+from tiny import WORDS, dense_log_probs, write_model, write_text
+
+from calibjax.cli import main
+from calibjax.data import load_windows, split_windows
+from calibjax.eval.tasks.analogies import CHOICES, accuracy, choice_log_probs, evaluate_analogies, load_analogies
+from calibjax.eval.text import distinct_n, repetition, self_bleu
+from calibjax.models import load_model
+from calibjax.models.samples import log_probs
+
+
+def write_analogies(file, count=30):
+    """Two categories; the fourth word is the third's successor, or its successor's."""
+    rows = []
+    for i in range(count):
+        step = 1 + i % 2
+        numbers = (i % 40, (i + step) % 40, (3 * i + 5) % 40, (3 * i + 5 + step) % 40)
+        rows.append({"category": f"step {step}"} | dict(zip("abcd", (WORDS[n] for n in numbers), strict=True)))
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return file
+
+
+# --- text ---
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_n_grams_are_scikit_learns(n):
+    from sklearn.feature_extraction.text import CountVectorizer
+
+    rng = np.random.default_rng(0)
+    texts = [[f"w{i}" for i in rng.integers(0, 5, length)] for length in (1, 7, 20, 12)]
+
+    def counts(documents):
+        return CountVectorizer(ngram_range=(n, n), token_pattern=r"\S+").fit_transform(documents).toarray()
+
+    table = counts([" ".join(text) for text in texts])
+    np.testing.assert_allclose(distinct_n(texts, n), table.shape[1] / table.sum())
+    each = [counts([" ".join(text)])[0] for text in texts if len(text) >= n]
+    np.testing.assert_allclose(repetition(texts, n), np.mean([1 - len(c) / c.sum() for c in each]))
+    assert np.isnan(distinct_n([["a"]], n)) == (n > 1)
+
+
+def test_self_bleu():
+    sacrebleu = pytest.importorskip("sacrebleu")
+    assert self_bleu(["a b c d e"] * 3) == pytest.approx(100.0)
+    texts = ["the cat sat on the mat", "the cat sat on the rug", "one two three four five six"]
+    others = [sacrebleu.sentence_bleu(t, [o for o in texts if o != t]).score for t in texts]
+    assert self_bleu(texts) == pytest.approx(np.mean(others))
+    assert others[2] < 5 < others[0]
+
+
+# --- analogies ---
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("analogies")
+    lm = load_model(write_model(folder / "model"))
+    return lm, load_analogies(str(write_analogies(folder / "analogies.jsonl")), lm, count=20, seed=1)
+
+
+def test_questions_are_whole(questions):
+    lm, analogies = questions
+    assert len(analogies.right) == 20
+    rights = np.bincount(analogies.right, minlength=CHOICES)
+    assert (rights > 0).all()
+    for question in range(20):
+        part = analogies.windows.take(slice(CHOICES * question, CHOICES * (question + 1)))
+        choices = [lm.tokenizer.decode(row[kept]) for row, kept in zip(part.targets, part.where, strict=True)]
+        assert len(set(choices)) == CHOICES
+        step = int(analogies.categories[question][-1])
+        words = [w for w in lm.tokenizer.decode(part.tokens[0]).split() if w in WORDS]
+        assert choices[analogies.right[question]] == WORDS[(int(words[2][1:]) + step) % 40]
+        assert not set(words) & set(choices)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_choices_are_scored_as_the_dense_formula_says(questions, temperature):
+    lm, analogies = questions
+    windows = analogies.windows
+    dense = dense_log_probs(lm, windows, -np.log(temperature))
+    each = np.take_along_axis(dense, windows.targets[..., None], axis=-1)[..., 0]
+    expected = np.where(windows.where, each, 0).sum(axis=1).reshape(-1, CHOICES)
+    np.testing.assert_allclose(choice_log_probs(lm, windows, temperature, batch_size=32), expected, atol=2e-5)
+
+
+def test_temperature_zero_is_the_limit(questions):
+    lm, analogies = questions
+    cold, zero = (choice_log_probs(lm, analogies.windows, t) for t in (0.01, 0.0))
+    np.testing.assert_array_equal(cold.argmax(axis=1), zero.argmax(axis=1))
+    np.testing.assert_allclose(accuracy(cold, analogies.right, 0.01), accuracy(zero, analogies.right, 0.0), atol=0.02)
+    results = evaluate_analogies(lm, analogies, (1.0, 0.0))
+    assert list(results) == ["1", "0"]
+    assert results["1"]["questions"] == 20
+    assert results["0"]["accuracy"] == pytest.approx(np.mean(list(accuracy(zero, analogies.right, 0.0))))
+
+
+def test_accuracy_is_the_chance_of_the_right_one():
+    log_probs = np.log([[0.1, 0.2, 0.3, 0.2], [0.4, 0.4, 0.1, 0.1]])
+    np.testing.assert_allclose(accuracy(log_probs, np.array([2, 0]), 1.0), [0.3 / 0.8, 0.4])
+    np.testing.assert_allclose(accuracy(log_probs, np.array([2, 0]), 0.0), [1.0, 0.5])
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--temperatures", "0"], "--temperatures: expected positive numbers, at least one, got (0.0,)"),
+        (["--horizon", "0"], "--horizon: expected at least 1, got 0"),
+        (["--kl-weight", "-1"], "--kl-weight: expected at least 0, got -1.0"),
+        (["--samples", "1.5"], "--samples: expected from 0 to 1, got 1.5"),
+        (["--quantiles", "1"], "--quantiles: expected at least 2, got 1"),
+        (["--myopic", "-1"], "--myopic: expected numbers of at least 0, got (-1.0,)"),
+        (["--text-prompt", "128"], "--text-prompt: expected 1 to 127, below --seq-len, got 128"),
+        (["--batch-size", "12"], "does not divide among the 8 devices"),
+    ],
+)
+def test_mistakes_cost_nothing(tmp_path, capsys, arguments, expected):
+    out = tmp_path / "out"
+    assert main(["train", "lhts", "--model", "nowhere", "--data", "nowhere", "--out", str(out), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_command(tmp_path, capsys):
+    """From files to tables; the student's text is likelier than the model's, under the model."""
+    source, data = write_model(tmp_path / "model"), write_text(tmp_path / "data.jsonl", rows=120, words=16)
+    out = tmp_path / "out"
+    options = ["--seq-len", "13", "--batch-size", "16", "--learning-rate", "0.01", "--epochs", "8", "--quiet"]
+    options += ["--temperatures", "0.4", "--samples", "1", "--texts", "12", "--text-prompt", "2", "--myopic", "1", "0"]
+    options += ["--analogies", str(write_analogies(tmp_path / "analogies.jsonl")), "--mesh", "data=8"]
+    assert main(["train", "lhts", "--model", str(source), "--data", str(data), "--out", str(out), *options]) == 0
+    printed = capsys.readouterr().out
+    document = json.loads((out / "metrics.json").read_text())
+    names = ["pretrained", "partition", "lhts-T0.4"]
+    assert list(document["texts"]) == list(document["analogies"]) == list(document["held_out"]["methods"]) == names
+    page = (out / "report.html").read_text()
+    for name in names:
+        for cell in document["texts"][name].values():
+            shown = f"{cell['log_prob']:.3f} ± {cell['log_prob_error']:.3f}"
+            assert shown in printed
+            assert f"<td>{shown}</td>" in page
+    student = load_model(out / "models" / "lhts-T0.4")
+    windows, _ = load_windows(str(data), student.tokenizer, seq_len=13, layout="full")
+    held_out = split_windows(windows, 0.9)[1]
+    nll = -log_probs(student, held_out).sum(dtype=np.float64) / held_out.where.sum()
+    np.testing.assert_allclose(document["held_out"]["methods"]["lhts-T0.4"]["nll"], nll, rtol=1e-5)
+    likely = {name: document["texts"][name]["1"]["log_prob"] for name in names}
+    print(likely)
+    assert likely["lhts-T0.4"] > likely["pretrained"] + 0.1
+    assert student.tokenizer("w1 w2")["input_ids"]
+    assert (out / "diversity.png").stat().st_size > 1000

@@ -1,0 +1,94 @@
+"""Multiple-choice questions: what the model reads, and where it answers."""
+
+import numpy as np
+import pytest
+
+from calibjax.data import Rows, choice_windows, is_multiple_choice
+from calibjax.runtime.errors import UserError
+
+
+def character_tokenizer(merges=()):
+    """One token a character; each of `merges` is a token of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = sorted({*"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .:?\n0123456789"})
+    vocabulary = {piece: number for number, piece in enumerate(["<unk>", *characters, *merges])}
+    pairs = [tuple(piece) for piece in merges]
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated") if not merges else None
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+QUESTIONS = [
+    {"question": "Where?", "choices": ["here", "there", "no"], "answer": 2, "subject": "places"},
+    {"question": "When is it that one may ask such a long thing?", "choices": ["now", "then", "no"], "answer": 0},
+    {"question": "Who?", "choices": ["I", "you", "no"], "answer": 1, "subject": "people"},
+]
+ROWS = Rows(QUESTIONS, "made")
+
+
+def test_what_is_asked():
+    tokenizer = character_tokenizer()
+    asked = choice_windows(ROWS, tokenizer, 200)
+    vocabulary = tokenizer.get_vocab()
+    assert asked.letters == tuple(vocabulary[letter] for letter in "ABC")
+    assert asked.cue == "Answer: "
+    assert asked.subjects == ("places", "", "people")
+    assert asked.too_long == 0
+    windows = asked.windows
+    np.testing.assert_array_equal(windows.where.sum(axis=1), 1)
+    np.testing.assert_array_equal(windows.targets[windows.where], [vocabulary[letter] for letter in "CAB"])
+    names = {number: piece for piece, number in vocabulary.items()}
+    text = "".join(names[i] for i in windows.tokens[0][windows.segment_ids[0] > 0])
+    assert text == "Where?\nA. here\nB. there\nC. no\nAnswer: "
+    last = int(np.flatnonzero(windows.where[0])[0])
+    assert last == len(text) - 1
+    np.testing.assert_array_equal(windows.positions[0, : last + 1], np.arange(last + 1))
+    assert not windows.segment_ids[0, last + 1 :].any()
+
+
+def test_questions_that_are_too_long_are_counted_and_some_are_drawn():
+    tokenizer = character_tokenizer()
+    asked = choice_windows(ROWS, tokenizer, 45)
+    assert asked.too_long == 1
+    np.testing.assert_array_equal(asked.windows.source, [0, 2])
+    assert asked.windows.tokens.shape[1] <= 45
+    drawn = [choice_windows(ROWS, tokenizer, 200, limit=1, seed=seed).windows.source.tolist() for seed in range(20)]
+    assert {rows[0] for rows in drawn} == {0, 1, 2}
+    assert drawn[0] == choice_windows(ROWS, tokenizer, 200, limit=1, seed=0).windows.source.tolist()
+    with pytest.raises(UserError, match="every question is longer than the 5 tokens"):
+        choice_windows(ROWS, tokenizer, 5)
+
+
+def test_another_cue_where_a_letter_melts_into_the_space():
+    tokenizer = character_tokenizer(merges=(" B",))
+    asked = choice_windows(ROWS, tokenizer, 200)
+    assert asked.cue == "Answer:"
+    assert asked.letters == tuple(tokenizer.get_vocab()[letter] for letter in "ABC")
+
+
+def test_what_is_no_question():
+    assert is_multiple_choice(ROWS)
+    assert not is_multiple_choice(Rows([{"text": "x"}], "made"))
+    tokenizer = character_tokenizer()
+    for changes, message in (
+        ({"choices": "abc"}, "column 'choices': expected a list of 2 to 26"),
+        ({"answer": 3}, "row 1: expected 3 choices.* answer from 0 to 2; got 3 and 3"),
+        ({"answer": "A"}, "got 3 and 'A'"),
+        ({"choices": ["x", "y"]}, "got 2 and 1"),
+    ):
+        rows = Rows([QUESTIONS[0], {**QUESTIONS[2], **changes}], "made")
+        with pytest.raises(UserError, match=message):
+            choice_windows(rows, tokenizer, 200)
+    with pytest.raises(UserError, match="does not write A, B, C after 'Answer:' as one token each"):
+        choice_windows(ROWS, _without_letters(), 200)
+
+
+def _without_letters():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "Answer": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")

@@ -1,0 +1,204 @@
+"""Tokenising: the ids are the tokenizer's own, and the mask covers the answers and what ends them."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from assets import model_path
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from calibjax.data import recognise, tokenize_rows
+from calibjax.data.examples import _find_answers
+from calibjax.data.render import Rendered
+from calibjax.runtime.errors import UserError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As some reasoning models do: what the assistant said before the last turn is rewritten.
+FORGETFUL = CHATML.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else '...' }}")
+TURNS = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hello you"},
+    {"role": "assistant", "content": "hi\nthere"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "so long"},
+]
+
+
+def make_tokenizer(chat_template=None, eos="</s>"):
+    """Characters as tokens, with the special tokens of ChatML."""
+    characters = [chr(code) for code in [10, *range(32, 127)]]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["?!", *characters])}, unk_token="?!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="?!", eos_token=eos, chat_template=chat_template, model_max_length=8
+    )
+
+
+def tokenize(rows, tokenizer, text_column=None, **options):
+    return list(tokenize_rows(rows, recognise(rows, text_column), tokenizer, **options))
+
+
+def show(example, tokenizer):
+    """The text, with what is to be predicted in brackets."""
+    pieces = tokenizer.convert_ids_to_tokens(example.tokens.tolist())
+    text = "".join(f"[{piece}]" if masked else piece for piece, masked in zip(pieces, example.loss_mask, strict=True))
+    return text.replace("][", "")
+
+
+def test_plain_text_is_the_tokenizers_own(caplog):
+    tokenizer = AutoTokenizer.from_pretrained(model_path("stories260K"))
+    texts = ["Once upon a time", "", "word " * 400]
+    with caplog.at_level(logging.WARNING):
+        logging.getLogger("transformers").addHandler(caplog.handler)
+        examples = tokenize([{"text": text} for text in texts], tokenizer)
+    assert caplog.text == ""  # no "sequence length is longer than the maximum"
+    for index, (text, example) in enumerate(zip(texts, examples, strict=True)):
+        assert example.row == index
+        assert example.tokens.dtype == np.int32
+        assert example.tokens.tolist() == tokenizer(text, verbose=False)["input_ids"]
+        assert example.loss_mask.tolist() == [False] + [True] * (len(example.tokens) - 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        ({"instruction": "Add", "input": "1+1", "output": "two"}, {}, "Add\n\n1+1\n\n[two</s>]"),
+        ({"instruction": "Sing", "input": "", "output": "la"}, {}, "Sing\n\n[la</s>]"),
+        ({"instruction": "Sing", "input": None, "output": "la"}, {}, "Sing\n\n[la</s>]"),
+        ({"question": "Who?", "answer": "Me"}, {}, "Who?\n\n[Me</s>]"),
+        ({"question": "Who?", "answer": ""}, {}, "Who?\n\n[</s>]"),
+        (
+            {"instruction": "Add", "input": "1+1", "output": "two", "tone": "dry"},
+            {"prompt_template": "({tone}) {instruction}: {input}\n"},
+            "(dry) Add: 1+1\n[two</s>]",
+        ),
+        ({"messages": [{"role": "assistant", "content": "la"}]}, {}, "l[a</s>]"),
+        ({"messages": TURNS}, {}, "be kind\n\nhello you\n\n[hi\nthere</s>]bye\n\n[so long</s>]"),
+    ],
+)
+def test_without_chat_template(row, options, expected):
+    tokenizer = make_tokenizer()
+    (example,) = tokenize([row], tokenizer, **options)
+    assert show(example, tokenizer) == expected
+
+
+def test_without_end_of_sequence():
+    tokenizer = make_tokenizer(eos=None)
+    (example,) = tokenize([{"prompt": "a", "completion": "b"}], tokenizer)
+    assert show(example, tokenizer) == "a\n\n[b]"
+    (example,) = tokenize([{"messages": TURNS[1:]}], tokenizer)
+    assert show(example, tokenizer) == "hello you\n\n[hi\nthere]\n\nbye\n\n[so long]"
+
+
+@pytest.mark.parametrize("eos", ["</s>", "<|im_end|>"])
+def test_with_chat_template(eos):
+    tokenizer = make_tokenizer(CHATML, eos)
+    other = [
+        {"from": {"user": "human", "assistant": "gpt"}.get(t["role"], t["role"]), "value": t["content"]} for t in TURNS
+    ]
+    expected = (
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello you<|im_end|>\n"
+        "<|im_start|>assistant\n[hi\nthere<|im_end|>]\n"
+        "<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n[so long<|im_end|>]\n"
+    )
+    for row in ({"messages": TURNS}, {"conversations": other}):
+        (example,) = tokenize([row], tokenizer)
+        assert show(example, tokenizer) == expected
+    (example,) = tokenize([{"instruction": "Add", "input": "1", "output": " x "}], tokenizer)
+    assert show(example, tokenizer) == (
+        "<|im_start|>user\nAdd\n\n1<|im_end|>\n<|im_start|>assistant\n[ x <|im_end|>]\n"
+    )
+    (example,) = tokenize([{"instruction": "Add", "output": "x"}], tokenizer, prompt_template="{instruction}=")
+    assert show(example, tokenizer) == f"Add=[x{eos}]"
+
+
+def test_assistant_speaks_first():
+    tokenizer = make_tokenizer(CHATML)
+    (example,) = tokenize([{"messages": TURNS[2:4]}], tokenizer)
+    assert show(example, tokenizer).startswith("<|im_start|>assistant\n[hi\nthere<|im_end|>]\n<|im_start|>user")
+
+
+def test_chat_template_of_a_real_model():
+    tokenizer = AutoTokenizer.from_pretrained(model_path("craftgpt-5M"))
+    rows = [{"messages": TURNS[1:3]}, {"messages": TURNS[1:]}]
+    one, two = tokenize(rows, tokenizer)
+    # Its format: 0, prompt, 1, answer, 0, ...: the token that begins a turn also ends the one before.
+    answer = tokenizer("hi\nthere", add_special_tokens=False)["input_ids"]
+    assert one.tokens.tolist() == [0, *tokenizer("hello you")["input_ids"], 1, *answer, 0]
+    assert one.loss_mask.tolist() == [False] * 4 + [True] * (len(answer) + 1)
+    bye, last = tokenizer(["bye", "so long"])["input_ids"]
+    assert two.tokens.tolist() == [*one.tokens.tolist(), *bye, 1, *last, 0]
+    assert two.loss_mask.tolist() == one.loss_mask.tolist() + [False] * (len(bye) + 1) + [True] * (len(last) + 1)
+
+
+@pytest.mark.parametrize("name", ["stories260K", "tinystories-656k", "baby-llama-105"])
+def test_mask_with_real_tokenizers(name):
+    """The masked tokens decode to the answer, also where bytes and made-up spaces have no width of their own."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path(name))
+    (example,) = tokenize([{"prompt": "Who is there", "response": "It is I, the cat."}], tokenizer)
+    masked = example.tokens[example.loss_mask]
+    assert masked[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(masked[:-1]).replace("<unk>", "I").strip() == "It is I, the cat."
+    assert example.tokens[:-1].tolist() == tokenizer("Who is there\n\nIt is I, the cat.")["input_ids"]
+
+
+def test_tokens_without_width():
+    """A begin token at the very start is not of the answer; a space made up before the answer is."""
+    offsets = np.array([(0, 0), (0, 2), (2, 2), (2, 4), (4, 5)])
+    _, mask = _find_answers(Rendered("Q:yes", ((2, 5),)), [1, 5, 6, 7, 8], offsets, {1, 2}, None)
+    assert mask.tolist() == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        ({"messages": TURNS}, FORGETFUL, "row 0: the tokenizer's chat template rewrites"),
+        ({"messages": TURNS}, "{{ raise_exception('no system role') }}", "refuses the conversation: no system role"),
+        ({"messages": TURNS[:2]}, CHATML, "no message of role assistant.* The roles: system, user"),
+        ({"messages": "hello"}, CHATML, "row 0 .*expected a list of messages"),
+        ({"messages": ["hello"]}, CHATML, "expected a message as a dict"),
+        ({"messages": [{"role": "user", "content": [1]}]}, CHATML, "role and content"),
+        ({"text": 3}, None, "row 0 .*'text': expected a string, got int"),
+        ({"prompt": "a", "response": None}, None, "'response': expected a string, got nothing"),
+    ],
+)
+def test_bad_rows(row, template, message):
+    with pytest.raises(UserError, match=message):
+        tokenize([row], make_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        ({"text": "a"}, "{text}", "these rows are plain text"),
+        ({"messages": TURNS}, "{messages}", "these rows are chat"),
+        ({"prompt": "a", "response": "b"}, "{prompt", "not a format string"),
+        ({"prompt": "a", "response": "b"}, "{}", "expected column names in braces, such as '{prompt}'"),
+        ({"prompt": "a", "response": "b"}, "{prompt}{response}", "holds the response itself"),
+        ({"prompt": "a", "response": "b"}, "{question}", "row 0 has no column question. It has: prompt, response"),
+    ],
+)
+def test_bad_prompt_template(row, template, message):
+    with pytest.raises(UserError, match=message):
+        tokenize([row], make_tokenizer(), prompt_template=template)
+
+
+def test_slow_tokenizer_for_responses(monkeypatch):
+    tokenizer = make_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(UserError, match="not a fast tokenizer"):
+        tokenize([{"prompt": "a", "response": "b"}], tokenizer)
+
+
+def test_many_rows_keep_their_order():
+    rows = [{"text": json.dumps(i)} for i in range(2500)]
+    tokenizer = make_tokenizer()
+    examples = tokenize(rows, tokenizer)
+    assert [tokenizer.decode(e.tokens).replace(" ", "") for e in examples] == [row["text"] for row in rows]
+    assert [e.row for e in examples] == list(range(2500))

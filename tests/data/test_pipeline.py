@@ -1,0 +1,142 @@
+"""Batches: deterministic, resumable, of one shape, and every row once per epoch."""
+
+import json
+from itertools import islice
+
+import jax
+import numpy as np
+import pytest
+
+from calibjax.data import batches, eval_batches
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import batch_sharding, local_rows, make_mesh
+
+
+def make_arrays(rows=10):
+    tokens = np.arange(rows * 3, dtype=np.int32).reshape(rows, 3)
+    return {"tokens": tokens, "where": np.ones((rows, 3), bool), "source": np.arange(rows, dtype=np.int32)}
+
+
+def assert_equal(first, second):
+    first, second = list(first), list(second)
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            np.testing.assert_array_equal(a[key], b[key], strict=True)
+
+
+def test_rows_stay_together():
+    for batch in batches(make_arrays(), 4, seed=0, epochs=3):
+        np.testing.assert_array_equal(batch["tokens"][:, 0], batch["source"] * 3)
+        assert batch["tokens"].dtype == np.int32
+        assert batch["tokens"].shape == (4, 3)
+
+
+def test_every_row_once_per_epoch_in_a_fresh_order():
+    order = np.concatenate([batch["source"] for batch in batches(make_arrays(), 4, seed=0, epochs=4)])
+    assert len(order) == 40
+    epochs = order.reshape(4, 10)
+    np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(10), (4, 1)))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_seeds():
+    arrays = make_arrays()
+    assert_equal(batches(arrays, 4, seed=7, epochs=2), batches(arrays, 4, seed=7, epochs=2))
+    orders = {
+        tuple(np.concatenate([b["source"] for b in batches(arrays, 10, seed=seed, epochs=3)]).reshape(3, 10).flat)
+        for seed in range(6)
+    }
+    assert len(orders) == 6
+    # The order of seed 0 in its second epoch is not that of seed 1 in its first.
+    second = list(batches(arrays, 10, seed=0, epochs=2))[1]["source"]
+    first = next(iter(batches(arrays, 10, seed=1, epochs=1)))["source"]
+    assert not np.array_equal(first, second)
+
+
+def test_no_shuffle():
+    order = [batch["source"].tolist() for batch in batches(make_arrays(), 4, seed=0, epochs=2, shuffle=False)]
+    assert order == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("options", "number"), [({"epochs": 1}, 2), ({"epochs": 3}, 7), ({"steps": 1}, 1), ({"steps": 9}, 9)]
+)
+def test_number_of_batches(options, number):
+    assert len(list(batches(make_arrays(), 4, seed=0, **options))) == number
+
+
+def test_batch_larger_than_the_data():
+    (batch,) = batches(make_arrays(3), 8, seed=0, epochs=2)
+    assert batch["tokens"].shape == (8, 3)
+    assert sorted(batch["source"][:6].tolist()) == [0, 0, 1, 1, 2, 2]
+    assert batch["where"].any(axis=1).tolist() == [True] * 6 + [False] * 2
+    assert [len(b["source"]) for b in batches(make_arrays(3), 8, seed=0, steps=5)] == [8] * 5
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 6])
+def test_resumes_from_json(done):
+    def make():
+        return batches(make_arrays(), 4, seed=5, epochs=3)
+
+    whole = list(make())
+    interrupted = make()
+    assert_equal(islice(interrupted, done), whole[:done])
+    state = json.dumps(interrupted.get_state())
+    resumed = make()
+    resumed.set_state(json.loads(state))
+    assert_equal(resumed, whole[done:])
+
+
+def test_parts_make_up_the_batch():
+    """Rows that belong to three processes, not side by side, of batches of which the last one is padded."""
+    arrays = make_arrays(3)
+    whole = list(batches(arrays, 6, seed=1, epochs=1))
+    rows = [np.array([0, 4]), np.array([1, 5]), np.array([2, 3])]
+    parts = [list(batches(arrays, 6, seed=1, epochs=1, part=part)) for part in rows]
+    order = np.argsort(np.concatenate(rows))
+    joined = [
+        {key: np.concatenate([p[key] for p in step])[order] for key in step[0]} for step in zip(*parts, strict=True)
+    ]
+    assert_equal(joined, whole)
+
+
+def test_on_a_mesh():
+    """Batches are laid out on the mesh that is set; a process that has all devices reads all rows."""
+    arrays = make_arrays(10)
+    mesh = make_mesh((2, 2, 2))
+    host = list(eval_batches(arrays, 4))
+    with jax.set_mesh(mesh):
+        placed = list(eval_batches(arrays, 4))
+    assert [real for _, real in placed] == [real for _, real in host] == [4, 4, 2]
+    for (one, _), (other, _) in zip(placed, host, strict=True):
+        assert one["tokens"].sharding == batch_sharding(mesh)
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert local_rows(mesh, 8).tolist() == list(range(8))
+
+
+def test_eval_batches():
+    arrays = make_arrays(10)
+    given, real = zip(*eval_batches(arrays, 4), strict=True)
+    assert real == (4, 4, 2)
+    assert {batch["tokens"].shape for batch in given} == {(4, 3)}
+    tokens = np.concatenate([batch["tokens"][:n] for batch, n in zip(given, real, strict=True)])
+    np.testing.assert_array_equal(tokens, arrays["tokens"])
+    assert given[-1]["where"].tolist() == [[True] * 3] * 2 + [[False] * 3] * 2
+    assert arrays["where"].all()  # the caller's array is left alone
+
+
+def test_errors():
+    arrays = make_arrays()
+    with pytest.raises(UserError, match="either epochs or steps"):
+        batches(arrays, 4, seed=0)
+    with pytest.raises(UserError, match="either epochs or steps"):
+        batches(arrays, 4, seed=0, epochs=1, steps=1)
+    for options in ({"epochs": 0}, {"steps": 0}, {"steps": 1, "seed": -1}):
+        with pytest.raises(UserError, match="expected an integer >="):
+            batches(arrays, 4, **({"seed": 0} | options))
+    with pytest.raises(UserError, match="same number of rows"):
+        batches({"a": np.zeros(3), "b": np.zeros(4)}, 2, seed=0, epochs=1)
+    with pytest.raises(UserError, match="without an array 'where'"):
+        list(eval_batches({"tokens": arrays["tokens"]}, 4))

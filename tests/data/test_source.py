@@ -1,0 +1,201 @@
+"""Reading sources: every kind of file, and every way in which one can be wrong."""
+
+import gzip
+import json
+import os
+import tempfile
+
+import datasets
+import pytest
+
+from calibjax.data import Rows, read_source, source
+from calibjax.runtime.errors import UserError
+
+ROWS = [{"text": "one", "n": 1}, {"text": "two\nlines", "n": 2}, {"text": "drei é", "n": 3}]
+JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+CSV = b'text,n\none,1\n"two\nlines",2\ndrei \xc3\xa9,3\n'
+
+
+def write(path, content: bytes):
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.jsonl", JSONL), ("a.json", json.dumps(ROWS).encode()), ("a.csv", CSV)],
+    ids=["jsonl", "json", "csv"],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_files_of_rows(tmp_path, name, content, suffix):
+    rows = read_source(write(tmp_path / (name + suffix), content))
+    assert list(rows) == ROWS
+    assert not rows.documents
+    assert list(read_source(tmp_path / (name + suffix), rows=2)) == ROWS[:2]
+
+
+def test_parquet(tmp_path):
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
+    assert list(read_source(tmp_path / "a.parquet")) == ROWS
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_text_file_is_one_document(tmp_path, suffix):
+    rows = read_source(write(tmp_path / f"a.txt{suffix}", "one\n\ntwo é\n".encode()))
+    assert list(rows) == [{"text": "one\n\ntwo é\n"}]
+    assert rows.documents
+
+
+def test_csv_keeps_words_that_look_like_nulls(tmp_path):
+    rows = read_source(write(tmp_path / "a.csv", b"instruction,input,output\nDo,,NA\n"))
+    assert list(rows) == [{"instruction": "Do", "input": "", "output": "NA"}]
+
+
+def test_directory(tmp_path):
+    for name, row in (("train_1.jsonl", ROWS[1]), ("train_0.jsonl.gz", ROWS[0]), ("valid.jsonl", ROWS[2])):
+        write(tmp_path / name, json.dumps(row).encode())
+    (tmp_path / "SOURCE.md").write_text("where it came from")
+    assert list(read_source(tmp_path)) == ROWS
+    assert list(read_source(tmp_path, rows=1)) == ROWS[:1]
+    assert list(read_source(tmp_path, split="train")) == ROWS[:2]
+    with pytest.raises(UserError, match=r"split='test'.*valid\.jsonl"):
+        read_source(tmp_path, split="test")
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        *[("plain", name) for name in ("d*.jsonl", "config.json", "d?.csv.gz", "[a-z].parquet", "**.txt")],
+        *[(folder, "d[12].jsonl") for folder in ("plain", "[w]", "a::b", "x?*{y}#%41", "file:", "~", "__x__", ".h")],
+    ],
+)
+def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch, folder, name):
+    """Beside files that the path would match as a pattern; absolute, relative and as the only file of a directory."""
+    directory = tmp_path / folder
+    directory.mkdir()
+    for decoy in ("d1.jsonl", "d2.jsonl", "d.jsonl", "dd.csv.gz", "a.parquet", "a.txt"):
+        (tmp_path / decoy).write_text("decoy")
+        (directory / decoy).write_text("decoy")
+    (tmp_path / "w").mkdir()
+    file = directory / name
+    if name.endswith(".parquet"):
+        datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "rows"))
+        (tmp_path / "rows").rename(file)
+    else:
+        write(file, {"d?.csv.gz": CSV, "config.json": json.dumps(ROWS).encode(), "**.txt": b"x"}.get(name, JSONL))
+    expected = [{"text": "x"}] if name == "**.txt" else ROWS
+    assert list(read_source(file)) == expected
+    monkeypatch.chdir(tmp_path)
+    assert list(read_source(f"{folder}/{name}")) == expected
+    for decoy in ("d1.jsonl", "d2.jsonl", "d.jsonl", "dd.csv.gz", "a.parquet", "a.txt"):
+        (directory / decoy).unlink()
+    assert list(read_source(folder)) == expected
+
+
+def test_temporary_directory_like_a_pattern(tmp_path, monkeypatch):
+    (tmp_path / "[t]").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "[t]"))
+    assert list(read_source(write(tmp_path / "a.jsonl", JSONL))) == ROWS
+    assert list((tmp_path / "[t]").iterdir()) == []
+
+
+def test_errors_name_the_file_that_was_given(tmp_path):
+    file = write(tmp_path / "a[1].parquet", b"no parquet")
+    with pytest.raises(UserError) as caught:
+        read_source(file)
+    assert str(file) in str(caught.value)
+    assert "calibjax-data-" not in str(caught.value)
+
+
+def test_nothing_is_written_where_it_runs(tmp_path, monkeypatch):
+    file = write(tmp_path / "a.jsonl", JSONL)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    read_source(file)
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "one"}\n{"text": "tw', "cannot be read as json"),
+        ("a.json", b"3", "cannot be read as json"),
+        ("a.parquet", b"no parquet", "cannot be read as parquet"),
+        ("a.txt", "é".encode("latin1"), "cannot be read as text"),
+        ("a.jsonl", b"", "holds no rows"),
+        ("a.csv", b"text,n\n", "holds no rows"),
+        ("a.jsonl.gz", b"", "holds no rows"),
+        ("a.xml", b"<a/>", r"expected a file ending in one of \.jsonl"),
+    ],
+)
+def test_bad_contents(tmp_path, name, content, message):
+    with pytest.raises(UserError, match=message):
+        read_source(write(tmp_path / name, content))
+
+
+def test_bad_gzip(tmp_path):
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(JSONL * 1000)[:-40])
+    (tmp_path / "plain.jsonl.gz").write_bytes(JSONL)
+    for name in ("cut.jsonl.gz", "plain.jsonl.gz"):
+        with pytest.raises(UserError, match=rf"{name} cannot be read as gzipped json"):
+            read_source(tmp_path / name)
+
+
+def test_bad_options(tmp_path):
+    file = write(tmp_path / "a.jsonl", JSONL)
+    with pytest.raises(UserError, match="does not exist"):
+        read_source(tmp_path / "b.jsonl")
+    with pytest.raises(UserError, match="has no splits"):
+        read_source(file, split="train")
+    with pytest.raises(UserError, match="rows: expected at least 1"):
+        read_source(file, rows=0)
+    (tmp_path / "b.txt").write_text("a document")
+    with pytest.raises(UserError, match="mixes whole documents"):
+        read_source(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no data file"):
+        read_source(tmp_path / "empty")
+
+
+class TestHub:
+    def test_arguments(self, monkeypatch):
+        calls = []
+
+        def load(*args, **options):
+            calls.append((args, options))
+            return iter(ROWS) if options["streaming"] else datasets.Dataset.from_list(ROWS)
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        assert list(read_source("someone/texts:small")) == ROWS
+        assert list(read_source("someone/texts", split="test", rows=2)) == ROWS[:2]
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        assert list(read_source("someone/texts", rows=2)) == ROWS[:2]
+        assert [args for args, _ in calls] == [("someone/texts", "small"), *[("someone/texts", None)] * 2]
+        assert [options["split"] for _, options in calls] == ["train", "test", "train"]
+        assert [options["streaming"] for _, options in calls] == [False, True, False]
+
+    def test_not_there(self, monkeypatch):
+        def load(*args, **options):
+            raise ConnectionError("no route")
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        with pytest.raises(UserError, match=r"neither a file or directory here nor .*no route"):
+            read_source("someone/texts")
+
+
+def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert source._cache_directory() is None
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    instead = source._cache_directory()
+    assert instead is not None
+    assert os.access(instead, os.W_OK)
+    assert list(read_source(write(tmp_path / "a.jsonl", JSONL))) == ROWS
+
+
+def test_rows_slice():
+    rows = Rows(ROWS, "name", documents=True)
+    assert rows[1:] == Rows(ROWS[1:], "name", documents=True)

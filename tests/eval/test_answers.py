@@ -1,0 +1,57 @@
+"""The confidence of an answer against float64 loops, scipy's entropy among them."""
+
+import math
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+
+from calibjax.eval.answers.confidence import WORDS, answer_confidence
+
+RNG = np.random.default_rng(0)
+WHERE = RNG.random((50, 6)) < 0.7
+WHERE[0], WHERE[1] = False, True
+LOG_PROBS = RNG.uniform(-9, -0.1, WHERE.shape).astype(np.float32)
+SAMPLES = RNG.integers(0, 4, WHERE.shape)
+SAMPLES[1] = 3
+
+
+def one(how, values):
+    """Of one answer, in float64, from what is there."""
+    if not len(values):
+        return 0.0
+    if how in ("agreement", "entropy", "first_second"):
+        shares = np.array([n for _, n in Counter(values.tolist()).most_common()]) / len(values)
+        return {
+            "agreement": shares[0],
+            "first_second": shares[0] - (shares[1] if len(shares) > 1 else 0),
+            "entropy": 1 - scipy.stats.entropy(shares) / math.log(len(shares)) if len(shares) > 1 else 1.0,
+        }[how]
+    p = np.exp(values.astype(np.float64))
+    return {
+        "options": lambda: scipy.special.softmax(values.astype(np.float64)).max(),
+        "full_vocabulary": p.max,
+        "arithmetic_mean": p.mean,
+        "product": p.prod,
+        "minimum": p.min,
+        "length_normalised": lambda: scipy.stats.gmean(p),
+    }[how]()
+
+
+@pytest.mark.parametrize("how", WORDS)
+def test_confidences(how):
+    values = SAMPLES if how in ("agreement", "entropy", "first_second") else LOG_PROBS
+    got = np.asarray(jax.jit(answer_confidence, static_argnums=0)(how, values, WHERE))
+    want = [one(how, row[there]) for row, there in zip(values, WHERE, strict=True)]
+    error = np.abs(got - want).max()
+    assert error < 1e-6, error
+    other = np.where(WHERE, values, 9 if values.dtype.kind == "i" else np.nan)  # what is not there does not matter
+    np.testing.assert_allclose(answer_confidence(how, other, WHERE), got, atol=1e-6)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="expected one of options, full_vocabulary"):
+        answer_confidence("mean", LOG_PROBS)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,142 @@
+"""Evaluation over a mesh: every shape finds the figures of one device, and neither W nor logits are moved."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from collectives import collectives
+from tiny import make_lm, make_windows, ragged
+
+from calibjax.eval.layers.directions import _edited_batch, choose_sets, evaluate_edit, find_directions, null_space
+from calibjax.eval.layers.layers import _layers_of_batch, evaluate_layers, make_readout, scored_batch
+from calibjax.eval.layers.neurons import entropy_neurons
+from calibjax.eval.tasks.scoring import Continuation, Scorer, _read
+from calibjax.eval.tokens import evaluate_tokens, identity_head
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.kernels import VocabSharding, kl_divergences, sharded
+from calibjax.models.frozen import freeze
+from calibjax.runtime.sharding import batch_sharding, make_mesh, param_shardings, place_rows
+from calibjax.train import load_head, save_head
+
+SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
+# 37 and 3 rows of the unembedding divide into no number of shards; 16 columns do.
+LM = make_lm(num_layers=2, vocab_size=37, unembedding_bias=True, logit_softcap=8.0)
+WINDOWS = ragged(make_windows(20, vocab_size=37))
+LETTERS = (7, 2, 11)
+HEAD = HeadConfig(kind="mlp", hidden_size=16, features=("hidden_states", "max_logit"), identity_start=False)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """One that changes nothing, and one as it comes from disk."""
+    folder = tmp_path_factory.mktemp("mlp")
+    save_head(folder / "head", FittedHead(HEAD, HEAD.init(jax.random.key(3)), 0.1, LM.fingerprint))
+    return {"as it is": identity_head(LM), "mlp": load_head(folder)}
+
+
+def placed(lm, mesh):
+    return dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(mesh, lm.params)))
+
+
+def figures(lm, heads):
+    """Everything that evaluation finds out of a model, on the mesh that is set: name -> array."""
+    read, letters = make_readout(lm), make_readout(lm, LETTERS)
+    asked = WINDOWS._replace(targets=np.asarray(LETTERS, np.int32)[WINDOWS.targets % 3])
+    outputs = evaluate_layers(lm, WINDOWS, read, batch_size=8, quiet=True)
+    sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
+    along = find_directions(lm, WINDOWS, read, sets, batch_size=8, quiet=True)
+    (tokens,) = evaluate_tokens(lm, WINDOWS, {"mlp": heads["mlp"]}, batch_size=8, quiet=True).values()
+    parts = {
+        "layers": outputs,
+        "layers, letters": evaluate_layers(lm, asked, letters, batch_size=8, quiet=True),
+        "direction": along._replace(counts=np.array(along.counts)),
+        "edit": evaluate_edit(lm, WINDOWS, read, 0.3 * along.vectors, batch_size=8),
+        "tokens": tokens.sums,
+    }
+    found = {f"{part} {name}": x for part, values in parts.items() for name, x in values._asdict().items()}
+    space = null_space(lm, energy=0.2)
+    found |= {"null space": space.share(np.eye(16)), "neurons": np.array(entropy_neurons(lm, space, layers=2, count=2))}
+    rng = np.random.default_rng(0)
+    # All are read in one width: one program. The batch is made a multiple of 8 rows where there are as many devices.
+    continued = [Continuation(*(rng.integers(0, 37, n).tolist() for n in (18, 1 + count % 4))) for count in range(20)]
+    scores = Scorer(lm, heads, batch_size=6).score(continued)
+    found["log-probabilities"] = np.concatenate([score.log_probs for score in scores], axis=1)
+    found["greedy"] = np.concatenate([score.greedy for score in scores])
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(heads):
+    """Those of one device; from here on XLA takes fewer pains: nearly all time goes into compiling."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield figures(LM, heads)
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_figures_are_those_of_one_device(alone, heads, shape):
+    mesh = make_mesh(shape)
+    with jax.set_mesh(mesh):
+        found = figures(placed(LM, mesh), heads)
+    worst = {}
+    for name, expected in alone.items():
+        if expected.dtype.kind in "bi":
+            np.testing.assert_array_equal(found[name], expected, err_msg=name)
+        else:
+            scale = max(1.0, np.abs(expected).max())
+            worst[name] = np.abs(found[name].astype(np.float64) - expected).max() / scale
+    print({name: f"{error:.1e}" for name, error in sorted(worst.items(), key=lambda x: -x[1])[:5]})
+    assert max(worst.values()) < 1e-5, max(worst, key=worst.get)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2)], ids=str)
+def test_divergence_of_shards(shape):
+    """A vocabulary that does not divide, and as many tokens; against float64."""
+    rng = np.random.default_rng(0)
+    states, weights, bias = (rng.normal(size=shape) for shape in ((3, 5, 16), (300, 16), (300,)))
+    z = 4 * np.tanh((states @ weights.T + bias) / 4)
+    log_p = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+    expected = (np.exp(log_p[:1]) * (log_p[:1] - log_p[1:])).sum(axis=-1)
+    normalizer = jnp.asarray(np.log(np.exp(z).sum(axis=-1)), jnp.float32)
+    states, weights, bias = (jnp.asarray(x, jnp.float32) for x in (states, weights, bias))
+    found = jax.jit(kl_divergences, static_argnames=("softcap", "sharding"))(
+        *(states[0], states[1:], weights),
+        log_normalizer=normalizer[0],
+        other_log_normalizers=normalizer[1:],
+        bias=bias,
+        softcap=4.0,
+        sharding=VocabSharding(make_mesh(shape), width=("fsdp",)),
+    )
+    error = np.abs(found - expected).max()
+    print(f"{error:.1e}, of up to {expected.max():.1f}")
+    assert error < 1e-5
+
+
+@pytest.mark.slow
+def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
+    """Nor are the hidden states of a batch, where scores are read off some of them."""
+    vocab, tokens = 1024, 8 * 12
+    monkeypatch.setattr(sharded, "_GATHERED_BYTES", 4 * 128 * 16)
+    mesh = make_mesh((2, 2, 2))
+    lm = placed(make_lm(vocab_size=vocab, num_layers=2), mesh)
+    with jax.set_mesh(mesh):
+        read, frozen = make_readout(lm), freeze(lm)
+        batch = place_rows(mesh, scored_batch(make_windows(8, vocab_size=vocab, length=12), read))
+        hidden = jax.ShapeDtypeStruct((8, 12, 16), jnp.float32, sharding=batch_sharding(mesh))
+        places, edit = np.zeros((16, 3), np.int32), np.zeros((2, 16), np.float32)
+        programs = {
+            "layers": _layers_of_batch.lower(lm.config, lm.dtype, lm.params, read, batch),
+            "edit": _edited_batch.lower(lm.config, lm.dtype, 15, "right", lm.params, read, edit, batch),
+            "scores": _read.lower(lm.config, lm.dtype, frozen, hidden, np.zeros((1, 8, 12), np.float32), places),
+        }
+        for name, lowered in programs.items():
+            found = sorted(set(collectives(lowered.compile().as_text())), key=lambda each: -each[1])
+            print(name, found[:5])
+            assert ("all-gather", 128 * 16) in found, "W stored in columns is gathered, in pieces"
+            assert max(size for _, size in found) < min(vocab * 16, tokens * vocab) // 4
+            if name == "scores":
+                assert max(size for kind, size in found if size != 128 * 16) < tokens * 16

@@ -1,0 +1,227 @@
+"""Scores of continuations against float64 over the dense logits; text up to a stop sequence; lm-eval's own backend."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assets import ASSETS, data_path, model_path
+from tiny import VOCAB, make_lm, write_model
+
+from calibjax.eval.tasks.continuation import continue_contexts
+from calibjax.eval.tasks.scoring import Continuation, Scorer, _read, _states
+from calibjax.eval.tokens import identity_head
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.models import LanguageModel, load_model
+from calibjax.models.generate import generate
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import make_mesh, param_shardings
+
+LM = make_lm(num_layers=2)
+
+
+def random_head(kind, **options):
+    config = HeadConfig(kind=kind, hidden_size=LM.config.hidden_size, identity_start=False, **options)
+    return FittedHead(config, config.init(jax.random.key(3)), 0.3, LM.fingerprint)
+
+
+HEADS = {
+    "as it is": identity_head(LM),
+    "transformer": random_head("transformer", num_heads=2),
+    "sequence": random_head("linear", pooling="sequence"),
+}
+
+
+def requests(seed=0, count=40, shortest=25, longest=45):
+    """Most are read 32 tokens wide; half of them lose their start."""
+    rng = np.random.default_rng(seed)
+    lengths = zip(rng.integers(shortest, longest, count), rng.integers(1, 6, count), strict=True)
+    drawn = [Continuation(*(rng.integers(0, VOCAB, n).tolist() for n in pair)) for pair in lengths]
+    shared = drawn[0].context
+    # Options of one question: one token each, and two read alike up to their last token.
+    return (
+        drawn
+        + [Continuation(shared, [token]) for token in range(4)]
+        + [Continuation(shared, [1, 2, t]) for t in (3, 4)]
+    )
+
+
+def dense(asked):
+    """Log-probabilities `[M, n]` of each request and which are largest, float64 from the model's own logits."""
+    read = [[*context, *tokens[:-1]][-LM.config.max_positions :] for context, tokens in asked]
+    inputs, real, where = np.zeros((3, len(asked), LM.config.max_positions), np.int32)
+    for row, (ids, request) in enumerate(zip(read, asked, strict=True)):
+        inputs[row, : len(ids)], real[row, : len(ids)] = ids, 1
+        where[row, len(ids) - len(request.tokens) : len(ids)] = 1
+    hidden = LM.hidden_states(inputs, segment_ids=real)
+    logits = np.asarray(LM.logits(inputs, segment_ids=real), np.float64)
+    found = []
+    for head in HEADS.values():
+        log_scale = head.log_scale(hidden, LM.unembedding, where=where.astype(bool), segment_ids=jnp.asarray(real))
+        z = logits * np.exp(np.asarray(log_scale, np.float64))[..., None]
+        z = z - z.max(-1, keepdims=True)
+        found.append(z - np.log(np.exp(z).sum(-1, keepdims=True)))
+    log_probs, best = np.stack(found), logits.argmax(-1)
+    for row, (_, tokens) in enumerate(asked):
+        at = np.flatnonzero(where[row])
+        yield log_probs[:, row, at, tokens], best[row, at] == tokens
+
+
+def test_scores_are_those_of_the_dense_formula():
+    asked = requests()
+    scores = Scorer(LM, HEADS, batch_size=8).score(asked)
+    errors = []
+    for request, score, (log_probs, greedy) in zip(asked, scores, dense(asked), strict=True):
+        errors.append(np.abs(score.log_probs - log_probs).max())
+        assert (score.greedy == greedy).all()
+        assert score.cut == max(len(request.context) + len(request.tokens) - 1 - LM.config.max_positions, 0)
+    assert max(errors) < 1e-4, max(errors)  # float32 logits of up to 60, times scales of up to 2
+    assert any(score.cut for score in scores)
+
+
+def test_a_second_call_compiles_nothing():
+    scorer = Scorer(LM, {"as it is": HEADS["as it is"]}, batch_size=8)
+    scorer.score(requests())
+    compiled = _states._cache_size(), _read._cache_size()
+    scorer.score(requests(seed=5))
+    assert (_states._cache_size(), _read._cache_size()) == compiled
+
+
+@pytest.mark.slow
+def test_rows_on_a_mesh_score_the_same():
+    asked = requests(count=6, shortest=1, longest=8)
+    mesh = make_mesh((2, 2, 2))
+    placed = jax.device_put(LM.params, param_shardings(mesh, LM.params))
+    divided = LanguageModel.from_params(LM.config, placed)
+    heads = {"transformer": HEADS["transformer"]}
+    pairs = zip(Scorer(divided, heads).score(asked), Scorer(LM, heads).score(asked), strict=True)
+    errors = [np.abs(one.log_probs - two.log_probs).max() for one, two in pairs]
+    assert max(errors) < 1e-4, max(errors)
+
+
+@pytest.mark.parametrize("bad", [Continuation([], [1]), Continuation([1], []), Continuation([1], [1] * 33)])
+def test_what_cannot_be_scored_is_refused_before_any_work(bad):
+    with pytest.raises(UserError, match="request 1: expected a context"):
+        Scorer(LM, HEADS).stream([Continuation([1], [1]), bad])
+
+
+def test_text_goes_on_to_the_stop_sequence(tmp_path):
+    lm = load_model(write_model(tmp_path / "model"))
+    contexts = [lm.tokenizer(text)["input_ids"] for text in ("w1 w2 w3", "w7", "w9 w4")]
+    whole = generate(lm, contexts, max_new_tokens=8).texts(lm.tokenizer)
+    words = [text.split() for text in whole]
+    stop = words[0][2]  # comes third in the first text
+    found = dict(continue_contexts(lm, contexts, until=[stop], max_new_tokens=8, batch_size=3))
+    for number, text in enumerate(whole):
+        assert found[number].text == text.split(stop)[0]
+        kept = lm.tokenizer.decode(list(found[number].tokens)).split()
+        assert kept == (words[number][: words[number].index(stop)] if stop in words[number] else words[number])
+    with pytest.raises(UserError, match="max_gen_toks: expected 1 to 31"):
+        continue_contexts(lm, contexts, max_new_tokens=32)
+
+
+# --- lm-eval ---
+
+
+def test_the_model_of_lm_eval_needs_no_torch():
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import calibjax.lm_eval\n"
+        "from lm_eval.api.registry import get_model; print(get_model('calibjax').__name__)"
+    )
+    env = {**os.environ, "USE_TORCH": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
+    assert done.stdout.strip().endswith("CalibjaxLM"), done.stderr[-2000:]
+
+
+def instances(kind, arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, args, index) for index, args in enumerate(arguments)]
+
+
+def test_a_killed_run_goes_on_from_the_cache_of_the_harness(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
+    from lm_eval.api.model import CachingLM
+
+    from calibjax.lm_eval import CalibjaxLM
+
+    write_model(tmp_path / "model")
+    model = CalibjaxLM(str(tmp_path / "model"), batch_size=2)
+    asked = instances("loglikelihood", [(f"w{n} w{n + 1}", f" w{n + 2} w5") for n in range(9)])
+    want = model.loglikelihood(asked, disable_tqdm=True)
+    whole = Scorer._batch
+    batches = []
+
+    def dying(self, *args):
+        batches.append(1)
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return whole(self, *args)
+
+    monkeypatch.setattr(Scorer, "_batch", dying)
+    cached = CachingLM(model, str(tmp_path / "cache.db"))
+    with pytest.raises(KeyboardInterrupt):
+        cached.loglikelihood(asked)
+    assert len(batches) == 3
+    same = CalibjaxLM.create_from_arg_obj(
+        {"pretrained": str(tmp_path / "model")}, {"batch_size": 2, "device": "cuda:0"}
+    )
+    again = CachingLM(same, str(tmp_path / "cache.db"))
+    assert again.loglikelihood(asked) == want
+    assert len(batches) == 3 + 3, "9 requests, 4 of them known: 3 batches of 2 are left"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stories260K", "craftgpt-5M"])
+def test_log_likelihoods_are_those_of_the_hugging_face_backend(name):
+    """The harness's own model on PyTorch, on the same requests; accuracy of its own task definitions."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
+    for package in ("torch", "accelerate", "peft"):
+        pytest.importorskip(package, reason=f"the oracle is the harness's own backend, which needs {package}")
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    from calibjax.eval.tasks.local_data import task_manager
+    from calibjax.lm_eval import CalibjaxLM
+
+    path = model_path(name)
+    data_path("llm_foundry_eval/arc_easy.jsonl.gz")
+    theirs = HFLM(pretrained=str(path), device="cpu", batch_size=8, dtype="float32")
+    ours = CalibjaxLM(str(path), batch_size=8)
+    assert (ours.max_length, ours.prefix_token_id, ours.eot_token_id) == (
+        *(theirs.max_length, theirs.prefix_token_id, theirs.eot_token_id),
+    )
+    texts = ["Once upon a time there was a girl named Lily.", "One day, a cat saw a big tree. " * 12, "Hello"]
+    pairs = [(text, end) for text in texts for end in (" She liked to play.", " A", "x")] + [("", "Once upon a time")]
+    asked = instances("loglikelihood", [*pairs, ("The end. ", "Bye")])
+    want, got = (model.loglikelihood(asked) for model in (theirs, ours))
+    assert [greedy for _, greedy in got] == [greedy for _, greedy in want]
+    np.testing.assert_allclose([x for x, _ in got], [x for x, _ in want], atol=1e-3)
+
+    # No sentence twice: the harness's backend confuses windows that are read alike and scored in part.
+    long = " ".join(f"On day {n} the girl had {7 * n} cats and {n * n} dogs." for n in range(1, 30))
+    rolling = instances("loglikelihood_rolling", [(long,), (texts[0],), (texts[2],)])
+    np.testing.assert_allclose(ours.loglikelihood_rolling(rolling), theirs.loglikelihood_rolling(rolling), atol=1e-3)
+
+    until = {"until": [".", "\n"], "max_gen_toks": 24, "do_sample": False}
+    written = instances("generate_until", [(text, until) for text in texts])
+    assert ours.generate_until(written) == theirs.generate_until(written)
+
+    tasks = ["arc_easy_local", "truthfulqa_mc1_local"]
+    manager, options = task_manager(tasks, ASSETS), {"limit": 10, "bootstrap_iters": 0}
+    results = [lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, **options) for model in (theirs, ours)]
+    for task in ("arc_easy", "truthfulqa_mc1"):
+        for metric in ("acc,none", "acc_norm,none"):
+            assert len({result["results"][task].get(metric) for result in results}) == 1, task
+        lls = [
+            [float(response[0][0]) for sample in result["samples"][task] for response in sample["resps"]]
+            for result in results
+        ]
+        error = np.abs(np.subtract(*lls)).max()
+        print(f"{name}, {task}: {len(lls[0])} options, largest difference {error:.1e} of {np.abs(lls[0]).max():.0f}")
+        assert error < 1e-3, error

@@ -1,0 +1,160 @@
+"""The script that sets losses side by side runs, tells right from wrong, and writes what it found."""
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "kernels"
+SMALL = ["--tokens", "32", "--width", "16", "--vocab", "131", "--repeats", "1"]
+SPOIL = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import bench, contenders
+right = contenders._dense
+contenders._dense = lambda problem, *arguments: right(problem, *arguments) + 0.1
+bench.main(bench.arguments().parse_args())
+"""
+
+
+def run(command, file):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, *command, *SMALL, "--json", file], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].startswith("JSON:")
+    return done.stdout, json.loads(file.read_text())
+
+
+def test_bench_checks_times_and_records_every_contender(tmp_path):
+    options = [
+        "--label-smoothing",
+        "0.1",
+        "--softcap",
+        "30",
+        "--task",
+        "statistics",
+        "forward",
+        "both",
+        "hidden",
+        "scale",
+    ]
+    table, record = run([FOLDER / "bench.py", *options], tmp_path / "bench.json")
+    rows = record["results"]
+    assert "label smoothing 0.1, soft-cap 30" in table
+    assert len({row["task"] for row in rows}) == 5
+    timed = [row for row in rows if "seconds" in row]
+    assert all("note" in row for row in rows if row not in timed)
+    assert {"dense jnp", "lax.scan over tokens", "vocab_stats chunked", "linear_cross_entropy chunked"} <= {
+        row["contender"] for row in timed
+    }
+    for row in timed:
+        assert row["error"] < 1e-5, row
+        assert row["same_bits"], row
+        assert row["seconds"] > 0
+        assert row["extra_bytes"] >= 0
+
+
+def test_a_wrong_contender_is_marked_and_not_timed(tmp_path):
+    command = ["-c", SPOIL, FOLDER, "--task", "forward", "--only", "dense", "chunked"]
+    table, record = run(command, tmp_path / "bench.json")
+    assert "WRONG" in table
+    wrong = {row["contender"]: row for row in record["results"] if row.get("note") == "WRONG"}
+    assert list(wrong) == ["dense jnp"]
+    assert "seconds" not in wrong["dense jnp"]
+
+
+def test_when_the_time_is_up_what_was_left_out_is_named(tmp_path):
+    options = ["--task", "forward", "--only", "dense", "--softcap", "none", "30", "--minutes", "0"]
+    table, record = run([FOLDER / "bench.py", *options], tmp_path / "bench.json")
+    assert table.count("not run, the time was up") == 2
+    assert [row["note"] for row in record["results"]] == ["not run: the time was up"] * 2
+
+
+@pytest.fixture
+def torch_losses(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("torch_losses")
+
+
+def pytorch_rows(torch_losses, problems, **options):
+    fixed = {"device": "cpu", "seed": 0, "repeats": 1, "seconds": 100.0, "sample": 16}
+    small = {"tokens": 64, "width": 32, "vocab": 300, "label_smoothing": 0.1, "softcap": 30.0}
+    return torch_losses.main([small | problem for problem in problems], **fixed, **options)["rows"]
+
+
+@pytest.mark.slow
+def test_a_wrong_loss_of_pytorch_is_marked(torch_losses, monkeypatch):
+    plain = torch_losses._plain
+
+    def nan_in_one_gradient(torch, problem):
+        return lambda h, w, y: plain(torch, problem)(h, w, y) + (w[0, 0] - w[0, 0]).sqrt()
+
+    losses = {
+        "right": plain,
+        "no label smoothing": lambda torch, problem: plain(torch, problem | {"label_smoothing": 0.0}),
+        "no soft-cap": lambda torch, problem: plain(torch, problem | {"softcap": None}),
+        "NaN": nan_in_one_gradient,
+    }
+    monkeypatch.setattr(torch_losses, "LOSSES", losses)
+    problems = [{"dtype": dtype} for dtype in torch_losses.TOLERANCE]
+    for row in pytorch_rows(torch_losses, problems, tasks=["forward", "both"], only=None):
+        right = row["contender"] == "right" or (row["contender"], row["task"]) == ("NaN", "forward")
+        assert row.get("note") == (None if right else "WRONG"), row
+        assert ("seconds" in row) == right, row
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_torch_compile_compiles_every_problem(torch_losses):
+    """Dynamo by itself goes on without compiling after eight."""
+    problems = [{"dtype": "float32", "width": width} for width in range(16, 25)]
+    rows = pytorch_rows(torch_losses, problems, tasks=["forward"], only=["torch.compile"])
+    assert [row["error"] < 1e-5 for row in rows] == [True] * 9, rows
+
+
+@pytest.mark.slow
+def test_losses_of_pytorch_and_train_steps_stand_beside_ours(tmp_path):
+    """As on a GPU, by processes of their own."""
+    options = [
+        "--torch",
+        "--train-steps",
+        "--task",
+        "both",
+        "--only",
+        "dense",
+        "torch eager",
+        "liger",
+        "--softcap",
+        "30",
+    ]
+    table, record = run([FOLDER / "bench.py", *options], tmp_path / "bench.json")
+    rows = {row["contender"]: row for row in record["results"]}
+    assert rows["dense jnp"]["error"] < 1e-5
+    if importlib.util.find_spec("torch") is None:
+        assert "torch is not installed" in record["torch"]
+    else:
+        assert rows["torch eager"]["error"] < 1e-5
+        assert rows["torch eager"]["ratio_to"] == "dense jnp"
+        assert "torch liger-kernel" in rows
+    ats, sft = record["train_steps"]
+    assert 0 < ats["forward_ms"] < sft["step_ms"]
+    assert (ats["products_forward"], ats["products_step"]) == (1, 1)
+    assert "a small model, 2 layers: sft step" in table
+
+
+@pytest.mark.slow
+def test_without_a_gpu_nothing_is_begun_there(tmp_path):
+    command = [sys.executable, FOLDER / "bench.py", "--platform", "gpu"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "jax finds no GPU here" in done.stderr

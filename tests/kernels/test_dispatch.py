@@ -1,0 +1,154 @@
+"""Which implementation runs, and what `explain` says of it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from calibjax.kernels import VocabSharding, api, chunked, explain, vocab_stats
+from calibjax.kernels.platforms import Platform, platform
+from calibjax.runtime.sharding import make_mesh
+
+HIDDEN, UNEMBEDDING = np.ones((6, 4), np.float32), np.eye(10, 4, dtype=np.float32)
+TARGETS = np.arange(6, dtype=np.int32)
+
+
+@pytest.fixture
+def picky(monkeypatch):
+    """An implementation first in the table that runs float32 in eights of rows, without chunk_size; notes its runs."""
+    runs = []
+
+    def forward(*arguments):
+        runs.append(arguments[1].unembedding.shape)
+        return chunked.forward(*arguments)
+
+    def check(call, model, platform):
+        if platform.name != "cpu":
+            raise NotImplementedError(f"needs a CPU, not {platform.device_kind}")
+        if model.hidden.dtype != jnp.float32:
+            raise NotImplementedError(f"takes float32, not {model.hidden.dtype}")
+        if call.chunk_size is not None:
+            raise NotImplementedError("takes no chunk_size")
+        return f"{model.hidden.shape[0]} x {model.unembedding.shape[0]} at once"
+
+    table = {"picky": chunked.IMPLEMENTATION._replace(forward=forward, check=check), **api.IMPLEMENTATIONS}
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", table)
+    return runs
+
+
+def test_the_first_that_can_runs(picky):
+    vocab_stats(HIDDEN, UNEMBEDDING)
+    assert picky == [(10, 4)]
+    vocab_stats(HIDDEN, UNEMBEDDING, chunk_size=3)
+    vocab_stats(HIDDEN.astype(jnp.bfloat16), UNEMBEDDING.astype(jnp.bfloat16))
+    assert len(picky) == 1, "fell through"
+
+
+def test_an_explicit_name_never_falls_back(picky):
+    with pytest.raises(NotImplementedError, match="implementation='picky' cannot run this call here: takes no chunk"):
+        vocab_stats(HIDDEN, UNEMBEDDING, chunk_size=3, implementation="picky")
+    with pytest.raises(
+        NotImplementedError, match="'reference' cannot run this call here: it is dense and takes no save"
+    ):
+        vocab_stats(HIDDEN, UNEMBEDDING, save_logits=True, implementation="reference")
+    with pytest.raises(ValueError, match=r"expected one of \['chunked'.*'reference'\] or None, got 'fastest'"):
+        explain(HIDDEN, UNEMBEDDING, implementation="fastest")
+    vocab_stats(HIDDEN, UNEMBEDDING, implementation="chunked")
+    assert not picky
+
+
+def test_nothing_can_run(monkeypatch):
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", {"reference": None})
+    with pytest.raises(NotImplementedError, match=r"'reference' cannot run this call here.*chunk_size"):
+        vocab_stats(HIDDEN, UNEMBEDDING, chunk_size=3)
+    assert "vocab_stats raises NotImplementedError" in explain(HIDDEN, UNEMBEDDING, chunk_size=3)
+
+
+def test_over_a_mesh_the_part_of_a_device_is_asked_about(picky):
+    split = VocabSharding(make_mesh((2, 1, 4)))
+    assert "chosen: 3 x 2 at once" in explain(HIDDEN, UNEMBEDDING, sharding=split)
+    vocab_stats(HIDDEN, UNEMBEDDING, sharding=split)
+    assert set(picky) == {(2, 4)}  # 8 rows over 4 devices, and the last 2 for all of them
+
+
+def test_platform():
+    here = Platform("cpu", "cpu")
+    assert platform() == platform(make_mesh()) == platform(AbstractMesh((2,), ("x",))) == here
+    with jax.default_device(jax.devices()[3]):
+        assert platform() == here
+    seen = []
+
+    @jax.jit
+    def traced(x):
+        seen.append(platform())
+        return x
+
+    with jax.set_mesh(make_mesh()):
+        assert platform() == here
+        traced(1.0)
+    assert seen == [here]
+
+
+def test_a_program_for_tpus_is_planned_on_a_cpu(picky):
+    """The mesh says what is compiled for, not the machine."""
+    device = type(make_mesh().abstract_mesh.abstract_device)("TPU v6 lite", 1, platform="tpu")
+    mesh = AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), abstract_device=device)
+    assert platform(mesh) == Platform("tpu", "TPU v6 lite")
+    text = explain(HIDDEN, UNEMBEDDING, sharding=VocabSharding(mesh))
+    assert "for tpu (TPU v6 lite)" in text
+    assert "picky       cannot run this call here: needs a CPU, not TPU v6 lite" in text
+    assert re.search(r"pallas_tpu  chosen: blocks of \d+ tokens by \d+ columns", text), text
+
+
+def test_explain_on_shapes():
+    shapes = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((8, 1024, 2304), (256000, 2304))]
+    targets = jax.ShapeDtypeStruct((8, 1024), jnp.int32)
+    text = explain(*shapes, targets, softcap=30.0, implementation="chunked", chunk_size=512)
+    assert "8192 tokens, D = 2304, V = 256000, bfloat16, for cpu" in text
+    assert "chosen: 512 columns at a time, 500 chunks" in text
+    assert "cannot run this call here: it is dense and takes no chunk_size" in text
+    assert "mean_logit      an elementwise pass" in text
+
+
+PRODUCTS = {
+    ("log_normalizer", "target_logit", "mean_logit"): ("1 + 0", "2 + 0", "1 + 2", "1 + 3"),
+    ("log_normalizer", "expected_logit"): ("1 + 0", "1 + 2", "1 + 2", "1 + 3"),
+}
+
+
+@pytest.mark.parametrize("statistics", PRODUCTS, ids=",".join)
+def test_explain_counts_products(statistics):
+    lines = explain(HIDDEN, UNEMBEDDING, TARGETS, statistics=statistics).splitlines()[-4:]
+    assert tuple(line[-5:] for line in lines) == PRODUCTS[statistics]
+    saved = explain(HIDDEN, UNEMBEDDING, TARGETS, statistics=statistics, save_logits=True)
+    assert saved.endswith("hidden and unembedding  1 + 2")
+    assert "saved logits, where the backward pass needs them: 0 MiB" in saved
+    dense = explain(HIDDEN, UNEMBEDDING, TARGETS, statistics=statistics, implementation="reference")
+    assert dense.endswith("hidden and unembedding  1 + 2")
+
+
+V6E, V5P = "TPU v6 lite", "TPU v5"
+# The line of hidden and unembedding. dh comes first; under a soft-cap with dW, unless a filter or two cores a device
+# give each a kernel of its own.
+ON_TPU = [
+    (V6E, "mean_logit", {}, "2 + 2"),
+    (V6E, "mean_logit", {"softcap": 30.0}, "1 + 3"),
+    (V6E, "mean_logit", {"softcap": 30.0, "filter_threshold": 0.0}, "1 + 3"),
+    (V5P, "mean_logit", {"softcap": 30.0}, "1 + 4"),
+    (V6E, "mean_logit", {"save_logits": True}, "1 + 2"),
+    (V6E, "mean_logit", {"softcap": 30.0, "save_logits": True}, "1 + 2"),
+    (V6E, "mean_logit", {"filter_threshold": 1e-4}, "2 + 2 (1 of them only where p reaches filter_threshold)"),
+    (V6E, "expected_logit", {"filter_threshold": 1e-4}, "1 + 4 (2 of them only where p reaches filter_threshold)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "options", "products"), ON_TPU, ids=str)
+def test_explain_counts_products_on_tpu(kind, name, options, products):
+    device = type(make_mesh().abstract_mesh.abstract_device)(kind, 1, platform="tpu")
+    split = VocabSharding(AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), abstract_device=device))
+    text = explain(HIDDEN, UNEMBEDDING, TARGETS, statistics=["log_normalizer", name], sharding=split, **options)
+    assert "pallas_tpu  chosen" in text
+    assert text.endswith(f"hidden and unembedding  {products}"), text

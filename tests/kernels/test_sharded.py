@@ -1,0 +1,235 @@
+"""The operator over a mesh of 8 devices: the numbers of one device, and no collective but the promised ones."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import FLOATS, assert_within, f64
+
+from calibjax.kernels import VocabSharding, sharded, vocab_stats
+from calibjax.runtime.sharding import make_mesh
+
+INPUTS = ("hidden", "unembedding", "bias", "scale")
+WANTED = (*FLOATS, "argmax", "logit_variance", "correct")
+
+
+def sharding(shape, **axes):
+    return VocabSharding(make_mesh(shape), **axes)
+
+
+SHARDINGS = {
+    "1x1x8": lambda: sharding((1, 1, 8)),
+    "2x1x4": lambda: sharding((2, 1, 4)),
+    "2x2x2": lambda: sharding((2, 2, 2)),
+    "vocabulary over two axes": lambda: sharding((2, 2, 2), tokens="data", vocab=("tensor", "fsdp")),
+    "stored along D": lambda: sharding((2, 2, 2), width="fsdp"),
+    "tokens alone, stored along D": lambda: sharding((2, 4, 1), vocab=(), width=("fsdp", "data")),
+}
+over_shardings = pytest.mark.parametrize("make", SHARDINGS.values(), ids=SHARDINGS)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """So that W stored along D is gathered in several pieces."""
+    monkeypatch.setattr(sharded, "_GATHERED_BYTES", 2000)
+    monkeypatch.setattr(sharded, "_NARROW", 8)
+
+
+def problem(vocab=800, tokens=64, width=16, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(tokens, width)), dtype)
+    unembedding = jnp.asarray(rng.normal(size=(vocab, width)) / 2, dtype)
+    bias = jnp.asarray(rng.normal(size=vocab), jnp.float32)
+    targets = rng.integers(0, vocab, tokens)
+    targets[::7] = -100
+    return hidden, unembedding, bias, jnp.linspace(0.4, 1.6, tokens), jnp.asarray(targets, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("sharding", "statistics", "options"))
+def evaluate(sharding, hidden, unembedding, bias, scale, targets, statistics=WANTED, options=()):
+    """All statistics, and the gradients in (hidden, unembedding, bias, scale) for a cotangent of every one."""
+
+    def forward(h, w, b, s):
+        got = vocab_stats(
+            h, w, targets, bias=b, scale=s, sharding=sharding, statistics=statistics, chunk_size=100, **dict(options)
+        )
+        return {name: getattr(got, name) for name in FLOATS if name in statistics}, got
+
+    value, pull, got = jax.vjp(forward, hidden, unembedding, bias, scale, has_aux=True)
+    return got, pull({name: jnp.linspace(-1.0, 1.5, len(scale)) for name in value})
+
+
+def assert_same(got, want, tolerance):
+    """Statistics and gradients agree within `tolerance` of the size of each.
+
+    The variance is the difference E[(z − max)²] − E[z − max]²: they size its error, also in the scale's gradient.
+    """
+    stats = want[0]
+    size = {name: np.abs(f64(x)).max() for name, x in stats._asdict().items() if x is not None}
+    size |= {f"d_{name}": np.abs(f64(x)).max() for name, x in zip(INPUTS, want[1], strict=True)}
+    terms = (f64(stats.logit_variance) + f64(stats.max_logit - stats.expected_logit) ** 2).max()
+    size |= {name: max(size[name], terms) for name in ("logit_variance", "d_scale")}
+    for name, x, y in zip(got[0]._fields, got[0], want[0], strict=True):
+        if y is not None and jnp.issubdtype(y.dtype, jnp.floating):
+            assert_within(x, y, tolerance * size[name], name)
+        elif y is not None:
+            np.testing.assert_array_equal(x, y, name)
+    for name, x, y in zip(INPUTS, got[1], want[1], strict=True):
+        assert x.dtype == y.dtype, name
+        assert_within(x, y, tolerance * size["d_" + name], "d_" + name)
+
+
+@pytest.mark.parametrize("options", [(), (("softcap", 3.0),)], ids=["plain", "softcap"])
+@over_shardings
+def test_equals_one_device(make, options):
+    inputs = problem()
+    assert_same(evaluate(make(), *inputs, options=options), evaluate(None, *inputs, options=options), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["2x2x2", "stored along D"])
+@pytest.mark.parametrize("options", [(("save_logits", True),), (("filter_threshold", 1e-30),)], ids=["saved", "filter"])
+def test_options_that_change_only_the_cost(name, options):
+    inputs = problem()
+    assert_same(evaluate(SHARDINGS[name](), *inputs, options=options), evaluate(None, *inputs), 1e-6)
+
+
+@over_shardings
+def test_sizes_that_do_not_divide(make):
+    inputs = problem(vocab=803, tokens=61)
+    assert_same(evaluate(make(), *inputs), evaluate(None, *inputs), 1e-6)
+
+
+def test_bfloat16():
+    inputs = problem(dtype=jnp.bfloat16)
+    assert_same(evaluate(SHARDINGS["2x2x2"](), *inputs), evaluate(None, *inputs), 2.0**-7)
+
+
+@pytest.mark.parametrize("name", ["2x2x2", "stored along D"])
+def test_masked_tokens_and_removed_entries(name):
+    """NaN in masked tokens reaches nothing; a whole shard of the vocabulary may have no mass; ties go to the lowest."""
+    hidden, unembedding, bias, scale, targets = problem()
+    unembedding = unembedding.at[700].set(unembedding[450])
+    bias = bias.at[:400].set(-jnp.inf).at[jnp.array([450, 700])].set(60.0)
+    targets = jnp.where(targets >= 0, 400 + targets // 2, targets)
+    names = tuple(name for name in WANTED if name != "mean_logit")  # −inf
+    run = functools.partial(evaluate, SHARDINGS[name](), statistics=names)
+    clean = run(hidden, unembedding, bias, scale, targets)
+    assert_same(clean, evaluate(None, hidden, unembedding, bias, scale, targets, statistics=names), 1e-6)
+    masked = targets < 0
+    np.testing.assert_array_equal(clean[0].argmax, np.where(masked, -1, 450))
+    dirty = run(jnp.where(masked[:, None], jnp.nan, hidden), unembedding, bias, scale, targets)
+    for x, y in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(dirty[1][0][masked], 0.0)
+
+
+def compiled(split, argnums, statistics=("log_normalizer", "target_logit", "max_logit")):
+    """(kind, shapes) of every collective, and the number of products, of the program for sharded arguments."""
+
+    def loss(h, w, b, s, y):
+        got = vocab_stats(h, w, y, bias=b, scale=s, sharding=split, statistics=statistics, chunk_size=1000)
+        return got if argnums is None else jnp.sum(jnp.sin(got.log_prob()) + got.max_logit)
+
+    specs = (P(split.tokens), P(split.vocab, split.width), P(split.vocab), P(split.tokens), P(split.tokens))
+    arguments = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(split.mesh, spec))
+        for x, spec in zip(problem(), specs, strict=True)
+    ]
+    text = jax.jit(loss if argnums is None else jax.grad(loss, argnums)).lower(*arguments).compile().as_text()
+    assert "custom-call" not in text, "a product could hide in a library call"
+    kinds = r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)"
+    found = [
+        (kind, shape)
+        for shapes, kind in re.findall(kinds, text)
+        for shape in re.findall(r"[a-z0-9]+\[[0-9,]*\]", shapes)
+    ]
+    return sorted(found), len(re.findall(r" dot\(", text))
+
+
+@pytest.mark.parametrize("name", ["1x1x8", "2x2x2", "vocabulary over two axes"])
+def test_collectives(name):
+    """One small all-gather of statistics; [N, D] only where hidden is differentiated; W never."""
+    split = SHARDINGS[name]()
+    shards = split.count(split.vocab)
+    n, v = 64 // split.count(split.tokens), 800 // shards
+
+    def statistics(k):
+        return ("all-gather", f"s32[{shards},{k},{n}]")
+
+    d_hidden, d_weights, d_bias = (("all-reduce", f"f32[{shape}]") for shape in (f"{n},16", f"{v},16", f"{v}"))
+    over_tokens = [d_weights, d_bias] if split.count(split.tokens) > 1 else []
+    assert compiled(split, None) == ([statistics(3)], 1)
+    # The scale alone: one number a token more for E_p[z], and no product more.
+    assert compiled(split, (3,)) == ([statistics(4)], 1)
+    # W frozen: the rows of the forward pass and the closed forms of the backward pass.
+    assert compiled(split, (0,)) == (sorted([statistics(4), d_hidden, d_hidden]), 2)
+    # XLA keeps the logits of the one chunk: 3 products, not 4.
+    assert compiled(split, (0, 1, 2, 3)) == (sorted([statistics(5), d_hidden, *over_tokens]), 3)
+
+
+def test_collectives_of_an_unembedding_stored_along_width():
+    """Gathered piece by piece: the first before the loop, the others in it. dW is scattered back in pieces."""
+    split = SHARDINGS["stored along D"]()
+    found, products = compiled(split, None)
+    piece = ("all-gather", "f32[25,16]")  # of 400 local rows, 2000 bytes
+    assert found == sorted([piece, piece, ("all-gather", "s32[2,3,16]")])
+    assert products == 1
+    found, _ = compiled(split, (0, 1))
+    assert found.count(piece) == 3  # the first one once for both passes
+    rest = [collective for collective in found if collective != piece]
+    assert rest == [
+        ("all-gather", "s32[2,4,16]"),
+        ("all-reduce", "f32[16,16]"),
+        ("all-reduce", "f32[25,8]"),
+        ("reduce-scatter", "f32[25,8]"),
+    ]
+
+
+def test_compiles_once():
+    """Also for another object that is equal, and outside jit."""
+    hidden, unembedding, bias, scale, targets = problem()
+    # Its own function: every jit of the same one counts in one cache.
+    run = jax.jit(lambda *args, **options: vocab_stats(*args, **options), static_argnames="sharding")
+    run(hidden, unembedding, targets, bias=bias, scale=scale, sharding=sharding((2, 2, 2)))
+    eager = vocab_stats(hidden, unembedding, targets, bias=bias, scale=scale, sharding=sharding((2, 2, 2)))
+    size = sharded._forward._cache_size()
+    jitted = run(hidden + 1, unembedding, targets, bias=bias, scale=2 * scale, sharding=sharding((2, 2, 2)))
+    again = vocab_stats(hidden + 1, unembedding, targets, bias=bias, scale=2 * scale, sharding=sharding((2, 2, 2)))
+    assert run._cache_size() == 1
+    assert sharded._forward._cache_size() == size
+    assert_within(again.log_normalizer, jitted.log_normalizer, 1e-5)
+    assert not np.array_equal(eager.log_normalizer, again.log_normalizer)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"tokens": ("data", "batch")}, "no axis 'batch'.*'tensor': 2"),
+        ({"vocab": ("tensor", "fsdp")}, "axis 'fsdp' used twice"),
+        ({"width": "tensor"}, "width axis 'tensor' not among the tokens'"),
+        ({"width": ("fsdp", "fsdp")}, "width axis 'fsdp' used twice"),
+    ],
+)
+def test_errors_teach(axes, message):
+    with pytest.raises(ValueError, match=message):
+        sharding((2, 2, 2), **axes)
+
+
+def test_explicit_axes_are_refused():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    with pytest.raises(ValueError, match="axis 'data' of type Explicit; axis 'tensor' of type Explicit"):
+        VocabSharding(mesh, tokens=("data",))
+
+
+def test_shapes_that_cannot_be_split():
+    with pytest.raises(ValueError, match="V = 5 rows for 8 shards"):
+        vocab_stats(jnp.ones((8, 4)), jnp.ones((5, 4)), sharding=sharding((1, 1, 8)))
+    with pytest.raises(ValueError, match="D = 3 does not divide into the 2 shards"):
+        vocab_stats(jnp.ones((8, 3)), jnp.ones((8, 3)), sharding=sharding((2, 2, 2), width="fsdp"))
+    with pytest.raises(NotImplementedError, match="takes no sharding"):
+        vocab_stats(jnp.ones((8, 4)), jnp.ones((8, 4)), implementation="reference", sharding=sharding((2, 2, 2)))

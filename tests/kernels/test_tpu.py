@@ -1,0 +1,180 @@
+"""The TPU kernels compiled by the real compiler, for chips that need not be there, at the sizes of real models."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from oracle import FLOATS
+
+from calibjax.kernels import vocab_stats
+from calibjax.kernels.pallas_tpu import blocks
+from calibjax.kernels.stats import STATISTICS
+
+FOLDER = str(Path(__file__).parents[2] / "kernels")
+TOKENS = 8192
+MODELS = {
+    "gemma-2-2b": (2304, 256_000, 30.0),
+    "llama-3.1-8b": (4096, 128_256, None),
+    "qwen2.5-7b": (3584, 152_064, None),
+}
+KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v7x": "TPU7x"}
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
+)
+
+
+def loss(hidden, unembedding, targets, scale, **options):
+    """The mean label-smoothed loss."""
+    names = ("log_normalizer", "target_logit", "mean_logit")
+    stats = vocab_stats(
+        hidden, unembedding, targets, scale=scale, statistics=names, implementation="pallas_tpu", **options
+    )
+    smoothed = 0.9 * stats.target_logit + 0.1 * stats.mean_logit
+    return jnp.sum(jnp.where(stats.valid, stats.log_normalizer - scale * smoothed, 0.0)) / TOKENS
+
+
+def build(model, program, dtype=jnp.bfloat16, options=()):
+    """What the compiler's process compiles."""
+    from static_profile import Program
+
+    width, vocab_size, softcap = MODELS[model]
+
+    def statistics(hidden, unembedding, targets, scale):
+        return vocab_stats(hidden, unembedding, targets, scale=scale, softcap=softcap, implementation="pallas_tpu")
+
+    def gradient(hidden, unembedding, targets, scale):
+        which = {"scale": (3,), "hidden": (0, 3), "everything": (0, 1, 3)}[program]
+        return jax.value_and_grad(lambda *x: loss(*x, softcap=softcap, **dict(options)), argnums=which)(
+            hidden, unembedding, targets, scale
+        )
+
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((TOKENS, width), dtype),
+            ((vocab_size, width), dtype),
+            ((TOKENS,), jnp.int32),
+            ((TOKENS,), jnp.float32),
+        )
+    ]
+    return Program(statistics if program == "statistics" else gradient, arguments)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["statistics", "everything"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("chip", KINDS)
+def test_compiles_within_a_few_mebibytes(chip, model, program, monkeypatch):
+    """All statistics, and the gradients in hidden, unembedding and scale: no more than 16 MiB beyond the results.
+
+    Under a soft-cap one kernel for dh and dW also holds dh in float32, but for v5p.
+    """
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    compiled = static_profile.compile_for(chip, build, model, program, profile=False)
+    print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
+    limit = (2 if program == "statistics" else 16) * 2**20
+    width, _, softcap = MODELS[model]
+    if program == "everything" and softcap is not None and chip != "v5p":
+        limit = 4 * TOKENS * width + 2 * 2**20
+    assert compiled.temporaries < limit
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_float32_compiles(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    compiled = static_profile.compile_for("v5e", build, "gemma-2-2b", "statistics", jnp.float32, profile=False)
+    assert compiled.temporaries < 2 * 2**20
+
+
+def build_small(program, width, softcap):
+    """All statistics, with a bias: arithmetic that takes more memory than operands so narrow."""
+    from static_profile import Program
+
+    def statistics(hidden, unembedding, bias, targets, scale):
+        options = {"statistics": STATISTICS, "softcap": softcap, "implementation": "pallas_tpu"}
+        return vocab_stats(hidden, unembedding, targets, bias=bias, scale=scale, **options)
+
+    def gradient(hidden, *rest):
+        def value(hidden):
+            found = statistics(hidden, *rest)
+            return sum(jnp.sum(jnp.sin(getattr(found, name))) for name in FLOATS)
+
+        return jax.grad(value)(hidden)
+
+    floats = [((1500, width), jnp.bfloat16), ((5000, width), jnp.bfloat16), ((5000,), jnp.float32)]
+    arguments = [*floats, ((1500,), jnp.int32), ((1500,), jnp.float32)]
+    chosen = statistics if program == "statistics" else gradient
+    return Program(chosen, [jax.ShapeDtypeStruct(*x) for x in arguments])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "program", "width", "softcap"), [("v6e", "statistics", 256, 30.0), ("v5e", "hidden", 128, None)]
+)
+def test_compiles_at_a_small_width(chip, program, width, softcap, monkeypatch):
+    """There `blocks.UNPLANNED` is a large part of what a kernel takes on the chip."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    compiled = static_profile.compile_for(chip, build_small, program, width, softcap, profile=False)
+    print(f"compiled in {compiled.compile_seconds:.0f} s")
+    assert compiled.temporaries < 2**20
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [("save_logits", True), ("filter_threshold", 2.0**-12)], ids=str)
+def test_options_of_the_backward_pass_compile(option, monkeypatch):
+    """Under a soft-cap with smoothing: statistics, dh and dW; beyond the saved logits no more than 16 MiB."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    options = (jnp.bfloat16, (option,))
+    compiled = static_profile.compile_for("v6e", build, "gemma-2-2b", "everything", *options, profile=False)
+    print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
+    logits = 4 * TOKENS * MODELS["gemma-2-2b"][1] if option[0] == "save_logits" else 0
+    assert logits <= compiled.temporaries < logits + 16 * 2**20
+
+
+@needs_compiler
+@pytest.mark.parametrize("program", ["scale", "hidden"])
+def test_compiles_for_one_chip(program, monkeypatch):
+    """The quick part of the above: what a temperature head and LoRA take."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    compiled = static_profile.compile_for("v5e", build, "llama-3.1-8b", program, profile=False)
+    print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
+    assert compiled.temporaries < 2 * 2**20
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("width", [128, 2304, 4096, 8192, 16384])
+@pytest.mark.parametrize("chip", KINDS)
+@pytest.mark.parametrize("kernel", blocks.PREFERENCES)
+def test_some_blocks_fit_on_every_chip(kernel, chip, width, itemsize):
+    preferred = blocks.PREFERENCES[kernel]
+    small_chip = chip in ("v5p", "v7x")
+    limit = 2**15 if kernel != "fused" or not small_chip else 2**14  # bytes of a row
+    if width * itemsize > limit and (small_chip or kernel == "fused"):
+        with pytest.raises(NotImplementedError, match=f"MiB on chip at D = {width}"):
+            blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip])
+        return
+    chosen = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip])
+    assert blocks.vmem_bytes(kernel, chosen, width, itemsize) <= blocks.capacity(KINDS[chip])
+    assert blocks.choose(preferred, kernel, 1, width, itemsize, KINDS[chip]).tokens == 128
+    if kernel == "fused":  # never with saved logits
+        return
+    saving = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip], saved=True)
+    used = blocks.vmem_bytes(kernel, saving, width, itemsize, saved=True)
+    assert blocks.vmem_bytes(kernel, saving, width, itemsize) < used <= blocks.capacity(KINDS[chip])

@@ -1,0 +1,107 @@
+"""The bounds of the label-smoothing paper: golden numbers, equality cases, and what no input can violate."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import make_lm
+
+from calibjax.eval.layers.bounds import head_bound
+from calibjax.kernels import vocab_stats
+from calibjax.losses import bounds
+
+
+@pytest.mark.parametrize(("size", "norm", "expected"), [(10, 2.0, 1.8396470876), (1000, 5.0, 6.3971254751)])
+def test_equality_case(size, norm, expected):
+    z = np.full(size, -norm / math.sqrt(size * (size - 1)))
+    z[0] = norm * math.sqrt((size - 1) / size)
+    p = np.exp(z) / np.exp(z).sum()
+    bound = bounds.entropy_lower_bound(norm, size)
+    np.testing.assert_allclose(bound.entropy, expected, atol=1e-10)
+    np.testing.assert_allclose(bound.entropy, -(p * np.log(p)).sum(), rtol=1e-12)
+    np.testing.assert_allclose([math.exp(bound.log_entropy), bound.miss], [bound.entropy, 1 - p[0]], rtol=1e-12)
+
+
+def test_no_logits_have_less_entropy():
+    rng = np.random.default_rng(0)
+    for size, norm in ((2, 3.0), (7, 1.0), (50, 20.0)):
+        z = rng.normal(size=(20_000, size)) * rng.choice([0.1, 1, 10], (20_000, 1))
+        z -= z.mean(axis=1, keepdims=True)
+        z *= norm / np.linalg.norm(z, axis=1, keepdims=True)
+        log_p = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+        least = -(np.exp(log_p) * log_p).sum(axis=1).min()
+        bound = bounds.entropy_lower_bound(norm, size).entropy
+        print(f"V {size}, s {norm}: least found {least:.4f}, bound {bound:.4f}")
+        assert bound <= least + 1e-12
+        capped = bounds.capped_entropy_lower_bound(2.0, size).entropy
+        log_p = 2 * np.tanh(z) - np.log(np.exp(2 * np.tanh(z)).sum(axis=1, keepdims=True))
+        assert capped <= -(np.exp(log_p) * log_p).sum(axis=1).min() + 1e-12
+
+
+def test_extremes():
+    np.testing.assert_allclose(bounds.entropy_lower_bound(0.0, 7).entropy, math.log(7))
+    far = bounds.entropy_lower_bound(5000.0, 100_000)
+    assert far.entropy == 0.0
+    np.testing.assert_allclose(far.log_entropy, math.log(99_999) - 5000.025 + math.log(5001.025), rtol=1e-6)
+    for arguments in ((1.0, 1), (-1.0, 3), (math.nan, 3)):
+        with pytest.raises(ValueError, match="expected"):
+            bounds.entropy_lower_bound(*arguments)
+
+
+def test_distances_lie_between():
+    rng = np.random.default_rng(1)
+    for spread in (0.01, 1.0, 30.0):
+        hidden = (spread * rng.normal(size=(64, 8))).astype(np.float32)
+        unembedding = rng.normal(size=(50, 8)).astype(np.float32)
+        stats = vocab_stats(hidden, unembedding, np.zeros(64, np.int32))
+        found = bounds.logit_distance_bounds(stats.log_normalizer, stats.mean_logit, stats.max_logit, 50)
+        z = hidden.astype(np.float64) @ unembedding.T.astype(np.float64)
+        np.testing.assert_allclose(found.distance, (z.max(1, keepdims=True) - z).mean(1), rtol=1e-4)
+        slack = 1e-5 * spread
+        assert (found.lower <= found.distance + slack).all()
+        assert (found.distance <= found.upper + slack).all()
+    # With KL(u|p) in place of H(u, p) the upper bound would be the lower one, which does not hold.
+    assert (found.lower < found.distance - 1.0).any()
+
+
+def test_smoothing_is_maximum_a_posteriori():
+    counts, beta = np.array([5.0, 3.0, 0.0, 2.0]), 0.2
+    expected = np.asarray(bounds.smoothed_optimum(jnp.asarray(counts / 10), beta))
+    alpha = bounds.prior_concentration(beta, 4, count=10)
+    mode = (counts + alpha - 1) / (10 + 4 * (alpha - 1))
+    np.testing.assert_allclose(expected, mode, rtol=1e-6)
+    rng = np.random.default_rng(0)
+
+    def loss(p):
+        return -(1 - beta) * (counts / 10 * np.log(p)).sum(-1) - beta * np.log(p).mean(-1)
+
+    others = rng.dirichlet(np.ones(4), 5000)
+    assert loss(expected) <= loss(others).min() + 1e-7
+    with pytest.raises(ValueError, match="label_smoothing"):
+        bounds.prior_concentration(1.0, 4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm": "layer"}, {"logit_softcap": 2.0}], ids=["rms", "layer", "softcap"])
+def test_no_input_is_surer_than_a_model_can_be(changes):
+    lm = make_lm(**changes)
+    rng = np.random.default_rng(2)
+    norm = {name: rng.normal(1, 0.3, 16).astype(np.float32) for name in lm.params["final_norm"]}
+    lm = lm.from_params(lm.config, {**lm.params, "final_norm": norm})
+    bound = head_bound(lm, "tiny")
+    # Directions that point at single tokens come closest.
+    x = np.concatenate([rng.normal(size=(2000, 16)), np.asarray(lm.unembedding) * norm["scale"]])
+    if lm.config.norm == "layer":
+        x -= x.mean(axis=1, keepdims=True)
+    x *= 4 / np.linalg.norm(x, axis=1, keepdims=True)
+    z = (x * norm["scale"] + norm.get("bias", 0)) @ np.asarray(lm.unembedding, np.float64).T
+    z = z if lm.config.logit_softcap is None else 2 * np.tanh(z / 2)
+    log_p = z - z.max(1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
+    entropy, miss = -(np.exp(log_p) * log_p).sum(axis=1).min(), -np.expm1(log_p.max())
+    print(f"entropy {entropy:.3g} >= {bound.bound.entropy:.3g}; miss {miss:.3g} >= {math.exp(bound.log_miss):.3g}")
+    assert entropy >= bound.bound.entropy
+    assert math.exp(bound.log_miss) <= miss * (1 + 1e-9)
+    assert bound.log_miss >= math.log(bound.bound.miss) - 1e-6, "the longest row says no less than the spectral norm"
+    spread = np.linalg.norm(z - z.mean(1, keepdims=True), axis=1).max()
+    assert 0.3 * bound.logit_norm < spread <= bound.logit_norm * (1 + 1e-6) or lm.config.logit_softcap is not None

@@ -1,0 +1,323 @@
+"""The long-horizon objective against p_T itself: a Markov source of which all 46,656 sequences are enumerated."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from calibjax.losses.long_horizon import (
+    MODES,
+    Horizon,
+    RunningMean,
+    log_weights,
+    long_horizon_loss,
+    reverse_kl,
+    sequence_weights,
+    suffix_sums,
+    token_weights,
+)
+from calibjax.runtime.errors import UserError
+
+weights_of = jax.jit(token_weights, static_argnums=2)
+SYMBOLS, LENGTH, TEMPERATURE = 6, 6, 0.5
+NEXT = Horizon(form="next_token")
+
+
+class Source:
+    """Everything about the source in float64: its sequences, log p of every token, p, and p_T by brute force."""
+
+    def __init__(self, temperature=TEMPERATURE):
+        rng = np.random.default_rng(0)
+        self.first, self.chain = rng.dirichlet(np.ones(SYMBOLS)), rng.dirichlet(np.ones(SYMBOLS), SYMBOLS)
+        self.x = np.array(list(itertools.product(range(SYMBOLS), repeat=LENGTH)))
+        self.before = np.pad(self.x[:, :-1], ((0, 0), (1, 0)))  # the first symbol has none before it: 0
+        self.log_p = self.myopic(1.0)
+        self.p = np.exp(self.log_p.sum(axis=1))
+        scaled = self.p ** (1 / temperature)
+        self.scaled = scaled / scaled.sum()
+        self.mean = self.p @ self.log_p  # of each position
+
+    def myopic(self, temperature):
+        """log-probability of every token where each next token's distribution has the temperature."""
+        first, chain = self.first ** (1 / temperature), self.chain ** (1 / temperature)
+        log_p = np.log(chain / chain.sum(axis=1, keepdims=True))[self.before, self.x]
+        log_p[:, 0] = np.log(first / first.sum())[self.x[:, 0]]
+        return log_p
+
+    def kl(self, log_q):
+        """KL(p_T ‖ q), q given by the log-probability of every token."""
+        return float(self.scaled @ (np.log(self.scaled) - np.asarray(log_q, np.float64).sum(axis=1)))
+
+    def baseline(self, kind):
+        return {"none": np.zeros(LENGTH), "scalar": np.full(LENGTH, self.mean.mean()), "position": self.mean}[kind]
+
+    def weights(self, objective):
+        baseline = jnp.asarray(self.baseline(objective.baseline), jnp.float32)
+        return weights_of(jnp.asarray(self.log_p, jnp.float32), TEMPERATURE, objective, baseline=baseline)
+
+    def table(self, mass):
+        """Next-symbol distributions [position, symbol before, symbol] of tokens with a mass each, `[S, LENGTH]`."""
+        table = np.zeros((LENGTH, SYMBOLS, SYMBOLS))
+        np.add.at(table, (np.broadcast_to(np.arange(LENGTH), self.x.shape), self.before, self.x), mass)
+        return table / np.maximum(table.sum(axis=-1, keepdims=True), 1e-300)
+
+    def at(self, table):
+        """The entries of such a table that belong to the sequences' tokens."""
+        return table[np.arange(LENGTH), self.before, self.x]
+
+
+@pytest.fixture(scope="module")
+def source():
+    return Source()
+
+
+def best_myopic(source):
+    return min(source.kl(source.myopic(t)) for t in np.geomspace(0.2, 1.2, 60))
+
+
+def log_q(table, before, x):
+    """Tokens' log-probabilities under a student that is a table of logits [position, symbol before, symbol]."""
+    positions = jnp.broadcast_to(jnp.arange(LENGTH)[None, :], x.shape)
+    return jax.nn.log_softmax(table)[positions, before, x]
+
+
+@jax.jit
+def expected_gradient(table, source_p, before, x, weights):
+    def loss(table):
+        return source_p @ long_horizon_loss(log_q(table, before, x), weights).sum(axis=1)
+
+    return jax.grad(loss)(table)
+
+
+# --- weights ---
+
+
+def test_the_papers_slide():
+    log_p = jnp.array([[-2.0, -1, -3, -1, -1]])
+    np.testing.assert_array_equal(suffix_sums(log_p), [[-8, -6, -5, -2, -1]])
+    np.testing.assert_allclose(log_weights(log_p, 1 / 3), 2 * np.array([[-8, -6, -5, -2, -1]]), rtol=1e-6)
+    np.testing.assert_allclose(log_weights(log_p, 1 / 3, baseline=-1.5), [[-1, 0, -1, 2, 1]], atol=1e-5)
+
+
+def by_loops(log_p, temperature, objective, baseline, where, segments):
+    """The definition, one token at a time, in float64."""
+    rows, length = log_p.shape
+    weights = np.zeros(log_p.shape)
+    for r, i in itertools.product(range(rows), range(length)):
+        reach = range(i, min(length, i + (objective.horizon or length)))
+        reached = [j for j in reach if segments[r, j] == segments[r, i]]
+        log_w = (1 / temperature[r] - 1) * sum(log_p[r, j] - baseline[j] for j in reached if where[r, j])
+        w = np.exp(min(log_w, np.inf if objective.clip is None else objective.clip)) * where[r, i]
+        for j in reached if objective.form == "suffix" else [i]:
+            weights[r, j] += w * where[r, j]
+    return weights
+
+
+@pytest.mark.parametrize("form", ["suffix", "next_token"])
+@pytest.mark.parametrize("horizon", [None, 1, 3])
+def test_weights_are_those_of_the_definition(form, horizon):
+    rng = np.random.default_rng(0)
+    log_p, baseline = -rng.exponential(1.0, (4, 12)), -rng.exponential(1.0, 12)
+    where, segments = rng.random((4, 12)) < 0.8, np.sort(rng.integers(1, 4, (4, 12)), axis=1)
+    temperature = np.array([0.5, 0.9, 1.0, 1.5])
+    objective = Horizon(horizon=horizon, clip=0.5, form=form)
+    got = weights_of(
+        jnp.asarray(np.where(where, log_p, np.nan), jnp.float32),  # what does not count may hold anything
+        jnp.asarray(temperature, jnp.float32),
+        objective,
+        baseline=jnp.asarray(baseline, jnp.float32),
+        where=jnp.asarray(where),
+        segment_ids=jnp.asarray(segments),
+    )
+    expected = by_loops(log_p, temperature, objective, baseline, where, segments)
+    print(f"largest error {np.abs(got - expected).max():.1e}")
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    assert (expected[where] > 0).all()
+
+
+def test_official_weights_are_those_of_the_authors_formula():
+    """config_gpt2.yaml and model_gpt2.py at 5c4c39d: (1/T − 1) times the sum of 8 centred scores, at most 3."""
+    rng = np.random.default_rng(0)
+    log_p = -rng.exponential(2.0, (3, 20))
+    mean = RunningMean.empty(20).update(jnp.asarray(log_p, jnp.float32), jnp.ones((3, 20), bool)).baseline("position")
+    np.testing.assert_allclose(mean, log_p.mean(axis=0), rtol=1e-5)
+    got = weights_of(jnp.asarray(log_p, jnp.float32), 0.6, MODES["official"], baseline=mean)
+    padded = np.pad(log_p - log_p.mean(axis=0), ((0, 0), (0, 8)))
+    sums = np.stack([padded[:, i : i + 8].sum(axis=1) for i in range(20)], axis=1)
+    np.testing.assert_allclose(got, np.exp(np.minimum(sums / 0.6 - sums, 3.0)), rtol=2e-5)
+    assert MODES["official"].kl_weight == 0.05
+
+
+def test_sequence_weights_average_sequences_then_the_batch():
+    rng = np.random.default_rng(0)
+    values, where = rng.normal(size=(5, 9)), rng.random((5, 9)) < 0.6
+    segments = np.sort(rng.integers(1, 4, (5, 9)), axis=1)
+    where[2, segments[2] == segments[2, 0]] = False  # a sequence of which no token counts
+    for ids in (segments, None):
+        own = np.ones_like(segments) if ids is None else ids
+        masks = [(np.arange(5)[:, None] == r) & (own == s) & where for r in range(5) for s in np.unique(own)]
+        means = [values[mask].mean() for mask in masks if mask.any()]
+        got = np.asarray(sequence_weights(jnp.asarray(where), None if ids is None else jnp.asarray(ids)), np.float64)
+        np.testing.assert_allclose(got.sum(), len(means), rtol=1e-6)
+        np.testing.assert_allclose((got * values).sum() / got.sum(), np.mean(means), rtol=1e-5)
+    assert MODES["official"].average == "sequence"
+    assert MODES["paper"].average == "token"
+
+
+def test_running_means_are_of_all_batches():
+    rng = np.random.default_rng(0)
+    log_p, where = -rng.exponential(1.0, (5, 8, 7)), rng.random((5, 8, 7)) < 0.6
+    where[:, :, 6] = False
+    running = RunningMean.empty(7)
+    for values, mask in zip(log_p, where, strict=True):
+        running = running.update(jnp.asarray(np.where(mask, values, np.nan), jnp.float32), jnp.asarray(mask))
+    per_position = np.array([log_p[:, :, i][where[:, :, i]].mean() if i < 6 else 0.0 for i in range(7)])
+    np.testing.assert_allclose(running.baseline("position"), per_position, rtol=1e-5)
+    np.testing.assert_allclose(running.baseline("scalar"), np.full(7, log_p[where].mean()), rtol=1e-5)
+    np.testing.assert_array_equal(running.baseline("none"), np.zeros(7))
+
+
+def test_reverse_kl_is_scipys():
+    from scipy.special import rel_entr
+
+    rng = np.random.default_rng(0)
+    q, p = rng.normal(0, 2, (2, 5, 11))
+    soft = [np.exp(z) / np.exp(z).sum(axis=-1, keepdims=True) for z in (q, p)]
+    got = reverse_kl(jnp.asarray(q, jnp.float32), jnp.asarray(p, jnp.float32))
+    np.testing.assert_allclose(got, rel_entr(*soft).sum(axis=-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [((0.0, {}), "positive"), ((0.5, {"horizon": 0}), "at least 1")])
+def test_mistakes(arguments, expected):
+    temperature, options = arguments
+    with pytest.raises(UserError, match=expected):
+        log_weights(jnp.zeros((1, 3)), temperature, **options)
+
+
+# --- the minimiser ---
+
+
+@pytest.mark.parametrize("baseline", ["none", "scalar", "position"])
+@pytest.mark.parametrize("form", ["suffix", "next_token"])
+def test_the_minimiser_is_the_scaled_joint(source, form, baseline):
+    """The expected loss is convex in the logits; its gradient vanishes at p_T, and nowhere near the best myopic one."""
+    weights = source.weights(Horizon(form=form, baseline=baseline))
+    tables = [source.table(source.scaled[:, None]), source.table(np.exp(source.myopic(0.5)).prod(axis=1)[:, None])]
+    sizes = [
+        float(
+            jnp.abs(
+                expected_gradient(
+                    jnp.log(jnp.maximum(jnp.asarray(table, jnp.float32), 1e-30)),
+                    jnp.asarray(source.p, jnp.float32),
+                    source.before,
+                    source.x,
+                    weights,
+                )
+            ).max()
+        )
+        / float(source.p @ np.asarray(weights).max(axis=1))
+        for table in tables
+    ]
+    print(f"largest gradient at p_T {sizes[0]:.1e}, at myopic temperature {sizes[1]:.1e}")
+    assert sizes[0] < 2e-6
+    assert sizes[1] > 1e-3
+    log_minimiser = np.log(source.at(source.table(source.p[:, None] * np.asarray(weights, np.float64))))
+    assert source.kl(log_minimiser) < 1e-6 * best_myopic(source)
+
+
+@pytest.mark.parametrize(
+    ("objective", "least", "most"),
+    [
+        (Horizon(form="next_token", horizon=3), 1e-4, 0.02),
+        (Horizon(form="next_token", horizon=2), 1e-3, 0.2),
+        (Horizon(form="next_token", clip=1.0), 1e-2, 0.6),
+    ],
+    ids=["horizon-3", "horizon-2", "clip-1"],
+)
+def test_horizon_and_clipping_move_the_minimiser(source, objective, least, most):
+    """The bias, as KL(p_T ‖ minimiser): falling with the horizon; a horizon of 1 is nothing but a next-token weight."""
+    minimiser = source.table(source.p[:, None] * np.asarray(source.weights(objective), np.float64))
+    kl = source.kl(np.log(source.at(minimiser)))
+    print(f"KL from p_T: minimiser {kl:.4f}, best myopic {best_myopic(source):.4f}, no temperature "
+          f"{source.kl(source.log_p):.4f}")  # fmt: skip
+    assert least < kl < most
+    assert kl < source.kl(source.log_p)
+
+
+def test_horizon_one_is_the_myopic_temperature(source):
+    weights = source.weights(Horizon(form="next_token", horizon=1))
+    minimiser = source.at(source.table(source.p[:, None] * np.asarray(weights, np.float64)))
+    np.testing.assert_allclose(np.log(minimiser), source.myopic(TEMPERATURE), atol=1e-5)
+
+
+def test_variance_is_lower(source):
+    """Noise to signal of the gradient in logits that all positions share, at q = p, exactly.
+
+    A constant factor changes neither noise to signal nor the minimiser, so positions are compared together: what a
+    baseline does is to let all of them speak at the same loudness.
+    """
+    shared = np.exp(source.log_p)
+    one_hot_minus_q = np.eye(SYMBOLS)[source.x] - np.where(
+        np.arange(LENGTH)[None, :, None] == 0, source.first, source.chain[source.before]
+    )
+
+    def noise(weights):
+        gradient = np.zeros((len(shared), SYMBOLS, SYMBOLS))
+        for i in range(1, LENGTH):
+            rows = np.asarray(weights, np.float64)[:, i, None] * one_hot_minus_q[:, i]
+            np.add.at(gradient, (np.arange(len(shared)), source.before[:, i]), rows)
+        signal = (np.tensordot(source.p, gradient, 1) ** 2).sum()
+        return (source.p @ (gradient**2).sum(axis=(1, 2)) - signal) / signal
+
+    whole = np.exp((1 / TEMPERATURE - 1) * source.log_p.sum(axis=1))[:, None]
+    found = {"whole sequence": noise(np.broadcast_to(whole, shared.shape))}
+    for kind in ("none", "scalar", "position"):
+        found[kind] = noise(source.weights(Horizon(form="next_token", baseline=kind)))
+    found["horizon 2"] = noise(source.weights(Horizon(form="next_token", horizon=2)))
+    print({name: round(float(value), 2) for name, value in found.items()})
+    for kind in ("scalar", "position"):
+        assert found[kind] < 0.7 * found["whole sequence"]
+        assert found[kind] < 0.5 * found["none"]
+    assert found["horizon 2"] < 0.8 * found["position"]
+    clipped, unclipped = (np.asarray(source.weights(Horizon(form="next_token", clip=c))) for c in (1.0, None))
+    deviation = [np.sqrt(source.p @ w.var(axis=1)) for w in (clipped, unclipped)]
+    print(f"deviation of the weights: clipped {deviation[0]:.2f}, unclipped {deviation[1]:.2f}")
+    assert deviation[0] < 0.7 * deviation[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def train(objective, steps, key, p, log_p, before, x):
+    """A student from draws of the source, with the running baseline; the last table of logits."""
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.05, steps))
+    table = jnp.zeros((LENGTH, SYMBOLS, SYMBOLS))
+
+    def step(carry, key):
+        table, state, running = carry
+        rows = jax.random.choice(key, len(p), (512,), p=p)
+        where = jnp.ones((512, LENGTH), bool)
+        running = running.update(log_p[rows], where)
+        baseline = running.baseline(objective.baseline)
+        weights = token_weights(log_p[rows], TEMPERATURE, objective, baseline=baseline, where=where)
+
+        def loss(table):
+            return long_horizon_loss(log_q(table, before[rows], x[rows]), weights, where=where).mean()
+
+        updates, state = optimizer.update(jax.grad(loss)(table), state)
+        return (optax.apply_updates(table, updates), state, running), None
+
+    start = (table, optimizer.init(table), RunningMean.empty(LENGTH))
+    (table, _, _), _ = jax.lax.scan(step, start, jax.random.split(key, steps))
+    return table
+
+
+@pytest.mark.parametrize("objective", [Horizon(), NEXT], ids=["suffix", "next_token"])
+def test_a_trained_student_beats_every_myopic_temperature(source, objective):
+    arrays = (jnp.asarray(a, jnp.float32) for a in (source.p / source.p.sum(), source.log_p))
+    table = train(objective, 1000, jax.random.key(0), *arrays, jnp.asarray(source.before), jnp.asarray(source.x))
+    kl, myopic = source.kl(log_q(table, source.before, source.x)), best_myopic(source)
+    print(f"KL from p_T: student {kl:.4f}, best myopic {myopic:.4f}")
+    assert kl < 0.1 * myopic  # 20 times less

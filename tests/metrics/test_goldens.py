@@ -1,0 +1,122 @@
+"""Agreement with other libraries: golden values of `make_metric_goldens.py`, scikit-learn live, and the page on it."""
+
+import json
+from pathlib import Path
+
+import metric_data
+import metric_oracle as oracle
+import numpy as np
+import pytest
+from oracle import assert_within
+
+from calibjax import metrics
+
+HERE = Path(__file__).parents[1]
+GOLDEN = json.loads((HERE / "metric_goldens.json").read_text())
+PAGE = (HERE.parent / "docs" / "metrics.md").read_text()
+MILLIONTH = 1e-6
+
+CONTINUOUS = {
+    ("expected_calibration_error", ""): (
+        "torchmetrics l1",
+        "netcal ECE",
+        "uncertainty-calibration ece",
+        "relplot binnedECE",
+        "scikit-learn ECE",
+    ),
+    ("root_mean_square_calibration_error", ""): ("torchmetrics l2",),
+    ("maximum_calibration_error", ""): ("torchmetrics max", "netcal MCE"),
+    ("adaptive_calibration_error", ""): ("uncertainty-calibration ece_em",),
+    ("debiased_calibration_error", ""): ("uncertainty-calibration debiased",),
+    ("debiased_calibration_error", "width"): ("uncertainty-calibration debiased width",),
+    ("auroc", ""): ("torchmetrics auroc",),
+}
+
+
+@pytest.mark.parametrize(("name", "option"), CONTINUOUS)
+def test_golden_values(name, option):
+    value = getattr(metrics, name)(*metric_data.continuous(), **({"equal_mass": False} if option else {}))
+    for golden in CONTINUOUS[name, option]:
+        assert_within(value, GOLDEN["values"][golden], MILLIONTH, golden)
+
+
+def test_golden_values_with_ties():
+    c, y = metric_data.gridded()
+    assert_within(metrics.auroc(c, y), GOLDEN["values"]["torchmetrics auroc ties"], MILLIONTH, "AUROC")
+    adaptive = GOLDEN["values"]["uncertainty-calibration ece_em ties"]
+    assert_within(metrics.adaptive_calibration_error(c, y), adaptive, MILLIONTH, "equal mass")
+
+
+def test_golden_classwise():
+    value = metrics.classwise_calibration_error(*metric_data.classes())
+    assert_within(value, GOLDEN["values"]["uncertainty-calibration marginal"], MILLIONTH)
+
+
+def test_golden_smooth_ece():
+    """relplot sums over 200 places and interpolates on a grid of 1/1000; refined to 200,001 places the grid is left.
+
+    Linear interpolation in steps h of a function of curvature f/σ² is off by about f h²/(8 σ²): 3e-4 f at h = 1/1000,
+    σ = 0.02, with either sign; of the integral less than a tenth of that remains.
+    """
+    c, y = metric_data.gridded()
+    value = metrics.smooth_ece(c, y)
+    assert_within(value, GOLDEN["values"]["relplot smECE fine"], MILLIONTH, "automatic bandwidth")
+    assert_within(value, GOLDEN["values"]["relplot smECE"], 2e-3 * float(value), "as relplot is installed")
+    for bandwidth, error in ((0.05, 2e-6), (0.02, 5e-6)):
+        wanted = GOLDEN["values"][f"relplot smECE fine {bandwidth}"]
+        assert_within(metrics.smooth_ece(c, y, bandwidth=bandwidth), wanted, error, f"bandwidth {bandwidth}")
+
+
+def test_smooth_ece_is_nearer_to_the_integral_than_relplot():
+    """∫ |r(t)| dt in float64, 100,000 places; the trapezoid's error is below 1e-10 there."""
+    c, y = metric_data.gridded()
+    bandwidth = 84 / 1024  # the bisection's
+    exact = oracle.smoothed(c, y, bandwidth, nodes=100_000)
+    assert bandwidth - 1 / 1024 < oracle.smoothed(c, y, bandwidth - 1 / 1024)
+    assert exact <= bandwidth
+    ours, theirs = abs(float(metrics.smooth_ece(c, y)) - exact), abs(GOLDEN["values"]["relplot smECE"] - exact)
+    print(f"integral {exact:.10f}, ours off by {ours:.1e}, relplot by {theirs:.1e}")
+    assert ours < 1e-7
+    assert theirs > 1e-4
+    assert f"{exact:.8f}" in PAGE
+
+
+def test_golden_grouping_parts():
+    c, y, regions = metric_data.grouped()
+    parts = metrics.grouping_parts(c, y, regions, number=3)
+    assert_within(parts.explained, GOLDEN["values"]["glest explained"], MILLIONTH, "explained")
+    assert_within(parts.bias, GOLDEN["values"]["glest bias"], MILLIONTH, "bias")
+    assert_within(parts.loss(), parts.explained - parts.bias - parts.induced, 0)
+
+
+def test_scikit_learn():
+    skm = pytest.importorskip("sklearn.metrics")
+    for c, y in (metric_data.continuous(), metric_data.gridded()):
+        inside = (c > 0) & (c < 1)
+        c, y = np.where(inside, c, 0.5), y
+        assert_within(metrics.brier_score(c, y), skm.brier_score_loss(y, c), MILLIONTH, "Brier score")
+        assert_within(metrics.negative_log_likelihood(c, y), skm.log_loss(y, c), MILLIONTH, "log loss")
+        assert_within(metrics.auroc(c, y), skm.roc_auc_score(y, c), MILLIONTH, "AUROC")
+
+
+def test_edges_are_as_the_table_says():
+    c, y = metric_data.edges()
+    ours = {
+        f'`closed="{closed}"`': float(metrics.expected_calibration_error(c, y, bins=10, closed=closed))
+        for closed in ("right", "left", "none")
+    }
+    libraries = GOLDEN["edges"]
+    for library in ("uncertainty-calibration", "scikit-learn calibration_curve"):
+        assert_within(ours['`closed="right"`'], libraries[library], MILLIONTH, library)
+    assert_within(ours['`closed="left"`'], libraries["torchmetrics, float32"], MILLIONTH, "torchmetrics, float32")
+    assert ours['`closed="none"`'] == 0.0
+    for name, value in {**libraries, **ours}.items():
+        row = next((line for line in PAGE.splitlines() if line.startswith(f"| {name} ")), "")
+        assert f"| {value:.4f} |" in row, f"docs/metrics.md: the row of {name} should give {value:.4f}: {row!r}"
+
+
+def test_page_names_the_versions_and_values():
+    for name, version in GOLDEN["versions"].items():
+        assert f"{name} {version}" in PAGE, f"{name} {version}"
+    for name, value in GOLDEN["values"].items():
+        assert f"{value:.6f}" in PAGE, f"{name}: {value:.6f}"

@@ -1,0 +1,255 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assets import MODELS, model_path
+
+from calibjax import models
+from calibjax.models import DecoderConfig, LanguageModel, load_model
+from calibjax.models.fingerprint import dotted_leaves
+from calibjax.nn.blocks import Rope
+from calibjax.runtime.errors import UserError
+
+LLAMA = DecoderConfig(
+    family="llama",
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    max_positions=16,
+)
+GPT2 = DecoderConfig(
+    family="gpt2",
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=6,
+    max_positions=16,
+    norm="layer",
+    activation="gelu_new",
+    gated_mlp=False,
+    rope=None,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    tie_embeddings=True,
+)
+# Layers of two kinds: windows and rotary positions alternate, as in Gemma 3.
+MIXED = dataclasses.replace(
+    LLAMA,
+    family="gemma3_text",
+    num_layers=4,
+    local_layers=(True, True, False, True),
+    window=3,
+    local_rope=Rope(theta=100.0),
+    norm_offset=1.0,
+    norm_placement="both",
+    qk_norm="head",
+    attention_softcap=2.0,
+    embedding_scale=24**0.5,
+)
+run_hidden = jax.jit(models.hidden_states, static_argnames=("config", "layers", "dtype"))
+run_logits = jax.jit(models.logits, static_argnames=("config", "dtype"))
+
+CONFIGS = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+ALL_CONFIGS = pytest.mark.parametrize("config", [LLAMA, GPT2, MIXED], ids=["llama", "gpt2", "mixed"])
+
+
+def random_params(config, seed=0):
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: random.normal(0.02, 0.15, leaf.shape).astype(np.float32), models.abstract_params(config)
+    )
+
+
+def random_tokens(config, shape, seed=2):
+    return jax.random.randint(jax.random.key(seed), shape, 0, config.vocab_size)
+
+
+def relative_error(got, expected):
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    return np.abs(got - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_golden(name):
+    model = load_model(model_path(name))
+    golden = np.load(model_path(name) / "golden.npz")
+    hidden = model.hidden_states(golden["input_ids"], layers="all")
+    assert hidden.shape == golden["hidden"].shape
+    errors = [relative_error(got, expected) for got, expected in zip(hidden, golden["hidden"], strict=True)]
+    errors.append(relative_error(model.logits(golden["input_ids"]), golden["logits"]))
+    print(name, [f"{error:.1e}" for error in errors])
+    assert max(errors) <= 1e-5
+    np.testing.assert_allclose(model.hidden_states(golden["input_ids"]), hidden[-1], rtol=0, atol=1e-5)
+
+
+@ALL_CONFIGS
+def test_packed_sequences_equal_separate_ones(config):
+    params, tokens = random_params(config), random_tokens(config, (2, 12))
+    segments = jnp.array([[1] * 5 + [2] * 5 + [0] * 2, [3] * 7 + [1] * 5])
+    packed = run_hidden(config, params, tokens, segment_ids=segments, layers="all")
+    assert np.isfinite(packed).all()
+    for row, part in [(0, slice(0, 5)), (0, slice(5, 10)), (1, slice(7, 12))]:
+        alone = run_hidden(config, params, tokens[row : row + 1, part], layers="all")
+        assert relative_error(packed[:, row : row + 1, part], alone) < 2e-6
+
+    changed = run_hidden(config, params, tokens.at[0, 10:].set(0), segment_ids=segments, layers="all")
+    np.testing.assert_array_equal(changed[:, 0, :10], packed[:, 0, :10])
+
+
+@CONFIGS
+def test_explicit_positions_and_causality(config):
+    params, tokens = random_params(config), random_tokens(config, (2, 8))
+    hidden = run_hidden(config, params, tokens)
+    positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
+    np.testing.assert_array_equal(hidden, run_hidden(config, params, tokens, positions=positions))
+    # Rotary positions are relative, so a shift changes nothing; learned ones are not.
+    shifted = relative_error(run_hidden(config, params, tokens, positions=positions + 3), hidden)
+    assert (shifted < 1e-5) == (config.positions == "rope")
+    changed = run_hidden(config, params, tokens.at[:, 5].add(1) % config.vocab_size)
+    np.testing.assert_array_equal(changed[:, :5], hidden[:, :5])
+    assert (np.abs(changed[:, 5:] - hidden[:, 5:]).max(-1) > 1e-6).all()
+
+
+@CONFIGS
+def test_logits_are_hidden_states_times_unembedding(config):
+    config = dataclasses.replace(config, logit_softcap=2.0)
+    params, tokens = random_params(config), random_tokens(config, (2, 6))
+    hidden = np.asarray(run_hidden(config, params, tokens), np.float64)
+    expected = 2.0 * np.tanh(hidden @ np.asarray(models.unembedding(config, params), np.float64).T / 2.0)
+    np.testing.assert_allclose(run_logits(config, params, tokens), expected, rtol=0, atol=1e-5)
+
+
+@ALL_CONFIGS
+def test_dtypes_are_kept_under_strict_rules(config):
+    tokens = jax.ShapeDtypeStruct((2, 6), jnp.int32)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        params = models.abstract_params(config, jnp.bfloat16)
+        run = functools.partial(models.hidden_states, config, dtype=jnp.bfloat16)
+        hidden = jax.eval_shape(lambda p, t: run(p, t, segment_ids=t), params, tokens)
+        logits = jax.eval_shape(lambda p, t: models.logits(config, p, t, dtype=jnp.bfloat16), params, tokens)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_a_window_ends_at_its_length():
+    """One layer, one window of 3: a change at t is seen at t, t + 1, t + 2, and at no other token."""
+    config = dataclasses.replace(LLAMA, num_layers=1, local_layers=(True,), window=3)
+    params, tokens = random_params(config), random_tokens(config, (1, 9))
+    before, after = (run_hidden(config, params, t)[0] for t in (tokens, tokens.at[0, 4].add(1) % config.vocab_size))
+    changed = np.abs(np.asarray(before) - np.asarray(after)).max(-1) > 0
+    np.testing.assert_array_equal(changed, [False] * 4 + [True] * 3 + [False] * 2)
+
+
+@ALL_CONFIGS
+def test_float32_products_are_of_highest_precision(config):
+    params, tokens = models.abstract_params(config), jnp.zeros((1, 4), jnp.int32)
+    jaxpr = str(jax.make_jaxpr(lambda p: models.logits(config, p, tokens))(params))
+    products = jaxpr.count("dot_general")
+    assert products == jaxpr.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 0
+
+
+def test_last_layer_does_not_store_the_others():
+    config = dataclasses.replace(LLAMA, num_layers=9)
+    params, tokens = models.abstract_params(config), jnp.zeros((1, 4), jnp.int32)
+
+    def stacked(layers):
+        jaxpr = jax.make_jaxpr(lambda p: models.hidden_states(config, p, tokens, layers=layers))(params)
+        return f"f32[9,1,4,{config.hidden_size}]" in str(jaxpr)
+
+    assert stacked("all")
+    assert not stacked("last")
+
+
+def test_gradients_reach_every_parameter_that_matters():
+    params, tokens = random_params(LLAMA), random_tokens(LLAMA, (2, 6))
+    grads = jax.jit(jax.grad(lambda p: jax.nn.logsumexp(models.logits(LLAMA, p, tokens))))(params)
+    for path, grad in dotted_leaves(grads):
+        assert np.isfinite(grad).all(), path
+        assert np.abs(grad).max() > 0, path
+
+
+def test_no_recompilation_on_the_second_call():
+    compiled = []
+
+    def count(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    model = LanguageModel.from_params(LLAMA, random_params(LLAMA))
+    other = LanguageModel.from_params(LLAMA, random_params(LLAMA, seed=5))
+    batches = [np.asarray(random_tokens(LLAMA, (2, 11), seed)) for seed in (1, 2)]
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        first = model.logits(batches[0]), model.hidden_states(batches[0], layers="all")
+        assert compiled
+        compiled.clear()
+        second = other.logits(batches[1]), other.hidden_states(batches[1], layers="all")
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert not compiled
+    assert relative_error(first[0], second[0]) > 0.01
+
+
+def test_a_token_beyond_the_vocabulary_is_not_clamped():
+    hidden = run_hidden(LLAMA, random_params(LLAMA), jnp.array([[1, LLAMA.vocab_size], [1, LLAMA.vocab_size - 1]]))
+    assert np.isnan(hidden[0, 1]).all()
+    assert np.isfinite(hidden[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        (np.zeros((1, 17), np.int32), {}, "17 positions.*at most 16"),
+        (np.zeros(4, np.int32), {}, r"expected integers \[B, T\]"),
+        (np.zeros((1, 4), np.float32), {}, "expected integers"),
+        (np.zeros((1, 4), np.int32), {"segment_ids": np.ones((1, 3), np.int32)}, "segment_ids: expected the tokens'"),
+        (np.zeros((1, 4), np.int32), {"positions": np.ones((2, 4), np.int32)}, "positions: expected the tokens'"),
+        (np.zeros((1, 4), np.int32), {"layers": "first"}, "expected one of last, all, residual; got 'first'"),
+    ],
+)
+def test_bad_inputs(tokens, options, message):
+    model = LanguageModel.from_params(LLAMA, random_params(LLAMA))
+    with pytest.raises(UserError, match=message):
+        model.hidden_states(tokens, **options)
+
+
+def test_bad_configurations():
+    with pytest.raises(UserError, match="vocab_size: expected at least 1"):
+        dataclasses.replace(LLAMA, vocab_size=0)
+    for changes, message in (
+        ({"logit_softcap": -1.0}, "logit_softcap"),
+        ({"attention_softcap": 0.0}, "attention_softcap"),
+        ({"logit_divisor": 0.0}, "logit_divisor"),
+        ({"local_layers": (True,)}, "local_layers: expected 3 values, got 1"),
+        ({"window": 0}, "window: expected None or at least 1"),
+        ({"local_rope": Rope(fraction=0.5)}, "as many channels as rope"),
+        ({"rope": Rope(fraction=0.2)}, "even number of channels, got 1 of 6"),
+        ({"norm": "layer", "norm_offset": 1.0}, "only RMS norms"),
+        ({"parallel": "one_norm", "norm_placement": "both"}, "'pre' where parallel is set"),
+        ({"qk_norm": "heads"}, "qk_norm: expected one of None, head, projection; got 'heads'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            dataclasses.replace(LLAMA, **changes)
+    assert hash(LLAMA) != hash(dataclasses.replace(LLAMA, rope=Rope(theta=5e5)))
+
+
+def test_model_in_memory():
+    params = models.init_params(LLAMA, jax.random.key(0))
+    model = LanguageModel.from_params(LLAMA, params)
+    assert not model.has_tokenizer
+    with pytest.raises(UserError, match="made in memory without a tokenizer"):
+        _ = model.tokenizer
+    assert model.unembedding is params["unembedding"]
+    with pytest.raises(UserError, match=r"final_norm.bias \(expected \(24,\), got None\)"):
+        LanguageModel.from_params(GPT2, params)

@@ -1,0 +1,228 @@
+"""Every family against transformers and PyTorch: live where torch is installed, and by golden files everywhere."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from parity import (
+    CASES,
+    GOLDENS,
+    LLAMA_JSON,
+    VARIANTS,
+    largest_error,
+    mean_error,
+    our_run,
+    random_tokens,
+    settings_of,
+    torch_model,
+    torch_run,
+    write_files,
+)
+from safetensors.numpy import load_file
+
+from calibjax import models
+from calibjax.eval.layers.bounds import head_bound
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.models import LanguageModel, config_from_hf, load_model
+from calibjax.models.calibrated import calibrated_confidence
+from calibjax.models.fingerprint import dotted_leaves
+from calibjax.models.hf_export import save_model
+from calibjax.models.rules import Layout
+from calibjax.runtime.errors import UserError
+from calibjax.train.sft import SftObjective
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_parity_with_torch(tmp_path, family, name):
+    torch = pytest.importorskip("torch")
+    settings = settings_of(family, name)
+    theirs, shapes = torch_model(tmp_path, settings)
+    if family == "qwen":
+        write_files(tmp_path, family, settings, shapes)
+    tokens = random_tokens(settings)
+    expected = torch_run(theirs, tokens)
+    got = our_run(load_model(tmp_path), tokens)
+    print(f"{family} {name}: worst relative error {largest_error(got, expected):.1e}")
+    assert largest_error(got, expected) <= 1e-5
+    if name == next(iter(VARIANTS[family])):
+        tokens = random_tokens(settings, rows=64)
+        expected = torch_run(theirs, tokens)
+        half = mean_error(our_run(load_model(tmp_path, jnp.bfloat16), tokens), expected)
+        yardstick = mean_error(torch_run(theirs.to(torch.bfloat16), tokens), expected)
+        print(f"bfloat16: ours {half:.1e}, torch's {yardstick:.1e}")
+        assert half <= 1.25 * yardstick
+
+
+def read_golden(family, folder):
+    golden = np.load(GOLDENS / f"{family}.npz")
+    settings, shapes = json.loads(str(golden["settings"])), json.loads(str(golden["shapes"]))
+    write_files(folder, family, settings, shapes)
+    return golden, settings, shapes
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_golden(tmp_path, family):
+    golden, _, _ = read_golden(family, tmp_path)
+    got = our_run(load_model(tmp_path), golden["tokens"])
+    error = largest_error(got, [*golden["hidden"], golden["logits"]])
+    print(f"{family}: worst relative error {error:.1e} (transformers {golden['version']})")
+    assert error <= 1e-5
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_what_is_read_is_written_back(tmp_path, family):
+    """The same names, shapes and values, and nothing else."""
+    read_golden(family, tmp_path)
+    model = load_model(tmp_path)
+    save_model(tmp_path / "back", model.config, model.params, like=tmp_path)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for name in before:
+        np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+
+
+def test_layout_by_groups():
+    layout = Layout(transpose=True, groups=2)
+    tensor = np.arange(12)[:, None] * np.ones(3, int)[None, :]
+    key = layout.take(tensor, slice(2, 4))
+    np.testing.assert_array_equal(key, np.ones((3, 1), int) * np.array([2, 3, 8, 9])[None])
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_every_parameter_has_exactly_one_rule(tmp_path, family, name):
+    settings = settings_of(family, name)
+    if family == "qwen":
+        read_golden(family, tmp_path)
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = config_from_hf(tmp_path)
+    leaves = [path for path, _ in dotted_leaves(models.abstract_params(config))]
+    targets = [target for rule in models.FAMILIES[family].rules for target in rule.targets if target in leaves]
+    assert sorted(targets) == sorted(leaves)
+    assert config.family == family
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "'ministral' is not supported"),
+        ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 2}, "layer_types"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"model_type": "gemma2", "hidden_activation": "relu2"}, "hidden_activation = 'relu2'"),
+        ({"model_type": "gemma", "hidden_act": "relu2", "hidden_activation": "gelu"}, "hidden_act = 'relu2'"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "no sliding_window is set"),
+        ({"model_type": "llama", "is_causal": False}, "is_causal = False is not supported; expected True"),
+        ({"model_type": "llama", "rope_theta": None}, "expected a number for rope_theta, got null"),
+        ({"model_type": "stablelm", "partial_rotary_factor": None}, "a number for partial_rotary_factor, got null"),
+        ({"model_type": "stablelm", "num_key_value_heads": 2, "head_dim": 4}, "head_dim = 4 .* expected None, 6"),
+        ({"model_type": "gpt_neox", "head_dim": 4}, "head_dim = 4 is not supported; expected None, 6"),
+        (
+            {"model_type": "llama", "partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "partial_rotary_factor = 0.5 is not supported; expected None, 1.0",
+        ),
+        ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm = True is not supported; expected False"),
+        ({"model_type": "phi", "partial_rotary_factor": 0.5, "head_dim": 6}, "even number of channels, got 3 of 6"),
+    ],
+)
+def test_unsupported_configurations(tmp_path, settings, message):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_JSON | settings))
+    with pytest.raises(UserError, match=message):
+        config_from_hf(tmp_path)
+
+
+def test_qwen_from_json_alone(tmp_path):
+    read_golden("qwen", tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert "auto_map" in settings
+    for changes, message in (
+        ({"no_bias": False}, "no_bias = False is not supported"),
+        ({"scale_attn_weights": False}, "scale_attn_weights = False"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"seq_length": None}, "qwen configuration: seq_length is missing"),
+    ):
+        changed = {key: value for key, value in (settings | changes).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=message):
+            config_from_hf(tmp_path)
+
+
+def test_qwen_tokenizer_without_remote_code(tmp_path):
+    """Its own tokenizer is Python beside the weights, and is left alone; a tokenizer.json is read."""
+    read_golden("qwen", tmp_path)
+    settings = {"tokenizer_class": "QWenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_qwen.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenization_qwen.py").write_text("raise SystemExit('remote code was run')")
+    with pytest.raises(UserError, match=r"holds no tokenizer; expected tokenizer\.json"):
+        _ = load_model(tmp_path).tokenizer
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    assert load_model(tmp_path).tokenizer("b")["input_ids"] == [1]
+
+
+def test_gpt_neox_missing_unembedding_is_named_as_in_the_file(tmp_path):
+    _, settings, shapes = read_golden("gpt_neox", tmp_path)
+    del shapes["embed_out.weight"]
+    write_files(tmp_path, "gpt_neox", settings, shapes)
+    with pytest.raises(UserError, match=r"missing: embed_out\.weight"):
+        load_model(tmp_path)
+
+
+def test_confidence_and_features_know_the_unembedding_bias(tmp_path):
+    golden, _, _ = read_golden("phi", tmp_path)
+    model = load_model(tmp_path)
+    assert np.abs(np.asarray(model.unembedding_bias)).max() > 0.1
+    logits = np.asarray(golden["logits"], np.float64)
+    features = np.stack([logits.max(-1), np.log(logits.std(-1, ddof=1))], axis=-1)
+    config = HeadConfig(
+        kind="linear",
+        hidden_size=model.config.hidden_size,
+        features=("max_logit", "log_std_logits"),
+        identity_start=False,
+    )
+    head = FittedHead(config, config.init(jax.random.key(0)), 0.0, model.fingerprint)
+    log_scale = np.asarray(
+        config.build().apply({"params": head.params}, jnp.asarray(features, jnp.float32)), np.float64
+    )
+    scaled = np.exp(log_scale)[..., None] * logits
+    expected = 1 / np.exp(scaled - scaled.max(-1, keepdims=True)).sum(-1)
+    got = calibrated_confidence(model, head, golden["tokens"])
+    np.testing.assert_allclose(got.temperature, np.exp(-log_scale), rtol=1e-5)
+    np.testing.assert_allclose(got.confidence, expected, rtol=1e-5)
+    with pytest.raises(UserError, match="phi-tiny adds a bias to its logits"):
+        head_bound(model, "phi-tiny")
+
+
+def test_fine_tuning_knows_the_unembedding_bias(tmp_path):
+    golden, _, _ = read_golden("phi", tmp_path)
+    model = load_model(tmp_path)
+    tokens, ones = golden["tokens"], np.ones_like(golden["tokens"])
+    batch = {"tokens": tokens, "targets": tokens[:, ::-1], "segment_ids": ones, "where": ones.astype(bool)}
+    batch["positions"] = np.arange(tokens.shape[1])[None] * ones
+    loss, count = jax.jit(SftObjective(model=model.config))(model.params, None, batch, {})
+    log_probs = jax.nn.log_softmax(golden["logits"])
+    expected = -np.take_along_axis(np.asarray(log_probs, np.float64), batch["targets"][..., None], -1).sum()
+    assert count == tokens.size
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_head_bound_knows_the_offset_of_the_norm(tmp_path):
+    read_golden("gemma", tmp_path)
+    model = load_model(tmp_path)
+    shifted = dict(model.params) | {"final_norm": {"scale": model.params["final_norm"]["scale"] + 1.0}}
+    same = LanguageModel.from_params(dataclasses.replace(model.config, norm_offset=0.0), shifted)
+    assert head_bound(model, "one").logit_norm == pytest.approx(head_bound(same, "other").logit_norm, rel=1e-6)
+
+
+def test_longrope_of_one_kind_of_layer_bounds_the_sequence(tmp_path):
+    """Beyond the original length other divisors would hold."""
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 5, "long_factor": [2.0] * 5}
+    settings = LLAMA_JSON | {"model_type": "gemma3_text", "head_dim": 10, "max_position_embeddings": 64}
+    kinds = {"full_attention": longrope | {"original_max_position_embeddings": 16}, "sliding_attention": None}
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_parameters": kinds}))
+    assert config_from_hf(tmp_path).max_positions == 16

@@ -1,0 +1,289 @@
+"""Generation: against transformers' tokens, and against the decoder and the heads without a cache."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from assets import model_path
+from parity import GOLDENS, largest_error, write_files
+from tiny import VOCAB, WIDTH, make_lm
+
+import calibjax
+from calibjax import FittedHead, HeadConfig, LanguageModel, UserError, calibrated_confidence, generate, models
+from calibjax.models.decoder import extend
+from calibjax.models.generate import default_stop_tokens, sampling_logits
+from calibjax.nn.kv_cache import empty_cache
+from calibjax.runtime.sharding import make_mesh, param_shardings
+
+# Windows shorter than the texts, in one layer of two.
+OPTIONS = {
+    "num_layers": 2,
+    "max_positions": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 4,
+    "local_layers": (True, False),
+    "window": 4,
+}
+LM = make_lm(**OPTIONS)
+PROMPTS = [[3, 7, 1], [5], [2, 2, 9, 23, 4, 8, 11]]
+N = 12
+
+
+def head_of(kind, **options):
+    config = HeadConfig(kind=kind, hidden_size=WIDTH, identity_start=False, **options)
+    return FittedHead(config, config.init(jax.random.key(2)), 0.3, LM.fingerprint)
+
+
+HEADS = {
+    "linear": head_of("linear", features=("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")),
+    "transformer": head_of("transformer"),
+}
+
+
+@pytest.mark.parametrize("name", ["stories260K", "tinystories-656k", "craftgpt-5M"])
+def test_greedy_equals_transformers(name):
+    lm = calibjax.load_model(model_path(name))
+    golden = np.load(GOLDENS / "generation.npz")
+    assert lm.tokenizer("Once upon a time")["input_ids"] == golden[f"{name}-prompt"].tolist()
+    got = generate(lm, ["Once upon a time"], max_new_tokens=len(golden[name]), stop_tokens=())
+    np.testing.assert_array_equal(got.tokens[0], golden[name])
+    assert got.texts(lm.tokenizer) == [lm.tokenizer.decode(golden[name], skip_special_tokens=True)]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "phi", "gpt2"])
+def test_cached_forward_equals_transformers(tmp_path, family):
+    """Four columns at a time; the first row padded on the left, the second on the right."""
+    golden = np.load(GOLDENS / f"{family}.npz")
+    write_files(tmp_path, family, json.loads(str(golden["settings"])), json.loads(str(golden["shapes"])))
+    lm = calibjax.load_model(tmp_path)
+    length, pad = golden["tokens"].shape[1], 4
+    rows = [slice(pad, pad + length), slice(0, length)]
+    tokens, segments = np.zeros((2, 2, length + pad), np.int32)
+    for row, columns in enumerate(rows):
+        tokens[row, columns], segments[row, columns] = golden["tokens"][row], 1
+    step = jax.jit(extend, static_argnums=0)
+    cache = empty_cache(lm.config, 2, length + pad, layers=lm.config.num_layers)
+    parts = []
+    for start in range(0, length + pad, 4):
+        part = slice(start, start + 4)
+        hidden, cache = step(lm.config, lm.params, tokens[:, part], cache, segment_ids=segments[:, part])
+        parts.append(hidden)
+    hidden = np.concatenate(parts, axis=1)
+    assert np.isfinite(hidden).all()
+    hidden = jnp.stack([hidden[row, columns] for row, columns in enumerate(rows)])
+    error = largest_error(
+        [hidden, models.unembed(lm.config, lm.params, hidden)], [golden["hidden"][-1], golden["logits"]]
+    )
+    print(f"{family}: worst relative error {error:.1e}")
+    assert error <= 1e-5
+
+
+def whole_texts(got):
+    """Prompts with their continuations, padded on the right, and where each continuation was predicted."""
+    tokens = np.zeros((len(PROMPTS), 32), np.int32)
+    segments = np.zeros_like(tokens)
+    for row, prompt in enumerate(PROMPTS):
+        text = [*prompt, *np.asarray(got.tokens[row])]
+        tokens[row, : len(text)], segments[row, : len(text)] = text, 1
+    columns = np.array([len(prompt) - 1 for prompt in PROMPTS])[:, None] + np.arange(N)[None]
+    return tokens, segments, (np.arange(len(PROMPTS))[:, None], columns)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_equals_the_forward_pass_without_cache(name):
+    head = HEADS[name]
+    got = generate(LM, PROMPTS, head=head, max_new_tokens=N)
+    tokens, segments, at = whole_texts(got)
+    logits = np.asarray(LM.logits(tokens, segment_ids=segments), np.float64)[at]
+    np.testing.assert_array_equal(got.tokens, logits.argmax(-1))
+    log_probs = (logits - scipy.special.logsumexp(logits, axis=-1, keepdims=True)).max(-1)
+    np.testing.assert_allclose(got.log_probs, log_probs, atol=1e-5)
+    expected = calibrated_confidence(LM, head, tokens, segment_ids=segments)
+    np.testing.assert_allclose(got.temperature, np.asarray(expected.temperature)[at], rtol=1e-5)
+    np.testing.assert_allclose(got.confidence, np.asarray(expected.confidence)[at], rtol=1e-5)
+    assert np.ptp(np.asarray(got.temperature)) > 0.1
+
+
+def test_batched_equals_single():
+    together = generate(LM, PROMPTS, head=HEADS["transformer"], max_new_tokens=N)
+    for row, prompt in enumerate(PROMPTS):
+        alone = generate(LM, [prompt], head=HEADS["transformer"], max_new_tokens=N)
+        np.testing.assert_array_equal(together.tokens[row], alone.tokens[0])
+        np.testing.assert_allclose(together.confidence[row], alone.confidence[0], rtol=1e-5)
+
+
+def test_stop_tokens():
+    options = {"head": HEADS["transformer"], "max_new_tokens": N}
+    free = np.asarray(generate(LM, PROMPTS, **options).tokens)
+    stops = (int(free[0, 4]), int(free[2, 2]))
+    got = jax.tree.map(np.asarray, generate(LM, PROMPTS, stop_tokens=stops, **options))
+    for row in range(len(PROMPTS)):
+        found = np.flatnonzero(np.isin(free[row], stops))
+        length = found[0] + 1 if found.size else N
+        np.testing.assert_array_equal(got.where[row], np.arange(N) < length)
+        np.testing.assert_array_equal(got.tokens[row], np.where(np.arange(N) < length, free[row], -1))
+        assert not got.confidence[row, length:].any()
+        assert not got.log_probs[row, length:].any()
+    assert got.where.sum() < got.where.size
+
+
+def test_default_stop_tokens(tmp_path):
+    lm = calibjax.load_model(model_path("stories260K"))
+    assert default_stop_tokens(lm) == (2,)
+    assert default_stop_tokens(LM) == ()
+    golden = np.load(GOLDENS / "llama.npz")
+    write_files(tmp_path, "llama", json.loads(str(golden["settings"])), json.loads(str(golden["shapes"])))
+    for content, expected in (('{"eos_token_id": [5, 7]}', (5, 7)), ("{}", ())):
+        (tmp_path / "generation_config.json").write_text(content)
+        assert default_stop_tokens(calibjax.load_model(tmp_path)) == expected
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(UserError, match=r"generation_config\.json: not a JSON object"):
+        generate(calibjax.load_model(tmp_path), [[1]])
+
+
+# --- draws ---
+
+
+def draw(*, key=5, prompts=(PROMPTS[0],) * 3000, lm=LM, scale=0.3, temperature=2.0, **options):
+    """Two tokens a row, beside a head that has the same scale everywhere."""
+    head = FittedHead(HeadConfig(kind="constant", hidden_size=1), {"log_scale": jnp.log(scale)}, 0.0, lm.fingerprint)
+    options = {"temperature": temperature, "key": jax.random.key(key), "max_new_tokens": 2} | options
+    return jax.tree.map(np.asarray, generate(lm, prompts, head=head, **options))
+
+
+def probabilities_of(logits):
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [({"top_k": 8, "top_p": 0.9}, 1.0), ({"sample_calibrated": True}, 0.3)],
+    ids=["top-k-top-p", "calibrated"],
+)
+def test_draws_follow_the_distribution(options, scale):
+    got = draw(**options)
+    count = len(got.tokens)
+    logits = np.asarray(LM.logits(np.array([PROMPTS[0]])), np.float64)[0, -1]
+    expected = probabilities_of(scale * logits / 2)
+    if "top_k" in options:
+        # In words: the 8 largest; of those, from the largest on, until they sum to 0.9.
+        order = np.argsort(-logits)
+        expected[order[8:]] = 0
+        expected /= expected.sum()
+        kept = np.searchsorted(np.cumsum(expected[order]), 0.9) + 1
+        assert kept < 8
+        expected[order[kept:]] = 0
+        expected /= expected.sum()
+    drawn = np.bincount(got.tokens[:, 0], minlength=VOCAB)
+    assert not drawn[expected == 0].any()
+    seen = count * expected > 5
+    observed = np.append(drawn[seen], drawn[~seen].sum())
+    wanted = np.append(count * expected[seen], count * expected[~seen].sum())
+    result = scipy.stats.chisquare(observed[wanted > 0], wanted[wanted > 0])
+    print(f"chi-square {result.statistic:.1f} over {(wanted > 0).sum()} cells, p = {result.pvalue:.3f}")
+    assert result.pvalue > 1e-3
+    # Whatever they were drawn from, what is said of the tokens is of the whole distribution.
+    token = got.tokens[:, 0]
+    np.testing.assert_allclose(got.log_probs[:, 0], np.log(probabilities_of(logits))[token], atol=1e-5)
+    np.testing.assert_allclose(got.confidence[:, 0], probabilities_of(0.3 * logits)[token], rtol=1e-5)
+
+
+def test_draws_belong_to_key_and_row():
+    one, other = (draw(top_k=8, top_p=0.9, key=key).tokens for key in (5, 6))
+    assert 0.05 < (one == other).mean() < 0.8
+    assert 0.05 < (one[1:] == one[:-1]).mean() < 0.8
+    beside_others = draw(top_k=8, top_p=0.9, prompts=[PROMPTS[0], *[[1, 2]] * 2999]).tokens
+    np.testing.assert_array_equal(one[0], beside_others[0])
+    assert (one != beside_others).any()
+    # The head changes what is said of the tokens, and not which they are.
+    np.testing.assert_array_equal(one, draw(top_k=8, top_p=0.9, scale=2.0).tokens)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(0.7, None, None), (1.0, 5, None), (1.0, None, 0.6), (1.3, 9, 0.8), (2.0, 99, 1)],
+)
+def test_cuts_equal_those_of_transformers(temperature, top_k, top_p):
+    torch = pytest.importorskip("torch")
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = np.random.default_rng(0).normal(0, 2, (6, 31)).astype(np.float32)
+    theirs = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits))
+    theirs = theirs if top_k is None else TopKLogitsWarper(top_k)(None, theirs)
+    theirs = theirs if top_p is None else TopPLogitsWarper(top_p)(None, theirs)
+    got = sampling_logits(jnp.asarray(logits), temperature, top_k, top_p)
+    np.testing.assert_allclose(got, theirs.numpy(), rtol=1e-6)
+
+
+# --- programs and devices ---
+
+
+def test_no_recompilation_on_the_second_call():
+    compiled = []
+
+    def count(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    draw(top_k=8, top_p=0.9)
+    other = make_lm(seed=1, **OPTIONS)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        prompts = [[number % VOCAB] * (1 + number % 5) for number in range(3000)]
+        got = draw(lm=other, prompts=prompts, key=1, top_k=8, top_p=0.5, temperature=0.7, scale=3.0, stop_tokens=(3, 4))
+        assert not compiled
+        jax.block_until_ready(jax.jit(lambda x: 3 * x)(1.0))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert compiled
+    assert not got.where.all()
+
+
+def test_on_a_mesh():
+    mesh = make_mesh((2, 2, 2))
+    placed = jax.device_put(LM.params, param_shardings(mesh, LM.params))
+    lm = LanguageModel.from_params(LM.config, placed)
+    expected = generate(LM, PROMPTS, head=HEADS["transformer"], max_new_tokens=N)
+    got = generate(lm, PROMPTS, head=HEADS["transformer"], max_new_tokens=N)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_allclose(got.confidence, expected.confidence, rtol=1e-5)
+    with jax.set_mesh(mesh):
+        cache = jax.jit(lambda: empty_cache(LM.config, 4, 8, layers=2))()
+    assert cache.keys.sharding.shard_shape(cache.keys.shape) == (2, 1, 8, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, r"expected a list of texts"),
+        ("a text", {}, r"expected a list of texts"),
+        (["a text"], {}, "made in memory without a tokenizer"),
+        ([[1], []], {}, "number 1 has no tokens"),
+        ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, but the vocabulary has {VOCAB}"),
+        ([[1]] * 2, {"max_new_tokens": 64}, "expected 1 to 63.*prompt of 1 tokens; got 64"),
+        ([[1]], {"max_new_tokens": 0}, "expected 1 to 63"),
+        *(
+            ([[1]], {"temperature": bad}, f"temperature: expected 0 .* from 0.0001 to 10000, got {bad}")
+            for bad in (-1.0, 1e-300, 1e-30, 1e5, float("nan"), float("inf"), float("-inf"))
+        ),
+        ([[1]], {"temperature": 1.0}, "key: draws need one"),
+        ([[1]], {"top_k": 3}, "give a temperature above 0"),
+        ([[1]], {"top_k": 0, "temperature": 1.0}, "top_k: expected at least 1"),
+        ([[1]], {"top_p": 0.0, "temperature": 1.0}, "top_p: expected a number in"),
+        ([[1]], {"top_p": 1e-300, "temperature": 1.0}, "top_p: expected a number in"),
+        ([[1]], {"head": head_of("mlp", pooling="sequence")}, "fit one with pooling 'token'"),
+    ],
+)
+def test_mistakes(prompts, options, message):
+    with pytest.raises(UserError, match=message):
+        generate(LM, prompts, **{"max_new_tokens": 5} | options)
+
+
+def test_head_of_another_model():
+    with pytest.raises(UserError, match="fitted on another base model"):
+        generate(make_lm(seed=1), [[1]], head=HEADS["linear"], max_new_tokens=5)

@@ -1,0 +1,305 @@
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from assets import GPT2_MODELS, LLAMA_MODELS, MODELS, model_path
+from parity import GPT2_JSON, LLAMA3_ROPE, LLAMA_JSON
+from safetensors.numpy import load_file, save_file
+
+from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, fingerprint, load_model
+from calibjax.models.hf_tensors import Piece, TensorEntry
+from calibjax.models.load import _read_part
+from calibjax.models.rules import Layout
+from calibjax.models.shapes import SHAPES
+from calibjax.nn.blocks import Rope
+from calibjax.runtime.errors import UserError
+
+
+def llama_tensors():
+    random, d, inner = np.random.default_rng(0), 12, 20
+    shapes = {"model.embed_tokens.weight": (31, d), "model.norm.weight": (d,)}
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        shapes |= {
+            f"{at}self_attn.{name}_proj.weight": (width, d) for name, width in zip("qkvo", (d, 6, 6, d), strict=True)
+        }
+        shapes |= {f"{at}{name}.weight": (d,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{at}mlp.{name}_proj.weight": (inner, d) for name in ("gate", "up")}
+        shapes |= {f"{at}mlp.down_proj.weight": (d, inner)}
+    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write_config(folder, base=LLAMA_JSON, **changes):
+    (folder / "config.json").write_text(json.dumps(base | changes))
+    return folder
+
+
+def write_model(folder, tensors=None, **changes):
+    save_file(llama_tensors() if tensors is None else tensors, folder / "model.safetensors")
+    return write_config(folder, **changes)
+
+
+def write_shards(folder, *shards, **changes):
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        save_file(shard, folder / f"model-{number}.safetensors")
+        weight_map |= dict.fromkeys(shard, f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return write_config(folder, **changes)
+
+
+def same_params(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+
+
+# --- files ---
+
+
+def test_shards_prefixes_and_buffers_change_nothing(tmp_path):
+    folders = [tmp_path / name for name in ("single", "shards", "bare")]
+    for folder in folders:
+        folder.mkdir()
+    tensors = llama_tensors()
+    names = sorted(tensors)
+    single = load_model(write_model(folders[0]))
+    parts = [{name: tensors[name] for name in names[start::3]} for start in range(3)]
+    shards = load_model(write_shards(folders[1], *parts))
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    bare["lm_head.weight"] = bare["embed_tokens.weight"]
+    other = load_model(write_model(folders[2], bare | buffers))
+    same_params(single, shards)
+    same_params(single, other)
+    assert single.fingerprint == shards.fingerprint == other.fingerprint
+
+
+def test_tied_embedding_stored_under_the_head_only(tmp_path):
+    tensors = llama_tensors()
+    tensors["lm_head.weight"] = embedding = tensors.pop("model.embed_tokens.weight")
+    model = load_model(write_model(tmp_path, tensors))
+    np.testing.assert_array_equal(model.unembedding, embedding)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fingerprint_of_real_models(name):
+    model = load_model(model_path(name))
+    assert model.fingerprint == load_model(model_path(name), jnp.bfloat16).fingerprint
+    assert model.fingerprint == LanguageModel.from_params(model.config, model.params).fingerprint
+    assert model.tokenizer.decode(model.tokenizer("once upon a time")["input_ids"])
+
+
+def test_fingerprint_changes_with_one_weight_and_with_the_configuration(tmp_path):
+    tensors = llama_tensors()
+    first = load_model(write_model(tmp_path)).fingerprint
+    assert load_model(write_config(tmp_path, rope_theta=10001.0)).fingerprint != first
+    tensors["model.norm.weight"][3] += 1e-6
+    assert load_model(write_model(tmp_path, tensors)).fingerprint != first
+
+
+def test_fingerprint_outlives_new_options():
+    """A field added later, at its default, leaves it; every field that is not at its default counts."""
+    config = dataclasses.replace(SHAPES["gemma-3-1b"], num_layers=2, local_layers=(True, False))
+    later = dataclasses.make_dataclass(
+        "Later", [("new", float, 1.0)], bases=(DecoderConfig,), frozen=True, kw_only=True
+    )
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    assert fingerprint(later(**fields), []) == fingerprint(config, [])
+    changes = ({"new": 2.0}, {"rope": Rope()}, {"local_rope": None}, {"local_rope": Rope(theta=5.0)}, {"window": 5})
+    changed = {fingerprint(later(**fields | change), []) for change in (*changes, {"qkv_bias": True})}
+    assert len(changed | {fingerprint(config, [])}) == 7
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float64], ids=["fp16", "bf16", "fp64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_and_loaded_dtypes(tmp_path, stored, dtype):
+    tensors = {name: tensor.astype(stored) for name, tensor in llama_tensors().items()}
+    model = load_model(write_model(tmp_path, tensors), dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(dtype)}
+    np.testing.assert_array_equal(model.unembedding, tensors["model.embed_tokens.weight"].astype(jnp.dtype(dtype)))
+    assert model.hidden_states(np.ones((1, 3), np.int32)).dtype == jnp.dtype(dtype)
+
+
+def test_mesh_and_missing_tokenizer(tmp_path):
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    model = load_model(write_model(tmp_path), mesh=mesh)
+    assert model.unembedding.sharding.is_fully_replicated
+    assert model.logits(np.ones((2, 3), np.int32)).shape == (2, 3, 31)
+    assert not model.has_tokenizer
+    with pytest.raises(UserError, match=r"holds no tokenizer; expected tokenizer\.json"):
+        _ = model.tokenizer
+
+
+# --- mistakes ---
+
+
+def change(tensors, name, value):
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name] = value
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", None, r"missing: model.layers.1.mlp.up_proj.weight\."),
+        ("model.layers.2.mlp.up_proj.weight", np.ones(2, np.float32), r"unknown: model.layers.2.mlp.up_proj.weight"),
+        ("model.layers.0.self_attn.q_proj.bias", np.ones(12, np.float32), r"unknown: .*q_proj.bias"),
+        ("model.norm.weight", np.ones(11, np.float32), r"misshapen: model.norm.weight \[11\], expected \[12\]"),
+        ("model.layers.0.mlp.up_proj.weight", np.ones((12, 20), np.float32), r"\[12, 20\], expected \[20, 12\]"),
+        ("model.norm.weight", np.ones(12, np.int8), "not floating-point: model.norm.weight I8"),
+        ("norm.weight", np.ones(12, np.float32), "given twice: .*norm.weight"),
+        ("lm_head.weight", np.ones((31, 12), np.float32), "ties model.embed_tokens.weight and lm_head.weight"),
+        ("lm_head.weight", np.ones((30, 12), np.float32), r"misshapen: lm_head.weight \[30, 12\]"),
+        ("model.norm.weight", np.full(12, np.nan, np.float32), "model.norm.weight holds NaN or infinity"),
+    ],
+)
+def test_bad_tensors(tmp_path, name, value, message):
+    with pytest.raises(UserError, match=message):
+        load_model(write_model(tmp_path, change(llama_tensors(), name, value)))
+
+
+def test_all_problems_are_named_up_to_ten_of_each(tmp_path):
+    tensors = {f"extra.{number}": np.ones(1, np.float32) for number in range(12)}
+    with pytest.raises(UserError) as caught:
+        load_model(write_model(tmp_path, llama_tensors() | tensors, num_hidden_layers=3))
+    assert "missing: model.layers.2.input_layernorm.weight" in str(caught.value)
+    assert str(caught.value).count("extra.") == 10
+    assert "and 2 more" in str(caught.value)
+
+
+def test_the_same_name_in_two_shards(tmp_path):
+    tensors = llama_tensors()
+    with pytest.raises(UserError, match=r"twice: model.norm.weight \(model-1.*\) and model.norm.weight \(model-0"):
+        load_model(write_shards(tmp_path, tensors, {"model.norm.weight": tensors["model.norm.weight"]}))
+
+
+def test_weights_too_large_for_the_dtype(tmp_path):
+    tensors = change(llama_tensors(), "model.norm.weight", np.full(12, 1e60))
+    with pytest.raises(UserError, match=r"model\.norm\.weight holds values too large for float32"):
+        load_model(write_model(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_damaged_files(tmp_path, keep):
+    file = write_model(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"model.safetensors: damaged or cut short .* Download it again"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"a": "gone.safetensors"}}, "names files that are not there: gone.safetensors"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "names of files beside it"),
+        ({}, "expected a JSON object with a weight_map"),
+    ],
+)
+def test_bad_index(tmp_path, index, message):
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path)
+
+
+def test_no_model(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="does not exist"):
+        load_model(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match=r"expected model.safetensors or model.safetensors.index.json, found neither"):
+        load_model(write_config(tmp_path))
+    with pytest.raises(UserError, match="expected a directory"):
+        load_model(tmp_path / "config.json")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(UserError, match=r"pickled \(pytorch_model.bin\).*save_pretrained"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not a JSON object"):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match="expected float32 or bfloat16, got int8"):
+        load_model(tmp_path, jnp.int8)
+
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="is no local directory, and could not be had") as caught:
+        load_model("nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [LLAMA_MODELS[0], GPT2_MODELS[0]])
+def test_tokenizer_of_another_model(tmp_path, name):
+    for file in model_path(name).glob("*.json"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(UserError, match=r"largest id is \d+ .* but the model has vocab_size 31"):
+        load_model(write_model(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot read the tokenizer files"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (
+            LLAMA_JSON,
+            {"model_type": "mamba"},
+            "model_type 'mamba' is not supported; supported: gemma, .*, gpt2, .*llama, mistral",
+        ),
+        (LLAMA_JSON, {"model_type": None}, "model_type None is not supported"),
+        (LLAMA_JSON, {"hidden_act": "relu2"}, "hidden_act = 'relu2' is not supported"),
+        (LLAMA_JSON, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
+        (LLAMA_JSON, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale = 0.7"),
+        (LLAMA_JSON, {"hidden_size": 13}, "cannot read it.*not a multiple"),
+        (LLAMA_JSON, {"hidden_size": "wide"}, "cannot read it.*hidden_size"),
+        (LLAMA_JSON, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+        *(
+            (
+                LLAMA_JSON,
+                {"rms_norm_eps": bad},
+                f"norm_eps: expected a number from 0 to 1, got {bad}; mend .*rms_norm_eps",
+            )
+            for bad in (float("nan"), float("inf"), -1e-6, 2.0)
+        ),
+        (LLAMA_JSON, {"rope_theta": float("inf")}, "theta: expected finite numbers, got inf"),
+        (GPT2_JSON, {"layer_norm_epsilon": float("nan")}, "norm_eps: expected a number from 0 to 1, got nan"),
+        (GPT2_JSON, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        (GPT2_JSON, {"add_cross_attention": True}, "add_cross_attention = True is not supported; expected False"),
+        (GPT2_JSON, {"activation_function": "mish"}, "activation_function = 'mish'"),
+    ],
+)
+def test_unsupported_configurations(tmp_path, base, changes, message):
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        config_from_hf(write_config(tmp_path, base, **changes))
+
+
+def test_configuration_object_equals_its_file(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    settings = LLAMA_JSON | {"rope_scaling": LLAMA3_ROPE, "max_position_embeddings": 512}
+    expected = config_from_hf(write_config(tmp_path, settings))
+    assert expected.rope.original_max_positions == 64
+    assert config_from_hf(transformers.AutoConfig.from_pretrained(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_part_of_a_tensor_is_read_alone(tmp_path, transpose, groups):
+    """What a process reads of a tensor that several parameters share is that part of the whole parameter."""
+    tensor = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
+    tensor = tensor.T.copy() if transpose else tensor
+    save_file({"w": tensor, "b": tensor[:, 0].copy() if transpose else tensor[0].copy()}, tmp_path / "w.safetensors")
+    for name, dims in (("w", 2), ("b", 1)):
+        entry = TensorEntry(name, (), "F32", tmp_path / "w.safetensors")
+        piece = Piece(entry, None, Layout(transpose and dims == 2, groups), slice(1, 3))
+        whole = piece.cut(load_file(entry.file)[name])
+        assert whole.shape[-1] == 2 * groups
+        for index in ((slice(2, 6), slice(0, 1)), (slice(0, 8), slice(1, 2)), (slice(0, 8), slice(0, 2 * groups))):
+            np.testing.assert_array_equal(_read_part(piece, index[-dims:]), whole[index[-dims:]])

@@ -1,0 +1,28 @@
+"""Published models by shape alone: nothing is computed or held."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from published_sizes import PUBLISHED
+
+from calibjax import models
+from calibjax.models.shapes import SHAPES
+
+
+def test_every_shape_has_a_published_count():
+    assert SHAPES.keys() == PUBLISHED.keys()
+    assert {config.family for config in SHAPES.values()} <= models.FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_of_published_models(name):
+    config = SHAPES[name]
+    params = models.abstract_params(config, jnp.bfloat16)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    print(f"| {name} | {config.family} | {PUBLISHED[name]:,} | {count:,} |")
+    assert count == PUBLISHED[name]
+    tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    logits = jax.eval_shape(lambda p, t: models.logits(config, p, t, dtype=jnp.bfloat16), params, tokens)
+    assert (logits.shape, logits.dtype) == ((2, 512, config.vocab_size), jnp.float32)

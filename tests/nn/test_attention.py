@@ -1,0 +1,344 @@
+"""Splash attention, run by Pallas' interpreter, against the dense form and float64; and which form is chosen."""
+
+import dataclasses
+import functools
+import importlib.util
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tiny import make_lm
+
+from calibjax.commands import common as runs
+from calibjax.commands.eval_layers import LayersRun, run_layers
+from calibjax.commands.plan.count import flops
+from calibjax.kernels.platforms import Platform
+from calibjax.models.config import DecoderConfig
+from calibjax.models.decoder import Decoder, abstract_params, hidden_states
+from calibjax.nn import attention
+from calibjax.nn import splash_attention as splash
+from calibjax.nn.attention import Visible
+from calibjax.runtime.distributed import DeviceOptions
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import AXES, make_mesh
+from calibjax.runtime.tpu_compiler import with_compiler
+
+TIME = 256  # two blocks of 128
+WINDOW = 100
+CONFIG = DecoderConfig(
+    family="gemma2",
+    vocab_size=50,
+    num_layers=3,
+    max_positions=4096,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    attention_softcap=3.0,
+    attention_scale=0.7,
+    window=WINDOW,
+    local_layers=(True, False, True),
+)
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """Attention as on a TPU, its kernels in small blocks and run by the interpreter."""
+    monkeypatch.setattr(attention, "platform", lambda: Platform("tpu", "TPU v5 lite"))
+    monkeypatch.setattr(splash, "_kernel", functools.partial(splash._kernel, interpret=True))
+    monkeypatch.setattr(splash, "_BLOCKS", (128,))
+
+
+def segments(length=TIME):
+    """Rows of one sequence, of three packed ones with padding on the right, and padded on the left."""
+    index = np.arange(length)
+    packed = np.select([index < 70, index < 140, index < 220], [1, 2, 3], 0)
+    return np.stack([np.ones(length), packed, index >= 130]).astype(np.int32)
+
+
+def numbers(heads=4, kv_heads=2, width=16):
+    random = np.random.default_rng(0)
+    shapes = [(3, TIME, count, width) for count in (heads, kv_heads, kv_heads, heads)]
+    return [random.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def dense_float64(query, key, value, segment_ids, window, scale, softcap):
+    """Row by row and head by head, as the formula has it."""
+    index = np.arange(query.shape[1])
+    distance = index[:, None] - index[None]
+    near = (distance >= 0) & (distance < (len(index) if window is None else window))
+    out, groups = np.zeros(query.shape), query.shape[2] // key.shape[2]
+    for row, head in np.ndindex(query.shape[0], query.shape[2]):
+        seen = near & (segment_ids[row][:, None] == segment_ids[row][None])
+        q, k, v = (x[row].astype(np.float64) for x in (query, key, value))
+        logits = scale * q[:, head] @ k[:, head // groups].T
+        logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
+        weights = np.where(seen, np.exp(logits), 0)
+        out[row, :, head] = weights @ v[:, head // groups] / weights.sum(-1, keepdims=True)
+    return out
+
+
+@pytest.mark.parametrize("softcap", [2.0, pytest.param(None, marks=pytest.mark.slow)])
+def test_kernel_equals_dense_form(on_tpu, softcap):
+    """Forward and gradients: packed, padded on both sides, two kinds of window in one program, grouped queries."""
+    *arguments, weight = numbers()
+    ids = segments()
+
+    def loss(form, query, key, value, kind):
+        out = form(query, key, value, Visible(ids, windows=(None, WINDOW), kind=kind))
+        return jnp.sum(out * weight), out
+
+    def dense(query, key, value, visible):
+        return attention._by_products(query, key, value, visible.mask(TIME, TIME), scale=0.3, softcap=softcap)
+
+    run, plain = (
+        jax.jit(jax.grad(functools.partial(loss, form), argnums=(0, 1, 2), has_aux=True))
+        for form in (functools.partial(attention.attend, scale=0.3, softcap=softcap), dense)
+    )
+    assert "pallas_call" in str(jax.make_jaxpr(run)(*arguments, jnp.int32(0)))
+    outs = []
+    for kind, window in enumerate((None, WINDOW)):
+        gradients, out = run(*arguments, jnp.int32(kind))
+        expected, _ = plain(*arguments, jnp.int32(kind))
+        exact = dense_float64(*arguments, ids, window, 0.3, softcap)
+        print(f"window {window}: {np.abs(out - exact).max():.1e} of {np.abs(exact).max():.1f}")
+        np.testing.assert_allclose(out, exact, rtol=0, atol=1e-5)
+        for got, want in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=5e-5)
+        outs.append(out)
+    assert np.abs(outs[0] - outs[1]).max() > 0.1  # the window does cut
+
+
+@pytest.mark.slow
+def test_kernel_without_segments(on_tpu):
+    """Causal alone, and all layers of one window; heads of a width of 80, each with keys of its own."""
+    *arguments, _ = numbers(heads=2, kv_heads=2, width=80)
+    for window in (None, WINDOW):
+        run = jax.jit(functools.partial(attention.attend, visible=Visible(windows=(window,)), scale=0.1))
+        exact = dense_float64(*arguments, np.ones((3, TIME)), window, 0.1, None)
+        np.testing.assert_allclose(run(*arguments), exact, rtol=0, atol=1e-5)
+
+
+def decoder_inputs():
+    random = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: random.normal(0, 0.5, x.shape).astype(np.float32), abstract_params(CONFIG))
+    return params, random.integers(0, 50, (4, TIME)), np.concatenate([segments(), segments()[1:2]])
+
+
+def run_decoder(params, tokens, ids, remat="none"):
+    """Not by `hidden_states`: in float32 that asks for more precise products than the kernel has."""
+    positions = jnp.arange(TIME)[None]
+    return Decoder(CONFIG, remat=remat).apply({"params": params}, tokens, ids, positions)
+
+
+def test_decoder_with_the_kernel(on_tpu, monkeypatch):
+    """A stack of windows and global layers, with soft-cap and grouped queries, over a mesh of all three axes."""
+    params, tokens, ids = decoder_inputs()
+    mesh = make_mesh((2, 2, 2))
+    with jax.set_mesh(mesh):
+        got = jax.jit(run_decoder)(params, tokens, ids)
+    monkeypatch.undo()
+    expected = jax.jit(run_decoder)(params, tokens, ids)
+    print(f"{np.abs(got - expected).max():.1e} of {np.abs(expected).max():.1f}")
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+    other = jax.jit(run_decoder)(params, tokens, np.ones_like(ids))
+    assert np.abs(other - expected).max() > 0.1  # what is seen matters
+
+
+@pytest.mark.slow
+def test_decoder_gradients_with_the_kernel(on_tpu, monkeypatch):
+    """Of all parameters, through the scan, with blocks computed anew, on a mesh."""
+    params, tokens, ids = decoder_inputs()
+
+    def loss(params):
+        return jnp.mean(jnp.square(jnp.cumsum(run_decoder(params, tokens, ids, "full"), axis=-1)))
+
+    with jax.set_mesh(make_mesh((2, 2, 2))):
+        got = jax.jit(jax.grad(loss))(params)
+    monkeypatch.undo()
+    expected = jax.jit(jax.grad(loss))(params)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        size = np.abs(b).max()
+        error = np.abs(a - b).max()
+        print(f"{jax.tree_util.keystr(path)}: {error:.1e} of {size:.1e}")
+        assert error <= 1e-4 * size + 1e-8, path
+
+
+# --- the choice ---
+
+
+def shapes(batch=4, time=1024, heads=4, kv_heads=2, width=64, dtype=jnp.bfloat16):
+    return [jax.ShapeDtypeStruct((batch, time, count, width), dtype) for count in (heads, kv_heads, kv_heads)]
+
+
+def chosen(*arguments, visible=None, **options):
+    visible = Visible() if visible is None else visible
+    form = functools.partial(attention.attend, visible=visible, scale=1.0, **options)
+    text = str(jax.make_jaxpr(form)(*arguments))
+    return "kernel" if "pallas_call" in text else "dense"
+
+
+@pytest.mark.parametrize(
+    ("change", "suits"),
+    [
+        ({}, True),
+        ({"time": 768}, True),
+        ({"width": 80}, True),
+        ({"dtype": jnp.float32}, True),
+        ({"time": 640}, False),
+        ({"time": 100}, False),
+        ({"width": 72}, False),
+        ({"dtype": jnp.float16}, False),
+    ],
+)
+def test_shapes_that_suit(change, suits):
+    query, key, _ = shapes(**change)
+    assert splash.suits(query, key) is suits
+
+
+def test_float32_of_full_precision_stays_dense():
+    with jax.default_matmul_precision("highest"):
+        assert not splash.suits(*shapes(dtype=jnp.float32)[:2])
+        assert splash.suits(*shapes()[:2])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "change", "suits"),
+    [
+        ((2, 2, 2), {}, True),
+        ((2, 2, 2), {"batch": 6}, False),
+        ((1, 2, 4), {}, False),  # two heads of keys on four devices
+        ((1, 2, 4), {"kv_heads": 4}, True),
+    ],
+)
+def test_meshes_that_suit(mesh, change, suits):
+    with jax.set_mesh(make_mesh(mesh)):
+        assert splash.suits(*shapes(**change)[:2]) is suits
+
+
+def test_other_meshes_do_not_suit():
+    with jax.set_mesh(jax.make_mesh((8,), ("x",))):
+        assert not splash.suits(*shapes()[:2])
+
+
+def test_the_platform_chooses(on_tpu, monkeypatch):
+    assert chosen(*shapes(), visible=Visible(jnp.ones((4, 1024), jnp.int32)), softcap=3.0) == "kernel"
+    assert chosen(*shapes(time=100)) == "dense"
+    query, key, value = shapes()
+    cached = Visible(jnp.ones((4, 1024), jnp.int32), start=jnp.int32(0))
+    assert chosen(query, key, value, visible=cached) == "dense"
+    for name in ("cpu", "gpu"):
+        monkeypatch.setattr(attention, "platform", lambda name=name: Platform(name, name))
+        assert chosen(query, key, value) == "dense"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "time", "asked", "found"),
+    [
+        ("bfloat16", 64, True, True),
+        ("bfloat16", 64, False, False),
+        ("bfloat16", 63, True, False),
+        ("float32", 64, True, False),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_cudnn_where_it_is_asked_for_and_suits(dtype, time, asked, found, packed, monkeypatch):
+    """Lowered for a GPU that is not there, forward and backward: JAX's checks of its shapes take it."""
+    monkeypatch.setattr(attention, "platform", lambda: Platform("gpu", "NVIDIA H100"))
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False)
+
+    def loss(query, key, value, segment_ids):
+        return jnp.sum(attention.attend(query, key, value, Visible(segment_ids), scale=0.1).astype(jnp.float32))
+
+    query, key = (jax.ShapeDtypeStruct((2, time, heads, 64), dtype) for heads in (8, 2))
+    segment_ids = jax.ShapeDtypeStruct((2, time), jnp.int32) if packed else None
+    with attention.cudnn_attention(asked):
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(query, key, key, segment_ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kinds = ("__cudnn$fmha" in text, "Backward" in text)
+    assert kinds == (found, found)
+
+
+@pytest.mark.parametrize(("option", "context"), [(True, False), (False, True), (False, False)])
+def test_a_command_has_the_attention_that_it_asks_for(option, context):
+    @runs.on_devices
+    def work(run):
+        return attention.cudnn_attention.value
+
+    run = types.SimpleNamespace(devices=DeviceOptions(cudnn_attention=option), dtype="bfloat16")
+    with attention.cudnn_attention(context):
+        assert work(run) == (option or context)
+    assert not attention.cudnn_attention.value
+
+
+def test_cudnn_takes_no_float32(tmp_path):
+    run = LayersRun(model="m", data="d", out=tmp_path / "x", devices=DeviceOptions(cudnn_attention=True))
+    with pytest.raises(UserError, match="--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16"):
+        run_layers(run)
+    assert not (tmp_path / "x").exists()
+
+
+def test_cudnn_takes_no_softcap(monkeypatch):
+    mesh = make_mesh((1, 1, 1), jax.devices()[:1])
+    with attention.cudnn_attention(True):
+        monkeypatch.setattr(runs, "load_model", lambda *_, **__: make_lm())
+        runs.load_placed("m", mesh, "bfloat16")
+        monkeypatch.setattr(runs, "load_model", lambda *_, **__: make_lm(attention_softcap=3.0))
+        with pytest.raises(UserError, match=r"no soft-cap on attention; this model has 8 and soft-cap 3\.0"):
+            runs.load_placed("m", mesh, "bfloat16")
+
+
+def test_operations_of_the_kernel_are_counted():
+    """As of the dense form: blocks that are passed over count too, but for those beyond a window."""
+    query, key, value = shapes(time=2048, dtype=jnp.float32)
+    dense = 2 * 2 * 4 * 4 * 2048 * 2048 * 64
+
+    def count(window):
+        form = functools.partial(splash.attend, segment_ids=None, windows=(window,), kind=None, scale=1.0, softcap=None)
+        return flops(jax.make_jaxpr(form)(query, key, value))
+
+    assert count(None) == dense
+    assert count(512) == dense / 2  # two blocks of four
+
+
+def compile_step():
+    """The gradient of a stack like Gemma 2's, compiled for four chips; temporaries of one of them."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    mesh = make_mesh((1, 2, 2), devices)
+    config = dataclasses.replace(CONFIG, hidden_size=256, head_dim=64, intermediate_size=512)
+
+    def place(tree, spec):
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    def loss(params, tokens, ids):
+        hidden = hidden_states(config, params, tokens, segment_ids=ids, dtype=jnp.bfloat16, remat="full")
+        return jnp.mean(jnp.square(hidden.astype(jnp.float32)))
+
+    params = place(abstract_params(config), P())
+    ids = place(jax.ShapeDtypeStruct((2, 4096), jnp.int32), P(AXES[:2]))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(jax.grad(loss)).trace(params, ids, ids)
+        compiled = traced.lower().compile()
+    return str(traced.jaxpr).count("pallas_call["), compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+def test_a_step_for_tpus_holds_no_logits():
+    """Through the scan, remat, a mesh and two kinds of window; the plan's way: the process runs on a CPU."""
+    kernels, temporaries = with_compiler(compile_step, timeout=300)
+    logits = 4 * 2 * 4096 * 4096  # one row and two heads a device
+    print(f"{kernels} kernels, {temporaries / 2**20:.1f} MiB of temporaries; logits would be {logits / 2**20:.1f} MiB")
+    assert kernels > 0
+    assert temporaries < logits / 2

@@ -1,0 +1,187 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibjax.nn import blocks as layers
+from calibjax.nn.blocks import Block, BlockConfig, Rope, sequence_context
+from calibjax.runtime.errors import UserError
+
+CONFIG = BlockConfig(hidden_size=12, intermediate_size=20, num_heads=4, num_kv_heads=2, head_dim=6)
+GPT2_LIKE = dataclasses.replace(
+    CONFIG,
+    num_kv_heads=4,
+    norm="layer",
+    activation="gelu_new",
+    gated_mlp=False,
+    rope=None,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
+
+
+def make_block(config, dtype=jnp.float32, batch=2, length=7):
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (batch, length, config.hidden_size), dtype)
+    context = layers.sequence_context(config, jnp.arange(length)[None])
+    shapes = jax.eval_shape(Block(config).init, keys[1], hidden, context)
+    random = np.random.default_rng(1)
+    params = jax.tree.map(lambda leaf: random.normal(0.1, 0.3, leaf.shape).astype(np.float32), shapes)
+    return hidden, params
+
+
+def apply(config, params, hidden, positions=None, segment_ids=None):
+    positions = jnp.arange(hidden.shape[1])[None] if positions is None else positions
+
+    @jax.jit
+    def run(params, hidden):
+        return Block(config, hidden.dtype).apply(params, hidden, sequence_context(config, positions, segment_ids))
+
+    return run(params, hidden)
+
+
+def dense_block(config, params, x):
+    """The block written out in float64, one row of the batch and one head at a time."""
+    tree = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
+
+    def norm(p, v):
+        if config.norm == "layer":
+            v = v - v.mean(-1, keepdims=True)
+        v = v / np.sqrt((v**2).mean(-1, keepdims=True) + config.norm_eps) * p["scale"]
+        return v + p.get("bias", 0.0)
+
+    def linear(p, v):
+        return v @ p["kernel"] + p.get("bias", 0.0)
+
+    def rotated(v):
+        if config.rope is None:
+            return v
+        half = v.shape[-1] // 2
+        angle = np.arange(len(v))[:, None] * config.rope.theta ** (-np.arange(half) / half)[None]
+        pairs = (v[:, :half] + 1j * v[:, half:]) * np.exp(1j * angle)
+        return np.concatenate([pairs.real, pairs.imag], -1)
+
+    def act(v):
+        if config.activation == "silu":
+            return v / (1 + np.exp(-v))
+        return 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
+
+    out = []
+    for row in np.asarray(x, np.float64):
+        inner, p = norm(tree["attention_norm"], row), tree["attention"]
+        q, k, v = (linear(p[name], inner) for name in "qkv")
+        heads = []
+        for head in range(config.num_heads):
+            group = head // (config.num_heads // config.num_kv_heads)
+            size = config.head_dim
+            mine, shared = slice(head * size, (head + 1) * size), slice(group * size, (group + 1) * size)
+            scores = rotated(q[:, mine]) @ rotated(k[:, shared]).T / np.sqrt(size)
+            scores[np.triu_indices(len(row), 1)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            heads.append(weights / weights.sum(-1, keepdims=True) @ v[:, shared])
+        row = row + linear(p["o"], np.concatenate(heads, -1))
+        inner, p = norm(tree["mlp_norm"], row), tree["mlp"]
+        up = linear(p["up"], inner)
+        out.append(row + linear(p["down"], act(linear(p["gate"], inner)) * up if config.gated_mlp else act(up)))
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("config", [CONFIG, GPT2_LIKE], ids=["llama", "gpt2"])
+def test_block_equals_dense_float64(config):
+    hidden, params = make_block(config)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = apply(config, params, hidden)
+    np.testing.assert_allclose(got, dense_block(config, params, hidden), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", [CONFIG, GPT2_LIKE], ids=["llama", "gpt2"])
+def test_block_keeps_dtype_and_passes_gradients(config):
+    hidden, params = make_block(config, jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        out = apply(config, params, hidden)
+    # Outside the strict rules: under them the gradient of JAX's own attention fails in bfloat16.
+    grads = jax.grad(lambda p: jnp.sum(apply(config, p, hidden).astype(jnp.float32) ** 2))(params)
+    assert out.dtype == jnp.bfloat16
+    reference = dense_block(config, params, hidden)
+    assert np.abs(np.asarray(out, np.float64) - reference).max() < 0.03 * np.abs(reference).max()
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        assert np.isfinite(grad).all(), path
+        # One vector added to every key moves all of a row's scores alike, and so nothing.
+        if "['k']['bias']" not in jax.tree_util.keystr(path):
+            assert np.abs(grad).max() > 0, path
+
+
+def test_segments_are_independent_and_padding_is_finite():
+    hidden, params = make_block(CONFIG, batch=1, length=9)
+    segments = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0, 0]])
+    positions = layers.segment_positions(segments)
+    np.testing.assert_array_equal(positions, [[0, 1, 2, 0, 1, 2, 3, 0, 1]])
+
+    packed = apply(CONFIG, params, hidden, positions, segments)
+    assert np.isfinite(packed).all()
+    for part in (slice(0, 3), slice(3, 7)):
+        np.testing.assert_allclose(packed[:, part], apply(CONFIG, params, hidden[:, part]), rtol=1e-6, atol=1e-5)
+    changed = apply(CONFIG, params, hidden.at[:, 7:].set(9.0), positions, segments)
+    np.testing.assert_array_equal(changed[:, :7], packed[:, :7])
+
+
+def test_rotation_is_relative_and_keeps_length():
+    table = layers.rotary_table(jnp.arange(5)[None], Rope(), 6)
+    x = jax.random.normal(jax.random.key(0), (1, 1, 1, 6))
+    x = jnp.broadcast_to(x, (1, 5, 1, 6))
+    turned = layers.rotate(x, table)
+    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-6)
+    inner = jnp.einsum("bthk,bshk->ts", turned, turned)
+    for distance in range(5):
+        np.testing.assert_allclose(jnp.diagonal(inner, distance), inner[0, distance], rtol=1e-5)
+
+
+def test_llama3_frequencies_keep_short_waves_and_stretch_long_ones():
+    plain = layers.rotary_frequencies(Rope(theta=5e5), 128)
+    scaled = layers.rotary_frequencies(Rope(theta=5e5, scaling="llama3", factor=8.0), 128)
+    turns = 8192 * plain / (2 * np.pi)
+    np.testing.assert_allclose(scaled[turns > 4], plain[turns > 4], rtol=1e-6)
+    np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / 8, rtol=1e-6)
+    assert (np.diff(scaled) < 0).all()
+    linear = layers.rotary_frequencies(Rope(theta=5e5, scaling="linear", factor=4.0), 128)
+    np.testing.assert_allclose(linear, plain / 4, rtol=1e-6)
+
+
+def test_norms_keep_their_digits():
+    # A mean of a thousand deviations: E[x²] - E[x]² in float32 would be off by percents.
+    x = jax.random.normal(jax.random.key(0), (3, 64)) + 1000.0
+    norm = layers.LayerNorm()
+    exact = np.asarray(x, np.float64)
+    exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
+    np.testing.assert_allclose(norm.apply(norm.init(jax.random.key(0), x), x), exact, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_kv_heads": 3}, "multiple of num_kv_heads"),
+        ({"head_dim": 5}, "even number of channels"),
+        ({"activation": "xielu"}, "expected one of silu.*got 'xielu'"),
+        ({"norm": "batch"}, "norm: expected one of rms, layer"),
+        ({"hidden_size": 0}, "hidden_size: expected at least 1"),
+    ],
+)
+def test_bad_block_configurations(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scaling": "ntk"}, "linear, llama3, yarn, longrope; got 'ntk'"),
+        ({"theta": 0.0}, "must be positive"),
+        ({"scaling": "llama3", "low_freq_factor": 4.0}, "low_freq_factor < high_freq_factor"),
+    ],
+)
+def test_bad_ropes(arguments, message):
+    with pytest.raises(UserError, match=message):
+        Rope(**arguments)

@@ -1,0 +1,26 @@
+"""Parameter counts of published models."""
+
+# Parameters as their authors publish them: model cards, and the headers of the safetensors files.
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen-7b": 7_721_324_544,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "gemma-2b": 2_506_172_416,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-1b": 999_885_952,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini-4k": 3_821_079_552,
+    "pythia-1.4b": 1_414_647_808,
+    "olmo-2-7b": 7_298_617_344,
+    "granite-3.1-2b": 2_533_531_648,
+    "stablelm-3b": 2_795_443_200,
+    "gpt2": 124_439_808,
+}

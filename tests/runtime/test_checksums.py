@@ -1,0 +1,292 @@
+"""What is on disk is verified when it is read: single bits flipped in a head, a converted model, a checkpoint."""
+
+import gc
+import json
+import shutil
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny import make_lm, model_tensors, write_model
+
+from calibjax import FittedHead, HeadConfig, UserError, _checksums, load_head, load_model, save_head
+from calibjax.cli import main
+from calibjax.models.load import tensor_dtypes
+from calibjax.models.orbax_checkpoint import save_checkpoint
+from calibjax.runtime.checksums import array_digests, read_checksums, write_checksums
+from calibjax.runtime.sharding import make_mesh
+from calibjax.train import OptimizerConfig, create_state
+from calibjax.train.checkpoint import Checkpoints
+
+RNG = np.random.default_rng(0)
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, on damaged files
+
+
+# --- what a checksum depends on ---
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.bool_], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (16, 24), (3, 8, 4), (2, 3, 8, 6)], ids=str)
+def test_the_same_however_an_array_is_divided(monkeypatch, shape, dtype):
+    whole = np.asarray(RNG.normal(size=shape) > 0) if dtype == np.bool_ else np.asarray(RNG.normal(size=shape) * 9)
+    whole = whole.astype(dtype)
+    expected = array_digests({"x": whole})
+    assert list(expected) == ["x"]
+    assert array_digests({"x": np.array(whole, order="F")}) == expected
+    mesh = make_mesh((2, 2, 2))
+    axes = [None] * (len(shape) - 2) + [("tensor" if n % 2 == 0 and n else None) for n in shape[-2:-1]]
+    axes += ["fsdp" if n % 2 == 0 and n else None for n in shape[-1:]]
+    divided = jax.device_put(whole, NamedSharding(mesh, PartitionSpec(*axes)))
+    assert array_digests({"x": divided}) == expected
+    # As where other processes hold the rest: each process hashes what its devices hold.
+    table = _checksums._part_digests(whole)
+    monkeypatch.setattr(_checksums, "_is_local", lambda array: False)
+    assert _checksums._in_whole_parts(divided)
+    np.testing.assert_array_equal(_checksums._part_digests(divided), table)
+
+
+def test_what_is_not_in_whole_parts_is_gathered(monkeypatch):
+    mesh = make_mesh((3, 1, 1), jax.devices()[:3])
+    divided = jax.device_put(np.arange(48.0, dtype=np.float32), NamedSharding(mesh, PartitionSpec("data")))
+    monkeypatch.setattr(_checksums, "_is_local", lambda array: isinstance(array, np.ndarray))
+    assert not _checksums._in_whole_parts(divided)
+    assert array_digests([divided]) == array_digests([np.arange(48.0, dtype=np.float32)])
+
+
+def test_every_bit_dtype_and_shape_counts():
+    array = RNG.normal(size=(4, 6)).astype(np.float32)
+    seen = {array_digests([array])["0"], array_digests([array.view(np.int32)])["0"], array_digests([array.T])["0"]}
+    seen.add(array_digests([array.reshape(6, 4)])["0"])
+    for bit in range(array.nbytes * 8):
+        changed = array.copy()
+        changed.view(np.uint8).reshape(-1)[bit // 8] ^= 1 << bit % 8
+        seen.add(array_digests([changed])["0"])
+    assert len(seen) == 4 + array.nbytes * 8
+
+
+def test_checksums_cover_files_and_themselves(tmp_path):
+    (tmp_path / "note.json").write_text("{}")
+    write_checksums(tmp_path, {"x": "12"})
+    assert read_checksums(tmp_path, "Mend it.") == {"x": "12"}
+    file = tmp_path / "checksums.json"
+    text = file.read_text()
+    for edited in (text.replace('"12"', '"13"'), text.replace("note", "nose"), "{}", "[]", "", "[" * 100_000, "\udcff"):
+        file.write_bytes(edited.encode(errors="surrogateescape"))
+        with pytest.raises(UserError, match=r"checksums\.json: damaged or edited .*Mend it\."):
+            read_checksums(tmp_path, "Mend it.")
+    file.write_text(text)
+    (tmp_path / "note.json").write_text("{ }")
+    with pytest.raises(UserError, match=r"note\.json: damaged or edited .*Mend it\."):
+        read_checksums(tmp_path, "Mend it.")
+    (tmp_path / "note.json").unlink()
+    with pytest.raises(UserError, match=r"note\.json is missing\. Mend it\."):
+        read_checksums(tmp_path, "Mend it.")
+
+
+# --- single bits ---
+
+
+def bits(tree):
+    return [(np.asarray(leaf).dtype, np.shape(leaf), np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+
+
+def flip_bits(directory, load, expected, *, count, seed):
+    """Flips `count` bits, one at a time: one in each file, the others anywhere; counts the outcomes.
+
+    `load` returns what `expected` is where the flip changes nothing, and raises UserError where it is found.
+    """
+    rng = np.random.default_rng(seed)
+    files = [file for file in sorted(directory.rglob("*")) if file.is_file() and file.stat().st_size]
+    assert count >= len(files)
+    sizes = np.array([file.stat().st_size for file in files])
+    more = rng.choice(len(files), count - len(files), p=sizes / sizes.sum())
+    outcomes = Counter()
+    for file in [*files, *(files[number] for number in more)]:
+        content = file.read_bytes()
+        at, bit = int(rng.integers(len(content))), int(rng.integers(8))
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
+        message = None
+        try:
+            got = load()
+        except UserError as error:
+            message = str(error)
+        if message is None:
+            assert got == expected, f"byte {at}, bit {bit} of {file}: read with other contents"
+        else:
+            assert str(directory) in message
+            assert "\n" not in message
+        outcomes["harmless" if message is None else "found"] += 1
+        file.write_bytes(content)
+    assert load() == expected
+    gc.collect()  # the warnings of Orbax belong here
+    return outcomes
+
+
+def flip_head(folder, count, seed=1):
+    config = HeadConfig(hidden_size=16, kind="mlp")
+    save_head(folder / "head", FittedHead(config, config.init(jax.random.key(0)), 1 / 3, "ab" * 32), notes={"a": 1})
+
+    def load():
+        head = load_head(folder / "head")
+        return bits(head.params), head.config, head.log_factor, head.fingerprint
+
+    return flip_bits(folder / "head", load, load(), count=count, seed=seed)
+
+
+def flip_model(folder, count, seed=2):
+    write_model(folder / "source")
+    save_checkpoint(folder / "model", load_model(folder / "source"), dtype="float32")
+
+    def load():
+        lm = load_model(folder / "model")
+        return bits(lm.params), lm.config, lm.fingerprint
+
+    return flip_bits(folder / "model", load, load(), count=count, seed=seed)
+
+
+def flip_training_checkpoint(folder, count, seed=3):
+    """Of the newer of two steps: that one is found damaged and the one before is read, or it is read as it was."""
+    run, optimizer, directory = {"rate": 0.1}, OptimizerConfig().build(9), folder / "checkpoints"
+    params = {"w": RNG.normal(size=(8, 6)).astype(np.float32), "b": np.ones(6, np.float32)}
+    older = create_state(jax.tree.map(jnp.asarray, params), optimizer)
+    newer = older._replace(step=older.step + 4, params=jax.tree.map(lambda x: x * 2, older.params))
+    checkpoints = Checkpoints(directory, run)
+    checkpoints.save(older, {"next": [0, 3]}, step=2)
+    checkpoints.save(newer, {"next": [1, 7]}, step=4)
+    checkpoints.close()
+    shutil.copytree(directory, folder / "copy")
+
+    def load():
+        again = Checkpoints(directory, run)
+        restored = again.restore(older)
+        again.close()
+        assert restored is not None
+        state, data = restored
+        if int(state.step) == 4:
+            return bits(state), data
+        assert (bits(state), data) == (bits(older), {"next": [0, 3]})
+        assert sorted(entry.name for entry in directory.iterdir()) == ["2"]
+        shutil.rmtree(directory)
+        shutil.copytree(folder / "copy", directory)
+        raise UserError(f"{directory}: step 4 was found damaged")
+
+    return flip_bits(
+        directory / "4", load_in(directory / "4", load), (bits(newer), {"next": [1, 7]}), count=count, seed=seed
+    )
+
+
+def load_in(directory, load):
+    """`load`, whose error names `directory`."""
+
+    def named():
+        try:
+            return load()
+        except UserError as error:
+            raise UserError(f"{directory}: {error}") from error
+
+    return named
+
+
+@pytest.mark.parametrize(("flip", "count"), [(flip_head, 22), (flip_model, 20), (flip_training_checkpoint, 22)])
+def test_a_flipped_bit_is_found_or_harmless(tmp_path, flip, count):
+    outcomes = flip(tmp_path, count)
+    assert outcomes.total() == count
+    assert outcomes["found"] >= 8, outcomes
+
+
+def test_the_array_is_named(tmp_path, capsys):
+    """Weights that differ in one bit, in a sound Orbax directory: a head's and a model's."""
+    config = HeadConfig(hidden_size=16, kind="linear")
+    params = config.init(jax.random.key(0))
+    head = FittedHead(config, params, 0.0, "ab" * 32)
+    save_head(tmp_path / "head", head)
+    path, leaf = jax.tree_util.tree_leaves_with_path(params)[0]
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    changed = jax.tree_util.tree_map_with_path(lambda p, x: x.at[0].add(1e-6) if p == path else x, params)
+    save_head(tmp_path / "other", FittedHead(config, changed, 0.0, "ab" * 32))
+    shutil.rmtree(tmp_path / "head/params")
+    shutil.copytree(tmp_path / "other/params", tmp_path / "head/params")
+    with pytest.raises(UserError, match=rf"head/params: damaged \(the checksum of {name} differs\)"):
+        load_head(tmp_path / "head")
+    assert leaf.size
+
+    source = write_model(tmp_path / "source")
+    tensors = model_tensors()
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 2] += 1e-6
+    other = write_model(tmp_path / "source2", tensors)
+    for model, out in ((source, "model"), (other, "model2")):
+        save_checkpoint(tmp_path / out, load_model(model), dtype="float32")
+    shutil.rmtree(tmp_path / "model/params")
+    shutil.copytree(tmp_path / "model2/params", tmp_path / "model/params")
+    expected = r"model/params: damaged \(the checksum of layers\.0\.mlp\.up\.kernel differs\)"
+    with pytest.raises(UserError, match=expected):
+        load_model(tmp_path / "model")
+    with pytest.raises(UserError, match=expected):
+        load_model(tmp_path / "model", jnp.bfloat16, make_mesh((2, 2, 2)))
+    # Nor is a fingerprint believed whose checksum was computed again.
+    file = tmp_path / "model2/calibjax.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"fingerprint": "ab" * 32}))
+    arrays = json.loads((tmp_path / "model2/checksums.json").read_text())["arrays"]
+    (tmp_path / "model2/checksums.json").unlink()
+    write_checksums(tmp_path / "model2", arrays)
+    assert main(["generate", "--model", str(tmp_path / "model2"), "--prompt", "w1"]) == 2
+    assert "the weights do not have the fingerprint in calibjax.json" in capsys.readouterr().err
+
+
+# --- what earlier versions wrote, without checksums ---
+
+
+def without_checksums(directory, description):
+    (directory / "checksums.json").unlink()
+    stored = json.loads((directory / description).read_text())
+    (directory / description).write_text(json.dumps({k: v for k, v in stored.items() if k not in NEW}))
+
+
+NEW = ("checksums", "tensor_dtypes")
+
+
+def test_heads_of_earlier_versions(tmp_path, caplog):
+    lm = make_lm()
+    config = HeadConfig(hidden_size=16, kind="linear")
+    head = FittedHead(config, config.init(jax.random.key(0)), 0.5, lm.fingerprint)
+    save_head(tmp_path / "head", head)
+    assert bits(load_head(tmp_path / "head", lm).params) == bits(head.params)
+    assert not caplog.records
+    without_checksums(tmp_path / "head", "head.json")
+    assert bits(load_head(tmp_path / "head", lm).params) == bits(head.params)
+    assert "head: written by an earlier version, without checksums; it is not verified" in caplog.text
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "mixed"])
+def test_models_of_earlier_versions(tmp_path, caplog, stored):
+    """Where all tensors are of one dtype, the fingerprint verifies them; else it cannot be computed again."""
+    import ml_dtypes
+
+    tensors = model_tensors()
+    for name in tensors:
+        if stored == "bfloat16" or (stored == "mixed" and "mlp" in name):
+            tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    model, out = write_model(tmp_path / "source", tensors), tmp_path / "model"
+    assert main(["convert", "--model", str(model), "--out", str(out)]) == 0
+    before, after = load_model(model), load_model(out)
+    assert (bits(after.params), after.fingerprint) == (bits(before.params), before.fingerprint)
+    names = [f"layers.0.mlp.{name}.kernel" for name in ("down", "gate", "up")] if stored == "mixed" else []
+    assert sorted(tensor_dtypes(out)) == sorted(tensor_dtypes(model)) == names
+    without_checksums(out, "calibjax.json")
+    caplog.clear()
+    after = load_model(out)
+    assert (bits(after.params), after.fingerprint) == (bits(before.params), before.fingerprint)
+    assert ("model: converted by an earlier version, without checksums; it is not verified" in caplog.text) == (
+        stored == "mixed"
+    )
+    file = out / "calibjax.json"
+    file.write_text(file.read_text().replace(before.fingerprint, "ab" * 32))
+    if stored == "bfloat16":
+        with pytest.raises(UserError, match="the weights do not have the fingerprint"):
+            load_model(out)
+    else:
+        assert load_model(out).fingerprint == "ab" * 32
+        assert "it is not verified" in caplog.text

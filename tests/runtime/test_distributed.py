@@ -1,0 +1,281 @@
+"""Several processes for real: they find what one does, each with its part; a death ends the job; a restart goes on."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import worker
+from assets import data_path, model_path
+from tiny import write_model
+
+from calibjax.cli import main
+from calibjax.models import load_model
+from calibjax.runtime.distributed import DeviceOptions
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import make_mesh, param_shardings
+from calibjax.train import load_head
+from calibjax.train.checkpoint import Checkpoints
+from calibjax.train.sft import SftOptions
+from calibjax.train.state import create_state
+
+
+def free_port(least: int = 0) -> int:
+    """A free port; with `least`, the first from there on."""
+    for port in range(least, least + 4096):
+        with socket.socket() as free:
+            try:
+                free.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return free.getsockname()[1]
+    raise OSError("no free port")
+
+
+class Job:
+    """Processes of `worker.py`, on this machine, with `devices` virtual CPU devices each.
+
+    They are told who they are by options, or by the environment that SLURM's `srun` sets.
+    """
+
+    def __init__(self, work: str, folder: Path, out: Path, *, processes: int, devices: int, slurm: bool = False):
+        out.mkdir(exist_ok=True)
+        port = free_port(61440 if slurm else 0)
+        coordinator = "slurm" if slurm else f"127.0.0.1:{port}"
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # most of the time goes into compiling
+        }
+        command = [sys.executable, str(Path(worker.__file__)), work, str(folder), str(out), coordinator, str(processes)]
+        self.processes = []
+        for number in range(processes):
+            task = {
+                "SLURM_JOB_ID": str(port - 61440),  # JAX takes the port from it
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_NTASKS": str(processes),
+                "SLURM_PROCID": str(number),
+                "SLURM_LOCALID": str(number),
+            }
+            self.processes.append(
+                subprocess.Popen(
+                    [*command, str(number)],
+                    env=environment | (task if slurm else {}),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def finish(self) -> list[tuple[int, str, str]]:
+        """Of each process: its exit code, and what it printed."""
+        try:
+            printed = [process.communicate(timeout=400) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+        return [(process.returncode, *text) for process, text in zip(self.processes, printed, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    write_model(folder / "model", hidden_size=12)
+    return folder
+
+
+def logged(directory):
+    rows = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
+    return np.array([row.get("loss", row.get("validation_nll")) for row in rows])
+
+
+def assert_close(one, other, bound=1e-5):
+    for name, value in one.items():
+        scale = np.abs(value).max() + 1e-30
+        error = np.abs(np.asarray(value, np.float64) - other[name]).max() / scale
+        print(f"{name}: {error:.1e}")
+        assert error < bound, name
+
+
+@pytest.mark.slow
+def test_four_processes_find_what_one_does(folder, tmp_path):
+    """On a mesh whose axis tensor goes across processes: pairs of them read the same rows, and all write one model."""
+    many, one = tmp_path / "many", tmp_path / "one"
+    done = Job("sft", folder, many, processes=4, devices=1, slurm=True).finish()
+    for number, (code, out, error) in enumerate(done):
+        assert code == 0, out + error
+        assert ("done, says the first" in out) == (number == 0)
+    expected = worker.sft(folder, one, make_mesh(worker.SHAPES["sft"], jax.devices()[:4]))
+    found = [np.load(many / f"process{number}.npz") for number in range(4)]
+    read = expected.pop("read")
+    for number, of_process in enumerate(found):
+        np.testing.assert_array_equal(of_process["read"], read[:4] if number < 2 else read[4:])
+        assert_close(expected, of_process)
+    lm = load_model(folder / "model")
+    assert bytes(expected["fingerprint"]).hex() == lm.fingerprint
+    np.testing.assert_allclose(logged(many), logged(one), rtol=1e-5)
+
+    # What four processes wrote, one reads: the model, and the checkpoint on meshes of 1, 2 and 8 devices.
+    tuned = [found[0][name] for name in found[0] if name.startswith("tuned")]
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(load_model(many / "model").params), tuned)
+    directory = many / "checkpoints"
+    step = max(int(entry.name) for entry in directory.iterdir() if entry.name.isdigit())
+    run = json.loads((directory / str(step) / "run/metadata").read_text())
+    optimizer = SftOptions(**worker.TUNED).optimizer_config.build(step)
+    for shape in ((1, 1, 1), (1, 2, 1), (2, 2, 2)):
+        mesh = make_mesh(shape, jax.devices()[: int(np.prod(shape))])
+        state = create_state(lm.params, optimizer)
+        state = jax.device_put(state, param_shardings(mesh, state))
+        restored = Checkpoints(directory, run).restore(state)
+        assert restored is not None
+        assert int(restored[0].step) == step
+        for leaf, like, wanted in zip(*map(jax.tree.leaves, (restored[0].params, state.params, tuned)), strict=True):
+            assert leaf.sharding == like.sharding
+            np.testing.assert_array_equal(leaf, wanted)
+
+
+@pytest.mark.slow
+def test_a_death_ends_the_job_and_a_restart_goes_on(folder, tmp_path):
+    running = Job("ats", folder, tmp_path, processes=2, devices=2)
+    log, deadline = tmp_path / "killed/joint/train.jsonl", time.monotonic() + 400
+    while not log.exists() or log.read_bytes().count(b"\n") < 2:
+        assert all(process.poll() is None for process in running.processes), running.finish()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    running.processes[1].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    (code, _, error), _ = running.finish()
+    print(f"ended {time.monotonic() - began:.1f} s after the death, with {code}:\n{error}")
+    assert code != 0
+    assert "stopped: process 0 of 2 failed, or lost another one" in error or "another task died" in error
+    assert not (tmp_path / "killed/head").exists(), "it had finished: kill it earlier"
+
+    for code, out, error in Job("ats", folder, tmp_path, processes=2, devices=2).finish():
+        assert code == 0, out + error
+    killed, whole = (np.load(tmp_path / f"{name}0.npz") for name in ("killed", "whole"))
+    for name in whole:
+        assert killed[name].tobytes() == whole[name].tobytes(), name
+    np.testing.assert_array_equal(logged(tmp_path / "killed/joint"), logged(tmp_path / "whole/joint"))
+    one = worker.ats(folder, tmp_path / "one", make_mesh(worker.SHAPES["ats"], jax.devices()[:4]))
+    assert_close(one, whole)
+    np.testing.assert_allclose(logged(tmp_path / "one/joint"), logged(tmp_path / "whole/joint"), rtol=1e-5)
+    head = load_head(tmp_path / "killed", load_model(folder / "model"))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(head.params), [whole[n] for n in whole if "head" in n])
+
+
+def differences(one, other, path=""):
+    """Of all figures of two documents: where it stands, and how far the second is from the first."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for name in one:
+            yield from differences(one[name], other[name], f"{path}.{name}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), path
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            yield from differences(*pair, f"{path}[{number}]")
+    elif isinstance(one, float) and not path.endswith(".accuracy"):
+        yield path, abs(one - other) / max(1.0, abs(one))
+    else:  # counts, accuracies, words
+        assert one == other, path
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one_does(folder, tmp_path):
+    """`eval tasks` and `eval layers`: one document, by the first process; what was asked before is not asked again."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
+    model_path("stories260K")
+    for name in ("lima", "llm_foundry_eval/arc_easy.jsonl.gz", "truthfulqa", "triviaqa"):
+        data_path(name)
+    one, many = tmp_path / "one", tmp_path / "many"
+    ((code, out, error),) = Job("eval", folder, one, processes=1, devices=1).finish()
+    assert code == 0, out + error
+
+    # As if killed when one task was done: what is kept of it says, of this test's doing, that all was right.
+    kept = "tasks/answers/truthfulqa_mc1-truthfulqa_mc1.npz"
+    (many / kept).parent.mkdir(parents=True)
+    shutil.copy(one / "tasks/run.json", many / "tasks/run.json")
+    with np.load(one / kept) as stored:
+        np.savez(many / kept, **{**stored, "correct": np.ones_like(stored["correct"])})
+    for number, (code, out, error) in enumerate(Job("eval", folder, many, processes=2, devices=2).finish()):
+        assert code == 0, out + error
+        for said in ("4 device(s)", "results in", "entropy neurons", "done, says the first"):
+            assert (said in out) == (number == 0), out
+    expected, found = (
+        {name: json.loads((of / name).read_text()) for name in ("tasks/metrics.json", "layers0.json")}
+        for of in (one, many)
+    )
+    again = found["tasks/metrics.json"]["tasks"].pop("truthfulqa_mc1")["methods"]
+    assert [row["accuracy"] for row in again.values()] == [1]
+    expected["tasks/metrics.json"]["tasks"].pop("truthfulqa_mc1")
+    for document in (expected, found):
+        document["tasks/metrics.json"].pop("held_out")  # all tasks together
+    figures = sorted(differences(expected, found), key=lambda figure: -figure[1])
+    print(len(figures), *figures[:5])
+    # Of bins of equal mass, rounding moves an edge past a prediction.
+    assert max(error for path, error in figures if "rmsce" not in path) < 1e-5
+    assert max(error for path, error in figures if "rmsce" in path) < 1e-4
+    with (
+        np.load(one / "tasks/answers/arc_easy-arc_easy.npz") as expected,
+        np.load(many / "tasks/answers/arc_easy-arc_easy.npz") as found,
+    ):
+        for name in expected:
+            if expected[name].dtype == np.float32 and name != "correct":
+                np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+            else:
+                np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"coordinator": "127.0.0.1:1"}, "--processes, --process-id: not given"),
+        ({"processes": 2, "process_id": 0}, "--coordinator: not given"),
+        ({"coordinator": "127.0.0.1:1", "processes": 2, "process_id": 2}, "--process-id: expected 0 to 1, got 2"),
+        ({"heartbeat_timeout": 0}, "--heartbeat-timeout: expected at least 1 second, got 0"),
+        ({"distributed": True}, "cannot join the processes of the job"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(UserError, match=message):
+        DeviceOptions(**options).join()
+
+
+def test_cudnn_needs_a_gpu():
+    with pytest.raises(UserError, match="--cudnn-attention: expected NVIDIA GPUs, found devices of kind cpu"):
+        DeviceOptions(cudnn_attention=True).make_mesh()
+
+
+def test_alone_nothing_is_joined(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: pytest.fail("joined"))
+    DeviceOptions().join()
+
+
+@pytest.mark.parametrize("command", ["train ats", "train sft", "train lhts", "eval layers", "eval tasks"])
+def test_every_command_joins_before_anything_else(command, monkeypatch, capsys, tmp_path):
+    given = {}
+
+    def initialize(*args, **kwargs):
+        given["all"] = (*args, kwargs)
+        raise RuntimeError("no such host")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    asked = ["--tasks" if command == "eval tasks" else "--data", "nowhere"]
+    where = ["--model", "nowhere", *asked, "--out", str(tmp_path / "out")]
+    job = ["--coordinator", "host:1234", "--processes", "4", "--process-id", "3", "--heartbeat-timeout", "30"]
+    assert main([*command.split(), *where, *job]) == 2
+    assert given["all"] == ("host:1234", 4, 3, {"heartbeat_timeout_seconds": 30})
+    assert "cannot join the processes of the job (no such host)" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""Where arrays lie on a mesh: the lookup of embeddings moves rows, not the table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibjax import UserError
+from calibjax.runtime.sharding import batch_sharding, lookup, make_mesh, mesh_shape, param_sharding
+
+V, D = 24, 16
+
+
+@pytest.mark.parametrize("text", ["data=2,data=1", "data=1,data=2", "fsdp=2,tensor=1,fsdp=2"])
+def test_an_axis_is_given_once(text):
+    with pytest.raises(UserError, match=f"--mesh {text}: expected every axis once, got"):
+        mesh_shape(text, 2)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2)])
+def test_lookup(shape):
+    """Rows and their gradient equal numpy's; ids beyond the table give NaN, as on one device."""
+    mesh = make_mesh(shape)
+    rng = np.random.default_rng(3)
+    table = rng.normal(size=(V, D)).astype(np.float32)
+    index = rng.integers(0, V, (8, 5)).astype(np.int32)
+    weight = rng.normal(size=(8, 5, D)).astype(np.float32)
+    placed = jax.device_put(table, param_sharding(mesh, "embedding", (V, D)))
+    ids = jax.device_put(index, batch_sharding(mesh))
+
+    def rows_and_sum(table, ids):
+        rows = lookup(table, ids, "embedding", jnp.float32)
+        return jnp.vdot(rows, weight), rows
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(rows_and_sum, has_aux=True)).lower(placed, ids).compile()
+        gradient, rows = compiled(placed, ids)
+        wrong = jax.jit(lambda t, i: lookup(t, i, "embedding", jnp.float32))(
+            placed, ids.at[2, 1].set(V).at[7, 4].set(-1)
+        )
+    np.testing.assert_array_equal(rows, table[index])
+    expected = np.zeros((V, D))
+    np.add.at(expected, index, weight)
+    error = np.abs(np.asarray(gradient) - expected).max()
+    assert error < 1e-6 * np.abs(expected).max(), error
+    missing = np.isnan(np.asarray(wrong)).any(axis=2)
+    assert missing[2, 1]
+    assert missing[7, 4]
+    assert missing.sum() == 2
+    assert f"f32[{V},{D}]" not in "".join(line for line in compiled.as_text().splitlines() if "all-gather" in line)

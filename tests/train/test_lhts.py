@@ -1,0 +1,231 @@
+"""Training for the long horizon: its loss, its state, its meshes, its resuming, its samples and its conditions."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interrupt import killed_at_step
+from tiny import at_targets, dense_log_probs, make_lm, make_windows, ragged
+
+from calibjax.losses.long_horizon import MODES, Horizon, RunningMean
+from calibjax.models import LanguageModel, decoder
+from calibjax.models.samples import log_probs, mix_samples, sample_windows
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import make_mesh
+from calibjax.train import OptimizerConfig, create_state, make_train_step
+from calibjax.train.lhts import LhtsObjective, LhtsOptions, conditioned, fit_lhts, likelihood_quantiles
+
+SETTINGS = {"batch_size": 8, "learning_rate": 1e-2, "remat": "none", "epochs": 2, "validation_fraction": 0.2}
+
+
+def fit(directory, *, windows=None, mesh=None, method="lhts", **options):
+    windows = ragged(make_windows(40)) if windows is None else windows
+    lm = make_lm()
+    chosen = LhtsOptions(**{**SETTINGS, **options})
+    return fit_lhts(
+        lm, windows, chosen, directory=directory, mesh=mesh, method=method, announce=lambda line: None, quiet=True
+    )
+
+
+def logged(directory):
+    rows = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
+    return np.array([row.get("loss", row.get("validation_nll")) for row in rows])
+
+
+def student_of(lm):
+    """Another model than the scorer, with two conditions."""
+    rng = np.random.default_rng(3)
+    params = jax.tree.map(lambda x: x + 0.1 * jnp.asarray(rng.normal(size=x.shape), jnp.float32), dict(lm.params))
+    return {**params, "condition": jnp.asarray(rng.normal(0, 0.3, (2, lm.config.hidden_size)), jnp.float32)}
+
+
+def batch_of(lm, count=8):
+    windows = ragged(make_windows(count))
+    more = {
+        "temperature": np.where(np.arange(count) % 2, 0.5, 0.9).astype(np.float32),
+        "condition": (np.arange(count) % 2).astype(np.int32),
+    }
+    return windows, {name: jnp.asarray(array) for name, array in (windows.arrays() | more).items()}
+
+
+def weights_by_loops(log_p, windows, temperature, baseline, objective):
+    weights = np.zeros(log_p.shape)
+    for r, i in np.argwhere(windows.where):
+        reach = range(i, min(log_p.shape[1], i + objective.horizon))
+        kept = [j for j in reach if windows.where[r, j] and windows.segment_ids[r, j] == windows.segment_ids[r, i]]
+        weights[r, i] = np.exp(min((1 / temperature[r] - 1) * (log_p[r] - baseline)[kept].sum(), objective.clip))
+    return weights
+
+
+@pytest.mark.parametrize("average", ["sequence", "token"])
+def test_loss_is_the_dense_formula(monkeypatch, average):
+    """The official objective from the whole logits in float64: weights, conditions, and the KL term block by block.
+
+    Their average is over the tokens of a sequence, then over the sequences.
+    """
+    from calibjax.train import lhts
+
+    monkeypatch.setattr(lhts, "_BLOCK_LOGITS", 8 * 24 * 4)  # three blocks of columns, the last with two of padding
+    lm = make_lm()
+    windows, batch = batch_of(lm)
+    params, objective = student_of(lm), MODES["official"]
+    if average == "token":
+        objective = dataclasses.replace(objective, average="token")
+    of_batch = LhtsObjective(model=lm.config, objective=objective, condition_scale=0.5)
+    before = RunningMean(jnp.full(10, -3.0), jnp.full(10, 2.0))
+    loss, (divisor, after) = jax.jit(of_batch)(params, lm.params, batch, {}, before)
+
+    at = (np.arange(8)[:, None], np.arange(10), windows.targets)
+    all_p = dense_log_probs(lm, windows)
+    log_p = np.where(windows.where, all_p[at], 0)
+    all_q = np.empty_like(all_p)
+    for k in range(2):
+        plain = LanguageModel.from_params(lm.config, conditioned(params, k, 0.5))
+        all_q[k::2] = dense_log_probs(plain, windows.take(slice(k, None, 2)))
+    count = 2 + windows.where.sum(axis=0)
+    baseline = (-3.0 + log_p.sum(axis=0)) / count
+    np.testing.assert_allclose(after.baseline("position"), baseline, rtol=1e-5)
+    weights = weights_by_loops(log_p, windows, np.asarray(batch["temperature"]), baseline, objective)
+    kl = (np.exp(all_q) * (all_q - all_p)).sum(axis=-1)
+    each = -weights * all_q[at] + objective.kl_weight * kl
+    if average == "token":
+        expected = each[windows.where].mean()
+    else:
+        masks = [
+            (windows.segment_ids == s) & windows.where & (np.arange(8)[:, None] == r) for r in range(8) for s in (1, 2)
+        ]
+        expected = np.mean([each[mask].mean() for mask in masks if mask.any()])
+    print(f"loss {float(loss / divisor):.5f}, dense {expected:.5f}")
+    np.testing.assert_allclose(loss / divisor, expected, rtol=2e-5)
+
+
+def test_nothing_reaches_the_scorer_or_the_weights():
+    """The gradient is that of a likelihood with constant weights."""
+    lm = make_lm(num_layers=1)
+    _, batch = batch_of(lm)
+    params = student_of(lm)
+    objective = LhtsObjective(model=lm.config, objective=Horizon(kl_weight=0.1))
+
+    def value(params, scorer):
+        return objective(params, scorer, batch, {}, RunningMean.empty(10))[0]
+
+    of_student, of_scorer = jax.jit(jax.grad(value, argnums=(0, 1)))(params, lm.params)
+    assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(of_scorer))
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(of_student))
+
+
+def test_the_second_step_compiles_nothing_and_micro_batches_carry_on():
+    lm = make_lm(num_layers=1)
+    windows, batch = batch_of(lm)
+    del batch["condition"]
+    optimizer = OptimizerConfig().build(4)
+    objective = LhtsObjective(model=lm.config, objective=MODES["official"])
+    step = make_train_step(objective, optimizer, carrying=True, accumulate=2)
+    state = create_state(jax.tree.map(jnp.copy, lm.params), optimizer, RunningMean.empty(10))
+    for _ in range(3):
+        state, _ = step(state, lm.params, batch, {})
+    assert step._cache_size() == 1
+    np.testing.assert_array_equal(state.carry.count, 3 * windows.where.sum(axis=0))
+
+
+@pytest.mark.slow
+def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
+    """Samples, running means and conditions come back with the rest."""
+    options = {"samples": 0.5, "temperatures": (0.5, 0.9), "checkpoint_every": 2}
+    whole = fit(tmp_path / "whole", windows=make_windows(40), **options)
+
+    with killed_at_step(6):
+        fit(tmp_path / "killed", windows=make_windows(40), **options)
+    again = fit(tmp_path / "killed", windows=make_windows(40), **options)
+    assert list(again.params) == ["lhts-T0.5", "lhts-T0.9"]
+    for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    apart = jnp.abs(again.params["lhts-T0.5"]["embedding"] - again.params["lhts-T0.9"]["embedding"])
+    assert float(apart.max()) > 1e-3
+    np.testing.assert_array_equal(logged(tmp_path / "killed"), logged(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lhts", "partition"])
+def test_meshes_give_the_losses_of_one_device(tmp_path, method):
+    options = {"method": method, "temperatures": (0.5, 0.9), "quantiles": 2}
+    one = fit(tmp_path / "one", **options)
+    for shape in ((8, 1, 1), (2, 2, 2)):
+        directory = tmp_path / "x".join(map(str, shape))
+        many = fit(directory, mesh=make_mesh(shape), **options)
+        error = np.abs(logged(directory) / logged(tmp_path / "one") - 1).max()
+        print(f"{shape}: {error:.1e}")
+        assert error < 1e-5
+        for a, b in zip(jax.tree.leaves(many.params), jax.tree.leaves(one.params), strict=True):
+            np.testing.assert_allclose(jax.device_get(a), b, atol=1e-3 * float(jnp.abs(b).max()))
+
+
+# --- samples, quantiles, conditions ---
+
+
+def test_samples_are_the_models_own():
+    lm, windows = make_lm(), make_windows(30)
+    drawn = sample_windows(lm, windows, prompt=3, batch_size=16, seed=1, quiet=True)
+    np.testing.assert_array_equal(drawn.tokens[:, :3], windows.tokens[:, :3])
+    np.testing.assert_array_equal(drawn.tokens[:, 1:], drawn.targets[:, :-1])
+    assert not drawn.where[:, :2].any()
+    assert drawn.where[:, 2:].all()
+    greedy = sample_windows(lm, windows, prompt=3, temperature=0.0, batch_size=16, quiet=True)
+    best = dense_log_probs(lm, greedy).argmax(axis=-1)
+    np.testing.assert_array_equal(best[greedy.where], greedy.targets[greedy.where])
+    likely = [log_probs(lm, w, batch_size=16)[drawn.where].mean() for w in (greedy, drawn)]
+    assert likely[0] > likely[1]
+    np.testing.assert_allclose(
+        log_probs(lm, drawn, batch_size=7)[drawn.where], at_targets(dense_log_probs(lm, drawn), drawn), atol=2e-5
+    )
+
+
+def test_mixed_samples_replace_their_share(tmp_path):
+    lm, windows = make_lm(), make_windows(30)
+    mixed = mix_samples(lm, windows, 0.4, directory=tmp_path, seed=2, quiet=True)
+    changed = (mixed.targets != windows.targets).any(axis=1)
+    assert changed.sum() == 12
+    np.testing.assert_array_equal(mixed.tokens[:, 0], windows.tokens[:, 0])
+    written = (tmp_path / "samples.npz").stat().st_mtime_ns
+    again = mix_samples(lm, windows, 0.4, directory=tmp_path, seed=2, quiet=True)
+    assert (tmp_path / "samples.npz").stat().st_mtime_ns == written
+    np.testing.assert_array_equal(again.targets, mixed.targets)
+    other = mix_samples(lm, windows, 0.4, directory=tmp_path, seed=3, quiet=True)
+    assert (other.targets != mixed.targets).any()
+
+
+def test_quantiles():
+    """Groups of equal size, from least to most likely."""
+    np.testing.assert_array_equal(likelihood_quantiles(np.array([-1.0, -5, -2, -4, -3, 0]), 3), [2, 0, 1, 0, 1, 2])
+    assert np.bincount(likelihood_quantiles(np.random.default_rng(0).normal(size=103), 5)).tolist() == [
+        21,
+        21,
+        20,
+        21,
+        20,
+    ]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_condition_is_a_plain_decoder(tied):
+    lm = make_lm(tie_embeddings=tied)
+    params, tokens = student_of(lm), jnp.asarray(make_windows(6).tokens)
+    condition = params["condition"][1]
+    hidden = decoder.hidden_states(lm.config, params, tokens, condition=jnp.broadcast_to(condition, (6, 16)))
+    got = jax.nn.log_softmax(decoder.unembed(lm.config, params, hidden))
+    expected = jax.nn.log_softmax(decoder.logits(lm.config, conditioned(params, 1), tokens))
+    without = jax.nn.log_softmax(decoder.logits(lm.config, params, tokens))
+    np.testing.assert_allclose(got, expected, atol=5e-5)
+    assert float(jnp.abs(got - without).max()) > 0.1
+
+
+def test_nothing_to_learn_and_nothing_to_merge(tmp_path):
+    windows = make_windows(16)
+    with pytest.raises(UserError, match="no token of the windows counts"):
+        fit(tmp_path, windows=windows._replace(where=np.zeros_like(windows.where)))
+    lm = make_lm(tie_embeddings=True, logit_softcap=5.0)
+    with pytest.raises(UserError, match="tied embeddings and a soft-cap"):
+        fit_lhts(lm, windows, LhtsOptions(temperatures=(0.5, 0.9)), directory=tmp_path, quiet=True)

@@ -1,0 +1,117 @@
+"""Training over a mesh: every shape finds what one device does, by the collectives that are meant, and no larger."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from collectives import collectives
+from tiny import answered, make_lm, make_windows, ragged
+
+from calibjax.heads import HeadConfig
+from calibjax.kernels import sharded
+from calibjax.models.frozen import freeze, vocab_sharding
+from calibjax.runtime.sharding import make_mesh, param_shardings, place_rows
+from calibjax.train import AtsObjective, AtsOptions, OptimizerConfig, create_state, fit_ats, make_train_step
+from calibjax.train.sft import SftObjective
+
+SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
+LM = make_lm()
+WINDOWS = answered(LM, ragged(make_windows(60)))
+
+
+def fit(directory, mesh=None, **options):
+    quick = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "loss": "joint", "validation_fraction": 0.2}
+    fitted = fit_ats(
+        *(LM, WINDOWS, AtsOptions(**quick | options)),
+        directory=directory,
+        mesh=mesh,
+        announce=lambda line: None,
+        quiet=True,
+    )
+    rows = [json.loads(line) for line in (directory / "joint/train.jsonl").read_text().splitlines()]
+    return fitted, np.array([row["loss"] for row in rows])
+
+
+OPTIONS = {
+    "mlp": {"cache_hidden": "off", "features": "hidden_states+argmax_embedding+max_logit"},
+    "transformer": {"cache_hidden": "memory", "head": "transformer"},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return {name: fit(tmp_path_factory.mktemp(name), **options) for name, options in OPTIONS.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "name"), [*((shape, "mlp") for shape in SHAPES), ((2, 2, 2), "transformer")], ids=str
+)
+def test_a_head_is_that_of_one_device(alone, shape, name, tmp_path):
+    """The loss of every step that is logged, the head, the refit and the single temperature."""
+    (one, expected), (many, found) = alone[name], fit(tmp_path, make_mesh(shape), **OPTIONS[name])
+    error = np.abs(found / expected - 1).max()
+    print(f"losses: {error:.1e}")
+    assert error < 1e-5
+    for path, leaf in jax.tree_util.tree_leaves_with_path(one.head.params):
+        other = many.head.params
+        for key in path:
+            other = other[key.key]
+        error = np.abs(other - leaf).max() / np.abs(leaf).max()
+        print(f"{jax.tree_util.keystr(path)}: {error:.1e}")
+        assert error < 1e-5
+    assert abs(many.head.log_factor - one.head.log_factor) < 1e-5
+    assert abs(many.report["temperature"] / one.report["temperature"] - 1) < 1e-5
+
+
+# --- the compiled program ---
+
+VOCAB, WIDTH = 1024, 16  # 96 tokens: [tokens, V] is larger than the unembedding, and nothing else comes near it
+
+
+def collectives_of_step(objective, params, frozen, mesh):
+    """Of the compiled train step."""
+    optimizer = OptimizerConfig().build(10)
+    windows = make_windows(8, vocab_size=VOCAB, length=12)
+    state = create_state(params, optimizer)
+    with jax.set_mesh(mesh):
+        state = jax.device_put(state, param_shardings(mesh, state))
+        hyper = {"alpha": jnp.float32(0), "top_label_weight": jnp.float32(1)}
+        step = make_train_step(objective, optimizer)
+        return collectives(step.lower(state, frozen, place_rows(mesh, windows.arrays()), hyper).compile().as_text())
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("ats", (2, 2, 2)),
+        *(pytest.param("ats", shape, marks=pytest.mark.slow) for shape in SHAPES[:3]),
+        *(pytest.param("sft", shape, marks=pytest.mark.slow) for shape in SHAPES),
+    ],
+    ids=str,
+)
+def test_neither_the_unembedding_nor_logits_are_gathered(kind, shape, monkeypatch):
+    """What training moves: statistics of the vocabulary's shards, W in pieces where it is stored apart, gradients."""
+    monkeypatch.setattr(sharded, "_GATHERED_BYTES", 4 * 128 * WIDTH)
+    lm, mesh = make_lm(vocab_size=VOCAB), make_mesh(shape)
+    params = jax.device_put(lm.params, param_shardings(mesh, lm.params))
+    if kind == "ats":
+        features = ("hidden_states", "argmax_embedding")
+        head = HeadConfig(kind="mlp", hidden_size=WIDTH, features=features)
+        frozen = freeze(lm)._replace(params=params, unembedding=params["unembedding"])
+        found = collectives_of_step(AtsObjective(lm.config, head, "joint"), head.init(jax.random.key(0)), frozen, mesh)
+    else:
+        objective = SftObjective(model=lm.config, sharding=vocab_sharding(mesh, lm.config))
+        found = collectives_of_step(objective, params, None, mesh)
+    print(sorted(set(found)))
+    whole, piece = VOCAB * WIDTH, 128 * WIDTH
+    gathered = {size for name, size in found if name == "all-gather"}
+    assert "all-reduce" in {name for name, _ in found}, "gradients are summed"
+    assert max(gathered, default=0) < whole // 4
+    assert (piece in gathered) == (shape[1] > 1), "W stored in columns is gathered, in pieces"
+    if kind == "ats":
+        assert max(size for _, size in found) < whole // 4, "a head's gradient does not reach the unembedding"
+    else:
+        assert max(size for _, size in found) <= whole, "the gradient of W, and no logits"

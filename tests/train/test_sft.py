@@ -1,0 +1,287 @@
+"""Fine-tuning: its gradient, its steps against PyTorch's, adapters, meshes, resuming, and the model that comes out."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from interrupt import killed_at_step
+from tiny import make_lm, make_windows, ragged, write_model, write_text
+
+from calibjax.cli import main
+from calibjax.data import load_windows
+from calibjax.models import decoder, load_model
+from calibjax.models.hf_export import save_model
+from calibjax.models.lora import LoraConfig
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import make_mesh
+from calibjax.train import OptimizerConfig, create_state, make_train_step
+from calibjax.train.sft import SftObjective, SftOptions, fit_sft
+
+LORA = LoraConfig(rank=3, alpha=6.0)
+
+
+def setting(count=8, **changes):
+    lm, windows = make_lm(num_layers=2, **changes), ragged(make_windows(count))
+    return lm, {name: jnp.asarray(value) for name, value in windows.arrays().items()}
+
+
+def random_adapters(lm, lora=LORA):
+    adapters = decoder.init_adapters(lm.config, lora, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(adapters)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return jax.tree.unflatten(tree, [0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
+
+
+def dense(objective, params, batch):
+    """The loss over the whole `[B, T, V]`, by optax."""
+    where, targets = batch["where"], batch["targets"]
+    z = decoder.logits(
+        objective.model, params, batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"]
+    )
+    z = z / objective.temperature
+    labels = optax.smooth_labels(jax.nn.one_hot(targets, z.shape[-1]), objective.label_smoothing)
+    loss = optax.softmax_cross_entropy(z, labels) + objective.z_loss * jax.nn.logsumexp(z, axis=-1) ** 2
+    return jnp.sum(jnp.where(where, loss, 0.0))
+
+
+def assert_close(got, expected, bound):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        error = float(jnp.abs(a - b).max() / (jnp.abs(b).max() + 1e-30))
+        print(f"{jax.tree_util.keystr(path)}: {error:.1e}")
+        assert error < bound, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {"label_smoothing": 0.1, "remat": "full"}),
+        (
+            {"tie_embeddings": True, "logit_softcap": 3.0},
+            {"label_smoothing": 0.3, "z_loss": 1e-2, "temperature": 1.7, "remat": "dots"},
+        ),
+    ],
+    ids=["smoothed", "everything"],
+)
+def test_gradient_equals_the_dense_formula(changes, options):
+    lm, batch = setting(**changes)
+    objective = SftObjective(model=lm.config, **options)
+    (loss, tokens), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(lm.params, None, batch, {})
+    expected, dense_gradient = jax.jit(jax.value_and_grad(lambda p: dense(objective, p, batch)))(lm.params)
+    assert float(tokens) == float(batch["where"].sum())
+    np.testing.assert_allclose(loss, expected, rtol=2e-6)
+    assert_close(gradient, dense_gradient, 2e-5)
+
+
+def test_adapters_are_trained_and_nothing_else():
+    lm, batch = setting()
+    adapters = random_adapters(lm)
+    objective = SftObjective(model=lm.config, label_smoothing=0.1, lora=LORA)
+    (loss, _), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(adapters, lm.params, batch, {})
+    plain = dataclasses.replace(objective, lora=None)
+    merged = LORA.merge(lm.params, adapters)
+
+    def through_merged(adapters):
+        return dense(plain, LORA.merge(lm.params, adapters), batch)
+
+    expected, dense_gradient = jax.jit(jax.value_and_grad(through_merged))(adapters)
+    np.testing.assert_allclose(loss, expected, rtol=2e-6)
+    assert_close(gradient, dense_gradient, 2e-5)
+    untouched = decoder.init_adapters(lm.config, LORA, jax.random.key(5))
+    same = LORA.merge(lm.params, untouched)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(lm.params), strict=True))
+    assert jax.tree.structure(merged) == jax.tree.structure(lm.params)
+    attention = decoder.init_adapters(lm.config, LoraConfig(targets="attention"), jax.random.key(0))
+    assert set(attention["layers"]) == {"attention"}
+    assert set(attention["layers"]["attention"]) == {"q", "k", "v", "o"}
+
+
+def test_the_second_step_compiles_nothing():
+    lm, batch = setting()
+    step = make_train_step(SftObjective(model=lm.config), OptimizerConfig().build(3))
+    state = create_state(jax.tree.map(jnp.copy, lm.params), OptimizerConfig().build(3))
+    for _ in range(3):
+        state, _ = step(state, None, batch, {})
+    assert step._cache_size() == 1
+
+
+def test_sum_moves_by_the_number_of_tokens():
+    lm, batch = setting()
+    optimizer = optax.sgd(1e-3)
+    moved = {}
+    for reduction in ("mean", "sum"):
+        step = make_train_step(SftObjective(model=lm.config), optimizer, reduction=reduction)
+        state, metrics = step(create_state(jax.tree.map(jnp.copy, lm.params), optimizer), None, batch, {})
+        moved[reduction] = np.asarray(state.params["unembedding"] - lm.params["unembedding"])
+    tokens = float(batch["where"].sum())
+    assert float(metrics.tokens) == tokens
+    # What moved is read off parameters of size 1, each rounded to half a unit in its last place.
+    np.testing.assert_allclose(moved["sum"], tokens * moved["mean"], atol=1.5 * tokens * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1e6])
+def test_clipping_is_optaxs(clip_norm):
+    lm, batch = setting()
+    objective, plain = SftObjective(model=lm.config), optax.sgd(1.0)
+    gradient = jax.grad(lambda p: objective(p, None, batch, {})[0] / batch["where"].sum())(lm.params)
+    clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradient, optax.EmptyState())
+    step = make_train_step(objective, plain, clip_norm=clip_norm)
+    state, metrics = step(create_state(jax.tree.map(jnp.copy, lm.params), plain), None, batch, {})
+    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-5)
+    for new, old, g in zip(*map(jax.tree.leaves, (state.params, lm.params, clipped)), strict=True):
+        np.testing.assert_allclose(new, old - g, atol=1e-5 * float(jnp.abs(g).max()) + 3e-7)
+
+
+# --- whole fits ---
+
+
+def fit(directory, lm=None, *, mesh=None, windows=None, announce=lambda line: None, **options):
+    lm = make_lm(num_layers=2) if lm is None else lm
+    windows = ragged(make_windows(48)) if windows is None else windows
+    chosen = SftOptions(**{"epochs": 2, "batch_size": 16, "learning_rate": 1e-2, "remat": "none"} | options)
+    return fit_sft(lm, windows, chosen, directory=directory, mesh=mesh, announce=announce, quiet=True)
+
+
+def logged(directory):
+    rows = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
+    return np.array([row.get("loss", row.get("validation_nll")) for row in rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [None, 2], ids=["full", "adapters"])
+def test_meshes_give_the_losses_of_one_device(tmp_path, lora_rank):
+    one = fit(tmp_path / "one", lora_rank=lora_rank)
+    for shape in ((8, 1, 1), (2, 2, 2)) if lora_rank else ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)):
+        directory = tmp_path / "x".join(map(str, shape))
+        many = fit(directory, mesh=make_mesh(shape), lora_rank=lora_rank)
+        error = np.abs(logged(directory) / logged(tmp_path / "one") - 1).max()
+        print(f"{shape}: {error:.1e}")
+        assert error < 1e-5
+        assert_close(jax.device_get(many.params), jax.device_get(one.params), 1e-3)
+        if lora_rank is None:
+            spec = many.params["layers"]["mlp"]["up"]["kernel"].sharding.shard_shape((2, 16, 20))
+            assert spec == (2, 16 // shape[1], 20 if shape[2] == 8 else 20 // shape[2])  # 8 does not divide 20
+
+
+def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
+    whole = fit(tmp_path / "whole", epochs=4, checkpoint_every=2)
+    with killed_at_step(6):
+        fit(tmp_path / "killed", epochs=4, checkpoint_every=2)
+    again = fit(tmp_path / "killed", epochs=4, checkpoint_every=2)
+    for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    np.testing.assert_array_equal(logged(tmp_path / "killed"), logged(tmp_path / "whole"))
+
+
+def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    source = write_model(tmp_path / "model", tie_word_embeddings=True)
+    lm = load_model(source)
+    text = write_text(tmp_path / "data.jsonl", rows=40, words=12)
+    windows, _ = load_windows(text, lm.tokenizer, seq_len=12, layout="full")
+    options = {"validation_fraction": 0.05, "epochs": 5, "weight_decay": 0.01, "schedule": "linear"}
+    # Batches of all windows: their order is nothing to agree on.
+    rows = fit(tmp_path / "count", lm, windows=windows, epochs=1, batch_size=1).report["windows"]["train"]
+    fitted = fit(tmp_path / "fit", lm, windows=windows, batch_size=rows, warmup_fraction=0.2, **options)
+    save_model(tmp_path / "tuned", fitted.config, fitted.params, like=source, shard_bytes=3000)
+    assert len(list((tmp_path / "tuned").glob("*.safetensors"))) > 1
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    tuned = load_model(tmp_path / "tuned")
+    tokens = windows.tokens[:4]
+    ours = np.asarray(tuned.logits(tokens))
+    np.testing.assert_allclose(theirs(torch.tensor(tokens)).logits.detach().numpy(), ours, atol=2e-5)
+
+    from calibjax.train.sft import split_validation
+
+    train_rows, _ = split_validation(windows, SftOptions(**options), 0)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    inputs = torch.tensor(windows.tokens[train_rows])
+    targets = torch.tensor(windows.targets[train_rows]).long()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.01, eps=1e-8)
+    for rate in (0.0, 1e-2, 7.5e-3, 5e-3, 2.5e-3):
+        optimizer.param_groups[0]["lr"] = rate
+        loss = torch.nn.functional.cross_entropy(
+            model(inputs).logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    expected = model(torch.tensor(tokens)).logits.detach().numpy()
+    moved = np.abs(expected - np.asarray(lm.logits(tokens))).max()
+    error = np.abs(ours - expected).max()
+    print(f"logits moved by {moved:.2f}; apart from PyTorch's {error:.1e}")
+    assert moved > 0.1
+    assert error < 2e-3 * moved
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--temperature", "0"], "--temperature: expected positive, got 0.0"),
+        (["--label-smoothing", "1.1"], "--label-smoothing: expected from 0 to 1, got 1.1"),
+        (["--batch-size", "12", "--accumulate", "5"], "--accumulate: expected a divisor of --batch-size 12, got 5"),
+        (["--mesh", "data=3"], "needs 3 devices, 8 were given"),
+        (["--mesh", "rows=8"], "expected sizes of data, fsdp, tensor, such as data=2,fsdp=4, got 'rows=8'"),
+        (["--batch-size", "12"], "does not divide among the 8 devices"),
+        (["--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),
+    ],
+)
+def test_mistakes_cost_nothing(tmp_path, capsys, arguments, expected):
+    out = tmp_path / "out"
+    code = main(["train", "sft", "--model", "nowhere", "--data", "nowhere", "--out", str(out), *arguments])
+    assert code == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_nothing_to_learn(tmp_path):
+    windows = ragged(make_windows(16))
+    windows = windows._replace(where=np.zeros_like(windows.where))
+    with pytest.raises(UserError, match="no token of the windows counts"):
+        fit(tmp_path, windows=windows)
+
+
+def test_command(tmp_path, capsys):
+    """From files to files: the figures of the saved model are those that are printed, and the report shows them."""
+    source, data = write_model(tmp_path / "model"), write_text(tmp_path / "data.jsonl", rows=120, words=16)
+    out = tmp_path / "out"
+    options = ["--seq-len", "13", "--epochs", "3", "--learning-rate", "0.01", "--mesh", "data=2,fsdp=2,tensor=2"]
+    command = ["train", "sft", "--model", str(source), "--data", str(data), "--out", str(out), *options, "--quiet"]
+    assert main([*command, "--softcap", "20", "--eval-data", str(data)]) == 0
+    printed = capsys.readouterr().out
+    assert "The fine-tuned model is truer than the base model" in printed
+    assert printed.rstrip().endswith("model/ (for --model, or transformers)")
+    methods = json.loads((out / "metrics.json").read_text())["held_out"]["methods"]
+    assert list(methods) == ["base", "base_temperature", "fine_tuned", "fine_tuned_temperature"]
+    assert methods["fine_tuned"]["nll"] < methods["base"]["nll"] - 0.1
+    assert methods["fine_tuned_temperature"]["accuracy"] == methods["fine_tuned"]["accuracy"]
+    assert "fine-tuned + temperature" in (out / "report.html").read_text()
+    assert load_model(out / "model").tokenizer("w1 w2")["input_ids"]
+
+
+# --- the optimiser ---
+
+
+def test_optimisers_and_schedules():
+    linear = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_fraction=0.2).rate(10)
+    np.testing.assert_allclose([linear(i) for i in range(11)], [0, 0.5, *np.arange(8, -1, -1) / 8], atol=1e-6)
+    constant = OptimizerConfig(learning_rate=0.5, schedule="constant", warmup_fraction=0.0).rate(10)
+    assert float(constant(9)) == 0.5
+    params = {"a": jax.random.normal(jax.random.key(0), (130, 140))}
+    gradient = {"a": jax.random.normal(jax.random.key(1), (130, 140))}
+    ours = OptimizerConfig(kind="adafactor", learning_rate=0.1, schedule="constant", warmup_fraction=0, clip_norm=None)
+    optimizer = ours.build(10)
+    theirs = optax.adafactor(0.1, multiply_by_parameter_scale=False)
+    expected, _ = theirs.update(gradient, theirs.init(params), params)
+    got, _ = optimizer.update(gradient, optimizer.init(params), params)
+    np.testing.assert_allclose(got["a"], expected["a"], rtol=1e-6)
+    size = sum(x.size for x in jax.tree.leaves(optimizer.init(params)))
+    assert size < 1000, "no moment of the parameters' size"

@@ -1,0 +1,313 @@
+"""One step: its gradient, what it is allowed to do to memory and to the compiler, and what calibrating costs."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import make_lm, make_windows, ragged
+
+from calibjax import losses
+from calibjax.heads import MAX_SCALE, MIN_SCALE, HeadConfig
+from calibjax.kernels import chunked, vocab_stats
+from calibjax.models.frozen import Frozen, batch_stats, freeze
+from calibjax.runtime.sharding import batch_sharding, make_mesh, replicated
+from calibjax.train import AtsObjective, OptimizerConfig, create_state, make_train_step
+
+HYPER = {"alpha": 0.3, "top_label_weight": 0.7}
+
+
+def hyper(**changes):
+    return {name: jnp.float32(value) for name, value in {**HYPER, **changes}.items()}
+
+
+@functools.cache
+def setting(count=8):
+    """A model with its batch, whose masks differ from row to row, and a head that is not the identity."""
+    lm = make_lm()
+    windows = ragged(make_windows(count))
+    batch = {name: jnp.asarray(value) for name, value in windows._asdict().items() if name != "source"}
+    hidden = lm.hidden_states(batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"])
+    cached = {name: batch[name] for name in ("targets", "where", "segment_ids")} | {"hidden": hidden}
+    return lm, batch, cached
+
+
+def random_head(kind, lm):
+    head = HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, identity_start=False)
+    return head, head.init(jax.random.key(5))
+
+
+# --- the gradient ---
+
+
+def dense_loss(params, kind, loss, hidden, unembedding, batch):
+    """The mean loss, written out over the whole `[N, V]`; in float64 under `jax.enable_x64`."""
+    counts = batch["where"]
+    if kind == "mlp":
+        normed = hidden / jnp.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-6)
+        gate, up = jnp.split(normed @ params["gate_up"]["kernel"], 2, axis=-1)
+        features = gate / (1 + jnp.exp(-gate)) * up
+    else:
+        features = hidden
+    u = (features @ params["output"]["kernel"])[..., 0] + params["output"]["bias"][0]
+    s = jnp.exp(jnp.clip(u, math.log(MIN_SCALE), math.log(MAX_SCALE)))
+    z = hidden @ unembedding.T
+    log_q = jax.nn.log_softmax(s[..., None] * z, axis=-1)
+    of_target = jnp.take_along_axis(log_q, batch["targets"][..., None], axis=-1)[..., 0]
+    right = z.argmax(-1) == batch["targets"]
+    top = log_q.max(-1)
+    nll, uniform = -of_target, -log_q.mean(-1)
+    a, w = HYPER["alpha"], HYPER["top_label_weight"]
+
+    def mean(values, group):
+        return jnp.where(group, values, 0.0).sum() / group.sum()
+
+    if loss == "cross-entropy":
+        return mean(nll, counts)
+    if loss == "joint":
+        return mean(nll - w * jnp.where(right, top, jnp.log1p(-jnp.exp(top))), counts)
+    if loss == "label-smoothing":
+        return mean((1 - a) * nll + a * uniform, counts)
+    if loss == "selective":
+        return mean(jnp.where(right, (1 - a) * nll, a * uniform), counts)
+    # Each group's own mean, weighted by the other's share: (w_right n_wrong R + w_wrong n_right W) / the weights' sum.
+    n_right, n_wrong = (right & counts).sum(), (~right & counts).sum()
+    weights = (1 - a) * n_wrong, a * n_right
+    return (weights[0] * mean(nll, right & counts) + weights[1] * mean(uniform, ~right & counts)) / sum(weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        *(("linear", "cross-entropy"), ("mlp", "joint"), ("linear", "label-smoothing"), ("linear", "selective")),
+        ("mlp", "selective-balanced"),
+    ],
+)
+def test_gradient_equals_the_dense_formula(kind, loss):
+    lm, _, batch = setting()
+    head, params = random_head(kind, lm)
+    objective = AtsObjective(lm.config, head, loss)
+    frozen = freeze(lm, hidden_given=True)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def mean(params):
+        total, tokens = objective(params, frozen, batch, hyper())
+        return total / tokens, tokens
+
+    (got, tokens), got_grads = mean(params)
+    with jax.enable_x64(True):
+        double = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
+        arrays = [jnp.asarray(np.asarray(x), jnp.float64) for x in (batch["hidden"], lm.unembedding)]
+        marks = {name: jnp.asarray(np.asarray(batch[name])) for name in ("where", "targets")}
+        expected, grads = jax.value_and_grad(dense_loss)(double, kind, loss, *arrays, marks)
+    assert int(tokens) == int(batch["where"].sum())
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    largest = max(float(np.abs(g).max()) for g in jax.tree.leaves(grads))
+    assert largest > 1e-3
+    for got_leaf, leaf in zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads), strict=True):
+        error = float(np.abs(np.asarray(got_leaf, np.float64) - np.asarray(leaf)).max() / largest)
+        print(f"{kind} {loss}: gradient off by {error:.1e} of the largest")
+        assert error < 2e-5
+
+
+# --- accumulation, donation, compilation, the mesh ---
+
+
+def test_accumulation_is_the_mean_over_all_tokens():
+    lm, _, batch = setting()
+    per_part = np.asarray(batch["where"]).reshape(4, -1).sum(axis=1)
+    assert len(set(per_part)) > 1, "the micro-batches must differ in their number of tokens"
+    head, params = random_head("linear", lm)
+    optimizer = optax.sgd(0.1)  # moves by the gradient itself; Adam would hide its size
+    results = {}
+    for accumulate in (1, 4):
+        step = make_train_step(AtsObjective(lm.config, head, "joint"), optimizer, accumulate=accumulate)
+        state = create_state(jax.tree.map(jnp.copy, params), optimizer)
+        for _ in range(3):
+            state, metrics = step(state, freeze(lm, hidden_given=True), batch, hyper())
+        results[accumulate] = (state.params, metrics)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), params, results[1][0])
+    assert min(jax.tree.leaves(moved)) > 1e-3
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *results.values())
+
+
+def test_the_authors_micro_batches_weigh_alike():
+    """Each is balanced by itself, ignored tokens among the wrong ones, padding among neither; then all are averaged."""
+    lm, _, batch = setting()
+    head, params = random_head("linear", lm)
+    z = np.asarray(batch["hidden"], np.float64) @ np.asarray(lm.unembedding, np.float64).T
+    targets, where, real = (np.asarray(x) for x in (batch["targets"], batch["where"], batch["segment_ids"] > 0))
+    output = jax.tree.map(lambda x: np.asarray(x, np.float64), params["output"])
+    u = (np.asarray(batch["hidden"], np.float64) @ output["kernel"])[..., 0] + output["bias"][0]
+    s = np.exp(np.clip(u, math.log(MIN_SCALE), math.log(MAX_SCALE)))
+    scaled = s[..., None] * z
+    log_q = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+    right = where & (z.argmax(axis=-1) == targets)
+    assert (real & ~where).sum(axis=1).max() > 0, "nothing is ignored: the two forms agree"
+    alpha, each = HYPER["alpha"], []
+    for row in range(len(z)):
+        wrong = real[row] & ~right[row]
+        if not right[row].any():
+            each.append(0.0)
+            continue
+        hard = -log_q[row, right[row], targets[row, right[row]]].mean()
+        smooth = np.where(where[row], -log_q[row].mean(axis=-1), 0.0)[wrong].mean()
+        weights = np.array([(1 - alpha) * wrong.sum(), alpha * right[row].sum()])
+        each.append(weights @ [hard, smooth] / weights.sum())
+    assert np.ptp(each) > 0.1
+    optimizer = optax.sgd(0.1)
+    step = make_train_step(AtsObjective(lm.config, head, "selective-authors"), optimizer, accumulate=len(z))
+    _, metrics = step(create_state(params, optimizer), freeze(lm, hidden_given=True), batch, hyper())
+    np.testing.assert_allclose(metrics.loss, np.mean(each), rtol=1e-5)
+    assert int(metrics.tokens) == where.sum()
+
+
+def test_state_is_donated_and_nothing_else():
+    lm, _, batch = setting()
+    head, params = random_head("linear", lm)
+    optimizer = OptimizerConfig().build(10)
+    step = make_train_step(AtsObjective(lm.config, head, "cross-entropy"), optimizer)
+    state, frozen = create_state(params, optimizer), freeze(lm, hidden_given=True)
+    new, _ = step(state, frozen, batch, hyper())
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, frozen, batch)))
+    assert int(new.step) == 1
+
+
+def test_one_program_for_all_steps_and_hyper_parameters():
+    lm, _, batch = setting()
+    head, params = random_head("linear", lm)
+    traces = []
+    objective = AtsObjective(lm.config, head, "selective")
+
+    def counted(*args):
+        traces.append(1)
+        return objective(*args)
+
+    optimizer = OptimizerConfig(warmup_fraction=0.0).build(10)
+    step = make_train_step(counted, optimizer)
+    state, frozen = create_state(params, optimizer), freeze(lm, hidden_given=True)
+    values = []
+    for alpha in (0.1, 0.1, 0.5, 0.9):
+        state, metrics = step(state, frozen, batch, hyper(alpha=alpha))
+        values.append(float(metrics.loss))
+    assert step._cache_size() == 1
+    assert len(traces) == 1
+    assert len(set(values)) == 4
+
+
+def test_eight_devices_equal_one():
+    lm, batch, _ = setting()
+    head, params = random_head("mlp", lm)
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0).build(4)
+    results = {}
+    for devices in (1, 8):
+        mesh = make_mesh(devices=jax.devices()[:devices])
+        step = make_train_step(AtsObjective(lm.config, head, "joint"), optimizer)
+        state = jax.device_put(create_state(jax.tree.map(jnp.copy, params), optimizer), replicated(mesh))
+        frozen, spread = jax.device_put(freeze(lm), replicated(mesh)), jax.device_put(batch, batch_sharding(mesh))
+        assert len(spread["tokens"].addressable_shards) == devices
+        seen = []
+        for _ in range(4):
+            state, metrics = step(state, frozen, spread, hyper())
+            seen.append([float(x) for x in metrics])
+        assert step._cache_size() == 1
+        results[devices] = (seen, jax.device_get(state.params))
+    print(results[1][0], results[8][0])
+    np.testing.assert_allclose(results[8][0], results[1][0], rtol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), results[8][1], results[1][1])
+
+
+# --- calibrating costs a forward pass ---
+
+B, T, D, V = 8, 30, 24, 4072
+CHUNK = 128  # V = 31 · 128 + 104; no other size of the program is one of these
+WIDTHS = {V, CHUNK, V % CHUNK}
+COUNTED = ("joint", "selective-balanced")
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Compiled: the NLL alone, the ATS step, and, to show what is looked for, what the two are compared with."""
+    monkeypatch.setattr(chunked, "_LOGITS_BYTES", 4 * B * T * CHUNK // 8)
+    assert chunked.choose_chunk_size(B * T, V) == CHUNK
+    sizes = {"hidden_size": D, "vocab_size": V, "num_heads": 3, "num_kv_heads": 3, "intermediate_size": 40}
+    lm = make_lm(**sizes, num_layers=1, tie_embeddings=False)
+    windows = make_windows(B, length=T)
+    batch = {name: jnp.asarray(value) for name, value in windows._asdict().items() if name != "source"}
+    head = HeadConfig(kind="mlp", hidden_size=D)
+    identity = HeadConfig(kind="constant", hidden_size=D)
+    frozen = freeze(lm)
+
+    def nll(frozen, batch):
+        needed = losses.REQUIRED_STATISTICS["cross_entropy"]
+        params = {"log_scale": jnp.zeros(())}
+        return losses.cross_entropy(batch_stats(lm.config, identity, params, frozen, batch, statistics=needed)[0])
+
+    def of_the_unembedding(unembedding, batch):
+        return jnp.sum(nll(Frozen(frozen.params, unembedding), batch))
+
+    def dense(frozen, batch):
+        hidden = lm.hidden_states(batch["tokens"])
+        return vocab_stats(hidden, frozen.unembedding, batch["targets"], implementation="reference").log_prob()
+
+    optimizer = OptimizerConfig().build(100)
+    state = create_state(head.init(jax.random.key(3)), optimizer)
+    compiled = {
+        "forward": jax.jit(nll).lower(frozen, batch),
+        "trained": jax.jit(jax.grad(of_the_unembedding)).lower(frozen.unembedding, batch),
+        "dense": jax.jit(dense).lower(frozen, batch),
+    }
+    for loss in COUNTED:
+        step = make_train_step(AtsObjective(lm.config, head, loss), optimizer)
+        compiled[loss] = step.lower(state, frozen, batch, hyper())
+    return {name: lowered.compile() for name, lowered in compiled.items()}
+
+
+def shapes_of(program):
+    """Name -> (operation, operands' names, dimensions of the result) of every instruction of an HLO text."""
+    found = {}
+    for line in program.as_text().splitlines():
+        match = re.match(r"\s*(?:ROOT )?(%[\w.-]+) = (.*?)\s([\w-]+)\((.*)$", line)
+        if match:
+            name, result, operation, rest = match.groups()
+            dims = [[int(n) for n in d.split(",") if n] for d in re.findall(r"\w+\[([\d,]*)\]", result)]
+            found[name] = (operation, re.findall(r"%[\w.-]+", rest.split("), ")[0]), dims)
+    return found
+
+
+def unembedding_products(program):
+    """Matrix products with an operand or a result as wide as the vocabulary or one piece of it."""
+    instructions, count = shapes_of(program), 0
+    for operation, operands, dims in instructions.values():
+        if operation in ("dot", "convolution", "custom-call"):
+            sizes = [*dims, *(d for name in operands for d in instructions[name][2])]
+            count += any(WIDTHS & set(size) for size in sizes)
+    return count
+
+
+def largest_array(program):
+    return max(math.prod(dims) for _, _, every in shapes_of(program).values() for dims in every)
+
+
+def test_calibrating_costs_a_forward_pass(programs):
+    products = {name: unembedding_products(program) for name, program in programs.items()}
+    largest = {name: largest_array(program) for name, program in programs.items()}
+    temporary = {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
+    logits = B * T * V
+    print(f"products {products}\nlargest array {largest}, the logits {logits}\ntemporary bytes {temporary}")
+    # What the search must find where it is: the products of a backward pass, and the logits.
+    assert products["forward"] == 2  # one in the source: in the loop, and for the ragged piece
+    assert products["trained"] > products["forward"]
+    assert largest["dense"] >= logits
+    assert temporary["dense"] >= 4 * logits
+    for loss in COUNTED:
+        assert products[loss] == products["forward"], loss
+        assert largest[loss] <= max(V * D, B * T * CHUNK), loss
+        # A few blocks of [N, C] and the head's own arrays: far from 4 bytes for each of the logits.
+        assert temporary[loss] < 4 * logits / 4, loss
