@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import jax
-import pytest
 from assets import model_path
 
 import calibjax
@@ -35,8 +34,3 @@ def test_first_screen_holds_two_commands():
     assert all(command.startswith("python3 -m venv .venv && ") and "\n" not in command for command in commands)
     assert "quickstart" in commands[0]
     assert "pytest" in commands[1]
-
-
-@pytest.mark.parametrize("name", ["kernels", "train", "eval", "tests"])
-def test_top_folders_are_no_packages(name):
-    assert not (Path(__file__).parents[1] / name / "__init__.py").exists()

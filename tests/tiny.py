@@ -10,6 +10,7 @@ import numpy as np
 from calibjax.data import Windows
 from calibjax.data.synthetic import as_windows
 from calibjax.models import DecoderConfig, LanguageModel, abstract_params
+from calibjax.runtime.context import RunContext
 
 VOCAB, WIDTH, LENGTH = 24, 16, 10
 
@@ -160,3 +161,9 @@ def write_text(file: Path, rows=60, words=24, seed=0, column="text") -> Path:
         lines.append(json.dumps({column: " ".join(WORDS[i] for i in row)}))
     file.write_text("\n".join(lines) + "\n")
     return file
+
+
+def silent(directory=None, *, log=lambda line: None, **given):
+    """A `RunContext` that shows nothing."""
+    given = {name: value for name, value in given.items() if value is not None}
+    return RunContext(directory=directory, log=log, progress=False, **given)

@@ -8,19 +8,19 @@ from pathlib import Path
 import jax
 import numpy as np
 from assets import ASSETS, data_path, model_path
-from tiny import make_windows, ragged
+from tiny import make_windows, ragged, silent
 
-from calibjax.cli import carry_out
+from calibjax.cli import execute
+from calibjax.commands import eval_layers, eval_tasks
 from calibjax.commands.common import DataOptions
-from calibjax.commands.eval_layers import LayersRun, run_layers
-from calibjax.commands.eval_tasks import TasksRun, run_tasks
+from calibjax.commands.train_ats import fit_ats
 from calibjax.data import batches
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.distributed import DeviceOptions, to_host
 from calibjax.runtime.sharding import local_rows, make_mesh
-from calibjax.train import AtsOptions, fit_ats, save_head
+from calibjax.train import AtsOptions, save_head
 from calibjax.train.sft import SftOptions, fit_sft
 
 SHAPES = {"ats": (2, 2, 1), "sft": (1, 2, 2)}
@@ -40,10 +40,10 @@ FITTED = {
 def ats(folder: Path, out: Path, mesh):
     """A head, fitted on a mesh and evaluated; what came out, on the host."""
     lm = load_model(folder / "model", mesh=mesh)
-    fitted = fit_ats(lm, WINDOWS, AtsOptions(**FITTED), directory=out, mesh=mesh, announce=lambda _: None, quiet=True)
+    fitted = fit_ats(lm, WINDOWS, AtsOptions(**FITTED), silent(out, mesh=mesh))
     save_head(out / "head", fitted.head)
     with jax.set_mesh(mesh):
-        sums = evaluate_tokens(lm, WINDOWS, {"ats": fitted.head}, batch_size=8, quiet=True)["ats"].sums
+        sums = evaluate_tokens(lm, WINDOWS, {"ats": fitted.head}, batch_size=8, context=silent())["ats"].sums
     return {
         "temperature": np.array([fitted.report["temperature"], fitted.report["candidates"][0]["validation_nll"]]),
         "nll": sums.nll,
@@ -55,7 +55,7 @@ def ats(folder: Path, out: Path, mesh):
 def sft(folder: Path, out: Path, mesh):
     """A model, fine-tuned on a mesh and saved."""
     lm = load_model(folder / "model", mesh=mesh)
-    tuned = fit_sft(lm, WINDOWS, SftOptions(**TUNED), directory=out, mesh=mesh, announce=lambda _: None, quiet=True)
+    tuned = fit_sft(lm, WINDOWS, SftOptions(**TUNED), context=silent(out, mesh=mesh))
     save_model(out / "model", tuned.config, tuned.params, like=folder / "model")
     part = local_rows(mesh, 8)
     return {
@@ -71,10 +71,14 @@ def evaluate(out: Path, announce):
     model = str(model_path("stories260K"))
     tasks = ("arc_easy", "truthfulqa_mc1", "triviaqa")
     asked = {"limit": 12, "max_new_tokens": 4, "max_length": 48, "assets": ASSETS}
-    run_tasks(TasksRun(model=model, tasks=tasks, **asked, out=out / "tasks", quiet=True), announce)
+    eval_tasks.run(
+        eval_tasks.EvalTasksOptions(model=model, tasks=tasks, **asked, out=out / "tasks", quiet=True), announce
+    )
     text = {"data": str(data_path("lima")), "text": DataOptions(rows=8, seq_len=32, examples=24)}
     edits = {"strengths": (0.25,), "sweep_layers": (4,)}
-    document = run_layers(LayersRun(model=model, **text, **edits, batch_size=8, quiet=True), announce)
+    document = eval_layers.run(
+        eval_layers.EvalLayersOptions(model=model, **text, **edits, batch_size=8, quiet=True), announce
+    )
     (out / f"layers{jax.process_index()}.json").write_text(json.dumps(document))
 
 
@@ -101,4 +105,4 @@ if __name__ == "__main__":
     named = {"coordinator": coordinator, "processes": int(processes), "process_id": int(number)}
     devices = DeviceOptions(heartbeat_timeout=10, **{"distributed": True} if coordinator == "slurm" else named)
     run = types.SimpleNamespace(work=name, folder=Path(folder), out=Path(out), json=False, devices=devices)
-    sys.exit(carry_out(run, work))
+    sys.exit(execute(run, work))

@@ -1,4 +1,4 @@
-"""Long Horizon Temperature Scaling: `python train/lhts.py ...` is `calibjax train lhts ...`."""
+"""Long Horizon Temperature Scaling of a language model: `python train/lhts.py ...` is `calibjax train lhts ...`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with label smoothing: `python train/sft.py ...` is `calibjax train sft ...`."""
+"""Label-smoothed fine-tuning of a language model: `python train/sft.py ...` is `calibjax train sft ...`."""
 
 import sys
 

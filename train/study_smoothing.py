@@ -16,11 +16,14 @@ from typing import Any
 import tyro
 
 from calibjax.commands.common import DataOptions
-from calibjax.commands.train_ats import calibrate
+from calibjax.commands.train_ats import ats_document, evaluate, fit_ats
 from calibjax.data import split_windows
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model
+from calibjax.runtime.context import RunContext
 from calibjax.train import AtsOptions
+from calibjax.train.checkpoint import save_head
+from calibjax.train.options import make_plan
 from calibjax.train.sft import SftOptions, fit_sft
 
 MODELS = {"stories260K": 128, "tinystories-656k": 128, "craftgpt-5M": 64}  # name -> tokens a window
@@ -60,6 +63,7 @@ def run_one(study: Study, model: str, trained_on: str, beta: float | None) -> di
     name = f"{model}-{trained_on}-{'base' if beta is None else beta}"
     directory = study.out / name
     done = directory / "figures.json"
+    context = RunContext(directory=directory, progress=not study.quiet)
     if done.is_file():
         return json.loads(done.read_text())
     source = study.assets / "models" / model
@@ -77,13 +81,15 @@ def run_one(study: Study, model: str, trained_on: str, beta: float | None) -> di
     report: dict[str, Any] = {}
     if beta is not None:
         options = SftOptions(label_smoothing=beta, epochs=study.epochs, learning_rate=study.learning_rate, remat="none")
-        fitted = fit_sft(lm, train, options, directory=directory / "sft", consume=True, quiet=study.quiet)
+        fitted = fit_sft(lm, train, options, context=context.within("sft"), consume=True)
         save_model(directory / "model", fitted.config, fitted.params, like=source, replace=True)
         lm, report = load_model(directory / "model"), fitted.report
     ats = AtsOptions(loss="joint", batch_size=16)
-    document = calibrate(
-        lm, calibration, held_out, options=ats, out=directory, transfer={"train": train, **transfer}, quiet=study.quiet
-    ).document
+    plan = make_plan(ats, lm.config.hidden_size)
+    fitted = fit_ats(lm, calibration, plan, context.within("fit"))
+    save_head(directory / "head", fitted.head, notes=fitted.report)
+    results = evaluate(lm, {"held_out": held_out, "train": train, **transfer}, fitted, plan, context)
+    document = ats_document(lm, results, fitted, {})
     figures = {"held out": document["held_out"], **document["transfer"]}
     result = {
         "sft": report,

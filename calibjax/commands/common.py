@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -15,15 +16,82 @@ from calibjax.data import Windows, load_windows
 from calibjax.eval.report import print_report, write_report
 from calibjax.models import LanguageModel, load_model
 from calibjax.nn.attention import cudnn_attention, cudnn_takes
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import check_orbax_path, is_temporary, write_file
-from calibjax.runtime.sharding import describe_mesh
+from calibjax.runtime.options import NOT_IDENTITY, Count, Fraction, Seed, check_options, run_identity
+from calibjax.runtime.sharding import describe_mesh, make_mesh
 
 Work = TypeVar("Work", bound=Callable[..., Any])
 
 SCHEMA = 1
-"""Of metrics.json."""
+"""Version of metrics.json."""
+
+
+def presentation(default: Any = dataclasses.MISSING) -> Any:
+    """A field that changes where a run happens or what it shows, and not what it computes: see `run_identity`."""
+    return dataclasses.field(default=default, metadata=NOT_IDENTITY)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The language model of a command.
+
+    Attributes:
+        model: directory with config.json and safetensors, a converted model, or a hub id.
+        dtype: compute dtype of the model.
+    """
+
+    model: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where the result goes, and what is printed.
+
+    Attributes:
+        out: output directory.
+        seed: seed of everything random.
+        json: print metrics.json to standard output at the end, and nothing else there.
+        quiet: show no progress bars.
+    """
+
+    out: Path = presentation()
+    seed: Seed = 0
+    json: bool = presentation(False)
+    quiet: bool = presentation(False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BinningOptions:
+    """Reliability bins.
+
+    Attributes:
+        bins: number of equal-width bins of the expected calibration error.
+        closed: the bin of a confidence on an edge: the one below (right), the one above (left), or none.
+    """
+
+    bins: Count = presentation(15)
+    closed: Literal["right", "left", "none"] = presentation("right")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """The text of a command: where it is, and which part of it is held out.
+
+    Attributes:
+        data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id.
+        split: split of a hub data set or directory.
+        fit_fraction: fraction of the sequences, from the first, to fit on; the rest is held out.
+        text: how text becomes sequences of tokens.
+    """
+
+    data: str
+    split: str | None = None
+    fit_fraction: Fraction = 0.6
+    text: "DataOptions" = dataclasses.field(default_factory=lambda: DataOptions())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +126,7 @@ class DataOptions:
         self,
         source: str,
         lm: LanguageModel,
-        announce: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         split: str | None = None,
         column_optional: bool = False,
@@ -76,14 +144,12 @@ class DataOptions:
             split=split,
             column_optional=column_optional,
         )
-        announce(f"data: {description}")
+        log(f"data: {description}")
         return windows
 
-    def read_all(
-        self, sources: tuple[str, ...], lm: LanguageModel, announce: Callable[[str], None]
-    ) -> dict[str, Windows]:
+    def read_all(self, sources: tuple[str, ...], lm: LanguageModel, log: Callable[[str], None]) -> dict[str, Windows]:
         """Reads further sets to test on, by short names; `text_column` counts where a set has that column."""
-        return {_set_name(source, sources): self.read(source, lm, announce, column_optional=True) for source in sources}
+        return {_set_name(source, sources): self.read(source, lm, log, column_optional=True) for source in sources}
 
 
 def on_devices(work: Work) -> Work:
@@ -110,7 +176,7 @@ def load_placed(
     dtype: DTypeLike,
     *,
     stored: DTypeLike | None = None,
-    announce: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> LanguageModel:
     """Loads a model onto the devices of a run, each of them its part of the weights, and says so.
 
@@ -119,7 +185,7 @@ def load_placed(
         mesh: of `DeviceOptions`. One device is the default one, with whole weights.
         dtype: to compute in.
         stored: of the weights; None: `dtype`.
-        announce: told in a line what was loaded; None: nothing is said.
+        log: called with one line on the model.
 
     Raises:
         UserError: as `load_model`; `cudnn_attention` is asked for, and cuDNN has none for this model.
@@ -131,9 +197,22 @@ def load_placed(
             "--cudnn-attention: expected heads of at most 128 channels, a multiple of 8, and no soft-cap on attention; "
             f"this model has {lm.config.head_dim} and soft-cap {lm.config.attention_softcap}; leave it out."
         )
-    if announce is not None:
-        announce(f"model: {lm!r}, on {describe_mesh(mesh)}")
+    if log is not None:
+        log(f"model: {lm!r}, on {describe_mesh(mesh)}")
     return lm
+
+
+def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
+    """Checks the options of a command, makes its mesh and claims its output directory.
+
+    Raises:
+        UserError: an option is out of range, or the directory holds something else.
+    """
+    check_options(options)
+    mesh = options.devices.make_mesh() if hasattr(options, "devices") else make_mesh(devices=jax.devices()[:1])
+    if options.out is not None:
+        claim_directory(options.out, run_identity(command, options))
+    return RunContext(directory=options.out, mesh=mesh, seed=options.seed, log=log, progress=not options.quiet)
 
 
 def claim_directory(out: Path, identity: dict[str, Any]) -> None:

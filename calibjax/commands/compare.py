@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from calibjax.commands.common import SCHEMA, DataOptions, claim_directory, finish
-from calibjax.data import Windows, check_context, check_fraction, eval_batches, read_table, split_table, split_windows
+from calibjax.commands.common import SCHEMA, BinningOptions, DataOptions, OutputOptions, begin, finish, presentation
+from calibjax.commands.train_ats import fit_ats
+from calibjax.data import Windows, check_context, eval_batches, read_table, split_table, split_windows
 from calibjax.eval.compare.contenders import (
     Contender,
     Outcome,
@@ -26,8 +27,9 @@ from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
 from calibjax.models.frozen import freeze
 from calibjax.recalibrate import METHODS, Predictions
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.train.ats import fit_ats
+from calibjax.runtime.options import Count, Fraction, run_identity
 from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.temperature import fit_single_temperature
 
@@ -35,7 +37,7 @@ _LOGITS_HELD = 2**28  # numbers of each part: a gibibyte
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareRun:
+class CompareOptions(BinningOptions, OutputOptions):
     """Fits every recalibration method on one part of the data and compares them on the other.
 
     On text: --model and --data; every next token is a prediction, and ATS is fitted as by `train ats` with its
@@ -46,41 +48,32 @@ class CompareRun:
     method failed.
 
     Attributes:
-        model: directory with config.json and safetensors, or a hub id.
+        model: directory with config.json and safetensors, a converted model, or a hub id.
         data: text for the model: file, directory or hub id, as for `train ats`.
         table: file of predictions, in place of --model and --data.
         methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
-            are predictions; the model as it is and a single temperature are always shown.
-        out: directory for metrics.json, report.html and reliability.png; without it the tables are all.
-        split: of a hub data set or directory.
-        fit_fraction: share of the data to fit on; of windows the first, of a table's rows (or groups) drawn at random.
-        max_tokens: of text, predictions in each part at most, whole windows drawn at random.
-        bins: equal-width bins of the expected calibration error.
-        closed: which bin a confidence on an edge belongs to: the one below (right), above (left), or none.
+            are predictions; the base model and temperature scaling are always shown.
+        out: directory for metrics.json, report.html and reliability.png; without it only the tables are printed.
+        split: split of a hub data set or directory.
+        fit_fraction: fraction of the data to fit on; of sequences the first, of a table's rows (or groups) drawn at
+            random.
+        max_tokens: of text, predictions in each part at most, whole sequences drawn at random.
         sort: figure that the rows are ordered by, best first.
         dtype: compute dtype of the model.
-        seed: of everything random.
-        json: print metrics.json to standard output at the end, and nothing else there.
-        quiet: no progress bars.
-        text: how text becomes windows.
+        text: how text becomes sequences.
     """
 
     model: str | None = None
     data: str | None = None
     table: Path | None = None
     methods: tuple[str, ...] = ("all",)
-    out: Path | None = None
+    out: Path | None = presentation(None)
     split: str | None = None
-    fit_fraction: float = 0.6
-    max_tokens: int = 10_000
-    bins: int = 15
-    closed: Literal["right", "left", "none"] = "right"
-    sort: SortKey = "ece"
+    fit_fraction: Fraction = 0.6
+    max_tokens: Count = 10_000
+    sort: SortKey = presentation("ece")
     dtype: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
-    json: bool = False
-    quiet: bool = False
-    text: DataOptions = DataOptions()  # noqa: RUF009 (frozen)
+    text: DataOptions = DataOptions()
 
 
 class _Material(NamedTuple):
@@ -96,34 +89,28 @@ class _Material(NamedTuple):
     title: str
 
 
-def run_compare(run: CompareRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `CompareRun`; returns the contents of metrics.json. Raises UserError before any work is lost."""
-    if (run.table is None) == (run.model is None and run.data is None) or (run.model is None) != (run.data is None):
+def run(options: CompareOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
+    if (options.table is None) == (options.model is None and options.data is None) or (options.model is None) != (
+        options.data is None
+    ):
         raise UserError("give either --model and --data, or --table.")
-    if run.bins < 1:
-        raise UserError(f"--bins: expected at least 1, got {run.bins}.")
-    check_fraction(run.fit_fraction, "--fit-fraction")
-    if run.max_tokens < 1:
-        raise UserError(f"--max-tokens: expected at least 1, got {run.max_tokens}.")
-    if run.seed < 0:
-        raise UserError(f"--seed: expected an integer >= 0, got {run.seed}.")
-    names = _method_names(run.methods)
-    if run.out is not None:
-        claim_directory(run.out, _identity(run))
+    names = _method_names(options.methods)
+    context = begin("compare", options, log)
     with tempfile.TemporaryDirectory() as scratch:
-        fits = Path(scratch) if run.out is None else run.out / "fit"
-        material = _from_table(run, names, announce) if run.table else _from_model(run, names, fits, announce)
-        results, failed = run_contenders(material.rows, quiet=run.quiet)
+        fits = Path(scratch) if options.out is None else options.out / "fit"
+        material = _from_table(options, names, log) if options.table else _from_model(options, names, fits, log)
+        results, failed = run_contenders(material.rows, context=context)
     results = {"uncalibrated": Result(material.base, 0.0, 0), **results}
-    announce(f"bootstrap of {len(results)} methods over {material.clusters}")
+    log(f"bootstrap of {len(results)} methods over {material.clusters}")
     methods = comparison_json(
         results,
         reference=material.reference,
         groups=material.groups,
-        bins=run.bins,
-        closed=run.closed,
-        seed=run.seed,
-        sort=run.sort,
+        bins=options.bins,
+        closed=options.closed,
+        seed=options.seed,
+        sort=options.sort,
     )
     document: dict[str, Any] = {
         "schema": SCHEMA,
@@ -132,19 +119,19 @@ def run_compare(run: CompareRun, announce: Callable[[str], None] = print) -> dic
             "unit": material.unit,
             "clusters": material.clusters,
             "reference": material.reference,
-            "sort": run.sort,
+            "sort": options.sort,
             "methods": methods,
             "failed": failed,
             "left_out": material.left_out,
         },
-        "run": _identity(run),
+        "run": run_identity("compare", options),
     }
-    if run.out is not None:
-        finish(document, run.out, show=False)
-    if not run.json:
-        print_comparison(document["held_out"], run.sort, material.title)
-        if run.out is not None:
-            print(f"results in {run.out}: report.html, metrics.json, reliability.png")
+    if options.out is not None:
+        finish(document, options.out, show=False)
+    if not options.json:
+        print_comparison(document["held_out"], options.sort, material.title)
+        if options.out is not None:
+            print(f"results in {options.out}: report.html, metrics.json, reliability.png")
     return document
 
 
@@ -164,35 +151,30 @@ def _all(asked: tuple[str, ...]) -> bool:
     return "all" in _split(asked)
 
 
-def _identity(run: CompareRun) -> dict[str, Any]:
-    """What makes two runs the same: all options but where the result goes and how it is shown."""
-    shown_only = {"out", "json", "quiet", "sort", "bins", "closed"}
-    fields = {name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only}
-    return {"command": "compare", **fields, "table": None if run.table is None else str(run.table)}
-
-
 # --- a table of predictions ---
 
 
-def _from_table(run: CompareRun, names: tuple[str, ...], announce: Callable[[str], None]) -> _Material:
-    assert run.table is not None
-    table = read_table(run.table)
-    parts = split_table(table, run.fit_fraction, run.seed)
+def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[str], None]) -> _Material:
+    assert options.table is not None
+    table = read_table(options.table)
+    parts = split_table(table, options.fit_fraction, options.seed)
     calibration, held_out = (_with_slices(with_confidence(part.predictions), part.groups) for part in parts)
     groups = parts[1].groups
     reference = "confidence_temperature" if table.predictions.logits is None else "temperature"
     read = (name for name, value in table.predictions._asdict().items() if value is not None)
-    announce(
+    log(
         f"table: {len(table):,} rows of {', '.join(read)}"
         + (f" in {len(set(table.groups)):,} groups" if table.groups is not None else "")
         + f"; {len(parts[0]):,} to fit on, {len(parts[1]):,} held out, drawn at random"
     )
     base = uncalibrated(held_out)
     rows, left_out = contenders(
-        calibration, held_out, base, _with_reference(names, reference), however_large=not _all(run.methods)
+        calibration, held_out, base, _with_reference(names, reference), however_large=not _all(options.methods)
     )
     clusters = "rows" if groups is None else "groups"
-    return _Material(base, rows, left_out, reference, groups, "predictions", clusters, f"{run.table.name}, held out")
+    return _Material(
+        base, rows, left_out, reference, groups, "predictions", clusters, f"{options.table.name}, held out"
+    )
 
 
 def _with_reference(names: tuple[str, ...], reference: str) -> tuple[str, ...]:
@@ -208,35 +190,37 @@ def _with_slices(data: Predictions, groups: np.ndarray | None) -> Predictions:
 # --- a model and text ---
 
 
-def _from_model(run: CompareRun, names: tuple[str, ...], fits: Path, announce: Callable[[str], None]) -> _Material:
-    assert run.model is not None
-    assert run.data is not None
-    lm = load_model(run.model, dtype=jnp.dtype(run.dtype))
-    announce(f"model: {lm!r}")
-    check_context(run.text.seq_len, lm.config.max_positions)
-    parts = split_windows(run.text.read(run.data, lm, announce, split=run.split), run.fit_fraction)
-    options = AtsOptions()
-    batch_size = make_plan(options, lm.config.hidden_size).batch_size
+def _from_model(options: CompareOptions, names: tuple[str, ...], fits: Path, log: Callable[[str], None]) -> _Material:
+    assert options.model is not None
+    assert options.data is not None
+    lm = load_model(options.model, dtype=jnp.dtype(options.dtype))
+    log(f"model: {lm!r}")
+    check_context(options.text.seq_len, lm.config.max_positions)
+    parts = split_windows(options.text.read(options.data, lm, log, split=options.split), options.fit_fraction)
+    plan = make_plan(AtsOptions(), lm.config.hidden_size)
+    batch_size = plan.batch_size
 
     heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
     others = tuple(name for name in names if name not in heads)
     needs_logits = any("logits" in METHODS[name].fit_reads for name in others)
-    limit = run.max_tokens
+    limit = options.max_tokens
     if needs_logits:
         limit = min(limit, max(1, _LOGITS_HELD // lm.config.vocab_size))
-    fit, held_out = (_subsample(part, limit, run.seed) for part in parts)
-    announce(
+    fit, held_out = (_subsample(part, limit, options.seed) for part in parts)
+    log(
         f"split: {_tokens(fit):,} tokens to fit on, {_tokens(held_out):,} held out, of "
         f"{_tokens(parts[0]):,} and {_tokens(parts[1]):,}"
         + (
-            " (--max-tokens" + (", or a GiB of logits" if limit < run.max_tokens else "") + ")"
+            " (--max-tokens" + (", or a GiB of logits" if limit < options.max_tokens else "") + ")"
             if fit is not parts[0]
             else ""
         )
     )
 
     def outcome_of(head: FittedHead, windows: Windows) -> Outcome:
-        done = evaluate_tokens(lm, windows, {"head": head}, batch_size=batch_size, keep_tokens=True, quiet=True)
+        done = evaluate_tokens(
+            lm, windows, {"head": head}, batch_size=batch_size, keep_tokens=True, context=RunContext(progress=False)
+        )
         tokens = done["head"].tokens
         assert tokens is not None
         where = windows.where
@@ -249,10 +233,7 @@ def _from_model(run: CompareRun, names: tuple[str, ...], fits: Path, announce: C
         return fit_single_temperature(lm, freeze(lm), fit.arrays(), batch_size)[1]
 
     def ats() -> FittedHead:
-        directory = fits / "ats"
-        return fit_ats(
-            lm, fit, options, directory=directory, seed=run.seed, announce=lambda line: None, quiet=True
-        ).head
+        return fit_ats(lm, fit, plan, RunContext(directory=fits / "ats", seed=options.seed).silent()).head
 
     base, rows, left_out = outcome_of(identity_head(lm), held_out), {}, {}
     for name, fit_head in (("temperature", temperature), ("ats", ats)):
@@ -263,7 +244,7 @@ def _from_model(run: CompareRun, names: tuple[str, ...], fits: Path, announce: C
             _predictions(lm, windows, outcome, batch_size, logits=needs_logits)
             for windows, outcome in ((fit, outcome_of(identity_head(lm), fit)), (held_out, base))
         )
-        more, left_out = contenders(calibration, testing, base, others, however_large=not _all(run.methods))
+        more, left_out = contenders(calibration, testing, base, others, however_large=not _all(options.methods))
         rows |= more
         if calibration.unembedding is None and "feature_clipping" in left_out:
             left_out["feature_clipping"] = "the model's logits have a soft-cap or a bias, which it does not know"
@@ -275,7 +256,7 @@ def _from_model(run: CompareRun, names: tuple[str, ...], fits: Path, announce: C
         _clusters(held_out),
         "tokens",
         "windows" if _one_row(held_out) else "rows of the text",
-        f"{Path(run.model.rstrip('/')).name} on {Path(run.data.rstrip('/')).name}, held out",
+        f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",
     )
 
 

@@ -18,7 +18,7 @@ from calibjax.runtime.sharding import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvertRun:
+class ConvertOptions:
     """Writes a model as an Orbax checkpoint, which loads on any number of devices, or back as safetensors.
 
     The checkpoint holds the weights in the dtype of their files (float16 as float32, which holds it exactly), with
@@ -38,27 +38,27 @@ class ConvertRun:
     json: bool = False
 
 
-def run_convert(run: ConvertRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `ConvertRun`; returns what was written."""
-    model = Path(run.model)
+def run(options: ConvertOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns what was written."""
+    model = Path(options.model)
     if model.exists():
-        source, out = (Path(os.path.realpath(path)) for path in (model, run.out))
+        source, out = (Path(os.path.realpath(path)) for path in (model, options.out))
         if source.is_relative_to(out) or out.is_relative_to(source):
             raise UserError(
-                f"--out {run.out}, --model {run.model}: expected directories of which neither is in the other."
+                f"--out {options.out}, --model {options.model}: expected directories of which neither is in the other."
             )
         settings_files(model)
-    check_new_directory(run.out)
-    if run.to == "orbax":
-        check_orbax_path(run.out)
+    check_new_directory(options.out)
+    if options.to == "orbax":
+        check_orbax_path(options.out)
     devices = jax.device_count()
     mesh = make_mesh((1, devices, 1)) if devices > 1 else None
-    dtype = stored_dtype(run.model)
-    lm = load_model(run.model, dtype="bfloat16" if dtype == "bfloat16" else "float32", mesh=mesh)
+    dtype = stored_dtype(options.model)
+    lm = load_model(options.model, dtype="bfloat16" if dtype == "bfloat16" else "float32", mesh=mesh)
     assert lm.path is not None
-    if run.to == "orbax":
-        save_checkpoint(run.out, lm, dtype=dtype, tensor_dtypes=tensor_dtypes(run.model))
+    if options.to == "orbax":
+        save_checkpoint(options.out, lm, dtype=dtype, tensor_dtypes=tensor_dtypes(options.model))
     else:
-        save_model(run.out, lm.config, lm.params, like=lm.path, dtype=dtype)
-    announce(f"{lm!r} in {run.out}: {run.to}, {dtype}")
-    return {"out": str(run.out), "format": run.to, "dtype": dtype, "fingerprint": lm.fingerprint}
+        save_model(options.out, lm.config, lm.params, like=lm.path, dtype=dtype)
+    log(f"{lm!r} in {options.out}: {options.to}, {dtype}")
+    return {"out": str(options.out), "format": options.to, "dtype": dtype, "fingerprint": lm.fingerprint}

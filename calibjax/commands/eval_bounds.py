@@ -1,4 +1,4 @@
-"""Commands that look at models and change nothing."""
+"""`calibjax eval bounds`: the smallest entropy that a model's predictions can have."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from calibjax.runtime.files import write_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadBoundRun:
+class EvalBoundsOptions:
     """How small the entropy of a model's predictions can get, whatever the text: from its final norm and unembedding.
 
     Prints a table, one row a model: why small models with large vocabularies profit less from label smoothing
@@ -30,15 +30,15 @@ class HeadBoundRun:
     json: bool = False
 
 
-def run_head_bound(run: HeadBoundRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `HeadBoundRun`; returns the figures."""
-    if not run.model:
+def run(options: EvalBoundsOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns the figures."""
+    if not options.model:
         raise UserError("--model: expected at least one directory or hub id, got none.")
-    bounds = [head_bound(load_model(model), Path(model.rstrip("/")).name) for model in run.model]
+    bounds = [head_bound(load_model(model), Path(model.rstrip("/")).name) for model in options.model]
     document = {"models": [bound.to_json() for bound in bounds]}
-    if not run.json:
+    if not options.json:
         print_head_bounds(bounds)
-    if run.out is not None:
-        write_file(run.out, json.dumps(document, indent=2) + "\n")
-        announce(f"figures in {run.out}")
+    if options.out is not None:
+        write_file(options.out, json.dumps(document, indent=2) + "\n")
+        log(f"figures in {options.out}")
     return document

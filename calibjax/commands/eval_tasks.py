@@ -6,13 +6,21 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
-from calibjax.commands.common import SCHEMA, claim_directory, finish, load_placed, on_devices
+from calibjax.commands.common import (
+    SCHEMA,
+    ModelOptions,
+    OutputOptions,
+    begin,
+    finish,
+    load_placed,
+    on_devices,
+    presentation,
+)
 from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfidence
 from calibjax.eval.answers.judges import STRING_MATCH, find_judge
 from calibjax.eval.report import print_report
@@ -20,9 +28,11 @@ from calibjax.eval.tasks.local_data import assets_folder
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, together
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file
+from calibjax.runtime.options import Count, Positive, Range, run_identity
 from calibjax.train import head_notes, load_head
 
 if TYPE_CHECKING:
@@ -50,7 +60,7 @@ PRESETS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TasksRun:
+class EvalTasksOptions(OutputOptions, ModelOptions):
     """Asks a model the questions of benchmarks, through lm-eval, and says how true its confidence is.
 
     Prints, for each task and all of them together, accuracy and calibration with intervals: as the model is, with a
@@ -59,96 +69,88 @@ class TasksRun:
     killed goes on at the task (or subject) where it was. Needs `pip install calibjax[lm-eval]`.
 
     Attributes:
-        model: directory with config.json and safetensors, or a hub id.
         tasks: of lm-eval, such as mmlu, arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, truthfulqa_mc2,
             truthfulqa_gen, triviaqa; or google_analogies; with commas or spaces between.
-        head: directory of a fitted head, or of the run of `train ats` that holds it; its single temperature is taken
-            from the same run.
-        temperature: a single temperature to compare with, in place of that.
+        head: directory of a fitted head, or of the run of `train ats` that holds it; the temperature to compare with is
+            taken from the same options.
+        temperature: temperature to compare with, in place of that.
         preset: how questions are asked and confidence is read: plain (zero-shot, softmax over the options), ats
             (5-shot MMLU, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
             label-smoothing (probability of the option among the whole vocabulary).
-        out: directory for metrics.json, report.html and figures; without it the tables are all.
+        out: directory for metrics.json, report.html and figures; without it only the tables are printed.
         assets: folder whose data/ holds the questions; by default CALIBJAX_ASSETS.
         shots: examples before each question of every task.
         options: confidence of a chosen option, in place of the preset's.
         text: confidence of a written answer, in place of the preset's.
-        judge: of written answers: string-match, or package.module:function.
-        max_new_tokens: of written answers, at most.
-        limit: ask only so many questions of each task (of MMLU: of each subject), drawn at random.
-        batch_size: rows a step; made a multiple of the mesh axes data and fsdp.
-        max_length: tokens that the model reads at most; longer prompts lose their start.
-        bins: equal-width bins of the expected calibration error, in place of the preset's.
-        closed: which bin a confidence on an edge belongs to, in place of the preset's.
-        dtype: compute dtype of the model.
-        seed: of everything random.
-        json: print metrics.json to standard output at the end, and nothing else there.
-        quiet: no progress bars.
-        devices: what the run uses.
+        judge: how written answers are judged: string-match, or package.module:function.
+        max_new_tokens: largest number of tokens of a written answer.
+        limit: ask only this many questions of each task (of MMLU: of each subject), drawn at random.
+        batch_size: rows per step; made a multiple of the mesh axes data and fsdp.
+        max_length: largest number of tokens that the model reads; longer prompts lose their start.
+        bins: number of equal-width bins of the expected calibration error, in place of the preset's.
+        closed: the bin of a confidence on an edge, in place of the preset's.
+        devices: devices of the options.
     """
 
-    model: str
     tasks: tuple[str, ...]
     head: Path | None = None
-    temperature: float | None = None
+    temperature: Positive | None = None
     preset: Literal["plain", "ats", "label-smoothing"] = "plain"
-    out: Path | None = None
+    out: Path | None = presentation(None)
     assets: Path | None = None
-    shots: int | None = None
+    shots: Annotated[int, Range(0)] | None = None
     options: OptionConfidence | None = None
     text: TextConfidence | None = None
     judge: str = STRING_MATCH
-    max_new_tokens: int | None = None
-    limit: int | None = None
-    batch_size: int = 32
-    max_length: int | None = None
-    bins: int | None = None
-    closed: Literal["right", "left", "none"] | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
-    json: bool = False
-    quiet: bool = False
-    devices: DeviceOptions = DeviceOptions()  # noqa: RUF009 (frozen)
+    max_new_tokens: Count | None = None
+    limit: Count | None = None
+    batch_size: Count = presentation(32)
+    max_length: Count | None = None
+    bins: Count | None = presentation(None)
+    closed: Literal["right", "left", "none"] | None = presentation(None)
+    devices: DeviceOptions = presentation(DeviceOptions())
 
 
 @on_devices
-def run_tasks(run: TasksRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `TasksRun`; returns the contents of metrics.json. Raises UserError before any work is lost."""
-    names = tuple(dict.fromkeys(name for part in run.tasks for name in part.split(",") if name))
-    for name in ("shots", "limit", "batch_size", "max_new_tokens", "bins", "seed"):
-        value, least = getattr(run, name), int(name not in ("shots", "seed"))
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}.")
-    if run.temperature is not None and not (math.isfinite(run.temperature) and run.temperature > 0):
-        raise UserError(f"--temperature: expected a positive number, got {run.temperature}.")
+def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
+    names = tuple(dict.fromkeys(name for part in options.tasks for name in part.split(",") if name))
     try:
         from calibjax.eval.tasks.evaluate import How
         from calibjax.eval.tasks.harness import HarnessLM
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a line for every task, of what is meant here
-    judge = find_judge(run.judge)
-    mesh = run.devices.make_mesh()
-    if run.out is not None:
-        claim_directory(run.out, _identity(run, names))
-    tasks = together(functools.partial(_load_tasks, names, run.assets, announce))
-    lm = load_placed(run.model, mesh, run.dtype, announce=announce)
-    heads = _heads(run, lm, announce)
-    preset = PRESETS[run.preset]
-    model = HarnessLM(lm, heads, batch_size=run.batch_size, max_length=run.max_length, seed=run.seed)
+    judge = find_judge(options.judge)
+    assets = assets_folder(options.assets)
+    options = dataclasses.replace(options, tasks=names, assets=assets)
+    context = begin("eval tasks", options, log)
+    tasks = together(functools.partial(_load_tasks, names, assets, log))
+    lm = load_placed(options.model, context.mesh, options.dtype, log=log)
+    heads = _heads(options, lm, log)
+    preset = PRESETS[options.preset]
+    model = HarnessLM(lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=options.seed)
     how = How(
-        None, run.options or preset.options, run.text or preset.text, judge, run.max_new_tokens, run.limit, run.seed
+        None,
+        options.options or preset.options,
+        options.text or preset.text,
+        judge,
+        options.max_new_tokens,
+        options.limit,
+        options.seed,
     )
     hows = {
-        name: how._replace(shots=preset.shots.get(name.removesuffix("_local")) if run.shots is None else run.shots)
+        name: how._replace(
+            shots=preset.shots.get(name.removesuffix("_local")) if options.shots is None else options.shots
+        )
         for name in names
     }
-    answers = _ask_all(run, model, tasks, hows)
-    document = _document(run, list(heads), tasks, hows, answers)
-    document["run"] = {**_identity(run, names), "base_fingerprint": lm.fingerprint}
-    if run.out is not None:
-        finish(document, run.out, holds="answers/ (every question)", show=not run.json)
-    elif not run.json and is_first():
+    answers = _ask_all(options, model, tasks, hows, context)
+    document = _document(options, list(heads), tasks, hows, answers)
+    document["run"] = {**run_identity("eval tasks", options), "base_fingerprint": lm.fingerprint}
+    if options.out is not None:
+        finish(document, options.out, holds="answers/ (every question)", show=not options.json)
+    elif not options.json and is_first():
         print_report(document)
     return document
 
@@ -160,7 +162,7 @@ class _Task(NamedTuple):
     source: str
 
 
-def _load_tasks(names: tuple[str, ...], assets: Path | None, announce: Callable[[str], None]) -> dict[str, _Task]:
+def _load_tasks(names: tuple[str, ...], assets: Path | None, log: Callable[[str], None]) -> dict[str, _Task]:
     from calibjax.eval.tasks.local_data import task_manager
 
     manager = task_manager(names, assets)
@@ -189,44 +191,46 @@ def _load_tasks(names: tuple[str, ...], assets: Path | None, announce: Callable[
         tasks[name] = _Task(found, "local data" if at_hand else "hub")
         count = sum(len(task.eval_docs) for task in found.values())
         parts = f" in {len(found)} parts" if len(found) > 1 else ""
-        announce(f"task {name}: {count:,} questions{parts}, {tasks[name].source}")
+        log(f"task {name}: {count:,} questions{parts}, {tasks[name].source}")
     return tasks
 
 
-def _heads(run: TasksRun, lm: LanguageModel, announce: Callable[[str], None]) -> dict[str, FittedHead]:
+def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], None]) -> dict[str, FittedHead]:
     heads = {"uncalibrated": identity_head(lm)}
-    temperature = run.temperature
-    if run.head is not None and temperature is None:
-        temperature = head_notes(run.head).get("temperature")
+    temperature = options.temperature
+    if options.head is not None and temperature is None:
+        temperature = head_notes(options.head).get("temperature")
         if temperature is None:
-            announce(f"{run.head} holds no single temperature: give --temperature to compare with one")
+            log(f"{options.head} holds no single temperature: give --temperature to compare with one")
     if temperature is not None:
         config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
         params = {"log_scale": jnp.float32(-math.log(temperature))}
         heads["temperature"] = FittedHead(config, params, 0.0, lm.fingerprint)
-        announce(f"single temperature: {temperature:.4f}")
-    if run.head is not None:
-        heads["ats"] = load_head(run.head, lm)
+        log(f"single temperature: {temperature:.4f}")
+    if options.head is not None:
+        heads["ats"] = load_head(options.head, lm)
     return heads
 
 
-def _ask_all(run: TasksRun, model: Any, tasks: Mapping[str, _Task], hows: "Mapping[str, How]") -> dict[str, "Answers"]:
+def _ask_all(
+    options: EvalTasksOptions, model: Any, tasks: Mapping[str, _Task], hows: "Mapping[str, How]", context: RunContext
+) -> dict[str, "Answers"]:
     from calibjax.eval.tasks.evaluate import Answers, ask, check, question_count
 
     for name, task in tasks.items():
         for part in task.parts.values():
             check(model, part, hows[name])
-    counts = [question_count(part, run.limit) for task in tasks.values() for part in task.parts.values()]
-    bar = tqdm(total=sum(counts), desc="asking", unit="question", disable=run.quiet)
+    counts = [question_count(part, options.limit) for task in tasks.values() for part in task.parts.values()]
+    bar = context.bar(title="asking", unit="question", total=sum(counts))
     answers = {}
     for name, task in tasks.items():
         found = []
         for label, part in task.parts.items():
             bar.set_postfix_str(label)
-            file = None if run.out is None else run.out / "answers" / f"{name}-{label}.npz"
+            file = None if options.out is None else options.out / "answers" / f"{name}-{label}.npz"
             if file is not None and on_first(file.is_file):
                 kept = _stored(file)
-                bar.update(question_count(part, run.limit))
+                bar.update(question_count(part, options.limit))
             else:
                 subject = str(part.config.task_alias or label) if len(task.parts) > 1 else ""
                 kept = ask(model, part, hows[name], subject=subject, tick=bar.update)
@@ -261,7 +265,7 @@ def _stored(file: Path) -> "Answers":
 
 
 def _document(
-    run: TasksRun,
+    options: EvalTasksOptions,
     names: list[str],
     tasks: Mapping[str, _Task],
     hows: "Mapping[str, How]",
@@ -270,34 +274,30 @@ def _document(
     from calibjax.eval.tasks.evaluate import Answers
     from calibjax.eval.tasks.results import answers_json, subjects_json
 
-    preset = PRESETS[run.preset]
-    options: dict[str, Any] = {"bins": run.bins or preset.bins, "closed": run.closed or preset.closed, "seed": run.seed}
+    preset = PRESETS[options.preset]
+    binning: dict[str, Any] = {
+        "bins": options.bins or preset.bins,
+        "closed": options.closed or preset.closed,
+        "seed": options.seed,
+    }
     sets, spoken = {}, {}
     for name, found in answers.items():
         how = hows[name]
         written = (found.choice < 0).all()
         spoken[name] = f"{how.text} ({WORDS[how.text]})" if written else f"{how.options} ({WORDS[how.options]})"
         if written:
-            spoken[name] += f"; judge: {run.judge}"
+            spoken[name] += f"; judge: {options.judge}"
         part = next(iter(tasks[name].parts.values()))
         sets[name] = {
-            **answers_json(found, names, **options),
+            **answers_json(found, names, **binning),
             "title": name,
             "confidence": spoken[name],
             "shots": (part.config.num_fewshot or 0) if how.shots is None else how.shots,
             "source": tasks[name].source,
-            "subjects": subjects_json(found, names, **options),
+            "subjects": subjects_json(found, names, **binning),
         }
     if len(sets) == 1:
         return {"schema": SCHEMA, "held_out": next(iter(sets.values())), "tasks": sets}
-    together = answers_json(Answers.join(list(answers.values())), names, **options)
+    together = answers_json(Answers.join(list(answers.values())), names, **binning)
     said = "; ".join(dict.fromkeys(spoken.values()))
     return {"schema": SCHEMA, "held_out": {**together, "title": "all tasks", "confidence": said}, "tasks": sets}
-
-
-def _identity(run: TasksRun, names: tuple[str, ...]) -> dict[str, Any]:
-    """What makes two runs the same: all options but where it runs, where the result goes and how it is shown."""
-    shown_only = {"out", "json", "quiet", "bins", "closed", "batch_size", "devices"}
-    fields = {name: value for name, value in dataclasses.asdict(run).items() if name not in shown_only}
-    head, assets = (None if path is None else str(path) for path in (run.head, assets_folder(run.assets)))
-    return {"command": "eval tasks", **fields, "tasks": list(names), "head": head, "assets": assets}

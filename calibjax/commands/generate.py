@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,18 +11,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from calibjax.commands.common import ModelOptions
 from calibjax.models import load_model
 from calibjax.models.generate import check_sampling, generate
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Count, NonNegative, Seed, check_options
 from calibjax.train import load_head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateRun:
+class GenerateOptions(ModelOptions):
     """Continues a text, and says of every token how sure the model is of it, calibrated where a head is given.
 
     Attributes:
-        model: directory with config.json and safetensors, a converted model, or a hub id.
         prompt: texts to continue.
         head: directory of a fitted head, or of the run that holds it; without, confidence is the model's own.
         max_new_tokens: at most so many; fewer where the model ends its text.
@@ -30,44 +31,42 @@ class GenerateRun:
         top_k: draw from the so many most likely tokens.
         top_p: draw from the fewest tokens that have this probability together.
         sample_calibrated: draw from the calibrated distribution; otherwise the head changes no token.
-        seed: of the draws.
-        dtype: to compute in.
+        seed: seed of the draws.
         json: print one JSON document instead of text and tables.
     """
 
-    model: str
     prompt: tuple[str, ...]
     head: Path | None = None
-    max_new_tokens: int = 100
-    temperature: float = 0.0
+    max_new_tokens: Count = 100
+    temperature: NonNegative = 0.0
     top_k: int | None = None
     top_p: float | None = None
     sample_calibrated: bool = False
-    seed: int = 0
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    seed: Seed = 0
     json: bool = False
 
 
-def run_generate(run: GenerateRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `GenerateRun`; returns texts and tokens."""
-    if not run.prompt:
+def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns texts and tokens."""
+    check_options(options)
+    if not options.prompt:
         raise UserError("--prompt: expected at least one text to continue, got none.")
-    check_sampling(run.temperature, run.top_k, run.top_p, run.sample_calibrated)
-    lm = load_model(run.model, dtype=run.dtype)
+    check_sampling(options.temperature, options.top_k, options.top_p, options.sample_calibrated)
+    lm = load_model(options.model, dtype=options.dtype)
     generated = generate(
         lm,
-        run.prompt,
-        head=None if run.head is None else load_head(run.head, lm),
-        max_new_tokens=run.max_new_tokens,
-        temperature=run.temperature,
-        top_k=run.top_k,
-        top_p=run.top_p,
-        sample_calibrated=run.sample_calibrated,
-        key=jax.random.key(run.seed),
+        options.prompt,
+        head=None if options.head is None else load_head(options.head, lm),
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        sample_calibrated=options.sample_calibrated,
+        key=jax.random.key(options.seed),
     )
     columns = {name: np.asarray(value) for name, value in generated._asdict().items()}
     texts = []
-    for row, (prompt, text) in enumerate(zip(run.prompt, generated.texts(lm.tokenizer), strict=True)):
+    for row, (prompt, text) in enumerate(zip(options.prompt, generated.texts(lm.tokenizer), strict=True)):
         kept = columns["where"][row]
         values = (columns[name][row][kept].tolist() for name in ("tokens", "log_probs", "confidence", "temperature"))
         tokens = [
@@ -75,9 +74,14 @@ def run_generate(run: GenerateRun, announce: Callable[[str], None] = print) -> d
             for i, p, c, t in zip(*values, strict=True)
         ]
         texts.append({"prompt": prompt, "text": text, "tokens": tokens})
-    if not run.json:
-        _print(texts, calibrated=run.head is not None)
-    return {"model": run.model, "fingerprint": lm.fingerprint, "calibrated": run.head is not None, "texts": texts}
+    if not options.json:
+        _print(texts, calibrated=options.head is not None)
+    return {
+        "model": options.model,
+        "fingerprint": lm.fingerprint,
+        "calibrated": options.head is not None,
+        "texts": texts,
+    }
 
 
 def _print(texts: list[dict[str, Any]], calibrated: bool) -> None:

@@ -11,16 +11,18 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax import losses
-from calibjax.commands.common import claim_directory, finish
-from calibjax.commands.train_ats import calibrate
+from calibjax.commands.common import OutputOptions, begin, finish, presentation
+from calibjax.commands.train_ats import ats_document, evaluate, fit_ats
 from calibjax.data import Windows, batches
 from calibjax.data.synthetic import TopicLanguage, as_windows, make_language, sample, true_probabilities
 from calibjax.kernels import vocab_stats
 from calibjax.models import DecoderConfig, LanguageModel, hidden_states, init_params, unembedding
-from calibjax.runtime.errors import UserError
-from calibjax.runtime.sharding import make_mesh, replicated
+from calibjax.runtime.context import RunContext
+from calibjax.runtime.options import Count, run_identity
+from calibjax.runtime.sharding import replicated
+from calibjax.train.checkpoint import save_head
 from calibjax.train.loop import train
-from calibjax.train.options import AtsOptions
+from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.state import OptimizerConfig, create_state
 from calibjax.train.step import make_train_step
 
@@ -29,7 +31,7 @@ _TRAIN, _FIT, _HELD_OUT = 512, 2048, 1024  # sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quickstart:
+class QuickstartOptions(OutputOptions):
     """Shows the whole of calibjax in a minute or two on a CPU: nothing is downloaded.
 
     Makes a small language whose true next-token probabilities are known, trains a small decoder on too little of it
@@ -37,18 +39,11 @@ class Quickstart:
     Scaling.
 
     Attributes:
-        out: output directory.
-        epochs: passes of the decoder over its few sequences; more make it more over-confident.
-        seed: of everything random.
-        json: print metrics.json to standard output at the end, and nothing else there.
-        quiet: no progress bars.
+        epochs: passes of the decoder over its few sequences; more make it more overconfident.
     """
 
-    out: Path = Path("runs/quickstart")
-    epochs: int = 30
-    seed: int = 0
-    json: bool = False
-    quiet: bool = False
+    out: Path = presentation(Path("runs/quickstart"))
+    epochs: Count = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,47 +66,38 @@ class LanguageModelObjective:
         return jnp.sum(losses.cross_entropy(stats)), jnp.sum(stats.valid).astype(jnp.float32)
 
 
-def run_quickstart(run: Quickstart, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `Quickstart`; returns what it wrote to metrics.json."""
-    for name, value, least in (("epochs", run.epochs, 1), ("seed", run.seed, 0)):
-        if value < least:
-            raise UserError(f"--{name}: expected an integer >= {least}, got {value}.")
-    identity = {"command": "quickstart", "epochs": run.epochs, "seed": run.seed}
-    claim_directory(run.out, identity)
-    language_key, *sample_keys = jax.random.split(jax.random.key(run.seed), 4)
+def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns the contents of metrics.json."""
+    context = begin("quickstart", options, log)
+    language_key, *sample_keys = jax.random.split(jax.random.key(options.seed), 4)
     language = make_language(language_key)
     train_set, fit_set, held_out = (
         as_windows(sample(language, key, count, _LENGTH))
         for key, count in zip(sample_keys, (_TRAIN, _FIT, _HELD_OUT), strict=True)
     )
-    announce(
+    log(
         f"language: {language.vocab_size} tokens, {language.topic_transitions.shape[0]} hidden topics; "
         f"{_TRAIN} sequences to train the decoder on, {_FIT} to calibrate on, {_HELD_OUT} held out"
     )
-    lm = _train_decoder(run, language, train_set)
-    result = calibrate(
-        lm,
-        fit_set,
-        held_out,
-        options=AtsOptions(batch_size=32),
-        out=run.out,
-        seed=run.seed,
-        description=identity,
-        keep_tokens=True,
-        announce=announce,
-        quiet=run.quiet,
-    )
+    lm = _train_decoder(options, language, train_set, context.within("decoder"))
+    plan = make_plan(AtsOptions(batch_size=32), lm.config.hidden_size)
+    fitted = fit_ats(lm, fit_set, plan, context.within("fit"))
+    save_head(options.out / "head", fitted.head, notes=fitted.report)
+    results = evaluate(lm, {"held_out": held_out}, fitted, plan, context, keep_tokens=True)
+    document = ats_document(lm, results, fitted, run_identity("quickstart", options), seed=options.seed)
     truth = true_probabilities(language, jnp.asarray(held_out.tokens))
-    for name, method in result.held_out.items():
+    for name, method in results["held_out"].items():
         assert method.tokens is not None
         of_argmax = np.take_along_axis(np.asarray(truth), method.tokens.argmax[..., None], axis=-1)[..., 0]
         error = np.abs(method.tokens.confidence - of_argmax)
-        result.document["held_out"]["methods"][name]["exact_error"] = float(error.mean(dtype=np.float64))
-    finish(result.document, run.out, show=not run.json)
-    return result.document
+        document["held_out"]["methods"][name]["exact_error"] = float(error.mean(dtype=np.float64))
+    finish(document, options.out, show=not options.json)
+    return document
 
 
-def _train_decoder(run: Quickstart, language: TopicLanguage, windows: Windows) -> LanguageModel:
+def _train_decoder(
+    options: QuickstartOptions, language: TopicLanguage, windows: Windows, context: RunContext
+) -> LanguageModel:
     config = DecoderConfig(
         family="llama",
         vocab_size=language.vocab_size,
@@ -123,23 +109,20 @@ def _train_decoder(run: Quickstart, language: TopicLanguage, windows: Windows) -
         head_dim=16,
         max_positions=_LENGTH,
     )
-    mesh = make_mesh(devices=jax.devices()[:1])
     batch_size = 32
-    steps = run.epochs * len(windows.tokens) // batch_size
+    steps = options.epochs * len(windows.tokens) // batch_size
     adamw = OptimizerConfig(learning_rate=3e-3)
     optimizer = adamw.build(steps)
-    state = create_state(init_params(config, jax.random.key(run.seed)), optimizer)
+    state = create_state(init_params(config, jax.random.key(options.seed)), optimizer)
     state = train(
         make_train_step(LanguageModelObjective(config), optimizer, clip_norm=adamw.clip_norm),
-        jax.device_put(state, replicated(mesh)),
+        jax.device_put(state, replicated(context.mesh)),
         None,
         {},
-        batches(windows._asdict(), batch_size, seed=run.seed, epochs=run.epochs),
+        batches(windows._asdict(), batch_size, seed=options.seed, epochs=options.epochs),
         steps=steps,
-        mesh=mesh,
-        directory=run.out / "decoder",
-        run={"epochs": run.epochs, "seed": run.seed},
-        description="decoder",
-        quiet=run.quiet,
+        context=context,
+        identity={"epochs": options.epochs, "seed": options.seed},
+        title="decoder",
     )
     return LanguageModel.from_params(config, state.params)

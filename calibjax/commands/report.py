@@ -15,7 +15,7 @@ from calibjax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportRun:
+class ReportOptions:
     """Draws tables, figures (PNG and SVG) and report.html from the metrics.json of one run or of several.
 
     The page is self-contained and asks nothing of the network; several runs stand side by side in it.
@@ -31,21 +31,21 @@ class ReportRun:
     json: bool = False
 
 
-def run_report(run: ReportRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `ReportRun`; returns the names of the files written."""
-    if not run.runs:
+def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns the names of the files written."""
+    if not options.runs:
         raise UserError("report: expected the directory of at least one run.")
-    if run.out is None and len(run.runs) > 1:
+    if options.out is None and len(options.runs) > 1:
         raise UserError("--out: expected a directory to write the report of several runs to.")
-    names = _names(run.runs)
-    runs = [_load(directory, name) for directory, name in zip(run.runs, names, strict=True)]
-    out = next(iter(run.runs)) if run.out is None else run.out
+    names = _names(options.runs)
+    runs = [_load(directory, name) for directory, name in zip(options.runs, names, strict=True)]
+    out = next(iter(options.runs)) if options.out is None else options.out
     try:
         out.mkdir(parents=True, exist_ok=True)
         files = save_report(runs, out)
     except OSError as error:
         raise UserError(f"--out {out}: cannot write there ({error}).") from error
-    if not run.json:
+    if not options.json:
         for loaded in runs:
             if len(runs) > 1:
                 print(f"\n{loaded.name}")

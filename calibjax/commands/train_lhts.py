@@ -1,182 +1,170 @@
-"""The whole job of long-horizon temperatures: train, save, and compare with what else sharpens text."""
+"""`calibjax train lhts`: train a long-horizon temperature and compare its text with that of other temperatures."""
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
-from calibjax.commands.common import SCHEMA, DataOptions, claim_directory, finish, load_placed, on_devices
-from calibjax.data import check_context, split_windows
+from calibjax.commands.common import (
+    SCHEMA,
+    DataOptions,
+    ModelOptions,
+    OutputOptions,
+    TextOptions,
+    begin,
+    finish,
+    load_placed,
+    on_devices,
+    presentation,
+)
+from calibjax.data import Windows, check_context, split_windows
 from calibjax.eval.tasks.analogies import evaluate_analogies, load_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
+from calibjax.models import LanguageModel
 from calibjax.models.hf_export import save_model, settings_files
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Count, Fraction, NonNegative, Range, run_identity
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LhtsRun:
-    """Fine-tunes a language model to a long-horizon temperature, and sets it beside what else sharpens text.
+class TrainLhtsOptions(OutputOptions, TextOptions, ModelOptions):
+    """Fine-tunes a language model to a long-horizon temperature and compares it with other ways to sharpen text.
 
-    The model is its own frozen scorer. Prints, for the model as it was, the baseline `partition` and every long-horizon
-    temperature, each under every myopic temperature: how likely and how varied its text is, and how it answers
-    analogies; and how true each is of held-out text. Leaves in --out: models/ (each in Hugging Face layout),
-    metrics.json, report.html, reliability.png, diversity.png, and the logs and checkpoints of training. Started again
-    with the same options, a killed run goes on where it was.
+    The model is its own frozen scorer. Prints, for the base model, the baseline `partition` and every long-horizon
+    temperature, each under every myopic temperature: how likely and how varied its text is, its accuracy on analogies,
+    and its calibration on held-out text. Writes to --out: models/ (each in Hugging Face layout), metrics.json,
+    report.html, reliability.png, diversity.png, and the logs and checkpoints of training. Started again with the same
+    options, a killed run resumes.
 
     Attributes:
-        model: directory with config.json and safetensors, or a hub id.
-        data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id.
-        out: output directory.
-        split: of a hub data set or directory.
-        fit_fraction: share of the windows, from the first, to train on; the rest begins the texts that are judged.
+        fit_fraction: fraction of the sequences, from the first, to train on; the rest are the prompts of the texts that
+            are evaluated.
+        dtype: compute dtype; trained weights are float32 in any case.
         partition: train the baseline of likelihood quantiles too.
-        myopic: temperatures of every next token that all models are judged at; 0: the most likely token.
+        myopic: temperatures of every next token at which all models are evaluated; 0: the most likely token.
         texts: number of texts that each model writes at each of them.
-        text_prompt: tokens of a held-out window that a text continues.
-        self_bleu: judge the texts by self-BLEU too; needs sacrebleu.
+        text_prompt: tokens of a held-out sequence that a text continues.
+        self_bleu: evaluate the texts by self-BLEU too; needs sacrebleu.
         analogies: file with columns category, a, b, c, d, such as the Google analogies; by default none.
         analogy_rows: number of questions made of them.
-        dtype: compute dtype; trained weights are float32 in any case.
-        seed: of everything random.
-        json: print metrics.json to standard output at the end, and nothing else there.
-        quiet: no progress bars.
-        devices: what the run uses.
-        text: how text becomes windows; by default of full length, without packing.
+        devices: devices of the run.
+        text: how text becomes sequences; by default of full length, without packing.
         lhts: how the student is trained.
     """
 
-    model: str
-    data: str
-    out: Path
-    split: str | None = None
-    fit_fraction: float = 0.9
+    fit_fraction: Fraction = 0.9
     partition: bool = True
-    myopic: tuple[float, ...] = (1.0, 0.5, 0.0)
-    texts: int = 64
-    text_prompt: int = 8
-    self_bleu: bool = False
-    analogies: str | None = None
-    analogy_rows: int = 1000
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
-    json: bool = False
-    quiet: bool = False
-    devices: DeviceOptions = DeviceOptions()  # noqa: RUF009 (frozen)
-    text: DataOptions = DataOptions(full_windows=True)  # noqa: RUF009 (frozen)
-    lhts: LhtsOptions = LhtsOptions()  # noqa: RUF009 (frozen)
+    myopic: tuple[NonNegative, ...] = presentation((1.0, 0.5, 0.0))
+    texts: Annotated[int, Range(2)] = presentation(64)
+    text_prompt: Count = presentation(8)
+    self_bleu: bool = presentation(False)
+    analogies: str | None = presentation(None)
+    analogy_rows: Count = presentation(1000)
+    devices: DeviceOptions = presentation(DeviceOptions())
+    text: DataOptions = DataOptions(full_windows=True)
+    lhts: LhtsOptions = LhtsOptions()
 
     def check(self) -> None:
-        """Raises `UserError` where a value of its own is out of range."""
-        ranges = {
-            "myopic": (bool(self.myopic) and all(0 <= t < float("inf") for t in self.myopic), "numbers of at least 0"),
-            "texts": (self.texts >= 2, "at least 2"),
-            "text_prompt": (
-                1 <= self.text_prompt < self.text.seq_len,
-                f"1 to {self.text.seq_len - 1}, below --seq-len",
-            ),
-            "analogy_rows": (self.analogy_rows >= 1, "at least 1"),
-        }
-        for name, (right, expected) in ranges.items():
-            if not right:
-                raise UserError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}.")
+        """Raises `UserError` where options do not fit together, or self-BLEU is not installed."""
+        if not self.myopic:
+            raise UserError("--myopic: expected at least one temperature.")
+        if self.text_prompt >= self.text.seq_len:
+            raise UserError(f"--text-prompt: expected less than --seq-len {self.text.seq_len}, got {self.text_prompt}.")
         if self.self_bleu:
             load_bleu()
 
 
 @on_devices
-def run_lhts(run: LhtsRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `LhtsRun`; returns what it wrote to metrics.json. Raises UserError before any work is lost."""
-    run.check()
-    mesh = run.devices.make_mesh()
-    run.lhts.check(mesh)
-    claim_directory(run.out, _identity(run))
-    base = load_placed(run.model, mesh, run.dtype, stored=jnp.float32, announce=announce)
-    check_context(run.text.seq_len, base.config.max_positions)
+def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
+    options.check()
+    context = begin("train lhts", options, log)
+    options.lhts.check(context.mesh)
+    base = load_placed(options.model, context.mesh, options.dtype, stored=jnp.float32, log=log)
+    check_context(options.text.seq_len, base.config.max_positions)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
-    windows = run.text.read(run.data, base, announce, split=run.split)
-    fit, held_out = split_windows(windows, run.fit_fraction)
+    fit, held_out = split_windows(options.text.read(options.data, base, log, split=options.split), options.fit_fraction)
     questions = None
-    if run.analogies is not None:
-        questions = load_analogies(run.analogies, base, count=run.analogy_rows, seed=run.seed)
+    if options.analogies is not None:
+        questions = load_analogies(options.analogies, base, count=options.analogy_rows, seed=options.seed)
+
     fits: dict[str, Any] = {}
     models = {"pretrained": base}
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "texts": {},
         "analogies": {},
-        "run": {**_identity(run), "fit": fits, "base_fingerprint": base.fingerprint},
+        "run": {**run_identity("train lhts", options), "fit": fits, "base_fingerprint": base.fingerprint},
     }
     results: dict[str, MethodResult] = {}
-    begun = held_out.take(slice(run.texts))
-    methods: tuple[Method, ...] = ("partition", "lhts") if run.partition else ("lhts",)
-    with jax.set_mesh(mesh):
+    methods: tuple[Method, ...] = ("partition", "lhts") if options.partition else ("lhts",)
+    with jax.set_mesh(context.mesh):
         for method in methods:
             fitted = fit_lhts(
                 base,
                 fit,
-                run.lhts,
-                directory=run.out / "fit" / method,
+                options.lhts,
+                context=context.within("fit", method),
                 method=method,
-                samples=run.out / "fit",
-                mesh=mesh,
-                seed=run.seed,
-                announce=announce,
-                quiet=run.quiet,
+                samples=options.out / "fit",
             )
             fits[method] = fitted.report
             for name, params in fitted.params.items():
-                save_model(run.out / "models" / name, base.config, params, like=base.path, replace=True)
-                models[name] = load_placed(run.out / "models" / name, mesh, run.dtype, stored=jnp.float32)
+                directory = options.out / "models" / name
+                save_model(directory, base.config, params, like=base.path, replace=True)
+                models[name] = load_placed(directory, context.mesh, options.dtype, stored=jnp.float32)
         for name, lm in models.items():
             results |= evaluate_tokens(
                 lm,
                 held_out,
                 {name: identity_head(lm)},
-                batch_size=run.lhts.batch_size,
-                description=f"evaluating {name}",
-                quiet=run.quiet,
+                batch_size=options.lhts.batch_size,
+                title=f"evaluating {name}",
+                context=context,
             )
-            document["texts"][name] = {
-                f"{temperature:g}": evaluate_text(
-                    lm,
-                    base,
-                    begun,
-                    temperature=temperature,
-                    prompt=run.text_prompt,
-                    batch_size=run.lhts.batch_size,
-                    seed=run.seed,
-                    with_self_bleu=run.self_bleu,
-                    description=f"{name} at {temperature:g}",
-                    quiet=run.quiet,
-                )
-                for temperature in run.myopic
-            }
+            document["texts"][name] = _texts(lm, base, held_out, name, options, context)
             if questions is not None:
                 document["analogies"][name] = evaluate_analogies(
                     lm,
                     questions,
-                    run.myopic,
-                    batch_size=run.lhts.batch_size,
-                    description=f"{name}: analogies",
-                    quiet=run.quiet,
+                    options.myopic,
+                    batch_size=options.lhts.batch_size,
+                    title=f"{name}: analogies",
+                    context=context,
                 )
-    document["held_out"] = results_json(results, seed=run.seed)
-    finish(document, run.out, holds="diversity.png, models/ (for --model, or transformers)", show=not run.json)
+    document["held_out"] = results_json(results, seed=options.seed)
+    finish(document, options.out, holds="diversity.png, models/ (for --model, or transformers)", show=not options.json)
     return document
 
 
-def _identity(run: LhtsRun) -> dict[str, Any]:
-    """What makes two runs the same: all options but where it runs and how the result is kept, judged and shown."""
-    judged_only = {"myopic", "texts", "text_prompt", "self_bleu", "analogies", "analogy_rows"}
-    left_out = {"out", "json", "quiet", "devices", *judged_only}
+def _texts(
+    lm: LanguageModel,
+    scorer: LanguageModel,
+    held_out: Windows,
+    name: str,
+    options: TrainLhtsOptions,
+    context: RunContext,
+) -> dict[str, Any]:
+    """What a model writes at every myopic temperature, evaluated."""
+    prompts = held_out.take(slice(options.texts))
     return {
-        "command": "train lhts",
-        **{name: value for name, value in dataclasses.asdict(run).items() if name not in left_out},
+        f"{temperature:g}": evaluate_text(
+            lm,
+            scorer,
+            prompts,
+            temperature=temperature,
+            prompt=options.text_prompt,
+            batch_size=options.lhts.batch_size,
+            with_self_bleu=options.self_bleu,
+            title=f"{name} at {temperature:g}",
+            context=context,
+        )
+        for temperature in options.myopic
     }

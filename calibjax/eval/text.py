@@ -9,6 +9,7 @@ import numpy as np
 from calibjax.data import Windows
 from calibjax.models import LanguageModel
 from calibjax.models.samples import log_probs, sample_windows
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 
 
@@ -71,10 +72,9 @@ def evaluate_text(
     temperature: float,
     prompt: int,
     batch_size: int = 16,
-    seed: int = 0,
     with_self_bleu: bool = False,
-    description: str = "text",
-    quiet: bool = False,
+    title: str = "text",
+    context: RunContext | None = None,
 ) -> dict[str, Any]:
     """Lets a model continue the first tokens of windows, and judges what it writes.
 
@@ -85,10 +85,9 @@ def evaluate_text(
         temperature: of the draws of every next token; 0: the most likely.
         prompt: tokens.
         batch_size: windows at a time.
-        seed: of the draws.
         with_self_bleu: needs sacrebleu.
-        description: of the progress bar.
-        quiet: no progress bar.
+        title: of the progress bar.
+        context: seed of the draws, and progress.
 
     Returns:
         log_prob: mean log p of a token under the scorer, nats, with its standard error over texts `log_prob_error`;
@@ -100,9 +99,8 @@ def evaluate_text(
         prompt=prompt,
         temperature=temperature,
         batch_size=batch_size,
-        seed=seed,
-        description=description,
-        quiet=quiet,
+        title=title,
+        context=context,
     )
     sums, counts = (
         log_probs(scorer, drawn, batch_size=batch_size).sum(axis=1, dtype=np.float64),

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from tqdm import tqdm
 
 from calibjax import metrics
 from calibjax.data import Windows, eval_batches
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden, batch_stats, freeze
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 
 TEMPERATURE_EDGES = np.geomspace(0.1, 20.0, 61)
@@ -92,8 +92,8 @@ def evaluate_tokens(
     bins: int = 15,
     closed: metrics.Closed = "right",
     keep_tokens: bool = False,
-    description: str = "evaluation",
-    quiet: bool = False,
+    title: str = "evaluation",
+    context: RunContext | None = None,
 ) -> dict[str, MethodResult]:
     """Evaluates several heads on the tokens of the windows; the frozen model runs once for all of them.
 
@@ -106,12 +106,13 @@ def evaluate_tokens(
         batch_size: windows a step.
         bins, closed: of the reliability bins; see `calibjax.metrics`.
         keep_tokens: keep per-token outputs.
-        description: of the progress bar.
-        quiet: no progress bar.
+        title: of the progress bar.
+        context: shows progress, or does not.
 
     Returns:
         name -> `MethodResult`.
     """
+    context = context or RunContext()
     names = list(heads)
     configs = tuple(heads[name].config for name in names)
     params = [heads[name].params for name in names]
@@ -120,7 +121,7 @@ def evaluate_tokens(
     kept: dict[str, list[Any]] = {name: [] for name in names}
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
-    bar = tqdm(total=len(windows.tokens), desc=description, unit="window", disable=quiet)
+    bar = context.bar(title=title, unit="window", total=len(windows.tokens))
     for batch, real in eval_batches(windows.arrays(), batch_size):
         results = to_host(evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch))
         for name, (sums, of_tokens, valid) in zip(names, results, strict=True):

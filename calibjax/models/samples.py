@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Float
-from tqdm import tqdm
 
 from calibjax.data import Windows, eval_batches
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden, freeze, vocab_sharding
 from calibjax.models.generate import default_stop_tokens, generate
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import on_first, to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file
@@ -27,9 +27,8 @@ def sample_windows(
     prompt: int = 1,
     temperature: float = 1.0,
     batch_size: int = 16,
-    seed: int = 0,
-    description: str = "sampling",
-    quiet: bool = False,
+    title: str = "sampling",
+    context: RunContext | None = None,
 ) -> Windows:
     """Continues the first tokens of every window by the model's own draws, to the window's length or the text's end.
 
@@ -39,9 +38,8 @@ def sample_windows(
         prompt: how many of them, at least 1; they are not counted in the result.
         temperature: of the draws; 1: the model as it is; 0: the most likely token.
         batch_size: windows at a time.
-        seed: of the draws.
-        description: of the progress bar.
-        quiet: no progress bar.
+        title: of the progress bar.
+        context: seed of the draws, and progress.
 
     Returns:
         Windows of the same shape, one text each, padded at the end.
@@ -49,6 +47,7 @@ def sample_windows(
     Raises:
         UserError: the prompt leaves nothing to draw, or is longer than a window's first text.
     """
+    context = context or RunContext()
     count, length = windows.tokens.shape
     if not 1 <= prompt <= length:
         raise UserError(f"--prompt: expected 1 to {length}, the windows' inputs, got {prompt}.")
@@ -59,7 +58,7 @@ def sample_windows(
     tokens[:, :prompt] = windows.tokens[:, :prompt]
     where = np.zeros((count, length + 1), bool)
     where[:, :prompt] = True
-    bar = tqdm(total=count, desc=description, unit="window", disable=quiet)
+    bar = context.bar(title=title, unit="window", total=count)
     for number, begin in enumerate(range(0, count, batch_size)):
         rows = np.arange(begin, begin + batch_size) % count  # the last batch is filled up: one program for all
         generated = generate(
@@ -67,7 +66,7 @@ def sample_windows(
             tokens[rows, :prompt].tolist(),
             max_new_tokens=length + 1 - prompt,
             temperature=temperature,
-            key=jax.random.fold_in(jax.random.key(seed), number) if temperature else None,
+            key=jax.random.fold_in(jax.random.key(context.seed), number) if temperature else None,
             stop_tokens=stops,
         )
         drawn, counts = to_host((generated.tokens, generated.where))
@@ -96,29 +95,29 @@ def mix_samples(
     directory: Path,
     prompt: int = 1,
     batch_size: int = 16,
-    seed: int = 0,
-    quiet: bool = False,
+    context: RunContext | None = None,
 ) -> Windows:
-    """Puts the model's own text in the place of a fraction of the windows, chosen by `seed`.
+    """Puts the model's own text in the place of a fraction of the windows, chosen by the seed.
 
     The draws are kept in `directory`, so that a run that is started again need not make them again.
 
     Args:
         fraction: in [0, 1].
         directory: made if missing; holds `samples.npz`.
-        lm, windows, prompt, batch_size, seed, quiet: as in `sample_windows`.
+        lm, windows, prompt, batch_size, context: as in `sample_windows`.
     """
+    context = context or RunContext()
     rows = np.sort(
-        np.random.default_rng(seed).permutation(len(windows.tokens))[: round(fraction * len(windows.tokens))]
+        np.random.default_rng(context.seed).permutation(len(windows.tokens))[: round(fraction * len(windows.tokens))]
     )
     if not len(rows):
         return windows
-    file, made_of = directory / "samples.npz", json.dumps([lm.fingerprint, fraction, prompt, batch_size, seed])
+    file, made_of = directory / "samples.npz", json.dumps([lm.fingerprint, fraction, prompt, batch_size, context.seed])
     if file.is_file():
         with np.load(file) as stored:
             if str(stored["made_of"]) == made_of and np.array_equal(stored["rows"], rows):
                 return _replace(windows, rows, {name: stored[name] for name in Windows._fields})
-    drawn = sample_windows(lm, windows.take(rows), prompt=prompt, batch_size=batch_size, seed=seed, quiet=quiet)
+    drawn = sample_windows(lm, windows.take(rows), prompt=prompt, batch_size=batch_size, context=context)
 
     def keep() -> None:
         directory.mkdir(parents=True, exist_ok=True)

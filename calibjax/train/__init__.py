@@ -1,7 +1,6 @@
 """Training: state, step, loop and checkpoints, and the objectives over them."""
 
 from calibjax.train.ats import AtsObjective as AtsObjective
-from calibjax.train.ats import fit_ats as fit_ats
 from calibjax.train.checkpoint import head_notes as head_notes
 from calibjax.train.checkpoint import load_head as load_head
 from calibjax.train.checkpoint import save_head as save_head

@@ -3,36 +3,33 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax import losses, recalibrate
 from calibjax.data import Windows, batches, hold_back
-from calibjax.heads import FittedHead, HeadConfig
+from calibjax.heads import HeadConfig
 from calibjax.kernels import VocabStats
 from calibjax.models import LanguageModel
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, batch_stats, freeze
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
-from calibjax.runtime.sharding import check_batch, local_rows, make_mesh, param_shardings
+from calibjax.runtime.sharding import local_rows, param_shardings
 from calibjax.train.hidden_cache import array_hash, window_arrays
 from calibjax.train.loop import train
-from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
+from calibjax.train.options import AtsPlan, Trial
 from calibjax.train.state import OptimizerConfig, create_state
 from calibjax.train.step import TrainStep, make_train_step
 from calibjax.train.temperature import (
     LikelihoodPass,
-    describe_temperature,
-    fit_single_temperature,
     likelihood_pass,
     mean_likelihood,
 )
@@ -105,11 +102,25 @@ class AtsObjective:
         return (total / jnp.maximum(count, 1.0), jnp.ones(())) if loss.per_micro_batch else (total, count)
 
 
-class Candidate(NamedTuple):
-    """One loss that was tried, and what its head scored on the windows kept from training (per token, nats).
+class FitData(NamedTuple):
+    """What heads are fitted on: sequences of a frozen model, split into a part to train on and one to choose on.
 
-    The scores are NaN where nothing is chosen or refitted, and so nothing was kept from training.
+    Attributes:
+        arrays: of all sequences, as `batch_stats` reads them; see `window_arrays`.
+        frozen: the model's arrays.
+        train, validation: rows of `arrays`; `validation` is empty where nothing is chosen or refitted.
+        hash: identifies the sequences.
     """
+
+    arrays: Mapping[str, np.ndarray]
+    frozen: Frozen
+    train: np.ndarray
+    validation: np.ndarray
+    hash: str
+
+
+class Candidate(NamedTuple):
+    """A head trained with one loss, and its scores on validation data, nats per token (NaN without such data)."""
 
     trial: Trial
     params: Any
@@ -118,171 +129,67 @@ class Candidate(NamedTuple):
     refit: recalibrate.TemperatureFit | None
 
 
-class AtsFit(NamedTuple):
-    """What `fit_ats` returns.
-
-    Attributes:
-        head: the finished head.
-        temperature: the single temperature, as a head.
-        report: JSON-able: what was tried, chosen and refitted.
-    """
-
-    head: FittedHead
-    temperature: FittedHead
-    report: dict[str, Any]
-
-
-def fit_ats(
-    lm: LanguageModel,
-    windows: Windows,
-    options: AtsOptions = AtsOptions(),  # noqa: B008 (frozen)
-    *,
-    directory: Path,
-    mesh: Mesh | None = None,
-    seed: int = 0,
-    announce: Callable[[str], None] = print,
-    quiet: bool = False,
-) -> AtsFit:
-    """Fits a single temperature and an ATS head to a frozen model.
-
-    Everything is kept in `directory`: killed and called again with the same arguments it goes on where it was and ends
-    with the same head, bit for bit.
-
-    Args:
-        lm: the frozen model.
-        windows: to fit on. A part of them, chosen by `seed`, is kept from training the head where a loss is chosen or
-            a temperature refitted; the single temperature is fitted on all of them.
-        options: see `AtsOptions`.
-        directory: for checkpoints, logs and the cache of hidden states.
-        mesh: devices, with the axes of `calibjax.runtime.sharding.AXES`; None: one device. The model is laid out on it
-            where it is not yet, and the head and its optimiser with it.
-        seed: of the head's start, the order of the windows and the part kept back.
-        announce: told in one line each what was done.
-        quiet: no progress bars.
-
-    Returns:
-        `AtsFit`, its heads on the host.
-
-    Raises:
-        UserError: options that do not fit, or a directory with another run.
-        NonFiniteLossError: training diverged.
-    """
-    plan = make_plan(options, lm.config.hidden_size)
-    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-    check_batch(mesh, plan.batch_size, plan.accumulate)
-    placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
-    with jax.set_mesh(mesh):
-        return _fit(
-            dataclasses.replace(lm, params=placed),
-            windows,
-            plan,
-            directory=directory,
-            mesh=mesh,
-            seed=seed,
-            announce=announce,
-            quiet=quiet,
-        )
-
-
-def _fit(
-    lm: LanguageModel,
-    windows: Windows,
-    plan: AtsPlan,
-    *,
-    directory: Path,
-    mesh: Mesh,
-    seed: int,
-    announce: Callable[[str], None],
-    quiet: bool,
-) -> AtsFit:
-    """`fit_ats` of a model that lies on the mesh, which is set."""
-    every_row = np.arange(len(windows.tokens))
-    chosen_or_refitted = len(plan.trials) > 1 or plan.refit_temperature
-    train_rows, validation_rows = every_row, every_row[:0]
-    if chosen_or_refitted:
-        train_rows, validation_rows = hold_back(windows, plan.validation_fraction, seed)
+def prepare(lm: LanguageModel, windows: Windows, plan: AtsPlan, context: RunContext) -> FitData:
+    """Splits off validation data where a loss is chosen or a temperature refitted, and caches the hidden states."""
+    train_rows, validation_rows = np.arange(len(windows.tokens)), np.arange(0)
+    if len(plan.trials) > 1 or plan.refit_temperature:
+        train_rows, validation_rows = hold_back(windows, plan.validation_fraction, context.seed)
     arrays, hidden_given = window_arrays(
-        lm,
-        windows,
-        mode=plan.cache_hidden,
-        directory=directory,
-        batch_size=plan.batch_size,
-        announce=announce,
-        quiet=quiet,
+        lm, windows, mode=plan.cache_hidden, batch_size=plan.batch_size, context=context
     )
     frozen = freeze(lm, head=plan.head, hidden_given=hidden_given)
+    return FitData(arrays, frozen, train_rows, validation_rows, array_hash(windows._asdict()))
 
-    def scores(params: Any, rows: np.ndarray, top_label_weight: float) -> LikelihoodPass:
+
+def train_candidate(lm: LanguageModel, data: FitData, plan: AtsPlan, trial: Trial, context: RunContext) -> Candidate:
+    """Trains a head with one loss and scores it, with a refitted temperature where that is significant."""
+    params = train_head(
+        lm,
+        plan,
+        trial,
+        data.frozen,
+        _Rows(data.arrays, data.train),
+        context=context.within(str(trial)),
+        identity={"windows": data.hash},
+    )
+    if not len(data.validation):
+        return Candidate(trial, to_host(params), math.nan, math.nan, None)
+
+    def likelihood(top_label_weight: float) -> LikelihoodPass:
+        rows = _Rows(data.arrays, data.validation)
         return likelihood_pass(
-            lm,
-            plan.head,
-            params,
-            frozen,
-            _Rows(arrays, rows),
-            plan.batch_size,
-            top_label_weight=top_label_weight,
+            lm, plan.head, params, data.frozen, rows, plan.batch_size, top_label_weight=top_label_weight
         )
 
-    single, temperature = fit_single_temperature(lm, frozen, arrays, plan.batch_size)
-    announce(describe_temperature(single, len(every_row)))
+    score_pass = likelihood(plan.top_label_weight)
+    refit = recalibrate.fit_temperature(score_pass) if plan.refit_temperature else None
+    score = refit.nll if refit is not None and _is_significant(refit) else mean_likelihood(score_pass)
+    nll = mean_likelihood(likelihood(0.0))
+    context.log(f"ATS {trial}: on validation NLL {nll:.4f}, score {score:.4f}")
+    return Candidate(trial, to_host(params), nll, score, refit)
 
-    run = {"windows": array_hash(windows._asdict())}
-    candidates = []
-    for trial in plan.trials:
-        params = train_head(
-            lm,
-            plan,
-            trial,
-            frozen,
-            _Rows(arrays, train_rows),
-            mesh=mesh,
-            directory=directory / str(trial),
-            seed=seed,
-            run=run,
-            quiet=quiet,
-        )
-        if not chosen_or_refitted:
-            candidates.append(Candidate(trial, to_host(params), math.nan, math.nan, None))
-            continue
-        at = scores(params, validation_rows, plan.top_label_weight)
-        refit = recalibrate.fit_temperature(at) if plan.refit_temperature else None
-        score = refit.nll if refit is not None and _is_significant(refit) else mean_likelihood(at)
-        nll = mean_likelihood(scores(params, validation_rows, 0.0))
-        candidates.append(Candidate(trial, to_host(params), nll, score, refit))
-        announce(f"ATS {trial}: on validation NLL {nll:.4f}, score {score:.4f}")
+
+def choose(candidates: Sequence[Candidate], context: RunContext) -> Candidate:
+    """The candidate with the best score on validation data."""
     best = min(candidates, key=lambda c: c.validation_score)
     if len(candidates) > 1:
         others = ", ".join(f"{c.trial} {c.validation_score:.4f}" for c in candidates if c is not best)
-        announce(f"chose {best.trial}: best score on validation, {best.validation_score:.4f} (others: {others})")
+        context.log(f"chose {best.trial}: best score on validation, {best.validation_score:.4f} (others: {others})")
+    return best
 
-    log_factor, refit_report = 0.0, None
-    if best.refit is not None:
-        significant = _is_significant(best.refit)
-        log_factor = best.refit.log_scale if significant else 0.0
-        refit_report = {
-            "factor": math.exp(best.refit.log_scale),
-            "standard_error_of_log": best.refit.standard_error,
-            "applied": significant,
-        }
-        announce(
-            f"refit on top: scale x {refit_report['factor']:.4f} (standard error of its log "
-            f"{best.refit.standard_error:.4f}): {'applied' if significant else 'not applied, within its noise'}"
-        )
-    report = {
-        "plan": dataclasses.asdict(plan),
-        "loss": str(best.trial),
-        "score": f"NLL + {plan.top_label_weight:g} x top-label log loss, nats a token",
-        "candidates": [
-            {"loss": str(c.trial), "validation_nll": c.validation_nll, "validation_score": c.validation_score}
-            for c in candidates
-            if chosen_or_refitted
-        ],
-        "refit": refit_report,
-        "temperature": single.temperature,
-        "windows": {"train": len(train_rows), "validation": len(validation_rows)},
-    }
-    head = FittedHead(plan.head, best.params, log_factor, lm.fingerprint)
-    return AtsFit(head, temperature, report)
+
+def refitted_log_factor(best: Candidate, context: RunContext) -> tuple[float, dict[str, Any] | None]:
+    """The log of the factor that is applied on top of the head (0 where it is within its noise), and its report."""
+    if best.refit is None:
+        return 0.0, None
+    significant = _is_significant(best.refit)
+    factor, error = math.exp(best.refit.log_scale), best.refit.standard_error
+    context.log(
+        f"refit on top: scale x {factor:.4f} (standard error of its log {error:.4f}): "
+        f"{'applied' if significant else 'not applied, within its noise'}"
+    )
+    report = {"factor": factor, "standard_error_of_log": error, "applied": significant}
+    return best.refit.log_scale if significant else 0.0, report
 
 
 def train_head(
@@ -292,11 +199,8 @@ def train_head(
     frozen: Frozen,
     arrays: Mapping[str, Any],
     *,
-    mesh: Mesh,
-    directory: Path,
-    seed: int,
-    run: Mapping[str, Any],
-    quiet: bool = False,
+    context: RunContext,
+    identity: Mapping[str, Any],
 ) -> Any:
     """Trains one head with one loss, from where a killed run left it; returns its parameters.
 
@@ -304,42 +208,38 @@ def train_head(
         lm: the frozen model.
         plan: the head, optimiser, batches and epochs.
         trial: the loss.
-        frozen: the model's arrays, on `mesh`; see `freeze`.
-        arrays: of the windows; see `window_arrays`.
-        mesh: the one that is set (`jax.set_mesh`).
-        directory: for checkpoints and logs.
-        seed: of the head's start and the order of the windows.
-        run: what else makes this run another, kept with its checkpoints.
-        quiet: no progress bar.
+        frozen: the model's arrays, on `context.mesh`, which is set (`jax.set_mesh`); see `freeze`.
+        arrays: of the sequences; see `window_arrays`.
+        context: directory for checkpoints and logs; seed of the head's initial parameters and of the batches.
+        identity: what else makes this run another, kept with its checkpoints.
     """
     steps = max(1, plan.epochs * len(arrays["targets"]) // plan.batch_size)
     objective = AtsObjective(lm.config, plan.head, trial.loss, lm.dtype)
     optimizer, step_fn = _step_of(objective, plan.optimizer, steps, plan.accumulate)
 
     def start():
-        return create_state(plan.head.init(jax.random.key(seed)), optimizer)
+        return create_state(plan.head.init(jax.random.key(context.seed)), optimizer)
 
+    part = local_rows(context.mesh, plan.batch_size)
     state = train(
         step_fn,
-        jax.jit(start, out_shardings=param_shardings(mesh, jax.eval_shape(start)))(),
+        jax.jit(start, out_shardings=param_shardings(context.mesh, jax.eval_shape(start)))(),
         frozen,
         {"alpha": jnp.float32(trial.alpha or 0.0), "top_label_weight": jnp.float32(plan.top_label_weight)},
-        batches(arrays, plan.batch_size, seed=seed, epochs=plan.epochs, part=local_rows(mesh, plan.batch_size)),
+        batches(arrays, plan.batch_size, seed=context.seed, epochs=plan.epochs, part=part),
         steps=steps,
-        mesh=mesh,
-        directory=directory,
-        run={
+        context=context,
+        identity={
             "plan": dataclasses.asdict(plan),
-            "seed": seed,
+            "seed": context.seed,
             "fingerprint": lm.fingerprint,
             "dtype": str(lm.dtype),
-            **run,
+            **identity,
             "loss": trial.loss,
             "alpha": trial.alpha,
         },
-        description=f"ATS {trial}",
+        title=f"ATS {trial}",
         checkpoint_every=plan.checkpoint_every,
-        quiet=quiet,
     )
     return state.params
 

@@ -2,17 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from calibjax.data import Windows, eval_batches
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import write_file
@@ -26,10 +26,8 @@ def window_arrays(
     windows: Windows,
     *,
     mode: CacheMode,
-    directory: Path,
     batch_size: int,
-    announce: Callable[[str], None] = print,
-    quiet: bool = False,
+    context: RunContext,
 ) -> tuple[dict[str, np.ndarray], bool]:
     """The arrays of the windows that training reads: with `hidden` where the cache is on, with tokens where it is off.
 
@@ -38,13 +36,11 @@ def window_arrays(
     Args:
         lm: the frozen model.
         windows: S windows of T positions.
-        mode: "memory": hidden states as one host array; "disk": as a memory-mapped file in `directory`, used again by a
-            later run over the same model and windows; "off": recomputed in every step; "auto": "memory" where they take
-            at most a quarter of the free host memory, else "off", decided once for `directory`.
-        directory: of the file.
-        batch_size: windows a forward pass.
-        announce: told what is cached and how large it is.
-        quiet: no progress bar.
+        mode: "memory": hidden states as one host array; "disk": as a memory-mapped file in `context.directory`, used
+            again by a later run over the same model and windows; "off": recomputed in every step; "auto": "memory"
+            where they take at most a quarter of the free host memory, else "off", decided once for the directory.
+        batch_size: windows per forward pass.
+        context: directory of the cache, log and progress.
 
     Returns:
         (arrays with S rows each: targets, where, segment_ids, and hidden or tokens and positions; whether hidden is
@@ -53,20 +49,21 @@ def window_arrays(
     Raises:
         UserError: where the file cannot be written.
     """
+    directory = context.require_directory()
     shape = (*windows.tokens.shape, lm.config.hidden_size)
     size = int(np.prod(shape)) * lm.dtype.itemsize
     arrays = {name: getattr(windows, name) for name in ("targets", "where", "segment_ids")}
     if mode == "auto":
         mode = "memory" if on_first(lambda: _decide(size, directory / "cache.json") == "memory") else "off"
     if mode == "off":
-        announce(f"hidden states are recomputed in every step (a cache would take {_readable(size)})")
+        context.log(f"hidden states are recomputed in every step (a cache would take {_readable(size)})")
         return {**arrays, "tokens": windows.tokens, "positions": windows.positions}, False
-    announce(f"caching hidden states: {_readable(size)} ({mode}) for {windows.where.sum():,} tokens")
+    context.log(f"caching hidden states: {_readable(size)} ({mode}) for {windows.where.sum():,} tokens")
     if mode == "memory":
         hidden = np.empty(shape, lm.dtype)
-        _compute(lm, windows, hidden, batch_size, quiet)
+        _compute(lm, windows, hidden, batch_size, context)
         return {**arrays, "hidden": hidden}, True
-    return {**arrays, "hidden": _on_disk(lm, windows, shape, directory, batch_size, announce, quiet)}, True
+    return {**arrays, "hidden": _on_disk(lm, windows, shape, batch_size, context)}, True
 
 
 def _decide(size: int, note: Path) -> CacheMode:
@@ -80,13 +77,13 @@ def _decide(size: int, note: Path) -> CacheMode:
     return mode
 
 
-def _compute(lm: LanguageModel, windows: Windows, out: np.ndarray | None, batch_size: int, quiet: bool) -> None:
+def _compute(lm: LanguageModel, windows: Windows, out: np.ndarray | None, batch_size: int, context: RunContext) -> None:
     """Fills `out`; a process without one only takes its part in the computation."""
     frozen = Frozen(lm.params, lm.unembedding)
     forward = jax.jit(batch_hidden, static_argnums=(0, 3))
     names = ("tokens", "segment_ids", "positions", "where")
     rows = eval_batches({name: getattr(windows, name) for name in names}, batch_size)
-    bar = tqdm(total=len(windows.tokens), desc="frozen forward pass", unit="window", disable=quiet)
+    bar = context.bar(title="frozen forward pass", unit="window", total=len(windows.tokens))
     start = 0
     for batch, real in rows:
         hidden = to_host(forward(lm.config, frozen, batch, lm.dtype))
@@ -101,12 +98,11 @@ def _on_disk(
     lm: LanguageModel,
     windows: Windows,
     shape: tuple[int, ...],
-    directory: Path,
     batch_size: int,
-    announce: Callable[[str], None],
-    quiet: bool,
+    context: RunContext,
 ) -> np.ndarray:
     """A raw file of `shape` and the model's dtype, and a note beside it of what it holds, written last."""
+    directory = context.require_directory()
     file, note = directory / "hidden.bin", directory / "hidden.json"
     identity = {
         "fingerprint": lm.fingerprint,
@@ -130,11 +126,11 @@ def _on_disk(
         write_file(note, json.dumps(identity))
 
     if on_first(lambda: file.is_file() and _stored(note) == identity):
-        announce(f"found them in {file}")
+        context.log(f"found them in {file}")
     else:
         on_first(begin)
         hidden = np.memmap(file, lm.dtype, "r+", shape=shape) if is_first() else None
-        _compute(lm, windows, hidden, batch_size, quiet)
+        _compute(lm, windows, hidden, batch_size, context)
         if hidden is not None:
             hidden.flush()
         on_first(finish)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,8 +31,9 @@ from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import vocab_sharding
 from calibjax.models.samples import log_probs, mix_samples
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.sharding import make_mesh, param_shardings, replicated
+from calibjax.runtime.sharding import param_shardings, replicated
 from calibjax.train.hidden_cache import array_hash
 from calibjax.train.state import Schedule
 from calibjax.train.tuning import Ranges, TuningOptions, tune
@@ -244,13 +245,9 @@ def fit_lhts(
     windows: Windows,
     options: LhtsOptions = LhtsOptions(),
     *,
-    directory: Path,
+    context: RunContext,
     method: Method = "lhts",
     samples: Path | None = None,
-    mesh: Mesh | None = None,
-    seed: int = 0,
-    announce: Callable[[str], None] = print,
-    quiet: bool = False,
 ) -> LhtsFit:
     """Trains a student of a model's long-horizon temperatures; the model itself is the frozen scorer.
 
@@ -258,26 +255,23 @@ def fit_lhts(
     the student on all of them, each quantile with its own vector added to the embeddings; used is the best quantile's.
     (Quark, arXiv 2205.13636, puts a control token before the text instead, and repeats sampling and training.)
 
-    Everything is kept in `directory`: killed and called again with the same arguments it goes on where it was and ends
-    with the same parameters, bit for bit.
+    Everything is kept in `context.directory`: killed and called again with the same arguments, it resumes and ends with
+    the same parameters, bit for bit.
 
     Args:
         lm: scorer, and what the student starts from; `lm.dtype` is the compute dtype.
-        windows: to train on; a part of them, chosen by `seed`, is kept for validation.
+        windows: to train on; a part of them, chosen by the seed, is kept for validation.
         options: see `LhtsOptions`.
-        directory: for checkpoints and logs.
+        context: directory for checkpoints and logs, devices, log and progress; seed of samples, temperatures, the order
+            of the windows, and the part kept for validation.
         method: `lhts` or `partition`.
-        samples: directory for the model's own text, which several fits may share; None: `directory`.
-        mesh: devices, with the axes of `calibjax.runtime.sharding.AXES`; None: one device.
-        seed: of samples, temperatures, the order of the windows, and the part kept back.
-        announce: told in one line each what was done.
-        quiet: no progress bars.
+        samples: directory for the model's own text, which several fits may share; None: `context.directory`.
 
     Raises:
         UserError: options that do not fit, nothing to predict, or a directory with another run.
         NonFiniteLossError: training diverged.
     """
-    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    mesh, seed = context.mesh, context.seed
     options.check(mesh)
     if not windows.where.any():
         raise UserError("LHTS: no token of the windows counts; check the format of the data and the masks.")
@@ -292,11 +286,10 @@ def fit_lhts(
         lm,
         windows,
         options.samples,
-        directory=samples or directory,
+        directory=samples or context.require_directory(),
         prompt=options.prompt,
         batch_size=options.batch_size,
-        seed=seed,
-        quiet=quiet,
+        context=context,
     )
     count, length = windows.tokens.shape
     if method == "partition":
@@ -333,10 +326,8 @@ def fit_lhts(
         {name: array[train_rows] for name, array in arrays.items()},
         {name: array[validation_rows] for name, array in arrays.items()},
         options,
-        directory=directory,
-        mesh=mesh,
-        seed=seed,
-        run={
+        context=context,
+        identity={
             "options": dataclasses.asdict(options),
             "method": method,
             "seed": seed,
@@ -345,10 +336,9 @@ def fit_lhts(
             "windows": array_hash(arrays),
         },
         carry=RunningMean.empty(length),
-        description=method,
-        quiet=quiet,
+        title=method,
     )
-    announce(
+    context.log(
         f"{method}: {steps:,} steps on {len(train_rows):,} windows; NLL of the {len(validation_rows):,} kept for "
         f"validation: {final['validation_nll']:.4f}"
     )

@@ -6,20 +6,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import jax
-from jax.sharding import Mesh
 from jaxtyping import Array
-from tqdm import tqdm
 
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.files import write_file
 from calibjax.runtime.sharding import place_rows
 from calibjax.train.checkpoint import Checkpoints
 from calibjax.train.state import TrainState
 from calibjax.train.step import StepMetrics, TrainStep
+
+LOG_EVERY = 10
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -69,6 +70,18 @@ class TrainLog:
             self._writer.close()
 
 
+class Evaluation(NamedTuple):
+    """What is measured during training.
+
+    Attributes:
+        function: from parameters to scalars that are logged and shown.
+        every: steps between two evaluations; the last step is always followed by one.
+    """
+
+    function: Callable[[Any], dict[str, float]]
+    every: int
+
+
 def train(
     step_fn: TrainStep,
     state: TrainState,
@@ -77,37 +90,29 @@ def train(
     batches: grain.DatasetIterator,
     *,
     steps: int,
-    mesh: Mesh,
-    directory: Path,
-    run: dict[str, Any],
-    description: str,
+    context: RunContext,
+    identity: dict[str, Any],
+    title: str,
     checkpoint_every: int = 200,
-    log_every: int = 10,
-    evaluate: Callable[[Any], dict[str, float]] | None = None,
-    evaluate_every: int | None = None,
-    quiet: bool = False,
+    evaluation: Evaluation | None = None,
 ) -> TrainState:
-    """Takes `steps` steps, from the newest checkpoint in `directory` if there is one.
+    """Takes `steps` steps, from the newest checkpoint in `context.directory` if there is one.
 
     A run that was killed at any moment and is started again with the same arguments ends with bit-identical parameters:
     state, optimiser and position in the data come from the checkpoint, and every step is a pure function of them.
 
     Args:
-        step_fn: of `make_train_step`.
+        step_fn: made by `make_train_step`.
         state: the state before the first step; donated.
         frozen: arrays that the objective reads.
         hyper: scalars that the objective reads.
-        batches: iterator of dicts of arrays, of each batch this process's rows, with `get_state` and `set_state`.
-        steps: in all, counted from the state before the first.
-        mesh: that batches are laid out on.
-        directory: for checkpoints and logs.
-        run: JSON-able description of the run, kept with the checkpoints.
-        description: of the progress bar.
+        batches: iterator over dicts of arrays with this process's rows of each batch; has `get_state` and `set_state`.
+        steps: total number of steps, counted from the state before the first.
+        context: directory of checkpoints and logs, mesh that batches are placed on, progress.
+        identity: JSON-able description of the run, kept with the checkpoints.
+        title: of the progress bar.
         checkpoint_every: steps between checkpoints; the last step is always kept.
-        log_every: steps between lines of the log.
-        evaluate: from parameters to scalars that are logged and shown; called after the last step too.
-        evaluate_every: steps between evaluations; None: only after the last.
-        quiet: no progress bar.
+        evaluation: what is measured during training; None: nothing.
 
     Returns:
         The state after the last step.
@@ -116,15 +121,15 @@ def train(
         NonFiniteLossError: names the first step whose loss or gradient was not finite; checkpoints before it are kept.
         UserError: the directory holds checkpoints of another run.
     """
-    quiet = quiet or not is_first()
-    checkpoints = Checkpoints(directory / "checkpoints", run)
+    directory = context.require_directory()
+    checkpoints = Checkpoints(directory / "checkpoints", identity)
     restored = checkpoints.restore(state)
     if restored is not None:
         state, data_state = restored
         batches.set_state(data_state)
     start = int(state.step)
     log = TrainLog(directory, first_step=start)
-    bar = tqdm(total=steps, initial=start, desc=description, unit="step", disable=quiet, mininterval=0.2)
+    bar = context.bar(title=title, unit="step", total=steps, initial=start, mininterval=0.2)
     tokens, begin = 0.0, time.perf_counter()
 
     def settle(number: int, metrics: StepMetrics) -> None:
@@ -135,34 +140,34 @@ def train(
         for name, value in (("loss", loss), ("norm of the gradient", norm)):
             if not math.isfinite(value):
                 raise NonFiniteLossError(
-                    f"{description}: the {name} at step {number} is {value}. Lower the learning rate or check the "
+                    f"{title}: the {name} at step {number} is {value}. Lower the learning rate or check the "
                     f"data; checkpoints of earlier steps are in {directory / 'checkpoints'}."
                 )
         tokens += count
         rate = tokens / (time.perf_counter() - begin)
         bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
         bar.update()
-        if number % log_every == 0 or number == steps:
+        if number % LOG_EVERY == 0 or number == steps:
             log.write(number, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
 
     try:
         pending: tuple[int, StepMetrics] | None = None
         for number in range(start + 1, steps + 1):
-            state, metrics = step_fn(state, frozen, place_rows(mesh, next(batches)), hyper)
+            state, metrics = step_fn(state, frozen, place_rows(context.mesh, next(batches)), hyper)
             if pending is not None:
                 settle(*pending)
             pending = (number, metrics)
             last = number == steps
-            due = evaluate is not None and (last or (evaluate_every is not None and number % evaluate_every == 0))
+            due = evaluation is not None and (last or number % evaluation.every == 0)
             if due or last or number % checkpoint_every == 0:
                 settle(*pending)
                 pending = None
-            if due and evaluate is not None:
-                scalars = evaluate(state.params)
+            if due and evaluation is not None:
+                scalars = evaluation.function(state.params)
                 log.write(number, scalars)
                 text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
-                if not quiet:
-                    bar.write(f"{description}: step {number:,} of {steps:,}: {text}", file=sys.stderr)
+                if context.shows_progress:
+                    bar.write(f"{title}: step {number:,} of {steps:,}: {text}", file=sys.stderr)
             if last or number % checkpoint_every == 0:
                 checkpoints.save(state, batches.get_state(), step=number)
     finally:

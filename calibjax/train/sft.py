@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,8 +18,9 @@ from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import vocab_sharding
 from calibjax.models.lora import LoraConfig
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.sharding import make_mesh, param_shardings
+from calibjax.runtime.sharding import param_shardings
 from calibjax.train.hidden_cache import array_hash
 from calibjax.train.tuning import Ranges, TuningOptions, tune
 
@@ -170,29 +170,22 @@ def fit_sft(
     windows: Windows,
     options: SftOptions = SftOptions(),
     *,
-    directory: Path,
-    mesh: Mesh | None = None,
-    seed: int = 0,
+    context: RunContext,
     consume: bool = False,
-    announce: Callable[[str], None] = print,
-    quiet: bool = False,
 ) -> SftFit:
     """Fine-tunes a model, or adapters in it, on windows of tokens.
 
-    Everything is kept in `directory`: killed and called again with the same arguments it goes on where it was and ends
-    with the same parameters, bit for bit. Weights are trained in float32, whatever the compute dtype.
+    Everything is kept in `context.directory`: killed and called again with the same arguments, it resumes and ends with
+    the same parameters, bit for bit. Weights are trained in float32, whatever the compute dtype.
 
     Args:
         lm: the model to start from; `lm.dtype` is the compute dtype. For full fine-tuning its weights are best
             float32, as they are stored.
-        windows: to train on; a part of them, chosen by `seed`, is kept for validation.
+        windows: to train on; a part of them, chosen by the seed, is kept for validation.
         options: see `SftOptions`.
-        directory: for checkpoints and logs.
-        mesh: devices, with the axes of `calibjax.runtime.sharding.AXES`; None: one device.
-        seed: of the adapters, the order of the windows, and the part kept back.
+        context: directory for checkpoints and logs, devices, log and progress; seed of the adapters, the order of the
+            windows, and the part kept for validation.
         consume: give the weights of `lm` up to the training in place of a copy; `lm` cannot be used afterwards.
-        announce: told in one line each what was done.
-        quiet: no progress bars.
 
     Returns:
         `SftFit`.
@@ -201,16 +194,16 @@ def fit_sft(
         UserError: options that do not fit, or a directory with another run.
         NonFiniteLossError: training diverged.
     """
-    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    mesh = context.mesh
     options.check(mesh)
     if not windows.where.any():
         raise UserError("fine-tuning: no token of the windows counts; check the format of the data and the masks.")
     config, lora = options.configure(lm.config), options.lora
-    train_rows, validation_rows = split_validation(windows, options, seed)
+    train_rows, validation_rows = split_validation(windows, options, context.seed)
     objective = sft_objective(lm.config, options, lm.dtype, mesh)
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     frozen: Any = None if lora is None else placed
-    held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(seed))]
+    held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(context.seed))]
     del placed
     params, steps, final = tune(
         objective,
@@ -220,21 +213,18 @@ def fit_sft(
         windows.take(train_rows).arrays(),
         windows.take(validation_rows).arrays(),
         options,
-        directory=directory,
-        mesh=mesh,
-        seed=seed,
-        run={
+        context=context,
+        identity={
             "options": dataclasses.asdict(options),
-            "seed": seed,
+            "seed": context.seed,
             "fingerprint": lm.fingerprint,
             "dtype": str(lm.dtype),
             "windows": array_hash(windows._asdict()),
         },
         reduction=options.reduction,
         consume=lora is None and consume,
-        quiet=quiet,
     )
-    announce(
+    context.log(
         f"fine-tuned for {steps:,} steps on {len(train_rows):,} windows; NLL of the {len(validation_rows):,} kept for "
         f"validation: {final['validation_nll']:.4f}"
     )

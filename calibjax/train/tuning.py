@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -14,9 +13,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from calibjax.data import batches, eval_batches
 from calibjax.models import decoder
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
-from calibjax.train.loop import train
+from calibjax.train.loop import Evaluation, train
 from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, TrainState, create_state
 from calibjax.train.step import CarryingObjective, Objective, make_train_step
 
@@ -110,28 +110,24 @@ def tune(
     validation_arrays: Mapping[str, np.ndarray],
     options: TuningOptions,
     *,
-    directory: Path,
-    mesh: Mesh,
-    seed: int,
-    run: dict[str, Any],
+    context: RunContext,
+    identity: dict[str, Any],
     carry: Any = None,
     reduction: Literal["mean", "sum"] = "mean",
-    description: str = "fine-tuning",
+    title: str = "fine-tuning",
     consume: bool = False,
-    quiet: bool = False,
 ) -> tuple[Any, int, dict[str, float]]:
-    """Trains parameters in float32, with checkpoints and logs in `directory`.
+    """Trains parameters in float32, with checkpoints and logs in `context.directory`.
 
     Args:
         objective: what is minimised.
         likelihood: of the tokens that count; evaluated on what was kept for validation.
-        source: a list of one tree, the parameters to start from, placed on `mesh`; it is emptied, so that they can be
-            freed.
+        source: a list of one tree, the parameters to start from, placed on `context.mesh`; it is emptied, so that they
+            can be freed.
         frozen: arrays that both read.
         train_arrays, validation_arrays: of windows, one row each.
         options: of the optimisation.
-        directory, mesh, run, description, quiet: as in `train`.
-        seed: of the order of the windows.
+        context, identity, title: as in `train`; the seed is that of the order of the windows.
         carry: what a `CarryingObjective` starts from; None: the objective is none.
         reduction: as in `make_train_step`.
         consume: give the parameters of `source` up in place of a copy.
@@ -146,7 +142,7 @@ def tune(
     def start(params: Any) -> TrainState:
         return first_state(params, optimizer, carry)
 
-    shardings = param_shardings(mesh, jax.eval_shape(start, source[0]))
+    shardings = param_shardings(context.mesh, jax.eval_shape(start, source[0]))
     state = jax.jit(start, out_shardings=shardings, donate_argnums=0 if consume else ())(source.pop())
     jitted = jax.jit(likelihood)
 
@@ -157,7 +153,7 @@ def tune(
         loss, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
         return {"validation_nll": float(loss / count)}
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(context.mesh):
         state = train(
             make_train_step(
                 objective,
@@ -173,19 +169,16 @@ def tune(
             batches(
                 train_arrays,
                 options.batch_size,
-                seed=seed,
+                seed=context.seed,
                 epochs=options.epochs,
-                part=local_rows(mesh, options.batch_size),
+                part=local_rows(context.mesh, options.batch_size),
             ),
             steps=steps,
-            mesh=mesh,
-            directory=directory,
-            run=run,
-            description=description,
+            context=context,
+            identity=identity,
+            title=title,
             checkpoint_every=options.checkpoint_every,
-            evaluate=evaluate,
-            evaluate_every=max(1, steps // options.epochs),
-            quiet=quiet,
+            evaluation=Evaluation(evaluate, every=max(1, steps // options.epochs)),
         )
         final = evaluate(state.params)
     return state.params, steps, final

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import make_lm, make_windows, ragged
+from tiny import make_lm, make_windows, ragged, silent
 
 from calibjax import metrics, models
 from calibjax.eval.layers.directions import (
@@ -62,7 +62,7 @@ def with_letters(windows):
 @pytest.mark.parametrize("letters", [None, LETTERS])
 def test_layers_equal_the_dense_formula(letters):
     windows = WINDOWS if letters is None else with_letters(WINDOWS)
-    outputs = evaluate_layers(LM, windows, make_readout(LM, letters), batch_size=8, quiet=True)
+    outputs = evaluate_layers(LM, windows, make_readout(LM, letters), batch_size=8, context=silent())
     rows = slice(None) if letters is None else list(letters)
     log_p = log_softmax(dense_states(LM, windows)[1] @ np.asarray(LM.unembedding, np.float64)[rows].T)[:, windows.where]
     targets = windows.targets[windows.where]
@@ -87,7 +87,7 @@ def test_layers_equal_the_dense_formula(letters):
 
 
 def test_the_last_layer_is_the_model():
-    outputs = evaluate_layers(LM, WINDOWS, make_readout(LM), batch_size=8, quiet=True)
+    outputs = evaluate_layers(LM, WINDOWS, make_readout(LM), batch_size=8, context=silent())
     sums = evaluate_edit(LM, WINDOWS, make_readout(LM), np.zeros((3, LM.config.hidden_size), np.float32), batch_size=8)
     whole = metrics.total(sums)
     np.testing.assert_allclose(whole.confidence.sum(), outputs.confidence[-1].sum(dtype=np.float64), rtol=1e-6)
@@ -190,9 +190,9 @@ def test_no_edit_costs_nothing_and_zeros_change_nothing():
 
 def test_direction_is_the_difference_of_means():
     read = make_readout(LM)
-    outputs = evaluate_layers(LM, WINDOWS, read, batch_size=8, quiet=True)
+    outputs = evaluate_layers(LM, WINDOWS, read, batch_size=8, context=silent())
     first, second = choose_sets("wrong", outputs.confidence[-1], outputs.correct[-1])
-    directions = find_directions(LM, WINDOWS, read, (first, second), batch_size=8, quiet=True)
+    directions = find_directions(LM, WINDOWS, read, (first, second), batch_size=8, context=silent())
     residual = dense_states(LM)[0][1:, WINDOWS.where]
     difference = residual[:, first].mean(axis=1) - residual[:, second].mean(axis=1)
     gap = np.linalg.norm(difference, axis=-1)
@@ -222,9 +222,9 @@ def test_sets():
 
 def test_sweep_is_one_program_and_chooses_without_losing_accuracy():
     read = make_readout(LM)
-    outputs = evaluate_layers(LM, WINDOWS, read, batch_size=8, quiet=True)
+    outputs = evaluate_layers(LM, WINDOWS, read, batch_size=8, context=silent())
     sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
-    directions = find_directions(LM, WINDOWS, read, sets, batch_size=8, quiet=True)
+    directions = find_directions(LM, WINDOWS, read, sets, batch_size=8, context=silent())
     options = {"batch_size": 8, "bins": 5, "quiet": True}
     done = sweep(LM, WINDOWS, read, directions, (1, 3), (-0.5, 0.0, 0.5), **options)
     assert list(done) == [Edit(0, 0.0), Edit(1, -0.5), Edit(1, 0.5), Edit(3, -0.5), Edit(3, 0.5)]
@@ -274,7 +274,7 @@ def test_phase_of_correction():
 
 
 def test_curves_as_json():
-    outputs = evaluate_layers(LM, WINDOWS, make_readout(LM), batch_size=8, quiet=True)
+    outputs = evaluate_layers(LM, WINDOWS, make_readout(LM), batch_size=8, context=silent())
     document = layers_json(outputs, bins=10, resamples=50)
     for layer, row in enumerate(document["curves"]):
         ece = float(metrics.expected_calibration_error(outputs.confidence[layer], outputs.correct[layer], bins=10))

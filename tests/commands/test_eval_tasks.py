@@ -13,7 +13,7 @@ from tiny import WORDS, write_model
 
 from calibjax.cli import main
 from calibjax.commands import eval_tasks as benchmarks
-from calibjax.commands.eval_tasks import TasksRun, run_tasks
+from calibjax.commands.eval_tasks import EvalTasksOptions
 from calibjax.eval.answers.judges import find_judge, references, string_match
 from calibjax.models import load_model
 from calibjax.models.generate import generate
@@ -82,8 +82,8 @@ def run(material):
     folder = material[0]
     options = {"assets": folder, "temperature": TEMPERATURE, "bins": BINS, "max_new_tokens": 4, "quiet": True}
     tasks = ("arc_easy,truthfulqa_mc2", "triviaqa")
-    run = TasksRun(model=str(folder / "model"), tasks=tasks, out=folder / "out", batch_size=8, **options)
-    return run, run_tasks(run, announce=lambda _: None)
+    run = EvalTasksOptions(model=str(folder / "model"), tasks=tasks, out=folder / "out", batch_size=8, **options)
+    return run, benchmarks.run(run, log=lambda _: None)
 
 
 def log_probs(lm, before, after, temperature):
@@ -178,14 +178,14 @@ def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
         raise AssertionError("asked again")
 
     monkeypatch.setattr(calibjax.eval.tasks.evaluate, "ask", never)
-    again = run_tasks(run[0], announce=lambda _: None)
+    again = benchmarks.run(run[0], log=lambda _: None)
     assert again == run[1]
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"results in {run[0].out}: report.html")
 
 
 def test_a_run_does_not_go_on_with_other_questions(run, tmp_path):
     with pytest.raises(UserError, match=r"holds another run \(different: assets"):
-        run_tasks(dataclasses.replace(run[0], assets=tmp_path), announce=lambda _: None)
+        benchmarks.run(dataclasses.replace(run[0], assets=tmp_path), log=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_mistakes_are_said_in_one_line(material, monkeypatch, changes, message):
         monkeypatch.setattr(local_data, "task_manager", lambda *_: few)
     options = {"model": str(material[0] / "model"), "assets": material[0], "quiet": True}
     with pytest.raises(UserError, match=message):
-        run_tasks(TasksRun(**{**options, **changes}), announce=lambda _: None)
+        benchmarks.run(EvalTasksOptions(**{**options, **changes}), log=lambda _: None)
 
 
 def test_preset_of_label_smoothing_reads_the_whole_vocabulary(material, capsys):
@@ -263,10 +263,10 @@ def test_mmlu_of_all_subjects_has_the_prompts_of_the_harness(tmp_path):
     first = "The following are multiple choice questions (with answers) about high school us history.\n\n"
     assert task.fewshot_context(task.eval_docs[0], num_fewshot=5) == first + "".join(dev) + asked(test)
 
-    run = TasksRun(
+    run = EvalTasksOptions(
         model=str(model_path("stories260K")), tasks=("mmlu",), assets=assets, limit=2, preset="ats", out=tmp_path / "o"
     )
-    document = run_tasks(run)
+    document = benchmarks.run(run)
     assert document["held_out"]["tokens"] == 57 * 2
     assert len(document["held_out"]["subjects"]) == 57
     assert document["held_out"]["harness"]["acc"] == document["held_out"]["methods"]["uncalibrated"]["accuracy"]

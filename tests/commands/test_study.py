@@ -6,16 +6,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import WORDS, answered, at_targets, dense_log_probs, make_lm, make_windows, ragged, write_model, write_text
+from tiny import (
+    WORDS,
+    answered,
+    at_targets,
+    dense_log_probs,
+    make_lm,
+    make_windows,
+    ragged,
+    silent,
+    write_model,
+    write_text,
+)
 
 from calibjax.cli import main
-from calibjax.commands.study import ABLATIONS, fits
+from calibjax.commands.study.ablations import ABLATIONS, fits
 from calibjax.commands.study.transfer import SUBJECTS, answered_questions
+from calibjax.commands.train_ats import fit_ats
 from calibjax.data import Rows
 from calibjax.eval import identity_head
 from calibjax.eval.compare.repeats import FIGURES, evaluate_repeats
 from calibjax.heads import FittedHead, HeadConfig
-from calibjax.train import AtsOptions, fit_ats
+from calibjax.train import AtsOptions
 from calibjax.train.options import make_plan
 
 LM = make_lm()
@@ -43,7 +55,7 @@ def figures_of(log_scale, rows):
 def test_figures_are_means_over_seeds_with_paired_intervals():
     scales = {"one": (-0.4, -0.9), "other": (0.0,)}
     heads = {"one": [constant(s) for s in scales["one"]], "other": [identity_head(LM)]}
-    found = evaluate_repeats(LM, WINDOWS, heads, against={"one": "other"}, batch_size=8, bins=BINS, quiet=True)
+    found = evaluate_repeats(LM, WINDOWS, heads, against={"one": "other"}, batch_size=8, bins=BINS, context=silent())
     assert (found["tokens"], found["windows"]) == (int(WINDOWS.where.sum()), 30)
     every = np.arange(30)
     expected = {name: np.array([figures_of(s, every) for s in of_name]) for name, of_name in scales.items()}
@@ -91,9 +103,9 @@ def test_a_head_of_a_study_is_that_of_train_ats(tmp_path):
     options = AtsOptions(
         loss="label-smoothing", alpha=0.2, refit_temperature=False, epochs=2, batch_size=8, head="linear"
     )
-    heads = fits.fit_heads(LM, WINDOWS, {"v": options}, seeds=2, directory=tmp_path / "a", announce=str, quiet=True)
+    heads = fits.fit_heads(LM, WINDOWS, {"v": options}, seeds=2, context=silent(tmp_path / "a"))
     assert [len(repeats) for repeats in heads.values()] == [1, 2]
-    alone = fit_ats(LM, WINDOWS, options, directory=tmp_path / "b", seed=1, announce=str, quiet=True)
+    alone = fit_ats(LM, WINDOWS, options, silent(tmp_path / "b", seed=1))
     for got, expected in ((heads["v"][1], alone.head), (heads[fits.SINGLE][0], alone.temperature)):
         jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
     assert any(np.any(a != b) for a, b in zip(*(jax.tree.leaves(h.params) for h in heads["v"]), strict=True))

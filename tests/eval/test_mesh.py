@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives
-from tiny import make_lm, make_windows, ragged
+from tiny import make_lm, make_windows, ragged, silent
 
 from calibjax.eval.layers.directions import _edited_batch, choose_sets, evaluate_edit, find_directions, null_space
 from calibjax.eval.layers.layers import _layers_of_batch, evaluate_layers, make_readout, scored_batch
@@ -44,13 +44,13 @@ def figures(lm, heads):
     """Everything that evaluation finds out of a model, on the mesh that is set: name -> array."""
     read, letters = make_readout(lm), make_readout(lm, LETTERS)
     asked = WINDOWS._replace(targets=np.asarray(LETTERS, np.int32)[WINDOWS.targets % 3])
-    outputs = evaluate_layers(lm, WINDOWS, read, batch_size=8, quiet=True)
+    outputs = evaluate_layers(lm, WINDOWS, read, batch_size=8, context=silent())
     sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
-    along = find_directions(lm, WINDOWS, read, sets, batch_size=8, quiet=True)
-    (tokens,) = evaluate_tokens(lm, WINDOWS, {"mlp": heads["mlp"]}, batch_size=8, quiet=True).values()
+    along = find_directions(lm, WINDOWS, read, sets, batch_size=8, context=silent())
+    (tokens,) = evaluate_tokens(lm, WINDOWS, {"mlp": heads["mlp"]}, batch_size=8, context=silent()).values()
     parts = {
         "layers": outputs,
-        "layers, letters": evaluate_layers(lm, asked, letters, batch_size=8, quiet=True),
+        "layers, letters": evaluate_layers(lm, asked, letters, batch_size=8, context=silent()),
         "direction": along._replace(counts=np.array(along.counts)),
         "edit": evaluate_edit(lm, WINDOWS, read, 0.3 * along.vectors, batch_size=8),
         "tokens": tokens.sums,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import answered, at_targets, dense_log_probs, make_lm, make_windows, ragged
+from tiny import answered, at_targets, dense_log_probs, make_lm, make_windows, ragged, silent
 
 from calibjax.eval import evaluate_tokens, identity_head, print_report, results_json, write_report
 from calibjax.eval.report import verdict
@@ -33,7 +33,7 @@ HEADS = {
 
 
 def evaluate(closed="right", **options):
-    return evaluate_tokens(LM, WINDOWS, HEADS, batch_size=8, bins=BINS, closed=closed, quiet=True, **options)
+    return evaluate_tokens(LM, WINDOWS, HEADS, batch_size=8, bins=BINS, closed=closed, context=silent(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_accuracy_is_the_same_in_all_methods(results):
 
 
 def test_batch_size_changes_nothing():
-    one, other = (evaluate_tokens(LM, WINDOWS, HEADS, batch_size=size, bins=BINS, quiet=True) for size in (8, 21))
+    one, other = (evaluate_tokens(LM, WINDOWS, HEADS, batch_size=size, bins=BINS, context=silent()) for size in (8, 21))
     for name in HEADS:
         assert other[name].tokens is None
         np.testing.assert_array_equal(one[name].sums.count, other[name].sums.count)
@@ -130,7 +130,7 @@ def test_a_bfloat16_model():
     rows = {}
     for model in (LM, lm):
         heads = {"ats": random_head(model, features=("hidden_states", "max_logit"))}
-        rows[model.dtype.name] = results_json(evaluate_tokens(model, WINDOWS, heads, quiet=True), resamples=5)
+        rows[model.dtype.name] = results_json(evaluate_tokens(model, WINDOWS, heads, context=silent()), resamples=5)
     full, half = (row["methods"]["ats"] for row in rows.values())
     print({key: (full[key], half[key]) for key in ("nll", "brier", "accuracy")})
     assert abs(full["nll"] - half["nll"]) < 0.05 * full["nll"]

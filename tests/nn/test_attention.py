@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tiny import make_lm
 
 from calibjax.commands import common as runs
-from calibjax.commands.eval_layers import LayersRun, run_layers
+from calibjax.commands import eval_layers
 from calibjax.commands.plan.count import flops
 from calibjax.kernels.platforms import Platform
 from calibjax.models.config import DecoderConfig
@@ -282,9 +282,11 @@ def test_a_command_has_the_attention_that_it_asks_for(option, context):
 
 
 def test_cudnn_takes_no_float32(tmp_path):
-    run = LayersRun(model="m", data="d", out=tmp_path / "x", devices=DeviceOptions(cudnn_attention=True))
+    run = eval_layers.EvalLayersOptions(
+        model="m", data="d", out=tmp_path / "x", devices=DeviceOptions(cudnn_attention=True)
+    )
     with pytest.raises(UserError, match="--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16"):
-        run_layers(run)
+        eval_layers.run(run)
     assert not (tmp_path / "x").exists()
 
 

@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import answered, at_targets, dense_log_probs, make_lm, make_windows, ragged
+from tiny import answered, at_targets, dense_log_probs, make_lm, make_windows, ragged, silent
 
+from calibjax.commands.train_ats import fit_ats
 from calibjax.data import hold_back
 from calibjax.heads import HeadConfig
 from calibjax.models.frozen import batch_stats, freeze
 from calibjax.recalibrate import TemperatureFit
 from calibjax.runtime.errors import UserError
-from calibjax.train import AtsOptions, ats, fit_ats
+from calibjax.train import AtsOptions, ats
 from calibjax.train.options import make_plan
 
 QUICK = {"epochs": 6, "batch_size": 8, "learning_rate": 1e-2, "validation_fraction": 0.2}
@@ -23,15 +24,12 @@ LM = make_lm()
 WINDOWS = answered(LM, ragged(make_windows(160)))
 
 
-def fit(directory, lm=None, windows=None, *, announce=None, seed=0, **options):
+def fit(directory, lm=None, windows=None, *, log=lambda line: None, seed=0, **options):
     return fit_ats(
         LM if lm is None else lm,
         WINDOWS if windows is None else windows,
         AtsOptions(**QUICK | options),
-        directory=directory,
-        seed=seed,
-        announce=(lambda line: None) if announce is None else announce,
-        quiet=True,
+        silent(directory, seed=seed, log=log),
     )
 
 
@@ -64,7 +62,7 @@ def top_label_of(lm, windows, log_scale):
 @pytest.fixture(scope="module")
 def auto(tmp_path_factory):
     directory, lines = tmp_path_factory.mktemp("auto"), []
-    return fit(directory, announce=lines.append, loss="auto"), lines, directory
+    return fit(directory, log=lines.append, loss="auto"), lines, directory
 
 
 def test_single_temperature_is_the_best_one(auto):
@@ -157,7 +155,7 @@ def test_refit_is_applied_beyond_two_standard_errors(tmp_path, monkeypatch, u, e
     lines = []
     canned = TemperatureFit(u, error, 1.0, 2.0, 3, True)
     monkeypatch.setattr(ats.recalibrate, "fit_temperature", lambda *args, **options: canned)
-    fitted = fit(tmp_path, announce=lines.append, loss="cross-entropy", head="constant", epochs=1)
+    fitted = fit(tmp_path, log=lines.append, loss="cross-entropy", head="constant", epochs=1)
     assert fitted.report["refit"] == {"factor": math.exp(u), "standard_error_of_log": error, "applied": applied}
     assert fitted.head.log_factor == (u if applied else 0.0)
     assert ("not applied" in lines[-1]) is not applied

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import answered, make_lm, make_windows, ragged
+from tiny import answered, make_lm, make_windows, ragged, silent
 
+from calibjax.commands.train_ats import fit_ats
 from calibjax.runtime.errors import UserError
-from calibjax.train import AtsOptions, fit_ats, hidden_cache
+from calibjax.train import AtsOptions, hidden_cache
 from calibjax.train.hidden_cache import window_arrays
 
 LM = make_lm()
@@ -19,9 +20,7 @@ SIZE = 21 * 10 * 16 * 4
 
 def arrays(directory, mode, lm=LM, windows=WINDOWS):
     lines = []
-    got, given = window_arrays(
-        lm, windows, mode=mode, directory=directory, batch_size=4, announce=lines.append, quiet=True
-    )
+    got, given = window_arrays(lm, windows, mode=mode, batch_size=4, context=silent(directory, log=lines.append))
     return got, given, lines
 
 
@@ -139,9 +138,7 @@ def test_the_same_head_whichever(tmp_path):
     windows, heads = answered(LM, ragged(make_windows(64))), {}
     for mode in ("memory", "disk", "off"):
         options = AtsOptions(head="linear", loss="joint", epochs=3, batch_size=8, learning_rate=1e-2, cache_hidden=mode)
-        heads[mode] = fit_ats(
-            LM, windows, options, directory=tmp_path / mode, announce=lambda line: None, quiet=True
-        ).head
+        heads[mode] = fit_ats(LM, windows, options, silent(tmp_path / mode)).head
     jax.tree.map(np.testing.assert_array_equal, heads["memory"].params, heads["disk"].params)
     assert heads["memory"].log_factor == heads["disk"].log_factor
     for one, other in zip(*(jax.tree.leaves(heads[mode].params) for mode in ("memory", "off")), strict=True):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interrupt import killed_at_step
-from tiny import at_targets, dense_log_probs, make_lm, make_windows, ragged
+from tiny import at_targets, dense_log_probs, make_lm, make_windows, ragged, silent
 
 from calibjax.losses.long_horizon import MODES, Horizon, RunningMean
 from calibjax.models import LanguageModel, decoder
@@ -25,9 +25,7 @@ def fit(directory, *, windows=None, mesh=None, method="lhts", **options):
     windows = ragged(make_windows(40)) if windows is None else windows
     lm = make_lm()
     chosen = LhtsOptions(**{**SETTINGS, **options})
-    return fit_lhts(
-        lm, windows, chosen, directory=directory, mesh=mesh, method=method, announce=lambda line: None, quiet=True
-    )
+    return fit_lhts(lm, windows, chosen, context=silent(directory, mesh=mesh), method=method)
 
 
 def logged(directory):
@@ -168,12 +166,12 @@ def test_meshes_give_the_losses_of_one_device(tmp_path, method):
 
 def test_samples_are_the_models_own():
     lm, windows = make_lm(), make_windows(30)
-    drawn = sample_windows(lm, windows, prompt=3, batch_size=16, seed=1, quiet=True)
+    drawn = sample_windows(lm, windows, prompt=3, batch_size=16, context=silent(seed=1))
     np.testing.assert_array_equal(drawn.tokens[:, :3], windows.tokens[:, :3])
     np.testing.assert_array_equal(drawn.tokens[:, 1:], drawn.targets[:, :-1])
     assert not drawn.where[:, :2].any()
     assert drawn.where[:, 2:].all()
-    greedy = sample_windows(lm, windows, prompt=3, temperature=0.0, batch_size=16, quiet=True)
+    greedy = sample_windows(lm, windows, prompt=3, temperature=0.0, batch_size=16, context=silent())
     best = dense_log_probs(lm, greedy).argmax(axis=-1)
     np.testing.assert_array_equal(best[greedy.where], greedy.targets[greedy.where])
     likely = [log_probs(lm, w, batch_size=16)[drawn.where].mean() for w in (greedy, drawn)]
@@ -185,15 +183,15 @@ def test_samples_are_the_models_own():
 
 def test_mixed_samples_replace_their_share(tmp_path):
     lm, windows = make_lm(), make_windows(30)
-    mixed = mix_samples(lm, windows, 0.4, directory=tmp_path, seed=2, quiet=True)
+    mixed = mix_samples(lm, windows, 0.4, directory=tmp_path, context=silent(seed=2))
     changed = (mixed.targets != windows.targets).any(axis=1)
     assert changed.sum() == 12
     np.testing.assert_array_equal(mixed.tokens[:, 0], windows.tokens[:, 0])
     written = (tmp_path / "samples.npz").stat().st_mtime_ns
-    again = mix_samples(lm, windows, 0.4, directory=tmp_path, seed=2, quiet=True)
+    again = mix_samples(lm, windows, 0.4, directory=tmp_path, context=silent(seed=2))
     assert (tmp_path / "samples.npz").stat().st_mtime_ns == written
     np.testing.assert_array_equal(again.targets, mixed.targets)
-    other = mix_samples(lm, windows, 0.4, directory=tmp_path, seed=3, quiet=True)
+    other = mix_samples(lm, windows, 0.4, directory=tmp_path, context=silent(seed=3))
     assert (other.targets != mixed.targets).any()
 
 
@@ -228,4 +226,4 @@ def test_nothing_to_learn_and_nothing_to_merge(tmp_path):
         fit(tmp_path, windows=windows._replace(where=np.zeros_like(windows.where)))
     lm = make_lm(tie_embeddings=True, logit_softcap=5.0)
     with pytest.raises(UserError, match="tied embeddings and a soft-cap"):
-        fit_lhts(lm, windows, LhtsOptions(temperatures=(0.5, 0.9)), directory=tmp_path, quiet=True)
+        fit_lhts(lm, windows, LhtsOptions(temperatures=(0.5, 0.9)), context=silent(tmp_path))

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from calibjax.data import batches
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import make_mesh, replicated
-from calibjax.train import NonFiniteLossError, OptimizerConfig, create_state, make_train_step
+from calibjax.train import NonFiniteLossError, OptimizerConfig, create_state, loop, make_train_step
 from calibjax.train.loop import train
 
 STEPS, WIDTH = 6, 5
@@ -27,6 +28,13 @@ def objective(params, frozen, batch, hyper):
     return jnp.sum(jnp.where(batch["where"], jnp.square(error), 0.0)), jnp.sum(batch["where"]).astype(jnp.float32)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def log_every_step():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "LOG_EVERY", 1)
+        yield
+
+
 STEP = make_train_step(objective, OPTIMIZER)
 
 
@@ -36,10 +44,10 @@ def data():
     return {"x": x, "y": (x @ np.arange(WIDTH)).astype(np.float32), "where": rng.random(32) < 0.9}
 
 
-def run(directory, *, steps=STEPS, step_fn=STEP, identity=None, **options):
+def run(directory, *, steps=STEPS, step_fn=STEP, identity=None, progress=False, **options):
     mesh = make_mesh(devices=jax.devices()[:1])
     params = {"w": jnp.zeros(WIDTH), "b": jnp.zeros(())}
-    options = {"checkpoint_every": 2, "log_every": 1, "quiet": True} | options
+    options = {"checkpoint_every": 2} | options
     return train(
         step_fn,
         jax.device_put(create_state(params, OPTIMIZER), replicated(mesh)),
@@ -47,10 +55,9 @@ def run(directory, *, steps=STEPS, step_fn=STEP, identity=None, **options):
         {},
         batches(data(), 8, seed=3, epochs=2),  # 8 batches of 4 an epoch: the break falls inside one
         steps=steps,
-        mesh=mesh,
-        directory=directory,
-        run=identity or {"plan": {"rate": 0.1}, "fingerprint": "abc"},
-        description="test",
+        context=RunContext(directory=directory, mesh=mesh, progress=progress),
+        identity=identity or {"plan": {"rate": 0.1}, "fingerprint": "abc"},
+        title="test",
         **options,
     )
 
@@ -142,8 +149,9 @@ def test_a_value_that_is_not_finite_stops_the_run(whole, tmp_path, step, field, 
     same_bits(run(tmp_path), whole[0])
 
 
-def test_log(tmp_path, capsys):
-    run(tmp_path, log_every=4, quiet=False)
+def test_log(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loop, "LOG_EVERY", 4)
+    run(tmp_path, progress=True)
     rows = logged(tmp_path)
     assert [row["step"] for row in rows] == [4, 6]
     assert all(set(row) == {"step", "loss", "grad_norm", "tokens_per_second"} for row in rows)

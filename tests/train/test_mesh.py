@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives
-from tiny import answered, make_lm, make_windows, ragged
+from tiny import answered, make_lm, make_windows, ragged, silent
 
+from calibjax.commands.train_ats import fit_ats
 from calibjax.heads import HeadConfig
 from calibjax.kernels import sharded
 from calibjax.models.frozen import freeze, vocab_sharding
 from calibjax.runtime.sharding import make_mesh, param_shardings, place_rows
-from calibjax.train import AtsObjective, AtsOptions, OptimizerConfig, create_state, fit_ats, make_train_step
+from calibjax.train import AtsObjective, AtsOptions, OptimizerConfig, create_state, make_train_step
 from calibjax.train.sft import SftObjective
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
@@ -24,11 +25,7 @@ WINDOWS = answered(LM, ragged(make_windows(60)))
 def fit(directory, mesh=None, **options):
     quick = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "loss": "joint", "validation_fraction": 0.2}
     fitted = fit_ats(
-        *(LM, WINDOWS, AtsOptions(**quick | options)),
-        directory=directory,
-        mesh=mesh,
-        announce=lambda line: None,
-        quiet=True,
+        *(LM, WINDOWS, AtsOptions(**quick | options), silent(directory, mesh=mesh)),
     )
     rows = [json.loads(line) for line in (directory / "joint/train.jsonl").read_text().splitlines()]
     return fitted, np.array([row["loss"] for row in rows])

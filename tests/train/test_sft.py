@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from interrupt import killed_at_step
-from tiny import make_lm, make_windows, ragged, write_model, write_text
+from tiny import make_lm, make_windows, ragged, silent, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.data import load_windows
@@ -138,11 +138,11 @@ def test_clipping_is_optaxs(clip_norm):
 # --- whole fits ---
 
 
-def fit(directory, lm=None, *, mesh=None, windows=None, announce=lambda line: None, **options):
+def fit(directory, lm=None, *, mesh=None, windows=None, log=lambda line: None, **options):
     lm = make_lm(num_layers=2) if lm is None else lm
     windows = ragged(make_windows(48)) if windows is None else windows
     chosen = SftOptions(**{"epochs": 2, "batch_size": 16, "learning_rate": 1e-2, "remat": "none"} | options)
-    return fit_sft(lm, windows, chosen, directory=directory, mesh=mesh, announce=announce, quiet=True)
+    return fit_sft(lm, windows, chosen, context=silent(directory, mesh=mesh, log=log))
 
 
 def logged(directory):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import tyro
 
-from calibjax.cli import carry_out
+from calibjax.cli import execute
+from calibjax.commands import train_sft
 from calibjax.commands.common import DataOptions
-from calibjax.commands.train_sft import SftRun, run_sft
 from calibjax.train.sft import SftOptions
 
 DATA = {
@@ -38,9 +38,9 @@ SFT = SftOptions(
 )
 
 
-def recipe(model: str, data: str, *, accumulate: int, seq_len: int = 4096) -> SftRun:
+def recipe(model: str, data: str, *, accumulate: int, seq_len: int = 4096) -> train_sft.TrainSftOptions:
     """The run for a model on one of `DATA`."""
-    return SftRun(
+    return train_sft.TrainSftOptions(
         model=model,
         data=DATA[data],
         out=Path("runs") / f"{model.split('/')[-1]}-{data}",
@@ -53,10 +53,12 @@ def recipe(model: str, data: str, *, accumulate: int, seq_len: int = 4096) -> Sf
     )
 
 
-def main(make: Callable[[str], SftRun], description: str | None) -> int:
+def main(make: Callable[[str], train_sft.TrainSftOptions], description: str | None) -> int:
     """Runs a recipe: the first argument names the data; every option of `calibjax train sft` may follow."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data_set", choices=DATA, help="to fine-tune on; options of `calibjax train sft` may follow")
     chosen, rest = parser.parse_known_args()
-    run = tyro.cli(SftRun, default=make(chosen.data_set), args=rest, config=(tyro.conf.OmitArgPrefixes,))
-    return carry_out(run, run_sft)
+    run = tyro.cli(
+        train_sft.TrainSftOptions, default=make(chosen.data_set), args=rest, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    return execute(run, train_sft.run)

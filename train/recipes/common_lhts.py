@@ -13,18 +13,18 @@ from pathlib import Path
 
 import tyro
 
-from calibjax.cli import carry_out
+from calibjax.cli import execute
+from calibjax.commands import train_lhts
 from calibjax.commands.common import DataOptions
-from calibjax.commands.train_lhts import LhtsRun, run_lhts
 from calibjax.train.lhts import LhtsOptions
 
 STEPS, BATCH, VALIDATION = 1_000, 512, 0.002
 
 
-def recipe(model: str, *, accumulate: int) -> LhtsRun:
+def recipe(model: str, *, accumulate: int) -> train_lhts.TrainLhtsOptions:
     """The run for a GPT-2 of the hub."""
     windows = round(STEPS * BATCH / (1 - VALIDATION) / 0.998) + BATCH  # some are held out, some kept for validation
-    return LhtsRun(
+    return train_lhts.TrainLhtsOptions(
         model=model,
         data="Skylion007/openwebtext",
         out=Path("runs") / f"{model.split('/')[-1]}-lhts",
@@ -48,7 +48,9 @@ def recipe(model: str, *, accumulate: int) -> LhtsRun:
     )
 
 
-def main(run: LhtsRun, description: str | None) -> int:
+def main(run: train_lhts.TrainLhtsOptions, description: str | None) -> int:
     """Runs a recipe; every option of `calibjax train lhts` may follow."""
-    chosen = tyro.cli(LhtsRun, default=run, description=description, config=(tyro.conf.OmitArgPrefixes,))
-    return carry_out(chosen, run_lhts)
+    chosen = tyro.cli(
+        train_lhts.TrainLhtsOptions, default=run, description=description, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    return execute(chosen, train_lhts.run)

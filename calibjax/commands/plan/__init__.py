@@ -1,5 +1,5 @@
 """Will it fit: a training or evaluation step of full size, compiled for accelerators that are not there."""
 
-from calibjax.commands.plan.command import PlanRun, run_plan
+from calibjax.commands.plan.command import PlanOptions, run
 
-__all__ = ["PlanRun", "run_plan"]
+__all__ = ["PlanOptions", "run"]

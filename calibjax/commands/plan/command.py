@@ -25,7 +25,7 @@ from calibjax.train.state import OptimizerKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanRun:
+class PlanOptions:
     """Says whether a step fits on devices that need not be there, and what it costs.
 
     For TPUs the real step is compiled ahead of time, which needs no TPU but libtpu (pip install "jax[tpu]"), and
@@ -88,52 +88,52 @@ class PlanRun:
         )
 
 
-def run_plan(run: PlanRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `PlanRun`; returns the document that `--json` prints."""
-    topology = parse_topology(run.topology)
-    config = _config(run.model)
-    _check_options(run)
-    if run.suggest and run.mesh is not None:
+def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns the document that `--json` prints."""
+    topology = parse_topology(options.topology)
+    config = _config(options.model)
+    _check_options(options)
+    if options.suggest and options.mesh is not None:
         raise UserError("--suggest: it tries every mesh; leave --mesh out.")
-    meshes = _meshes(topology.devices) if run.suggest else [mesh_shape(run.mesh, topology.devices)]
-    jobs = _checked([run.job(config, mesh) for mesh in meshes])
-    compiler = compiler_version() if run.compile and topology.chip.platform == "tpu" else None
+    meshes = _meshes(topology.devices) if options.suggest else [mesh_shape(options.mesh, topology.devices)]
+    jobs = _checked([options.job(config, mesh) for mesh in meshes])
+    compiler = compiler_version() if options.compile and topology.chip.platform == "tpu" else None
     plans, reasons = [], []
     for number, job in enumerate(jobs, 1):
-        if run.suggest:
-            announce(f"planning {mesh_text(job.mesh)} ({number} of {len(jobs)}) ...")
+        if options.suggest:
+            log(f"planning {mesh_text(job.mesh)} ({number} of {len(jobs)}) ...")
         try:
             plans.append(plan_job(job, topology, compiles=compiler is not None))
         except DoesNotCompile as reason:
-            reasons.append(f"--mesh {mesh_text(job.mesh)} does not compile for {run.topology}: {reason}")
-            if run.suggest:
-                announce(reasons[-1])
+            reasons.append(f"--mesh {mesh_text(job.mesh)} does not compile for {options.topology}: {reason}")
+            if options.suggest:
+                log(reasons[-1])
     if not plans:
         raise UserError(reasons[0])
     fields = ("model", "objective", "topology", "batch", "seq", "dtype")
-    document: dict[str, Any] = {name: getattr(run, name) for name in fields}
+    document: dict[str, Any] = {name: getattr(options, name) for name in fields}
     document |= {"devices": topology.devices, "libtpu": compiler}
-    if run.suggest:
+    if options.suggest:
         fitting = [plan for plan in plans if plan["fits"] is not False]
         best = min(fitting, key=_cost, default={"fits": False, "mesh": None})
         document |= {"fits": best["fits"], "best": best["mesh"], "plans": plans, "did_not_compile": reasons}
     else:
         document |= plans[0]
-    if not run.json:
-        _print(document, run, topology)
+    if not options.json:
+        _print(document, options, topology)
     return document
 
 
 _OF_SFT = ("remat", "accumulate", "optimizer", "label_smoothing", "lora_rank")
 
 
-def _check_options(run: PlanRun) -> None:
+def _check_options(options: PlanOptions) -> None:
     """Raises `UserError` for options that this objective does not read."""
-    defaults = {field.name: field.default for field in dataclasses.fields(run)}
-    unread = ("head",) if run.objective == "sft" else _OF_SFT
-    given = [f"--{name.replace('_', '-')}" for name in unread if getattr(run, name) != defaults[name]]
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    unread = ("head",) if options.objective == "sft" else _OF_SFT
+    given = [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name) != defaults[name]]
     if given:
-        raise UserError(f"{', '.join(given)}: --objective {run.objective} does not read it; leave it out.")
+        raise UserError(f"{', '.join(given)}: --objective {options.objective} does not read it; leave it out.")
 
 
 def _config(model: str) -> DecoderConfig:
@@ -179,25 +179,25 @@ def _cost(plan: dict[str, Any]) -> tuple[float, ...]:
     return seconds["bound"], seconds["interconnect"] or 0.0, plan["bytes_per_device"]["total"]
 
 
-def _print(document: dict[str, Any], run: PlanRun, topology: Topology) -> None:
+def _print(document: dict[str, Any], options: PlanOptions, topology: Topology) -> None:
     console = Console()
     console.print(
-        f"{run.model}, {run.objective}, {run.batch} x {run.seq} tokens a step, {run.dtype}, on {topology.devices} "
-        f"devices ({run.topology})"
+        f"{options.model}, {options.objective}, {options.batch} x {options.seq} tokens a step, {options.dtype}, "
+        f"on {topology.devices} devices ({options.topology})"
     )
-    plans = document["plans"] if run.suggest else [document]
+    plans = document["plans"] if options.suggest else [document]
     if any(plan["compiled"] for plan in plans):
         console.print(f"The step was compiled by libtpu {document['libtpu']}; nothing was run.")
     elif document["libtpu"]:
         console.print("From the shapes alone.")
-    elif topology.chip.platform == "gpu" or not run.compile:
+    elif topology.chip.platform == "gpu" or not options.compile:
         console.print("From the shapes alone: nothing was compiled, so temporaries and collectives are not known.")
     else:
         console.print(
             "From the shapes alone: the TPU compiler is not installed, so temporaries and collectives are not known. "
             'Install it with: pip install "jax[tpu]"'
         )
-    if run.suggest:
+    if options.suggest:
         parts = ("compute", "memory", "interconnect")
         table = Table(
             Column("mesh", no_wrap=True),

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from calibjax.commands.common import claim_directory
+from calibjax.commands.common import claim_directory, presentation
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked, parameters_of
 from calibjax.data import split_windows
 from calibjax.eval.compare.repeats import evaluate_repeats
 from calibjax.eval.tokens import identity_head
+from calibjax.runtime.context import RunContext
 from calibjax.train.options import make_plan
 
 
@@ -74,7 +75,7 @@ ABLATIONS = {"pooling": _pooling(), "losses": _losses(), "alpha": _alpha(), "hea
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AblationRun(StudyOptions):
+class AblationOptions(StudyOptions):
     """Fits every variant of a study on one set of text, with several seeds, and tests them on the part held out.
 
     Prints a table for each set, and leaves in --out: metrics.json, a figure for each set (PNG), and heads/. Beside the
@@ -86,20 +87,19 @@ class AblationRun(StudyOptions):
     """
 
     data: str
-    eval_data: tuple[str, ...] = ()
+    eval_data: tuple[str, ...] = presentation(())
 
 
-def run_ablation(name: str, run: AblationRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `AblationRun` for one of `ABLATIONS`; returns what it wrote to metrics.json."""
-    study, lm = ABLATIONS[name], load_checked(run, announce)
-    fit, held_out = split_windows(run.text.read(run.data, lm, announce), run.fit_fraction)
-    sets = {"held out": held_out, **run.text.read_all(run.eval_data, lm, announce)}
-    claim_directory(run.out, run.identity(name, {"fit": fit}))
-    variants = {variant: run.variant(**changes) for variant, changes in study.variants.items()}
-    announce(f"{len(variants)} variants, {run.seeds} seeds: {len(fit.tokens):,} windows to fit on")
-    heads = fit_heads(
-        lm, fit, variants, seeds=run.seeds, directory=run.out / "heads", announce=announce, quiet=run.quiet
-    )
+def run(name: str, options: AblationOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Carries out `AblationOptions` for one of `ABLATIONS`; returns what it wrote to metrics.json."""
+    study, lm = ABLATIONS[name], load_checked(options, log)
+    fit, held_out = split_windows(options.text.read(options.data, lm, log), options.fit_fraction)
+    sets = {"held out": held_out, **options.text.read_all(options.eval_data, lm, log)}
+    claim_directory(options.out, options.identity(name, {"fit": fit}))
+    variants = {variant: options.variant(**changes) for variant, changes in study.variants.items()}
+    log(f"{len(variants)} variants, {options.seeds} seeds: {len(fit.tokens):,} windows to fit on")
+    context = RunContext(directory=options.out / "heads", log=log, progress=not options.quiet)
+    heads = fit_heads(lm, fit, variants, seeds=options.seeds, context=context)
     against = dict.fromkeys(variants, SINGLE) | dict(study.against)
     document: dict[str, Any] = {"study": name, "question": study.question, "sets": {}}
     for title, windows in sets.items():
@@ -108,15 +108,15 @@ def run_ablation(name: str, run: AblationRun, announce: Callable[[str], None] = 
             windows,
             {"uncalibrated": [identity_head(lm)], **heads},
             against={"uncalibrated": SINGLE, **against},
-            batch_size=run.batch_size,
-            bins=run.bins,
-            closed=run.closed,
-            description=f"evaluating {title}",
-            quiet=run.quiet,
+            batch_size=options.batch_size,
+            bins=options.bins,
+            closed=options.closed,
+            title=f"evaluating {title}",
+            context=context,
         )
         for variant, row in of_set["methods"].items():
             row["parameters"] = parameters_of(heads[variant][0]) if variant in heads else 0
             if variant in variants:
                 row |= make_plan(variants[variant], lm.config.hidden_size).trials[0]._asdict()
         document["sets"][title] = of_set
-    return finish_study(document, run, announce)
+    return finish_study(document, options, log)

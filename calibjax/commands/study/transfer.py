@@ -23,6 +23,7 @@ from calibjax.eval.compare.repeats import evaluate_repeats
 from calibjax.eval.report import row_name
 from calibjax.eval.tokens import identity_head
 from calibjax.models import LanguageModel
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 
 SUBJECTS = {
@@ -43,7 +44,7 @@ _NAME = re.compile(r"[^\W_][\w .+-]{0,49}")  # of a directory, in any script, an
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransferRun(StudyOptions):
+class TransferOptions(StudyOptions):
     """Does a head that was fitted on one domain hold on another, and how far is it from one fitted there?
 
     On every domain a single temperature and an ATS head (MLP on hidden states, joint loss, several seeds) are fitted,
@@ -62,14 +63,14 @@ class TransferRun(StudyOptions):
     mmlu: str | None = None
 
 
-def run_transfer(run: TransferRun, announce: Callable[[str], None] = print) -> dict[str, Any]:
-    """Carries out `TransferRun`; returns what it wrote to metrics.json."""
-    named = [domain.partition("=") for domain in run.domains]
-    names = [name for name, _, _ in named] + (list(SUBJECTS) if run.mmlu else [])
+def run(options: TransferOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Carries out `TransferOptions`; returns what it wrote to metrics.json."""
+    named = [domain.partition("=") for domain in options.domains]
+    names = [name for name, _, _ in named] + (list(SUBJECTS) if options.mmlu else [])
     if any(not (name and source) for name, _, source in named) or len(set(names)) < max(2, len(names)):
         raise UserError(
             f"--domains, --mmlu: expected at least two domains, NAME=SOURCE with names of their own, got "
-            f"{', '.join(run.domains) or 'none'}{' and MMLU' if run.mmlu else ''}."
+            f"{', '.join(options.domains) or 'none'}{' and MMLU' if options.mmlu else ''}."
         )
     for name, _, _ in named:
         if not _NAME.fullmatch(name) or name == "uncalibrated":
@@ -77,24 +78,25 @@ def run_transfer(run: TransferRun, announce: Callable[[str], None] = print) -> d
                 "--domains: expected names of 1 to 50 letters, digits, spaces and _ . + -, that begin with a letter or "
                 f"digit and are not 'uncalibrated', got {name[:80]!r}. Each names a directory in --out."
             )
-    lm = load_checked(run, announce)
-    domains = {name: run.text.read(source, lm, announce, column_optional=True) for name, _, source in named}
-    if run.mmlu is not None:
-        domains |= _subject_domains(run, run.mmlu, lm, announce)
+    lm = load_checked(options, log)
+    domains = {name: options.text.read(source, lm, log, column_optional=True) for name, _, source in named}
+    if options.mmlu is not None:
+        domains |= _subject_domains(options, options.mmlu, lm, log)
     smallest = min(len(windows.tokens) for windows in domains.values())
-    parts = {name: split_windows(windows.take(slice(smallest)), run.fit_fraction) for name, windows in domains.items()}
-    claim_directory(run.out, run.identity("transfer", {name: fit for name, (fit, _) in parts.items()}))
-    announce(f"{len(parts)} domains of {smallest:,} windows, {run.seeds} seeds")
+    parts = {
+        name: split_windows(windows.take(slice(smallest)), options.fit_fraction) for name, windows in domains.items()
+    }
+    claim_directory(options.out, options.identity("transfer", {name: fit for name, (fit, _) in parts.items()}))
+    log(f"{len(parts)} domains of {smallest:,} windows, {options.seeds} seeds")
+    context = RunContext(directory=options.out / "heads", log=log, progress=not options.quiet)
     heads = {"uncalibrated": [identity_head(lm)]}
     for name, (fit, _) in parts.items():
         fitted = fit_heads(
             lm,
             fit,
-            {"ats": run.variant()},
-            seeds=run.seeds,
-            directory=run.out / "heads" / name,
-            announce=announce,
-            quiet=run.quiet,
+            {"ats": options.variant()},
+            seeds=options.seeds,
+            context=context.within(name),
         )
         heads |= {row_name(method, name): fitted[method] for method in (SINGLE, "ats")}
     document: dict[str, Any] = {"study": "transfer", "question": "Does it hold on another domain?", "sets": {}}
@@ -110,17 +112,17 @@ def run_transfer(run: TransferRun, announce: Callable[[str], None] = print) -> d
             held_out,
             heads,
             against={**against, row_name("ats", target): row_name(SINGLE, target)},
-            batch_size=run.batch_size,
-            bins=run.bins,
-            closed=run.closed,
-            description=f"evaluating on {target}",
-            quiet=run.quiet,
+            batch_size=options.batch_size,
+            bins=options.bins,
+            closed=options.closed,
+            title=f"evaluating on {target}",
+            context=context,
         )
-    return finish_study(document, run, announce)
+    return finish_study(document, options, log)
 
 
 def _subject_domains(
-    run: TransferRun, source: str, lm: LanguageModel, announce: Callable[[str], None]
+    options: TransferOptions, source: str, lm: LanguageModel, log: Callable[[str], None]
 ) -> dict[str, Windows]:
     rows = read_source(source)
     if not is_multiple_choice(rows) or "subject" not in rows[0]:
@@ -131,8 +133,10 @@ def _subject_domains(
         if not texts:
             raise UserError(f"--mmlu {source}: no row has one of the {name} subjects {', '.join(subjects)}.")
         examples = tokenize_rows(texts, recognise(texts), lm.tokenizer)
-        domains[name] = make_windows(examples, run.text.seq_len, layout=run.text.layout, max_windows=run.text.examples)
-        announce(f"data: {name}: {len(texts):,} questions, {len(domains[name].tokens):,} windows")
+        domains[name] = make_windows(
+            examples, options.text.seq_len, layout=options.text.layout, max_windows=options.text.examples
+        )
+        log(f"data: {name}: {len(texts):,} questions, {len(domains[name].tokens):,} windows")
     return domains
 
 

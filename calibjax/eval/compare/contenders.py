@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from tqdm import tqdm
 
 from calibjax.recalibrate import METHODS, Method, Predictions, parameter_count
+from calibjax.runtime.context import RunContext
 
 _DENSE = ("matrix", "dirichlet")  # K² parameters
 _BLOCK = 2**24  # log-probabilities held at once
@@ -143,14 +143,16 @@ def _distribution(
     return Outcome(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
-def run_contenders(rows: Mapping[str, Contender], *, quiet: bool = False) -> tuple[dict[str, Result], dict[str, str]]:
+def run_contenders(
+    rows: Mapping[str, Contender], *, context: RunContext | None = None
+) -> tuple[dict[str, Result], dict[str, str]]:
     """Fits and tests every row. One that fails does not stop the others.
 
     Returns:
         (name -> result; name -> why it failed)
     """
     results, failed = {}, {}
-    bar = tqdm(rows.items(), desc="comparing", unit="method", disable=quiet)
+    bar = (context or RunContext()).bar(rows.items(), title="comparing", unit="method")
     for name, contender in bar:
         bar.set_postfix_str(name)
         try:

@@ -13,6 +13,7 @@ from calibjax.eval.tokens import MethodResult, evaluate_tokens
 from calibjax.heads import FittedHead
 from calibjax.metrics import CalibrationSums
 from calibjax.models import LanguageModel
+from calibjax.runtime.context import RunContext
 
 FIGURES = (*COMPARED, "accuracy", "confidence", "confidence_right", "confidence_wrong")
 """Of every row. The last two are the mean confidence in tokens that the model gets right, and in those it gets wrong:
@@ -28,8 +29,8 @@ def evaluate_repeats(
     batch_size: int = 16,
     bins: int = 15,
     closed: metrics.Closed = "right",
-    description: str = "evaluation",
-    quiet: bool = False,
+    title: str = "evaluation",
+    context: RunContext | None = None,
 ) -> dict[str, Any]:
     """Evaluates heads, each fitted with several seeds, on windows; arguments of `evaluate_tokens` and `repeats_json`.
 
@@ -44,8 +45,8 @@ def evaluate_repeats(
         bins=bins,
         closed=closed,
         keep_tokens=True,
-        description=description,
-        quiet=quiet,
+        title=title,
+        context=context,
     )
     results = {name: [found[f"{name} {index}"] for index in range(len(repeats))] for name, repeats in heads.items()}
     return repeats_json(results, windows, against=against, bins=bins, closed=closed)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
-from tqdm import tqdm
 
 from calibjax import metrics
 from calibjax.data import Windows, eval_batches
@@ -17,6 +16,7 @@ from calibjax.eval.layers.layers import Readout, readout_sharding, residual_at, 
 from calibjax.kernels import vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import LanguageModel
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
@@ -86,7 +86,7 @@ def find_directions(
     sets: tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]],
     *,
     batch_size: int = 16,
-    quiet: bool = False,
+    context: RunContext | None = None,
 ) -> Directions:
     """The difference of the means of two sets of residuals after every block: arXiv 2511.00280's calibration direction.
 
@@ -96,7 +96,7 @@ def find_directions(
         read: that of the predictions.
         sets: masks of the N predictions, in the order of `LayerOutputs`.
         batch_size: windows a step.
-        quiet: no progress bar.
+        context: shows progress, or does not.
     """
     arrays = scored_batch(windows, read)
     for name, mask in zip(("first", "second"), sets, strict=True):
@@ -104,7 +104,7 @@ def find_directions(
         arrays[name][arrays["where"]] = mask
     shape = (lm.config.num_layers, lm.config.hidden_size)
     total, length = np.zeros((2, *shape)), np.zeros(shape[0])
-    bar = tqdm(total=len(windows.tokens), desc="direction", unit="window", disable=quiet)
+    bar = (context or RunContext()).bar(title="direction", unit="window", total=len(windows.tokens))
     for batch, real in eval_batches(arrays, batch_size):
         sums, lengths = to_host(_sums_of_batch(lm.config, lm.dtype, lm.params, batch))
         total, length = total + sums.astype(np.float64), length + lengths.astype(np.float64)
@@ -213,7 +213,7 @@ def sweep(
     layers: Sequence[int],
     strengths: Sequence[float],
     *,
-    quiet: bool = False,
+    context: RunContext | None = None,
     **options: Any,
 ) -> dict[Edit, CalibrationSums]:
     """`evaluate_edit` of the unedited model, and of every layer with every strength.
@@ -223,11 +223,11 @@ def sweep(
         directions: from `find_directions`.
         layers: 1 to L.
         strengths: c in units of the residuals' mean norm at the layer; 0 is left out, being the unedited model.
-        quiet: no progress bar.
+        context: shows progress, or does not.
         options: of `evaluate_edit`.
     """
     edits = [Edit(0, 0.0), *(Edit(layer, c) for layer in layers for c in strengths if c)]
-    bar = tqdm(edits, desc="sweep", unit="edit", disable=quiet)
+    bar = (context or RunContext()).bar(edits, title="sweep", unit="edit")
     return {edit: evaluate_edit(lm, windows, read, edit_array(directions, edit), **options) for edit in bar}
 
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from tqdm import tqdm
 
 from calibjax import metrics
 from calibjax.data import Windows, eval_batches
@@ -16,6 +15,7 @@ from calibjax.kernels import VocabSharding, kl_divergences, vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import DecoderConfig, LanguageModel, decoder
 from calibjax.models.frozen import vocab_sharding
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "expected_logit", "correct")
@@ -143,7 +143,7 @@ def _layers_of_batch(config, dtype, params, read: Readout, batch):
 
 
 def evaluate_layers(
-    lm: LanguageModel, windows: Windows, read: Readout, *, batch_size: int = 16, quiet: bool = False
+    lm: LanguageModel, windows: Windows, read: Readout, *, batch_size: int = 16, context: RunContext | None = None
 ) -> LayerOutputs:
     """The final norm and the unembedding applied to the residual stream after every layer (the logit lens).
 
@@ -156,14 +156,14 @@ def evaluate_layers(
         windows: only targets where `where` is True count.
         read: see `make_readout`; with letters, targets must be among them.
         batch_size: windows a step.
-        quiet: no progress bar.
+        context: shows progress, or does not.
 
     Returns:
         `LayerOutputs` of M = L + 1 layers.
     """
     arrays, parts, done = scored_batch(windows, read), [], 0
     device_read = read._replace(ids=None)
-    bar = tqdm(total=len(windows.tokens), desc="layers", unit="window", disable=quiet)
+    bar = (context or RunContext()).bar(title="layers", unit="window", total=len(windows.tokens))
     for batch, real in eval_batches(arrays, batch_size):
         outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, device_read, batch))
         where = arrays["where"][done : done + real]

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
-from tqdm import tqdm
 
 from calibjax.data import Windows, eval_batches, read_source
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import batch_hidden, freeze, vocab_sharding
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
@@ -100,8 +100,8 @@ def choice_log_probs(
     temperature: float,
     *,
     batch_size: int = 32,
-    description: str = "analogies",
-    quiet: bool = False,
+    title: str = "analogies",
+    context: RunContext | None = None,
 ) -> Float[np.ndarray, "Q C"]:
     """log-probability of every choice's tokens where each next token's distribution has the temperature; float64.
 
@@ -110,7 +110,7 @@ def choice_log_probs(
     frozen = freeze(lm)
     scale = jnp.float32(1 / temperature if temperature else 1)
     parts = []
-    bar = tqdm(total=len(windows.tokens), desc=description, unit="choice", disable=quiet)
+    bar = (context or RunContext()).bar(title=title, unit="choice", total=len(windows.tokens))
     for batch, real in eval_batches(windows.arrays(), batch_size):
         parts.append(to_host(_scores(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
         bar.update(real)
@@ -139,8 +139,8 @@ def evaluate_analogies(
     temperatures: Sequence[float],
     *,
     batch_size: int = 32,
-    description: str = "analogies",
-    quiet: bool = False,
+    title: str = "analogies",
+    context: RunContext | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Accuracy at each myopic temperature: name -> accuracy, its standard error, and that of every category."""
     results = {}
@@ -151,8 +151,8 @@ def evaluate_analogies(
             analogies.windows,
             temperature,
             batch_size=batch_size,
-            description=f"{description} at {temperature:g}",
-            quiet=quiet,
+            title=f"{title} at {temperature:g}",
+            context=context,
         )
         each = accuracy(scores, analogies.right, temperature)
         results[f"{temperature:g}"] = {

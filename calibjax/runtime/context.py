@@ -1,0 +1,63 @@
+"""What travels through a run: its directory, devices and seed, and where its log and progress go."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from tqdm.auto import tqdm
+
+from calibjax.runtime.distributed import is_first
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import make_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """Passed to whatever computes for more than a moment, in place of five arguments.
+
+    Attributes:
+        directory: for checkpoints, caches and logs; None: the run keeps nothing and cannot resume.
+        mesh: devices, with the axes of `calibjax.runtime.sharding.AXES`; by default the first device alone.
+        seed: of everything random, at least 0.
+        log: called with one line per event.
+        progress: whether to draw progress bars. Of several processes only the first draws them.
+    """
+
+    directory: Path | None = None
+    mesh: Mesh = dataclasses.field(default_factory=lambda: make_mesh(devices=jax.devices()[:1]))
+    seed: int = 0
+    log: Callable[[str], None] = print
+    progress: bool = True
+
+    @property
+    def shows_progress(self) -> bool:
+        return self.progress and is_first()
+
+    def within(self, *parts: str) -> "RunContext":
+        """The same run in a subdirectory of its directory."""
+        return self if self.directory is None else dataclasses.replace(self, directory=self.directory.joinpath(*parts))
+
+    def silent(self) -> "RunContext":
+        """The same run without log lines and progress bars."""
+        return dataclasses.replace(self, log=_discard, progress=False)
+
+    def require_directory(self) -> Path:
+        """The directory.
+
+        Raises:
+            UserError: there is none.
+        """
+        if self.directory is None:
+            raise UserError("expected a directory to write to; give RunContext(directory=...).")
+        return self.directory
+
+    def bar(self, items: Iterable[Any] | None = None, *, title: str, unit: str, **options: Any) -> tqdm:
+        """A progress bar over `items`, or one that is updated by hand up to `total`."""
+        return tqdm(items, desc=title, unit=unit, disable=not self.shows_progress, **options)
+
+
+def _discard(line: str) -> None:
+    """For `log`."""

@@ -1,0 +1,8 @@
+"""Recalibration methods side by side: `python eval/compare.py ...` is `calibjax compare ...`."""
+
+import sys
+
+from calibjax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["compare", *sys.argv[1:]]))

@@ -1,0 +1,8 @@
+"""Calibration across layers: `python eval/layers.py ...` is `calibjax eval layers ...`."""
+
+import sys
+
+from calibjax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["eval", "layers", *sys.argv[1:]]))

@@ -1,0 +1,8 @@
+"""Benchmarks: accuracy and calibration of answers: `python eval/tasks.py ...` is `calibjax eval tasks ...`."""
+
+import sys
+
+from calibjax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["eval", "tasks", *sys.argv[1:]]))

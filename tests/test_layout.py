@@ -1,0 +1,171 @@
+"""The layout of the package: rooms and floors, what importing it loads, and the examples in its docstrings."""
+
+import ast
+import doctest
+import functools
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import write_model
+
+ROOT = Path(__file__).parents[1]
+FLOORS = (
+    {"runtime"},
+    {"kernels"},
+    {"nn", "heads", "losses", "metrics", "recalibrate"},
+    {"data", "models"},
+    {"train", "eval"},
+    {"commands", "lm_eval"},
+    {"cli"},
+    {"__main__"},
+)
+"""A room imports from its own floor and from those before it; see CONTRIBUTING.md."""
+PUBLIC = "__init__"  # calibjax/__init__.py: re-exports, imported by no other module
+LAZY = ("transformers", "datasets", "huggingface_hub", "tokenizers", "torch")
+FILES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in sorted((ROOT / "calibjax").rglob("*.py"))
+}
+
+
+def room(module):
+    """`calibjax.train.ats` -> "train"; `calibjax` -> "__init__"."""
+    return [*module.split("."), PUBLIC][1]
+
+
+@functools.cache
+def imports(module):
+    """Every import of a module: (full name, whether it runs when the module is imported)."""
+    tree = ast.parse(FILES[module].read_text())
+    lazy = set()
+    for node in ast.walk(tree):
+        checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if checking or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            lazy |= {id(inner) for inner in ast.walk(node)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in FILES else node.module for name in full]
+        else:
+            continue
+        found += [(name, id(node) not in lazy) for name in names]
+    return found
+
+
+def inner_imports(module):
+    return {name for name, _ in imports(module) if name.split(".")[0] == "calibjax"}
+
+
+def depths(edges):
+    """The longest chain of imports below each node; fails, with the chain, where there is a cycle."""
+    done, path = {}, []
+
+    def visit(node):
+        assert node not in path, f"cycle: {' -> '.join([*path[path.index(node) :], node])}"
+        if node not in done:
+            path.append(node)
+            done[node] = 1 + max(map(visit, sorted(edges[node])), default=-1)
+            path.pop()
+        return done[node]
+
+    for node in edges:
+        visit(node)
+    return done
+
+
+def test_rooms_floors_and_direction_of_imports():
+    floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+    modules = {module: inner_imports(module) for module in FILES}
+    depths(modules)
+    rooms = {}
+    for module, names in modules.items():
+        here = room(module)
+        for name in names:
+            there = room(name)
+            assert there != PUBLIC, f"{module} imports the package's public names"
+            assert {here, there} != {"train", "eval"}, f"{module} imports {name}"
+            if here != PUBLIC:
+                assert floor_of[there] <= floor_of[here], f"{module} imports {name}, which is on a higher floor"
+        rooms.setdefault(here, set()).update({room(name) for name in names} - {here})
+    floors = 1 + max(depths(rooms).values())
+    print(f"{len(rooms) - 1} rooms, {floors} floors, {sum(map(len, rooms.values()))} arrows")
+    assert set(rooms) - {PUBLIC} <= set(floor_of)
+    assert len(rooms) - 1 <= 16
+    assert floors <= 10
+
+
+def test_heavy_packages_load_late():
+    for module in FILES:
+        for name, at_once in imports(module):
+            top = name.split(".")[0]
+            assert top != "torch" or module == "calibjax.torch", f"{module} imports torch"
+            if top in LAZY and module != "calibjax.torch":
+                assert not at_once, f"{module} imports {top} when it is imported"
+                assert room(module) in ("models", "data", "eval"), f"{module} imports {top}"
+
+
+def test_files_are_written_by_one_helper():
+    """`Path.write_text` and `write_bytes` write through symbolic links, and leave a part of a file behind a kill."""
+    for module, file in FILES.items():
+        names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        assert not names & {"write_text", "write_bytes"}, f"{module}: use calibjax.runtime.files"
+
+
+def test_importing_is_light():
+    heavy = (*LAZY, "matplotlib")
+    code = f"import sys, calibjax, calibjax.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_packages_only_re_export():
+    for module in (name for name, file in FILES.items() if file.name == "__init__.py"):
+        for node in ast.parse(FILES[module].read_text()).body:
+            fine = isinstance(node, ast.ImportFrom | ast.Expr) or (
+                isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "__version__")
+            )
+            assert fine, f"{module}: {ast.unparse(node)}"
+
+
+def test_top_folders_are_no_packages():
+    assert not [name for name in ("kernels", "train", "eval", "tests") if (ROOT / name / "__init__.py").exists()]
+
+
+def test_transformers_beside_our_folders(tmp_path):
+    """A top-level package `kernels` would be taken by transformers for the one of Hugging Face."""
+    write_model(tmp_path / "model")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from transformers import AutoConfig; print(AutoConfig.from_pretrained(sys.argv[2]).model_type)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT), str(tmp_path / "model")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ,
+    )
+    assert done.stdout.strip() == "llama", done.stderr
+
+
+WITH_EXAMPLES = [module for module, file in FILES.items() if ">>>" in file.read_text()]
+
+
+def test_there_are_examples():
+    assert {"calibjax.kernels.api", "calibjax.metrics.errors"} <= set(WITH_EXAMPLES)
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted > 0
+    assert result.failed == 0
