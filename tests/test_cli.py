@@ -17,7 +17,7 @@ from calibjax.commands.common import _set_name
 from calibjax.train import options as ats_options
 
 ROOT = Path(__file__).parents[1]
-SHORT = ["--seq-len", "13", "--full-windows", "--epochs", "2", "--batch-size", "8"]
+SHORT = ["--seq-len", "13", "--full-sequences", "--epochs", "2", "--batch-size", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,16 @@ def train_ats(made, out, *options, model=None, data=None):
         (
             ["train", "ats"],
             [
-                *("--model", "--data", "--out", "--text-column", "--rows", "--seq-len", "--full-windows", "--examples"),
+                *(
+                    "--model",
+                    "--data",
+                    "--out",
+                    "--text-column",
+                    "--rows",
+                    "--seq-len",
+                    "--full-sequences",
+                    "--examples",
+                ),
                 *("--fit-fraction", "--head", "--loss", "--alpha", "--recipe", "--eval-data", "--seed", "--json"),
                 *("--cache-hidden", "--refit-temperature", "--dtype", "--bins", "--packing"),
             ],
@@ -154,16 +163,16 @@ def test_models_that_are_wrong(capsys, tmp_path, made, name, message):
         (["--text-column", "output"], "text_column='output' is not there. The columns are: text"),
         (["--seq-len", "33"], "longer than the model's context of 32 tokens"),
         (["--seq-len", "1"], "seq_len: expected at least 2"),
-        (["--seq-len", "20"], "no window of 20 tokens has anything to predict"),
+        (["--seq-len", "20"], "no sequence of 20 tokens has anything to predict"),
         (["--alpha", "1.5"], "--alpha: 1.5 is out of range"),
         (["--fit-fraction", "1"], "--fit-fraction: expected above 0 and below 1"),
-        (["--validation-fraction", "0.001"], "fraction=0.001 of 36 windows is none"),
-        (["--examples", "1"], "fit_fraction=0.6 of 1 window is none"),
+        (["--validation-fraction", "0.001"], "fraction=0.001 of 36 sequences is none"),
+        (["--examples", "1"], "fit_fraction=0.6 of 1 sequence is none"),
         (["--rows", "0"], "rows: expected at least 1"),
         (["--bins", "0"], "--bins: expected at least 1"),
         (["--seed", "-1"], "--seed: expected from 0 to 4294967295"),
         (["--accumulate", "3"], "--accumulate: 3 is out of range (a divisor of --batch-size 8)"),
-        (["--batch-size", "6"], "--batch-size 6 in 1 micro-batch(es) of 6 windows does not divide among the 8"),
+        (["--batch-size", "6"], "--batch-size 6 in 1 micro-batch(es) of 6 sequences does not divide among the 8"),
         (["--features", "smell"], "features: expected distinct names among"),
         (["--split", "test"], "has no splits"),
     ],
@@ -237,7 +246,7 @@ def test_json_is_all_that_is_printed(done):
     assert document == json.loads((out / "metrics.json").read_text())
     assert document["schema"] == 1
     assert list(document["held_out"]["methods"]) == ["uncalibrated", "temperature", "ats"]
-    assert document["held_out"]["tokens"] == 24 * 12  # 60 windows, 40% held out
+    assert document["held_out"]["tokens"] == 24 * 12  # 60 sequences, 40% held out
     assert list(document["transfer"]) == ["other"]
     assert document["transfer"]["other"]["tokens"] == 12 * 12
     assert document["run"]["fit"]["loss"] == "joint"

@@ -1,4 +1,4 @@
-"""Models, windows and files small enough that a test costs seconds: random, and the same on every machine."""
+"""Models, sequences and files small enough that a test costs seconds: random, and the same on every machine."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calibjax.data import Windows
-from calibjax.data.synthetic import as_windows
+from calibjax.data import Sequences
+from calibjax.data.synthetic import as_sequences
 from calibjax.models import DecoderConfig, LanguageModel, abstract_params
 from calibjax.runtime.context import RunContext
 
@@ -40,21 +40,21 @@ def make_lm(*, seed=0, dtype=jnp.float32, **changes) -> LanguageModel:
     return LanguageModel.from_params(config, params, dtype=dtype)
 
 
-def make_windows(count=40, *, vocab_size=VOCAB, length=LENGTH, seed=0) -> Windows:
-    """Windows of a Markov chain, `length` predictions each: some tokens have one successor, some several."""
+def make_sequences(count=40, *, vocab_size=VOCAB, length=LENGTH, seed=0) -> Sequences:
+    """Sequences of a Markov chain, `length` predictions each: some tokens have one successor, some several."""
     chain = np.random.default_rng(1).dirichlet(np.full(vocab_size, 0.1), vocab_size).cumsum(axis=1)
     rng = np.random.default_rng(100 + seed)
     tokens = np.empty((count, length + 1), np.int32)
     tokens[:, 0] = rng.integers(0, vocab_size, count)
     for t in range(length):
         tokens[:, t + 1] = np.minimum((chain[tokens[:, t]] < rng.random((count, 1))).sum(axis=1), vocab_size - 1)
-    return as_windows(tokens)
+    return as_sequences(tokens)
 
 
-def ragged(windows: Windows, seed=0) -> Windows:
-    """The same windows as packing leaves them: two segments, padding at the end, and targets that do not count."""
+def ragged(sequences: Sequences, seed=0) -> Sequences:
+    """The same sequences as packing leaves them: two segments, padding at the end, and targets that do not count."""
     rng = np.random.default_rng(seed)
-    count, length = windows.tokens.shape
+    count, length = sequences.tokens.shape
     column = np.arange(length, dtype=np.int32)
     ends = rng.integers(length // 2, length + 1, (count, 1))
     cuts = rng.integers(1, length // 2, (count, 1))
@@ -64,39 +64,39 @@ def ragged(windows: Windows, seed=0) -> Windows:
     where = real & (rng.random((count, length)) < 0.8)
     where[:, 0] = True
     empty = np.where(real, 1, 0).astype(np.int32)
-    return windows._replace(
-        tokens=windows.tokens * empty,
-        targets=windows.targets * empty,
+    return sequences._replace(
+        tokens=sequences.tokens * empty,
+        targets=sequences.targets * empty,
         where=where,
         segment_ids=segments,
         positions=positions,
     )
 
 
-def answered(lm: LanguageModel, windows: Windows, seed=0) -> Windows:
-    """The windows with targets drawn from the model's own distribution, but flatter than the model believes it.
+def answered(lm: LanguageModel, sequences: Sequences, seed=0) -> Sequences:
+    """The sequences with targets drawn from the model's own distribution, but flatter than the model believes it.
 
     The true scale of each token is 0.2 or 0.8, and its hidden state says which: what a head has to find.
     """
-    hidden = lm.hidden_states(windows.tokens, segment_ids=windows.segment_ids, positions=windows.positions)
+    hidden = lm.hidden_states(sequences.tokens, segment_ids=sequences.segment_ids, positions=sequences.positions)
     scale = np.where(np.asarray(hidden, np.float64)[..., 0] > 0, 0.2, 0.8)
-    q = np.exp(dense_log_probs(lm, windows, np.log(scale))).cumsum(axis=-1)
+    q = np.exp(dense_log_probs(lm, sequences, np.log(scale))).cumsum(axis=-1)
     drawn = (q < np.random.default_rng(seed).random(scale.shape)[..., None]).sum(axis=-1)
     targets = np.minimum(drawn, lm.config.vocab_size - 1).astype(np.int32)
-    return windows._replace(targets=np.where(windows.segment_ids > 0, targets, 0).astype(np.int32))
+    return sequences._replace(targets=np.where(sequences.segment_ids > 0, targets, 0).astype(np.int32))
 
 
-def dense_log_probs(lm: LanguageModel, windows: Windows, log_scale=0.0) -> np.ndarray:
+def dense_log_probs(lm: LanguageModel, sequences: Sequences, log_scale=0.0) -> np.ndarray:
     """log softmax(e^log_scale · logits) over the whole vocabulary, `[S, T, V]`, float64 from the model's own logits."""
-    logits = lm.logits(windows.tokens, segment_ids=windows.segment_ids, positions=windows.positions)
+    logits = lm.logits(sequences.tokens, segment_ids=sequences.segment_ids, positions=sequences.positions)
     z = np.asarray(logits, np.float64) * np.exp(np.asarray(log_scale, np.float64))[..., None]
     z = z - z.max(axis=-1, keepdims=True)
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
 
 
-def at_targets(log_probs: np.ndarray, windows: Windows) -> np.ndarray:
+def at_targets(log_probs: np.ndarray, sequences: Sequences) -> np.ndarray:
     """log p(target) of the tokens that count, `[n]`."""
-    return np.take_along_axis(log_probs, windows.targets[..., None], axis=-1)[..., 0][windows.where]
+    return np.take_along_axis(log_probs, sequences.targets[..., None], axis=-1)[..., 0][sequences.where]
 
 
 # --- on disk ---

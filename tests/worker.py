@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from assets import ASSETS, data_path, model_path
-from tiny import make_windows, ragged, silent
+from tiny import make_sequences, ragged, silent
 
 from calibjax.cli import execute
 from calibjax.commands import eval_layers, eval_tasks
@@ -24,7 +24,7 @@ from calibjax.train import AtsOptions, save_head
 from calibjax.train.sft import SftOptions, fit_sft
 
 SHAPES = {"ats": (2, 2, 1), "sft": (1, 2, 2)}
-WINDOWS = ragged(make_windows(44, vocab_size=43))
+SEQUENCES = ragged(make_sequences(44, vocab_size=43))
 TUNED = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "remat": "none"}
 FITTED = {
     "epochs": 12,
@@ -40,10 +40,10 @@ FITTED = {
 def ats(folder: Path, out: Path, mesh):
     """A head, fitted on a mesh and evaluated; what came out, on the host."""
     lm = load_model(folder / "model", mesh=mesh)
-    fitted = fit_ats(lm, WINDOWS, AtsOptions(**FITTED), silent(out, mesh=mesh))
+    fitted = fit_ats(lm, SEQUENCES, AtsOptions(**FITTED), silent(out, mesh=mesh))
     save_head(out / "head", fitted.head)
     with jax.set_mesh(mesh):
-        sums = evaluate_tokens(lm, WINDOWS, {"ats": fitted.head}, batch_size=8, context=silent())["ats"].sums
+        sums = evaluate_tokens(lm, SEQUENCES, {"ats": fitted.head}, batch_size=8, context=silent())["ats"].sums
     return {
         "temperature": np.array([fitted.report["temperature"], fitted.report["candidates"][0]["validation_nll"]]),
         "nll": sums.nll,
@@ -55,12 +55,12 @@ def ats(folder: Path, out: Path, mesh):
 def sft(folder: Path, out: Path, mesh):
     """A model, fine-tuned on a mesh and saved."""
     lm = load_model(folder / "model", mesh=mesh)
-    tuned = fit_sft(lm, WINDOWS, SftOptions(**TUNED), context=silent(out, mesh=mesh))
+    tuned = fit_sft(lm, SEQUENCES, SftOptions(**TUNED), context=silent(out, mesh=mesh))
     save_model(out / "model", tuned.config, tuned.params, like=folder / "model")
     part = local_rows(mesh, 8)
     return {
         "fingerprint": np.frombuffer(bytes.fromhex(lm.fingerprint), np.uint8),
-        "read": next(batches(WINDOWS._asdict(), 8, seed=0, epochs=1, part=part))["tokens"],
+        "read": next(batches(SEQUENCES._asdict(), 8, seed=0, epochs=1, part=part))["tokens"],
         "validation": np.array(tuned.report["validation_nll"]),
         **{f"tuned{i}": leaf for i, leaf in enumerate(jax.tree.leaves(to_host(tuned.params)))},
     }

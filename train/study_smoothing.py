@@ -17,7 +17,7 @@ import tyro
 
 from calibjax.commands.common import DataOptions
 from calibjax.commands.train_ats import ats_document, evaluate, fit_ats
-from calibjax.data import split_windows
+from calibjax.data import split_sequences
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import RunContext
@@ -26,7 +26,7 @@ from calibjax.train.checkpoint import save_head
 from calibjax.train.options import make_plan
 from calibjax.train.sft import SftOptions, fit_sft
 
-MODELS = {"stories260K": 128, "tinystories-656k": 128, "craftgpt-5M": 64}  # name -> tokens a window
+MODELS = {"stories260K": 128, "tinystories-656k": 128, "craftgpt-5M": 64}  # name -> tokens a sequence
 SETS = {"alpaca": "alpaca_cleaned/alpaca_cleaned.jsonl.gz", "lima": "lima/lima.jsonl.gz"}
 FOREIGN = {"wikitext2": "wikitext2/test.txt.gz"}
 
@@ -40,9 +40,9 @@ class Study:
         out: for results, models and logs.
         models: names of directories in assets/models.
         smoothing: weights of the uniform distribution.
-        windows: of each set, from its first rows: 60% to train on, 20% to calibrate on, 20% held out.
-        foreign_windows: of the sets that were not trained on.
-        epochs: passes over the training windows.
+        sequences: of each set, from its first rows: 60% to train on, 20% to calibrate on, 20% held out.
+        foreign_sequences: of the sets that were not trained on.
+        epochs: passes over the training sequences.
         learning_rate: peak.
         quiet: no progress bars.
     """
@@ -51,8 +51,8 @@ class Study:
     out: Path
     models: tuple[str, ...] = tuple(MODELS)
     smoothing: tuple[float, ...] = (0.0, 0.1, 0.2)
-    windows: int = 800
-    foreign_windows: int = 300
+    sequences: int = 800
+    foreign_sequences: int = 300
     epochs: int = 15
     learning_rate: float = 2e-3
     quiet: bool = False
@@ -74,10 +74,10 @@ def run_one(study: Study, model: str, trained_on: str, beta: float | None) -> di
         options = DataOptions(seq_len=seq_len, rows=4000 if path in SETS.values() else None, examples=count)
         return options.read(str(study.assets / "data" / path), lm, print)
 
-    train, rest = split_windows(read(SETS[trained_on], study.windows), 0.6)
-    calibration, held_out = split_windows(rest, 0.5)
+    train, rest = split_sequences(read(SETS[trained_on], study.sequences), 0.6)
+    calibration, held_out = split_sequences(rest, 0.5)
     foreign = {**{k: v for k, v in SETS.items() if k != trained_on}, **FOREIGN}
-    transfer = {title: read(path, study.foreign_windows) for title, path in foreign.items()}
+    transfer = {title: read(path, study.foreign_sequences) for title, path in foreign.items()}
     report: dict[str, Any] = {}
     if beta is not None:
         options = SftOptions(label_smoothing=beta, epochs=study.epochs, learning_rate=study.learning_rate, remat="none")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from calibjax.data import Windows, load_windows
+from calibjax.data import Sequences, load_sequences
 from calibjax.eval.report import print_report, write_report
 from calibjax.models import LanguageModel, load_model
 from calibjax.nn.attention import cudnn_attention, cudnn_takes
@@ -96,31 +96,31 @@ class TextOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """How text becomes windows of tokens.
+    """How text becomes sequences of tokens.
 
     Attributes:
         text_column: read this column as plain text; by default the format is recognised: text, instruction, prompt and
             answer, or chat, with the loss on the answers only.
         prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", in place of the chat template.
         rows: read only the first rows.
-        seq_len: tokens a window.
-        full_windows: cut each row to exactly seq_len tokens and drop shorter ones.
-        packing: put several short examples into one window, unseen by each other; --no-packing pads. Full windows have
-            no room for either.
-        examples: keep only the first windows.
+        seq_len: tokens a sequence.
+        full_sequences: cut each row to exactly seq_len tokens and drop shorter ones.
+        packing: put several short examples into one sequence, unseen by each other; --no-packing pads. Full sequences
+            have no room for either.
+        examples: keep only the first sequences.
     """
 
     text_column: str | None = None
     prompt_template: str | None = None
     rows: int | None = None
     seq_len: int = 128
-    full_windows: bool = False
+    full_sequences: bool = False
     packing: bool = True
     examples: int | None = None
 
     @property
     def layout(self) -> Literal["full", "pack", "pad"]:
-        return "full" if self.full_windows else "pack" if self.packing else "pad"
+        return "full" if self.full_sequences else "pack" if self.packing else "pad"
 
     def read(
         self,
@@ -130,9 +130,9 @@ class DataOptions:
         *,
         split: str | None = None,
         column_optional: bool = False,
-    ) -> Windows:
-        """Reads a source, and says what was made of it; arguments as `load_windows`'."""
-        windows, description = load_windows(
+    ) -> Sequences:
+        """Reads a source, and says what was made of it; arguments as `load_sequences`'."""
+        sequences, description = load_sequences(
             source,
             lm.tokenizer,
             seq_len=self.seq_len,
@@ -140,14 +140,14 @@ class DataOptions:
             text_column=self.text_column,
             prompt_template=self.prompt_template,
             rows=self.rows,
-            max_windows=self.examples,
+            max_sequences=self.examples,
             split=split,
             column_optional=column_optional,
         )
         log(f"data: {description}")
-        return windows
+        return sequences
 
-    def read_all(self, sources: tuple[str, ...], lm: LanguageModel, log: Callable[[str], None]) -> dict[str, Windows]:
+    def read_all(self, sources: tuple[str, ...], lm: LanguageModel, log: Callable[[str], None]) -> dict[str, Sequences]:
         """Reads further sets to test on, by short names; `text_column` counts where a set has that column."""
         return {_set_name(source, sources): self.read(source, lm, log, column_optional=True) for source in sources}
 

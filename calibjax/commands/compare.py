@@ -11,7 +11,7 @@ import numpy as np
 
 from calibjax.commands.common import SCHEMA, BinningOptions, DataOptions, OutputOptions, begin, finish, presentation
 from calibjax.commands.train_ats import fit_ats
-from calibjax.data import Windows, check_context, eval_batches, read_table, split_table, split_windows
+from calibjax.data import Sequences, check_context, eval_batches, read_table, split_sequences, split_table
 from calibjax.eval.compare.contenders import (
     Contender,
     Outcome,
@@ -196,7 +196,7 @@ def _from_model(options: CompareOptions, names: tuple[str, ...], fits: Path, log
     lm = load_model(options.model, dtype=jnp.dtype(options.dtype))
     log(f"model: {lm!r}")
     check_context(options.text.seq_len, lm.config.max_positions)
-    parts = split_windows(options.text.read(options.data, lm, log, split=options.split), options.fit_fraction)
+    parts = split_sequences(options.text.read(options.data, lm, log, split=options.split), options.fit_fraction)
     plan = make_plan(AtsOptions(), lm.config.hidden_size)
     batch_size = plan.batch_size
 
@@ -217,17 +217,17 @@ def _from_model(options: CompareOptions, names: tuple[str, ...], fits: Path, log
         )
     )
 
-    def outcome_of(head: FittedHead, windows: Windows) -> Outcome:
+    def outcome_of(head: FittedHead, sequences: Sequences) -> Outcome:
         done = evaluate_tokens(
-            lm, windows, {"head": head}, batch_size=batch_size, keep_tokens=True, context=RunContext(progress=False)
+            lm, sequences, {"head": head}, batch_size=batch_size, keep_tokens=True, context=RunContext(progress=False)
         )
         tokens = done["head"].tokens
         assert tokens is not None
-        where = windows.where
+        where = sequences.where
         confidence, choice, log_prob = (
             np.asarray(x)[where] for x in (tokens.confidence, tokens.argmax, tokens.log_prob)
         )
-        return Outcome(confidence, (choice == windows.targets[where]).astype(np.float32), choice, log_prob)
+        return Outcome(confidence, (choice == sequences.targets[where]).astype(np.float32), choice, log_prob)
 
     def temperature() -> FittedHead:
         return fit_single_temperature(lm, freeze(lm), fit.arrays(), batch_size)[1]
@@ -241,8 +241,8 @@ def _from_model(options: CompareOptions, names: tuple[str, ...], fits: Path, log
             rows[name] = Contender(fit_head, lambda head: outcome_of(head, held_out), _head_parameters)
     if others:
         calibration, testing = (
-            _predictions(lm, windows, outcome, batch_size, logits=needs_logits)
-            for windows, outcome in ((fit, outcome_of(identity_head(lm), fit)), (held_out, base))
+            _predictions(lm, sequences, outcome, batch_size, logits=needs_logits)
+            for sequences, outcome in ((fit, outcome_of(identity_head(lm), fit)), (held_out, base))
         )
         more, left_out = contenders(calibration, testing, base, others, however_large=not _all(options.methods))
         rows |= more
@@ -255,13 +255,13 @@ def _from_model(options: CompareOptions, names: tuple[str, ...], fits: Path, log
         "temperature",
         _clusters(held_out),
         "tokens",
-        "windows" if _one_row(held_out) else "rows of the text",
+        "sequences" if _one_row(held_out) else "rows of the text",
         f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",
     )
 
 
-def _tokens(windows: Windows) -> int:
-    return int(windows.where.sum())
+def _tokens(sequences: Sequences) -> int:
+    return int(sequences.where.sum())
 
 
 def _head_parameters(head: FittedHead) -> int:
@@ -270,33 +270,33 @@ def _head_parameters(head: FittedHead) -> int:
     return sum(np.size(leaf) for leaf in jax.tree.leaves(head.params))
 
 
-def _subsample(windows: Windows, limit: int, seed: int) -> Windows:
-    """At most `limit` tokens: windows drawn at random until the next would exceed it, one at least, in their order."""
-    sizes = windows.where.sum(axis=1)
+def _subsample(sequences: Sequences, limit: int, seed: int) -> Sequences:
+    """At most `limit` tokens: sequences drawn at random until the next would exceed it, at least one, in order."""
+    sizes = sequences.where.sum(axis=1)
     if sizes.sum() <= limit:
-        return windows
+        return sequences
     order = np.random.default_rng(seed).permutation(len(sizes))
     number = max(1, int(np.searchsorted(np.cumsum(sizes[order]), limit, side="right")))
-    return windows.take(np.sort(order[:number]))
+    return sequences.take(np.sort(order[:number]))
 
 
-def _one_row(windows: Windows) -> bool:
-    return bool((windows.source == windows.source[0]).all())
+def _one_row(sequences: Sequences) -> bool:
+    return bool((sequences.source == sequences.source[0]).all())
 
 
-def _clusters(windows: Windows) -> np.ndarray:
-    """Of each token that counts: its row of the text, from 0; its window where all are of one row."""
-    number = np.unique(windows.source, return_inverse=True)[1]
-    number = np.arange(len(number)) if _one_row(windows) else number
-    return np.broadcast_to(number[:, None], windows.where.shape)[windows.where].astype(np.int32)
+def _clusters(sequences: Sequences) -> np.ndarray:
+    """Of each token that counts: its row of the text, from 0; its sequence where all are of one row."""
+    number = np.unique(sequences.source, return_inverse=True)[1]
+    number = np.arange(len(number)) if _one_row(sequences) else number
+    return np.broadcast_to(number[:, None], sequences.where.shape)[sequences.where].astype(np.int32)
 
 
 def _predictions(
-    lm: LanguageModel, windows: Windows, outcome: Outcome, batch_size: int, *, logits: bool
+    lm: LanguageModel, sequences: Sequences, outcome: Outcome, batch_size: int, *, logits: bool
 ) -> Predictions:
     """The tokens that count, with everything that the methods read; logits only where they are asked for."""
     hidden, z = [], []
-    for batch, real in eval_batches(windows.arrays(), batch_size):
+    for batch, real in eval_batches(sequences.arrays(), batch_size):
         tokens, segments, positions = (batch[name] for name in ("tokens", "segment_ids", "positions"))
         where = np.asarray(batch["where"])
         where[real:] = False
@@ -308,10 +308,10 @@ def _predictions(
     linear = lm.config.logit_softcap is None and lm.unembedding_bias is None
     return Predictions(
         logits=np.concatenate(z) if logits else None,
-        labels=windows.targets[windows.where],
+        labels=sequences.targets[sequences.where],
         confidence=outcome.confidence,
         correct=outcome.correct,
         features=np.concatenate(hidden),
         unembedding=np.asarray(lm.unembedding, np.float32) if linear else None,
-        slices=_clusters(windows),
+        slices=_clusters(sequences),
     )

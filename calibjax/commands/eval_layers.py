@@ -23,12 +23,12 @@ from calibjax.commands.common import (
     presentation,
 )
 from calibjax.data import (
-    Windows,
+    Sequences,
     check_context,
-    choice_windows,
+    choice_sequences,
     is_multiple_choice,
     read_source,
-    split_windows,
+    split_sequences,
 )
 from calibjax.eval.layers.directions import (
     Recipe,
@@ -93,7 +93,7 @@ class EvalLayersOptions(BinningOptions, OutputOptions, ModelOptions):
 class _Material(NamedTuple):
     """The predictions to look at, in the order: the half that is fitted on, the other."""
 
-    halves: tuple[Windows, Windows]
+    halves: tuple[Sequences, Sequences]
     unit: str
     readout: str
     letters: tuple[int, ...] | None = None
@@ -132,7 +132,7 @@ def _analyse(
     fit, held_out = material.halves
     counts = [int(half.where.sum()) for half in material.halves]
     context.log(f"split: {counts[0]:,} {material.unit} to find a direction and an edit on, {counts[1]:,} held out")
-    both = Windows(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
+    both = Sequences(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
     steps: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
     with jax.set_mesh(context.mesh):
         read = make_readout(lm, material.letters)
@@ -164,7 +164,7 @@ def _analyse(
     ]
     return {
         "schema": SCHEMA,
-        "held_out": {"tokens": counts[1], "unit": material.unit, "clusters": "windows", "methods": methods},
+        "held_out": {"tokens": counts[1], "unit": material.unit, "clusters": "sequences", "methods": methods},
         "layers": {"tokens": sum(counts), "readout": material.readout, **layers},
         "subjects": subject_rows(material.subjects, outputs.confidence[-1], outputs.correct[-1]),
         "direction": {
@@ -207,9 +207,11 @@ def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], No
     rows = read_source(options.data, split=options.split, rows=options.text.rows)
     if not is_multiple_choice(rows):
         check_context(options.text.seq_len, lm.config.max_positions)
-        windows = options.text.read(options.data, lm, log, split=options.split)
-        return _Material(split_windows(windows, 0.5), "tokens", "whole vocabulary")
-    asked = choice_windows(rows, lm.tokenizer, lm.config.max_positions, limit=options.text.examples, seed=options.seed)
+        sequences = options.text.read(options.data, lm, log, split=options.split)
+        return _Material(split_sequences(sequences, 0.5), "tokens", "whole vocabulary")
+    asked = choice_sequences(
+        rows, lm.tokenizer, lm.config.max_positions, limit=options.text.examples, seed=options.seed
+    )
     names = lm.tokenizer.convert_ids_to_tokens(list(asked.letters))
     log(
         f"data: {rows.name}: multiple choice, {len(rows):,} questions read, {asked.too_long:,} of them longer than "
@@ -218,7 +220,7 @@ def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], No
     )
     # Questions of one subject stand together in most files: the halves should be alike.
     order = np.random.default_rng(options.seed).permutation(len(asked.subjects))
-    halves = split_windows(asked.windows.take(order), 0.5)
+    halves = split_sequences(asked.sequences.take(order), 0.5)
     letters = asked.letters if options.letters_only else None
     readout = "letters only" if options.letters_only else "whole vocabulary"
     subjects = tuple(asked.subjects[index] for index in order)

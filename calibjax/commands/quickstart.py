@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 from calibjax import losses
 from calibjax.commands.common import OutputOptions, begin, finish, presentation
 from calibjax.commands.train_ats import ats_document, evaluate, fit_ats
-from calibjax.data import Windows, batches
-from calibjax.data.synthetic import TopicLanguage, as_windows, make_language, sample, true_probabilities
+from calibjax.data import Sequences, batches
+from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample, true_probabilities
 from calibjax.kernels import vocab_stats
 from calibjax.models import DecoderConfig, LanguageModel, hidden_states, init_params, unembedding
 from calibjax.runtime.context import RunContext
@@ -72,7 +72,7 @@ def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> dict[
     language_key, *sample_keys = jax.random.split(jax.random.key(options.seed), 4)
     language = make_language(language_key)
     train_set, fit_set, held_out = (
-        as_windows(sample(language, key, count, _LENGTH))
+        as_sequences(sample(language, key, count, _LENGTH))
         for key, count in zip(sample_keys, (_TRAIN, _FIT, _HELD_OUT), strict=True)
     )
     log(
@@ -96,7 +96,7 @@ def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> dict[
 
 
 def _train_decoder(
-    options: QuickstartOptions, language: TopicLanguage, windows: Windows, context: RunContext
+    options: QuickstartOptions, language: TopicLanguage, sequences: Sequences, context: RunContext
 ) -> LanguageModel:
     config = DecoderConfig(
         family="llama",
@@ -110,7 +110,7 @@ def _train_decoder(
         max_positions=_LENGTH,
     )
     batch_size = 32
-    steps = options.epochs * len(windows.tokens) // batch_size
+    steps = options.epochs * len(sequences.tokens) // batch_size
     adamw = OptimizerConfig(learning_rate=3e-3)
     optimizer = adamw.build(steps)
     state = create_state(init_params(config, jax.random.key(options.seed)), optimizer)
@@ -119,7 +119,7 @@ def _train_decoder(
         jax.device_put(state, replicated(context.mesh)),
         None,
         {},
-        batches(windows._asdict(), batch_size, seed=options.seed, epochs=options.epochs),
+        batches(sequences._asdict(), batch_size, seed=options.seed, epochs=options.epochs),
         steps=steps,
         context=context,
         identity={"epochs": options.epochs, "seed": options.seed},

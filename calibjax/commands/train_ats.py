@@ -19,7 +19,7 @@ from calibjax.commands.common import (
     on_devices,
     presentation,
 )
-from calibjax.data import Windows, check_context, split_windows
+from calibjax.data import Sequences, check_context, split_sequences
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead
@@ -77,8 +77,8 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> dict[st
     plan = make_plan(options.ats, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
 
-    windows = options.text.read(options.data, lm, log, split=options.split)
-    fit, held_out = split_windows(windows, options.fit_fraction)
+    sequences = options.text.read(options.data, lm, log, split=options.split)
+    fit, held_out = split_sequences(sequences, options.fit_fraction)
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     log(f"split: {len(fit.tokens):,} sequences to fit on, {len(held_out.tokens):,} held out")
@@ -99,7 +99,7 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> dict[st
 
 def fit_ats(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     options: AtsOptions | AtsPlan = AtsOptions(),
     context: RunContext | None = None,
 ) -> AtsFit:
@@ -110,7 +110,7 @@ def fit_ats(
 
     Args:
         lm: the frozen model; it is placed on `context.mesh` where it is not yet, and the head with it.
-        windows: sequences to fit on. A part of them, chosen by the seed, is kept from training where a loss is chosen
+        sequences: sequences to fit on. A part of them, chosen by the seed, is kept from training where a loss is chosen
             or a temperature refitted; temperature scaling is fitted on all of them.
         options: see `AtsOptions`; or the plan that `make_plan` made of them.
         context: directory, devices, seed, log and progress.
@@ -127,9 +127,9 @@ def fit_ats(
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
     lm = dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(context.mesh, lm.params)))
     with jax.set_mesh(context.mesh):
-        data = prepare(lm, windows, plan, context)
+        data = prepare(lm, sequences, plan, context)
         scaling, temperature = fit_single_temperature(lm, data.frozen, data.arrays, plan.batch_size)
-        context.log(describe_temperature(scaling, len(windows.tokens)))
+        context.log(describe_temperature(scaling, len(sequences.tokens)))
         candidates = [train_candidate(lm, data, plan, trial, context) for trial in plan.trials]
         best = choose(candidates, context)
         log_factor, refit = refitted_log_factor(best, context)
@@ -151,7 +151,7 @@ def fit_ats(
 
 def evaluate(
     lm: LanguageModel,
-    sets: Mapping[str, Windows],
+    sets: Mapping[str, Sequences],
     fitted: AtsFit,
     plan: AtsPlan,
     context: RunContext,
@@ -163,14 +163,14 @@ def evaluate(
         return {
             name: evaluate_tokens(
                 lm,
-                windows,
+                sequences,
                 heads,
                 batch_size=plan.batch_size,
                 title=f"evaluating {name.replace('_', ' ')}",
                 context=context,
                 **options,
             )
-            for name, windows in sets.items()
+            for name, sequences in sets.items()
         }
 
 

@@ -19,7 +19,7 @@ from calibjax.commands.common import (
     on_devices,
     presentation,
 )
-from calibjax.data import Windows, check_context, split_windows
+from calibjax.data import Sequences, check_context, split_sequences
 from calibjax.eval.tasks.analogies import evaluate_analogies, load_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
@@ -67,7 +67,7 @@ class TrainLhtsOptions(OutputOptions, TextOptions, ModelOptions):
     analogies: str | None = presentation(None)
     analogy_rows: Count = presentation(1000)
     devices: DeviceOptions = presentation(DeviceOptions())
-    text: DataOptions = DataOptions(full_windows=True)
+    text: DataOptions = DataOptions(full_sequences=True)
     lhts: LhtsOptions = LhtsOptions()
 
     def check(self) -> None:
@@ -90,7 +90,9 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> dict[s
     check_context(options.text.seq_len, base.config.max_positions)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
-    fit, held_out = split_windows(options.text.read(options.data, base, log, split=options.split), options.fit_fraction)
+    fit, held_out = split_sequences(
+        options.text.read(options.data, base, log, split=options.split), options.fit_fraction
+    )
     questions = None
     if options.analogies is not None:
         questions = load_analogies(options.analogies, base, count=options.analogy_rows, seed=options.seed)
@@ -147,7 +149,7 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> dict[s
 def _texts(
     lm: LanguageModel,
     scorer: LanguageModel,
-    held_out: Windows,
+    held_out: Sequences,
     name: str,
     options: TrainLhtsOptions,
     context: RunContext,

@@ -19,7 +19,7 @@ from calibjax.commands.common import (
     on_devices,
     presentation,
 )
-from calibjax.data import Windows, check_context, split_windows
+from calibjax.data import Sequences, check_context, split_sequences
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import freeze
@@ -69,7 +69,9 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> dict[st
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
 
-    fit, held_out = split_windows(options.text.read(options.data, base, log, split=options.split), options.fit_fraction)
+    fit, held_out = split_sequences(
+        options.text.read(options.data, base, log, split=options.split), options.fit_fraction
+    )
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}
     train_rows, validation_rows = split_validation(fit, options.sft, options.seed)
@@ -106,8 +108,8 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> dict[st
 def _evaluate(
     lm: LanguageModel,
     name: str,
-    sets: Mapping[str, Windows],
-    validation: Windows,
+    sets: Mapping[str, Sequences],
+    validation: Sequences,
     options: TrainSftOptions,
     context: RunContext,
 ) -> dict[str, dict[str, MethodResult]]:
@@ -116,7 +118,7 @@ def _evaluate(
     return {
         title: evaluate_tokens(
             lm,
-            windows,
+            sequences,
             {name: identity_head(lm), f"{name}_temperature": temperature},
             batch_size=options.sft.batch_size,
             bins=options.bins,
@@ -124,5 +126,5 @@ def _evaluate(
             title=f"evaluating {name}: {title}".replace("_", " "),
             context=context,
         )
-        for title, windows in sets.items()
+        for title, sequences in sets.items()
     }

@@ -1,4 +1,4 @@
-"""Multiple-choice questions to windows: the answer is one letter, predicted at one position."""
+"""Multiple-choice questions to sequences: the answer is one letter, predicted at one position."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from calibjax.data.sequences import Sequences
 from calibjax.data.source import Rows
-from calibjax.data.windows import Windows
 from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,14 +22,15 @@ class Choices(NamedTuple):
     """Questions ready to be asked.
 
     Attributes:
-      windows: One window a question, `where` True at its last input alone, whose target is the right letter's token.
+      sequences: One sequence a question, `where` True at its last input alone, whose target is the right letter's
+          token.
       letters: The letters' token ids, in the order of the choices.
       cue: The words before the letter.
       subjects: Of each question, from the column "subject"; "" where there is none.
       too_long: How many questions were left out because the model cannot read them whole.
     """
 
-    windows: Windows
+    sequences: Sequences
     letters: tuple[int, ...]
     cue: str
     subjects: tuple[str, ...]
@@ -41,7 +42,7 @@ def is_multiple_choice(rows: Rows) -> bool:
     return all(name in rows[0] for name in _COLUMNS)
 
 
-def choice_windows(
+def choice_sequences(
     rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_tokens: int, *, limit: int | None = None, seed: int = 0
 ) -> Choices:
     """Renders questions without examples before them, and draws some of those that the model can read.
@@ -92,7 +93,7 @@ def choice_windows(
         if ids[index][-1] != letters[answers[index]]:
             raise UserError(f"{rows.name}, row {index}: the tokenizer does not end the question with the letter alone.")
     subjects = tuple(str(rows[int(index)].get("subject", "")) for index in kept)
-    return Choices(_windows([ids[i] for i in kept], kept), letters, cue, subjects, len(ids) - len(short))
+    return Choices(_sequences([ids[i] for i in kept], kept), letters, cue, subjects, len(ids) - len(short))
 
 
 def _choices(row: Mapping[str, Any], index: int) -> Sequence[str]:
@@ -119,7 +120,7 @@ def _letter_ids(tokenizer: "PreTrainedTokenizerBase", count: int) -> tuple[str, 
     )
 
 
-def _windows(ids: list[np.ndarray], rows: np.ndarray) -> Windows:
+def _sequences(ids: list[np.ndarray], rows: np.ndarray) -> Sequences:
     length = max(len(tokens) for tokens in ids) - 1
     tokens, targets = np.zeros((2, len(ids), length), np.int32)
     ends = np.array([len(x) - 1 for x in ids])
@@ -127,7 +128,7 @@ def _windows(ids: list[np.ndarray], rows: np.ndarray) -> Windows:
     for index, question in enumerate(ids):
         tokens[index, : ends[index]], targets[index, : ends[index]] = question[:-1], question[1:]
     real = column < ends[:, None]
-    return Windows(
+    return Sequences(
         tokens=tokens,
         targets=targets,
         where=column == ends[:, None] - 1,

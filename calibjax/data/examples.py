@@ -89,7 +89,7 @@ def tokenize_rows(
 def _encode_plain(
     rendered: list[Rendered], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    # verbose=False: that a text is longer than the model's context is no reason to warn, it will be cut into windows.
+    # verbose=False: that a text is longer than the model's context is no reason to warn, it will be cut into sequences.
     encoded: Any = tokenizer([item.text for item in rendered], add_special_tokens=add_special_tokens, verbose=False)
     for ids in encoded["input_ids"]:
         yield np.asarray(ids, np.int32), np.arange(len(ids)) > 0

@@ -1,4 +1,4 @@
-"""From a source to windows in one call, with one line to say what was made of it."""
+"""From a source to sequences in one call, with one line to say what was made of it."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -8,14 +8,14 @@ import numpy as np
 
 from calibjax.data.examples import Example, tokenize_rows
 from calibjax.data.formats import recognise
+from calibjax.data.sequences import Layout, Sequences, make_sequences
 from calibjax.data.source import read_source
-from calibjax.data.windows import Layout, Windows, make_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_windows(
+def load_sequences(
     source: str | Path,
     tokenizer: "PreTrainedTokenizerBase",
     *,
@@ -24,26 +24,26 @@ def load_windows(
     text_column: str | None = None,
     prompt_template: str | None = None,
     rows: int | None = None,
-    max_windows: int | None = None,
+    max_sequences: int | None = None,
     split: str | None = None,
     column_optional: bool = False,
-) -> tuple[Windows, str]:
+) -> tuple[Sequences, str]:
     """Reads, recognises, tokenises and cuts a source.
 
     Args:
       source: A file, a directory or a Hub id; see `read_source`.
       tokenizer: A tokenizer of `transformers`.
-      seq_len: Tokens per window; see `make_windows`.
-      layout: "pack", "pad" or "full"; see `make_windows`.
+      seq_len: Tokens per sequence; see `make_sequences`.
+      layout: "pack", "pad" or "full"; see `make_sequences`.
       text_column: Read this column as plain text; see `recognise`.
       prompt_template: The text of a prompt; see `tokenize_rows`.
       rows: Read only this many first rows.
-      max_windows: Keep only this many first windows.
+      max_sequences: Keep only this many first sequences.
       split: See `read_source`.
       column_optional: Where the source has no column `text_column`, recognise it as if none had been named.
 
     Returns:
-      The windows, and a line that says how they came about.
+      The sequences, and a line that says how they came about.
 
     Raises:
       UserError: Whatever stands against it, with what to do next.
@@ -54,14 +54,14 @@ def load_windows(
     format = recognise(data, text_column)
     count = _Count()
     examples = count.watch(tokenize_rows(data, format, tokenizer, prompt_template=prompt_template))
-    windows = make_windows(examples, seq_len, layout=layout, max_windows=max_windows)
-    kept = len(np.unique(windows.source)) if layout == "full" else count.predicted
+    sequences = make_sequences(examples, seq_len, layout=layout, max_sequences=max_sequences)
+    kept = len(np.unique(sequences.source)) if layout == "full" else count.predicted
     description = (
         f"{data.name}: {format}, {count.rows:,} of {len(data):,} rows read, {count.rows - kept:,} of them dropped "
-        f"({'too short' if layout == 'full' else 'nothing to predict'}); {len(windows.source):,} windows of "
-        f"{seq_len} tokens ({layout}), {int(windows.where.sum()):,} tokens to predict"
+        f"({'too short' if layout == 'full' else 'nothing to predict'}); {len(sequences.source):,} sequences of "
+        f"{seq_len} tokens ({layout}), {int(sequences.where.sum()):,} tokens to predict"
     )
-    return windows, description
+    return sequences, description
 
 
 class _Count:

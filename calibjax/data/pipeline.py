@@ -37,7 +37,7 @@ def batches(
     iterator made with the same arguments, the batches go on as if there had been no break.
 
     Args:
-      arrays: Arrays with one row per example, all with the same number of rows, such as `windows._asdict()`.
+      arrays: Arrays with one row per example, all with the same number of rows, such as `sequences._asdict()`.
       batch_size: Rows per batch, over all processes.
       seed: Of the shuffling, any integer >= 0.
       epochs: Passes over the rows. Give this or `steps`.

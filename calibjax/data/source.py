@@ -30,7 +30,7 @@ class Rows(Sequence[Mapping[str, Any]]):
     Attributes:
       data: The rows themselves: a list, or a `datasets.Dataset`.
       name: The source as the user wrote it, for messages.
-      documents: Whether each row is a whole text file, which reads on from window to window.
+      documents: Whether each row is a whole text file, which reads on from sequence to sequence.
     """
 
     data: Sequence[Mapping[str, Any]]

@@ -1,20 +1,20 @@
-"""Windows to fit on, to choose on, and to judge on: apart, and never two of one row on both sides."""
+"""Sequences to fit on, to choose on, and to judge on: apart, and never two of one row on both sides."""
 
 import numpy as np
 from jaxtyping import Int, Int32
 
-from calibjax.data.windows import Windows
+from calibjax.data.sequences import Sequences
 from calibjax.runtime.errors import UserError
 
 
-def split_windows(windows: Windows, fit_fraction: float) -> tuple[Windows, Windows]:
-    """Splits windows in their order: the first `int(fit_fraction * S)` to fit on, the rest held out.
+def split_sequences(sequences: Sequences, fit_fraction: float) -> tuple[Sequences, Sequences]:
+    """Splits sequences in their order: the first `int(fit_fraction * S)` to fit on, the rest held out.
 
-    If this cuts through the windows of one row, the cut moves to the nearest end of a row. A single row, such as one
-    text file, is cut between two windows.
+    If this cuts through the sequences of one row, the cut moves to the nearest end of a row. A single row, such as one
+    text file, is cut between two sequences.
 
     Args:
-      windows: S windows.
+      sequences: S sequences.
       fit_fraction: Between 0 and 1, both excluded.
 
     Returns:
@@ -23,33 +23,33 @@ def split_windows(windows: Windows, fit_fraction: float) -> tuple[Windows, Windo
     Raises:
       UserError: The fraction is out of range, or would leave a part empty.
     """
-    cut = _part_size(fit_fraction, len(windows.source), "fit_fraction")
-    ends = np.flatnonzero(np.diff(_groups(windows))) + 1
+    cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
+    ends = np.flatnonzero(np.diff(_groups(sequences))) + 1
     cut = int(ends[np.argmin(np.abs(ends - cut))])
-    return windows.take(slice(cut)), windows.take(slice(cut, None))
+    return sequences.take(slice(cut)), sequences.take(slice(cut, None))
 
 
-def hold_back(windows: Windows, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
-    """Chooses windows at random to validate on, such as for the choice of a loss, and leaves the rest to train on.
+def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
+    """Chooses sequences at random to validate on, such as for the choice of a loss, and leaves the rest to train on.
 
-    Rows are drawn whole until the next one would exceed `int(fraction * S)` windows; one row at least. Of a single row,
-    such as one text file, windows are drawn.
+    Rows are drawn whole until the next one would exceed `int(fraction * S)` sequences; one row at least. Of a single
+    row, such as one text file, sequences are drawn.
 
     Args:
-      windows: S windows.
-      fraction: Of the windows, between 0 and 1, both excluded.
-      seed: Any integer >= 0. The same one draws the same windows.
+      sequences: S sequences.
+      fraction: Of the sequences, between 0 and 1, both excluded.
+      seed: Any integer >= 0. The same one draws the same sequences.
 
     Returns:
-      (train, validation): indices into the windows, ascending, neither empty.
+      (train, validation): indices into the sequences, ascending, neither empty.
 
     Raises:
       UserError: The fraction or seed is out of range, or would leave a part empty.
     """
     if seed < 0:
         raise UserError(f"seed: expected an integer >= 0, got {seed}.")
-    size = _part_size(fraction, len(windows.source), "fraction")
-    _, group, counts = np.unique(_groups(windows), return_inverse=True, return_counts=True)
+    size = _part_size(fraction, len(sequences.source), "fraction")
+    _, group, counts = np.unique(_groups(sequences), return_inverse=True, return_counts=True)
     drawn = np.random.default_rng(seed).permutation(len(counts))
     number = int(np.searchsorted(np.cumsum(counts[drawn]), size, side="right"))
     validation = np.isin(group, drawn[: min(max(number, 1), len(counts) - 1)])
@@ -62,9 +62,9 @@ def check_fraction(fraction: float, name: str) -> None:
         raise UserError(f"{name}: expected a number between 0 and 1, both excluded, got {fraction}.")
 
 
-def _groups(windows: Windows) -> Int32[np.ndarray, " S"]:
-    """What must stay together: windows of one row, or, where all are of one row, nothing."""
-    source = windows.source
+def _groups(sequences: Sequences) -> Int32[np.ndarray, " S"]:
+    """What must stay together: sequences of one row, or, where all are of one row, nothing."""
+    source = sequences.source
     return np.arange(len(source), dtype=np.int32) if (source == source[0]).all() else source
 
 
@@ -73,7 +73,7 @@ def _part_size(fraction: float, total: int, name: str) -> int:
     size = int(fraction * total)
     if size == 0:
         raise UserError(
-            f"{name}={fraction} of {total} window{'s'[: total > 1]} is none. Give more text, a shorter seq_len, or a "
+            f"{name}={fraction} of {total} sequence{'s'[: total > 1]} is none. Give more text, a shorter seq_len, or a "
             "larger fraction."
         )
     return size

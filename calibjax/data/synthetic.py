@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from calibjax.data.windows import Windows
+from calibjax.data.sequences import Sequences
 
 
 class TopicLanguage(NamedTuple):
@@ -97,11 +97,11 @@ def true_probabilities(language: TopicLanguage, tokens: Int[Array, "S T"]) -> Fl
     return jnp.moveaxis(predicted, 0, 1)
 
 
-def as_windows(tokens: Int[Array | np.ndarray, "S T"]) -> Windows:
-    """Sequences as windows of T − 1 predictions, each a row of its own."""
+def as_sequences(tokens: Int[Array | np.ndarray, "S T"]) -> Sequences:
+    """Sequences as sequences of T − 1 predictions, each a row of its own."""
     tokens = np.asarray(tokens, np.int32)
     count, length = tokens.shape[0], tokens.shape[1] - 1
-    return Windows(
+    return Sequences(
         tokens=tokens[:, :-1],
         targets=tokens[:, 1:],
         where=np.ones((count, length), bool),

@@ -1,4 +1,4 @@
-"""Evaluation: figures of a model and its heads on held-out windows, and the report drawn from them."""
+"""Evaluation: figures of a model and its heads on held-out sequences, and the report drawn from them."""
 
 from calibjax.eval.report import print_report as print_report
 from calibjax.eval.report import write_report as write_report

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from calibjax.data import Windows
+from calibjax.data import Sequences
 from calibjax.models import LanguageModel
-from calibjax.models.samples import log_probs, sample_windows
+from calibjax.models.samples import log_probs, sample_sequences
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 
@@ -67,7 +67,7 @@ def load_bleu() -> Any:
 def evaluate_text(
     lm: LanguageModel,
     scorer: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     *,
     temperature: float,
     prompt: int,
@@ -76,15 +76,15 @@ def evaluate_text(
     title: str = "text",
     context: RunContext | None = None,
 ) -> dict[str, Any]:
-    """Lets a model continue the first tokens of windows, and judges what it writes.
+    """Lets a model continue the first tokens of sequences, and judges what it writes.
 
     Args:
         lm: writes.
         scorer: says how likely it is; with the same tokenizer.
-        windows: of each the first `prompt` tokens are continued to the window's length.
+        sequences: of each the first `prompt` tokens are continued to the sequence's length.
         temperature: of the draws of every next token; 0: the most likely.
         prompt: tokens.
-        batch_size: windows at a time.
+        batch_size: sequences at a time.
         with_self_bleu: needs sacrebleu.
         title: of the progress bar.
         context: seed of the draws, and progress.
@@ -93,9 +93,9 @@ def evaluate_text(
         log_prob: mean log p of a token under the scorer, nats, with its standard error over texts `log_prob_error`;
         tokens; distinct_1, distinct_2, distinct_3 and repetition, of words; self_bleu or None; and the first text.
     """
-    drawn = sample_windows(
+    drawn = sample_sequences(
         lm,
-        windows,
+        sequences,
         prompt=prompt,
         temperature=temperature,
         batch_size=batch_size,

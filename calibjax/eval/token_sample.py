@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calibjax.data import Windows, eval_batches
+from calibjax.data import Sequences, eval_batches
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits
 from calibjax.models import LanguageModel
@@ -35,7 +35,7 @@ def _sample_batch(model, config, dtype, count, params, factor, frozen, batch):
 
 def token_sample(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     before: FittedHead,
     after: FittedHead,
     *,
@@ -43,28 +43,28 @@ def token_sample(
     alternatives: int = 5,
     batch_size: int = 8,
 ) -> dict[str, Any]:
-    """The first windows, token by token, under two heads.
+    """The first sequences, token by token, under two heads.
 
     Args:
         lm: the frozen model, with a tokenizer.
-        windows: from which the first are taken until they hold `tokens` targets that count.
+        sequences: from which the first are taken until they hold `tokens` targets that count.
         before, after: the heads to set side by side.
-        tokens: how many to keep, at most; whole windows but for the last.
+        tokens: how many to keep, at most; whole sequences but for the last.
         alternatives: how many of the most likely tokens to name.
-        batch_size: windows a step.
+        batch_size: sequences a step.
 
     Returns:
         `{"windows": [[token, ...], ...]}`, a token being `text`, what stands there; `scored`, whether it was predicted
         (a prompt is not), and if so `right`; `confidence`, `probability` (of the text that stands there), `entropy`
         (nats), each `[before, after]`; `temperature` (after); and `top`, `[text, before, after]` of the likeliest.
     """
-    enough = np.cumsum(windows.where.sum(axis=1))
-    windows = windows.take(slice(int(np.searchsorted(enough, tokens)) + 1))
+    enough = np.cumsum(sequences.where.sum(axis=1))
+    sequences = sequences.take(slice(int(np.searchsorted(enough, tokens)) + 1))
     count = min(alternatives, lm.config.vocab_size)
     found = []
     for head in (before, after):
         frozen, parts = freeze(lm, head=head.config), []
-        for batch, real in eval_batches(windows.arrays(), batch_size):
+        for batch, real in eval_batches(sequences.arrays(), batch_size):
             args = (head.params, jnp.float32(head.log_factor), frozen, batch)
             out = to_host(_sample_batch(lm.config, head.config, lm.dtype, count, *args))
             parts.append(jax.tree.map(lambda x, n=real: x[:n], out))
@@ -72,14 +72,14 @@ def token_sample(
     (one, argmax, ids), (two, _, _) = found
 
     rows, left = [], tokens
-    for s in range(len(windows.tokens)):
+    for s in range(len(sequences.tokens)):
         row: list[dict[str, Any]] = []
-        for t in np.flatnonzero(windows.segment_ids[s] > 0):
+        for t in np.flatnonzero(sequences.segment_ids[s] > 0):
             if not left:
                 break
-            previous, target = int(windows.tokens[s, t]), int(windows.targets[s, t])
+            previous, target = int(sequences.tokens[s, t]), int(sequences.targets[s, t])
             entry: dict[str, Any] = {"text": text_after(lm.tokenizer, previous, target), "scored": False}
-            if windows.where[s, t]:
+            if sequences.where[s, t]:
                 left -= 1
                 pairs = [[_short(x[k][s, t]) for x in (one, two)] for k in range(3)]
                 entry |= dict(zip(("confidence", "probability", "entropy"), pairs, strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from calibjax import metrics
-from calibjax.data import Windows, eval_batches
+from calibjax.data import Sequences, eval_batches
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden, batch_stats, freeze
@@ -34,10 +34,10 @@ class TokenOutputs(NamedTuple):
 
 
 class MethodResult(NamedTuple):
-    """One method on one set of windows.
+    """One method on one set of sequences.
 
     Attributes:
-        sums: one group per window, float64.
+        sums: one group per sequence, float64.
         temperatures: int64 counts between `TEMPERATURE_EDGES`; values outside count in the end bins.
         tokens: per-token outputs, where they were asked for.
     """
@@ -85,7 +85,7 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozens
 
 def evaluate_tokens(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     heads: Mapping[str, FittedHead],
     *,
     batch_size: int = 16,
@@ -95,15 +95,15 @@ def evaluate_tokens(
     title: str = "evaluation",
     context: RunContext | None = None,
 ) -> dict[str, MethodResult]:
-    """Evaluates several heads on the tokens of the windows; the frozen model runs once for all of them.
+    """Evaluates several heads on the tokens of the sequences; the frozen model runs once for all of them.
 
     On the mesh that is set (`jax.set_mesh`), if any, where the model was loaded.
 
     Args:
         lm: the frozen model.
-        windows: S windows of T positions; only targets where `where` is True count.
+        sequences: S sequences of T positions; only targets where `where` is True count.
         heads: name -> head; see `identity_head` for the uncalibrated model.
-        batch_size: windows a step.
+        batch_size: sequences a step.
         bins, closed: of the reliability bins; see `calibjax.metrics`.
         keep_tokens: keep per-token outputs.
         title: of the progress bar.
@@ -121,8 +121,8 @@ def evaluate_tokens(
     kept: dict[str, list[Any]] = {name: [] for name in names}
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
-    bar = context.bar(title=title, unit="window", total=len(windows.tokens))
-    for batch, real in eval_batches(windows.arrays(), batch_size):
+    bar = context.bar(title=title, unit="sequence", total=len(sequences.tokens))
+    for batch, real in eval_batches(sequences.arrays(), batch_size):
         results = to_host(evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch))
         for name, (sums, of_tokens, valid) in zip(names, results, strict=True):
             tokens = TokenOutputs(*of_tokens)
@@ -152,7 +152,7 @@ def results_json(
     """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
 
     Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% interval, bins and edge
-    convention, and `debiased_ece` (`metrics.error_interval`, windows as groups); `reliability` per bin (count, mean
+    convention, and `debiased_ece` (`metrics.error_interval`, sequences as groups); `reliability` per bin (count, mean
     confidence, accuracy with the low and high end of its bootstrap interval; null where empty); and `temperatures`, the
     histogram over `TEMPERATURE_EDGES`.
     """

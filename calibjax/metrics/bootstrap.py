@@ -1,6 +1,6 @@
 """Bootstrap: how far a figure would move had other questions been asked, and whether one model is better than another.
 
-Whole groups (documents, questions, windows) are drawn with replacement, for the tokens of one are not independent;
+Whole groups (documents, questions, sequences) are drawn with replacement, for the tokens of one are not independent;
 where none are given every point is a group. With at most `POOLS` groups this is the bootstrap itself. Above that,
 groups are first put together at random into `POOLS` pools of equal number and whole pools are drawn: pools of
 independent groups are independent and alike, so the spread is the same, known to (2 POOLS)^-½ (0.7%; 1,000 resamples

@@ -23,7 +23,7 @@ _CHUNK = 2**16
 class CalibrationSums(NamedTuple):
     """Sums over points (tokens, answers). Sums of disjoint points add up field by field.
 
-    Leading axes `[...]` are free: groups that are kept apart (windows, for a clustered bootstrap).
+    Leading axes `[...]` are free: groups that are kept apart (sequences, for a clustered bootstrap).
 
     Attributes:
         count: `[..., bins]`, points in each confidence bin, or their weight.

@@ -1,4 +1,4 @@
-"""Windows of a model's own text: a likelihood objective that asks for samples of the model gets them here."""
+"""Sequences of a model's own text: a likelihood objective that asks for samples of the model gets them here."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from calibjax.data import Windows, eval_batches
+from calibjax.data import Sequences, eval_batches
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden, freeze, vocab_sharding
@@ -20,45 +20,45 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file
 
 
-def sample_windows(
+def sample_sequences(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     *,
     prompt: int = 1,
     temperature: float = 1.0,
     batch_size: int = 16,
     title: str = "sampling",
     context: RunContext | None = None,
-) -> Windows:
-    """Continues the first tokens of every window by the model's own draws, to the window's length or the text's end.
+) -> Sequences:
+    """Continues the first tokens of every sequence by the model's own draws, to its length or the end of the text.
 
     Args:
         lm: the model; on a mesh, rows are divided as `generate` says.
-        windows: S windows of T; of each only the first tokens are read.
+        sequences: S sequences of T; of each only the first tokens are read.
         prompt: how many of them, at least 1; they are not counted in the result.
         temperature: of the draws; 1: the model as it is; 0: the most likely token.
-        batch_size: windows at a time.
+        batch_size: sequences at a time.
         title: of the progress bar.
         context: seed of the draws, and progress.
 
     Returns:
-        Windows of the same shape, one text each, padded at the end.
+        Sequences of the same shape, one text each, padded at the end.
 
     Raises:
-        UserError: the prompt leaves nothing to draw, or is longer than a window's first text.
+        UserError: the prompt leaves nothing to draw, or is longer than a sequence's first text.
     """
     context = context or RunContext()
-    count, length = windows.tokens.shape
+    count, length = sequences.tokens.shape
     if not 1 <= prompt <= length:
-        raise UserError(f"--prompt: expected 1 to {length}, the windows' inputs, got {prompt}.")
-    if (windows.segment_ids[:, prompt - 1] != 1).any():
-        raise UserError(f"--prompt {prompt}: some windows begin with fewer tokens of a text; give a smaller number.")
+        raise UserError(f"--prompt: expected 1 to {length}, the sequences' inputs, got {prompt}.")
+    if (sequences.segment_ids[:, prompt - 1] != 1).any():
+        raise UserError(f"--prompt {prompt}: some sequences begin with fewer tokens of a text; give a smaller number.")
     stops = default_stop_tokens(lm)
     tokens = np.empty((count, length + 1), np.int32)
-    tokens[:, :prompt] = windows.tokens[:, :prompt]
+    tokens[:, :prompt] = sequences.tokens[:, :prompt]
     where = np.zeros((count, length + 1), bool)
     where[:, :prompt] = True
-    bar = context.bar(title=title, unit="window", total=count)
+    bar = context.bar(title=title, unit="sequence", total=count)
     for number, begin in enumerate(range(0, count, batch_size)):
         rows = np.arange(begin, begin + batch_size) % count  # the last batch is filled up: one program for all
         generated = generate(
@@ -77,47 +77,49 @@ def sample_windows(
         bar.update(real)
     bar.close()
     inputs = where[:, 1:]  # an input is one if it has a target
-    return Windows(
+    return Sequences(
         tokens=tokens[:, :-1] * inputs,
         targets=tokens[:, 1:] * inputs,
         where=inputs & (np.arange(length) >= prompt - 1),
         segment_ids=inputs.astype(np.int32),
         positions=np.arange(length, dtype=np.int32) * inputs,
-        source=windows.source,
+        source=sequences.source,
     )
 
 
 def mix_samples(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     fraction: float,
     *,
     directory: Path,
     prompt: int = 1,
     batch_size: int = 16,
     context: RunContext | None = None,
-) -> Windows:
-    """Puts the model's own text in the place of a fraction of the windows, chosen by the seed.
+) -> Sequences:
+    """Puts the model's own text in the place of a fraction of the sequences, chosen by the seed.
 
     The draws are kept in `directory`, so that a run that is started again need not make them again.
 
     Args:
         fraction: in [0, 1].
         directory: made if missing; holds `samples.npz`.
-        lm, windows, prompt, batch_size, context: as in `sample_windows`.
+        lm, sequences, prompt, batch_size, context: as in `sample_sequences`.
     """
     context = context or RunContext()
     rows = np.sort(
-        np.random.default_rng(context.seed).permutation(len(windows.tokens))[: round(fraction * len(windows.tokens))]
+        np.random.default_rng(context.seed).permutation(len(sequences.tokens))[
+            : round(fraction * len(sequences.tokens))
+        ]
     )
     if not len(rows):
-        return windows
+        return sequences
     file, made_of = directory / "samples.npz", json.dumps([lm.fingerprint, fraction, prompt, batch_size, context.seed])
     if file.is_file():
         with np.load(file) as stored:
             if str(stored["made_of"]) == made_of and np.array_equal(stored["rows"], rows):
-                return _replace(windows, rows, {name: stored[name] for name in Windows._fields})
-    drawn = sample_windows(lm, windows.take(rows), prompt=prompt, batch_size=batch_size, context=context)
+                return _replace(sequences, rows, {name: stored[name] for name in Sequences._fields})
+    drawn = sample_sequences(lm, sequences.take(rows), prompt=prompt, batch_size=batch_size, context=context)
 
     def keep() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -125,14 +127,14 @@ def mix_samples(
             np.savez_compressed(fresh, made_of=made_of, rows=rows, **drawn._asdict())
 
     on_first(keep)
-    return _replace(windows, rows, drawn._asdict())
+    return _replace(sequences, rows, drawn._asdict())
 
 
-def _replace(windows: Windows, rows: np.ndarray, drawn: Mapping[str, np.ndarray]) -> Windows:
-    fields = {name: field.copy() for name, field in windows._asdict().items()}
+def _replace(sequences: Sequences, rows: np.ndarray, drawn: Mapping[str, np.ndarray]) -> Sequences:
+    fields = {name: field.copy() for name, field in sequences._asdict().items()}
     for name, field in fields.items():
         field[rows] = drawn[name]
-    return Windows(**fields)
+    return Sequences(**fields)
 
 
 def _log_probs(config: Any, dtype: Any, frozen: Frozen, batch: Mapping[str, Any]):
@@ -152,10 +154,10 @@ def _log_probs(config: Any, dtype: Any, frozen: Frozen, batch: Mapping[str, Any]
 _jitted_log_probs = jax.jit(_log_probs, static_argnums=(0, 1))
 
 
-def log_probs(lm: LanguageModel, windows: Windows, *, batch_size: int = 16) -> Float[np.ndarray, "S T"]:
+def log_probs(lm: LanguageModel, sequences: Sequences, *, batch_size: int = 16) -> Float[np.ndarray, "S T"]:
     """log p of every target under the model, nats, float32 `[S, T]`; 0 where it does not count."""
     frozen = freeze(lm)
     parts = []
-    for batch, real in eval_batches(windows.arrays(), batch_size):
+    for batch, real in eval_batches(sequences.arrays(), batch_size):
         parts.append(to_host(_jitted_log_probs(lm.config, lm.dtype, frozen, batch))[:real])
     return np.concatenate(parts)

@@ -93,7 +93,7 @@ def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1)
     micro = batch_size // accumulate
     if micro % rows:
         raise UserError(
-            f"--batch-size {batch_size} in {accumulate} micro-batch(es) of {micro} windows does not divide among the "
+            f"--batch-size {batch_size} in {accumulate} micro-batch(es) of {micro} sequences does not divide among the "
             f"{rows} devices of the mesh axes data and fsdp: give a multiple of {rows * accumulate}."
         )
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax import losses, recalibrate
-from calibjax.data import Windows, batches, hold_back
+from calibjax.data import Sequences, batches, hold_back
 from calibjax.heads import HeadConfig
 from calibjax.kernels import VocabStats
 from calibjax.models import LanguageModel
@@ -23,7 +23,7 @@ from calibjax.models.frozen import Frozen, batch_stats, freeze
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import local_rows, param_shardings
-from calibjax.train.hidden_cache import array_hash, window_arrays
+from calibjax.train.hidden_cache import array_hash, sequence_arrays
 from calibjax.train.loop import train
 from calibjax.train.options import AtsPlan, Trial
 from calibjax.train.state import OptimizerConfig, create_state
@@ -106,7 +106,7 @@ class FitData(NamedTuple):
     """What heads are fitted on: sequences of a frozen model, split into a part to train on and one to choose on.
 
     Attributes:
-        arrays: of all sequences, as `batch_stats` reads them; see `window_arrays`.
+        arrays: of all sequences, as `batch_stats` reads them; see `sequence_arrays`.
         frozen: the model's arrays.
         train, validation: rows of `arrays`; `validation` is empty where nothing is chosen or refitted.
         hash: identifies the sequences.
@@ -129,16 +129,16 @@ class Candidate(NamedTuple):
     refit: recalibrate.TemperatureFit | None
 
 
-def prepare(lm: LanguageModel, windows: Windows, plan: AtsPlan, context: RunContext) -> FitData:
+def prepare(lm: LanguageModel, sequences: Sequences, plan: AtsPlan, context: RunContext) -> FitData:
     """Splits off validation data where a loss is chosen or a temperature refitted, and caches the hidden states."""
-    train_rows, validation_rows = np.arange(len(windows.tokens)), np.arange(0)
+    train_rows, validation_rows = np.arange(len(sequences.tokens)), np.arange(0)
     if len(plan.trials) > 1 or plan.refit_temperature:
-        train_rows, validation_rows = hold_back(windows, plan.validation_fraction, context.seed)
-    arrays, hidden_given = window_arrays(
-        lm, windows, mode=plan.cache_hidden, batch_size=plan.batch_size, context=context
+        train_rows, validation_rows = hold_back(sequences, plan.validation_fraction, context.seed)
+    arrays, hidden_given = sequence_arrays(
+        lm, sequences, mode=plan.cache_hidden, batch_size=plan.batch_size, context=context
     )
     frozen = freeze(lm, head=plan.head, hidden_given=hidden_given)
-    return FitData(arrays, frozen, train_rows, validation_rows, array_hash(windows._asdict()))
+    return FitData(arrays, frozen, train_rows, validation_rows, array_hash(sequences._asdict()))
 
 
 def train_candidate(lm: LanguageModel, data: FitData, plan: AtsPlan, trial: Trial, context: RunContext) -> Candidate:
@@ -209,7 +209,7 @@ def train_head(
         plan: the head, optimiser, batches and epochs.
         trial: the loss.
         frozen: the model's arrays, on `context.mesh`, which is set (`jax.set_mesh`); see `freeze`.
-        arrays: of the sequences; see `window_arrays`.
+        arrays: of the sequences; see `sequence_arrays`.
         context: directory for checkpoints and logs; seed of the head's initial parameters and of the batches.
         identity: what else makes this run another, kept with its checkpoints.
     """

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from calibjax.data import Windows, eval_batches
+from calibjax.data import Sequences, eval_batches
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden
 from calibjax.runtime.context import RunContext
@@ -21,25 +21,25 @@ CacheMode = Literal["auto", "memory", "disk", "off"]
 _MEMORY_SHARE = 0.25  # of the free host memory, that "auto" takes at most
 
 
-def window_arrays(
+def sequence_arrays(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     *,
     mode: CacheMode,
     batch_size: int,
     context: RunContext,
 ) -> tuple[dict[str, np.ndarray], bool]:
-    """The arrays of the windows that training reads: with `hidden` where the cache is on, with tokens where it is off.
+    """The arrays that training reads: with `hidden` where the cache is on, with tokens where it is off.
 
     Of several processes each holds them all, as an epoch's order takes rows from everywhere.
 
     Args:
         lm: the frozen model.
-        windows: S windows of T positions.
+        sequences: S sequences of T positions.
         mode: "memory": hidden states as one host array; "disk": as a memory-mapped file in `context.directory`, used
-            again by a later run over the same model and windows; "off": recomputed in every step; "auto": "memory"
+            again by a later run over the same model and sequences; "off": recomputed in every step; "auto": "memory"
             where they take at most a quarter of the free host memory, else "off", decided once for the directory.
-        batch_size: windows per forward pass.
+        batch_size: sequences per forward pass.
         context: directory of the cache, log and progress.
 
     Returns:
@@ -50,20 +50,20 @@ def window_arrays(
         UserError: where the file cannot be written.
     """
     directory = context.require_directory()
-    shape = (*windows.tokens.shape, lm.config.hidden_size)
+    shape = (*sequences.tokens.shape, lm.config.hidden_size)
     size = int(np.prod(shape)) * lm.dtype.itemsize
-    arrays = {name: getattr(windows, name) for name in ("targets", "where", "segment_ids")}
+    arrays = {name: getattr(sequences, name) for name in ("targets", "where", "segment_ids")}
     if mode == "auto":
         mode = "memory" if on_first(lambda: _decide(size, directory / "cache.json") == "memory") else "off"
     if mode == "off":
         context.log(f"hidden states are recomputed in every step (a cache would take {_readable(size)})")
-        return {**arrays, "tokens": windows.tokens, "positions": windows.positions}, False
-    context.log(f"caching hidden states: {_readable(size)} ({mode}) for {windows.where.sum():,} tokens")
+        return {**arrays, "tokens": sequences.tokens, "positions": sequences.positions}, False
+    context.log(f"caching hidden states: {_readable(size)} ({mode}) for {sequences.where.sum():,} tokens")
     if mode == "memory":
         hidden = np.empty(shape, lm.dtype)
-        _compute(lm, windows, hidden, batch_size, context)
+        _compute(lm, sequences, hidden, batch_size, context)
         return {**arrays, "hidden": hidden}, True
-    return {**arrays, "hidden": _on_disk(lm, windows, shape, batch_size, context)}, True
+    return {**arrays, "hidden": _on_disk(lm, sequences, shape, batch_size, context)}, True
 
 
 def _decide(size: int, note: Path) -> CacheMode:
@@ -77,13 +77,15 @@ def _decide(size: int, note: Path) -> CacheMode:
     return mode
 
 
-def _compute(lm: LanguageModel, windows: Windows, out: np.ndarray | None, batch_size: int, context: RunContext) -> None:
+def _compute(
+    lm: LanguageModel, sequences: Sequences, out: np.ndarray | None, batch_size: int, context: RunContext
+) -> None:
     """Fills `out`; a process without one only takes its part in the computation."""
     frozen = Frozen(lm.params, lm.unembedding)
     forward = jax.jit(batch_hidden, static_argnums=(0, 3))
     names = ("tokens", "segment_ids", "positions", "where")
-    rows = eval_batches({name: getattr(windows, name) for name in names}, batch_size)
-    bar = context.bar(title="frozen forward pass", unit="window", total=len(windows.tokens))
+    rows = eval_batches({name: getattr(sequences, name) for name in names}, batch_size)
+    bar = context.bar(title="frozen forward pass", unit="sequence", total=len(sequences.tokens))
     start = 0
     for batch, real in rows:
         hidden = to_host(forward(lm.config, frozen, batch, lm.dtype))
@@ -96,7 +98,7 @@ def _compute(lm: LanguageModel, windows: Windows, out: np.ndarray | None, batch_
 
 def _on_disk(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     shape: tuple[int, ...],
     batch_size: int,
     context: RunContext,
@@ -106,7 +108,7 @@ def _on_disk(
     file, note = directory / "hidden.bin", directory / "hidden.json"
     identity = {
         "fingerprint": lm.fingerprint,
-        "windows": array_hash(windows._asdict()),
+        "windows": array_hash(sequences._asdict()),
         "shape": list(shape),
         "dtype": str(lm.dtype),
     }
@@ -130,7 +132,7 @@ def _on_disk(
     else:
         on_first(begin)
         hidden = np.memmap(file, lm.dtype, "r+", shape=shape) if is_first() else None
-        _compute(lm, windows, hidden, batch_size, context)
+        _compute(lm, sequences, hidden, batch_size, context)
         if hidden is not None:
             hidden.flush()
         on_first(finish)

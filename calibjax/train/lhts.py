@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from calibjax.data import Windows, hold_back
+from calibjax.data import Sequences, hold_back
 from calibjax.kernels import VocabSharding, linear_cross_entropy, vocab_stats
 from calibjax.losses.long_horizon import (
     MODES,
@@ -49,7 +49,7 @@ class LhtsOptions(TuningOptions):
 
     Attributes:
         temperatures: long-horizon temperatures T > 0. Several are learned by one student: each has a vector that is
-            added to the embeddings, and every window is used at one of them.
+            added to the embeddings, and every sequence is used at one of them.
         mode: objective that the options below change: paper (whole suffix), or official, that of the authors' code
             (8 tokens, clipped, next token, KL term, every sequence of the same weight).
         horizon: tokens of a suffix whose likelihood counts.
@@ -57,10 +57,10 @@ class LhtsOptions(TuningOptions):
         baseline: of the log-likelihoods: none, scalar or position (running means).
         form: whether a weight is the whole suffix's or its first token's.
         kl_weight: of KL(student ‖ scorer).
-        samples: share of the windows that the model writes itself, from their first tokens; 0: corpus, 1: samples.
-        prompt: first tokens of a window that a sample continues.
+        samples: share of the sequences that the model writes itself, from their first tokens; 0: corpus, 1: samples.
+        prompt: first tokens of a sequence that a sample continues.
         quantiles: of the baseline `partition`: groups of likelihood, the best of which is used.
-        epochs: passes over the windows.
+        epochs: passes over the sequences.
         learning_rate: peak; by default 1e-4.
         schedule: constant, as in the authors' code; linear or cosine decay to 0.
     """
@@ -108,9 +108,9 @@ class LhtsObjective:
     """The `CarryingObjective` of LHTS: the student's weighted likelihood, and the running means of the scorer's.
 
     Beside what a decoder reads, a batch brings `temperature` [B] and, where the parameters hold a table `condition`
-    [K, D], the row of it for each window, `condition` [B]. `condition_scale` multiplies the table, as Adam steps by the
-    learning rate and vectors that are all that tells conditions apart need larger steps. A temperature of 1 has weights
-    of 1 (in the next-token form): plain likelihood, as the baseline `partition` trains. Hashable.
+    [K, D], the row of it for each sequence, `condition` [B]. `condition_scale` multiplies the table, as Adam steps by
+    the learning rate and vectors that are all that tells conditions apart need larger steps. A temperature of 1 has
+    weights of 1 (in the next-token form): plain likelihood, as the baseline `partition` trains. Hashable.
     """
 
     model: DecoderConfig
@@ -223,7 +223,7 @@ def conditioned(params: decoder.Params, index: int, scale: float = 1.0) -> dict[
 
 
 def likelihood_quantiles(mean_log_p: Float[np.ndarray, " S"], count: int) -> Int[np.ndarray, " S"]:
-    """The group of each window, 0 to count − 1, groups of equal size (± 1) from least to most likely."""
+    """The group of each sequence, 0 to count − 1, groups of equal size (± 1) from least to most likely."""
     rank = np.argsort(np.argsort(mean_log_p, kind="stable"), kind="stable")
     return (rank * count // len(mean_log_p)).astype(np.int32)
 
@@ -233,7 +233,7 @@ class LhtsFit(NamedTuple):
 
     Attributes:
         params: name -> parameters of a plain decoder, float32: `lhts-T0.9` for each temperature, or `partition`.
-        report: JSON-able: options, steps, and the likelihood on the windows kept from training.
+        report: JSON-able: options, steps, and the likelihood on the sequences kept from training.
     """
 
     params: dict[str, decoder.Params]
@@ -242,7 +242,7 @@ class LhtsFit(NamedTuple):
 
 def fit_lhts(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     options: LhtsOptions = LhtsOptions(),
     *,
     context: RunContext,
@@ -251,7 +251,7 @@ def fit_lhts(
 ) -> LhtsFit:
     """Trains a student of a model's long-horizon temperatures; the model itself is the frozen scorer.
 
-    The baseline `partition` sorts the windows into quantiles of their mean log-likelihood under the scorer and trains
+    The baseline `partition` sorts the sequences into quantiles of their mean log-likelihood under the scorer and trains
     the student on all of them, each quantile with its own vector added to the embeddings; used is the best quantile's.
     (Quark, arXiv 2205.13636, puts a control token before the text instead, and repeats sampling and training.)
 
@@ -260,10 +260,10 @@ def fit_lhts(
 
     Args:
         lm: scorer, and what the student starts from; `lm.dtype` is the compute dtype.
-        windows: to train on; a part of them, chosen by the seed, is kept for validation.
+        sequences: to train on; a part of them, chosen by the seed, is kept for validation.
         options: see `LhtsOptions`.
         context: directory for checkpoints and logs, devices, log and progress; seed of samples, temperatures, the order
-            of the windows, and the part kept for validation.
+            of the sequences, and the part kept for validation.
         method: `lhts` or `partition`.
         samples: directory for the model's own text, which several fits may share; None: `context.directory`.
 
@@ -273,8 +273,8 @@ def fit_lhts(
     """
     mesh, seed = context.mesh, context.seed
     options.check(mesh)
-    if not windows.where.any():
-        raise UserError("LHTS: no token of the windows counts; check the format of the data and the masks.")
+    if not sequences.where.any():
+        raise UserError("LHTS: no token of the sequences counts; check the format of the data and the masks.")
     conditions = options.quantiles if method == "partition" else len(options.temperatures)
     conditional = conditions > 1
     if conditional and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
@@ -282,19 +282,19 @@ def fit_lhts(
             f"{conditions} conditions of one student: not for a model with tied embeddings and a soft-cap, whose "
             "probabilities a vector added to the table would change; train one temperature at a time."
         )
-    windows = mix_samples(
+    sequences = mix_samples(
         lm,
-        windows,
+        sequences,
         options.samples,
         directory=samples or context.require_directory(),
         prompt=options.prompt,
         batch_size=options.batch_size,
         context=context,
     )
-    count, length = windows.tokens.shape
+    count, length = sequences.tokens.shape
     if method == "partition":
-        tokens = np.maximum(windows.where.sum(axis=1), 1)
-        scores = log_probs(lm, windows, batch_size=options.batch_size).sum(axis=1) / tokens
+        tokens = np.maximum(sequences.where.sum(axis=1), 1)
+        scores = log_probs(lm, sequences, batch_size=options.batch_size).sum(axis=1) / tokens
         condition = likelihood_quantiles(scores, conditions)
         temperature = np.ones(count, np.float32)
         objective = Horizon(form="next_token", kl_weight=options.objective.kl_weight)
@@ -302,13 +302,13 @@ def fit_lhts(
         condition = np.random.default_rng([seed, 1]).permutation(count).astype(np.int32) % np.int32(conditions)
         temperature = np.asarray(options.temperatures, np.float32)[condition]
         objective = options.objective
-    arrays = {**windows.arrays(), "temperature": temperature}
+    arrays = {**sequences.arrays(), "temperature": temperature}
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     student = dict(placed)
     if conditional:
         arrays["condition"] = condition
         student["condition"] = jax.device_put(jnp.zeros((conditions, lm.config.hidden_size)), replicated(mesh))
-    train_rows, validation_rows = hold_back(windows, options.validation_fraction, seed)
+    train_rows, validation_rows = hold_back(sequences, options.validation_fraction, seed)
     size = float(jnp.sqrt(jnp.mean(jnp.square(lm.params["embedding"].astype(jnp.float32)))))
     trained = LhtsObjective(
         model=lm.config,
@@ -339,7 +339,7 @@ def fit_lhts(
         title=method,
     )
     context.log(
-        f"{method}: {steps:,} steps on {len(train_rows):,} windows; NLL of the {len(validation_rows):,} kept for "
+        f"{method}: {steps:,} steps on {len(train_rows):,} sequences; NLL of the {len(validation_rows):,} kept for "
         f"validation: {final['validation_nll']:.4f}"
     )
     used = (

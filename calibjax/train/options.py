@@ -24,7 +24,7 @@ class AtsOptions:
     Attributes:
         recipe: default, or paper: the paper's head, loss, schedule and batch (arXiv 2409.19817, section 4, and the
             authors' code): a randomly started Llama block without a lower bound on 1/T, selective smoothing as the
-            authors mask it with alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 windows as 8
+            authors mask it with alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 sequences as 8
             micro-batches, no choice of loss and no refit. docs/studies.md lists what still differs.
         head: constant, linear, mlp or transformer.
         features: what the head reads, names joined by "+": hidden_states, max_logit, log_std_logits, argmax_embedding.
@@ -34,15 +34,15 @@ class AtsOptions:
         loss: joint (cross-entropy + log loss of the top label, both proper scores), cross-entropy, label-smoothing,
             selective, selective-balanced, selective-authors (balanced, where ignored tokens count as wrong, as in the
             authors' code), or auto: fits with joint, cross-entropy and selective for a few alpha, and
-            keeps the head with the best proper score on windows that training never saw.
+            keeps the head with the best proper score on sequences that training never saw.
         alpha: weight of wrong tokens in selective smoothing (0.5 if not given), or of the uniform distribution in
             label smoothing (0.1), 0 to 1. With --loss auto, tried in place of the grid.
         top_label_weight: weight of the log loss of the top label in joint, and in the score that auto chooses by.
-        refit_temperature: fit one more scalar on top of the finished head, on windows that training never saw, and
+        refit_temperature: fit one more scalar on top of the finished head, on sequences that training never saw, and
             apply it where it differs from 1 by more than two standard errors.
-        validation_fraction: of the fitting windows, kept from training for the choice and the refit.
-        epochs: passes over the fitting windows.
-        batch_size: windows a step.
+        validation_fraction: of the fitting sequences, kept from training for the choice and the refit.
+        epochs: passes over the fitting sequences.
+        batch_size: sequences a step.
         accumulate: micro-batches a step.
         learning_rate: peak.
         warmup_fraction: of the steps.

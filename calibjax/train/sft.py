@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from calibjax.data import Windows, hold_back
+from calibjax.data import Sequences, hold_back
 from calibjax.kernels import VocabSharding, linear_cross_entropy
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
@@ -136,7 +136,7 @@ class SftFit(NamedTuple):
     Attributes:
         config: of the model, with the soft-cap it was trained with.
         params: float32, or the frozen weights' dtype where adapters were trained; adapters are merged.
-        report: JSON-able: options, steps, and the likelihood on the windows kept from training.
+        report: JSON-able: options, steps, and the likelihood on the sequences kept from training.
     """
 
     config: DecoderConfig
@@ -160,20 +160,20 @@ def sft_objective(
     )
 
 
-def split_validation(windows: Windows, options: SftOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_validation(sequences: Sequences, options: SftOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows that are trained on, and those kept for validation."""
-    return hold_back(windows, options.validation_fraction, seed)
+    return hold_back(sequences, options.validation_fraction, seed)
 
 
 def fit_sft(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     options: SftOptions = SftOptions(),
     *,
     context: RunContext,
     consume: bool = False,
 ) -> SftFit:
-    """Fine-tunes a model, or adapters in it, on windows of tokens.
+    """Fine-tunes a model, or adapters in it, on sequences of tokens.
 
     Everything is kept in `context.directory`: killed and called again with the same arguments, it resumes and ends with
     the same parameters, bit for bit. Weights are trained in float32, whatever the compute dtype.
@@ -181,10 +181,10 @@ def fit_sft(
     Args:
         lm: the model to start from; `lm.dtype` is the compute dtype. For full fine-tuning its weights are best
             float32, as they are stored.
-        windows: to train on; a part of them, chosen by the seed, is kept for validation.
+        sequences: to train on; a part of them, chosen by the seed, is kept for validation.
         options: see `SftOptions`.
         context: directory for checkpoints and logs, devices, log and progress; seed of the adapters, the order of the
-            windows, and the part kept for validation.
+            sequences, and the part kept for validation.
         consume: give the weights of `lm` up to the training in place of a copy; `lm` cannot be used afterwards.
 
     Returns:
@@ -196,10 +196,10 @@ def fit_sft(
     """
     mesh = context.mesh
     options.check(mesh)
-    if not windows.where.any():
-        raise UserError("fine-tuning: no token of the windows counts; check the format of the data and the masks.")
+    if not sequences.where.any():
+        raise UserError("fine-tuning: no token of the sequences counts; check the format of the data and the masks.")
     config, lora = options.configure(lm.config), options.lora
-    train_rows, validation_rows = split_validation(windows, options, context.seed)
+    train_rows, validation_rows = split_validation(sequences, options, context.seed)
     objective = sft_objective(lm.config, options, lm.dtype, mesh)
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     frozen: Any = None if lora is None else placed
@@ -210,8 +210,8 @@ def fit_sft(
         objective.likelihood(),
         held,
         frozen,
-        windows.take(train_rows).arrays(),
-        windows.take(validation_rows).arrays(),
+        sequences.take(train_rows).arrays(),
+        sequences.take(validation_rows).arrays(),
         options,
         context=context,
         identity={
@@ -219,13 +219,13 @@ def fit_sft(
             "seed": context.seed,
             "fingerprint": lm.fingerprint,
             "dtype": str(lm.dtype),
-            "windows": array_hash(windows._asdict()),
+            "windows": array_hash(sequences._asdict()),
         },
         reduction=options.reduction,
         consume=lora is None and consume,
     )
     context.log(
-        f"fine-tuned for {steps:,} steps on {len(train_rows):,} windows; NLL of the {len(validation_rows):,} kept for "
+        f"fine-tuned for {steps:,} steps on {len(train_rows):,} sequences; NLL of the {len(validation_rows):,} for "
         f"validation: {final['validation_nll']:.4f}"
     )
     report = {

@@ -1,4 +1,4 @@
-"""The likelihood of windows by one factor on all temperatures, and the single temperature that fits best."""
+"""The likelihood of sequences by one factor on all temperatures, and the single temperature that fits best."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -47,14 +47,14 @@ def likelihood_pass(
     *,
     top_label_weight: float = 0.0,
 ) -> LikelihoodPass:
-    """The likelihood of windows under a head, with every scale multiplied by a factor; on the mesh that is set.
+    """The likelihood of sequences under a head, with every scale multiplied by a factor; on the mesh that is set.
 
     Args:
         lm: the model.
         head, params: the head.
         frozen: the model's arrays; see `freeze`.
-        arrays: of windows, as `batch_stats` reads them.
-        batch_size: windows a step.
+        arrays: of sequences, as `batch_stats` reads them.
+        batch_size: sequences a step.
         top_label_weight: of `losses.top_label`, added to the negative log-likelihood.
     """
 
@@ -83,10 +83,10 @@ def fit_single_temperature(
     return fit, FittedHead(head, {"log_scale": jnp.asarray(fit.log_scale, jnp.float32)}, 0.0, lm.fingerprint)
 
 
-def describe_temperature(fit: recalibrate.TemperatureFit, windows: int) -> str:
+def describe_temperature(fit: recalibrate.TemperatureFit, sequences: int) -> str:
     """A line on what was found."""
     note = "" if fit.converged else " (no finite optimum: the bound was taken)"
     return (
-        f"single temperature {fit.temperature:.4f} on {windows:,} windows: NLL {fit.nll_before:.4f} -> "
+        f"single temperature {fit.temperature:.4f} on {sequences:,} sequences: NLL {fit.nll_before:.4f} -> "
         f"{fit.nll:.4f}{note}"
     )

@@ -29,8 +29,8 @@ class TuningOptions:
     """How weights are optimised.
 
     Attributes:
-        epochs: passes over the windows.
-        batch_size: windows a step.
+        epochs: passes over the sequences.
+        batch_size: sequences a step.
         accumulate: micro-batches a step.
         optimizer: adamw, or adafactor, which keeps hardly any state.
         learning_rate: peak; by default 2e-5.
@@ -39,7 +39,7 @@ class TuningOptions:
         weight_decay: decoupled.
         clip_norm: largest norm of the gradient; None: no clipping.
         remat: what of a block the backward pass computes anew: full, all but its matrix products (dots), or none.
-        validation_fraction: of the windows, kept from training; the likelihood of their tokens is logged every epoch.
+        validation_fraction: of the sequences, kept from training; the likelihood of their tokens is logged every epoch.
         checkpoint_every: steps between checkpoints.
     """
 
@@ -125,9 +125,9 @@ def tune(
         source: a list of one tree, the parameters to start from, placed on `context.mesh`; it is emptied, so that they
             can be freed.
         frozen: arrays that both read.
-        train_arrays, validation_arrays: of windows, one row each.
+        train_arrays, validation_arrays: of sequences, one row each.
         options: of the optimisation.
-        context, identity, title: as in `train`; the seed is that of the order of the windows.
+        context, identity, title: as in `train`; the seed is that of the order of the sequences.
         carry: what a `CarryingObjective` starts from; None: the objective is none.
         reduction: as in `make_train_step`.
         consume: give the parameters of `source` up in place of a copy.

@@ -417,7 +417,7 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "AtsOptions", lambda: ats_options.AtsOptions(epochs=2, loss="joint", batch_size=6))
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
-    text = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", "13", "--full-windows"]
+    text = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", "13", "--full-sequences"]
     methods = ["ats", "ensemble_temperature", "feature_clipping", "platt", "lore", "few_shot"]
     out = tmp_path / "out"
     code, document, error = compare(
@@ -429,14 +429,14 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     assert not held_out["failed"]
     assert not held_out["left_out"]
     assert set(rows) == {"uncalibrated", "temperature", *methods}
-    assert held_out["tokens"] == 240  # 20 windows of 12 predictions
+    assert held_out["tokens"] == 240  # 20 sequences of 12 predictions
     assert "240 tokens to fit on, 240 held out, of 360 and 360 (--max-tokens)" in error
     assert held_out["clusters"] == "rows of the text"
     for name in ("temperature", "ats", "ensemble_temperature"):
         assert rows[name]["accuracy"] == rows["uncalibrated"]["accuracy"]
         assert rows[name]["changed"] == 0
     assert rows["temperature"]["nll"] < rows["uncalibrated"]["nll"]
-    # One by statistics of windows, the other by arrays, of which it holds the former as a special case.
+    # One by statistics of sequences, the other by arrays, of which it holds the former as a special case.
     assert rows["ensemble_temperature"]["nll"] < rows["uncalibrated"]["nll"]
     assert {entry.name for entry in out.iterdir()} == {
         *("run.json", "fit", "metrics.json", "reliability.png", "report.html")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import make_lm, make_windows, ragged, silent
+from tiny import make_lm, make_sequences, ragged, silent
 
 from calibjax import metrics, models
 from calibjax.eval.layers.directions import (
@@ -27,19 +27,19 @@ from calibjax.models import LanguageModel
 from calibjax.runtime.errors import UserError
 
 LM = make_lm(num_layers=3)
-WINDOWS = ragged(make_windows(21))
+SEQUENCES = ragged(make_sequences(21))
 LETTERS = (7, 2, 11)
 run_hidden = jax.jit(models.hidden_states, static_argnames=("config", "layers"))
 
 
-def dense_states(lm, windows=WINDOWS, edit=None):
+def dense_states(lm, sequences=SEQUENCES, edit=None):
     """Residual streams `[M, S, T, D]` and the final norm's output, both float64."""
     residual = run_hidden(
         lm.config,
         lm.params,
-        windows.tokens,
-        segment_ids=windows.segment_ids,
-        positions=windows.positions,
+        sequences.tokens,
+        segment_ids=sequences.segment_ids,
+        positions=sequences.positions,
         layers="residual",
         edit=edit,
     )
@@ -54,18 +54,20 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
 
 
-def with_letters(windows):
-    """The same windows, with targets among the letters."""
-    return windows._replace(targets=np.asarray(LETTERS, np.int32)[windows.targets % 3])
+def with_letters(sequences):
+    """The same sequences, with targets among the letters."""
+    return sequences._replace(targets=np.asarray(LETTERS, np.int32)[sequences.targets % 3])
 
 
 @pytest.mark.parametrize("letters", [None, LETTERS])
 def test_layers_equal_the_dense_formula(letters):
-    windows = WINDOWS if letters is None else with_letters(WINDOWS)
-    outputs = evaluate_layers(LM, windows, make_readout(LM, letters), batch_size=8, context=silent())
+    sequences = SEQUENCES if letters is None else with_letters(SEQUENCES)
+    outputs = evaluate_layers(LM, sequences, make_readout(LM, letters), batch_size=8, context=silent())
     rows = slice(None) if letters is None else list(letters)
-    log_p = log_softmax(dense_states(LM, windows)[1] @ np.asarray(LM.unembedding, np.float64)[rows].T)[:, windows.where]
-    targets = windows.targets[windows.where]
+    log_p = log_softmax(dense_states(LM, sequences)[1] @ np.asarray(LM.unembedding, np.float64)[rows].T)[
+        :, sequences.where
+    ]
+    targets = sequences.targets[sequences.where]
     places = targets if letters is None else np.array([letters.index(t) for t in targets])
     p = np.exp(log_p)
     expected = {
@@ -78,17 +80,19 @@ def test_layers_equal_the_dense_formula(letters):
         "entropy": -(p * log_p).sum(-1),
         "kl": (p[-1:] * (log_p[-1:] - log_p)).sum(-1),
     }
-    assert outputs.confidence.shape == (LM.config.num_layers + 1, windows.where.sum())
+    assert outputs.confidence.shape == (LM.config.num_layers + 1, sequences.where.sum())
     for name, value in expected.items():
         got = getattr(outputs, name)
         print(name, np.abs(got.astype(np.float64) - value).max())
         np.testing.assert_allclose(got, value, rtol=1e-4, atol=2e-5, err_msg=name)
-    np.testing.assert_array_equal(outputs.group, np.nonzero(windows.where)[0])
+    np.testing.assert_array_equal(outputs.group, np.nonzero(sequences.where)[0])
 
 
 def test_the_last_layer_is_the_model():
-    outputs = evaluate_layers(LM, WINDOWS, make_readout(LM), batch_size=8, context=silent())
-    sums = evaluate_edit(LM, WINDOWS, make_readout(LM), np.zeros((3, LM.config.hidden_size), np.float32), batch_size=8)
+    outputs = evaluate_layers(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
+    sums = evaluate_edit(
+        LM, SEQUENCES, make_readout(LM), np.zeros((3, LM.config.hidden_size), np.float32), batch_size=8
+    )
     whole = metrics.total(sums)
     np.testing.assert_allclose(whole.confidence.sum(), outputs.confidence[-1].sum(dtype=np.float64), rtol=1e-6)
     assert whole.correct.sum() == outputs.correct[-1].sum()
@@ -144,29 +148,29 @@ def test_an_edit_in_the_null_space_is_a_temperature():
     assert not residual[..., 0].any()
     length = np.linalg.norm(residual[-1], axis=-1)
     temperature = np.sqrt(1 + c**2 / length**2)
-    assert temperature[WINDOWS.where].max() > 1.5
+    assert temperature[SEQUENCES.where].max() > 1.5
     log_p = log_softmax(states[-1] @ np.asarray(lm.unembedding, np.float64).T / temperature[..., None])
 
     hidden = run_hidden(
         lm.config,
         lm.params,
-        WINDOWS.tokens,
-        segment_ids=WINDOWS.segment_ids,
-        positions=WINDOWS.positions,
+        SEQUENCES.tokens,
+        segment_ids=SEQUENCES.segment_ids,
+        positions=SEQUENCES.positions,
         edit=jnp.asarray(edit),
     )
-    stats = vocab_stats(hidden, lm.unembedding, WINDOWS.targets)
+    stats = vocab_stats(hidden, lm.unembedding, SEQUENCES.targets)
     for name, got, value in (
         ("confidence", stats.confidence(), np.exp(log_p.max(-1))),
-        ("log_prob", stats.log_prob(), np.take_along_axis(log_p, WINDOWS.targets[..., None], -1)[..., 0]),
+        ("log_prob", stats.log_prob(), np.take_along_axis(log_p, SEQUENCES.targets[..., None], -1)[..., 0]),
         ("entropy", stats.entropy(), -(np.exp(log_p) * log_p).sum(-1)),
     ):
-        error = np.abs(np.asarray(got, np.float64) - value)[WINDOWS.where].max()
-        print(f"{name}: largest error {error:.2e}, T up to {temperature[WINDOWS.where].max():.3f}")
+        error = np.abs(np.asarray(got, np.float64) - value)[SEQUENCES.where].max()
+        print(f"{name}: largest error {error:.2e}, T up to {temperature[SEQUENCES.where].max():.3f}")
         assert error < 5e-6, name
     # And through the sweep's own path.
-    sums = metrics.total(evaluate_edit(lm, WINDOWS, make_readout(lm), edit, batch_size=8))
-    expected = np.exp(log_p.max(-1))[WINDOWS.where].sum()
+    sums = metrics.total(evaluate_edit(lm, SEQUENCES, make_readout(lm), edit, batch_size=8))
+    expected = np.exp(log_p.max(-1))[SEQUENCES.where].sum()
     np.testing.assert_allclose(sums.confidence.sum(), expected, rtol=1e-6)
     # The null space finds it: the first channel, and nothing else of the hidden states.
     space = null_space(lm, energy=1e-9)
@@ -175,7 +179,7 @@ def test_an_edit_in_the_null_space_is_a_temperature():
 
 
 def test_no_edit_costs_nothing_and_zeros_change_nothing():
-    tokens, zeros = WINDOWS.tokens[:2], jnp.zeros((3, LM.config.hidden_size))
+    tokens, zeros = SEQUENCES.tokens[:2], jnp.zeros((3, LM.config.hidden_size))
 
     def program(edit):
         return run_hidden.lower(LM.config, LM.params, tokens, edit=edit).as_text()
@@ -190,10 +194,10 @@ def test_no_edit_costs_nothing_and_zeros_change_nothing():
 
 def test_direction_is_the_difference_of_means():
     read = make_readout(LM)
-    outputs = evaluate_layers(LM, WINDOWS, read, batch_size=8, context=silent())
+    outputs = evaluate_layers(LM, SEQUENCES, read, batch_size=8, context=silent())
     first, second = choose_sets("wrong", outputs.confidence[-1], outputs.correct[-1])
-    directions = find_directions(LM, WINDOWS, read, (first, second), batch_size=8, context=silent())
-    residual = dense_states(LM)[0][1:, WINDOWS.where]
+    directions = find_directions(LM, SEQUENCES, read, (first, second), batch_size=8, context=silent())
+    residual = dense_states(LM)[0][1:, SEQUENCES.where]
     difference = residual[:, first].mean(axis=1) - residual[:, second].mean(axis=1)
     gap = np.linalg.norm(difference, axis=-1)
     print(np.abs(directions.vectors - difference / gap[:, None]).max())
@@ -222,18 +226,18 @@ def test_sets():
 
 def test_sweep_is_one_program_and_chooses_without_losing_accuracy():
     read = make_readout(LM)
-    outputs = evaluate_layers(LM, WINDOWS, read, batch_size=8, context=silent())
+    outputs = evaluate_layers(LM, SEQUENCES, read, batch_size=8, context=silent())
     sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
-    directions = find_directions(LM, WINDOWS, read, sets, batch_size=8, context=silent())
+    directions = find_directions(LM, SEQUENCES, read, sets, batch_size=8, context=silent())
     options = {"batch_size": 8, "bins": 5, "quiet": True}
-    done = sweep(LM, WINDOWS, read, directions, (1, 3), (-0.5, 0.0, 0.5), **options)
+    done = sweep(LM, SEQUENCES, read, directions, (1, 3), (-0.5, 0.0, 0.5), **options)
     assert list(done) == [Edit(0, 0.0), Edit(1, -0.5), Edit(1, 0.5), Edit(3, -0.5), Edit(3, 0.5)]
     # Dense, for one of them.
     states = dense_states(LM, edit=jnp.asarray(edit_array(directions, Edit(1, 0.5))))[1][-1]
-    p = np.exp(log_softmax(states @ np.asarray(LM.unembedding, np.float64).T))[WINDOWS.where]
+    p = np.exp(log_softmax(states @ np.asarray(LM.unembedding, np.float64).T))[SEQUENCES.where]
     whole = metrics.total(done[Edit(1, 0.5)])
     np.testing.assert_allclose(whole.confidence.sum(), p.max(-1).sum(), rtol=1e-5)
-    assert whole.correct.sum() == (p.argmax(-1) == WINDOWS.targets[WINDOWS.where]).sum()
+    assert whole.correct.sum() == (p.argmax(-1) == SEQUENCES.targets[SEQUENCES.where]).sum()
 
     rows = {edit: metrics.summarise(sums) for edit, sums in done.items()}
     chosen = choose_edit(done, accuracy_loss=0.01)
@@ -274,7 +278,7 @@ def test_phase_of_correction():
 
 
 def test_curves_as_json():
-    outputs = evaluate_layers(LM, WINDOWS, make_readout(LM), batch_size=8, context=silent())
+    outputs = evaluate_layers(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
     document = layers_json(outputs, bins=10, resamples=50)
     for layer, row in enumerate(document["curves"]):
         ece = float(metrics.expected_calibration_error(outputs.confidence[layer], outputs.correct[layer], bins=10))

@@ -12,7 +12,7 @@ from tiny import (
     at_targets,
     dense_log_probs,
     make_lm,
-    make_windows,
+    make_sequences,
     ragged,
     silent,
     write_model,
@@ -31,7 +31,7 @@ from calibjax.train import AtsOptions
 from calibjax.train.options import make_plan
 
 LM = make_lm()
-WINDOWS = answered(LM, ragged(make_windows(30)))
+SEQUENCES = answered(LM, ragged(make_sequences(30)))
 BINS = 5
 
 
@@ -41,8 +41,8 @@ def constant(log_scale):
 
 
 def figures_of(log_scale, rows):
-    """`FIGURES` of the windows `rows` in float64, from the dense logits."""
-    chosen = WINDOWS.take(rows)
+    """`FIGURES` of the sequences `rows` in float64, from the dense logits."""
+    chosen = SEQUENCES.take(rows)
     log_p = dense_log_probs(LM, chosen, log_scale)
     right = (log_p.argmax(axis=-1) == chosen.targets)[chosen.where]
     c = np.exp(log_p.max(axis=-1))[chosen.where]
@@ -55,8 +55,8 @@ def figures_of(log_scale, rows):
 def test_figures_are_means_over_seeds_with_paired_intervals():
     scales = {"one": (-0.4, -0.9), "other": (0.0,)}
     heads = {"one": [constant(s) for s in scales["one"]], "other": [identity_head(LM)]}
-    found = evaluate_repeats(LM, WINDOWS, heads, against={"one": "other"}, batch_size=8, bins=BINS, context=silent())
-    assert (found["tokens"], found["windows"]) == (int(WINDOWS.where.sum()), 30)
+    found = evaluate_repeats(LM, SEQUENCES, heads, against={"one": "other"}, batch_size=8, bins=BINS, context=silent())
+    assert (found["tokens"], found["windows"]) == (int(SEQUENCES.where.sum()), 30)
     every = np.arange(30)
     expected = {name: np.array([figures_of(s, every) for s in of_name]) for name, of_name in scales.items()}
     for name, of_name in expected.items():
@@ -64,7 +64,7 @@ def test_figures_are_means_over_seeds_with_paired_intervals():
         for figure, seeds in zip(FIGURES, of_name.T, strict=True):
             np.testing.assert_allclose(row[figure]["seeds"], seeds, rtol=2e-5, err_msg=f"{name} {figure}")
             np.testing.assert_allclose(row[figure]["value"], seeds.mean(), rtol=2e-5)
-    # Another bootstrap, of the windows by hand: its intervals agree to what 400 resamples know.
+    # Another bootstrap, of the sequences by hand: its intervals agree to what 400 resamples know.
     rng = np.random.default_rng(7)
     drawn = rng.integers(0, 30, (400, 30))
     one, other = (np.array([[figures_of(s, rows) for rows in drawn] for s in scales[n]]).mean(axis=0) for n in scales)
@@ -103,9 +103,9 @@ def test_a_head_of_a_study_is_that_of_train_ats(tmp_path):
     options = AtsOptions(
         loss="label-smoothing", alpha=0.2, refit_temperature=False, epochs=2, batch_size=8, head="linear"
     )
-    heads = fits.fit_heads(LM, WINDOWS, {"v": options}, seeds=2, context=silent(tmp_path / "a"))
+    heads = fits.fit_heads(LM, SEQUENCES, {"v": options}, seeds=2, context=silent(tmp_path / "a"))
     assert [len(repeats) for repeats in heads.values()] == [1, 2]
-    alone = fit_ats(LM, WINDOWS, options, silent(tmp_path / "b", seed=1))
+    alone = fit_ats(LM, SEQUENCES, options, silent(tmp_path / "b", seed=1))
     for got, expected in ((heads["v"][1], alone.head), (heads[fits.SINGLE][0], alone.temperature)):
         jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
     assert any(np.any(a != b) for a, b in zip(*(jax.tree.leaves(h.params) for h in heads["v"]), strict=True))

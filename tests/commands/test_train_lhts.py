@@ -7,7 +7,7 @@ import pytest
 from tiny import WORDS, dense_log_probs, write_model, write_text
 
 from calibjax.cli import main
-from calibjax.data import load_windows, split_windows
+from calibjax.data import load_sequences, split_sequences
 from calibjax.eval.tasks.analogies import CHOICES, accuracy, choice_log_probs, evaluate_analogies, load_analogies
 from calibjax.eval.text import distinct_n, repetition, self_bleu
 from calibjax.models import load_model
@@ -70,7 +70,7 @@ def test_questions_are_whole(questions):
     rights = np.bincount(analogies.right, minlength=CHOICES)
     assert (rights > 0).all()
     for question in range(20):
-        part = analogies.windows.take(slice(CHOICES * question, CHOICES * (question + 1)))
+        part = analogies.sequences.take(slice(CHOICES * question, CHOICES * (question + 1)))
         choices = [lm.tokenizer.decode(row[kept]) for row, kept in zip(part.targets, part.where, strict=True)]
         assert len(set(choices)) == CHOICES
         step = int(analogies.categories[question][-1])
@@ -82,16 +82,16 @@ def test_questions_are_whole(questions):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_choices_are_scored_as_the_dense_formula_says(questions, temperature):
     lm, analogies = questions
-    windows = analogies.windows
-    dense = dense_log_probs(lm, windows, -np.log(temperature))
-    each = np.take_along_axis(dense, windows.targets[..., None], axis=-1)[..., 0]
-    expected = np.where(windows.where, each, 0).sum(axis=1).reshape(-1, CHOICES)
-    np.testing.assert_allclose(choice_log_probs(lm, windows, temperature, batch_size=32), expected, atol=2e-5)
+    sequences = analogies.sequences
+    dense = dense_log_probs(lm, sequences, -np.log(temperature))
+    each = np.take_along_axis(dense, sequences.targets[..., None], axis=-1)[..., 0]
+    expected = np.where(sequences.where, each, 0).sum(axis=1).reshape(-1, CHOICES)
+    np.testing.assert_allclose(choice_log_probs(lm, sequences, temperature, batch_size=32), expected, atol=2e-5)
 
 
 def test_temperature_zero_is_the_limit(questions):
     lm, analogies = questions
-    cold, zero = (choice_log_probs(lm, analogies.windows, t) for t in (0.01, 0.0))
+    cold, zero = (choice_log_probs(lm, analogies.sequences, t) for t in (0.01, 0.0))
     np.testing.assert_array_equal(cold.argmax(axis=1), zero.argmax(axis=1))
     np.testing.assert_allclose(accuracy(cold, analogies.right, 0.01), accuracy(zero, analogies.right, 0.0), atol=0.02)
     results = evaluate_analogies(lm, analogies, (1.0, 0.0))
@@ -151,8 +151,8 @@ def test_command(tmp_path, capsys):
             assert shown in printed
             assert f"<td>{shown}</td>" in page
     student = load_model(out / "models" / "lhts-T0.4")
-    windows, _ = load_windows(str(data), student.tokenizer, seq_len=13, layout="full")
-    held_out = split_windows(windows, 0.9)[1]
+    sequences, _ = load_sequences(str(data), student.tokenizer, seq_len=13, layout="full")
+    held_out = split_sequences(sequences, 0.9)[1]
     nll = -log_probs(student, held_out).sum(dtype=np.float64) / held_out.where.sum()
     np.testing.assert_allclose(document["held_out"]["methods"]["lhts-T0.4"]["nll"], nll, rtol=1e-5)
     likely = {name: document["texts"][name]["1"]["log_prob"] for name in names}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from calibjax.data import Rows, choice_windows, is_multiple_choice
+from calibjax.data import Rows, choice_sequences, is_multiple_choice
 from calibjax.runtime.errors import UserError
 
 
@@ -30,40 +30,40 @@ ROWS = Rows(QUESTIONS, "made")
 
 def test_what_is_asked():
     tokenizer = character_tokenizer()
-    asked = choice_windows(ROWS, tokenizer, 200)
+    asked = choice_sequences(ROWS, tokenizer, 200)
     vocabulary = tokenizer.get_vocab()
     assert asked.letters == tuple(vocabulary[letter] for letter in "ABC")
     assert asked.cue == "Answer: "
     assert asked.subjects == ("places", "", "people")
     assert asked.too_long == 0
-    windows = asked.windows
-    np.testing.assert_array_equal(windows.where.sum(axis=1), 1)
-    np.testing.assert_array_equal(windows.targets[windows.where], [vocabulary[letter] for letter in "CAB"])
+    sequences = asked.sequences
+    np.testing.assert_array_equal(sequences.where.sum(axis=1), 1)
+    np.testing.assert_array_equal(sequences.targets[sequences.where], [vocabulary[letter] for letter in "CAB"])
     names = {number: piece for piece, number in vocabulary.items()}
-    text = "".join(names[i] for i in windows.tokens[0][windows.segment_ids[0] > 0])
+    text = "".join(names[i] for i in sequences.tokens[0][sequences.segment_ids[0] > 0])
     assert text == "Where?\nA. here\nB. there\nC. no\nAnswer: "
-    last = int(np.flatnonzero(windows.where[0])[0])
+    last = int(np.flatnonzero(sequences.where[0])[0])
     assert last == len(text) - 1
-    np.testing.assert_array_equal(windows.positions[0, : last + 1], np.arange(last + 1))
-    assert not windows.segment_ids[0, last + 1 :].any()
+    np.testing.assert_array_equal(sequences.positions[0, : last + 1], np.arange(last + 1))
+    assert not sequences.segment_ids[0, last + 1 :].any()
 
 
 def test_questions_that_are_too_long_are_counted_and_some_are_drawn():
     tokenizer = character_tokenizer()
-    asked = choice_windows(ROWS, tokenizer, 45)
+    asked = choice_sequences(ROWS, tokenizer, 45)
     assert asked.too_long == 1
-    np.testing.assert_array_equal(asked.windows.source, [0, 2])
-    assert asked.windows.tokens.shape[1] <= 45
-    drawn = [choice_windows(ROWS, tokenizer, 200, limit=1, seed=seed).windows.source.tolist() for seed in range(20)]
+    np.testing.assert_array_equal(asked.sequences.source, [0, 2])
+    assert asked.sequences.tokens.shape[1] <= 45
+    drawn = [choice_sequences(ROWS, tokenizer, 200, limit=1, seed=seed).sequences.source.tolist() for seed in range(20)]
     assert {rows[0] for rows in drawn} == {0, 1, 2}
-    assert drawn[0] == choice_windows(ROWS, tokenizer, 200, limit=1, seed=0).windows.source.tolist()
+    assert drawn[0] == choice_sequences(ROWS, tokenizer, 200, limit=1, seed=0).sequences.source.tolist()
     with pytest.raises(UserError, match="every question is longer than the 5 tokens"):
-        choice_windows(ROWS, tokenizer, 5)
+        choice_sequences(ROWS, tokenizer, 5)
 
 
 def test_another_cue_where_a_letter_melts_into_the_space():
     tokenizer = character_tokenizer(merges=(" B",))
-    asked = choice_windows(ROWS, tokenizer, 200)
+    asked = choice_sequences(ROWS, tokenizer, 200)
     assert asked.cue == "Answer:"
     assert asked.letters == tuple(tokenizer.get_vocab()[letter] for letter in "ABC")
 
@@ -80,9 +80,9 @@ def test_what_is_no_question():
     ):
         rows = Rows([QUESTIONS[0], {**QUESTIONS[2], **changes}], "made")
         with pytest.raises(UserError, match=message):
-            choice_windows(rows, tokenizer, 200)
+            choice_sequences(rows, tokenizer, 200)
     with pytest.raises(UserError, match="does not write A, B, C after 'Answer:' as one token each"):
-        choice_windows(ROWS, _without_letters(), 200)
+        choice_sequences(ROWS, _without_letters(), 200)
 
 
 def _without_letters():

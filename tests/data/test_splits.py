@@ -3,18 +3,20 @@
 import numpy as np
 import pytest
 
-from calibjax.data import Windows, hold_back, split_windows
+from calibjax.data import Sequences, hold_back, split_sequences
 from calibjax.runtime.errors import UserError
 
 
-def make_windows(source):
+def make_sequences(source):
     source = np.asarray(source, np.int32)
     tokens = np.arange(len(source), dtype=np.int32)[:, None]
-    return Windows(tokens, tokens + 1, np.ones_like(tokens, bool), np.ones_like(tokens), np.zeros_like(tokens), source)
+    return Sequences(
+        tokens, tokens + 1, np.ones_like(tokens, bool), np.ones_like(tokens), np.zeros_like(tokens), source
+    )
 
 
 def test_first_fraction_in_order():
-    fit, held_out = split_windows(make_windows(range(1600)), 0.6)
+    fit, held_out = split_sequences(make_sequences(range(1600)), 0.6)
     np.testing.assert_array_equal(fit.tokens[:, 0], np.arange(960))
     np.testing.assert_array_equal(held_out.tokens[:, 0], np.arange(960, 1600))
 
@@ -31,48 +33,48 @@ def test_first_fraction_in_order():
     ],
 )
 def test_cut_moves_to_the_end_of_a_row(source, fraction, cut):
-    fit, held_out = split_windows(make_windows(source), fraction)
+    fit, held_out = split_sequences(make_sequences(source), fraction)
     assert len(fit.source) == cut
     assert len(held_out.source) == len(source) - cut
 
 
 def test_hold_back_is_seeded_and_a_partition():
-    windows = make_windows(range(100))
-    train, validation = hold_back(windows, 0.15, seed=3)
+    sequences = make_sequences(range(100))
+    train, validation = hold_back(sequences, 0.15, seed=3)
     assert len(validation) == 15
     np.testing.assert_array_equal(np.sort(np.concatenate([train, validation])), np.arange(100))
-    np.testing.assert_array_equal(hold_back(windows, 0.15, seed=3)[1], validation)
-    assert not np.array_equal(hold_back(windows, 0.15, seed=4)[1], validation)
+    np.testing.assert_array_equal(hold_back(sequences, 0.15, seed=3)[1], validation)
+    assert not np.array_equal(hold_back(sequences, 0.15, seed=4)[1], validation)
     assert (np.diff(validation) > 0).all()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_hold_back_keeps_rows_whole(seed):
     source = np.repeat(np.arange(40), np.random.default_rng(seed).integers(1, 6, 40))
-    train, validation = hold_back(make_windows(source), 0.3, seed)
+    train, validation = hold_back(make_sequences(source), 0.3, seed)
     assert not set(source[train]) & set(source[validation])
     assert 0.3 * len(source) - 6 < len(validation) <= 0.3 * len(source)
 
 
 def test_hold_back_of_one_document():
-    train, validation = hold_back(make_windows([5] * 10), 0.3, seed=0)
+    train, validation = hold_back(make_sequences([5] * 10), 0.3, seed=0)
     assert (len(train), len(validation)) == (7, 3)
 
 
 def test_hold_back_of_two_rows_leaves_neither_empty():
     for fraction in (0.2, 0.9):
-        train, validation = hold_back(make_windows([0] * 5 + [1] * 5), fraction, seed=0)
+        train, validation = hold_back(make_sequences([0] * 5 + [1] * 5), fraction, seed=0)
         assert (len(train), len(validation)) == (5, 5)
 
 
 def test_errors():
-    windows = make_windows(range(5))
+    sequences = make_sequences(range(5))
     for fraction in (0, 1, -0.1, 1.5):
         with pytest.raises(UserError, match="fit_fraction: expected a number between 0 and 1"):
-            split_windows(windows, fraction)
-    with pytest.raises(UserError, match=r"fit_fraction=0.1 of 5 windows is none"):
-        split_windows(windows, 0.1)
-    with pytest.raises(UserError, match="of 1 window is none"):
-        hold_back(make_windows([0]), 0.9, 0)
+            split_sequences(sequences, fraction)
+    with pytest.raises(UserError, match=r"fit_fraction=0.1 of 5 sequences is none"):
+        split_sequences(sequences, 0.1)
+    with pytest.raises(UserError, match="of 1 sequence is none"):
+        hold_back(make_sequences([0]), 0.9, 0)
     with pytest.raises(UserError, match="seed"):
-        hold_back(windows, 0.5, -1)
+        hold_back(sequences, 0.5, -1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calibjax.data.synthetic import TopicLanguage, as_windows, make_language, sample, true_probabilities
+from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample, true_probabilities
 
 
 def small_language(vocab_size, topics, drift):
@@ -84,12 +84,12 @@ def test_samples_follow_the_truth():
     np.testing.assert_array_equal(tokens, sample(language, jax.random.key(6), 4000, 6))
 
 
-def test_windows_are_pairs_of_neighbours():
+def test_sequences_are_pairs_of_neighbours():
     tokens = np.arange(12).reshape(3, 4)
-    windows = as_windows(tokens)
-    np.testing.assert_array_equal(windows.tokens, tokens[:, :-1])
-    np.testing.assert_array_equal(windows.targets, tokens[:, 1:])
-    np.testing.assert_array_equal(windows.positions, [[0, 1, 2]] * 3)
-    np.testing.assert_array_equal(windows.source, [0, 1, 2])
-    assert windows.where.all()
-    assert (windows.segment_ids == 1).all()
+    sequences = as_sequences(tokens)
+    np.testing.assert_array_equal(sequences.tokens, tokens[:, :-1])
+    np.testing.assert_array_equal(sequences.targets, tokens[:, 1:])
+    np.testing.assert_array_equal(sequences.positions, [[0, 1, 2]] * 3)
+    np.testing.assert_array_equal(sequences.source, [0, 1, 2])
+    assert sequences.where.all()
+    assert (sequences.segment_ids == 1).all()

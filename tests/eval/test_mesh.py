@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives
-from tiny import make_lm, make_windows, ragged, silent
+from tiny import make_lm, make_sequences, ragged, silent
 
 from calibjax.eval.layers.directions import _edited_batch, choose_sets, evaluate_edit, find_directions, null_space
 from calibjax.eval.layers.layers import _layers_of_batch, evaluate_layers, make_readout, scored_batch
@@ -23,7 +23,7 @@ from calibjax.train import load_head, save_head
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 # 37 and 3 rows of the unembedding divide into no number of shards; 16 columns do.
 LM = make_lm(num_layers=2, vocab_size=37, unembedding_bias=True, logit_softcap=8.0)
-WINDOWS = ragged(make_windows(20, vocab_size=37))
+SEQUENCES = ragged(make_sequences(20, vocab_size=37))
 LETTERS = (7, 2, 11)
 HEAD = HeadConfig(kind="mlp", hidden_size=16, features=("hidden_states", "max_logit"), identity_start=False)
 
@@ -43,16 +43,16 @@ def placed(lm, mesh):
 def figures(lm, heads):
     """Everything that evaluation finds out of a model, on the mesh that is set: name -> array."""
     read, letters = make_readout(lm), make_readout(lm, LETTERS)
-    asked = WINDOWS._replace(targets=np.asarray(LETTERS, np.int32)[WINDOWS.targets % 3])
-    outputs = evaluate_layers(lm, WINDOWS, read, batch_size=8, context=silent())
+    asked = SEQUENCES._replace(targets=np.asarray(LETTERS, np.int32)[SEQUENCES.targets % 3])
+    outputs = evaluate_layers(lm, SEQUENCES, read, batch_size=8, context=silent())
     sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
-    along = find_directions(lm, WINDOWS, read, sets, batch_size=8, context=silent())
-    (tokens,) = evaluate_tokens(lm, WINDOWS, {"mlp": heads["mlp"]}, batch_size=8, context=silent()).values()
+    along = find_directions(lm, SEQUENCES, read, sets, batch_size=8, context=silent())
+    (tokens,) = evaluate_tokens(lm, SEQUENCES, {"mlp": heads["mlp"]}, batch_size=8, context=silent()).values()
     parts = {
         "layers": outputs,
         "layers, letters": evaluate_layers(lm, asked, letters, batch_size=8, context=silent()),
         "direction": along._replace(counts=np.array(along.counts)),
-        "edit": evaluate_edit(lm, WINDOWS, read, 0.3 * along.vectors, batch_size=8),
+        "edit": evaluate_edit(lm, SEQUENCES, read, 0.3 * along.vectors, batch_size=8),
         "tokens": tokens.sums,
     }
     found = {f"{part} {name}": x for part, values in parts.items() for name, x in values._asdict().items()}
@@ -125,7 +125,7 @@ def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
     lm = placed(make_lm(vocab_size=vocab, num_layers=2), mesh)
     with jax.set_mesh(mesh):
         read, frozen = make_readout(lm), freeze(lm)
-        batch = place_rows(mesh, scored_batch(make_windows(8, vocab_size=vocab, length=12), read))
+        batch = place_rows(mesh, scored_batch(make_sequences(8, vocab_size=vocab, length=12), read))
         hidden = jax.ShapeDtypeStruct((8, 12, 16), jnp.float32, sharding=batch_sharding(mesh))
         places, edit = np.zeros((16, 3), np.int32), np.zeros((2, 16), np.float32)
         programs = {

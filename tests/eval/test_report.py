@@ -11,7 +11,7 @@ from io import StringIO
 import numpy as np
 import pytest
 from assets import data_path, model_path
-from tiny import dense_log_probs, make_lm, make_windows, ragged, write_model, write_text
+from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.commands.common import finish
@@ -35,23 +35,23 @@ def test_sample_equals_the_dense_formula(model):
     with_tokenizer = load_model(model)
     made = make_lm(vocab_size=43)
     lm = LanguageModel.from_params(made.config, made.params, with_tokenizer.tokenizer)
-    windows = ragged(make_windows(6, vocab_size=43))
+    sequences = ragged(make_sequences(6, vocab_size=43))
     after = dataclasses.replace(identity_head(lm), params={"log_scale": np.float32(0.3)}, log_factor=-0.7)
-    sample = token_sample(lm, windows, identity_head(lm), after, tokens=23, alternatives=4, batch_size=4)
-    entries = [entry for window in sample["windows"] for entry in window if entry["scored"]]
+    sample = token_sample(lm, sequences, identity_head(lm), after, tokens=23, alternatives=4, batch_size=4)
+    entries = [entry for sequence in sample["windows"] for entry in sequence if entry["scored"]]
     assert len(entries) == 23
     u = 0.3 - 0.7
-    places = np.argwhere(windows.where)[:23]
+    places = np.argwhere(sequences.where)[:23]
     for side, log_scale in enumerate((0.0, u)):
-        log_p = dense_log_probs(lm, windows, log_scale)
+        log_p = dense_log_probs(lm, sequences, log_scale)
         for entry, (s, t) in zip(entries, places, strict=True):
-            row, target = log_p[s, t], windows.targets[s, t]
+            row, target = log_p[s, t], sequences.targets[s, t]
             expected = (np.exp(row.max()), np.exp(row[target]), -(np.exp(row) * row).sum())
             got = tuple(entry[name][side] for name in ("confidence", "probability", "entropy"))
             np.testing.assert_allclose(got, expected, rtol=1e-3)
             best = np.argsort(-row)[:4]
             assert [text for text, *_ in entry["top"]] == [
-                text_after(lm.tokenizer, windows.tokens[s, t], i) for i in best
+                text_after(lm.tokenizer, sequences.tokens[s, t], i) for i in best
             ]
             np.testing.assert_allclose([p[1 + side] for p in entry["top"]], np.exp(row[best]), rtol=1e-3)
             assert entry["right"] == (best[0] == target)

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import answered, at_targets, dense_log_probs, make_lm, make_windows, ragged, silent
+from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
 from calibjax.eval import evaluate_tokens, identity_head, print_report, results_json, write_report
 from calibjax.eval.report import verdict
 from calibjax.heads import FittedHead, HeadConfig
 
 LM = make_lm()
-WINDOWS = answered(LM, ragged(make_windows(21)))  # 21: the last batch of 8 is not full
+SEQUENCES = answered(LM, ragged(make_sequences(21)))  # 21: the last batch of 8 is not full
 BINS = 10
 
 
@@ -33,7 +33,7 @@ HEADS = {
 
 
 def evaluate(closed="right", **options):
-    return evaluate_tokens(LM, WINDOWS, HEADS, batch_size=8, bins=BINS, closed=closed, context=silent(), **options)
+    return evaluate_tokens(LM, SEQUENCES, HEADS, batch_size=8, bins=BINS, closed=closed, context=silent(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def results():
 def dense_log_scale(name):
     """From the head's parameters, in float64."""
     if name != "ats":
-        return np.full(WINDOWS.tokens.shape, float(HEADS[name].params["log_scale"]))
-    hidden = LM.hidden_states(WINDOWS.tokens, segment_ids=WINDOWS.segment_ids, positions=WINDOWS.positions)
+        return np.full(SEQUENCES.tokens.shape, float(HEADS[name].params["log_scale"]))
+    hidden = LM.hidden_states(SEQUENCES.tokens, segment_ids=SEQUENCES.segment_ids, positions=SEQUENCES.positions)
     output = jax.tree.map(lambda x: np.asarray(x, np.float64), HEADS[name].params["output"])
     u = np.asarray(hidden, np.float64) @ output["kernel"][:, 0] + output["bias"]
     return np.clip(u, np.log(0.05), np.log(10)) - 0.7
@@ -71,15 +71,15 @@ def bins_of(confidence, closed):
 @pytest.mark.parametrize("name", HEADS)
 def test_figures_equal_the_dense_ones(results, name, closed):
     log_scale = dense_log_scale(name)
-    log_q = dense_log_probs(LM, WINDOWS, log_scale)
-    where = WINDOWS.where
-    right = (log_q.argmax(-1) == WINDOWS.targets)[where]
+    log_q = dense_log_probs(LM, SEQUENCES, log_scale)
+    where = SEQUENCES.where
+    right = (log_q.argmax(-1) == SEQUENCES.targets)[where]
     confidence = np.exp(log_q.max(-1))[where]
     document = results_json(results[closed], closed=closed, resamples=20)
     row = document["methods"][name]
     assert document["tokens"] == where.sum()
     expected = {
-        "nll": -at_targets(log_q, WINDOWS).mean(),
+        "nll": -at_targets(log_q, SEQUENCES).mean(),
         "accuracy": right.mean(),
         "confidence": confidence.mean(),
         "brier": np.square(confidence - right).mean(),
@@ -118,7 +118,9 @@ def test_accuracy_is_the_same_in_all_methods(results):
 
 
 def test_batch_size_changes_nothing():
-    one, other = (evaluate_tokens(LM, WINDOWS, HEADS, batch_size=size, bins=BINS, context=silent()) for size in (8, 21))
+    one, other = (
+        evaluate_tokens(LM, SEQUENCES, HEADS, batch_size=size, bins=BINS, context=silent()) for size in (8, 21)
+    )
     for name in HEADS:
         assert other[name].tokens is None
         np.testing.assert_array_equal(one[name].sums.count, other[name].sums.count)
@@ -130,7 +132,7 @@ def test_a_bfloat16_model():
     rows = {}
     for model in (LM, lm):
         heads = {"ats": random_head(model, features=("hidden_states", "max_logit"))}
-        rows[model.dtype.name] = results_json(evaluate_tokens(model, WINDOWS, heads, context=silent()), resamples=5)
+        rows[model.dtype.name] = results_json(evaluate_tokens(model, SEQUENCES, heads, context=silent()), resamples=5)
     full, half = (row["methods"]["ats"] for row in rows.values())
     print({key: (full[key], half[key]) for key in ("nll", "brier", "accuracy")})
     assert abs(full["nll"] - half["nll"]) < 0.05 * full["nll"]

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import VOCAB, WIDTH, dense_log_probs, make_lm, make_windows, ragged
+from tiny import VOCAB, WIDTH, dense_log_probs, make_lm, make_sequences, ragged
 
 import calibjax
 from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, calibrated_logprobs, load_head, save_head
 
 LM = make_lm()
-WINDOWS = ragged(make_windows(6))
+SEQUENCES = ragged(make_sequences(6))
 ALL = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
 
 
@@ -36,15 +36,15 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_logprobs_are_a_distribution_with_the_same_argmax(name):
-    got = np.asarray(calibrated_logprobs(LM, HEADS[name], WINDOWS.tokens), np.float64)
-    assert got.shape == (*WINDOWS.tokens.shape, VOCAB)
+    got = np.asarray(calibrated_logprobs(LM, HEADS[name], SEQUENCES.tokens), np.float64)
+    assert got.shape == (*SEQUENCES.tokens.shape, VOCAB)
     np.testing.assert_allclose(np.exp(got).sum(-1), 1.0, atol=1e-5)
-    np.testing.assert_array_equal(got.argmax(-1), np.asarray(LM.logits(WINDOWS.tokens)).argmax(-1))
-    confidence = calibrated_confidence(LM, HEADS[name], WINDOWS.tokens)
+    np.testing.assert_array_equal(got.argmax(-1), np.asarray(LM.logits(SEQUENCES.tokens)).argmax(-1))
+    confidence = calibrated_confidence(LM, HEADS[name], SEQUENCES.tokens)
     np.testing.assert_allclose(confidence.confidence, np.exp(got.max(-1)), rtol=1e-5)
     np.testing.assert_array_equal(confidence.argmax, got.argmax(-1))
     # The temperature that is said is the one that was used.
-    whole = make_windows(6)._replace(tokens=WINDOWS.tokens)
+    whole = make_sequences(6)._replace(tokens=SEQUENCES.tokens)
     log_scale = -np.log(np.asarray(confidence.temperature, np.float64))
     np.testing.assert_allclose(got, dense_log_probs(LM, whole, log_scale), atol=2e-5)
 
@@ -52,28 +52,30 @@ def test_logprobs_are_a_distribution_with_the_same_argmax(name):
 def test_factor_is_applied():
     plain = random_head("linear")
     refitted = dataclasses.replace(plain, log_factor=0.4)
-    one, other = (np.asarray(calibrated_confidence(LM, head, WINDOWS.tokens).temperature) for head in (plain, refitted))
+    one, other = (
+        np.asarray(calibrated_confidence(LM, head, SEQUENCES.tokens).temperature) for head in (plain, refitted)
+    )
     np.testing.assert_allclose(other, one * np.exp(-0.4), rtol=1e-5)
-    probabilities = np.asarray(calibrated_logprobs(LM, refitted, WINDOWS.tokens), np.float64)
-    whole = make_windows(6)._replace(tokens=WINDOWS.tokens)
+    probabilities = np.asarray(calibrated_logprobs(LM, refitted, SEQUENCES.tokens), np.float64)
+    whole = make_sequences(6)._replace(tokens=SEQUENCES.tokens)
     np.testing.assert_allclose(probabilities, dense_log_probs(LM, whole, 0.4 - np.log(one)), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["transformer", "pooled"])
 def test_segments_do_not_see_each_other(name):
-    head, segments = HEADS[name], WINDOWS.segment_ids
-    packed = calibrated_confidence(LM, head, WINDOWS.tokens, segment_ids=segments)
+    head, segments = HEADS[name], SEQUENCES.segment_ids
+    packed = calibrated_confidence(LM, head, SEQUENCES.tokens, segment_ids=segments)
     assert not np.asarray(packed.confidence)[segments == 0].any()
     assert (np.asarray(packed.argmax)[segments == 0] == -1).all()
     row = int(np.argmax((segments == 2).sum(axis=1) * (segments == 0).any(axis=1)))
     inside = segments[row] == 2
-    alone = WINDOWS.tokens[row][inside][None]
+    alone = SEQUENCES.tokens[row][inside][None]
     apart = calibrated_confidence(LM, head, alone)
     for field in ("argmax", "confidence", "temperature"):
         got, expected = np.asarray(getattr(packed, field))[row][inside], np.asarray(getattr(apart, field))[0]
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=field)
     if name == "transformer":
-        logprobs = np.asarray(calibrated_logprobs(LM, head, WINDOWS.tokens, segment_ids=segments))
+        logprobs = np.asarray(calibrated_logprobs(LM, head, SEQUENCES.tokens, segment_ids=segments))
         np.testing.assert_allclose(logprobs[row][inside], calibrated_logprobs(LM, head, alone)[0], atol=2e-5)
 
 
@@ -84,10 +86,10 @@ def test_ties_stay_with_the_base_model():
     rows = np.repeat(np.asarray(base.params["unembedding"])[:4], 6, axis=0)
     rows *= 1 + rng.integers(-1, 2, rows.shape[:1])[:, None].astype(np.float32) * np.finfo(np.float32).eps
     lm = dataclasses.replace(base, params={**base.params, "unembedding": jnp.asarray(rows)})
-    expected = np.asarray(lm.logits(WINDOWS.tokens)).argmax(-1)
+    expected = np.asarray(lm.logits(SEQUENCES.tokens)).argmax(-1)
     for scale in (0.05, 0.4, 10.0):
         head = dataclasses.replace(HEADS["constant"], params={"log_scale": jnp.log(scale)}, fingerprint=lm.fingerprint)
-        got = np.asarray(calibrated_logprobs(lm, head, WINDOWS.tokens)).argmax(-1)
+        got = np.asarray(calibrated_logprobs(lm, head, SEQUENCES.tokens)).argmax(-1)
         np.testing.assert_array_equal(got, expected)
 
 
@@ -95,7 +97,7 @@ def test_head_of_another_model():
     other = make_lm(seed=1)
     for call in (calibrated_logprobs, calibrated_confidence):
         with pytest.raises(UserError, match=f"{LM.fingerprint[:12]}.*{other.fingerprint[:12]}"):
-            call(other, HEADS["pooled"], WINDOWS.tokens)
+            call(other, HEADS["pooled"], SEQUENCES.tokens)
 
 
 @pytest.mark.parametrize("tokens", [np.zeros((1, 33), np.int32), np.zeros((1, 3), np.float32), np.zeros(3, np.int32)])
@@ -120,7 +122,7 @@ def test_written_and_read_back(tmp_path, name):
             assert one.dtype == other.dtype
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
     assert json.loads((tmp_path / "run" / "head" / "head.json").read_text())["notes"] == {"loss": "joint"}
-    one, other = (calibrated_confidence(LM, h, WINDOWS.tokens).confidence for h in (got, head))
+    one, other = (calibrated_confidence(LM, h, SEQUENCES.tokens).confidence for h in (got, head))
     np.testing.assert_array_equal(one, other)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import answered, at_targets, dense_log_probs, make_lm, make_windows, ragged, silent
+from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
 from calibjax.commands.train_ats import fit_ats
 from calibjax.data import hold_back
@@ -21,13 +21,13 @@ from calibjax.train.options import make_plan
 QUICK = {"epochs": 6, "batch_size": 8, "learning_rate": 1e-2, "validation_fraction": 0.2}
 
 LM = make_lm()
-WINDOWS = answered(LM, ragged(make_windows(160)))
+SEQUENCES = answered(LM, ragged(make_sequences(160)))
 
 
-def fit(directory, lm=None, windows=None, *, log=lambda line: None, seed=0, **options):
+def fit(directory, lm=None, sequences=None, *, log=lambda line: None, seed=0, **options):
     return fit_ats(
         LM if lm is None else lm,
-        WINDOWS if windows is None else windows,
+        SEQUENCES if sequences is None else sequences,
         AtsOptions(**QUICK | options),
         silent(directory, seed=seed, log=log),
     )
@@ -36,23 +36,23 @@ def fit(directory, lm=None, windows=None, *, log=lambda line: None, seed=0, **op
 _stats = jax.jit(batch_stats, static_argnums=(0, 1), static_argnames=("dtype", "statistics"))
 
 
-def log_scale_of(lm, head, windows):
+def log_scale_of(lm, head, sequences):
     """The head's log scale for every token `[S, T]`."""
-    batch = {name: jnp.asarray(value) for name, value in windows._asdict().items() if name != "source"}
+    batch = {name: jnp.asarray(value) for name, value in sequences._asdict().items() if name != "source"}
     frozen = freeze(lm, head=head.config)
     options = {"dtype": lm.dtype, "statistics": ("max_logit",), "log_factor": jnp.float32(head.log_factor)}
     return np.asarray(_stats(lm.config, head.config, head.params, frozen, batch, **options)[1])
 
 
-def nll_of(lm, windows, log_scale):
-    return -at_targets(dense_log_probs(lm, windows, log_scale), windows).mean()
+def nll_of(lm, sequences, log_scale):
+    return -at_targets(dense_log_probs(lm, sequences, log_scale), sequences).mean()
 
 
-def top_label_of(lm, windows, log_scale):
+def top_label_of(lm, sequences, log_scale):
     """The mean log loss of the most likely token being right."""
-    log_q = dense_log_probs(lm, windows, log_scale)
-    right = (log_q.argmax(-1) == windows.targets)[windows.where]
-    top = log_q.max(-1)[windows.where]
+    log_q = dense_log_probs(lm, sequences, log_scale)
+    right = (log_q.argmax(-1) == sequences.targets)[sequences.where]
+    top = log_q.max(-1)[sequences.where]
     return -np.where(right, top, np.log(np.maximum(-np.expm1(top), 1e-300))).mean()
 
 
@@ -68,7 +68,7 @@ def auto(tmp_path_factory):
 def test_single_temperature_is_the_best_one(auto):
     grid = np.linspace(math.log(0.05), math.log(10), 100)
     for width in (0.1, 0.002):
-        best = grid[np.argmin([nll_of(LM, WINDOWS, np.full(WINDOWS.tokens.shape, u)) for u in grid])]
+        best = grid[np.argmin([nll_of(LM, SEQUENCES, np.full(SEQUENCES.tokens.shape, u)) for u in grid])]
         grid = np.linspace(best - width, best + width, 100)
     got = float(auto[0].temperature.params["log_scale"])
     print(f"log scale {got:.5f}, on the grid {best:.5f}")
@@ -89,10 +89,10 @@ def test_auto_keeps_the_best_score(auto):
     said = next(line for line in lines if line.startswith("chose "))
     assert said.startswith(f"chose {report['loss']}: ")
     assert all(name in said and f"{score:.4f}" in said for name, score in scores.items())
-    # What is reported of the head that was kept, over the dense logits of the windows that were kept back.
-    train_rows, rows = hold_back(WINDOWS, 0.2, 0)
+    # What is reported of the head that was kept, over the dense logits of the sequences that were kept back.
+    train_rows, rows = hold_back(SEQUENCES, 0.2, 0)
     assert report["windows"] == {"train": len(train_rows), "validation": len(rows)}
-    kept = WINDOWS.take(rows)
+    kept = SEQUENCES.take(rows)
     log_scale = log_scale_of(LM, fitted.head, kept) - fitted.head.log_factor
     chosen = next(c for c in report["candidates"] if c["loss"] == report["loss"])
     np.testing.assert_allclose(chosen["validation_nll"], nll_of(LM, kept, log_scale), rtol=2e-6)
@@ -103,11 +103,11 @@ def test_auto_keeps_the_best_score(auto):
 
 def test_the_head_finds_what_is_to_be_found(auto):
     log_scales = {
-        "uncalibrated": np.zeros(WINDOWS.tokens.shape),
-        "temperature": log_scale_of(LM, auto[0].temperature, WINDOWS),
-        "ats": log_scale_of(LM, auto[0].head, WINDOWS),
+        "uncalibrated": np.zeros(SEQUENCES.tokens.shape),
+        "temperature": log_scale_of(LM, auto[0].temperature, SEQUENCES),
+        "ats": log_scale_of(LM, auto[0].head, SEQUENCES),
     }
-    found = {name: nll_of(LM, WINDOWS, log_scale) for name, log_scale in log_scales.items()}
+    found = {name: nll_of(LM, SEQUENCES, log_scale) for name, log_scale in log_scales.items()}
     print(found)
     assert found["ats"] < found["temperature"] - 0.03
     assert found["temperature"] < found["uncalibrated"] - 0.1
@@ -140,7 +140,7 @@ def test_directory_of_another_fit_is_refused(auto):
         ("plan", {"weight_decay": 0.1}),
         ("seed", {"seed": 1}),
         ("fingerprint", {"lm": make_lm(seed=9)}),
-        ("windows", {"windows": ragged(make_windows(160, seed=1))}),
+        ("windows", {"windows": ragged(make_sequences(160, seed=1))}),
     )
     for different, options in cases:
         with pytest.raises(UserError, match=rf"another run \(different: {different}\)"):
@@ -167,12 +167,12 @@ def test_no_refit(tmp_path):
     fitted = fit(tmp_path / "one", loss="cross-entropy", **options)
     assert fitted.report["refit"] is None
     assert fitted.report["candidates"] == []
-    assert fitted.report["windows"] == {"train": len(WINDOWS.tokens), "validation": 0}
+    assert fitted.report["windows"] == {"train": len(SEQUENCES.tokens), "validation": 0}
     assert json.loads(json.dumps(fitted.report, allow_nan=False))["loss"] == "cross-entropy"
 
     fitted = fit(tmp_path / "several", loss="auto", alpha=0.1, **options)
     assert fitted.head.log_factor == 0.0
-    kept = WINDOWS.take(hold_back(WINDOWS, 0.2, 0)[1])
+    kept = SEQUENCES.take(hold_back(SEQUENCES, 0.2, 0)[1])
     assert fitted.report["windows"]["validation"] == len(kept.tokens)
     log_scale = log_scale_of(LM, fitted.head, kept)
     chosen = next(c for c in fitted.report["candidates"] if c["loss"] == fitted.report["loss"])
@@ -196,20 +196,20 @@ def test_no_refit(tmp_path):
     ids=["all features", "sequence", "transformer", "bfloat16 on disk", "constant"],
 )
 def test_every_kind_of_head(tmp_path, options, dtype):
-    lm, windows = make_lm(dtype=dtype), WINDOWS
+    lm, sequences = make_lm(dtype=dtype), SEQUENCES
     fitted = fit(tmp_path, lm, loss="cross-entropy", **options)
-    log_scale = log_scale_of(lm, fitted.head, windows)
-    before, after = nll_of(lm, windows, np.zeros(log_scale.shape)), nll_of(lm, windows, log_scale)
+    log_scale = log_scale_of(lm, fitted.head, sequences)
+    before, after = nll_of(lm, sequences, np.zeros(log_scale.shape)), nll_of(lm, sequences, log_scale)
     print(f"NLL {before:.4f} -> {after:.4f}")
     assert after < before - 0.1
     assert fitted.head.config.kind == options["head"]
     if options.get("pooling") == "sequence":
-        for row in range(len(windows.tokens)):
+        for row in range(len(sequences.tokens)):
             for segment in (1, 2):
-                values = log_scale[row][windows.segment_ids[row] == segment]
+                values = log_scale[row][sequences.segment_ids[row] == segment]
                 assert np.ptp(values) < 1e-6
     elif options["head"] != "constant":
-        assert np.std(log_scale[windows.where]) > 1e-3
+        assert np.std(log_scale[sequences.where]) > 1e-3
     assert {leaf.dtype for leaf in jax.tree.leaves(fitted.head.params)} == {jnp.dtype(jnp.float32)}
 
 
@@ -309,7 +309,9 @@ def test_head_that_cannot_be_built():
         make_plan(AtsOptions(head="transformer"), 7)
 
 
-def test_fewer_windows_than_a_batch(tmp_path):
-    fitted = fit(tmp_path, windows=WINDOWS.take(slice(5)), loss="cross-entropy", head="linear", validation_fraction=0.3)
+def test_fewer_sequences_than_a_batch(tmp_path):
+    fitted = fit(
+        tmp_path, sequences=SEQUENCES.take(slice(5)), loss="cross-entropy", head="linear", validation_fraction=0.3
+    )
     assert fitted.report["windows"] == {"train": 4, "validation": 1}
     assert np.isfinite(np.asarray(fitted.head.params["output"]["kernel"])).all()

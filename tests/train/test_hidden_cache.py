@@ -6,21 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import answered, make_lm, make_windows, ragged, silent
+from tiny import answered, make_lm, make_sequences, ragged, silent
 
 from calibjax.commands.train_ats import fit_ats
 from calibjax.runtime.errors import UserError
 from calibjax.train import AtsOptions, hidden_cache
-from calibjax.train.hidden_cache import window_arrays
+from calibjax.train.hidden_cache import sequence_arrays
 
 LM = make_lm()
-WINDOWS = ragged(make_windows(21))
+SEQUENCES = ragged(make_sequences(21))
 SIZE = 21 * 10 * 16 * 4
 
 
-def arrays(directory, mode, lm=LM, windows=WINDOWS):
+def arrays(directory, mode, lm=LM, sequences=SEQUENCES):
     lines = []
-    got, given = window_arrays(lm, windows, mode=mode, batch_size=4, context=silent(directory, log=lines.append))
+    got, given = sequence_arrays(lm, sequences, mode=mode, batch_size=4, context=silent(directory, log=lines.append))
     return got, given, lines
 
 
@@ -29,7 +29,7 @@ def arrays(directory, mode, lm=LM, windows=WINDOWS):
 def test_kept_are_the_hidden_states(tmp_path, mode, dtype):
     lm = make_lm(dtype=dtype)
     got, given, lines = arrays(tmp_path, mode, lm)
-    expected = lm.hidden_states(WINDOWS.tokens, segment_ids=WINDOWS.segment_ids, positions=WINDOWS.positions)
+    expected = lm.hidden_states(SEQUENCES.tokens, segment_ids=SEQUENCES.segment_ids, positions=SEQUENCES.positions)
     assert given
     assert got["hidden"].dtype == expected.dtype
     error = np.abs(np.asarray(got["hidden"], np.float64) - np.asarray(expected, np.float64)).max()
@@ -37,10 +37,10 @@ def test_kept_are_the_hidden_states(tmp_path, mode, dtype):
     assert error <= {"float32": 1e-5, "bfloat16": 0.1}[jnp.dtype(dtype).name]
     assert set(got) == {"hidden", "targets", "where", "segment_ids"}
     for name in ("targets", "where", "segment_ids"):
-        np.testing.assert_array_equal(got[name], getattr(WINDOWS, name))
-    # 21 windows of 10 tokens of 16 numbers.
+        np.testing.assert_array_equal(got[name], getattr(SEQUENCES, name))
+    # 21 sequences of 10 tokens of 16 numbers.
     size = f"{SIZE * jnp.dtype(dtype).itemsize / 4 / 2**20:,.1f} MiB"
-    assert lines == [f"caching hidden states: {size} ({mode}) for {WINDOWS.where.sum()} tokens"]
+    assert lines == [f"caching hidden states: {size} ({mode}) for {SEQUENCES.where.sum()} tokens"]
 
 
 def test_off(tmp_path):
@@ -93,7 +93,7 @@ def test_file_is_used_again_only_where_it_fits(tmp_path):
     del first, second  # maps of the file that is written over now
     changes = (
         {"lm": make_lm(seed=4)},
-        {"windows": ragged(make_windows(21, seed=1))},
+        {"windows": ragged(make_sequences(21, seed=1))},
         {"lm": make_lm(dtype="bfloat16")},
     )
     for change in changes:
@@ -135,10 +135,10 @@ def test_no_room_to_write(tmp_path):
 
 
 def test_the_same_head_whichever(tmp_path):
-    windows, heads = answered(LM, ragged(make_windows(64))), {}
+    sequences, heads = answered(LM, ragged(make_sequences(64))), {}
     for mode in ("memory", "disk", "off"):
         options = AtsOptions(head="linear", loss="joint", epochs=3, batch_size=8, learning_rate=1e-2, cache_hidden=mode)
-        heads[mode] = fit_ats(LM, windows, options, silent(tmp_path / mode)).head
+        heads[mode] = fit_ats(LM, sequences, options, silent(tmp_path / mode)).head
     jax.tree.map(np.testing.assert_array_equal, heads["memory"].params, heads["disk"].params)
     assert heads["memory"].log_factor == heads["disk"].log_factor
     for one, other in zip(*(jax.tree.leaves(heads[mode].params) for mode in ("memory", "off")), strict=True):

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interrupt import killed_at_step
-from tiny import at_targets, dense_log_probs, make_lm, make_windows, ragged, silent
+from tiny import at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
 from calibjax.losses.long_horizon import MODES, Horizon, RunningMean
 from calibjax.models import LanguageModel, decoder
-from calibjax.models.samples import log_probs, mix_samples, sample_windows
+from calibjax.models.samples import log_probs, mix_samples, sample_sequences
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import OptimizerConfig, create_state, make_train_step
@@ -21,11 +21,11 @@ from calibjax.train.lhts import LhtsObjective, LhtsOptions, conditioned, fit_lht
 SETTINGS = {"batch_size": 8, "learning_rate": 1e-2, "remat": "none", "epochs": 2, "validation_fraction": 0.2}
 
 
-def fit(directory, *, windows=None, mesh=None, method="lhts", **options):
-    windows = ragged(make_windows(40)) if windows is None else windows
+def fit(directory, *, sequences=None, mesh=None, method="lhts", **options):
+    sequences = ragged(make_sequences(40)) if sequences is None else sequences
     lm = make_lm()
     chosen = LhtsOptions(**{**SETTINGS, **options})
-    return fit_lhts(lm, windows, chosen, context=silent(directory, mesh=mesh), method=method)
+    return fit_lhts(lm, sequences, chosen, context=silent(directory, mesh=mesh), method=method)
 
 
 def logged(directory):
@@ -41,19 +41,21 @@ def student_of(lm):
 
 
 def batch_of(lm, count=8):
-    windows = ragged(make_windows(count))
+    sequences = ragged(make_sequences(count))
     more = {
         "temperature": np.where(np.arange(count) % 2, 0.5, 0.9).astype(np.float32),
         "condition": (np.arange(count) % 2).astype(np.int32),
     }
-    return windows, {name: jnp.asarray(array) for name, array in (windows.arrays() | more).items()}
+    return sequences, {name: jnp.asarray(array) for name, array in (sequences.arrays() | more).items()}
 
 
-def weights_by_loops(log_p, windows, temperature, baseline, objective):
+def weights_by_loops(log_p, sequences, temperature, baseline, objective):
     weights = np.zeros(log_p.shape)
-    for r, i in np.argwhere(windows.where):
+    for r, i in np.argwhere(sequences.where):
         reach = range(i, min(log_p.shape[1], i + objective.horizon))
-        kept = [j for j in reach if windows.where[r, j] and windows.segment_ids[r, j] == windows.segment_ids[r, i]]
+        kept = [
+            j for j in reach if sequences.where[r, j] and sequences.segment_ids[r, j] == sequences.segment_ids[r, i]
+        ]
         weights[r, i] = np.exp(min((1 / temperature[r] - 1) * (log_p[r] - baseline)[kept].sum(), objective.clip))
     return weights
 
@@ -68,7 +70,7 @@ def test_loss_is_the_dense_formula(monkeypatch, average):
 
     monkeypatch.setattr(lhts, "_BLOCK_LOGITS", 8 * 24 * 4)  # three blocks of columns, the last with two of padding
     lm = make_lm()
-    windows, batch = batch_of(lm)
+    sequences, batch = batch_of(lm)
     params, objective = student_of(lm), MODES["official"]
     if average == "token":
         objective = dataclasses.replace(objective, average="token")
@@ -76,24 +78,26 @@ def test_loss_is_the_dense_formula(monkeypatch, average):
     before = RunningMean(jnp.full(10, -3.0), jnp.full(10, 2.0))
     loss, (divisor, after) = jax.jit(of_batch)(params, lm.params, batch, {}, before)
 
-    at = (np.arange(8)[:, None], np.arange(10), windows.targets)
-    all_p = dense_log_probs(lm, windows)
-    log_p = np.where(windows.where, all_p[at], 0)
+    at = (np.arange(8)[:, None], np.arange(10), sequences.targets)
+    all_p = dense_log_probs(lm, sequences)
+    log_p = np.where(sequences.where, all_p[at], 0)
     all_q = np.empty_like(all_p)
     for k in range(2):
         plain = LanguageModel.from_params(lm.config, conditioned(params, k, 0.5))
-        all_q[k::2] = dense_log_probs(plain, windows.take(slice(k, None, 2)))
-    count = 2 + windows.where.sum(axis=0)
+        all_q[k::2] = dense_log_probs(plain, sequences.take(slice(k, None, 2)))
+    count = 2 + sequences.where.sum(axis=0)
     baseline = (-3.0 + log_p.sum(axis=0)) / count
     np.testing.assert_allclose(after.baseline("position"), baseline, rtol=1e-5)
-    weights = weights_by_loops(log_p, windows, np.asarray(batch["temperature"]), baseline, objective)
+    weights = weights_by_loops(log_p, sequences, np.asarray(batch["temperature"]), baseline, objective)
     kl = (np.exp(all_q) * (all_q - all_p)).sum(axis=-1)
     each = -weights * all_q[at] + objective.kl_weight * kl
     if average == "token":
-        expected = each[windows.where].mean()
+        expected = each[sequences.where].mean()
     else:
         masks = [
-            (windows.segment_ids == s) & windows.where & (np.arange(8)[:, None] == r) for r in range(8) for s in (1, 2)
+            (sequences.segment_ids == s) & sequences.where & (np.arange(8)[:, None] == r)
+            for r in range(8)
+            for s in (1, 2)
         ]
         expected = np.mean([each[mask].mean() for mask in masks if mask.any()])
     print(f"loss {float(loss / divisor):.5f}, dense {expected:.5f}")
@@ -117,7 +121,7 @@ def test_nothing_reaches_the_scorer_or_the_weights():
 
 def test_the_second_step_compiles_nothing_and_micro_batches_carry_on():
     lm = make_lm(num_layers=1)
-    windows, batch = batch_of(lm)
+    sequences, batch = batch_of(lm)
     del batch["condition"]
     optimizer = OptimizerConfig().build(4)
     objective = LhtsObjective(model=lm.config, objective=MODES["official"])
@@ -126,18 +130,18 @@ def test_the_second_step_compiles_nothing_and_micro_batches_carry_on():
     for _ in range(3):
         state, _ = step(state, lm.params, batch, {})
     assert step._cache_size() == 1
-    np.testing.assert_array_equal(state.carry.count, 3 * windows.where.sum(axis=0))
+    np.testing.assert_array_equal(state.carry.count, 3 * sequences.where.sum(axis=0))
 
 
 @pytest.mark.slow
 def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
     """Samples, running means and conditions come back with the rest."""
     options = {"samples": 0.5, "temperatures": (0.5, 0.9), "checkpoint_every": 2}
-    whole = fit(tmp_path / "whole", windows=make_windows(40), **options)
+    whole = fit(tmp_path / "whole", sequences=make_sequences(40), **options)
 
     with killed_at_step(6):
-        fit(tmp_path / "killed", windows=make_windows(40), **options)
-    again = fit(tmp_path / "killed", windows=make_windows(40), **options)
+        fit(tmp_path / "killed", sequences=make_sequences(40), **options)
+    again = fit(tmp_path / "killed", sequences=make_sequences(40), **options)
     assert list(again.params) == ["lhts-T0.5", "lhts-T0.9"]
     for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -165,13 +169,13 @@ def test_meshes_give_the_losses_of_one_device(tmp_path, method):
 
 
 def test_samples_are_the_models_own():
-    lm, windows = make_lm(), make_windows(30)
-    drawn = sample_windows(lm, windows, prompt=3, batch_size=16, context=silent(seed=1))
-    np.testing.assert_array_equal(drawn.tokens[:, :3], windows.tokens[:, :3])
+    lm, sequences = make_lm(), make_sequences(30)
+    drawn = sample_sequences(lm, sequences, prompt=3, batch_size=16, context=silent(seed=1))
+    np.testing.assert_array_equal(drawn.tokens[:, :3], sequences.tokens[:, :3])
     np.testing.assert_array_equal(drawn.tokens[:, 1:], drawn.targets[:, :-1])
     assert not drawn.where[:, :2].any()
     assert drawn.where[:, 2:].all()
-    greedy = sample_windows(lm, windows, prompt=3, temperature=0.0, batch_size=16, context=silent())
+    greedy = sample_sequences(lm, sequences, prompt=3, temperature=0.0, batch_size=16, context=silent())
     best = dense_log_probs(lm, greedy).argmax(axis=-1)
     np.testing.assert_array_equal(best[greedy.where], greedy.targets[greedy.where])
     likely = [log_probs(lm, w, batch_size=16)[drawn.where].mean() for w in (greedy, drawn)]
@@ -182,16 +186,16 @@ def test_samples_are_the_models_own():
 
 
 def test_mixed_samples_replace_their_share(tmp_path):
-    lm, windows = make_lm(), make_windows(30)
-    mixed = mix_samples(lm, windows, 0.4, directory=tmp_path, context=silent(seed=2))
-    changed = (mixed.targets != windows.targets).any(axis=1)
+    lm, sequences = make_lm(), make_sequences(30)
+    mixed = mix_samples(lm, sequences, 0.4, directory=tmp_path, context=silent(seed=2))
+    changed = (mixed.targets != sequences.targets).any(axis=1)
     assert changed.sum() == 12
-    np.testing.assert_array_equal(mixed.tokens[:, 0], windows.tokens[:, 0])
+    np.testing.assert_array_equal(mixed.tokens[:, 0], sequences.tokens[:, 0])
     written = (tmp_path / "samples.npz").stat().st_mtime_ns
-    again = mix_samples(lm, windows, 0.4, directory=tmp_path, context=silent(seed=2))
+    again = mix_samples(lm, sequences, 0.4, directory=tmp_path, context=silent(seed=2))
     assert (tmp_path / "samples.npz").stat().st_mtime_ns == written
     np.testing.assert_array_equal(again.targets, mixed.targets)
-    other = mix_samples(lm, windows, 0.4, directory=tmp_path, context=silent(seed=3))
+    other = mix_samples(lm, sequences, 0.4, directory=tmp_path, context=silent(seed=3))
     assert (other.targets != mixed.targets).any()
 
 
@@ -210,7 +214,7 @@ def test_quantiles():
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_condition_is_a_plain_decoder(tied):
     lm = make_lm(tie_embeddings=tied)
-    params, tokens = student_of(lm), jnp.asarray(make_windows(6).tokens)
+    params, tokens = student_of(lm), jnp.asarray(make_sequences(6).tokens)
     condition = params["condition"][1]
     hidden = decoder.hidden_states(lm.config, params, tokens, condition=jnp.broadcast_to(condition, (6, 16)))
     got = jax.nn.log_softmax(decoder.unembed(lm.config, params, hidden))
@@ -221,9 +225,9 @@ def test_a_condition_is_a_plain_decoder(tied):
 
 
 def test_nothing_to_learn_and_nothing_to_merge(tmp_path):
-    windows = make_windows(16)
-    with pytest.raises(UserError, match="no token of the windows counts"):
-        fit(tmp_path, windows=windows._replace(where=np.zeros_like(windows.where)))
+    sequences = make_sequences(16)
+    with pytest.raises(UserError, match="no token of the sequences counts"):
+        fit(tmp_path, sequences=sequences._replace(where=np.zeros_like(sequences.where)))
     lm = make_lm(tie_embeddings=True, logit_softcap=5.0)
     with pytest.raises(UserError, match="tied embeddings and a soft-cap"):
-        fit_lhts(lm, windows, LhtsOptions(temperatures=(0.5, 0.9)), context=silent(tmp_path))
+        fit_lhts(lm, sequences, LhtsOptions(temperatures=(0.5, 0.9)), context=silent(tmp_path))

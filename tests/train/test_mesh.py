@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives
-from tiny import answered, make_lm, make_windows, ragged, silent
+from tiny import answered, make_lm, make_sequences, ragged, silent
 
 from calibjax.commands.train_ats import fit_ats
 from calibjax.heads import HeadConfig
@@ -19,13 +19,13 @@ from calibjax.train.sft import SftObjective
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 LM = make_lm()
-WINDOWS = answered(LM, ragged(make_windows(60)))
+SEQUENCES = answered(LM, ragged(make_sequences(60)))
 
 
 def fit(directory, mesh=None, **options):
     quick = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "loss": "joint", "validation_fraction": 0.2}
     fitted = fit_ats(
-        *(LM, WINDOWS, AtsOptions(**quick | options), silent(directory, mesh=mesh)),
+        *(LM, SEQUENCES, AtsOptions(**quick | options), silent(directory, mesh=mesh)),
     )
     rows = [json.loads(line) for line in (directory / "joint/train.jsonl").read_text().splitlines()]
     return fitted, np.array([row["loss"] for row in rows])
@@ -71,13 +71,13 @@ VOCAB, WIDTH = 1024, 16  # 96 tokens: [tokens, V] is larger than the unembedding
 def collectives_of_step(objective, params, frozen, mesh):
     """Of the compiled train step."""
     optimizer = OptimizerConfig().build(10)
-    windows = make_windows(8, vocab_size=VOCAB, length=12)
+    sequences = make_sequences(8, vocab_size=VOCAB, length=12)
     state = create_state(params, optimizer)
     with jax.set_mesh(mesh):
         state = jax.device_put(state, param_shardings(mesh, state))
         hyper = {"alpha": jnp.float32(0), "top_label_weight": jnp.float32(1)}
         step = make_train_step(objective, optimizer)
-        return collectives(step.lower(state, frozen, place_rows(mesh, windows.arrays()), hyper).compile().as_text())
+        return collectives(step.lower(state, frozen, place_rows(mesh, sequences.arrays()), hyper).compile().as_text())
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from tiny import write_model, write_text
 
 from calibjax.train import load_head
 
-STEPS = 49  # 108 windows to fit on, 10 kept back; 98 windows, 3 epochs, batches of 6
-SHARED = ("--seq-len", "13", "--full-windows", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "3")
+STEPS = 49  # 108 sequences to fit on, 10 kept back; 98 sequences, 3 epochs, batches of 6
+SHARED = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "3")
 OPTIONS = {
     "ats": [*SHARED, "--loss", "auto", "--alpha", "0.1", "--head", "linear", "--learning-rate", "0.01"],
     "sft": [*SHARED, "--learning-rate", "0.01", "--mesh", "data=1"],

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from interrupt import killed_at_step
-from tiny import make_lm, make_windows, ragged, silent, write_model, write_text
+from tiny import make_lm, make_sequences, ragged, silent, write_model, write_text
 
 from calibjax.cli import main
-from calibjax.data import load_windows
+from calibjax.data import load_sequences
 from calibjax.models import decoder, load_model
 from calibjax.models.hf_export import save_model
 from calibjax.models.lora import LoraConfig
@@ -25,8 +25,8 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 
 
 def setting(count=8, **changes):
-    lm, windows = make_lm(num_layers=2, **changes), ragged(make_windows(count))
-    return lm, {name: jnp.asarray(value) for name, value in windows.arrays().items()}
+    lm, sequences = make_lm(num_layers=2, **changes), ragged(make_sequences(count))
+    return lm, {name: jnp.asarray(value) for name, value in sequences.arrays().items()}
 
 
 def random_adapters(lm, lora=LORA):
@@ -138,11 +138,11 @@ def test_clipping_is_optaxs(clip_norm):
 # --- whole fits ---
 
 
-def fit(directory, lm=None, *, mesh=None, windows=None, log=lambda line: None, **options):
+def fit(directory, lm=None, *, mesh=None, sequences=None, log=lambda line: None, **options):
     lm = make_lm(num_layers=2) if lm is None else lm
-    windows = ragged(make_windows(48)) if windows is None else windows
+    sequences = ragged(make_sequences(48)) if sequences is None else sequences
     chosen = SftOptions(**{"epochs": 2, "batch_size": 16, "learning_rate": 1e-2, "remat": "none"} | options)
-    return fit_sft(lm, windows, chosen, context=silent(directory, mesh=mesh, log=log))
+    return fit_sft(lm, sequences, chosen, context=silent(directory, mesh=mesh, log=log))
 
 
 def logged(directory):
@@ -183,25 +183,25 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
     source = write_model(tmp_path / "model", tie_word_embeddings=True)
     lm = load_model(source)
     text = write_text(tmp_path / "data.jsonl", rows=40, words=12)
-    windows, _ = load_windows(text, lm.tokenizer, seq_len=12, layout="full")
+    sequences, _ = load_sequences(text, lm.tokenizer, seq_len=12, layout="full")
     options = {"validation_fraction": 0.05, "epochs": 5, "weight_decay": 0.01, "schedule": "linear"}
-    # Batches of all windows: their order is nothing to agree on.
-    rows = fit(tmp_path / "count", lm, windows=windows, epochs=1, batch_size=1).report["windows"]["train"]
-    fitted = fit(tmp_path / "fit", lm, windows=windows, batch_size=rows, warmup_fraction=0.2, **options)
+    # Batches of all sequences: their order is nothing to agree on.
+    rows = fit(tmp_path / "count", lm, sequences=sequences, epochs=1, batch_size=1).report["windows"]["train"]
+    fitted = fit(tmp_path / "fit", lm, sequences=sequences, batch_size=rows, warmup_fraction=0.2, **options)
     save_model(tmp_path / "tuned", fitted.config, fitted.params, like=source, shard_bytes=3000)
     assert len(list((tmp_path / "tuned").glob("*.safetensors"))) > 1
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     tuned = load_model(tmp_path / "tuned")
-    tokens = windows.tokens[:4]
+    tokens = sequences.tokens[:4]
     ours = np.asarray(tuned.logits(tokens))
     np.testing.assert_allclose(theirs(torch.tensor(tokens)).logits.detach().numpy(), ours, atol=2e-5)
 
     from calibjax.train.sft import split_validation
 
-    train_rows, _ = split_validation(windows, SftOptions(**options), 0)
+    train_rows, _ = split_validation(sequences, SftOptions(**options), 0)
     model = AutoModelForCausalLM.from_pretrained(source)
-    inputs = torch.tensor(windows.tokens[train_rows])
-    targets = torch.tensor(windows.targets[train_rows]).long()
+    inputs = torch.tensor(sequences.tokens[train_rows])
+    targets = torch.tensor(sequences.targets[train_rows]).long()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.01, eps=1e-8)
     for rate in (0.0, 1e-2, 7.5e-3, 5e-3, 2.5e-3):
         optimizer.param_groups[0]["lr"] = rate
@@ -243,10 +243,10 @@ def test_mistakes_cost_nothing(tmp_path, capsys, arguments, expected):
 
 
 def test_nothing_to_learn(tmp_path):
-    windows = ragged(make_windows(16))
-    windows = windows._replace(where=np.zeros_like(windows.where))
-    with pytest.raises(UserError, match="no token of the windows counts"):
-        fit(tmp_path, windows=windows)
+    sequences = ragged(make_sequences(16))
+    sequences = sequences._replace(where=np.zeros_like(sequences.where))
+    with pytest.raises(UserError, match="no token of the sequences counts"):
+        fit(tmp_path, sequences=sequences)
 
 
 def test_command(tmp_path, capsys):

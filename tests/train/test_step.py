@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import make_lm, make_windows, ragged
+from tiny import make_lm, make_sequences, ragged
 
 from calibjax import losses
 from calibjax.heads import MAX_SCALE, MIN_SCALE, HeadConfig
@@ -29,8 +29,8 @@ def hyper(**changes):
 def setting(count=8):
     """A model with its batch, whose masks differ from row to row, and a head that is not the identity."""
     lm = make_lm()
-    windows = ragged(make_windows(count))
-    batch = {name: jnp.asarray(value) for name, value in windows._asdict().items() if name != "source"}
+    sequences = ragged(make_sequences(count))
+    batch = {name: jnp.asarray(value) for name, value in sequences._asdict().items() if name != "source"}
     hidden = lm.hidden_states(batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"])
     cached = {name: batch[name] for name in ("targets", "where", "segment_ids")} | {"hidden": hidden}
     return lm, batch, cached
@@ -238,8 +238,8 @@ def programs(monkeypatch):
     assert chunked.choose_chunk_size(B * T, V) == CHUNK
     sizes = {"hidden_size": D, "vocab_size": V, "num_heads": 3, "num_kv_heads": 3, "intermediate_size": 40}
     lm = make_lm(**sizes, num_layers=1, tie_embeddings=False)
-    windows = make_windows(B, length=T)
-    batch = {name: jnp.asarray(value) for name, value in windows._asdict().items() if name != "source"}
+    sequences = make_sequences(B, length=T)
+    batch = {name: jnp.asarray(value) for name, value in sequences._asdict().items() if name != "source"}
     head = HeadConfig(kind="mlp", hidden_size=D)
     identity = HeadConfig(kind="constant", hidden_size=D)
     frozen = freeze(lm)

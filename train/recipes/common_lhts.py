@@ -4,7 +4,7 @@ github.com/AndyShih12/LongHorizonTemperatureScaling, commit 5c4c39d: OpenWebText
 texts, rate 1e-4 after 500 steps of warm-up, weight decay 0.001, gradients clipped at norm 1, T = 0.9, mode `official`.
 Differences: here weight decay is on biases and norms too; the gradient that is clipped is that of the mean over the 512
 texts, there that of their sum; running means are updated by a micro-batch, there by a text; and a text longer than a
-window goes on in the next one.
+sequence goes on in the next one.
 
 None of these recipes has been run: they need a GPU and data from the hub.
 """
@@ -23,7 +23,7 @@ STEPS, BATCH, VALIDATION = 1_000, 512, 0.002
 
 def recipe(model: str, *, accumulate: int) -> train_lhts.TrainLhtsOptions:
     """The run for a GPT-2 of the hub."""
-    windows = round(STEPS * BATCH / (1 - VALIDATION) / 0.998) + BATCH  # some are held out, some kept for validation
+    sequences = round(STEPS * BATCH / (1 - VALIDATION) / 0.998) + BATCH  # some are held out, some kept for validation
     return train_lhts.TrainLhtsOptions(
         model=model,
         data="Skylion007/openwebtext",
@@ -32,7 +32,7 @@ def recipe(model: str, *, accumulate: int) -> train_lhts.TrainLhtsOptions:
         fit_fraction=0.998,
         texts=100,
         dtype="bfloat16",
-        text=DataOptions(seq_len=1024, packing=False, examples=windows),
+        text=DataOptions(seq_len=1024, packing=False, examples=sequences),
         lhts=LhtsOptions(
             temperatures=(0.9,),
             mode="official",

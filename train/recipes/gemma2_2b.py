@@ -2,9 +2,9 @@
 
     python train/recipes/gemma2_2b.py tulu3 --out runs/gemma-tulu3      # or alpaca, openhermes
 
-Hardware: 8 GPUs of 40 GB, or a TPU slice with as much memory; batches of 128 windows as 16 micro-batches.
+Hardware: 8 GPUs of 40 GB, or a TPU slice with as much memory; batches of 128 sequences as 16 micro-batches.
 Memory: 39.0 GiB for weights, gradients and both moments in float32, 4.9 GiB on each of 8 devices; there also 0.46 GiB
-for the inputs of the blocks, kept for the backward pass, and no logits (a window's would take 3.91 GiB).
+for the inputs of the blocks, kept for the backward pass, and no logits (a sequence's would take 3.91 GiB).
 """
 
 import sys

@@ -3,7 +3,7 @@
     python train/recipes/gpt2_large.py --analogies analogies.jsonl      # options of `calibjax train lhts` may follow
 
 Memory, by count, not measured: 11.5 GiB for weights, gradients and both moments in float32, 2.9 GiB for the scorer;
-0.7 GiB for the inputs of the student's blocks in micro-batches of 8 windows, kept for the backward pass.
+0.7 GiB for the inputs of the student's blocks in micro-batches of 8 sequences, kept for the backward pass.
 """
 
 import sys

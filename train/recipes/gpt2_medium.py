@@ -3,7 +3,7 @@
     python train/recipes/gpt2_medium.py --analogies analogies.jsonl      # options of `calibjax train lhts` may follow
 
 Memory, by count, not measured: 5.3 GiB for weights, gradients and both moments in float32, 1.3 GiB for the scorer;
-0.7 GiB for the inputs of the student's blocks in micro-batches of 16 windows, kept for the backward pass.
+0.7 GiB for the inputs of the student's blocks in micro-batches of 16 sequences, kept for the backward pass.
 """
 
 import sys

@@ -2,9 +2,9 @@
 
     python train/recipes/llama31_8b.py tulu3 --out runs/llama-tulu3      # or alpaca, openhermes
 
-Hardware: 8 GPUs of 80 GB, or a TPU slice with as much memory; batches of 128 windows as 16 micro-batches.
+Hardware: 8 GPUs of 80 GB, or a TPU slice with as much memory; batches of 128 sequences as 16 micro-batches.
 Memory: 119.7 GiB for weights, gradients and both moments in float32, 15.0 GiB on each of 8 devices; there also 1.0 GiB
-for the inputs of the blocks, kept for the backward pass, and no logits (a window's would take 1.96 GiB).
+for the inputs of the blocks, kept for the backward pass, and no logits (a sequence's would take 1.96 GiB).
 """
 
 import sys

@@ -35,8 +35,8 @@ class PlanOptions:
         model: name of a published model (docs/models.md), or a directory with config.json; no weights are read.
         objective: ats: fitting a head, without the cache of hidden states; sft: fine-tuning; eval: evaluation.
         topology: chip and number along each axis, such as v5e:4x4, v5p:2x2x2, v6e:4x4, h100:8.
-        batch: windows a step.
-        seq: tokens a window.
+        batch: sequences a step.
+        seq: tokens a sequence.
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
         suggest: plan every mesh of the topology, and name the best that fits.
         dtype: compute dtype, and that of frozen weights; trained ones are float32.

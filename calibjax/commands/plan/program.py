@@ -36,8 +36,8 @@ class Job:
         config: of the model.
         objective: ats: the step that fits a head (of `--loss auto` the first, joint); sft: that of fine-tuning; eval: a
             batch of evaluation, of the model as it is, with one temperature, and with a head.
-        batch: windows a step.
-        seq: tokens a window.
+        batch: sequences a step.
+        seq: tokens a sequence.
         mesh: devices along each of `sharding.AXES`.
         dtype: compute dtype, and that of frozen weights.
         ats: how the head is fitted; its `batch_size` is not read.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from calibjax.commands.common import claim_directory, presentation
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked, parameters_of
-from calibjax.data import split_windows
+from calibjax.data import split_sequences
 from calibjax.eval.compare.repeats import evaluate_repeats
 from calibjax.eval.tokens import identity_head
 from calibjax.runtime.context import RunContext
@@ -93,19 +93,19 @@ class AblationOptions(StudyOptions):
 def run(name: str, options: AblationOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Carries out `AblationOptions` for one of `ABLATIONS`; returns what it wrote to metrics.json."""
     study, lm = ABLATIONS[name], load_checked(options, log)
-    fit, held_out = split_windows(options.text.read(options.data, lm, log), options.fit_fraction)
+    fit, held_out = split_sequences(options.text.read(options.data, lm, log), options.fit_fraction)
     sets = {"held out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     claim_directory(options.out, options.identity(name, {"fit": fit}))
     variants = {variant: options.variant(**changes) for variant, changes in study.variants.items()}
-    log(f"{len(variants)} variants, {options.seeds} seeds: {len(fit.tokens):,} windows to fit on")
+    log(f"{len(variants)} variants, {options.seeds} seeds: {len(fit.tokens):,} sequences to fit on")
     context = RunContext(directory=options.out / "heads", log=log, progress=not options.quiet)
     heads = fit_heads(lm, fit, variants, seeds=options.seeds, context=context)
     against = dict.fromkeys(variants, SINGLE) | dict(study.against)
     document: dict[str, Any] = {"study": name, "question": study.question, "sets": {}}
-    for title, windows in sets.items():
+    for title, sequences in sets.items():
         of_set = evaluate_repeats(
             lm,
-            windows,
+            sequences,
             {"uncalibrated": [identity_head(lm)], **heads},
             against={"uncalibrated": SINGLE, **against},
             batch_size=options.batch_size,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from calibjax.commands.common import SCHEMA, BinningOptions, DataOptions, ModelOptions, presentation
-from calibjax.data import Windows, check_context
+from calibjax.data import Sequences, check_context
 from calibjax.eval.report import print_study, write_study
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
@@ -23,7 +23,7 @@ from calibjax.runtime.options import Count, Fraction, Positive, check_options, r
 from calibjax.runtime.sharding import replicated
 from calibjax.train import AtsOptions, load_head, save_head
 from calibjax.train.ats import train_head
-from calibjax.train.hidden_cache import array_hash, window_arrays
+from calibjax.train.hidden_cache import array_hash, sequence_arrays
 from calibjax.train.options import make_plan
 from calibjax.train.temperature import fit_single_temperature
 
@@ -58,13 +58,13 @@ class StudyOptions(BinningOptions, ModelOptions):
     text: DataOptions = DataOptions()
 
     def variant(self, **changes: Any) -> AtsOptions:
-        """How a head of the study is fitted: one loss, on all fitting windows, with no temperature refitted on top."""
+        """Options of one head of the study: one loss, fitted on all sequences, no temperature refitted on top."""
         shared = {"epochs": self.epochs, "batch_size": self.batch_size, "learning_rate": self.learning_rate}
         return AtsOptions(**{"loss": "joint", "refit_temperature": False, **shared, **changes})
 
-    def identity(self, command: str, windows: Mapping[str, Windows]) -> dict[str, Any]:
-        """What makes two studies the same: how a head is fitted, and the windows. More seeds may be asked for later."""
-        hashes = {name: array_hash(fitted._asdict()) for name, fitted in windows.items()}
+    def identity(self, command: str, sequences: Mapping[str, Sequences]) -> dict[str, Any]:
+        """What makes two studies the same: how heads are fitted, and the sequences; not the number of seeds."""
+        hashes = {name: array_hash(fitted._asdict()) for name, fitted in sequences.items()}
         return {**run_identity(f"study {command}", self), "windows": hashes}
 
 
@@ -80,7 +80,7 @@ def load_checked(options: StudyOptions, log: Callable[[str], None]) -> LanguageM
 
 def fit_heads(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     variants: Mapping[str, AtsOptions],
     *,
     seeds: int,
@@ -90,7 +90,7 @@ def fit_heads(
 
     Args:
         lm: the frozen model.
-        windows: to fit on.
+        sequences: to fit on.
         variants: name -> options, each of one loss; see `StudyOptions.variant`.
         seeds: how many.
         context: directory of the heads, log and progress. Heads that are there are loaded, partially fitted heads
@@ -107,8 +107,8 @@ def fit_heads(
     if missing:
         plans = {name: make_plan(options, lm.config.hidden_size) for name, options in variants.items()}
         batch_size = next(iter(plans.values())).batch_size
-        arrays, given = window_arrays(lm, windows, mode="auto", batch_size=batch_size, context=context)
-        of_windows = {"windows": array_hash(windows._asdict())}
+        arrays, given = sequence_arrays(lm, sequences, mode="auto", batch_size=batch_size, context=context)
+        of_sequences = {"windows": array_hash(sequences._asdict())}
         bar = context.bar(missing, title=f"fitting {directory.name}", unit="head")
         for name, seed in bar:
             bar.set_postfix_str(f"{name}, seed {seed}")
@@ -123,7 +123,7 @@ def fit_heads(
                 params = train_head(
                     *(lm, plan, plan.trials[0], frozen, arrays),
                     context=dataclasses.replace(context.silent(), directory=fit, seed=seed),
-                    identity=of_windows,
+                    identity=of_sequences,
                 )
                 head = FittedHead(plan.head, params, 0.0, lm.fingerprint)
             save_head(place, head)

@@ -11,12 +11,12 @@ from calibjax.commands.common import claim_directory
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked
 from calibjax.data import (
     Rows,
-    Windows,
+    Sequences,
     is_multiple_choice,
-    make_windows,
+    make_sequences,
     read_source,
     recognise,
-    split_windows,
+    split_sequences,
     tokenize_rows,
 )
 from calibjax.eval.compare.repeats import evaluate_repeats
@@ -48,8 +48,8 @@ class TransferOptions(StudyOptions):
     """Does a head that was fitted on one domain hold on another, and how far is it from one fitted there?
 
     On every domain a single temperature and an ATS head (MLP on hidden states, joint loss, several seeds) are fitted,
-    and tested on the held-out windows of all. All domains are cut to as many windows as the smallest has. Prints the
-    matrices of NLL and ECE, and leaves in --out: metrics.json, transfer.png and heads/.
+    and tested on the held-out sequences of all. All domains are cut to as many sequences as the smallest has. Prints
+    the matrices of NLL and ECE, and leaves in --out: metrics.json, transfer.png and heads/.
 
     Attributes:
         domains: NAME=SOURCE each, a source being a file, directory or hub id. A name is of at most 50 letters, digits,
@@ -82,12 +82,13 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> dict[st
     domains = {name: options.text.read(source, lm, log, column_optional=True) for name, _, source in named}
     if options.mmlu is not None:
         domains |= _subject_domains(options, options.mmlu, lm, log)
-    smallest = min(len(windows.tokens) for windows in domains.values())
+    smallest = min(len(sequences.tokens) for sequences in domains.values())
     parts = {
-        name: split_windows(windows.take(slice(smallest)), options.fit_fraction) for name, windows in domains.items()
+        name: split_sequences(sequences.take(slice(smallest)), options.fit_fraction)
+        for name, sequences in domains.items()
     }
     claim_directory(options.out, options.identity("transfer", {name: fit for name, (fit, _) in parts.items()}))
-    log(f"{len(parts)} domains of {smallest:,} windows, {options.seeds} seeds")
+    log(f"{len(parts)} domains of {smallest:,} sequences, {options.seeds} seeds")
     context = RunContext(directory=options.out / "heads", log=log, progress=not options.quiet)
     heads = {"uncalibrated": [identity_head(lm)]}
     for name, (fit, _) in parts.items():
@@ -123,7 +124,7 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> dict[st
 
 def _subject_domains(
     options: TransferOptions, source: str, lm: LanguageModel, log: Callable[[str], None]
-) -> dict[str, Windows]:
+) -> dict[str, Sequences]:
     rows = read_source(source)
     if not is_multiple_choice(rows) or "subject" not in rows[0]:
         raise UserError(f"--mmlu {source}: expected the columns question, choices, answer and subject.")
@@ -133,10 +134,10 @@ def _subject_domains(
         if not texts:
             raise UserError(f"--mmlu {source}: no row has one of the {name} subjects {', '.join(subjects)}.")
         examples = tokenize_rows(texts, recognise(texts), lm.tokenizer)
-        domains[name] = make_windows(
-            examples, options.text.seq_len, layout=options.text.layout, max_windows=options.text.examples
+        domains[name] = make_sequences(
+            examples, options.text.seq_len, layout=options.text.layout, max_sequences=options.text.examples
         )
-        log(f"data: {name}: {len(texts):,} questions, {len(domains[name].tokens):,} windows")
+        log(f"data: {name}: {len(texts):,} questions, {len(domains[name].tokens):,} sequences")
     return domains
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax import metrics
-from calibjax.data import Windows
+from calibjax.data import Sequences
 from calibjax.eval.report.studies import COMPARED
 from calibjax.eval.tokens import MethodResult, evaluate_tokens
 from calibjax.heads import FittedHead
@@ -22,7 +22,7 @@ a temperature that knows which is which drives them apart; one that does not mov
 
 def evaluate_repeats(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     heads: Mapping[str, Sequence[FittedHead]],
     *,
     against: Mapping[str, str],
@@ -32,14 +32,14 @@ def evaluate_repeats(
     title: str = "evaluation",
     context: RunContext | None = None,
 ) -> dict[str, Any]:
-    """Evaluates heads, each fitted with several seeds, on windows; arguments of `evaluate_tokens` and `repeats_json`.
+    """Evaluates heads, each fitted with several seeds, on sequences; arguments of `evaluate_tokens` and `repeats_json`.
 
     `heads`: name -> the head of each seed.
     """
     flat = {f"{name} {index}": head for name, repeats in heads.items() for index, head in enumerate(repeats)}
     found = evaluate_tokens(
         lm,
-        windows,
+        sequences,
         flat,
         batch_size=batch_size,
         bins=bins,
@@ -49,12 +49,12 @@ def evaluate_repeats(
         context=context,
     )
     results = {name: [found[f"{name} {index}"] for index in range(len(repeats))] for name, repeats in heads.items()}
-    return repeats_json(results, windows, against=against, bins=bins, closed=closed)
+    return repeats_json(results, sequences, against=against, bins=bins, closed=closed)
 
 
 def repeats_json(
     results: Mapping[str, Sequence[MethodResult]],
-    windows: Windows,
+    sequences: Sequences,
     *,
     against: Mapping[str, str],
     bins: int = 15,
@@ -62,22 +62,22 @@ def repeats_json(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The figures of a set of windows as plain data: `{"tokens": n, "windows": s, "methods": {name: row}}`.
+    """The figures of a set of sequences as plain data: `{"tokens": n, "windows": s, "methods": {name: row}}`.
 
     A row holds for each of `FIGURES` `value`, the mean over the seeds; `low` and `high`, a 95% interval of that mean
-    over resamples of the windows, in which the fits stay as they are (of ece `metrics.error_interval`, with its
+    over resamples of the sequences, in which the fits stay as they are (of ece `metrics.error_interval`, with its
     `debiased`); and `seeds`, the figure of each seed. `against` holds the name of another row and, for nll, brier and
-    ece, this row's figure less that row's on the same windows.
+    ece, this row's figure less that row's on the same sequences.
 
     Args:
         results: of `evaluate_tokens` with `keep_tokens`: name -> one result a seed.
-        windows: that they were evaluated on.
+        sequences: that they were evaluated on.
         against: name -> name of the row that it is compared with.
         bins, closed: of the expected calibration error.
-        resamples, seed: of the bootstrap over windows.
+        resamples, seed: of the bootstrap over sequences.
     """
     flat = [result for repeats in results.values() for result in repeats]
-    of_head, drawn_of_head = _figures(flat, windows, bins, closed, resamples, seed)
+    of_head, drawn_of_head = _figures(flat, sequences, bins, closed, resamples, seed)
     ends = np.cumsum([len(repeats) for repeats in results.values()])[:-1]
     values = dict(zip(results, np.split(of_head, ends), strict=True))
     parts = np.split(drawn_of_head, ends, axis=1)
@@ -106,16 +106,16 @@ def repeats_json(
             }
             row["against"]["ece"] = metrics.error_comparison(sums[name], sums[other], **options)._asdict()
         rows[name] = row
-    return {"tokens": int(windows.where.sum()), "windows": len(windows.tokens), "methods": rows}
+    return {"tokens": int(sequences.where.sum()), "windows": len(sequences.tokens), "methods": rows}
 
 
 def _figures(
-    results: Sequence[MethodResult], windows: Windows, bins: int, closed: metrics.Closed, resamples: int, seed: int
+    results: Sequence[MethodResult], sequences: Sequences, bins: int, closed: metrics.Closed, resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`FIGURES` of each of H heads on all windows `[H, figures]`, and on each resample `[resamples, H, figures]`."""
+    """`FIGURES` of each of H heads on all sequences `[H, figures]`, and on each resample `[resamples, H, figures]`."""
     tokens = [result.tokens for result in results if result.tokens is not None]
     assert len(tokens) == len(results), "evaluate with keep_tokens"
-    right = windows.where & (tokens[0].argmax == windows.targets)  # no head changes the most likely token
+    right = sequences.where & (tokens[0].argmax == sequences.targets)  # no head changes the most likely token
 
     def of_part(where: np.ndarray) -> CalibrationSums:
         sums = [
@@ -129,7 +129,7 @@ def _figures(
     parts = [
         (_side_by_side([result.sums for result in results]), _means),
         (of_part(right), _mean_confidence),
-        (of_part(windows.where & ~right), _mean_confidence),
+        (of_part(sequences.where & ~right), _mean_confidence),
     ]
     whole = [statistic(CalibrationSums(*(x.sum(axis=0) for x in sums))) for sums, statistic in parts]
     drawn = [metrics.resample_sums(*part, resamples=resamples, seed=seed) for part in parts]
@@ -137,7 +137,7 @@ def _figures(
 
 
 def _side_by_side(sums: Sequence[CalibrationSums]) -> CalibrationSums:
-    """Of heads, each `[windows, ...]`, to `[windows, heads, ...]`: one resampling serves them all."""
+    """Of heads, each `[sequences, ...]`, to `[sequences, heads, ...]`: one resampling serves them all."""
     return CalibrationSums(
         *(np.stack([np.asarray(x, np.float64) for x in field], axis=1) for field in zip(*sums, strict=True))
     )

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from calibjax import metrics
-from calibjax.data import Windows, eval_batches
+from calibjax.data import Sequences, eval_batches
 from calibjax.eval.layers.bounds import centred_gram, through_final_norm
 from calibjax.eval.layers.layers import Readout, readout_sharding, residual_at, scored_batch
 from calibjax.kernels import vocab_stats
@@ -81,7 +81,7 @@ def _sums_of_batch(config, dtype, params, batch):
 
 def find_directions(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     read: Readout,
     sets: tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]],
     *,
@@ -92,19 +92,19 @@ def find_directions(
 
     Args:
         lm: the frozen model.
-        windows: with N targets that count.
+        sequences: with N targets that count.
         read: that of the predictions.
         sets: masks of the N predictions, in the order of `LayerOutputs`.
-        batch_size: windows a step.
+        batch_size: sequences a step.
         context: shows progress, or does not.
     """
-    arrays = scored_batch(windows, read)
+    arrays = scored_batch(sequences, read)
     for name, mask in zip(("first", "second"), sets, strict=True):
         arrays[name] = np.zeros(arrays["where"].shape, bool)
         arrays[name][arrays["where"]] = mask
     shape = (lm.config.num_layers, lm.config.hidden_size)
     total, length = np.zeros((2, *shape)), np.zeros(shape[0])
-    bar = (context or RunContext()).bar(title="direction", unit="window", total=len(windows.tokens))
+    bar = (context or RunContext()).bar(title="direction", unit="sequence", total=len(sequences.tokens))
     for batch, real in eval_batches(arrays, batch_size):
         sums, lengths = to_host(_sums_of_batch(lm.config, lm.dtype, lm.params, batch))
         total, length = total + sums.astype(np.float64), length + lengths.astype(np.float64)
@@ -169,7 +169,7 @@ def _edited_batch(config, dtype, bins, closed, params, read: Readout, edit, batc
 
 def evaluate_edit(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     read: Readout,
     edit: Float[np.ndarray, "L D"],
     *,
@@ -177,11 +177,11 @@ def evaluate_edit(
     bins: int = 15,
     closed: Closed = "right",
 ) -> CalibrationSums:
-    """Sums of the predictions of the model with `edit` added to its residual stream; one group a window, float64.
+    """Sums of the predictions of the model with `edit` added to its residual stream; one group a sequence, float64.
 
     All edits are one program: zeros are no edit.
     """
-    arrays, parts, device_read = scored_batch(windows, read), [], read._replace(ids=None)
+    arrays, parts, device_read = scored_batch(sequences, read), [], read._replace(ids=None)
     for batch, real in eval_batches(arrays, batch_size):
         args = (lm.params, device_read, jnp.asarray(edit), batch)
         sums = to_host(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
@@ -207,7 +207,7 @@ def edit_array(directions: Directions, edit: Edit) -> Float[np.ndarray, "L D"]:
 
 def sweep(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     read: Readout,
     directions: Directions,
     layers: Sequence[int],
@@ -219,7 +219,7 @@ def sweep(
     """`evaluate_edit` of the unedited model, and of every layer with every strength.
 
     Args:
-        lm, windows, read: as there.
+        lm, sequences, read: as there.
         directions: from `find_directions`.
         layers: 1 to L.
         strengths: c in units of the residuals' mean norm at the layer; 0 is left out, being the unedited model.
@@ -228,7 +228,7 @@ def sweep(
     """
     edits = [Edit(0, 0.0), *(Edit(layer, c) for layer in layers for c in strengths if c)]
     bar = (context or RunContext()).bar(edits, title="sweep", unit="edit")
-    return {edit: evaluate_edit(lm, windows, read, edit_array(directions, edit), **options) for edit in bar}
+    return {edit: evaluate_edit(lm, sequences, read, edit_array(directions, edit), **options) for edit in bar}
 
 
 def choose_edit(sums: dict[Edit, CalibrationSums], accuracy_loss: float = 0.01) -> Edit:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax import metrics
-from calibjax.data import Windows, eval_batches
+from calibjax.data import Sequences, eval_batches
 from calibjax.kernels import VocabSharding, kl_divergences, vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import DecoderConfig, LanguageModel, decoder
@@ -62,7 +62,7 @@ class LayerOutputs(NamedTuple):
         log_prob: float32, of the target, nats.
         entropy: float32, nats.
         kl: float32, KL(last layer ‖ this layer), nats.
-        group: int32 `[N]`, the window that each prediction stands in.
+        group: int32 `[N]`, the sequence that each prediction stands in.
     """
 
     confidence: Float[np.ndarray, "M N"]
@@ -74,19 +74,19 @@ class LayerOutputs(NamedTuple):
     group: Int[np.ndarray, " N"]
 
 
-def scored_batch(windows: Windows, read: Readout) -> dict[str, np.ndarray]:
-    """The arrays of a batch in which only the positions that count are read: `[S, K]`, K the most in one window.
+def scored_batch(sequences: Sequences, read: Readout) -> dict[str, np.ndarray]:
+    """The arrays of a batch in which only the positions that count are read: `[S, K]`, K the most in one sequence.
 
     `index` says where they stand, `where` which of the K there are, `targets` their targets as places in the readout.
     """
-    most = int(windows.where.sum(axis=1).max())
-    index = np.argsort(~windows.where, axis=1, kind="stable")[:, :most].astype(np.int32)
-    where = np.take_along_axis(windows.where, index, axis=1)
-    targets = np.take_along_axis(windows.targets, index, axis=1)
+    most = int(sequences.where.sum(axis=1).max())
+    index = np.argsort(~sequences.where, axis=1, kind="stable")[:, :most].astype(np.int32)
+    where = np.take_along_axis(sequences.where, index, axis=1)
+    targets = np.take_along_axis(sequences.targets, index, axis=1)
     if read.ids is not None:
         order = np.argsort(read.ids)
         targets = order[np.searchsorted(read.ids[order], np.where(where, targets, read.ids[0]))].astype(np.int32)
-    given = {name: getattr(windows, name) for name in ("tokens", "segment_ids", "positions")}
+    given = {name: getattr(sequences, name) for name in ("tokens", "segment_ids", "positions")}
     return {**given, "index": index, "where": where, "targets": targets}
 
 
@@ -143,7 +143,7 @@ def _layers_of_batch(config, dtype, params, read: Readout, batch):
 
 
 def evaluate_layers(
-    lm: LanguageModel, windows: Windows, read: Readout, *, batch_size: int = 16, context: RunContext | None = None
+    lm: LanguageModel, sequences: Sequences, read: Readout, *, batch_size: int = 16, context: RunContext | None = None
 ) -> LayerOutputs:
     """The final norm and the unembedding applied to the residual stream after every layer (the logit lens).
 
@@ -153,17 +153,17 @@ def evaluate_layers(
 
     Args:
         lm: the frozen model.
-        windows: only targets where `where` is True count.
+        sequences: only targets where `where` is True count.
         read: see `make_readout`; with letters, targets must be among them.
-        batch_size: windows a step.
+        batch_size: sequences a step.
         context: shows progress, or does not.
 
     Returns:
         `LayerOutputs` of M = L + 1 layers.
     """
-    arrays, parts, done = scored_batch(windows, read), [], 0
+    arrays, parts, done = scored_batch(sequences, read), [], 0
     device_read = read._replace(ids=None)
-    bar = (context or RunContext()).bar(title="layers", unit="window", total=len(windows.tokens))
+    bar = (context or RunContext()).bar(title="layers", unit="sequence", total=len(sequences.tokens))
     for batch, real in eval_batches(arrays, batch_size):
         outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, device_read, batch))
         where = arrays["where"][done : done + real]
@@ -176,7 +176,7 @@ def evaluate_layers(
 
 
 def group_of(where: Bool[np.ndarray, "S K"]) -> Int[np.ndarray, " N"]:
-    """The window of each prediction that counts."""
+    """The sequence of each prediction that counts."""
     return np.broadcast_to(np.arange(len(where), dtype=np.int32)[:, None], where.shape)[where]
 
 
@@ -233,7 +233,7 @@ def layers_json(
     """The curves as plain data: `{"curves": [row of each layer], "phase": {...}}`.
 
     A row holds accuracy, confidence, ece, mce, nll, entropy and kl, each `{"value", "low", "high"}` with a 95% interval
-    over windows (of ece and mce `metrics.error_interval`, of others bootstrap), and `agreement`, the share of
+    over sequences (of ece and mce `metrics.error_interval`, of others bootstrap), and `agreement`, the share of
     predictions equal to the last layer's.
     """
 

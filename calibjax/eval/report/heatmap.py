@@ -20,7 +20,7 @@ def heatmap_html(sample: Mapping[str, Any], name: str) -> Markup:
     Returns:
         An element.
     """
-    tokens = [token for window in sample["windows"] for token in window]
+    tokens = [token for sequence in sample["windows"] for token in sequence]
     detail = [{key: token[key] for key in token if key != "scored"} if token["scored"] else None for token in tokens]
     blocks = (
         element("figure", element("figcaption", title), _text(sample, side), class_="tokens", data_side=side)
@@ -49,9 +49,9 @@ def heatmap_html(sample: Mapping[str, Any], name: str) -> Markup:
 
 def _text(sample: Mapping[str, Any], side: int) -> list[Markup]:
     paragraphs, number, first = [], 0, True
-    for window in sample["windows"]:
+    for sequence in sample["windows"]:
         parts: list[Content] = []
-        for token in window:
+        for token in sequence:
             text = _visible(token["text"])
             if token["scored"]:
                 # One stop for Tab in each text; the script moves it with the arrow keys.

@@ -68,7 +68,7 @@ def page(runs: Sequence[Run]) -> str:
     parts += [element("div", sections, class_="runs")] if several else sections
     tokens = unit_of(first["held_out"]) == "tokens"
     of, per = ("the top token's probability", "token") if tokens else ("the confidence", "row")
-    over = first["held_out"].get("clusters", "windows")
+    over = first["held_out"].get("clusters", "sequences")
     parts.append(
         element(
             "p",

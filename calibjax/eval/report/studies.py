@@ -34,7 +34,7 @@ def write_study(document: Mapping[str, Any], directory: Path) -> list[str]:
 
 
 def study_tables(document: Mapping[str, Any]) -> list[TextTable]:
-    """Two tables a set of windows, figures and differences; of transfer, one a method and figure."""
+    """Two tables a set of sequences, figures and differences; of transfer, one a method and figure."""
     if document["study"] == "transfer":
         return [
             _transfer_table(document, method, figure) for method in ("temperature", "ats") for figure in ("nll", "ece")
@@ -70,7 +70,7 @@ def _scores(title: str, of_set: Mapping[str, Any]) -> TextTable:
     ]
     accuracy = of_set["methods"]["uncalibrated"]["accuracy"]["value"]
     return TextTable(
-        f"{title}: {of_set['tokens']:,} tokens of {of_set['windows']:,} windows, accuracy {accuracy:.4f} for all",
+        f"{title}: {of_set['tokens']:,} tokens of {of_set['windows']:,} sequences, accuracy {accuracy:.4f} for all",
         ["", "parameters", "NLL", "Brier", "ECE [95% interval]", "confidence if right", "if wrong"],
         rows,
     )
@@ -191,7 +191,7 @@ def _transfer_table(document: Mapping[str, Any], method: str, figure: str) -> Te
         own = [document["sets"][target]["methods"][row_name("ats", target)]["against"][figure] for target in domains]
         rows.append(["its own, less its own temperature", *(_gap(against) for against in own)])
     return TextTable(
-        f"{figure.upper()}, {title_of(method)}: fitted on (row), tested on held-out windows of (column); where these "
+        f"{figure.upper()}, {title_of(method)}: fitted on (row), tested on held-out sequences of (column); where these "
         "differ, the gap to the one fitted on the column's own domain",
         ["fitted on", *domains],
         rows,

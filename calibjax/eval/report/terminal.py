@@ -14,7 +14,7 @@ _WIDEST = 240  # of the table of a benchmark: a narrower terminal breaks lines, 
 
 
 def table(results: Mapping[str, Any], title: str) -> Table:
-    """The figures of one set of windows as a `rich` table, one row per method."""
+    """The figures of one set of sequences as a `rich` table, one row per method."""
     titles, rows = cells_of(results, SHORT if "confidence" in results else NARROW)
     return _table(f"{title}: {described(results)}", titles, rows)
 
@@ -68,7 +68,7 @@ def print_study(document: Mapping[str, Any]) -> None:
     for of_study in study_tables(document):
         console.print(_table(*of_study))
     console.print(
-        f"Means over seeds ({document['run']['seeds']}), ± half their range; [95% intervals]: over windows, "
+        f"Means over seeds ({document['run']['seeds']}), ± half their range; [95% intervals]: over sequences, "
         f"the fits as they are. ECE: {document['bins']} equal-width bins {binning(document['closed'])} of the top "
         "token's probability. + lower (better) than the row compared with, - higher: the interval of the difference "
         "leaves out 0 (paired, not corrected for the number of rows).",

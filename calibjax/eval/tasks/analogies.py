@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from calibjax.data import Windows, eval_batches, read_source
+from calibjax.data import Sequences, eval_batches, read_source
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import batch_hidden, freeze, vocab_sharding
@@ -24,12 +24,12 @@ class Analogies(NamedTuple):
     """Multiple-choice questions.
 
     Attributes:
-        windows: one for each choice, `CHOICES` consecutive ones a question; only the choice's tokens count.
+        sequences: one for each choice, `CHOICES` consecutive ones a question; only the choice's tokens count.
         right: index of the right choice of each question, int64 `[Q]`.
         categories: of each question.
     """
 
-    windows: Windows
+    sequences: Sequences
     right: Int[np.ndarray, " Q"]
     categories: list[str]
 
@@ -67,7 +67,7 @@ def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, 
         raise UserError(f"{source}: no question with {CHOICES} different choices.")
     pieces = [_tokens(lm, question.prompt, choice) for question in questions for choice in question.choices]
     right, categories = [question.right for question in questions], [question.category for question in questions]
-    return Analogies(_windows(lm, pieces), np.array(right), categories)
+    return Analogies(_sequences(lm, pieces), np.array(right), categories)
 
 
 def analogy_questions(
@@ -96,7 +96,7 @@ def analogy_questions(
 
 def choice_log_probs(
     lm: LanguageModel,
-    windows: Windows,
+    sequences: Sequences,
     temperature: float,
     *,
     batch_size: int = 32,
@@ -110,8 +110,8 @@ def choice_log_probs(
     frozen = freeze(lm)
     scale = jnp.float32(1 / temperature if temperature else 1)
     parts = []
-    bar = (context or RunContext()).bar(title=title, unit="choice", total=len(windows.tokens))
-    for batch, real in eval_batches(windows.arrays(), batch_size):
+    bar = (context or RunContext()).bar(title=title, unit="choice", total=len(sequences.tokens))
+    for batch, real in eval_batches(sequences.arrays(), batch_size):
         parts.append(to_host(_scores(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
         bar.update(real)
     bar.close()
@@ -148,7 +148,7 @@ def evaluate_analogies(
     for temperature in temperatures:
         scores = choice_log_probs(
             lm,
-            analogies.windows,
+            analogies.sequences,
             temperature,
             batch_size=batch_size,
             title=f"{title} at {temperature:g}",
@@ -190,7 +190,7 @@ def _tokens(lm: LanguageModel, prompt: str, answer: str) -> tuple[list[int], int
     return whole, max(same, 1)
 
 
-def _windows(lm: LanguageModel, pieces: Sequence[tuple[list[int], int]]) -> Windows:
+def _sequences(lm: LanguageModel, pieces: Sequence[tuple[list[int], int]]) -> Sequences:
     longest = max(len(ids) for ids, _ in pieces) - 1
     if longest > lm.config.max_positions:
         raise UserError(f"an analogy has {longest + 1} tokens, the model reads {lm.config.max_positions}.")
@@ -202,4 +202,4 @@ def _windows(lm: LanguageModel, pieces: Sequence[tuple[list[int], int]]) -> Wind
         tokens[row, :length], targets[row, :length], real[row, :length] = ids[:-1], ids[1:], 1
         where[row, prompt - 1 : length] = True
     positions = np.arange(longest, dtype=np.int32) * real
-    return Windows(tokens, targets, where, real, positions, np.arange(len(pieces), dtype=np.int32))
+    return Sequences(tokens, targets, where, real, positions, np.arange(len(pieces), dtype=np.int32))
