@@ -1,5 +1,7 @@
 """Intervals of binned calibration errors: coverage, the estimate inside, and exact intervals where there is one bin."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from oracle import assert_within
@@ -8,6 +10,7 @@ from scipy.stats import binom, foldnorm
 
 from calibjax import metrics
 from calibjax.metrics import CalibrationSums
+from calibjax.metrics.errors import Norm
 
 DRAWS, POINTS, BINS = 100, 2000, 15
 FROM_SUMS = {"l1": metrics.ece_from_sums, "l2": metrics.rmsce_from_sums, "max": metrics.mce_from_sums}
@@ -163,11 +166,12 @@ def test_every_binned_metric_has_the_interval():
     c, y = made(np.random.default_rng(5), 0.0)
     c, y = c[:, 0].astype(np.float32), y[:, 0]
     sums = metrics.pooled_sums(c, y)
-    for metric, norm in (
+    metrics_of_norms: tuple[tuple[Any, Norm], ...] = (
         (metrics.expected_calibration_error, "l1"),
         (metrics.root_mean_square_calibration_error, "l2"),
         (metrics.maximum_calibration_error, "max"),
-    ):
+    )
+    for metric, norm in metrics_of_norms:
         expected = metrics.error_interval(sums, norm=norm, resamples=100, seed=2)
         assert_within(metrics.metric_interval(metric, c, y, resamples=100, seed=2), expected[:3], 1e-6, norm)
         assert metrics.bootstrap_interval(sums, FROM_SUMS[norm], resamples=100, seed=2) == expected[1:3]
@@ -180,11 +184,12 @@ def test_every_binned_metric_has_the_interval():
 
 def test_wrong_options_and_no_points():
     sums = sums_of(np.full((4, 1), 0.5), np.ones((4, 1)))
-    for options, message in (
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"level": 95}, "level: expected"),
         ({"norm": "l3"}, "norm: expected"),
         ({"resamples": 0}, "at least one group"),
-    ):
+    )
+    for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             metrics.error_interval(sums, **options)
     with pytest.raises(ValueError, match="the same groups"):
