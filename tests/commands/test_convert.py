@@ -18,13 +18,13 @@ from calibjax import (
     HeadConfig,
     UserError,
     calibrated_confidence,
-    commands,
-    evaluate,
     load_head,
     load_model,
     save_head,
 )
 from calibjax.cli import main
+from calibjax.commands import eval_bounds
+from calibjax.commands import generate as generate_command
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hf_export import copy_settings, save_model, settings_files
 from calibjax.models.orbax_checkpoint import save_checkpoint
@@ -298,14 +298,14 @@ def test_generate(tmp_path, source, converted, capsys):
             for bad in ("1e-300", "nan", "inf", "-1", "-inf")
         ),
         (["generate", "--prompt"], "--prompt: expected at least one text"),
-        (["eval", "head-bound"], "--model: expected at least one directory or hub id, got none"),
+        (["eval", "bounds"], "--model: expected at least one directory or hub id, got none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refused_before_a_model_is_read(capsys, monkeypatch, arguments, message):
-    for module in (commands, evaluate):
+    for module in (generate_command, eval_bounds):
         monkeypatch.setattr(module, "load_model", None)
-    model = ["--model"] if "head-bound" in arguments else ["--model", "x"]
+    model = ["--model"] if "bounds" in arguments else ["--model", "x"]
     assert main([*arguments, *model]) == 2
     error = capsys.readouterr().err
     assert message in error

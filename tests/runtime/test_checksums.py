@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny import make_lm, model_tensors, write_model
 
-from calibjax import FittedHead, HeadConfig, UserError, _checksums, load_head, load_model, save_head
+from calibjax import FittedHead, HeadConfig, UserError, load_head, load_model, save_head
 from calibjax.cli import main
 from calibjax.models.load import tensor_dtypes
 from calibjax.models.orbax_checkpoint import save_checkpoint
+from calibjax.runtime import checksums
 from calibjax.runtime.checksums import array_digests, read_checksums, write_checksums
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import OptimizerConfig, create_state
@@ -42,17 +43,17 @@ def test_the_same_however_an_array_is_divided(monkeypatch, shape, dtype):
     divided = jax.device_put(whole, NamedSharding(mesh, PartitionSpec(*axes)))
     assert array_digests({"x": divided}) == expected
     # As where other processes hold the rest: each process hashes what its devices hold.
-    table = _checksums._part_digests(whole)
-    monkeypatch.setattr(_checksums, "_is_local", lambda array: False)
-    assert _checksums._in_whole_parts(divided)
-    np.testing.assert_array_equal(_checksums._part_digests(divided), table)
+    table = checksums._part_digests(whole)
+    monkeypatch.setattr(checksums, "_is_local", lambda array: False)
+    assert checksums._in_whole_parts(divided)
+    np.testing.assert_array_equal(checksums._part_digests(divided), table)
 
 
 def test_what_is_not_in_whole_parts_is_gathered(monkeypatch):
     mesh = make_mesh((3, 1, 1), jax.devices()[:3])
     divided = jax.device_put(np.arange(48.0, dtype=np.float32), NamedSharding(mesh, PartitionSpec("data")))
-    monkeypatch.setattr(_checksums, "_is_local", lambda array: isinstance(array, np.ndarray))
-    assert not _checksums._in_whole_parts(divided)
+    monkeypatch.setattr(checksums, "_is_local", lambda array: isinstance(array, np.ndarray))
+    assert not checksums._in_whole_parts(divided)
     assert array_digests([divided]) == array_digests([np.arange(48.0, dtype=np.float32)])
 
 
