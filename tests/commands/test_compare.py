@@ -154,9 +154,10 @@ def test_logits_against_numpy_and_scikit_learn(files, capsys):
 def test_confidence_temperature_is_logistic_regression_without_intercept(files):
     fit, _ = halves(files / "binary.parquet")
     c = np.asarray(fit.confidence, np.float64)
-    x = (np.log(c) - np.log1p(-np.minimum(c, 1 - 2.0**-24)))[:, None]
-    wanted = LogisticRegression(C=np.inf, fit_intercept=False, tol=1e-10).fit(x, fit.correct > 0).coef_[0, 0]
     state = METHODS["confidence_temperature"].fit(fit)
+    c = np.clip(c, float(state.clip), 1 - float(state.clip))
+    x = (np.log(c) - np.log1p(-c))[:, None]
+    wanted = LogisticRegression(C=np.inf, fit_intercept=False, tol=1e-10).fit(x, fit.correct > 0).coef_[0, 0]
     print(f"scale {float(state.scale):.7f}, scikit-learn {wanted:.7f}")
     np.testing.assert_allclose(state.scale, wanted, rtol=1e-4)
     assert state.report.converged
