@@ -15,6 +15,7 @@ import pytest
 from jax.test_util import check_grads
 from oracle import EPS, FLOATS, assert_within, f64
 
+from calibjax import kernels
 from calibjax.kernels import STATISTICS, chunked, stats, vocab_stats
 
 tpu, gpu = interpreted.tpu, interpreted_gpu.gpu
@@ -566,6 +567,25 @@ def test_jit_equals_eager_and_compiles_once():
     assert run._cache_size() == 1
 
 
+def test_the_repr_of_statistics_is_short():
+    """Shapes and dtypes, of arrays, of tracers and of shapes; never the values."""
+    text = "VocabStats(log_normalizer: float32[3], argmax: int32[3], valid: bool[3], scale: float32[3])"
+    seen = []
+
+    @jax.jit
+    def run(hidden):
+        got = vocab_stats(hidden, jnp.eye(4), statistics=["log_normalizer", "argmax"])
+        seen.append(repr(got))
+        return got
+
+    assert [repr(run(jnp.ones((3, 4)))), repr(jax.eval_shape(run, jnp.ones((3, 4)))), *seen] == [text] * 3
+    assert repr(jax.tree.map(lambda x: x.ndim, run(jnp.ones((3, 4))))).startswith("VocabStats(log_normalizer: 1, ")
+
+
+def test_only_the_public_names_are_listed():
+    assert dir(kernels) == sorted(kernels.__all__)
+
+
 def test_a_subset_of_the_statistics_has_the_same_values():
     _, (hidden, unembedding, bias, scale, targets) = small()
     run = jax.jit(functools.partial(vocab_stats, chunk_size=4), static_argnames="statistics")
@@ -610,6 +630,11 @@ def test_errors_teach(change, message):
     arguments = {"hidden": hidden, "unembedding": unembedding, "targets": targets, **change}
     with pytest.raises(ValueError, match=message):
         vocab_stats(**arguments)
+
+
+def test_an_unknown_option_is_named():
+    with pytest.raises(TypeError, match=r"unexpected keyword arguments \['chunks'\]; expected some of \['implement"):
+        vocab_stats(np.ones((5, 4)), np.ones((3, 4)), chunks=4)
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,16 @@ STATISTICS = (
 
 DEFAULT_STATISTICS = tuple(name for name in STATISTICS if name != "logit_variance")
 
-# Differences of logits below this are taken as this: exp gives 0 there, and its square is still finite.
+# Differences of logits are clipped here from below: their exponential is 0, and their square is still finite.
 FLOOR = -1e15
 
 
 class VocabStats(NamedTuple):
-    """Statistics over the vocabulary of z = softcap(h Wᵀ + b), one value a token; every loss is algebra on them.
+    """Statistics over the vocabulary of z = softcap(h Wᵀ + b), one value per token; every loss is algebra on them.
 
     All fields have the leading shape `[...]` of the hidden states. p = softmax(s·z) is the model's distribution at the
     inverse temperature s = `scale`. Tokens that are not `valid` (masked, or with target `ignore_index`) hold 0 in every
-    float field, -1 in `argmax`, False in `correct`, and pass no gradient. A field that was not asked for is None.
+    float field, -1 in `argmax`, False in `correct`, and pass no gradient. A field that was not requested is None.
 
     Attributes:
         log_normalizer: float32, log Σ_v exp(s·z_v).
@@ -55,8 +55,13 @@ class VocabStats(NamedTuple):
     valid: Bool[Array, "..."]
     scale: Float[Array, "..."]
 
+    def __repr__(self) -> str:
+        """Shapes and dtypes of the fields that are there."""
+        found = ((name, x) for name, x in self._asdict().items() if x is not None)
+        return f"VocabStats({', '.join(f'{name}: {_short(x)}' for name, x in found)})"
+
     def require(self, name: str) -> Array:
-        """The field `name`; raises ValueError where `vocab_stats` was not asked for it."""
+        """The field `name`; raises ValueError where it was not requested from `vocab_stats`."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"this needs the statistic {name!r}: add it to vocab_stats(..., statistics=[...]).")
@@ -81,8 +86,14 @@ class VocabStats(NamedTuple):
         return jnp.where(self.valid, value, 0.0)
 
 
+def _short(x: object) -> str:
+    """Dtype and shape of an array, a tracer or a `jax.ShapeDtypeStruct`; anything else as it is."""
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    return repr(x) if shape is None else f"{dtype}[{','.join(map(str, shape))}]"
+
+
 class Moments(NamedTuple):
-    """What one piece of the vocabulary knows of N tokens, relative to its own largest logit m: nothing overflows.
+    """Sums over one piece of the vocabulary for N tokens, relative to its own largest logit m: nothing overflows.
 
     Attributes:
         max_logit: float32 [N], m.
@@ -153,7 +164,7 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
 
     With m = max(m_a, m_b) and δ = m_a − m ≤ 0 the sums of a piece move to the common reference by
     Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe), where r = exp(s δ), u = z − m_a. Rows are
-    averages, and each piece's count by its share of the weight.
+    averages, weighted by each piece's fraction of the weight.
     """
     largest = jnp.maximum(a.max_logit, b.max_logit)
 
