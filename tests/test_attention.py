@@ -27,6 +27,7 @@ from calibjax.models.decoder import Decoder, abstract_params, hidden_states
 from calibjax.plan.count import flops
 from calibjax.sharding import AXES, make_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 TIME = 256  # two blocks of 128
 WINDOW = 100
 CONFIG = DecoderConfig(

@@ -21,6 +21,7 @@ from calibjax.kernels.pallas_gpu.schedule import Blocks
 from calibjax.sharding import make_mesh
 
 gpu = interpreted_gpu.gpu
+pytestmark = pytest.mark.usefixtures("quick_compile")
 STATS = "vocab_stats pallas_gpu"
 FOLDER = str(Path(__file__).parents[1] / "kernels")
 H100 = "NVIDIA H100 80GB HBM3"
