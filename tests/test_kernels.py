@@ -483,6 +483,44 @@ def test_a_bias_of_minus_infinity_removes_entries(options):
         assert_within(got, e, 1e-4, name)
 
 
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize(("size", "scale"), [(1.0, 1e30), (1e30, 1.0), (1e10, 1e30), (-1e10, 1e30)])
+def test_logits_and_scales_of_any_size(implementation, size, scale):
+    """One token of the vocabulary has all the probability; s·z may lie beyond float32."""
+    _, (hidden, *_) = small()
+    hidden = np.abs(hidden)
+    weights = size * np.outer(np.arange(1.0, 12.0), np.ones(4, np.float32))
+    top = 10 if size > 0 else 0
+    targets = np.array([top, 3, top, -100, 5], np.int32)
+
+    def stats(h, s):
+        return vocab_stats(
+            h, weights.astype(np.float32), targets, scale=s, statistics=STATISTICS, implementation=implementation
+        )
+
+    got = jax.jit(stats)(hidden, np.float32(scale))
+    counts = targets >= 0
+    np.testing.assert_array_equal(got.confidence(), counts)
+    np.testing.assert_array_equal(got.entropy(), 0.0)
+    np.testing.assert_array_equal(got.logit_variance, 0.0)
+    np.testing.assert_array_equal(got.log_prob()[targets == top], 0.0)
+    assert (got.log_prob()[counts & (targets != top)] < -1e25).all()
+    assert np.isfinite(jax.grad(lambda s: jnp.sum(stats(hidden, s).confidence()))(np.float32(scale)))
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+def test_gradients_at_a_scale_of_1e30_are_finite(implementation):
+    """Of the confidence penalty, whose cotangents grow with the scale; float32 rounds s·z by 1e23."""
+    _, (hidden, unembedding, bias, _, targets) = small()
+
+    def loss(h, w, s):
+        got = vocab_stats(h, w, targets, bias=bias, scale=s, implementation=implementation)
+        return jnp.sum(-got.log_prob() - 0.1 * got.entropy())
+
+    for x in jax.jit(jax.grad(loss, (0, 1, 2)))(hidden, unembedding, np.full(5, 1e30, np.float32)):
+        assert np.isfinite(x).all()
+
+
 @pytest.mark.parametrize("implementation", ["chunked", interpreted.NAME])
 def test_wide_hidden_states_of_many_tokens(implementation):
     """Above 4 MiB the closed forms of dh go block by block, the last one ragged."""

@@ -205,6 +205,7 @@ def _accumulate(
         else:
             weights = rows(unembedding, start, width)
         p = jnp.exp(inputs.scale[:, None] * z - cotangents.log_normalizer[:, None])
+        p = jnp.where(jnp.isinf(p), 1.0, p)  # rounding of z times a scale of 1e30
         dz = jnp.zeros_like(z)
         if cotangents.softmax is not None:
             factor = cotangents.softmax[:, None]
@@ -212,7 +213,7 @@ def _accumulate(
                 assert cotangents.expected_logit is not None
                 # The floor keeps 0·(z − E) = 0 where a bias of −inf removes an entry.
                 centred = jnp.maximum(z - cotangents.expected_logit[:, None], stats.FLOOR)
-                factor = factor + cotangents.centred[:, None] * centred
+                factor = stats.finite(factor + cotangents.centred[:, None] * centred)
             dz = dz + factor * p
         if cotangents.uniform is not None:
             dz = dz + cotangents.uniform[:, None]

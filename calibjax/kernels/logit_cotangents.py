@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from calibjax.kernels.contract import Cotangents, Inputs, Options
 from calibjax.kernels.softcap import slope_in_units, softcap_unit
-from calibjax.kernels.stats import FLOOR
+from calibjax.kernels.stats import FLOOR, finite
 
 LOG2_E = math.log2(math.e)
 
@@ -59,7 +59,7 @@ def dz_of_logits(
     dz = counts = None
     softmax, centred = value("softmax"), value("centred")
     if softmax is not None and centred is not None:
-        softmax = softmax + centred * jnp.maximum(z - value("expected"), FLOOR)
+        softmax = finite(softmax + centred * jnp.maximum(z - value("expected"), FLOOR))
     if softmax is not None or options.filter_threshold:
         p = jnp.exp2(z * value("scale") - value("log_normalizer")) if p is None else p
         dz = None if softmax is None else p * softmax

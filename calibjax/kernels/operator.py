@@ -216,6 +216,7 @@ def input_gradients(call: Call, residuals: Residuals, g: Outputs, into: Gradient
     if g.expected_logit is not None:
         softmax = g.expected_logit if softmax is None else softmax + g.expected_logit
         centred = scale * g.expected_logit
+        centred = jnp.where(jnp.isinf(centred), 0.0, centred)  # at such a scale p is 0 or 1, and p (z − E) is 0
     of_target = g.target_logit
     if residuals.rows is not None and inputs.targets is not None and softmax is not None:
         assert outputs.target_logit is not None

@@ -68,12 +68,20 @@ class VocabStats(NamedTuple):
         return value
 
     def log_prob(self) -> Float[Array, "..."]:
-        """log p(y) = s·z_y − log_normalizer, in nats; 0 on invalid tokens."""
-        return jnp.where(self.valid, self.scale * self.require("target_logit") - self.require("log_normalizer"), 0.0)
+        """log p(y) = s·z_y − log_normalizer, in nats; 0 on invalid tokens.
+
+        Where s·max z exceeds float32: 0 for the most likely token and −inf for others, if `max_logit` is there.
+        """
+        target_logit = self.require("target_logit")
+        value = self.scale * target_logit - self.require("log_normalizer")
+        if self.max_logit is not None:
+            value = self._limit(self.max_logit, jnp.where(target_logit < self.max_logit, -jnp.inf, 0.0), value)
+        return jnp.where(self.valid, value, 0.0)
 
     def log_confidence(self) -> Float[Array, "..."]:
         """max_v log p(v) = s·max z − log_normalizer, in nats, at most 0; 0 on invalid tokens."""
-        value = self.scale * self.require("max_logit") - self.require("log_normalizer")
+        max_logit = self.require("max_logit")
+        value = self._limit(max_logit, 0.0, self.scale * max_logit - self.require("log_normalizer"))
         return jnp.where(self.valid, jnp.minimum(value, 0.0), 0.0)
 
     def confidence(self) -> Float[Array, "..."]:
@@ -82,8 +90,14 @@ class VocabStats(NamedTuple):
 
     def entropy(self) -> Float[Array, "..."]:
         """H(p) = log_normalizer − s·E_p[z], in nats; 0 on invalid tokens."""
-        value = self.require("log_normalizer") - self.scale * self.require("expected_logit")
+        expected_logit = self.require("expected_logit")
+        value = self._limit(expected_logit, 0.0, self.require("log_normalizer") - self.scale * expected_logit)
         return jnp.where(self.valid, value, 0.0)
+
+    def _limit(self, logit: Array, limit: Array | float, value: Array) -> Array:
+        """`value`; `limit` where s·`logit` exceeds float32 though `logit` is finite: p is 1 at the largest logit."""
+        beyond = jnp.isinf(self.require("log_normalizer")) & jnp.isfinite(logit)
+        return jnp.where(beyond, limit, value)
 
 
 def _short(x: object) -> str:
@@ -152,6 +166,12 @@ def moments(
         total=jnp.sum(logits, axis=1) if "total" in wanted else None,
         target=target,
     )
+
+
+def finite(x: Array) -> Array:
+    """±infinity replaced by the largest finite numbers, so that 0 times it is 0; NaN stays."""
+    largest = jnp.finfo(x.dtype).max
+    return jnp.clip(x, -largest, largest)
 
 
 def inverse_weight(weight: Float[Array, " N"]) -> Float[Array, " N"]:
