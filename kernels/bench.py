@@ -1,15 +1,15 @@
-"""Losses of a linear layer and a vocabulary side by side in one run: time, extra memory, and whether they are right.
+"""Compares losses of an unembedding and its targets in one run: time, extra memory, correctness.
 
     python kernels/bench.py --json cpu.json
     python kernels/bench.py --platform gpu --json gpu.json
     python kernels/bench.py --static v6e --preset gemma2-2b --label-smoothing 0 0.1 --softcap none 30 --json v6e.json
     python kernels/bench.py --static v6e --preset gemma2-2b --softcap 30 --task both --save-logits --only vocab_stats
 
-On a device each contender's result, of inputs that are new in each run, written over NaN, is held against float64 on a
-sample before it is timed; the timed calls take turns. On a GPU the losses of PyTorch's world and whole train steps are
-timed too, by processes of their own (`torch_losses.py`, `train/bench.py`), and what does not fit into `--minutes` is
-named and left out. `--static` compiles for a TPU that need not be there and gives the static estimate of
-`static_profile.py`. tokamax is shown where it is installed.
+On a device each contender's result is compared with float64 on a sample before it is timed; inputs are new in each run,
+and outputs are written over NaN. The timed calls alternate. On a GPU, PyTorch losses and whole train steps are timed
+too, in separate processes (`torch_losses.py`, `train/bench.py`); what does not fit into `--minutes` is listed and
+skipped. `--static` compiles for a TPU that need not be attached and gives the static estimate of `static_profile.py`.
+tokamax is included where it is installed.
 """
 
 import argparse
@@ -51,9 +51,9 @@ PRESETS = {
 }
 DEFAULT_PRESETS = {"tpu": ("gemma2-2b",), "gpu": ("gemma2-2b", "llama31-8b-4k", "tokens-32k")}
 TIMED = {"cpu": ("forward", "both", "hidden", "scale"), "gpu": ("statistics", "both", "forward", "scale", "hidden")}
-# On a GPU both values of each, those without first; all the others are what they are here.
+# On a GPU both values of each, those without first; all other defaults are those of the options.
 DEFAULT_OPTIONS = {"gpu": {"label_smoothing": [0.0, 0.1], "softcap": [None, 30.0]}}
-# Of the contenders on a GPU, where a compilation takes seconds.
+# Contenders on a GPU, where a compilation takes seconds.
 SHOWN = {"gpu": ("optax", "dense jnp", "tokamax", "vocab_stats chunked", "pallas_gpu", "linear_cross_entropy chunked")}
 
 
@@ -61,7 +61,7 @@ def arguments() -> argparse.ArgumentParser:
     """The options. By argparse: tyro and tokamax need different versions of typeguard."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=["cpu", "gpu"], help="where to run; default: the machine's")
-    parser.add_argument("--static", choices=CHIPS, help="compile for this TPU instead, and estimate")
+    parser.add_argument("--static", choices=CHIPS, help="compile for this TPU instead, and estimate the time")
     parser.add_argument("--preset", nargs="+", choices=PRESETS, help="sizes; default: cpu, on a GPU those of its table")
     parser.add_argument("--tokens", type=int, help="N instead of the preset's")
     parser.add_argument("--width", type=int, help="D instead of the preset's")
@@ -77,15 +77,15 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--save-logits", action="store_true", help="ours keep the logits for the backward pass")
     parser.add_argument("--task", nargs="+", choices=TASKS, help="default: all; statistics in --static only")
-    parser.add_argument("--only", nargs="+", help="contenders with one of these in their names; on a GPU the main ones")
+    parser.add_argument("--only", nargs="+", help="contenders whose names contain one of these; on a GPU the main ones")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each")
     parser.add_argument("--seed", type=int, help="of the inputs; default: another each time")
-    parser.add_argument("--minutes", type=float, help="start nothing after so many; default: none, on a GPU 9")
+    parser.add_argument("--minutes", type=float, help="start nothing after this time; default: no limit, on a GPU 9")
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--torch", action=flag, help="time the losses of torch_losses.py too; default: on a GPU")
     parser.add_argument("--train-steps", action=flag, help="run train/bench.py too; default: on a GPU")
     parser.add_argument(
-        "--pairs", action="store_true", help="also pallas_gpu with W brought to pairs of programs at once"
+        "--pairs", action="store_true", help="also pallas_gpu with each block of W copied to pairs of programs"
     )
     parser.add_argument("--json", type=pathlib.Path, help="write everything there")
     return parser
@@ -96,7 +96,7 @@ def _softcap(text: str) -> float | None:
 
 
 def _problems(options: argparse.Namespace, where: str) -> Iterator[Problem]:
-    """One for each table; those with neither option, and with both, before those with one."""
+    """One per table: those with neither option or with both come before those with one."""
     sizes = {name: getattr(options, name) for name in ("tokens", "width", "vocab", "dtype")}
     sizes = {name: value for name, value in sizes.items() if value is not None}
     defaults = DEFAULT_OPTIONS.get(where, {"label_smoothing": [0.0], "softcap": [None]})
@@ -151,20 +151,20 @@ def _write(options: argparse.Namespace, record: dict[str, Any]) -> None:
 
 
 def _run(console: Console, options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """The tables of the device; `record` is complete, and written, after each of them."""
+    """The tables of the device; `record` is complete and written after each table."""
     on_gpu = options.platform == "gpu"
     minutes = (9.0 if on_gpu else float("inf")) if options.minutes is None else options.minutes
     deadline = measured.Deadline(60 * minutes)
     seed = secrets.randbits(31) if options.seed is None else options.seed
     record |= {"seed": seed, "kind": "measured"}
-    # Other processes come first: this one takes the GPU's memory as soon as jax looks at it.
+    # Other processes come first: this one reserves the GPU's memory as soon as jax initialises it.
     if on_gpu and not beside.finds_gpu():
         sys.exit("--platform gpu: jax finds no GPU here. It needs one of NVIDIA's, and the packages of jax[cuda13].")
     planned, tasks = list(_problems(options, options.platform or "cpu")), _tasks(options, options.platform)
     others: list[dict[str, Any]] = []
     if on_gpu if options.torch is None else options.torch:
         alone = not any(_names(options, problem) for problem in planned)
-        others = beside.torch_rows(options, planned, tasks, seed, deadline.share(0.9 if alone else 0.2), record)
+        others = beside.torch_rows(options, planned, tasks, seed, deadline.part(0.9 if alone else 0.2), record)
     if on_gpu if options.train_steps is None else options.train_steps:
         record["train_steps"] = beside.train_steps(console, options.platform, deadline)
     device = jax.devices()[0]
@@ -182,25 +182,25 @@ def _run(console: Console, options: argparse.Namespace, record: dict[str, Any]) 
                 f"copy {copy / 1e9:.4g} GB/s"
             )
         if deadline.passed():
-            console.print(f"{problem}: not run, the time was up")
-            record["results"].append({**dataclasses.asdict(problem), "note": "not run: the time was up"})
+            console.print(f"{problem}: not run, time limit reached")
+            record["results"].append({**dataclasses.asdict(problem), "note": "not run: time limit reached"})
             continue
         tasks = _tasks(options, device.platform)
         names, flop_rate = _names(options, problem), limits[problem.dtype]["flop/s"]
         rows = measured.rows(problem, tasks, names, seed, options.repeats, flop_rate, deadline) if names else []
-        shown = _turn_by_turn(rows, others, problem, tasks, flop_rate)
+        shown = _task_by_task(rows, others, problem, tasks, flop_rate)
         record["results"] += _print(console, problem, shown, MEASURED_COLUMNS)
         _write(options, record)
 
 
-def _turn_by_turn(
+def _task_by_task(
     rows: list[dict[str, Any]],
     others: list[dict[str, Any]],
     problem: Problem,
     tasks: tuple[str, ...],
     flop_rate: float,
 ) -> Iterator[dict[str, Any]]:
-    """The rows task by task, each with those that another process timed of the same problem."""
+    """The rows task by task, each followed by those that another process timed for the same problem."""
     key = json.loads(json.dumps(dataclasses.asdict(problem)))
     for task in tasks:
         of_task = [row for row in rows if row["task"] == task]
@@ -208,7 +208,7 @@ def _turn_by_turn(
         more = [{name: value for name, value in row.items() if name != "problem"} for row in more]
         for row in more:
             if "seconds" in row:
-                row["share_of_limit"] = measured.limit_seconds(task, problem, flop_rate) / row["seconds"]
+                row["fraction_of_limit"] = measured.limit_seconds(task, problem, flop_rate) / row["seconds"]
         yield from _with_ratio([*of_task, *more], ("optax", "dense jnp"))
 
 
@@ -288,7 +288,7 @@ def _scaled(key: str, factor: float, digits: int) -> Any:
 MEASURED_COLUMNS = {
     "ms": lambda row: row.get("note") or _scaled("seconds", 1e3, 2)(row),
     "x": lambda row: f"{row['ratio']:.2f} of {row['ratio_to']}" if "ratio" in row else "",
-    "share of limit": lambda row: f"{row['share_of_limit']:.0%}" if "share_of_limit" in row else "",
+    "fraction of limit": lambda row: f"{row['fraction_of_limit']:.0%}" if "fraction_of_limit" in row else "",
     "extra MiB": _scaled("extra_bytes", 2**-20, 1),
     "peak extra MiB": _scaled("peak_extra_bytes", 2**-20, 1),
     "error": lambda row: f"{row['error']:.1e}" if "error" in row else "",

@@ -1,4 +1,4 @@
-"""What `bench.py` has timed by processes of their own: PyTorch's losses, and train steps."""
+"""What `bench.py` times in separate processes: PyTorch losses, and train steps."""
 
 import argparse
 import dataclasses
@@ -25,13 +25,13 @@ _MODELS = {
 
 
 def finds_gpu() -> bool:
-    """Whether jax does, asked in another process: it would take the GPU's memory."""
+    """Whether jax finds a GPU, in a separate process: this one would reserve the GPU's memory."""
     program = "import jax; jax.devices('cuda')"
     return subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
 
 
 def _child(script: pathlib.Path, arguments: list[str], seconds: float) -> Any:
-    """The JSON that a script prints at last, or a line that says why there is none."""
+    """The JSON at the end of a script's output, or one line with the reason why there is none."""
     measured.progress(f"{script.name} {' '.join(arguments)[:100]}")
     try:
         done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=seconds)
@@ -50,7 +50,7 @@ def torch_rows(
     seconds: float,
     record: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """The rows of `torch_losses.py`, in so many seconds, and into `record` its versions, or why there are none."""
+    """The rows of `torch_losses.py` within `seconds`; adds its versions, or why there are none, to `record`."""
     tasks = [task for task in tasks if task in ("forward", "both", "hidden")]
     given = {
         "problems": [dataclasses.asdict(problem) for problem in problems],
@@ -60,7 +60,6 @@ def torch_rows(
         "repeats": options.repeats,
         "only": options.only,
         "seconds": 0.8 * seconds,
-        "sample": measured.SAMPLE,
     }
     found = _child(pathlib.Path(__file__).with_name("torch_losses.py"), [json.dumps(given)], seconds)
     if isinstance(found, str):
@@ -72,14 +71,14 @@ def torch_rows(
 
 
 def train_steps(console: Console, where: str | None, deadline: measured.Deadline) -> list[dict[str, Any] | str]:
-    """What `train/bench.py` finds of an ATS and an SFT step of `_MODELS`, against the forward pass."""
+    """Times of an ATS and an SFT step of `_MODELS` relative to the forward pass, by `train/bench.py`."""
     script = pathlib.Path(__file__).parents[1] / "train" / "bench.py"
     found: list[dict[str, Any] | str] = []
     for (model, size), objective in itertools.product(
         _MODELS["gpu" if where == "gpu" else "cpu"].items(), ("ats", "sft")
     ):
         arguments = [*size.split(), "--objective", objective, "--repeats", "5", "--json"]
-        result = _child(script, arguments, deadline.share(0.1))
+        result = _child(script, arguments, deadline.part(0.1))
         found.append(result)
         if isinstance(result, str):
             console.print(f"{model}, {objective}: {result}")

@@ -1,4 +1,4 @@
-"""The losses that `bench.py` sets side by side, the programs that it runs of each, and their values in float64.
+"""The losses that `bench.py` compares, the programs that it runs for each, and their values in float64.
 
 z = softcap(h Wᵀ), per token l = (1−β)(lse(s z) − s z_y) + β (lse(s z) − s mean z), and its mean over N tokens.
 """
@@ -49,7 +49,7 @@ class Problem:
 
 
 class Task(NamedTuple):
-    """What is computed.
+    """What a program computes.
 
     Attributes:
         title: for tables.
@@ -111,7 +111,7 @@ def _dense(problem: Problem, hidden: Array, unembedding: Array, targets: Array, 
 
 
 def _scan(problem: Problem, hidden: Array, unembedding: Array, targets: Array, scale: Array | None) -> Array:
-    """The dense loss over chunks of at most 1,024 tokens whose logits are computed again in the backward pass."""
+    """The dense loss over chunks of at most 1,024 tokens; their logits are computed again in the backward pass."""
     chunk = math.gcd(problem.tokens, 1024)
     xs = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), (hidden, targets, scale))
 
@@ -160,8 +160,8 @@ def _tokamax_kernel(problem: Problem, hidden: Array, unembedding: Array, targets
         )
         return value, (hidden, unembedding, log_normalizer)
 
-    def backward(kept, g):
-        hidden, unembedding, log_normalizer = kept
+    def backward(residuals, g):
+        hidden, unembedding, log_normalizer = residuals
         gradients = kernel.linear_softmax_cross_entropy_loss_bwd_pallas_mosaic_tpu(
             g, log_normalizer, hidden, targets, unembedding, **options
         )
@@ -172,18 +172,19 @@ def _tokamax_kernel(problem: Problem, hidden: Array, unembedding: Array, targets
 
 
 def _refuse(problem: Problem, scale: Array | None) -> None:
-    """What tokamax's loss lacks."""
-    for name, asked in (
+    """Raises for options that tokamax's loss lacks."""
+    for name, given in (
         ("label smoothing", problem.label_smoothing),
         ("soft-cap", problem.softcap),
         ("scale", scale is not None),
     ):
-        if asked:
+        if given:
             raise NotImplementedError(f"has no {name}")
 
 
 def _vocab_stats(implementation: str, problem: Problem, hidden, unembedding, targets, scale, **options: Any) -> Array:
     wanted = ["log_normalizer", "target_logit"] + (["mean_logit"] if problem.label_smoothing else [])
+    execution: dict[str, Any] = {"save_logits": problem.save_logits, **options}
     stats = kernels.vocab_stats(
         hidden,
         unembedding,
@@ -192,7 +193,7 @@ def _vocab_stats(implementation: str, problem: Problem, hidden, unembedding, tar
         softcap=problem.softcap,
         statistics=wanted,
         implementation=implementation,
-        **{"save_logits": problem.save_logits, **options},
+        **execution,
     )
     beta, s = problem.label_smoothing, stats.scale
     loss = stats.require("log_normalizer") - (1 - beta) * s * stats.require("target_logit")
@@ -202,6 +203,7 @@ def _vocab_stats(implementation: str, problem: Problem, hidden, unembedding, tar
 def _linear_cross_entropy(
     implementation: str, problem: Problem, hidden, unembedding, targets, scale, **options: Any
 ) -> Array:
+    execution: dict[str, Any] = {"save_logits": problem.save_logits, **options}
     return kernels.linear_cross_entropy(
         hidden,
         unembedding,
@@ -211,12 +213,12 @@ def _linear_cross_entropy(
         label_smoothing=problem.label_smoothing,
         reduction="mean",
         implementation=implementation,
-        **{"save_logits": problem.save_logits, **options},
+        **execution,
     )
 
 
-# Other kernels than without, where both gradients are computed. Random inputs leave hardly a block out: the filter's
-# time is that of its own products, not of what it saves.
+# Options that run other kernels where both gradients are computed. With random inputs the filter leaves out hardly any
+# block: its time is that of the block-sparse products, not of what it saves.
 VARIANTS = {"logits saved": {"save_logits": True}, "filtered": {"filter_threshold": 2.0**-12}}
 
 
@@ -247,7 +249,7 @@ def program(name: str, task: str, problem: Problem, ahead_of_time: bool = False)
     Its outputs: the loss per token or its mean; with differentiated arguments the mean and their gradients.
 
     Raises:
-        NotImplementedError: where the contender has nothing for this task; when traced, for these options.
+        NotImplementedError: where the contender does not support this task or, when traced, these options.
     """
     contender, dtype = contenders(problem, ahead_of_time)[name], jnp.dtype(problem.dtype)
     shape = (problem.width, problem.vocab) if contender.transposed else (problem.vocab, problem.width)
@@ -274,7 +276,7 @@ def program(name: str, task: str, problem: Problem, ahead_of_time: bool = False)
         )
 
     if "," in name and task != "both":
-        raise NotImplementedError("as without, but where both gradients are computed")
+        raise NotImplementedError("differs only where both gradients are computed")
     if task == "statistics":
         return Program(statistics, arguments)
     return Program(jax.value_and_grad(mean_loss, differentiated) if differentiated else loss, arguments)
@@ -308,8 +310,8 @@ def random_arguments(problem: Problem, seed: int) -> tuple[Array, Array, Array, 
 class Oracle:
     """Values and gradients in float64 numpy, on a sample of tokens and of rows of the unembedding.
 
-    A row of dW needs the log-normalisers of all tokens, and a mean loss all losses: these come from a float32 pass of
-    its own, which is held against float64 on the sample.
+    A row of dW needs the log-normalisers of all tokens, and a mean loss all losses: these come from a separate float32
+    pass, which is compared with float64 on the sample.
     """
 
     _PIECE = 16384  # rows of the unembedding at a time in float64
@@ -404,7 +406,7 @@ class Oracle:
         return dz / self.problem.tokens * (1.0 if cap is None else 1 - (z / cap) ** 2)
 
     def _gradient(self, position: int, gradient: Array, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
-        """What came and what is expected, on the sample."""
+        """The gradient and the expected one, on the sample."""
         if position not in self._expected:
             self._expected[position] = self._expected_gradient(position)
         if position == 1:

@@ -1,4 +1,4 @@
-"""Compile the operator for an H100 on a machine that has none: registers, spills, shared memory, temporaries. No time.
+"""Compile the operator for an H100 on a machine without one: registers, spills, shared memory, temporaries. No time.
 
     pip install jax-cuda13-plugin jax-cuda13-pjrt     # 132 MB, of the version that jax has; nothing else of CUDA
     python kernels/hopper_static.py --preset gemma2-2b tokens-32k --softcap none 30 --json hopper.json
@@ -30,7 +30,7 @@ from contenders import Problem
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# What the driver of an H100 SXM says of it: XLA's own format of a target.
+# An H100 SXM as its driver describes it, in XLA's format of a target.
 H100 = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -62,7 +62,7 @@ def target() -> Mesh:
 
 @contextlib.contextmanager
 def _dumped() -> Iterator[pathlib.Path]:
-    """A directory into which Mosaic writes what it compiles, and what ptxas says of it."""
+    """A directory into which Mosaic writes what it compiles, and the output of ptxas."""
     with tempfile.TemporaryDirectory(prefix="hopper_static_") as directory:
         names = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTXAS": "1"}
         before = {name: os.environ.get(name) for name in names}
@@ -79,7 +79,7 @@ def _numbers(pattern: str, text: str) -> list[int]:
 
 
 def compile_for_h100(problem: Problem, task: str, name: str = "vocab_stats pallas_gpu") -> dict[str, Any]:
-    """What the compilers say of one of `contenders.program`.
+    """Compiler statistics of one of `contenders.program`.
 
     Returns:
         "temporaries", "compile_seconds", and a list "kernels": of each Mosaic kernel its "registers" (of a thread, at
@@ -95,14 +95,14 @@ def compile_for_h100(problem: Problem, task: str, name: str = "vocab_stats palla
         compiled = jax.jit(function).lower(*arguments).compile()
         seconds, kernels = time.time() - start, []
         for file in sorted(directory.glob("*.ptxas")):
-            said = file.read_text()
+            output = file.read_text()
             kernels.append(
                 {
-                    "registers": _numbers(r"Used (\d+) registers", said)[0],
-                    "spilled": sum(_numbers(r"(\d+) bytes spill", said)),
+                    "registers": _numbers(r"Used (\d+) registers", output)[0],
+                    "spilled": sum(_numbers(r"(\d+) bytes spill", output)),
                     "shared_memory": _shared_memory(file.with_suffix(".mlir-passes.log")),
                     "wgmma": file.with_suffix(".ptx").read_text().count("wgmma.mma_async"),
-                    "serialized": "serialized" in said,
+                    "serialized": "serialized" in output,
                 }
             )
     memory: Any = compiled.memory_analysis()

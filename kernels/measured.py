@@ -1,4 +1,4 @@
-"""Contenders on the device at hand: checked, then timed in turns; and what the device can do at best."""
+"""Checks and times contenders on the attached device, and measures the device's own limits."""
 
 import statistics
 import sys
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from contenders import TASKS, Problem
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
-SAMPLE = 48  # tokens and rows of the unembedding that are held against float64
+SAMPLE = 48  # tokens and rows of the unembedding that are compared with float64
 
 
 class Deadline:
@@ -28,13 +28,13 @@ class Deadline:
     def passed(self) -> bool:
         return self.left() <= 0
 
-    def share(self, part: float) -> float:
-        """That part of all the time, or what is left of it; an hour where there is no end."""
-        return max(min(part * self._seconds, self.left(), 3600.0), 1.0)
+    def part(self, fraction: float) -> float:
+        """That fraction of all the time, or what is left of it; an hour where there is no limit."""
+        return max(min(fraction * self._seconds, self.left(), 3600.0), 1.0)
 
 
 def progress(text: str) -> None:
-    """A line about what is done now."""
+    """Prints a line to stderr."""
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
@@ -45,10 +45,10 @@ def _seconds(function: Any, *arguments: Any) -> float:
 
 
 def limits(dtype: str) -> dict[str, float]:
-    """What the device can do: rate of a square product of random matrices, and of a copy (bytes read and written)."""
+    """Limits of the device: the rate of a square product of random matrices, and of a copy (bytes read and written)."""
     on_cpu = jax.default_backend() == "cpu"
     side, length = (2048, 2**24) if on_cpu else (8192, 2**28)
-    a = jax.random.normal(jax.random.key(0), (side, side), jnp.dtype(dtype))  # of equal numbers a GPU multiplies faster
+    a = jax.random.normal(jax.random.key(0), (side, side), jnp.dtype(dtype))  # a GPU multiplies equal numbers faster
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
     product = jax.jit(lambda x: jnp.matmul(x, x, precision=precision))
     copy, x = jax.jit(lambda x: x + 1), jnp.zeros(length, jnp.float32)
@@ -81,7 +81,7 @@ def _available_bytes() -> float:
 
 
 def _poison(outputs: Any) -> None:
-    """Frees memory full of NaN for arrays of these shapes: what a program does not write of its outputs shows."""
+    """Frees memory full of NaN for arrays of these shapes, so that unwritten parts of outputs are found."""
     floats = [x for x in jax.tree.leaves(outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
     jax.block_until_ready([jnp.full(x.shape, jnp.nan, x.dtype) for x in floats])
 
@@ -124,8 +124,8 @@ def rows(
         names: of `contenders.contenders`.
         seed: of the inputs.
         repeats: timed calls of each.
-        flop_rate: of the device, for the share of its limit.
-        deadline: after it nothing is compiled or checked any more; what was checked is timed.
+        flop_rate: of the device, for the fraction of its limit.
+        deadline: after it nothing more is compiled or checked; what was checked is timed.
     """
     inputs = contenders.random_arguments(problem, seed)
     progress("float64 values on a sample")
@@ -136,13 +136,13 @@ def rows(
     compiled = {}
     for (task, name), row in found.items():
         if deadline.passed():
-            row["note"] = "not run: the time was up"
+            row["note"] = "not run: time limit reached"
             continue
         progress(f"{TASKS[task].title}: compile {name}")
         try:
             function, shapes = contenders.program(name, task, problem)
             compiled[task, name] = jax.jit(function).lower(*shapes).compile()
-        except Exception as error:  # whatever fails in one contender, the others have their table
+        except Exception as error:  # a failure of one contender does not stop the others
             row["note"] = _first_line(error)
             continue
         memory = compiled[task, name].memory_analysis()
@@ -163,7 +163,7 @@ def rows(
             row["note"] = f"does not fit: needs {needed / 2**30:.1f} GiB"
             continue
         if deadline.passed():
-            row["note"] = "not run: the time was up"
+            row["note"] = "not run: time limit reached"
             continue
         peak = _memory("peak_bytes_in_use")
         try:
@@ -194,6 +194,6 @@ def rows(
             found[task, name] |= {
                 "seconds": median,
                 "fastest_seconds": min(times[name][1:]),
-                "share_of_limit": limit_seconds(task, problem, flop_rate) / median,
+                "fraction_of_limit": limit_seconds(task, problem, flop_rate) / median,
             }
     return list(found.values())

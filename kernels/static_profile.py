@@ -2,7 +2,7 @@
 
 libtpu compiles ahead of time for every generation. Its static profile simulates the compiled program, bundle by bundle,
 with its loops and DMAs, and reports cycles per operation, Pallas kernels and XLA's own fusions alike. What comes out is
-a *static estimate*, not a measurement: `Chip.trust` says how far it lay from published times.
+a *static estimate*, not a measurement: `Chip.trust` compares it with published times.
 """
 
 import re
@@ -51,10 +51,10 @@ class Program(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What the compiler said of one program on one device.
+    """Compiler statistics of one program on one device.
 
     Attributes:
-        cycles: of each operation in the static profile; empty unless asked for. An operation in a loop counts once.
+        cycles: of each operation in the static profile; empty unless requested. An operation in a loop counts once.
         temporaries: bytes beyond arguments and outputs.
         optimal_seconds: XLA's own cost model; of Pallas kernels it knows only the estimate they declare. None for a
             program with loops, which it counts once.
@@ -99,7 +99,7 @@ def _compile(chip: Chip, build: Callable[..., Program], args: tuple, directory: 
     import numpy as np
 
     mesh = jax.sharding.Mesh(np.array(slice_devices(chip.topology)[:1]), ("x",))
-    jax.set_mesh(mesh)  # tells Pallas which chip it compiles for
+    jax.set_mesh(mesh)  # from which Pallas knows the chip that it compiles for
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     program = build(*args)
     arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in program.arguments]
@@ -132,7 +132,7 @@ class Estimate(NamedTuple):
     Attributes:
         cycles: of one device.
         seconds: cycles by the clock.
-        utilization: share of what the device's matrix units could do in that time in bfloat16; NaN for no flop.
+        utilization: flop over those that the device's matrix units could do in that time in bfloat16; NaN for no flop.
     """
 
     cycles: float
@@ -154,7 +154,7 @@ def estimate(
     The simulation walks every grid step, too many at the full size. A kernel's cycles are affine in the number of its
     blocks along one axis (the cycles outside the steady state stay in the constant), so with every other axis at its
     full length two small sizes give the rest. That needs both to be multiples of the kernel's block, and at least two
-    blocks long: a single block is not loaded anew.
+    blocks long: a single block is not loaded again.
 
     Args:
         chip: a key of `CHIPS`.

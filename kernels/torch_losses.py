@@ -1,10 +1,10 @@
-"""Losses of PyTorch's world on this machine's GPU or CPU, checked and timed: what `bench.py` sets ours beside.
+"""Checks and times PyTorch losses on this machine's GPU or CPU, for comparison by `bench.py`.
 
     python kernels/torch_losses.py '{"problems": [...], "tasks": ["forward", "both"], "device": "cuda", "seed": 0, ...}'
 
-`bench.py` calls it in a process of its own, for two frameworks share no GPU memory, and gives it the fields of `main`.
-It prints one JSON document: versions, and a row for each problem, task and loss. What is not installed, or lacks an
-option, is named in a row. Nothing of calibjax is used here, nor JAX.
+`bench.py` calls it in a separate process, because two frameworks share no GPU memory, with the arguments of `main`. It
+prints one JSON document: versions, and a row for each problem, task and loss. A loss that is not installed, or lacks an
+option, has a row with the reason. It imports neither calibjax nor JAX.
 """
 
 import functools
@@ -20,9 +20,10 @@ from typing import Any
 
 DIFFERENTIATED = {"forward": (), "hidden": (0,), "both": (0, 1)}  # positions among (hidden, unembedding)
 PACKAGES = ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl")
-# Of the loss, and of loss and gradients. Some of these losses round dW, or the logits, to 16 bits while they add: not
-# wrong, and the error stands in the table. A forgotten option changes the loss by some 2%.
+# Of the loss, and of loss and gradients. Some of these losses round dW, or the logits, to 16 bits while they add: that
+# is allowed, and the table shows the error. A forgotten option changes the loss by some 2%.
 TOLERANCE = {"float32": (1e-4, 1e-4), "float16": (1e-2, 3e-2), "bfloat16": (1e-2, 1e-1)}
+SAMPLE = 48  # tokens and rows of the unembedding that are compared with float64
 CHUNK = 4096  # tokens at a time, as quack's default: with few, reading and writing dW takes longer than the products
 
 
@@ -52,7 +53,7 @@ def _module(name: str) -> Any:
 
 
 def _compiled(torch: Any, problem: dict[str, Any]) -> Callable:
-    torch.compiler.reset()  # after eight graphs of one function it would go on without compiling
+    torch.compiler.reset()  # after eight graphs of one function it would run uncompiled
     return torch.compile(_plain(torch, problem), dynamic=False, fullgraph=True)
 
 
@@ -122,7 +123,7 @@ LOSSES: dict[str, Callable[[Any, dict[str, Any]], Callable]] = {
 class Oracle:
     """The mean loss, and its gradients on a sample of tokens and of rows of the unembedding, in float64."""
 
-    def __init__(self, torch: Any, problem: dict[str, Any], inputs: tuple[Any, Any, Any], sample: int) -> None:
+    def __init__(self, torch: Any, problem: dict[str, Any], inputs: tuple[Any, Any, Any]) -> None:
         hidden, unembedding, targets = inputs
         beta, cap, tokens, vocab = problem["label_smoothing"], problem["softcap"], *map(len, inputs[:2])
 
@@ -141,10 +142,10 @@ class Oracle:
             log_normalizers.append(z.double().logsumexp(1))
             total += float((log_normalizers[-1] - mean).sum())
         self.tokens, ids = (
-            torch.randperm(tokens)[:sample].to(targets.device),
+            torch.randperm(tokens)[:SAMPLE].to(targets.device),
             torch.arange(vocab, device=targets.device),
         )
-        self.rows = torch.cat([targets[:sample], ids[torch.randperm(vocab)[:sample].to(ids.device)]]).unique()
+        self.rows = torch.cat([targets[:SAMPLE], ids[torch.randperm(vocab)[:SAMPLE].to(ids.device)]]).unique()
         z = torch.cat([logits(hidden[self.tokens], w, torch.float64) for w in unembedding.split(16384)], dim=1)
         dz = d_logits(z, z.logsumexp(1), targets[self.tokens][:, None] == ids[None, :])
         parts = zip(dz.split(16384, dim=1), unembedding.split(16384), strict=True)
@@ -185,19 +186,17 @@ def main(
     repeats: int,
     only: list[str] | None,
     seconds: float,
-    sample: int,
 ) -> dict[str, Any]:
     """The rows of all problems.
 
     Args:
-        problems: the fields of `contenders.Problem` of each.
-        tasks: of `DIFFERENTIATED`.
+        problems: the fields of `contenders.Problem` for each.
+        tasks: keys of `DIFFERENTIATED`.
         device: "cuda" or "cpu".
         seed: of the inputs.
         repeats: timed calls of each loss.
-        only: losses with one of these in their names; None: all.
-        seconds: after which no other loss is begun.
-        sample: tokens and rows that are held against float64.
+        only: losses whose names contain one of these; None: all.
+        seconds: time after which no other loss is started.
     """
     try:
         torch = importlib.import_module("torch")
@@ -216,16 +215,16 @@ def main(
                 row = {"problem": problem, "task": task, "contender": name}
                 rows.append(row)
                 if time.monotonic() > end:
-                    row["note"] = "not run: the time was up"
+                    row["note"] = "not run: time limit reached"
                     continue
                 try:
                     loss = LOSSES[name](torch, problem)
                     if inputs is None:
                         inputs = inputs_of(torch, problem, seed, device)
                         with torch.no_grad():
-                            oracle = Oracle(torch, problem, inputs, sample)
+                            oracle = Oracle(torch, problem, inputs)
                     row |= _timed(torch, loss, inputs, oracle, DIFFERENTIATED[task], repeats, problem["dtype"])
-                except Exception as error:  # whatever fails in one loss, the others have their rows
+                except Exception as error:  # a failure of one loss does not stop the others
                     text = (str(error).strip().splitlines() or [""])[0]
                     row["note"] = (
                         text if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {text}"[:80]
@@ -263,25 +262,25 @@ def _timed(
         return value, gradients
 
     run()  # compiles and warms up
-    found: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     if on_gpu:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     value, gradients = run()
     if on_gpu:
         results = sum(x.nbytes for x in (value, *gradients))
-        found["peak_extra_bytes"] = torch.cuda.max_memory_allocated() - before - results
+        row["peak_extra_bytes"] = torch.cuda.max_memory_allocated() - before - results
     errors = oracle.errors(value, gradients)
     del value, gradients
-    found["error"], (of_loss, of_any) = max(errors), TOLERANCE[dtype]
-    if errors[0] > of_loss or found["error"] > of_any:
-        return found | {"note": "WRONG"}
+    row["error"], (of_loss, of_any) = max(errors), TOLERANCE[dtype]
+    if errors[0] > of_loss or row["error"] > of_any:
+        return row | {"note": "WRONG"}
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return found | {"seconds": statistics.median(times), "fastest_seconds": min(times)}
+    return row | {"seconds": statistics.median(times), "fastest_seconds": min(times)}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python kernels/tune.py --chip v6e --width 2304
     python kernels/tune.py --chip v5e --width 4096 --kernel rows --blocks 1024,1024,512 512,512,256 --json rows.json
 
-Prints, best first, the static estimate of each candidate at the full size, its share of the matrix units' time, and
+Prints, best first, the static estimate of each candidate at the full size, its fraction of the matrix units' time, and
 which one `PREFERENCES` of `calibjax/kernels/pallas_tpu/blocks.py` takes now. A candidate takes one to three minutes on
 a plain CPU machine (two compilations with simulation); nothing runs on a TPU. Needs `pip install ".[plan]"`.
 """
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from static_profile import CHIPS, Program, estimate
 
-from calibjax.kernels.operator import Call, Model, Signal
+from calibjax.kernels.contract import BackwardRequest, Cotangents, ForwardRequest, Inputs, Options
 from calibjax.kernels.pallas_tpu import blocks, make
 from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version
 
@@ -32,16 +32,15 @@ WANTED = {"unembedding": frozenset({"unembedding"}), "fused": frozenset({"hidden
 
 def build(kernel: str, chosen: blocks.Blocks, tokens: int, width: int, dtype: str, softcap, vocab_size: int) -> Program:
     """The kernel alone, at a vocabulary of `vocab_size`."""
-    implementation = make(preferences={kernel: (chosen,)})
-    call = Call(implementation, frozenset(), softcap, None, None, None, False)
+    implementation, options = make(preferences={kernel: (chosen,)}), Options(softcap)
 
     def run(hidden, unembedding, scale, targets):
-        model = Model(hidden, unembedding, None, None)
+        inputs = Inputs(hidden, unembedding, None, scale, targets, valid=None)
         if kernel in WANTED:
-            signal = Signal(scale, scale, scale, None, None, scale, ((targets, scale),))
-            return implementation.backward(call, model, signal, None, WANTED[kernel])
+            cotangents = Cotangents(scale, scale, None, None, uniform=scale, one_hots=((targets, scale),))
+            return implementation.backward(BackwardRequest(options, WANTED[kernel]), inputs, cotangents, None, None)
         needed = {"target", "rows"} if kernel == "rows" else {"target", "first", "total"}
-        return implementation.forward(call, model, scale, targets, frozenset(needed), False)[0]
+        return implementation.forward(ForwardRequest(options, frozenset(needed)), inputs).moments
 
     shapes = (
         ((tokens, width), dtype),

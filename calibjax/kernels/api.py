@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels import chunked, operator, pallas_gpu, pallas_tpu, reference, sharded
-from calibjax.kernels.operator import Call, Implementation, Model
-from calibjax.kernels.platforms import platform
+from calibjax.kernels.contract import Implementation, Inputs, Options
+from calibjax.kernels.operator import Call
+from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
 from calibjax.runtime.errors import host_indices
@@ -24,12 +25,22 @@ IMPLEMENTATIONS: dict[str, Implementation | None] = {
 """Name -> implementation, best first; None stands for the dense formula, differentiated by JAX itself.
 
 `implementation=None` takes the first whose `check` does not raise NotImplementedError; an explicit name raises it.
-`explain` says which that is, and why.
+`explain` returns which that is, and why.
 """
 
 
 class CannotRun(NotImplementedError, ValueError):
-    """No implementation that was asked for can run this call here; a ValueError too, as an argument may be why."""
+    """No implementation that was requested can run this call here; a ValueError too: an argument may be the reason."""
+
+
+class Execution(TypedDict, total=False):
+    """How a call runs, not what it computes (but see `filter_threshold`): options of `vocab_stats`, described there."""
+
+    implementation: str | None
+    chunk_size: int | None
+    precision: jax.lax.PrecisionLike
+    filter_threshold: float | None
+    save_logits: bool
 
 
 def vocab_stats(
@@ -43,14 +54,10 @@ def vocab_stats(
     where: Bool[Array, "*B"] | None = None,
     ignore_index: int = -100,
     statistics: Sequence[str] | None = None,
-    implementation: str | None = None,
-    chunk_size: int | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    filter_threshold: float | None = None,
-    save_logits: bool = False,
     sharding: VocabSharding | None = None,
+    **execution: Unpack[Execution],
 ) -> VocabStats:
-    """Statistics of the logits z = softcap(h Wᵀ + b) over the vocabulary, without ever holding them all.
+    """Statistics of the logits z = softcap(h Wᵀ + b) over the vocabulary, without holding all logits.
 
     softcap(x) = cap·tanh(x / cap). Everything accumulates in float32, whatever the dtype of the inputs.
 
@@ -74,27 +81,27 @@ def vocab_stats(
         where: `[...]`, False for tokens that do not count (padding, prompt).
         ignore_index: target value that does not count.
         statistics: names of the wanted fields of `VocabStats`; None means all but `logit_variance`.
+        sharding: the mesh axes over which tokens and vocabulary are split: each device computes with the rows of the
+            unembedding that it holds, and the results are merged (`calibjax.kernels.sharded`). None leaves sharded
+            arrays to XLA: correct, but W may be gathered.
         implementation: a name in `IMPLEMENTATIONS`; None takes the first that can run this call on the devices it is
             compiled for: the mesh of `sharding`, or that in context (`jax.set_mesh`), or else the default device. An
             explicit name never falls back. "pallas_gpu" (Hopper) runs by its name only: it has not been timed yet.
         chunk_size: columns at a time in "chunked"; None chooses by memory (`chunked.choose_chunk_size`).
         precision: of the products, as in `jax.lax.dot_general`; None means full float32 for float32 inputs.
         filter_threshold: in the backward pass, leave out blocks of tokens and vocabulary in which every p_v is below
-            this, a number of at least 0: their part p_v W_v of dh and p_v h of dW, and with it that product, not the
-            logits. What one-hots and `mean_logit` add stays exact, unless a soft-cap ties `mean_logit` to the blocks:
-            then its part of such a block, g (1 − (z/cap)²)/V, is left out too, an approximation. The blocks are the
-            implementation's ("chunked": 128 tokens by at most 512 columns; "pallas_tpu": those of its kernels, 1,024
+            this number (at least 0): their part p_v W_v of dh and p_v h of dW, and with it that product, not the
+            logits. The parts of one-hots and `mean_logit` stay exact, except under a soft-cap, where the part of
+            `mean_logit` in such a block, g (1 − (z/cap)²)/V, is left out too: an approximation. The blocks depend on
+            the implementation ("chunked": 128 tokens by at most 512 columns; "pallas_tpu": those of its kernels, 1,024
             by 512 where memory allows); dh that comes out of the forward pass is exact. None or 0 leaves out nothing.
-        save_logits: keep the logits [N, V] from the forward for the backward pass, where that would compute them anew:
+        save_logits: keep the logits [N, V] from the forward for the backward pass, where it would compute them again:
             three products in all where hidden and unembedding are both differentiated. They are float32; "pallas_gpu"
             keeps their exponentials in bfloat16, an error of up to 2⁻⁸ of each p but the target's and the largest.
-        sharding: the mesh axes over which tokens and vocabulary are split: each device computes with the rows of the
-            unembedding that it holds, and what they find is merged (`calibjax.kernels.sharded`). None leaves to XLA
-            what to do with sharded arrays: right, but W may be gathered.
 
     Returns:
         `VocabStats`, each field `[...]`, float32, int32 or bool. Tokens that do not count hold 0 (argmax -1, correct
-        False) and give exactly zero gradient, whatever their hidden state holds.
+        False) and give exactly zero gradient, even with NaN in their hidden state.
 
     Raises:
         ValueError: for shapes, dtypes or options that do not fit.
@@ -108,23 +115,9 @@ def vocab_stats(
     """
     hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
     targets = None if targets is None else jnp.asarray(host_indices(targets))
-    call, model, wanted = plan(
-        hidden,
-        unembedding,
-        targets,
-        bias=bias,
-        softcap=softcap,
-        where=where,
-        statistics=statistics,
-        chunk_size=chunk_size,
-        precision=precision,
-        filter_threshold=filter_threshold,
-        save_logits=save_logits,
-        sharding=sharding,
-    )
-    call = call._replace(
-        implementation=over_mesh(IMPLEMENTATIONS[choose(implementation, call, model, sharding)], sharding)
-    )
+    arrays = (hidden, unembedding, targets, bias, where)
+    dispatch = prepare(arrays, softcap, statistics, sharding, execution)
+    call, shapes = dispatch.call(), dispatch.shapes
 
     shape, vocab_size = hidden.shape[:-1], unembedding.shape[0]
     full_scale = jnp.asarray(1.0 if scale is None else scale)
@@ -138,78 +131,116 @@ def vocab_stats(
         in_range = (targets >= 0) & (targets < vocab_size)
         flat_targets = jnp.where(in_range, targets, 0).reshape(-1).astype(jnp.int32)
 
-    tokens, padded = valid.size, model.hidden.shape[0]
-    compute = reference.statistics if call.implementation is None else operator.statistics
-    values = compute(
-        call,
-        _pad(hidden.reshape(-1, hidden.shape[-1]), padded),
-        unembedding,
-        bias,
-        _pad(counted_scale.reshape(-1), padded, 1),
-        _pad(flat_targets, padded),
-        None if model.valid is None else _pad(valid.reshape(-1), padded),
+    tokens, padded = valid.size, shapes.hidden.shape[0]
+    inputs = Inputs(
+        hidden=_pad(hidden.reshape(-1, hidden.shape[-1]), padded),
+        unembedding=unembedding,
+        bias=bias,
+        scale=_pad(counted_scale.reshape(-1), padded, 1),
+        targets=_pad(flat_targets, padded),
+        valid=None if shapes.valid is None else _pad(valid.reshape(-1), padded),
     )
+    values = (reference if call.implementation is None else operator).statistics(call, inputs)
     values = {name: value[:tokens].reshape(shape) for name, value in values.items()}
     if "target_logit" in values:
         assert in_range is not None
         values["target_logit"] = jnp.where(in_range, values["target_logit"], jnp.nan)
-    if "correct" in wanted:
+    if "correct" in dispatch.wanted:
         values["correct"] = (values["argmax"] == targets) & valid
     filler = {"argmax": -1, "correct": False}
-    masked = {name: jnp.where(valid, value, filler.get(name, 0)) for name, value in values.items() if name in wanted}
+    masked = {
+        name: jnp.where(valid, value, filler.get(name, 0)) for name, value in values.items() if name in dispatch.wanted
+    }
     return VocabStats(**{name: masked.get(name) for name in STATISTICS}, valid=valid, scale=full_scale)
 
 
-def plan(
-    hidden: Any,
-    unembedding: Any,
-    targets: Any,
-    *,
-    bias: Any = None,
-    scale: Any = None,
-    softcap: float | None = None,
-    where: Any = None,
-    ignore_index: int = -100,
-    statistics: Sequence[str] | None = None,
-    chunk_size: int | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    filter_threshold: float | None = None,
-    save_logits: bool = False,
-    sharding: VocabSharding | None = None,
-) -> tuple[Call, Model, frozenset[str]]:
-    """The checked call but for its implementation, the shapes that `operator` will see, and the wanted statistics.
+class Dispatch(NamedTuple):
+    """A checked call: everything that determines which implementation runs it.
 
-    Looks at shapes and dtypes only. With `sharding` the tokens are padded to divide into their shards.
+    Attributes:
+        implementation: the name that was requested, or None.
+        wanted: the wanted fields of `VocabStats`.
+        options: of the implementation.
+        shapes: of the inputs that it receives, as `jax.ShapeDtypeStruct`.
+        sharding: as in `vocab_stats`.
     """
-    bias, where = (x if x is None or hasattr(x, "dtype") else jnp.asarray(x) for x in (bias, where))
-    _check_shapes(hidden, unembedding, targets, bias, where)
-    _check_options(softcap, chunk_size, filter_threshold)
-    wanted = _wanted(statistics, targets)
+
+    implementation: str | None
+    wanted: frozenset[str]
+    options: Options
+    shapes: Inputs
+    sharding: VocabSharding | None
+
+    def over_mesh(self, name: str) -> Implementation | None:
+        """The implementation that runs with `sharding`: itself on every device's part; None is the dense formula."""
+        implementation = IMPLEMENTATIONS[name]
+        if implementation is None or self.sharding is None:
+            return implementation
+        return sharded.implementation(implementation, self.sharding)
+
+    def platform(self) -> Platform:
+        """What the call is compiled for."""
+        return platform(None if self.sharding is None else self.sharding.mesh)
+
+    def check(self, name: str) -> str:
+        """The implementation's line for `explain`; raises NotImplementedError where it cannot run the call here."""
+        implementation = self.over_mesh(name)
+        if implementation is None:
+            return reference.check(self.options, self.sharding is not None)
+        return implementation.check(self.options, self.shapes, self.platform())
+
+    def choose(self) -> str:
+        """The name requested, or the first, that can run the call here; raises `CannotRun` where none can."""
+        reasons = []
+        for name in IMPLEMENTATIONS if self.implementation is None else (self.implementation,):
+            try:
+                self.check(name)
+            except NotImplementedError as reason:
+                reasons.append(f"implementation={name!r} cannot run this call here: {reason}")
+            else:
+                return name
+        raise CannotRun("\n".join(reasons))
+
+    def call(self, name: str | None = None) -> Call:
+        """The call of the implementation `name`; None chooses."""
+        needs_argmax = {"argmax"} if "correct" in self.wanted else set()
+        wanted = frozenset((self.wanted - {"correct"}) | needs_argmax)
+        return Call(self.over_mesh(name or self.choose()), wanted, self.options)
+
+
+def prepare(
+    arrays: tuple[Any, ...],
+    softcap: float | None,
+    statistics: Sequence[str] | None,
+    sharding: VocabSharding | None,
+    execution: Execution,
+) -> Dispatch:
+    """Checks a call of `vocab_stats`; of its hidden, unembedding, targets, bias and where only shapes and dtypes.
+
+    With `sharding` the tokens are padded to divide into their shards.
+    """
+    known: Any = tuple(x if x is None or hasattr(x, "dtype") else jnp.asarray(x) for x in arrays)
+    hidden, unembedding, targets, bias, where = known
+    _check_shapes(*known)
+    options = _options(softcap, execution)
     dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
-    if precision is None and dtype == jnp.float32:
-        precision = jax.lax.Precision.HIGHEST
-    needs_argmax = {"argmax"} if "correct" in wanted else set()
-    call = Call(
-        implementation=None,
-        wanted=frozenset((wanted - {"correct"}) | needs_argmax),
-        softcap=softcap,
-        precision=precision,
-        chunk_size=chunk_size,
-        filter_threshold=filter_threshold,
-        save_logits=save_logits,
-    )
+    if options.precision is None and dtype == jnp.float32:
+        options = options._replace(precision=jax.lax.Precision.HIGHEST)
     tokens, padding = math.prod(hidden.shape[:-1]), 0
     if sharding is not None:
         sharding.check_shape(*unembedding.shape)
         padding = -tokens % sharding.count(sharding.tokens)
+    tokens += padding
     masked = targets is not None or where is not None or padding > 0
-    model = Model(
-        hidden=_shape((tokens + padding, hidden.shape[-1]), dtype),
+    shapes = Inputs(
+        hidden=_shape((tokens, hidden.shape[-1]), dtype),
         unembedding=_shape(unembedding.shape, dtype),
         bias=None if bias is None else _shape(bias.shape, jnp.float32),
-        valid=_shape((tokens + padding,), bool) if masked else None,
+        scale=_shape((tokens,), jnp.float32),
+        targets=None if targets is None else _shape((tokens,), jnp.int32),
+        valid=_shape((tokens,), bool) if masked else None,
     )
-    return call, model, wanted
+    return Dispatch(execution.get("implementation"), _wanted(statistics, targets), options, shapes, sharding)
 
 
 def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -221,36 +252,6 @@ def _pad(x: Array | None, length: int, value: int = 0) -> Any:
     if x is None or x.shape[0] == length:
         return x
     return jnp.pad(x, ((0, length - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=value)
-
-
-def over_mesh(implementation: Implementation | None, sharding: VocabSharding | None) -> Implementation | None:
-    """The implementation that runs with `sharding`: itself on every device's part; None is the dense formula."""
-    if implementation is None or sharding is None:
-        return implementation
-    return sharded.implementation(implementation, sharding)
-
-
-def check(name: str, call: Call, model: Model, sharding: VocabSharding | None) -> str:
-    """What the implementation says of this call; raises NotImplementedError where it cannot run it here."""
-    implementation = over_mesh(IMPLEMENTATIONS[name], sharding)
-    if implementation is None:
-        return reference.check(call, sharding is not None)
-    return implementation.check(call, model, platform(None if sharding is None else sharding.mesh))
-
-
-def choose(name: str | None, call: Call, model: Model, sharding: VocabSharding | None) -> str:
-    """`name`, or for None the first implementation, that can run this call here; raises `CannotRun` where none can."""
-    if name is not None and name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, got {name!r}.")
-    reasons = []
-    for candidate in IMPLEMENTATIONS if name is None else (name,):
-        try:
-            check(candidate, call, model, sharding)
-        except NotImplementedError as reason:
-            reasons.append(f"implementation={candidate!r} cannot run this call here: {reason}")
-        else:
-            return candidate
-    raise CannotRun("\n".join(reasons))
 
 
 def _wanted(statistics: Sequence[str] | None, targets: Array | None) -> frozenset[str]:
@@ -285,10 +286,19 @@ def _check_shapes(hidden, unembedding, targets, bias, where) -> None:
         raise ValueError(f"where: expected booleans, got {where.dtype}.")
 
 
-def _check_options(softcap: float | None, chunk_size: int | None, filter_threshold: float | None) -> None:
+def _options(softcap: float | None, execution: Execution) -> Options:
+    unknown = sorted(execution.keys() - Execution.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"unexpected keyword arguments {unknown}; expected some of {list(Execution.__annotations__)}.")
+    name = execution.get("implementation")
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, got {name!r}.")
+    given: dict[str, Any] = {key: value for key, value in execution.items() if key != "implementation"}
+    options = Options(softcap, **given)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected a number above 0 or None, got {softcap}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1 or None, got {chunk_size}.")
-    if filter_threshold is not None and not filter_threshold >= 0:
-        raise ValueError(f"filter_threshold: expected a number of at least 0 or None, got {filter_threshold}.")
+    if options.chunk_size is not None and options.chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1 or None, got {options.chunk_size}.")
+    if options.filter_threshold is not None and not options.filter_threshold >= 0:
+        raise ValueError(f"filter_threshold: expected a number of at least 0 or None, got {options.filter_threshold}.")
+    return options

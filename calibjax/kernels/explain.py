@@ -1,10 +1,10 @@
 """`explain`: which implementation of `vocab_stats` runs for some arguments, and what it costs."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
-from calibjax.kernels import api, operator
-from calibjax.kernels.operator import Call, Implementation
-from calibjax.kernels.platforms import platform
+from calibjax.kernels import api
+from calibjax.kernels.operator import Call, takes_rows
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import STATISTICS
 
@@ -14,23 +14,27 @@ def explain(
     unembedding: Any,
     targets: Any = None,
     *,
-    implementation: str | None = None,
+    bias: Any = None,
+    where: Any = None,
+    softcap: float | None = None,
+    statistics: Sequence[str] | None = None,
     sharding: VocabSharding | None = None,
-    **options: Any,
+    **execution: Unpack[api.Execution],
 ) -> str:
     """Which implementation `vocab_stats` takes for these arguments, why, and what the call costs.
 
     Args:
-        hidden, unembedding, targets, implementation, sharding, options: as for `vocab_stats`; any array may be a
-            `jax.ShapeDtypeStruct`. Nothing is computed.
+        hidden, unembedding, targets, bias, where: as in `vocab_stats`, or a `jax.ShapeDtypeStruct` each. Nothing is
+            computed.
+        softcap, statistics, sharding, execution: as in `vocab_stats`.
 
     Returns:
         Text: the sizes; every implementation in order, with what it would do or why it cannot; the wanted statistics
-        with what each costs; the products N·D·V by what is differentiated.
+        with the cost of each; the products N·D·V by what is differentiated.
 
     Raises:
         ValueError: as `vocab_stats` for shapes, dtypes and names that do not fit. A named implementation that cannot
-            run the call is no error here: the text says so.
+            run the call is no error here: the text contains the reason.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -39,41 +43,30 @@ def explain(
         >>> print(text.splitlines()[-2].strip())
         reference   cannot run this call here: it is dense and takes no chunk_size.
     """
-    call, model, wanted = api.plan(hidden, unembedding, targets, sharding=sharding, **options)
+    arrays = (hidden, unembedding, targets, bias, where)
+    dispatch = api.prepare(arrays, softcap, statistics, sharding, execution)
     try:
-        chosen = api.choose(implementation, call, model, sharding)
+        chosen = dispatch.choose()
     except NotImplementedError:
         chosen = None
-    where = platform(None if sharding is None else sharding.mesh)
-    tokens, (vocab_size, width) = model.hidden.shape[0], model.unembedding.shape
+    options, shapes, where = dispatch.options, dispatch.shapes, dispatch.platform()
+    tokens, (vocab_size, width) = shapes.hidden.shape[0], shapes.unembedding.shape
     lines = [
-        f"vocab_stats: {tokens} tokens, D = {width}, V = {vocab_size}, {model.hidden.dtype}, "
+        f"vocab_stats: {tokens} tokens, D = {width}, V = {vocab_size}, {shapes.hidden.dtype}, "
         f"for {where.name} ({where.device_kind})"
     ]
     lines += [] if sharding is None else [sharding.describe(tokens, vocab_size)]
-    lines += ["implementations, best first:"]
-    for name in api.IMPLEMENTATIONS:
-        try:
-            note, able = api.check(name, call, model, sharding), True
-        except NotImplementedError as reason:
-            note, able = str(reason), False
-        asked = implementation in (None, name)
-        if name == chosen:
-            note = f"chosen: {note}"
-        elif not able:
-            note = f"cannot run this call here: {note}"
-        else:
-            note = f"{'comes later' if asked else 'not asked for'} (could: {note})"
-        lines.append(f"  {name:<11} {note}")
+    lines += ["implementations, best first:", *(_line(dispatch, name, chosen) for name in api.IMPLEMENTATIONS)]
     if chosen is None:
-        return "\n".join([*lines, "none that was asked for can run: vocab_stats raises NotImplementedError"])
+        return "\n".join([*lines, "none that was requested can run: vocab_stats raises NotImplementedError"])
     lines.append("statistics, beyond the one product:")
-    lines += [f"  {name:<15} {_cost(name, call)}" for name in STATISTICS if name in wanted]
-    ran = api.over_mesh(api.IMPLEMENTATIONS[chosen], sharding)
-    if call.save_logits and ran is not None:
-        size = ran.saved_bytes * tokens * vocab_size / 2**20
+    lines += [f"  {name:<15} {_cost(name, softcap)}" for name in STATISTICS if name in dispatch.wanted]
+    call = dispatch.call(chosen)
+    implementation = call.implementation
+    if options.save_logits and implementation is not None:
+        size = implementation.saved_bytes * tokens * vocab_size / 2**20
         lines.append(f"saved logits, where the backward pass needs them: {size:.0f} MiB over all devices")
-    shared = ran is not None and ran.shares_logits(call, model, where)
+    shared = implementation is not None and implementation.shares_logits(options, shapes, where)
     lines.append("products N·D·V, forward + backward, by what is differentiated:")
     for what, of_hidden, of_unembedding in (
         ("nothing, scale", False, False),
@@ -81,28 +74,42 @@ def explain(
         ("unembedding", False, True),
         ("hidden and unembedding", True, True),
     ):
-        forward, backward, filtered = _products(call, ran, shared, of_hidden, of_unembedding)
+        forward, backward, filtered = _products(call, shared, of_hidden, of_unembedding)
         note = f" ({filtered} of them only where p reaches filter_threshold)" if filtered else ""
         lines.append(f"  {what:<23} {forward} + {backward}{note}")
     return "\n".join(lines)
 
 
-def _cost(name: str, call: Call) -> str:
+def _line(dispatch: api.Dispatch, name: str, chosen: str | None) -> str:
+    try:
+        note, able = dispatch.check(name), True
+    except NotImplementedError as reason:
+        note, able = str(reason), False
+    if name == chosen:
+        note = f"chosen: {note}"
+    elif not able:
+        note = f"cannot run this call here: {note}"
+    else:
+        requested = dispatch.implementation in (None, name)
+        note = f"{'comes later' if requested else 'not requested'} (could: {note})"
+    return f"  {name:<11} {note}"
+
+
+def _cost(name: str, softcap: float | None) -> str:
     if name == "mean_logit":
-        return "a row of W (on TPU an elementwise pass)" if call.softcap is None else "an elementwise pass"
+        return "a row of W (on TPU an elementwise pass)" if softcap is None else "an elementwise pass"
     if name in ("log_normalizer", "max_logit"):
         return "a pass over the logits" if name == "log_normalizer" else "none: log_normalizer's pass"
     return {"target_logit": "a gather", "correct": "argmax's pass"}.get(name, "an elementwise pass")
 
 
-def _products(
-    call: Call, implementation: Implementation | None, shared: bool, of_hidden: bool, of_unembedding: bool
-) -> tuple[int, int, int]:
+def _products(call: Call, shared: bool, of_hidden: bool, of_unembedding: bool) -> tuple[int, int, int]:
     """Products N·D·V of the forward and the backward pass, and those of the latter with a filter; see `operator`."""
-    if implementation is None:
+    if call.implementation is None:
         return 1, of_hidden + of_unembedding, 0
-    rows = of_hidden and operator.takes_rows(call, implementation, alone=not of_unembedding)
+    rows = of_hidden and takes_rows(call, alone=not of_unembedding)
     gradients = (of_hidden and not rows) + of_unembedding
-    # One pass computes the logits anew for both, or each gradient has a pass of its own.
+    # One pass computes the logits again for both, or each gradient has a pass of its own.
     again = min(gradients, 1) if shared else gradients
-    return 1 + rows, gradients + (0 if call.save_logits else again), gradients if call.filter_threshold else 0
+    filtered = gradients if call.options.filter_threshold else 0
+    return 1 + rows, gradients + (0 if call.options.save_logits else again), filtered

@@ -1,13 +1,13 @@
 """The operator over a mesh: every device takes its part of the tokens and of the vocabulary.
 
-Any implementation runs inside `jax.shard_map` on the shard of the unembedding that its device holds; targets move by
-where the shard starts. W never moves (but see `VocabSharding.width`). What moves between the vocabulary shards, of N
-local tokens and S shards:
+Any implementation runs inside `jax.shard_map` on the shard of the unembedding that its device holds, with targets
+counted from the start of the shard. W never moves (but see `VocabSharding.width`). Communication between S vocabulary
+shards, for N local tokens:
 
 | pass | collective over the vocabulary axes | bytes a device receives |
 |---|---|---|
 | forward | all-gather of the `Moments`, 2 to 6 numbers a token, merged by `stats.merge` | up to 24 N S |
-| forward, hidden differentiated, W frozen | the same, and one psum of the rows | 4 N D more |
+| forward, hidden differentiated, W frozen | the same, and one psum of `Moments.rows` | 4 N D more |
 | backward | one psum of dh, where hidden is differentiated | 4 N D |
 
 dW and db stay where their part of the vocabulary is; over the token axes they are summed once, in float32.
@@ -26,7 +26,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from calibjax.kernels import stats
-from calibjax.kernels.operator import Call, Gradients, Implementation, Model, Signal
+from calibjax.kernels.contract import (
+    BackwardRequest,
+    Cotangents,
+    ForwardRequest,
+    ForwardResult,
+    Gradients,
+    Implementation,
+    Inputs,
+    Options,
+)
 from calibjax.kernels.platforms import Platform
 from calibjax.kernels.stats import Moments
 
@@ -36,19 +45,19 @@ _NARROW = 128  # rows of W under which a piece is not worth a collective
 
 @dataclasses.dataclass(frozen=True)
 class VocabSharding:
-    """Which mesh axes split what. Each of the three may be empty, one or several axes; the order is the one stored.
+    """The mesh axes over which tokens, vocabulary and width are split: each field has none, one or several axes.
 
-    Tokens and vocabulary need not divide: tokens are padded with ones that do not count, and the last V mod S rows of
-    W are taken by every device besides its V // S.
+    Several axes split in the order given. Tokens and vocabulary need not divide: tokens are padded with ones that do
+    not count, and every device takes the last V mod S rows of W besides its V // S.
 
     Attributes:
         mesh: of devices, or abstract; its axes of type Auto.
         tokens: axes over which the tokens N are split.
         vocab: axes over which the rows of `unembedding` (and the bias) are split.
         width: axes among `tokens` over which the columns of `unembedding`, its D, are stored split too, as in fully
-            sharded data parallelism. Then W is gathered along D in pieces of some 16 MiB, each while the one before it
-            is computed with, and dW is reduced and scattered back in the same pieces: the gather is hidden as long as
-            a piece takes longer to compute with than to receive, and W is never whole on a device. D must divide.
+            sharded data parallelism. Then W is gathered along D in pieces of some 16 MiB, each while the previous one
+            is in use, and dW is reduced and scattered back in the same pieces: the gather is hidden as long as
+            computing with a piece takes longer than receiving it, and W is never whole on a device. D must divide.
 
     Raises:
         ValueError: for axes that the mesh does not have, that have two uses, or whose type is Explicit.
@@ -114,7 +123,7 @@ class VocabSharding:
 
 @functools.cache
 def implementation(inner: Implementation, sharding: VocabSharding) -> Implementation:
-    """`inner` on every device's part of the vocabulary. Equal arguments give the same object: nothing compiles anew.
+    """`inner` on every device's part of the vocabulary. Equal arguments give the same object, so nothing recompiles.
 
     The number of tokens must divide into their shards.
     """
@@ -129,34 +138,34 @@ def implementation(inner: Implementation, sharding: VocabSharding) -> Implementa
     )
 
 
-def _check(inner: Implementation, sharding: VocabSharding, call: Call, model: Model, platform: Platform) -> str:
-    """Whether `inner` can run the parts that a device takes; what it says of the main one."""
-    main, *rest = _parts(sharding, model)
+def _check(inner: Implementation, sharding: VocabSharding, options: Options, inputs: Inputs, platform: Platform) -> str:
+    """Whether `inner` can run the parts that a device takes; its line about the main one."""
+    main, *rest = _parts(sharding, inputs)
     for part in rest:
-        inner.check(call, part, platform)
-    return inner.check(call, main, platform)
+        inner.check(options, part, platform)
+    return inner.check(options, main, platform)
 
 
 def _shares_logits(
-    inner: Implementation, sharding: VocabSharding, call: Call, model: Model, platform: Platform
+    inner: Implementation, sharding: VocabSharding, options: Options, inputs: Inputs, platform: Platform
 ) -> bool:
-    return inner.shares_logits(call, _parts(sharding, model)[0], platform)
+    return inner.shares_logits(options, _parts(sharding, inputs)[0], platform)
 
 
-def _parts(sharding: VocabSharding, model: Model) -> list[Model]:
+def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
     """Shapes of the parts of the vocabulary that a device takes: the main one, and what does not divide, if any."""
-    tokens = -(-model.hidden.shape[0] // sharding.count(sharding.tokens))
-    (vocab_size, width), dtype = model.unembedding.shape, model.unembedding.dtype
-    share, rest = divmod(vocab_size, sharding.count(sharding.vocab))
+    tokens = -(-inputs.hidden.shape[0] // sharding.count(sharding.tokens))
+    (vocab_size, width), dtype = inputs.unembedding.shape, inputs.unembedding.dtype
+    rows_per_shard, rest = divmod(vocab_size, sharding.count(sharding.vocab))
 
-    def part(rows: int) -> Model:
-        shapes = ((tokens, width), (rows, width), (rows,), (tokens,))
+    def part(rows: int) -> Inputs:
+        shapes = ((tokens, width), (rows, width), (rows,), (tokens,), (tokens,), (tokens,))
         local: Any = (
-            None if x is None else jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in zip(model, shapes, strict=True)
+            None if x is None else jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in zip(inputs, shapes, strict=True)
         )
-        return Model(*local)
+        return Inputs(*local)
 
-    main = _piece_rows(share, width * dtype.itemsize) if sharding.width else share
+    main = _piece_rows(rows_per_shard, width * dtype.itemsize) if sharding.width else rows_per_shard
     return [part(rows) for rows in (main, rest) if rows]
 
 
@@ -169,20 +178,20 @@ def _piece_rows(rows: int, row_bytes: int) -> int:
     return max((n for n in divisors if n * row_bytes <= _GATHERED_BYTES), default=divisors[0])
 
 
-def split_rows(model: Model, shards: int) -> tuple[Model, _Tail | None]:
+def _split_rows(inputs: Inputs, shards: int) -> tuple[Inputs, _Tail | None]:
     """The rows of W that divide into the shards, and the few after them (weights, bias), None where all divide."""
-    cut = model.unembedding.shape[0] // shards * shards
-    if cut == model.unembedding.shape[0]:
-        return model, None
-    bias = model.bias
-    head = model._replace(unembedding=model.unembedding[:cut], bias=None if bias is None else bias[:cut])
-    return head, (model.unembedding[cut:], None if bias is None else bias[cut:])
+    cut = inputs.unembedding.shape[0] // shards * shards
+    if cut == inputs.unembedding.shape[0]:
+        return inputs, None
+    bias = inputs.bias
+    head = inputs._replace(unembedding=inputs.unembedding[:cut], bias=None if bias is None else bias[:cut])
+    return head, (inputs.unembedding[cut:], None if bias is None else bias[cut:])
 
 
-def _model_specs(sharding: VocabSharding) -> Any:
+def _input_specs(sharding: VocabSharding) -> Any:
     tokens: Any = P(sharding.tokens)
     weights: Any = P(sharding.vocab, sharding.width)
-    return Model(hidden=tokens, unembedding=weights, bias=P(sharding.vocab), valid=tokens)  # pyright: ignore
+    return Inputs(tokens, weights, bias=P(sharding.vocab), scale=tokens, targets=tokens, valid=tokens)  # pyright: ignore
 
 
 def _own_specs(sharding: VocabSharding) -> P:
@@ -190,86 +199,106 @@ def _own_specs(sharding: VocabSharding) -> P:
     return P((*sharding.vocab, *sharding.tokens))
 
 
-def over_pieces(
+def _over_pieces(
     sharding: VocabSharding,
-    model: Model,
-    step: Callable[[Any, Array, Array | None, Array | int, Any], tuple[Any, Any]],
+    inputs: Inputs,
+    step: Callable[[Any, Inputs, Array | int, Any], tuple[Any, Any]],
     carry: Any,
     saved: Any = None,
 ) -> tuple[Any, Any]:
-    """`step(carry, weights, bias, start, saved) -> (carry, output)` over the rows of W that this device takes.
+    """`step(carry, part, start, saved) -> (carry, output)` over the rows of W that this device takes.
 
-    `weights` has all D columns; `start` is where it starts in the vocabulary. Without width axes that is one step.
-    With them it is a loop, in which the next piece is gathered while this one is computed with: nothing in a turn
-    depends on its gather, so the compiler can run both at once. The last turn gathers the first piece again, for
-    nothing: the price of having one program for all pieces. `saved` and the outputs have an axis in front, one entry
-    a piece.
+    `part` has some of the rows and all D columns; `start` is where it starts in the vocabulary. Without width axes that
+    is one step. With them it is a loop, in which the next piece is gathered while this one is computed with: nothing in
+    an iteration depends on its gather, so the compiler can run both at once. The last iteration gathers the first piece
+    again, for nothing: the price of having one program for all pieces. `saved` and the outputs have an axis in front,
+    one entry a piece.
     """
-    rows = model.unembedding.shape[0]
+    rows = inputs.unembedding.shape[0]
     first = jax.lax.axis_index(sharding.vocab) * rows if sharding.vocab else 0
     if not sharding.width:
-        carry, output = step(carry, model.unembedding, model.bias, first, jax.tree.map(lambda x: x[0], saved))
+        carry, output = step(carry, inputs, first, jax.tree.map(lambda x: x[0], saved))
         return carry, jax.tree.map(lambda x: x[None], output)
-    columns = sharding.count(sharding.width) * model.unembedding.shape[1]
-    size = _piece_rows(rows, columns * model.unembedding.dtype.itemsize)
+    columns = sharding.count(sharding.width) * inputs.unembedding.shape[1]
+    size = _piece_rows(rows, columns * inputs.unembedding.dtype.itemsize)
 
     def gather(start: Array | int) -> Array:
-        mine = jax.lax.dynamic_slice_in_dim(model.unembedding, start, size)
+        mine = jax.lax.dynamic_slice_in_dim(inputs.unembedding, start, size)
         return jax.lax.all_gather(mine, sharding.width, axis=1, tiled=True)
 
-    def turn(state, x):
+    def iterate(state, x):
         (carry, weights), (start, saved) = state, x
         following = gather((start + size) % rows)
-        bias = None if model.bias is None else jax.lax.dynamic_slice_in_dim(model.bias, start, size)
-        carry, output = step(carry, weights, bias, first + start, saved)
+        bias = None if inputs.bias is None else jax.lax.dynamic_slice_in_dim(inputs.bias, start, size)
+        carry, output = step(carry, inputs._replace(unembedding=weights, bias=bias), first + start, saved)
         return (carry, following), output
 
     starts = jnp.arange(0, rows, size, dtype=jnp.int32)
-    (carry, _), outputs = jax.lax.scan(turn, (carry, gather(0)), (starts, saved))
+    (carry, _), outputs = jax.lax.scan(iterate, (carry, gather(0)), (starts, saved))
     return carry, outputs
 
 
-@functools.partial(jax.jit, static_argnames=("inner", "sharding", "call", "needed", "save"))
-def _forward(
-    inner: Implementation,
-    sharding: VocabSharding,
-    call: Call,
-    model: Model,
-    scale: Array,
-    targets: Array | None,
-    needed: frozenset[str],
-    save: bool,
-) -> tuple[Moments, Any]:
-    head, tail = split_rows(model, sharding.count(sharding.vocab))
+def _with_tail(inputs: Inputs, tail: _Tail) -> Inputs:
+    return inputs._replace(unembedding=tail[0], bias=tail[1])
+
+
+def _shard_map(sharding: VocabSharding, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+    return jax.shard_map(local, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def sum_over_vocab(
+    sharding: VocabSharding, term: Callable[[Inputs, Array], Array], terms: int, inputs: Inputs, per_token: Array
+) -> Float[Array, "N terms"]:
+    """Σ over the vocabulary of `term(inputs, per_token)`, each for the rows of W in its `inputs`, in float32."""
+    sharding.check_shape(*inputs.unembedding.shape)
+    sharding = sharding.without_trivial_axes()
+    tokens, axes = inputs.hidden.shape[0], sharding.count(sharding.tokens)
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, ((0, -tokens % axes), *((0, 0),) * (x.ndim - 1)))
+
+    inputs = inputs._replace(hidden=padded(inputs.hidden), scale=padded(inputs.scale))
+    per_token = padded(per_token)
+    head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
+
+    def local(inputs: Inputs, tail: _Tail | None, per_token: Array) -> Array:
+        def step(total: Array, part: Inputs, *_: Any) -> tuple[Array, None]:
+            return total + term(part, per_token), None
+
+        zero = jnp.zeros((len(per_token), terms), jnp.float32)
+        total = jax.lax.psum(_over_pieces(sharding, inputs, step, zero)[0], sharding.vocab)
+        return total if tail is None else total + term(_with_tail(inputs, tail), per_token)
+
+    tokens_spec = P(sharding.tokens)
+    spread = _shard_map(sharding, local, (_input_specs(sharding), P(), tokens_spec), tokens_spec)
+    return spread(head, tail, per_token)[:tokens]
+
+
+@functools.partial(jax.jit, static_argnames=("inner", "sharding", "request"))
+def _forward(inner: Implementation, sharding: VocabSharding, request: ForwardRequest, inputs: Inputs) -> ForwardResult:
+    head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
     tail_start = head.unembedding.shape[0]
 
-    def local(model: Model, tail: _Tail | None, scale: Array, targets: Array | None):
-        def step(total: Moments | None, weights: Array, bias: Array | None, start: Array | int, _):
-            part = model._replace(unembedding=weights, bias=bias)
-            found, saved = inner.forward(call, part, scale, None if targets is None else targets - start, needed, save)
-            found = found._replace(argmax=None if found.argmax is None else found.argmax + start)
-            return found if total is None else stats.merge(total, found, scale), saved
+    def local(inputs: Inputs, tail: _Tail | None) -> ForwardResult:
+        def step(total: Moments | None, part: Inputs, start: Array | int, _: Any) -> tuple[Moments, Any]:
+            targets = None if part.targets is None else part.targets - start
+            moments, saved = inner.forward(request, part._replace(targets=targets))
+            moments = moments._replace(argmax=None if moments.argmax is None else moments.argmax + start)
+            return moments if total is None else stats.merge(total, moments, inputs.scale), saved
 
-        nothing = _nothing(needed, *model.hidden.shape) if sharding.width else None
-        total, saved = over_pieces(sharding, model, step, nothing)
-        total = _merge_shards(sharding, total, scale)
-        saved_tail = None
+        nothing = _no_moments(request.needed, *inputs.hidden.shape) if sharding.width else None
+        total, saved = _over_pieces(sharding, inputs, step, nothing)
+        total, saved_tail = _merge_shards(sharding, total, inputs.scale), None
         if tail is not None:
-            total, saved_tail = step(total, *tail, tail_start, None)
-        return total, jax.tree.map(lambda x: x[None], (saved, saved_tail))
+            total, saved_tail = step(total, _with_tail(inputs, tail), tail_start, None)
+        return ForwardResult(total, jax.tree.map(lambda x: x[None], (saved, saved_tail)))
 
-    tokens = P(sharding.tokens)
-    return jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=(_model_specs(sharding), P(), tokens, tokens),
-        out_specs=(tokens, _own_specs(sharding)),
-        check_vma=False,
-    )(head, tail, scale, targets)
+    out_specs: Any = ForwardResult(P(sharding.tokens), _own_specs(sharding))  # pyright: ignore[reportArgumentType]
+    return _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)(head, tail)
 
 
-def _nothing(needed: frozenset[str], tokens: int, width: int) -> Moments:
-    """The moments of no vocabulary at all: merging with them changes nothing."""
+def _no_moments(needed: frozenset[str], tokens: int, width: int) -> Moments:
+    """The moments of an empty vocabulary: merging with them changes nothing."""
     zeros = jnp.zeros((tokens,), jnp.float32)
     return Moments(
         max_logit=jnp.full((tokens,), jnp.finfo(jnp.float32).min),
@@ -294,25 +323,25 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Float[Array, " 
     total: Moments = functools.reduce(functools.partial(stats.merge, scale=scale), shards)
     if mine.rows is None:
         return total
-    share = mine.weight * jnp.exp(scale * jnp.maximum(mine.max_logit - total.max_logit, stats.FLOOR)) / total.weight
-    return total._replace(rows=jax.lax.psum(share[:, None] * mine.rows.astype(jnp.float32), sharding.vocab))
+    fraction = mine.weight * jnp.exp(scale * jnp.maximum(mine.max_logit - total.max_logit, stats.FLOOR)) / total.weight
+    return total._replace(rows=jax.lax.psum(fraction[:, None] * mine.rows.astype(jnp.float32), sharding.vocab))
 
 
-@functools.partial(jax.jit, static_argnames=("inner", "sharding", "call", "wanted"))
+@functools.partial(jax.jit, static_argnames=("inner", "sharding", "request"))
 def _backward(
     inner: Implementation,
     sharding: VocabSharding,
-    call: Call,
-    model: Model,
-    signal: Signal,
+    request: BackwardRequest,
+    inputs: Inputs,
+    cotangents: Cotangents,
     saved: Any,
-    wanted: frozenset[str],
+    into: None,
 ) -> Gradients:
-    head, tail = split_rows(model, sharding.count(sharding.vocab))
+    head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
     tail_start = head.unembedding.shape[0]
-    rows, weight = signal.rows, signal.weight
+    rows, softmax = cotangents.rows, cotangents.softmax
     if rows is not None:  # summed over the shards already
-        signal = signal._replace(rows=None, weight=None)
+        cotangents = cotangents._replace(rows=None, softmax=None)
 
     def over_tokens(x: Array | None) -> Array | None:
         return None if x is None else jax.lax.psum(x.astype(jnp.float32), sharding.tokens)
@@ -324,44 +353,41 @@ def _backward(
         mine = jax.lax.psum_scatter(x.astype(jnp.float32), sharding.width, scatter_dimension=1, tiled=True)
         return jax.lax.psum(mine, tuple(axis for axis in sharding.tokens if axis not in sharding.width))
 
-    def local(model: Model, tail: _Tail | None, signal: Signal, saved: Any):
+    def local(inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, saved: Any) -> tuple[Gradients, Gradients]:
         saved, saved_tail = jax.tree.map(lambda x: x[0], saved)
 
-        def gradients(weights: Array, bias: Array | None, start: Array | int, saved) -> Gradients:
-            part = model._replace(unembedding=weights, bias=bias)
-            shifted = signal._replace(one_hots=tuple((ids - start, g) for ids, g in signal.one_hots))
-            return inner.backward(call, part, shifted, saved, wanted)
+        def gradients(part: Inputs, start: Array | int, saved: Any) -> Gradients:
+            shifted = cotangents._replace(one_hots=tuple((ids - start, g) for ids, g in cotangents.one_hots))
+            return inner.backward(request, part, shifted, saved, None)
 
-        def step(d_hidden: Array | None, weights: Array, bias: Array | None, start: Array | int, saved):
-            found = gradients(weights, bias, start, saved)
-            return _add(d_hidden, found.hidden), (stored(found.unembedding), found.bias)
+        def step(d_hidden: Array | None, part: Inputs, start: Array | int, saved: Any) -> tuple[Any, Any]:
+            of_part = gradients(part, start, saved)
+            return _add(d_hidden, of_part.hidden), (stored(of_part.unembedding), of_part.bias)
 
-        nothing = jnp.zeros(model.hidden.shape, jnp.float32) if sharding.width and "hidden" in wanted else None
-        d_hidden, d_pieces = over_pieces(sharding, model, step, nothing, saved)
+        needs_zeros = sharding.width and "hidden" in request.wanted
+        zeros = jnp.zeros(inputs.hidden.shape, jnp.float32) if needs_zeros else None
+        d_hidden, d_pieces = _over_pieces(sharding, inputs, step, zeros, saved)
         d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
         if d_hidden is not None:
             d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), sharding.vocab)
         rest = Gradients()
         if tail is not None:
-            rest = gradients(*tail, tail_start, saved_tail)
+            rest = gradients(_with_tail(inputs, tail), tail_start, saved_tail)
             d_hidden = _add(d_hidden, rest.hidden)
             rest = Gradients(None, over_tokens(rest.unembedding), over_tokens(rest.bias))
         return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), rest
 
-    whole, rest = jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=(_model_specs(sharding), P(), P(sharding.tokens), _own_specs(sharding)),
-        out_specs=(Gradients(*_model_specs(sharding)[:3]), P()),
-        check_vma=False,
-    )(head, tail, signal, saved)
+    specs = _input_specs(sharding)
+    in_specs = (specs, P(), P(sharding.tokens), _own_specs(sharding))
+    spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
+    whole, rest = spread(head, tail, cotangents, saved)
     joined = (x if x is None or y is None else jnp.concatenate([x, y]) for x, y in zip(whole, rest, strict=True))
     gradients = Gradients(*joined)
-    if rows is None or weight is None:
+    if rows is None or softmax is None:
         return gradients
-    summed = weight[:, None] * rows.astype(jnp.float32)
-    if model.valid is not None:
-        summed = jnp.where(model.valid[:, None], summed, 0.0)
+    summed = softmax[:, None] * rows.astype(jnp.float32)
+    if inputs.valid is not None:
+        summed = jnp.where(inputs.valid[:, None], summed, 0.0)
     return gradients._replace(hidden=_add(gradients.hidden, summed))
 
 

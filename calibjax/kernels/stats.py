@@ -20,16 +20,16 @@ STATISTICS = (
 
 DEFAULT_STATISTICS = tuple(name for name in STATISTICS if name != "logit_variance")
 
-# Differences of logits below this are taken as this: exp gives 0 there, and its square is still finite.
+# Differences of logits are clipped here from below: their exponential is 0, and their square is still finite.
 FLOOR = -1e15
 
 
 class VocabStats(NamedTuple):
-    """Statistics over the vocabulary of z = softcap(h Wᵀ + b), one value a token; every loss is algebra on them.
+    """Statistics over the vocabulary of z = softcap(h Wᵀ + b), one value per token; every loss is algebra on them.
 
     All fields have the leading shape `[...]` of the hidden states. p = softmax(s·z) is the model's distribution at the
     inverse temperature s = `scale`. Tokens that are not `valid` (masked, or with target `ignore_index`) hold 0 in every
-    float field, -1 in `argmax`, False in `correct`, and pass no gradient. A field that was not asked for is None.
+    float field, -1 in `argmax`, False in `correct`, and pass no gradient. A field that was not requested is None.
 
     Attributes:
         log_normalizer: float32, log Σ_v exp(s·z_v).
@@ -55,20 +55,33 @@ class VocabStats(NamedTuple):
     valid: Bool[Array, "..."]
     scale: Float[Array, "..."]
 
+    def __repr__(self) -> str:
+        """Shapes and dtypes of the fields that are there."""
+        found = ((name, x) for name, x in self._asdict().items() if x is not None)
+        return f"VocabStats({', '.join(f'{name}: {_short(x)}' for name, x in found)})"
+
     def require(self, name: str) -> Array:
-        """The field `name`; raises ValueError where `vocab_stats` was not asked for it."""
+        """The field `name`; raises ValueError where it was not requested from `vocab_stats`."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"this needs the statistic {name!r}: add it to vocab_stats(..., statistics=[...]).")
         return value
 
     def log_prob(self) -> Float[Array, "..."]:
-        """log p(y) = s·z_y − log_normalizer, in nats; 0 on invalid tokens."""
-        return jnp.where(self.valid, self.scale * self.require("target_logit") - self.require("log_normalizer"), 0.0)
+        """log p(y) = s·z_y − log_normalizer, in nats; 0 on invalid tokens.
+
+        Where s·max z exceeds float32: 0 for the most likely token and −inf for others, if `max_logit` is there.
+        """
+        target_logit = self.require("target_logit")
+        value = self.scale * target_logit - self.require("log_normalizer")
+        if self.max_logit is not None:
+            value = self._limit(self.max_logit, jnp.where(target_logit < self.max_logit, -jnp.inf, 0.0), value)
+        return jnp.where(self.valid, value, 0.0)
 
     def log_confidence(self) -> Float[Array, "..."]:
         """max_v log p(v) = s·max z − log_normalizer, in nats, at most 0; 0 on invalid tokens."""
-        value = self.scale * self.require("max_logit") - self.require("log_normalizer")
+        max_logit = self.require("max_logit")
+        value = self._limit(max_logit, 0.0, self.scale * max_logit - self.require("log_normalizer"))
         return jnp.where(self.valid, jnp.minimum(value, 0.0), 0.0)
 
     def confidence(self) -> Float[Array, "..."]:
@@ -77,12 +90,24 @@ class VocabStats(NamedTuple):
 
     def entropy(self) -> Float[Array, "..."]:
         """H(p) = log_normalizer − s·E_p[z], in nats; 0 on invalid tokens."""
-        value = self.require("log_normalizer") - self.scale * self.require("expected_logit")
+        expected_logit = self.require("expected_logit")
+        value = self._limit(expected_logit, 0.0, self.require("log_normalizer") - self.scale * expected_logit)
         return jnp.where(self.valid, value, 0.0)
+
+    def _limit(self, logit: Array, limit: Array | float, value: Array) -> Array:
+        """`value`; `limit` where s·`logit` exceeds float32 though `logit` is finite: p is 1 at the largest logit."""
+        beyond = jnp.isinf(self.require("log_normalizer")) & jnp.isfinite(logit)
+        return jnp.where(beyond, limit, value)
+
+
+def _short(x: object) -> str:
+    """Dtype and shape of an array, a tracer or a `jax.ShapeDtypeStruct`; anything else as it is."""
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    return repr(x) if shape is None else f"{dtype}[{','.join(map(str, shape))}]"
 
 
 class Moments(NamedTuple):
-    """What one piece of the vocabulary knows of N tokens, relative to its own largest logit m: nothing overflows.
+    """Sums over one piece of the vocabulary for N tokens, relative to its own largest logit m: nothing overflows.
 
     Attributes:
         max_logit: float32 [N], m.
@@ -143,6 +168,12 @@ def moments(
     )
 
 
+def finite(x: Array) -> Array:
+    """±infinity replaced by the largest finite numbers, so that 0 times it is 0; NaN stays."""
+    largest = jnp.finfo(x.dtype).max
+    return jnp.clip(x, -largest, largest)
+
+
 def inverse_weight(weight: Float[Array, " N"]) -> Float[Array, " N"]:
     """1/weight, and 0 for a piece whose logits are all −inf."""
     return jnp.where(weight > 0.0, 1.0 / jnp.where(weight > 0.0, weight, 1.0), 0.0)
@@ -153,7 +184,7 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
 
     With m = max(m_a, m_b) and δ = m_a − m ≤ 0 the sums of a piece move to the common reference by
     Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe), where r = exp(s δ), u = z − m_a. Rows are
-    averages, and each piece's count by its share of the weight.
+    averages, weighted by each piece's fraction of the weight.
     """
     largest = jnp.maximum(a.max_logit, b.max_logit)
 

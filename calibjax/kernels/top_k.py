@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.chunked import choose_chunk_size, fold, rows
+from calibjax.kernels.softcap import softcapped
+
+_PRECISION = jax.lax.Precision.HIGHEST
 
 
 class TopLogits(NamedTuple):
-    """The k largest logits, largest first, float32 `[..., k]`, and where they are, int32 `[..., k]`."""
+    """The k largest logits, largest first, float32 `[..., k]`, and their indices, int32 `[..., k]`."""
 
     logits: Float[Array, "... k"]
     ids: Int[Array, "... k"]
@@ -25,12 +28,12 @@ def top_logits(
     softcap: float | None = None,
     where: Bool[Array, "*B"] | None = None,
 ) -> TopLogits:
-    """The k largest of the logits z = softcap(h Wᵀ + b), with their places in the vocabulary.
+    """The k largest of the logits z = softcap(h Wᵀ + b), with their indices in the vocabulary.
 
-    The places come from one pass over chunks of the vocabulary, of which the k best so far are kept; nothing is
-    differentiated there. Then those k rows of the unembedding are gathered, and their logits computed anew: the
-    gradient is that of k·N logits, whatever V. Memory beyond inputs and outputs: a float32 block `[N, C]`, and the
-    gathered rows `[N, k, D]`. It runs on one device, or as XLA splits it; there is no sharded form.
+    The indices come from one pass over chunks of the vocabulary that keeps the k best so far and is not differentiated.
+    Then those k rows of the unembedding are gathered and their logits computed again: the gradient is that of k·N
+    logits, whatever V. Memory beyond inputs and outputs: a float32 block `[N, C]`, and the gathered rows `[N, k, D]`.
+    It runs on one device, or as XLA splits it; there is no sharded form.
 
     Args:
         hidden: `[..., D]`, floating point.
@@ -38,10 +41,10 @@ def top_logits(
         k: 1 to V.
         bias: `[V]`, added before the soft-cap.
         softcap: cap > 0, or None.
-        where: `[...]`, False for tokens that do not count: they hold 0 and pass no gradient, whatever they held.
+        where: `[...]`, False for tokens that do not count: they hold 0 and pass no gradient, even with NaN in `hidden`.
 
     Returns:
-        `TopLogits`. Of equal logits the lowest place comes first.
+        `TopLogits`. Of equal logits the lowest index comes first.
 
     Raises:
         ValueError: for shapes or a k that do not fit.
@@ -63,9 +66,6 @@ def top_logits(
     if valid is not None:
         flat = jnp.where(valid[:, None], flat, 0)
 
-    def capped(z: Array) -> Array:
-        return z if softcap is None else softcap * jnp.tanh(z / softcap)
-
     frozen, weights, offsets = jax.lax.stop_gradient((flat, unembedding, bias))
 
     def step(best: TopLogits, start: Array | int, width: int, _: None) -> TopLogits:
@@ -73,11 +73,11 @@ def top_logits(
         z = jnp.einsum("nd,cd->nc", frozen, block, preferred_element_type=jnp.float32, precision=_PRECISION)
         if offsets is not None:
             z = z + rows(offsets, start, width).astype(jnp.float32)[None, :]
-        found, column = jax.lax.top_k(z, min(k, width))  # the soft-cap keeps the order
-        both = jnp.concatenate([best.logits, found], axis=1)  # earlier chunks first: of equals the lowest place stays
-        places = jnp.concatenate([best.ids, column + start], axis=1)
-        kept, index = jax.lax.top_k(both, k)
-        return TopLogits(kept, jnp.take_along_axis(places, index, axis=1))
+        largest, column = jax.lax.top_k(z, min(k, width))  # the soft-cap keeps the order
+        both = jnp.concatenate([best.logits, largest], axis=1)  # earlier chunks first: of equals the lowest index stays
+        ids = jnp.concatenate([best.ids, column + start], axis=1)
+        logits, index = jax.lax.top_k(both, k)
+        return TopLogits(logits, jnp.take_along_axis(ids, index, axis=1))
 
     tokens = flat.shape[0]
     nothing = TopLogits(jnp.full((tokens, k), -jnp.inf, jnp.float32), jnp.zeros((tokens, k), jnp.int32))
@@ -87,10 +87,7 @@ def top_logits(
     z = jnp.einsum("nd,nkd->nk", flat, own, preferred_element_type=jnp.float32, precision=_PRECISION)
     if bias is not None:
         z = z + bias[ids].astype(jnp.float32)
-    z = capped(z)
+    z = softcapped(z, softcap)
     if valid is not None:
         z, ids = jnp.where(valid[:, None], z, 0.0), jnp.where(valid[:, None], ids, -1)
     return TopLogits(z.reshape(*shape, k), ids.reshape(*shape, k))
-
-
-_PRECISION = jax.lax.Precision.HIGHEST

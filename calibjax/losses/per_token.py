@@ -128,7 +128,9 @@ def selective_smoothing(
             jnp.where((n_right > 0) & (n_wrong > 0), w * other * n / jnp.maximum(total * own, 1e-30), 0.0)
             for w, other, own in ((right_weight, n_wrong, n_right), (wrong_weight, n_right, n_wrong))
         )
-    loss = jnp.where(right, -right_weight * stats.log_prob(), wrong_weight * _uniform_cross_entropy(stats))
+    # Right tokens pass no gradient through the mean: a bias of −inf makes it −inf, and 0·inf would be NaN.
+    wrong = stats._replace(mean_logit=jnp.where(right, 0.0, stats.require("mean_logit")))
+    loss = jnp.where(right, -right_weight * stats.log_prob(), wrong_weight * _uniform_cross_entropy(wrong))
     return jnp.where(counts, loss, 0.0)
 
 

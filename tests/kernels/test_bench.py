@@ -1,4 +1,4 @@
-"""The script that sets losses side by side runs, tells right from wrong, and writes what it found."""
+"""The script that compares losses: it runs, marks wrong results, and records everything."""
 
 import importlib
 import importlib.util
@@ -12,44 +12,36 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "kernels"
+pytestmark = pytest.mark.usefixtures("quick_compile")
 SMALL = ["--tokens", "32", "--width", "16", "--vocab", "131", "--repeats", "1"]
-SPOIL = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-import bench, contenders
-right = contenders._dense
-contenders._dense = lambda problem, *arguments: right(problem, *arguments) + 0.1
-bench.main(bench.arguments().parse_args())
-"""
 
 
-def run(command, file):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run(
-        [sys.executable, *command, *SMALL, "--json", file], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1].startswith("JSON:")
-    return done.stdout, json.loads(file.read_text())
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("bench")
 
 
-def test_bench_checks_times_and_records_every_contender(tmp_path):
-    options = [
-        "--label-smoothing",
-        "0.1",
-        "--softcap",
-        "30",
-        "--task",
-        "statistics",
-        "forward",
-        "both",
-        "hidden",
-        "scale",
-    ]
-    table, record = run([FOLDER / "bench.py", *options], tmp_path / "bench.json")
+@pytest.fixture
+def run(bench, tmp_path, capsys):
+    """What the script prints and writes for some options."""
+
+    def run(*options):
+        file = tmp_path / "bench.json"
+        bench.main(bench.arguments().parse_args([*SMALL, *options, "--json", str(file)]))
+        printed = capsys.readouterr().out
+        assert printed.splitlines()[-1].startswith("JSON:")
+        return printed, json.loads(file.read_text())
+
+    return run
+
+
+def test_bench_checks_times_and_records_every_contender(run):
+    tasks = ["statistics", "both", "scale"]
+    table, record = run("--label-smoothing", "0.1", "--softcap", "30", "--task", *tasks)
     rows = record["results"]
     assert "label smoothing 0.1, soft-cap 30" in table
-    assert len({row["task"] for row in rows}) == 5
+    assert {row["task"] for row in rows} == set(tasks)
     timed = [row for row in rows if "seconds" in row]
     assert all("note" in row for row in rows if row not in timed)
     assert {"dense jnp", "lax.scan over tokens", "vocab_stats chunked", "linear_cross_entropy chunked"} <= {
@@ -62,20 +54,20 @@ def test_bench_checks_times_and_records_every_contender(tmp_path):
         assert row["extra_bytes"] >= 0
 
 
-def test_a_wrong_contender_is_marked_and_not_timed(tmp_path):
-    command = ["-c", SPOIL, FOLDER, "--task", "forward", "--only", "dense", "chunked"]
-    table, record = run(command, tmp_path / "bench.json")
+def test_a_wrong_contender_is_marked_and_not_timed(bench, run, monkeypatch):
+    right = bench.contenders._dense
+    monkeypatch.setattr(bench.contenders, "_dense", lambda problem, *arguments: right(problem, *arguments) + 0.1)
+    table, record = run("--task", "forward", "--only", "dense", "chunked")
     assert "WRONG" in table
     wrong = {row["contender"]: row for row in record["results"] if row.get("note") == "WRONG"}
     assert list(wrong) == ["dense jnp"]
     assert "seconds" not in wrong["dense jnp"]
 
 
-def test_when_the_time_is_up_what_was_left_out_is_named(tmp_path):
-    options = ["--task", "forward", "--only", "dense", "--softcap", "none", "30", "--minutes", "0"]
-    table, record = run([FOLDER / "bench.py", *options], tmp_path / "bench.json")
-    assert table.count("not run, the time was up") == 2
-    assert [row["note"] for row in record["results"]] == ["not run: the time was up"] * 2
+def test_what_the_time_limit_skips_is_listed(run):
+    table, record = run("--task", "forward", "--only", "dense", "--softcap", "none", "30", "--minutes", "0")
+    assert table.count("not run, time limit reached") == 2
+    assert [row["note"] for row in record["results"]] == ["not run: time limit reached"] * 2
 
 
 @pytest.fixture
@@ -86,7 +78,7 @@ def torch_losses(monkeypatch):
 
 
 def pytorch_rows(torch_losses, problems, **options):
-    fixed = {"device": "cpu", "seed": 0, "repeats": 1, "seconds": 100.0, "sample": 16}
+    fixed = {"device": "cpu", "seed": 0, "repeats": 1, "seconds": 100.0}
     small = {"tokens": 64, "width": 32, "vocab": 300, "label_smoothing": 0.1, "softcap": 30.0}
     return torch_losses.main([small | problem for problem in problems], **fixed, **options)["rows"]
 
@@ -122,21 +114,10 @@ def test_torch_compile_compiles_every_problem(torch_losses):
 
 
 @pytest.mark.slow
-def test_losses_of_pytorch_and_train_steps_stand_beside_ours(tmp_path):
-    """As on a GPU, by processes of their own."""
-    options = [
-        "--torch",
-        "--train-steps",
-        "--task",
-        "both",
-        "--only",
-        "dense",
-        "torch eager",
-        "liger",
-        "--softcap",
-        "30",
-    ]
-    table, record = run([FOLDER / "bench.py", *options], tmp_path / "bench.json")
+def test_losses_of_pytorch_and_train_steps_are_compared_with_ours(run):
+    """As on a GPU, in separate processes."""
+    only = ["dense", "torch eager", "liger"]
+    table, record = run("--torch", "--train-steps", "--task", "both", "--only", *only, "--softcap", "30")
     rows = {row["contender"]: row for row in record["results"]}
     assert rows["dense jnp"]["error"] < 1e-5
     if importlib.util.find_spec("torch") is None:
@@ -152,7 +133,7 @@ def test_losses_of_pytorch_and_train_steps_stand_beside_ours(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_gpu_nothing_is_begun_there(tmp_path):
+def test_without_a_gpu_nothing_is_started():
     command = [sys.executable, FOLDER / "bench.py", "--platform", "gpu"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

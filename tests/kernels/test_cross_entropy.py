@@ -15,7 +15,8 @@ from calibjax.kernels import chunked, cross_entropy, linear_cross_entropy, vocab
 from calibjax.kernels.platforms import Platform
 
 gpu = interpreted_gpu.gpu
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = pytest.mark.usefixtures("gpu", "quick_compile")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NAMES = ("hidden", "unembedding", "bias", "scale")
 
 
@@ -48,23 +49,17 @@ class Case(NamedTuple):
 
 CASES = [
     Case(1, 1, 8, 128, 128),
-    Case(11, 7, 8, 4, 3),
     Case(11, 7, 8, 4, 3, "sum", 0.1, bias=True),
     Case(129, 16, 8, 128, 4, "mean", 0.2, 1e-2, bias=True, softcap=4.0, scale=True),
     Case(129, 17, 8, 43, 5, "sum", 1.0, softcap=3.0),
     Case(129, 17, 8, 43, 5, "none", 0.3, 1e-2, bias=True, softcap=3.0, scale=True),
     Case(500, 31, 20, 128, 8, "mean", 0.1, 1e-3, bias=True, scale=True, dtype="bfloat16"),
-    Case(500, 31, 20, 500, 31, "sum", 0.1, bias=True, scale=True, dtype="bfloat16"),
-    Case(500, 31, 20, 128, 8, "none", 0.1, dtype="bfloat16"),
+    slow(Case(500, 31, 20, 500, 31, "sum", 0.1, bias=True, scale=True, dtype="bfloat16")),
     Case(2049, 40, 8, 2048, 16, "mean", 0.0, 1e-2, scale=True, bias=True),
     Case(129, 16, 8, None, 4, "mean", 0.2, 1e-2, bias=True, softcap=4.0, scale=True),
     # Two blocks of tokens, of which one is ragged; two tiles of the vocabulary.
-    pytest.param(
-        Case(100, 11, 64, "gpu", 8, "mean", 0.1, 1e-3, bias=True, scale=True, dtype="bfloat16"), marks=pytest.mark.slow
-    ),
-    pytest.param(
-        Case(100, 11, 64, "gpu", 8, "sum", 0.1, softcap=4.0, scale=True, dtype="bfloat16"), marks=pytest.mark.slow
-    ),
+    slow(Case(100, 11, 64, "gpu", 8, "mean", 0.1, 1e-3, bias=True, scale=True, dtype="bfloat16")),
+    slow(Case(100, 11, 64, "gpu", 8, "sum", 0.1, softcap=4.0, scale=True, dtype="bfloat16")),
 ]
 
 
@@ -166,7 +161,7 @@ def test_loss_and_gradients_match_float64(case, block_size):
 BASE = Case(129, 17, 8, 64, 5, "mean", 0.2, 1e-2, bias=True, softcap=4.0, scale=True)
 
 
-@pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (3,), (0, 3), (1, 3), (0, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("argnums", [(0,), (2,), (3,), (1, 3), (0, 1, 2)], ids=str)
 def test_what_is_differentiated_does_not_change_the_gradient(argnums, block_size):
     block_size(BASE.block)
     *inputs, targets = make(BASE)
@@ -195,7 +190,7 @@ def test_gradient_is_linear_in_the_cotangent(block_size):
         np.testing.assert_array_equal(z, 0.0)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_masked_tokens_give_exact_zeros_whatever_they_hold(reduction, block_size):
     block_size(BASE.block)
     case = BASE._replace(reduction=reduction)
@@ -210,8 +205,9 @@ def test_masked_tokens_give_exact_zeros_whatever_they_hold(reduction, block_size
     np.testing.assert_array_equal(np.asarray(got[1][3])[masked], 0.0)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("argnums", [(0, 3), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("reduction", "argnums"), [("none", (0, 1, 2, 3)), ("mean", (0, 1, 2, 3)), ("sum", (0, 3))], ids=str
+)
 def test_all_masked(reduction, argnums, block_size):
     block_size(BASE.block)
     case = BASE._replace(reduction=reduction)
@@ -262,11 +258,7 @@ def test_jit_equals_eager(block_size):
     def loss(h, w, b, s):
         return linear_cross_entropy(h, w, targets, bias=b, scale=s, reduction="mean", **BASE.options)
 
-    plain = jax.value_and_grad(loss, (0, 1, 2, 3))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), jax.jit(plain)(*inputs), plain(*inputs)
-    )
-    assert_within(jax.jit(loss)(*inputs), f64(plain(*inputs)[0]), 1e-5)
+    assert_within(jax.jit(loss)(*inputs), f64(loss(*inputs)), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -343,9 +335,23 @@ def through_statistics(inputs, targets, softcap, threshold):
     return run(*inputs)
 
 
-@pytest.mark.parametrize("softcap", [None, 15.0])
-@pytest.mark.parametrize("way", ["blocks", "statistics"])
-@pytest.mark.parametrize("threshold", [0.0, 1e-30, 1e-3, 2.0])
+@pytest.mark.parametrize(
+    ("threshold", "way", "softcap"),
+    [
+        (0.0, "blocks", 15.0),
+        (1e-3, "blocks", None),
+        (2.0, "blocks", 15.0),
+        (1e-30, "statistics", 15.0),
+        (1e-3, "statistics", 15.0),
+        (2.0, "statistics", None),
+        slow(0.0, "statistics", None),
+        slow(1e-30, "blocks", None),
+        slow(1e-3, "blocks", 15.0),
+        slow(1e-3, "statistics", None),
+        slow(2.0, "blocks", None),
+        slow(2.0, "statistics", 15.0),
+    ],
+)
 def test_a_filter_leaves_out_what_is_below_it(threshold, way, softcap, small_blocks):
     small_blocks(7)
     case = SPARSE._replace(softcap=softcap)

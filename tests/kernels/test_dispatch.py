@@ -21,18 +21,18 @@ def picky(monkeypatch):
     """An implementation first in the table that runs float32 in eights of rows, without chunk_size; notes its runs."""
     runs = []
 
-    def forward(*arguments):
-        runs.append(arguments[1].unembedding.shape)
-        return chunked.forward(*arguments)
+    def forward(request, inputs):
+        runs.append(inputs.unembedding.shape)
+        return chunked.forward(request, inputs)
 
-    def check(call, model, platform):
+    def check(options, inputs, platform):
         if platform.name != "cpu":
             raise NotImplementedError(f"needs a CPU, not {platform.device_kind}")
-        if model.hidden.dtype != jnp.float32:
-            raise NotImplementedError(f"takes float32, not {model.hidden.dtype}")
-        if call.chunk_size is not None:
+        if inputs.hidden.dtype != jnp.float32:
+            raise NotImplementedError(f"takes float32, not {inputs.hidden.dtype}")
+        if options.chunk_size is not None:
             raise NotImplementedError("takes no chunk_size")
-        return f"{model.hidden.shape[0]} x {model.unembedding.shape[0]} at once"
+        return f"{inputs.hidden.shape[0]} x {inputs.unembedding.shape[0]} at once"
 
     table = {"picky": chunked.IMPLEMENTATION._replace(forward=forward, check=check), **api.IMPLEMENTATIONS}
     monkeypatch.setattr(api, "IMPLEMENTATIONS", table)

@@ -12,7 +12,7 @@ from oracle import EPS, FLOATS, assert_within
 from calibjax.kernels import chunked, vocab_stats
 
 tpu, gpu = interpreted.tpu, interpreted_gpu.gpu
-pytestmark = pytest.mark.usefixtures("tpu", "gpu")
+pytestmark = pytest.mark.usefixtures("tpu", "gpu", "quick_compile")
 
 BLOCK = 128  # tokens and columns, of dh and dW alike, in `interpreted.SMALL` and `interpreted_gpu.WIDER`
 TOKENS, VOCAB, WIDTH = 2 * BLOCK, 3 * BLOCK + 16, 16
@@ -52,7 +52,7 @@ def gradients(inputs, targets, cotangents, **options):
     ("names", "softcap", "save", "implementation"),
     [
         (FLOATS, None, False, interpreted.NAME),
-        (FLOATS, 30.0, True, interpreted.NAME),
+        pytest.param(FLOATS, 30.0, True, interpreted.NAME, marks=pytest.mark.slow),
         (("log_normalizer", "target_logit", "mean_logit"), None, False, interpreted.NAME),
         pytest.param(FLOATS, None, False, interpreted_gpu.WIDER, marks=pytest.mark.slow),
         pytest.param(FLOATS, 30.0, True, interpreted_gpu.WIDER, marks=pytest.mark.slow),

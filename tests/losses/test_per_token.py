@@ -314,3 +314,14 @@ def test_top_label_at_certainty():
     assert_within(value, [1e-7, -np.log(1e-7), np.log(2)], [1e-8, 0.01, 1e-6], "loss")
     assert np.isfinite(grad).all(), grad
     assert value.max() < 16.5
+
+
+def test_selective_smoothing_with_removed_entries_is_differentiable_in_the_scale():
+    """A bias of −inf on all but the target: the token is right, and its loss 0 at every scale."""
+    bias = jnp.full((6,), -jnp.inf).at[2].set(0.0)
+
+    def loss(scale):
+        stats = vocab_stats(jnp.ones((1, 4)), jnp.ones((6, 4)), jnp.array([2]), scale=scale, bias=bias)
+        return jnp.sum(losses.selective_smoothing(stats, 0.5))
+
+    assert jax.value_and_grad(loss)(jnp.ones(1)) == (0.0, 0.0)

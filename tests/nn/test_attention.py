@@ -29,6 +29,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import AXES, make_mesh
 from calibjax.runtime.tpu_compiler import with_compiler
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 TIME = 256  # two blocks of 128
 WINDOW = 100
 CONFIG = DecoderConfig(

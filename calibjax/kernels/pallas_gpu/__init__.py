@@ -4,14 +4,14 @@
 |---|---|---|---|
 | statistics | a kernel, `forward` | 1 | 28 bytes a token for each piece of the vocabulary, up to 16 MiB or 9 pieces |
 | with `save_logits` | the same | 1 | the same and the exponentials in 16 bits, 2.06 bytes a logit |
-| gradients, backward | a kernel for dz, and XLA: `backward` | those asked for + 1 | chunks of dz, W and dW; dh |
-| of saved exponentials | XLA | those asked for | the same |
-| with `filter_threshold` | a kernel, `products`, for XLA | of what matters | the same, the chunk of dW in float32 |
+| gradients, backward | a kernel for dz, and XLA: `backward` | one per gradient + 1 | chunks of dz, W and dW; dh |
+| the same from saved exponentials | XLA | one per gradient | the same |
+| with `filter_threshold` | a kernel, `products`, for XLA | block-sparse | the same, the chunk of dW in float32 |
 | statistics and dh, W frozen | the kernel and XLA: `d_hidden` | 2 | exponentials of a block of tokens, 1 GiB; dh |
 
 A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 512 MiB; dh is summed in float32.
 
-`implementation=None` does not take it: nothing here was timed on a GPU yet (`kernels/RESULTS.md`).
+`implementation=None` does not choose it: nothing here was timed on a GPU yet (`kernels/RESULTS.md`).
 """
 
 from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION as IMPLEMENTATION

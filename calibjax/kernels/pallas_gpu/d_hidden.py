@@ -1,68 +1,60 @@
 """Statistics and dh in one forward pass, for a frozen unembedding: two products for each block of tokens.
 
-A block's exponentials come out of the kernel of the statistics. When that is done their maximum is known, and one
-product with W makes of them Σ_v p_v c_v W_v. On TPUs a running sum of D columns stays on chip beside the logits; the
-registers of a Hopper multiprocessor hold 128 columns of it, and so the exponentials go through memory, in 16 bits.
+The kernel of the statistics saves the exponentials of a block. Then their maximum is known, and one product with W
+gives Σ_v p_v c_v W_v. On TPUs a running sum of D columns stays on chip beside the logits; the registers of a Hopper
+multiprocessor hold 128 columns of it, so the exponentials go through memory, in 16 bits.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from calibjax.kernels import chunked, stats
-from calibjax.kernels.operator import Call, Model
+from calibjax.kernels.contract import ForwardRequest, Inputs
+from calibjax.kernels.logit_cotangents import LOG2_E
 from calibjax.kernels.pallas_gpu import forward
 from calibjax.kernels.pallas_gpu.schedule import Blocks, choose, chunk_size, over_chunks, token_blocks
-from calibjax.kernels.slopes import LOG2_E, slope
+from calibjax.kernels.softcap import slope_in_units
 from calibjax.kernels.stats import Moments
 
 
-def moments(
-    call: Call,
-    model: Model,
-    scale: Float[Array, " N"],
-    targets: Int[Array, " N"] | None,
-    needed: frozenset[str],
-    blocks: Blocks,
-    device_kind: str,
-    interpret,
-) -> Moments:
+def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, device_kind: str, interpret: Any) -> Moments:
     """The moments of the whole vocabulary, with `rows` in float32."""
-    model = model.clean()
-    (tokens, width), vocab_size = model.hidden.shape, model.unembedding.shape[0]
+    options = request.options
+    inputs = inputs.masked()
+    (tokens, width), (vocab_size, _), dtype = inputs.hidden.shape, inputs.unembedding.shape, inputs.hidden.dtype
     count, size = token_blocks(tokens, vocab_size, blocks)
-    plan = choose(size, vocab_size, blocks, device_kind)
-    needed = needed - {"rows"}
+    schedule = choose(size, vocab_size, blocks, device_kind)
+    of_statistics = ForwardRequest(options, request.needed - {"rows"}, save=True)
 
     def of_block(part: tuple[Array, Array, Array | None]) -> Moments:
         hidden, scale, targets = part
-        block = Model(hidden, model.unembedding, model.bias, None)
-        found, kept = forward.moments(call, block, scale, targets, needed, True, plan, interpret)
-        assert kept is not None
-        largest = jnp.pad(found.max_logit * scale * LOG2_E, (0, plan.padded_tokens - size))
+        block = Inputs(hidden, inputs.unembedding, inputs.bias, scale, targets, valid=None)
+        moments, saved = forward.moments(of_statistics, block, schedule, interpret)
+        largest = jnp.pad(moments.max_logit * scale * LOG2_E, (0, schedule.padded_tokens - size))
 
         def step(total: Array, start: Array | int, count: int) -> Array:
             whole = -(-count // blocks.columns) * blocks.columns
-            z, e = kept.read(call, largest, start, whole)
-            if call.softcap is not None:
-                e = e * slope(call, z)
+            z, e = saved.read(options, largest, start, whole)
+            if options.softcap is not None:
+                e = e * slope_in_units(z, options.softcap)
             if targets is not None:
                 column = jax.lax.broadcasted_iota(jnp.int32, e.shape, 1)
                 places = jnp.pad(targets - start, (0, len(e) - size))
                 e = jnp.where(column == places[:, None], 0.0, e)
-            weights = chunked.rows(model.unembedding, start, count)
-            return total + jnp.matmul(
-                e[:size, :count].astype(hidden.dtype), weights, preferred_element_type=jnp.float32
-            )
+            weights = chunked.rows(inputs.unembedding, start, count)
+            return total + jnp.matmul(e[:size, :count].astype(dtype), weights, preferred_element_type=jnp.float32)
 
-        nothing = jnp.zeros((size, width), jnp.float32)
-        total = over_chunks(step, nothing, vocab_size, chunk_size(size, vocab_size, blocks))
-        return found._replace(rows=total * stats.inverse_weight(found.weight)[:, None])
+        zeros = jnp.zeros((size, width), jnp.float32)
+        total = over_chunks(step, zeros, vocab_size, chunk_size(size, vocab_size, blocks))
+        return moments._replace(rows=total * stats.inverse_weight(moments.weight)[:, None])
 
     def split(x: Array | None) -> Array | None:
         if x is None:
             return None
         return jnp.pad(x, ((0, count * size - tokens), *((0, 0),) * (x.ndim - 1))).reshape(count, size, *x.shape[1:])
 
-    found = jax.lax.map(of_block, (split(model.hidden), split(scale), split(targets)))
+    found = jax.lax.map(of_block, (split(inputs.hidden), split(inputs.scale), split(inputs.targets)))
     return jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:tokens], found)

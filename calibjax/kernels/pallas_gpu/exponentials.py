@@ -1,8 +1,7 @@
-"""The exponentials of all logits, as the kernel of the statistics formed them, kept in 16 bits for products to come.
+"""The exponentials of all logits, as the kernel of the statistics formed them, saved in 16 bits for later products.
 
 bfloat16 has the range of float32, and rounds by up to 2⁻⁸, as dz in bfloat16 is rounded for its products once more.
-Where a one-hot stands more may be at stake: in p − 1 all digits of p can cancel. There p and z are what the statistics
-say.
+At a one-hot that is not enough: in p − 1 all digits of p can cancel. There p and z are those of the statistics.
 """
 
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from calibjax.kernels.operator import Call
+from calibjax.kernels.contract import Options
 from calibjax.kernels.pallas_gpu.schedule import SLICE
 
 
@@ -20,7 +19,7 @@ class Exponentials(NamedTuple):
 
     Attributes:
         values: bfloat16, N and V padded to whole tiles; at most 0 beyond V. Under a soft-cap, where a logit's slope is
-            needed though its exponential vanishes, that may stand here with a negative sign: (z/cap)² − 1.
+            needed but its exponential underflows, the negative slope may be stored instead: (z/cap)² − 1.
         references: float32, one for each slice of `SLICE` columns and token.
         power: float32 [N], s·log₂e in these units.
         known: pairs of ids int32 [N] and z float32 [N], of columns with a one-hot; ids outside [0, V) match nothing.
@@ -32,13 +31,15 @@ class Exponentials(NamedTuple):
     known: tuple[tuple[Int[Array, " N"], Float[Array, " N"]], ...]
 
     def read(
-        self, call: Call, log_normalizer: Float[Array, " M"], start: Array | int, count: int
+        self, options: Options, log_normalizer: Float[Array, " M"], start: Array | int, count: int
     ) -> tuple[Float[Array, "M c"], Float[Array, "M c"]]:
         """z and exp(s z − lse) of `count` columns from `start` on, both multiples of `SLICE`.
 
-        z is off by up to 2⁻⁸/s. Where p is 0 it is −inf, or such that its slope under the soft-cap is right to 2⁻⁸.
+        The error of z is up to 2⁻⁸/s. Where p is 0, z is −inf, or such that its slope under the soft-cap is right to
+        2⁻⁸.
 
         Args:
+            options: of the call.
             log_normalizer: lse·log₂e, inf for tokens that do not count.
         """
 
@@ -53,7 +54,7 @@ class Exponentials(NamedTuple):
             return jnp.broadcast_to(x[:, :, None], (*x.shape, SLICE)).reshape(values.shape)
 
         z = jnp.log2(values) / power + wide(references)
-        if call.softcap is not None:
+        if options.softcap is not None:
             z = jnp.where(values < 0.0, jnp.sqrt(1.0 + values), jnp.maximum(z, -1.0))
             values = jnp.maximum(values, 0.0)
         p = values * wide(jnp.exp2(references * power - log_normalizer[:, None]))

@@ -1,14 +1,15 @@
-"""Hopper kernel of the forward pass: the statistics of the logits, each tile of logits born and consumed in registers.
+"""Hopper kernel of the forward pass: the statistics of the logits, which exist tile by tile in registers only.
 
 Each warpgroup folds its tiles (`tiles`) into the running statistics of its tokens: maximum, sums of exponentials in
-base 2, Σz, argmax. Only a few floats for each token and piece of the vocabulary leave the chip; the pieces are merged
-by `stats.merge`. Columns beyond V are logits of 0, which add nothing to Σz and which a select removes from all else.
+base 2, Σz, argmax. Only a few floats per token and piece of the vocabulary leave the chip; the pieces are merged by
+`stats.merge`. Columns beyond V are logits of 0, which add nothing to Σz and are masked in the other statistics.
 
-The exponentials can be kept, as they were formed, in 16 bits, for products of which the logits are then not needed anew
+The exponentials can be saved, as they were formed, in 16 bits, for later products that then need no logits
 (`exponentials`).
 """
 
-from typing import NamedTuple
+import collections
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from calibjax.kernels import stats
-from calibjax.kernels.operator import Call, Model
+from calibjax.kernels.contract import ForwardRequest, ForwardResult, Inputs
+from calibjax.kernels.logit_cotangents import LOG2_E
 from calibjax.kernels.pallas_gpu.exponentials import Exponentials
 from calibjax.kernels.pallas_gpu.schedule import ROWS, SLICE, WARPGROUPS, Schedule
 from calibjax.kernels.pallas_gpu.tiles import TRANSFORMS, biased, over_tiles, softcapped
-from calibjax.kernels.slopes import LOG2_E, unit_of_logits
+from calibjax.kernels.softcap import softcap_unit
+from calibjax.kernels.softcap import softcapped as exactly_softcapped
 from calibjax.kernels.stats import FLOOR, Moments
 
 _SAFE = 100.0  # power of 2 up to which exponentials of soft-capped logits, and their sum, need no maximum
@@ -88,93 +91,79 @@ def _fold(
     return new, e
 
 
-class _Found(NamedTuple):
-    """What the kernel leaves."""
+class _Results(NamedTuple):
+    """Results of the kernel."""
 
     pieces: dict[str, Float[Array, "P N"] | Int[Array, "P N"]]  # of every piece of the vocabulary, see `_states`
     exponentials: Float[Array, "M C"] | None  # bfloat16, N and V padded to whole tiles; see `Exponentials`
     references: Float[Array, "S M"] | None  # `best` of each slice of them
 
 
+_FIELDS = "power floats bias argmax references exponentials staging"
+_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 5)
+"""References of the kernel, None where there is none; `floats` has the states in float32."""
+
+
 def _run(
-    call: Call,
-    model: Model,
-    power: Float[Array, " N"],
-    names: tuple[str, ...],
-    save: bool,
-    fixed: bool,
-    schedule: Schedule,
-    interpret,
-) -> _Found:
-    """By the kernel, the values `names`, in units of the soft-cap; with `save` also the exponentials."""
-    hidden, unembedding, bias, _ = model
+    request: ForwardRequest, inputs: Inputs, power: Float[Array, " N"], fixed: bool, schedule: Schedule, interpret: Any
+) -> _Results:
+    """By the kernel, the states in units of the soft-cap; with `save` also the exponentials."""
+    options, needed, save = request
+    hidden, unembedding, bias = inputs[:3]
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
     columns, padded = schedule.blocks.columns, schedule.padded_tokens
-    arguments = [jnp.pad(power, (0, padded - tokens))]
-    if bias is not None:
-        arguments.append(jnp.pad(bias, (0, -vocab_size % columns)))
+    names = _states(needed)
     floats = tuple(name for name in names if name != "argmax")
-    results = [jax.ShapeDtypeStruct((schedule.pieces, len(floats), padded), jnp.float32)]
+    arguments = {"power": jnp.pad(power, (0, padded - tokens))}
+    if bias is not None:
+        arguments["bias"] = jnp.pad(bias, (0, -vocab_size % columns))
+    results = {"floats": jax.ShapeDtypeStruct((schedule.pieces, len(floats), padded), jnp.float32)}
     if "argmax" in names:
-        results.append(jax.ShapeDtypeStruct((schedule.pieces, padded), jnp.int32))
-    scratch, staged = [], 2 - columns // SLICE % 2  # blocks that the slices of all tiles take in turns
+        results["argmax"] = jax.ShapeDtypeStruct((schedule.pieces, padded), jnp.int32)
+    scratch, staged = {}, 2 - columns // SLICE % 2  # blocks that the slices of all tiles take in turns
     if save:
         width = schedule.vocab_tiles * columns
-        results.append(jax.ShapeDtypeStruct((width // SLICE, padded), jnp.float32))
-        results.append(jax.ShapeDtypeStruct((padded, width), jnp.bfloat16))
-        scratch.append(plgpu.SMEM((WARPGROUPS, staged, ROWS, SLICE), jnp.bfloat16, transforms=TRANSFORMS))
+        results["references"] = jax.ShapeDtypeStruct((width // SLICE, padded), jnp.float32)
+        results["exponentials"] = jax.ShapeDtypeStruct((padded, width), jnp.bfloat16)
+        scratch["staging"] = plgpu.SMEM((WARPGROUPS, staged, ROWS, SLICE), jnp.bfloat16, transforms=TRANSFORMS)
 
-    def body(*refs, rows, piece, tiles):
-        scale_ref, *refs = refs
-        bias_ref = None if bias is None else refs.pop(0)
-        scale = plgpu.load(scale_ref, rows, optimized=False)
+    def statistics(refs: _Refs, rows, piece, tiles):
+        scale = plgpu.load(refs.power, rows, optimized=False)
 
-        def keep(e: Array, best: Array, first: Array, offset: int) -> None:
-            *_, references_ref, values_ref, staging = refs
-            references_ref[jax.lax.div(first, SLICE) + offset // SLICE, rows] = best
-            block = staging.at[jax.lax.axis_index("warpgroup"), offset // SLICE % staged]
+        def write(e: Array, best: Array, first: Array, offset: int) -> None:
+            refs.references[jax.lax.div(first, SLICE) + offset // SLICE, rows] = best
+            block = refs.staging.at[jax.lax.axis_index("warpgroup"), offset // SLICE % staged]
             plgpu.wait_smem_to_gmem(staged - 1, wait_read_only=True)  # the copy that last took this block has read it
             block[...] = e.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(block, values_ref.at[rows, pl.ds(first + offset, SLICE)])
+            plgpu.copy_smem_to_gmem(block, refs.exponentials.at[rows, pl.ds(first + offset, SLICE)])
 
         def fold(first, whole, values):
             state = dict(zip(names, values, strict=True))
             for offset in range(0, columns, SLICE):
-                raw = softcapped(call, biased(whole[:, offset : offset + SLICE], bias_ref, first + offset))
+                raw = softcapped(options, biased(whole[:, offset : offset + SLICE], refs.bias, first + offset))
                 z = raw if bias is None else jnp.maximum(raw, FLOOR)  # it may be −inf
                 if vocab_size % columns:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     z = jnp.where(column < vocab_size - first - offset, z, FLOOR)
                 state, e = _fold(state, z, raw, scale, first + offset, fixed)
                 if save:
-                    kept = e if call.softcap is None or fixed else jnp.where(e >= _LEAST, e, raw * raw - 1.0)
-                    keep(kept, state["best"], first, offset)
+                    small = options.softcap is not None and not fixed
+                    write(jnp.where(e >= _LEAST, e, raw * raw - 1.0) if small else e, state["best"], first, offset)
             return [state[name] for name in names]
 
-        found = dict(zip(names, tiles(fold, [_initial(name) for name in names]), strict=True))
+        state = dict(zip(names, tiles(fold, [_initial(name) for name in names]), strict=True))
         if save:
             plgpu.wait_smem_to_gmem(0)
-        if "argmax" in found:
-            refs[1][piece, rows] = found.pop("argmax")
-        for i, value in enumerate(found.values()):
-            refs[0][piece, i, rows] = value
+        if "argmax" in state:
+            refs.argmax[piece, rows] = state.pop("argmax")
+        for i, value in enumerate(state.values()):
+            refs.floats[piece, i, rows] = value
 
-    found = over_tiles(
-        body,
-        hidden,
-        unembedding,
-        *arguments,
-        results=results,
-        schedule=schedule,
-        interpret=interpret,
-        name="calibjax_statistics",
-        scratch=scratch,
-    )
-    pieces = {name: found[0][:, i, :tokens] for i, name in enumerate(floats)}
-    pieces |= {"argmax": found[1][:, :tokens]} if "argmax" in names else {}
-    references, values = found[-2:] if save else (None, None)
-    return _Found(pieces, values, references)
+    outputs = over_tiles(statistics, _Refs, hidden, unembedding, arguments, results, scratch, schedule, interpret)
+    pieces = {name: outputs["floats"][:, i, :tokens] for i, name in enumerate(floats)}
+    pieces |= {"argmax": outputs["argmax"][:, :tokens]} if "argmax" in names else {}
+    return _Results(pieces, outputs.get("exponentials"), outputs.get("references"))
 
 
 def _merged(pieces: Moments, scale: Float[Array, " N"]) -> Moments:
@@ -190,67 +179,56 @@ def _merged(pieces: Moments, scale: Float[Array, " N"]) -> Moments:
     return jax.tree.map(lambda x: x[0], pieces)
 
 
-def _target_logits(call: Call, model: Model, targets: Int[Array, " N"]) -> Float[Array, " N"]:
+def _target_logits(softcap: float | None, inputs: Inputs, targets: Int[Array, " N"]) -> Float[Array, " N"]:
     """z_y, by gathering the rows of the targets; 0 where they lie outside [0, V)."""
-    inside = (targets >= 0) & (targets < model.unembedding.shape[0])
+    inside = (targets >= 0) & (targets < inputs.unembedding.shape[0])
     ids = jnp.where(inside, targets, 0)
-    rows = model.unembedding[ids].astype(jnp.float32)
-    z = jnp.sum(model.hidden.astype(jnp.float32) * rows, axis=1)
-    z = z if model.bias is None else z + model.bias[ids]
-    z = z if call.softcap is None else call.softcap * jnp.tanh(z / call.softcap)
-    return jnp.where(inside, z, 0.0)
+    rows = inputs.unembedding[ids].astype(jnp.float32)
+    z = jnp.sum(inputs.hidden.astype(jnp.float32) * rows, axis=1)
+    z = z if inputs.bias is None else z + inputs.bias[ids]
+    return jnp.where(inside, exactly_softcapped(z, softcap), 0.0)
 
 
-def moments(
-    call: Call,
-    model: Model,
-    scale: Float[Array, " N"],
-    targets: Int[Array, " N"] | None,
-    needed: frozenset[str],
-    save: bool,
-    schedule: Schedule,
-    interpret,
-) -> tuple[Moments, Exponentials | None]:
-    """The moments of the whole vocabulary, but for `rows`; with `save` the exponentials of all logits.
+def moments(request: ForwardRequest, inputs: Inputs, schedule: Schedule, interpret: Any) -> ForwardResult:
+    """The moments of the whole vocabulary, but for `rows`; with `save` the `Exponentials` of all logits.
 
     Under a soft-cap logits are bounded, and the sums need no running maximum while s·cap is at most 69 for every token:
     a second program of the same kernel, chosen as the scales are known. Not with `second`, which would cancel.
     """
-    unit = unit_of_logits(call)
+    (options, needed, save), scale, targets = request, inputs.scale, inputs.targets
+    unit = softcap_unit(options.softcap)
     power = scale * (LOG2_E * unit)
-    names = _states(needed)
-    model = model.clean() if save else model  # NaN would be kept
+    inputs = inputs.masked() if save else inputs  # NaN would be saved
 
     def run(fixed: bool) -> tuple[Moments, tuple[Array, Array] | None]:
-        found = _run(call, model, power, names, save, fixed, schedule, interpret)
-        best, weight, first, second = (found.pieces.get(name) for name in ("best", "weight", "first", "second"))
-        assert best is not None
-        assert weight is not None
+        results = _run(request, inputs, power, fixed, schedule, interpret)
+        best, weight = results.pieces["best"], results.pieces["weight"]
+        first, second, total = (results.pieces.get(name) for name in ("first", "second", "total"))
         if fixed:  # from exp(s z) to exp(s (z − best))
             ratio = jnp.exp2(-best * power[None, :])
             first = None if first is None else ratio * (first - best * weight)
             weight = ratio * weight
         pieces = Moments(
             max_logit=best * unit,
-            argmax=found.pieces.get("argmax"),
+            argmax=results.pieces.get("argmax"),
             weight=weight,
             first=None if first is None else first * unit,
             second=None if second is None else second * unit**2,
-            total=None if (total := found.pieces.get("total")) is None else total * unit,
+            total=None if total is None else total * unit,
         )
         merged = _merged(pieces, scale)
-        if found.exponentials is None or found.references is None:
+        if results.exponentials is None or results.references is None:
             return merged, None
-        return merged, (found.exponentials, jnp.zeros_like(found.references) if fixed else found.references)
+        return merged, (results.exponentials, jnp.zeros_like(results.references) if fixed else results.references)
 
-    if call.softcap is None or "second" in needed:
+    if options.softcap is None or "second" in needed:
         merged, saved = run(False)
     else:
         merged, saved = jax.lax.cond(jnp.all(power <= _SAFE), lambda: run(True), lambda: run(False))
     if targets is not None and (save or "target" in needed):
-        merged = merged._replace(target=_target_logits(call, model, targets))
+        merged = merged._replace(target=_target_logits(options.softcap, inputs, targets))
     if saved is None:
-        return merged, None
+        return ForwardResult(merged)
     known = ((targets, merged.target), (merged.argmax, merged.max_logit))
     pairs = tuple((ids, z / unit) for ids, z in known if ids is not None and z is not None)
-    return merged, Exponentials(saved[0], saved[1], power, pairs)
+    return ForwardResult(merged, Exponentials(saved[0], saved[1], power, pairs))

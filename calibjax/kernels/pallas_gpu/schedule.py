@@ -1,4 +1,4 @@
-"""Which multiprocessor computes which logits, and in which order, so that what they read stays in the L2 cache."""
+"""Which multiprocessor computes which logits, and in which order, so that operands stay in the L2 cache."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _GROUP = 16
 _PARTIAL_BYTES = 16 * 2**20
 _DZ_BYTES = 512 * 2**20
 SLICE = 64  # columns of a tile of logits that the statistics take at a time: with more, registers spill
-SAVED_BYTES = 2 + 4 / SLICE  # of an exponential, and of its share of a float32 reference
+SAVED_BYTES = 2 + 4 / SLICE  # of an exponential, and its part of a float32 reference
 _EXPONENTIALS_BYTES = 2**30
 _BYTES_A_TOKEN = 28  # of a piece, with all statistics
 _TILES_LOST = 0.25  # to start and end a unit of work, in tiles of the vocabulary
@@ -45,6 +45,14 @@ class Blocks(NamedTuple):
     cluster: int = 1
     programs: int | None = None
     chunk: int = 8192
+
+
+class Launch(NamedTuple):
+    """How a kernel is made and run: `interpret` as in `plgpu.kernel`."""
+
+    blocks: Blocks
+    device_kind: str
+    interpret: Any
 
 
 class Schedule(NamedTuple):
@@ -100,7 +108,7 @@ def token_blocks(tokens: int, vocab_size: int, blocks: Blocks) -> tuple[int, int
 def over_chunks(step: Callable[[Any, Array | int, int], Any], carry: Any, size: int, width: int) -> Any:
     """The carry after `step(carry, start, width)` of all chunks of `size`, the last of which may be narrower.
 
-    That one comes first: after the loop XLA would add to what came out of it in memory of its own.
+    That one comes first: after the loop XLA would copy its result before it adds to it.
     """
     whole, left = divmod(size, width)
     carry = step(carry, whole * width, left) if left else carry
@@ -126,7 +134,7 @@ def programs(blocks: Blocks, device_kind: str) -> int:
 
 
 def _longest(token_tiles: int, vocab_tiles: int, group: int, pieces: int, programs: int) -> float:
-    """What the busiest program does, in tiles of the vocabulary."""
+    """The work of the busiest program, in tiles of the vocabulary."""
     sizes = np.diff(np.arange(pieces + 1) * vocab_tiles // pieces) + _TILES_LOST
     groups = np.diff([*range(0, token_tiles, group), token_tiles])
     work = np.concatenate([np.repeat(sizes, count) for count in groups])

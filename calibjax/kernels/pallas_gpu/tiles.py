@@ -1,8 +1,8 @@
 """Tiles of logits on Hopper: a ring of operands in shared memory that one warpgroup fills and two multiply from.
 
-One program on every multiprocessor walks through its share of the work (`schedule.Schedule`). Its third warpgroup
+One program on every multiprocessor walks through its part of the work (`schedule.Schedule`). Its third warpgroup
 copies blocks of hidden states and unembedding, [128, 64] and [256, 64], into a ring in shared memory (TMA); the first
-two multiply them, 64 tokens each, into [64, 256] float32 registers (wgmma), of which the caller makes what it wants.
+two multiply them, 64 tokens each, into [64, 256] float32 registers (wgmma), which the caller reduces.
 The ring runs on across tiles: while one warpgroup is at its exponentials, the other multiplies, and the next tile's
 operands arrive.
 
@@ -11,7 +11,7 @@ logits of 0.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from calibjax.kernels.operator import Call
+from calibjax.kernels.contract import Options
+from calibjax.kernels.logit_cotangents import LOG2_E
 from calibjax.kernels.pallas_gpu.schedule import ROWS, TILE, TOKENS, WARPGROUPS, Schedule
-from calibjax.kernels.slopes import LOG2_E
 
 TRANSFORMS = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(2 * TILE[1]))
 
@@ -38,14 +38,14 @@ def whole_tiles(x: Array) -> Array:
     return x if not any(after for _, after in padding) else jnp.pad(x, padding)
 
 
-def softcapped(call: Call, z: Array) -> Array:
+def softcapped(options: Options, z: Array) -> Array:
     """The logits in units of the soft-cap; without one, unchanged.
 
     tanh(z / cap) = 1 − 2 / (1 + exp(2 z / cap)), right to some 3e-7; the GPU's tanh instruction is to 5e-4.
     """
-    if call.softcap is None:
+    if options.softcap is None:
         return z
-    root = jax.lax.rsqrt(1.0 + jnp.exp2(z * (2.0 * LOG2_E / call.softcap)))
+    root = jax.lax.rsqrt(1.0 + jnp.exp2(z * (2.0 * LOG2_E / options.softcap)))
     return 1.0 - 2.0 * (root * root)
 
 
@@ -57,9 +57,9 @@ def biased(z: Array, bias_ref, first: Array) -> Array:
     return z + jax.lax.broadcast_in_dim(bias, z.shape, (1,))
 
 
-def _kernel(body, *refs, schedule: Schedule) -> None:
-    hidden_ref, weights_ref, *others = refs[:-4]
-    hidden_ring, weights_ring, full, empty = refs[-4:]
+def _kernel(body, refs: Callable[..., Any], *references, names: Sequence[str], schedule: Schedule) -> None:
+    hidden_ref, weights_ref, *others, hidden_ring, weights_ring, full, empty = references
+    of_body = refs(**dict(zip(names, others, strict=True)))
     blocks, paired = schedule.blocks, schedule.blocks.cluster > 1
     steps = pl.cdiv(hidden_ref.shape[1], blocks.depth)
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -147,36 +147,40 @@ def _kernel(body, *refs, schedule: Schedule) -> None:
                 after, *state = jax.lax.fori_loop(start, end, tile, (step, *initial))
                 return state
 
-            body(*others, rows=pl.ds(tokens * TOKENS + warpgroup * ROWS, ROWS), piece=piece, tiles=tiles)
+            body(of_body, rows=pl.ds(tokens * TOKENS + warpgroup * ROWS, ROWS), piece=piece, tiles=tiles)
             return after
 
         walk(unit)
 
 
 def over_tiles(
-    body,
+    body: Callable[..., None],
+    refs: Callable[..., Any],
     hidden: Array,
     unembedding: Array,
-    *arguments: Array,
-    results: Sequence[jax.ShapeDtypeStruct],
+    arguments: Mapping[str, Array],
+    results: Mapping[str, jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
     schedule: Schedule,
-    interpret,
-    name: str,
-    scratch: Sequence[Any] = (),
-) -> Sequence[Array]:
-    """`results`, as `body` writes them.
+    interpret: Any,
+) -> dict[str, Array]:
+    """`results`, as `body` writes them, by name.
 
     Args:
-        body: `(*references of arguments, results and scratch, rows=, piece=, tiles=)`, traced once; it runs in a
-            warpgroup for each unit of work: 64 tokens, `rows`, and a piece of the vocabulary. It calls `tiles` once.
+        body: `(refs(name=reference, ...), rows=, piece=, tiles=)`, traced once; it runs in a warpgroup for each unit of
+            work: 64 tokens, `rows`, and a piece of the vocabulary. It calls `tiles` once. The kernel has its name.
+        refs: a NamedTuple with a field for each name below; those that are not given keep their default.
         hidden, unembedding: [N, D] and [V, D], of 16 bits.
         arguments: what else the body reads, in the memory of the GPU.
+        results: shapes.
         scratch: shared memory that the body takes.
+        schedule: of the work.
+        interpret: as in `plgpu.kernel`.
     """
     blocks = schedule.blocks
     taken: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": blocks.stages}
     own = [
-        *scratch,
+        *scratch.values(),
         *(
             plgpu.SMEM((blocks.stages, rows, blocks.depth), hidden.dtype, transforms=TRANSFORMS)
             for rows in (TOKENS, blocks.columns)
@@ -184,10 +188,10 @@ def over_tiles(
         plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
         plgpu.ClusterBarrier(collective_axes=("pair",), **taken) if blocks.cluster > 1 else plgpu.Barrier(**taken),
     ]
-    kernel = functools.partial(_kernel, body, schedule=schedule)
-    return plgpu.kernel(
-        lambda *refs: pl.run_scoped(lambda *scoped: kernel(*refs, *scoped), *own, collective_axes="warpgroup"),
-        out_type=results,
+    kernel = functools.partial(_kernel, body, refs, names=(*arguments, *results, *scratch), schedule=schedule)
+    outputs = plgpu.kernel(
+        lambda *given: pl.run_scoped(lambda *scoped: kernel(*given, *scoped), *own, collective_axes="warpgroup"),
+        out_type=list(results.values()),
         grid=(schedule.programs,),
         grid_names=("program",),
         cluster=(blocks.cluster,) if blocks.cluster > 1 else (),
@@ -196,5 +200,6 @@ def over_tiles(
         thread_name="warpgroup",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        kernel_name=name,
-    )(whole_tiles(hidden), whole_tiles(unembedding), *arguments)
+        kernel_name=f"calibjax_{body.__name__}",
+    )(whole_tiles(hidden), whole_tiles(unembedding), *arguments.values())
+    return dict(zip(results, outputs, strict=True))

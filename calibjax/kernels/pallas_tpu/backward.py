@@ -1,8 +1,8 @@
 """What the TPU kernels of the backward pass share: `d_hidden`, `d_unembedding`, and `fused`, which is both in one.
 
-Each computes the logits anew, or reads those that were saved, forms dz (see `slopes`) block by block in float32, rounds
-it to the inputs' dtype, and multiplies at once. No sum is split between grid steps that could run in
-another order: results are the same from run to run.
+Each computes the logits again, or reads the saved ones, forms dz (`logit_cotangents`) block by block in float32, rounds
+it to the inputs' dtype, and multiplies at once. No sum is split between grid steps that could run in another order:
+results are the same from run to run.
 
 With `filter_threshold` the second product of a unit, one block of dh's or dW's rows by `Blocks.unit` of what streams
 past, runs only where a p of the unit is not below it or a one-hot lies in it: one-hots stay exact. So does the uniform
@@ -17,24 +17,36 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from calibjax.kernels.operator import Call, Signal
+from calibjax.kernels.contract import Cotangents, Inputs, Options
+from calibjax.kernels.logit_cotangents import dz_of_logits, token_values
 from calibjax.kernels.pallas_tpu.blocks import LANES
-from calibjax.kernels.pallas_tpu.common import pack, pack_ids, softcapped
-from calibjax.kernels.slopes import slope_of_logits, values_of_tokens
+from calibjax.kernels.pallas_tpu.common import column, pack, pack_ids, softcapped
 
 Places = dict[str, int]  # name of a per-token value -> its row in the packed array
 
 
-def packed(call: Call, signal: Signal, valid: Array | None) -> tuple[Array, Places]:
-    values = values_of_tokens(call, signal)
-    values |= {f"ids{k}": pack_ids(ids) for k, (ids, _) in enumerate(signal.one_hots)}
-    if valid is not None:
-        values["valid"] = valid
+def packed(options: Options, inputs: Inputs, cotangents: Cotangents) -> tuple[Array, Places]:
+    values = token_values(options, inputs, cotangents)
+    values |= {f"ids{k}": pack_ids(ids) for k, (ids, _) in enumerate(cotangents.one_hots)}
+    if inputs.valid is not None:
+        values["valid"] = inputs.valid
     return pack(list(values.values())), {name: row for row, name in enumerate(values)}
 
 
+def masked(places: Places, refs):
+    """The reference of the hidden states, with zeros where a token does not count.
+
+    Such a token may hold NaN, and 0·NaN would reach every row of dW.
+    """
+    if refs.masked is None:
+        return refs.hidden
+    counts = column(refs.tokens, places["valid"])[:, :1] > 0.0
+    refs.masked[...] = jnp.where(counts, refs.hidden[...], jnp.zeros_like(refs.hidden))
+    return refs.masked
+
+
 def note(seen: list[Array], counts: Array | None, *masks: Array | None):
-    """Appends `counts`, 0 where a mask is False: what lies beyond the edge of an array is not to be looked at."""
+    """Appends `counts`, 0 where a mask is False: columns and tokens beyond the edge of an array are ignored."""
     if counts is not None:
         for mask in masks:
             counts = counts if mask is None else jnp.where(mask, counts, 0.0)
@@ -46,17 +58,17 @@ def any_of(seen: list[Array]) -> Array | None:
     return jnp.max(functools.reduce(jnp.maximum, seen)) > 0.0 if seen else None
 
 
-def pipeline(count: int, unit: int, multiply, differentiate, accumulate):
+def pipeline(unit: int, multiply, differentiate, accumulate, count: int):
     """Three stages at a time: the logits of unit c + 1, the derivatives of unit c, the sums of unit c − 1.
 
-    `differentiate` may return whether the unit's sums matter.
+    `differentiate` may return whether the unit's sums are needed.
     """
     units = -(-count // unit)
     counts = [min(unit, count - c * unit) for c in range(units)]
-    matters: list[Array | None] = []
+    needed: list[Array | None] = []
 
     def add(c: int):
-        if (condition := matters[c]) is None:
+        if (condition := needed[c]) is None:
             accumulate(c, counts[c])
         else:
             pl.when(condition)(lambda: accumulate(c, counts[c]))
@@ -65,14 +77,14 @@ def pipeline(count: int, unit: int, multiply, differentiate, accumulate):
     for c in range(units):
         if c + 1 < units:
             multiply(c + 1)
-        matters.append(differentiate(c, counts[c]))
+        needed.append(differentiate(c, counts[c]))
         if c:
             add(c - 1)
     add(units - 1)
 
 
-def derivatives(
-    call: Call,
+def write_dz(
+    options: Options,
     places: Places,
     tokens_ref,
     z_ref,
@@ -87,8 +99,8 @@ def derivatives(
     """Writes dz [columns, tokens] of transposed logits, and adds it to `bias_sums_ref` [columns, 128] where given.
 
     The first column has the index `start`; `counts` of columns and of tokens exist, and dz is 0 beyond them. `saved`:
-    the logits were saved, with the soft-cap, also of tokens that are not valid. Returns whether a filter leaves any of
-    it to be multiplied; None without a filter.
+    the logits were saved, with the soft-cap, also of tokens that are not valid. Returns whether any of it must be
+    multiplied; None without a filter.
     """
     columns, tokens = counts
     sublane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 0)
@@ -113,24 +125,20 @@ def derivatives(
             pieces = []
             for half in range(k, k + height, 8):
                 z = z_ref[half : half + 8, lanes]
-                z = z if saved else softcapped(call, z)
+                z = z if saved else softcapped(options, z)
 
                 def hit(index: int, place=half, per_token=per_token) -> Array:
                     return per_token[f"ids{index}"] - start == place
 
-                dz, matters = slope_of_logits(call, z, per_token.get, hit)
+                dz, added = dz_of_logits(options, z, per_token.get, hit)
                 dz = dz if keep is None else jnp.where(keep, dz, 0.0)
                 dz = dz if columns - half >= 8 else jnp.where(sublane < columns - half, dz, 0.0)
-                if call.filter_threshold and vocab_size % size:
+                if options.filter_threshold and vocab_size % size:
                     exist = sublane < vocab_size - start - half
-                note(seen, matters, keep, exist)
+                note(seen, added, keep, exist)
                 if bias_sums_ref is not None:
                     bias_sums_ref[half : half + 8, :] += dz
                 pieces.append(dz)
             total = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=0)
             dz_ref[k : k + height, lanes] = total.astype(dz_ref.dtype)
     return any_of(seen)
-
-
-def saved_bytes(saved: Array | None) -> int:
-    return 0 if saved is None else saved.size * saved.dtype.itemsize

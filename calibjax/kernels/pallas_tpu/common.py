@@ -1,7 +1,7 @@
-"""What the TPU kernels share: products, rows of per-token values, the call itself."""
+"""What the TPU kernels share: products, rows of per-token values, the launch."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,29 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from calibjax.kernels import stats
-from calibjax.kernels.pallas_tpu.blocks import LANES, UNPLANNED
+from calibjax.kernels.contract import Options
+from calibjax.kernels.pallas_tpu.blocks import LANES, SLICE, UNPLANNED
 
 NEVER = -(2**30)  # an index that no column of the vocabulary has
 
 
-def product(call, a: Array, b: Array, contract: tuple[int, int]) -> Array:
+def product(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """The product over one dimension of each, in float32."""
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=call.precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=jnp.float32)
+
+
+def slices(width: int) -> Iterator[Any]:
+    """The columns of D in slices of `SLICE`."""
+    for start in range(0, width, SLICE):
+        yield pl.ds(start, min(SLICE, width - start))
+
+
+def existing(x: Array, count: int) -> Array:
+    """`x` with zeros in place of its rows from `count` on."""
+    if count >= x.shape[0]:
+        return x
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < count, x, jnp.zeros_like(x))
 
 
 def pack(rows: Sequence[Array]) -> Array:
@@ -37,9 +51,9 @@ def column(ref, row: int) -> Array:
     return jnp.broadcast_to(ref[row : row + 1, :], (LANES, ref.shape[1])).T
 
 
-def softcapped(call, z: Array) -> Array:
+def softcapped(options: Options, z: Array) -> Array:
     """The logits in units of the soft-cap, tanh(z/cap), so that no step multiplies by it; without one, unchanged."""
-    return z if call.softcap is None else jnp.tanh(z * (1.0 / call.softcap))
+    return z if options.softcap is None else jnp.tanh(z * (1.0 / options.softcap))
 
 
 def finite(z: Array, has_bias: bool) -> Array:
@@ -64,40 +78,75 @@ def walk_blocks(total: int, size: int, step: Array, walk: Callable[[int], None])
     return last
 
 
-def pallas(
-    kernel,
-    *,
-    name: str,
-    grid: tuple[int, int],
-    in_specs: list[Any],
-    out_specs: list[Any],
-    out_shape: list[Any],
-    scratch: list[Any],
-    vmem: int,
-    flops: int,
-    bytes_accessed: int,
-    transcendentals: int,
-    interpret: Any,
-    split: bool = True,
-    aliases: Mapping[int, int] | None = None,
-):
-    """`pl.pallas_call`; with `split`, the first grid dimension over the cores of a chip (v5p has two).
+class Launch(NamedTuple):
+    """How a kernel runs, and what it costs.
 
-    `aliases`: input -> output that takes its place.
+    Attributes:
+        vmem: planned bytes on chip.
+        exponentials: with one per logit, or two where there is a soft-cap.
+        split: the first grid dimension may be divided over the cores of a chip (v5p has two).
     """
-    return pl.pallas_call(
-        kernel,
-        name=name,
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
-        scratch_shapes=scratch,
-        interpret=interpret,
-        input_output_aliases=aliases or {},
+
+    name: str
+    grid: tuple[int, int]
+    vmem: int
+    flops: int
+    bytes_accessed: int
+    exponentials: int
+    interpret: Any
+    split: bool = True
+
+
+Operands = dict[str, tuple[Any, Any]]  # name -> (array or shape, its BlockSpec)
+
+
+def pallas(
+    kernel: Callable[[Any], None],
+    refs: Callable[..., Any],
+    launch: Launch,
+    inputs: Operands,
+    outputs: Operands,
+    scratch: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, Array]:
+    """The outputs of `kernel(refs(name=reference, ...))`, by name.
+
+    Args:
+        kernel: the program of a grid step.
+        refs: a NamedTuple with a field for each name; those that are not given keep their default.
+        launch: how it runs.
+        inputs, outputs: as `Operands`.
+        scratch: name -> memory on chip.
+        aliases: input -> the output that takes its place.
+    """
+    names = (*inputs, *outputs, *scratch)
+    order = {name: place for operands in (inputs, outputs) for place, name in enumerate(operands)}
+    results = pl.pallas_call(
+        lambda *references: kernel(refs(**dict(zip(names, references, strict=True)))),
+        name=launch.name,
+        grid=launch.grid,
+        in_specs=[spec for _, spec in inputs.values()],
+        out_specs=[spec for _, spec in outputs.values()],
+        out_shape=[shape for shape, _ in outputs.values()],
+        scratch_shapes=list(scratch.values()),
+        interpret=launch.interpret,
+        input_output_aliases={order[a]: order[b] for a, b in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel" if split else "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem * 9 // 8 + UNPLANNED,
+            dimension_semantics=("parallel" if launch.split else "arbitrary", "arbitrary"),
+            vmem_limit_bytes=launch.vmem * 9 // 8 + UNPLANNED,
         ),
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=bytes_accessed, transcendentals=transcendentals),
-    )
+        cost_estimate=pl.CostEstimate(
+            flops=launch.flops, bytes_accessed=launch.bytes_accessed, transcendentals=launch.exponentials
+        ),
+    )(*(array for array, _ in inputs.values()))
+    return dict(zip(outputs, results, strict=True))
+
+
+def exponentials(options: Options, tokens: int, vocab_size: int) -> int:
+    """Transcendental functions that a kernel computes for all logits."""
+    return tokens * vocab_size * (1 if options.softcap is None else 2)
+
+
+def size_of(x: Array | None) -> int:
+    """Bytes."""
+    return 0 if x is None else x.size * x.dtype.itemsize

@@ -5,98 +5,99 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array
 
-from calibjax.kernels.operator import Call, Gradients, Implementation, Model, Signal, closed_form_hidden
+from calibjax.kernels.contract import (
+    BackwardRequest,
+    Cotangents,
+    ForwardRequest,
+    ForwardResult,
+    Gradients,
+    Implementation,
+    Inputs,
+    Options,
+)
+from calibjax.kernels.operator import closed_form_hidden
 from calibjax.kernels.pallas_tpu import blocks, d_hidden, d_unembedding, forward, fused
 from calibjax.kernels.platforms import Platform, platform
-from calibjax.kernels.stats import Moments
 
 
 class _Setup(NamedTuple):
-    """What `make` fixes."""
+    """The arguments of `make`."""
 
     interpret: Any
     preferences: blocks.Preferences
 
-    def blocks(self, kernel: str, model: Model, device_kind: str, saved: bool) -> blocks.Blocks:
-        (tokens, width), itemsize = model.hidden.shape, model.hidden.dtype.itemsize
+    def blocks(self, kernel: str, inputs: Inputs, device_kind: str, saved: bool) -> blocks.Blocks:
+        (tokens, width), itemsize = inputs.hidden.shape, inputs.hidden.dtype.itemsize
         return blocks.choose(self.preferences[kernel], kernel, tokens, width, itemsize, device_kind, saved)
 
 
-def _fused(setup: _Setup, call: Call, model: Model, device_kind: str) -> blocks.Blocks | None:
+def _fused(setup: _Setup, options: Options, inputs: Inputs, device_kind: str) -> blocks.Blocks | None:
     """Blocks of the kernel for dh and dW together; None where each has a kernel of its own.
 
     That is with saved logits, of which each takes one product, and with a filter; on chips with two cores a device, of
     which it would use one; where the float32 dh would take more than 512 MiB; and where too few columns fit on the
     chip.
     """
-    refused = "fused" not in setup.preferences or 4 * model.hidden.size > 2**29
-    if refused or call.save_logits or call.filter_threshold or blocks.two_cores(device_kind):
+    refused = "fused" not in setup.preferences or 4 * inputs.hidden.size > 2**29
+    if refused or options.save_logits or options.filter_threshold or blocks.two_cores(device_kind):
         return None
     try:
-        size = setup.blocks("fused", model, device_kind, saved=False)
+        size = setup.blocks("fused", inputs, device_kind, saved=False)
     except NotImplementedError:
         return None
-    width, itemsize = model.hidden.shape[1], model.hidden.dtype.itemsize
+    width, itemsize = inputs.hidden.shape[1], inputs.hidden.dtype.itemsize
     columns = size.columns * blocks.pieces(size, width, itemsize, device_kind)
     return size if columns >= blocks.least_columns(itemsize) else None
 
 
-def _check(setup: _Setup, call: Call, model: Model, platform: Platform) -> str:
+def _check(setup: _Setup, options: Options, inputs: Inputs, platform: Platform) -> str:
     if platform.name != "tpu" and not setup.interpret:
         raise NotImplementedError(f"it runs on TPUs, and the program is compiled for {platform.name}")
-    if call.chunk_size is not None:
+    if options.chunk_size is not None:
         raise NotImplementedError("the TPU kernels do not take chunk_size")
-    if model.hidden.dtype.name not in ("bfloat16", "float32"):
-        raise NotImplementedError(f"the TPU kernels take bfloat16 and float32, not {model.hidden.dtype.name}")
-    if model.hidden.shape[0] == 0:
+    if inputs.hidden.dtype.name not in ("bfloat16", "float32"):
+        raise NotImplementedError(f"the TPU kernels take bfloat16 and float32, not {inputs.hidden.dtype.name}")
+    if inputs.hidden.shape[0] == 0:
         raise NotImplementedError("there are no tokens")
     kernels = [kernel for kernel in setup.preferences if kernel != "fused"]
-    chosen = {kernel: setup.blocks(kernel, model, platform.device_kind, call.save_logits) for kernel in kernels}
+    chosen = {kernel: setup.blocks(kernel, inputs, platform.device_kind, options.save_logits) for kernel in kernels}
     size = chosen["statistics"]
     note = f"blocks of {size.tokens} tokens by {size.columns} columns, in units of {size.unit}"
-    if _fused(setup, call, model, platform.device_kind) is None:
+    if _fused(setup, options, inputs, platform.device_kind) is None:
         return note
-    mebibytes = 4 * model.hidden.size / 2**20
+    mebibytes = 4 * inputs.hidden.size / 2**20
     return f"{note}; where dh and dW both wait for the backward pass, {mebibytes:.0f} MiB for a float32 dh"
 
 
-def _shares_logits(setup: _Setup, call: Call, model: Model, platform: Platform) -> bool:
-    return _fused(setup, call, model, platform.device_kind) is not None
+def _shares_logits(setup: _Setup, options: Options, inputs: Inputs, platform: Platform) -> bool:
+    return _fused(setup, options, inputs, platform.device_kind) is not None
 
 
-def _forward(
-    setup: _Setup,
-    call: Call,
-    model: Model,
-    scale: Array,
-    targets: Array | None,
-    needed: frozenset[str],
-    save: bool,
-) -> tuple[Moments, Array | None]:
-    kernel = "rows" if "rows" in needed else "statistics"
-    size = setup.blocks(kernel, model, platform().device_kind, save)
-    return forward.moments(call, model, scale, targets, needed, save, size, setup.interpret)
+def _forward(setup: _Setup, request: ForwardRequest, inputs: Inputs) -> ForwardResult:
+    kernel = "rows" if "rows" in request.needed else "statistics"
+    size = setup.blocks(kernel, inputs, platform().device_kind, request.save)
+    return forward.moments(request, inputs, size, setup.interpret)
 
 
 def _backward(
-    setup: _Setup, call: Call, model: Model, signal: Signal, saved: Array | None, wanted: frozenset[str]
+    setup: _Setup, request: BackwardRequest, inputs: Inputs, cotangents: Cotangents, saved: Array | None, into: None
 ) -> Gradients:
-    kind, has_saved = platform().device_kind, saved is not None
+    (options, wanted), kind, has_saved = request, platform().device_kind, saved is not None
     hidden = None
     if "hidden" in wanted:
-        both = _fused(setup, call, model, kind) if "unembedding" in wanted else None
-        if both is not None and not signal.hidden_is_closed(call):
-            return fused.gradients(call, model, signal, both, wanted, kind, setup.interpret)
-        if signal.hidden_is_closed(call):
-            hidden = closed_form_hidden(model, signal)
+        both = _fused(setup, options, inputs, kind) if "unembedding" in wanted else None
+        if both is not None and not cotangents.hidden_is_closed(options):
+            return fused.gradients(request, inputs, cotangents, both, kind, setup.interpret)
+        if cotangents.hidden_is_closed(options):
+            hidden = closed_form_hidden(inputs, cotangents)
         else:
-            size = setup.blocks("rows", model, kind, has_saved)
-            hidden = d_hidden.gradient(call, model, signal, saved, size, setup.interpret)
-    rows = bias = None
-    if wanted & {"unembedding", "bias"}:
-        size = setup.blocks("unembedding", model, kind, has_saved)
-        rows, bias = d_unembedding.gradients(call, model, signal, saved, size, wanted, setup.interpret)
-    return Gradients(hidden, rows, bias)
+            size = setup.blocks("rows", inputs, kind, has_saved)
+            hidden = d_hidden.gradient(options, inputs, cotangents, saved, size, setup.interpret)
+    if not wanted & {"unembedding", "bias"}:
+        return Gradients(hidden)
+    size = setup.blocks("unembedding", inputs, kind, has_saved)
+    gradients = d_unembedding.gradients(request, inputs, cotangents, saved, size, setup.interpret)
+    return gradients._replace(hidden=hidden)
 
 
 def make(interpret: Any = False, preferences: blocks.Preferences = blocks.PREFERENCES) -> Implementation:

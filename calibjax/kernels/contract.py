@@ -1,0 +1,163 @@
+"""The contract between the operator and its implementations: what a pass over the vocabulary receives and returns.
+
+z = softcap(h Wᵀ + b), p = softmax(s·z), c_v = 1 − (z_v/cap)² (1 without a soft-cap).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from calibjax.kernels.platforms import Platform
+from calibjax.kernels.stats import Moments
+
+
+class Options(NamedTuple):
+    """What is static in both passes; see `vocab_stats`."""
+
+    softcap: float | None = None
+    precision: jax.lax.PrecisionLike = None
+    chunk_size: int | None = None
+    filter_threshold: float | None = None
+    save_logits: bool = False
+
+
+class Inputs(NamedTuple):
+    """N tokens and the unembedding that scores them. In `Check` all are `jax.ShapeDtypeStruct`.
+
+    Attributes:
+        hidden: [N, D].
+        unembedding: [V, D], of the dtype of `hidden`.
+        bias: float32 [V] or None.
+        scale: float32 [N], s.
+        targets: int32 [N] or None. Those outside [0, V) match nothing.
+        valid: bool [N], False for tokens that do not count, whose hidden states may hold anything; None: all count.
+    """
+
+    hidden: Array
+    unembedding: Array
+    bias: Array | None
+    scale: Array
+    targets: Array | None
+    valid: Array | None
+
+    def masked(self) -> "Inputs":
+        """The same with hidden states of 0 where a token does not count."""
+        if self.valid is None:
+            return self
+        return self._replace(hidden=jnp.where(self.valid[:, None], self.hidden, 0))
+
+
+class ForwardRequest(NamedTuple):
+    """What `Forward` computes. Static.
+
+    Attributes:
+        needed: names of the optional fields of `Moments`.
+        save: also return what `Backward` can use instead of computing the logits again.
+    """
+
+    options: Options
+    needed: frozenset[str]
+    save: bool = False
+
+
+class ForwardResult(NamedTuple):
+    """The moments of the whole vocabulary, of invalid tokens any value; `saved` is None unless requested."""
+
+    moments: Moments
+    saved: Any = None
+
+
+class BackwardRequest(NamedTuple):
+    """What `Backward` computes: `wanted` names fields of `Gradients`. Static."""
+
+    options: Options
+    wanted: frozenset[str]
+
+
+class Cotangents(NamedTuple):
+    """Coefficients of the cotangent of h Wᵀ + b, one row of V for each token:
+
+        c_v (p_v (softmax + centred (z_v − E)) + uniform) + Σ_k [v = ids_k] g_k,   p_v = exp(s z_v − log_normalizer).
+
+    A field that is None is zero.
+
+    Attributes:
+        log_normalizer: float32 [N], of the whole vocabulary; inf for invalid tokens, so that p = 0.
+        softmax: float32 [N] or None.
+        centred, expected_logit: float32 [N] or None, the latter E = E_p[z].
+        uniform: float32 [N] or None.
+        one_hots: pairs of ids int32 [N] and g float32 [N], which includes c_v; ids outside [0, V) match nothing.
+        rows: [N, D] or None, `Moments.rows` of the whole vocabulary. If given, the softmax part of dh is
+            `softmax`·`rows`, except for the target's, which is in `one_hots`.
+    """
+
+    log_normalizer: Array
+    softmax: Array | None
+    centred: Array | None
+    expected_logit: Array | None
+    uniform: Array | None
+    one_hots: tuple[tuple[Array, Array], ...]
+    rows: Array | None = None
+
+    def hidden_is_closed(self, options: Options) -> bool:
+        """dh needs no logits: the softmax part is absent or known, and the uniform part has no factor c_v."""
+        known = self.rows is not None or self.softmax is None
+        return known and self.centred is None and (self.uniform is None or options.softcap is None)
+
+
+class Gradients(NamedTuple):
+    """Gradients in float32 or the dtype of the array they belong to; those not wanted are None."""
+
+    hidden: Array | None = None
+    unembedding: Array | None = None
+    bias: Array | None = None
+
+
+class Forward(Protocol):
+    """The pass over the vocabulary that gives the statistics."""
+
+    def __call__(self, request: ForwardRequest, inputs: Inputs, /) -> ForwardResult: ...
+
+
+class Backward(Protocol):
+    """The pass over the vocabulary that gives the gradients; invalid tokens add nothing, even with NaN in `hidden`.
+
+    `saved` is that of `ForwardResult`. `into`, for implementations with `accumulates`: float32 gradients in unembedding
+    and bias from other tokens, where wanted; those of these tokens are added to them.
+    """
+
+    def __call__(
+        self, request: BackwardRequest, inputs: Inputs, cotangents: Cotangents, saved: Any, into: Gradients | None, /
+    ) -> Gradients: ...
+
+
+Check = Callable[[Options, Inputs, Platform], str]
+"""How a call would run, for `explain`; raises NotImplementedError with the reason where it cannot run."""
+
+
+def _shares_always(options: Options, inputs: Inputs, platform: Platform) -> bool:
+    return True
+
+
+class Implementation(NamedTuple):
+    """Two passes over the vocabulary.
+
+    Attributes:
+        rows_first: where hidden and unembedding are both differentiated and no logits are saved, the gradient in hidden
+            comes out of the forward pass too, and only that in the unembedding is left to the backward pass.
+        shares_logits: where both gradients are left to the backward pass, whether it computes the logits once for both;
+            for `explain`.
+        saved_bytes: size of `ForwardResult.saved` per logit.
+        accumulates: `backward` takes `into`.
+    """
+
+    forward: Forward
+    backward: Backward
+    check: Check
+    rows_first: bool = False
+    shares_logits: Callable[[Options, Inputs, Platform], bool] = _shares_always
+    saved_bytes: float = 4
+    accumulates: bool = False
