@@ -20,13 +20,13 @@ BANNED = (
     (
         r"(models?|predictions?|fits) as (it is|they are)\b",
         "the base model; uncalibrated",
-        "the model as it is, and ATS",
+        "the model as it is",
     ),
     (r"single temperatures?\b", "temperature scaling", "ATS and a single temperature"),
     (
         r"(go|goes|going|gone|went) on (where|from|after)\b|gone on with\b",
         "resume",
-        "a killed run goes on where it was",
+        "it goes on where it was",
     ),
     (r"mistakes? of (yours|the user)", "invalid input", "exit code 2: a mistake of yours"),
     (r"(a|the) share of|shares of\b", "fraction of", "the share of tokens that are right"),
