@@ -1,4 +1,4 @@
-"""What evaluation costs: time per token and peak memory, against the forward pass that only computes each token's NLL.
+"""Cost of evaluation: time per token and peak memory, against the forward pass that only computes each token's NLL.
 
     python eval/bench.py                                   # a random model that a laptop's CPU can run
     python eval/bench.py --model path/to/stories260K --sequences 256 --seq-len 128
@@ -12,9 +12,9 @@ Every job runs in a process of its own, in turn with the forward pass, on the sa
 - report: figures with their intervals from the results of three heads, and report.html. It depends on the number of
   sequences and on the resamples, not on the model; the results are computed before the clock starts.
 
-The ratios are medians over the pairs: of elapsed time, and of the CPU time of the process, which other work on the machine
-disturbs less. Memory is the peak of the process while the job runs: on CPU under Linux
-its resident set, which includes Python, the programs of JAX and the model; on accelerators what JAX has allocated.
+The ratios are medians over the pairs: of elapsed time, and of the CPU time of the process, which depends less on other
+work on the machine. Memory is the peak of the process while the job runs: on CPU under Linux its resident set, which
+includes Python, the programs of JAX and the model; on accelerators what JAX has allocated.
 """
 
 import dataclasses
@@ -33,7 +33,6 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from calibjax import losses
 from calibjax.commands.common import SCHEMA
 from calibjax.data import Sequences, eval_batches
 from calibjax.data.synthetic import as_sequences
@@ -113,10 +112,9 @@ def _forward(bench: Bench, lm: LanguageModel, sequences: Sequences) -> Callable[
 
     @jax.jit
     def nll(frozen, batch):
-        needed = losses.REQUIRED_STATISTICS["cross_entropy"]
-        of_head = (identity.config, identity.params)
+        of_head, needed = (identity.config, identity.params), ("log_normalizer", "target_logit")
         stats, _ = batch_stats(lm.config, *of_head, frozen, batch, dtype=lm.dtype, statistics=needed)
-        return losses.cross_entropy(stats)
+        return -stats.log_prob()
 
     def job():
         return [to_host(nll(frozen, batch)) for batch, _ in eval_batches(sequences.arrays(), bench.batch)]
