@@ -1,4 +1,4 @@
-"""Recalibration methods side by side: `python eval/compare.py ...` is `calibjax compare ...`."""
+"""Comparison of recalibration methods: `python eval/compare.py ...` is `calibjax compare ...`."""
 
 import sys
 

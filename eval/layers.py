@@ -1,4 +1,4 @@
-"""Calibration across layers: `python eval/layers.py ...` is `calibjax eval layers ...`."""
+"""Calibration of every layer: `python eval/layers.py ...` is `calibjax eval layers ...`."""
 
 import sys
 

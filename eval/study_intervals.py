@@ -2,15 +2,15 @@
 
     python eval/study_intervals.py --draws 500 [--table errors|differences|norms] [--points 500 2000 20000]
 
-Confidence c is Beta(1.2, 0.8). A point is right with probability p = c − k c: the gaps of all bins have one sign, and
-the ECE is E[k c] in any bins. k is the same everywhere, or above c = 0.8 alone ("3 bins"; no gap elsewhere). In
+Confidence c is Beta(1.2, 0.8). A point is correct with probability p = c − k c: the gaps of all bins have one sign, and
+the ECE is E[k c] in any bins. k is constant, or non-zero above c = 0.8 only ("3 bins"; no gap elsewhere). In
 sequences of 10 tokens p is multiplied by 1 + 0.7 s (1 − c), s = ±1 for each sequence. 15 bins of equal width (lo, hi]
 or of equal mass; 400 draws of noise for an interval.
 
-Differences are of two models with confidence 0.7 c + e c/E[c] on points that are right with probability 0.7 c: e is the
-ECE. Either both give the same answers, or each its own.
+Differences are of two models with confidence 0.7 c + e c/E[c] on points that are correct with probability 0.7 c: e is
+the ECE. Either both give the same answers, or each its own.
 
-"percentiles" are those of resampled errors, the resamples drawn from the normal distribution of the gaps.
+"percentiles" are those of resampled errors; the resamples are drawn from the normal distribution of the gaps.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def gap(c: np.ndarray, ece: float, few: bool) -> np.ndarray:
 
 
 def confidences(rng: np.random.Generator, points: int, sequences: bool) -> tuple[np.ndarray, np.ndarray]:
-    """c `[groups, tokens]`, and the factor on its probability of being right."""
+    """c `[groups, tokens]`, and the factor on its probability of being correct."""
     tokens = TOKENS if sequences or points > POOLS else 1  # independent points are pooled, as the library does
     c = rng.beta(1.2, 0.8, size=(points // tokens, tokens))
     sign = rng.choice([-1.0, 1.0], size=(len(c), 1)) if sequences else 0.0

@@ -1,4 +1,4 @@
-"""Benchmarks: accuracy and calibration of answers: `python eval/tasks.py ...` is `calibjax eval tasks ...`."""
+"""Accuracy and calibration on benchmarks: `python eval/tasks.py ...` is `calibjax eval tasks ...`."""
 
 import sys
 

@@ -1,12 +1,12 @@
-"""What training costs: an ATS or SFT train step against the forward pass that only computes each token's NLL.
+"""Cost of training: an ATS or SFT train step against the forward pass that only computes each token's NLL.
 
     python train/bench.py                                     # a model that a laptop's CPU can run
     python train/bench.py --shape gemma-2-2b --fit-layers --dtype bfloat16 --batch 4 --seq-len 1024
     python train/bench.py --shape llama-3.1-8b --fit-layers --dtype bfloat16 --objective sft --batch 4 --seq-len 1024
 
-Both programs run the same frozen model on the same batch, turn by turn in one process. Printed: median times and their
-ratio; the products with the unembedding in each compiled program; the temporaries of the compiled step beside the size
-of the logits that it never holds.
+Both programs run the same frozen model on the same batch, in turn in one process. The output is the median times and
+their ratio, the products with the unembedding in each compiled program, and the temporaries of the compiled step beside
+the size of the logits that it never holds.
 """
 
 import dataclasses
@@ -38,11 +38,10 @@ class Bench:
     """Times a train step against the forward pass alone, on a random model.
 
     Attributes:
-        objective: what is trained: a head that calibrates the frozen model, or all weights, kept in float32, with label
-            smoothing 0.1; by AdamW.
-        shape: a name of `calibjax.models.shapes`, whose sizes take the place of those below, but for `layers`, of which
-            it has no more than the shape; None: Llama's.
-        fit_layers: as many of the shape's layers as fit into the device's memory, in place of `layers`.
+        objective: ats: a head of the frozen model; sft: all weights, in float32, with label smoothing 0.1. With AdamW.
+        shape: a name of `calibjax.models.shapes`, whose sizes replace those below, with at most `layers` layers; None:
+            a Llama of the sizes below.
+        fit_layers: as many of the shape's layers as fit into the device's memory, instead of `layers`.
         hidden_size: D.
         layers: L.
         heads: attention heads.
@@ -50,10 +49,10 @@ class Bench:
         batch: sequences.
         seq_len: tokens a sequence.
         dtype: of the frozen model.
-        head: of the calibration.
-        loss: that the head is trained with.
-        cudnn_attention: of bfloat16 models on NVIDIA GPUs, in both programs.
-        operator: implementation of `vocab_stats` in both programs, by name ("pallas_gpu"); None: the one it chooses.
+        head: kind of the head.
+        loss: of the head.
+        cudnn_attention: in both programs, for bfloat16 models on NVIDIA GPUs.
+        operator: implementation of `vocab_stats` in both programs, by name ("pallas_gpu"); None: the default.
         repeats: timed runs of each, in turn.
         json: print one JSON document instead of the table.
     """
@@ -79,7 +78,7 @@ class Bench:
 def unembedding_products(program: jax.stages.Compiled, vocab_size: int, chunk: int) -> int:
     """Matrix products in a compiled program with an operand or result as wide as the vocabulary or a chunk of it.
 
-    One product stands there twice where the chunks do not divide V: in the loop, and for the ragged piece.
+    One product appears twice where the chunks do not divide V: in the loop, and for the last, shorter chunk.
     """
     widths = {vocab_size, chunk, vocab_size % chunk} - {0}
     # An instruction's line gives its result's shape and its operands' names: their shapes stand on their own lines.
@@ -143,7 +142,7 @@ def _fitting_layers(config: DecoderConfig, bench: Bench) -> int:
     """Layers whose weights, with all that training keeps of them, take at most half of the device's memory."""
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if memory is None:
-        raise SystemExit("--fit-layers: this device does not say how much memory it has; give --layers.")
+        raise SystemExit("--fit-layers: this device does not report its memory; give --layers.")
     # Trained: float32 weights, gradients and two moments, and the weights as they are computed with.
     size = (16 if bench.objective == "sft" else 0) + jnp.dtype(bench.dtype).itemsize
 
@@ -159,7 +158,7 @@ def _fitting_layers(config: DecoderConfig, bench: Bench) -> int:
 
 
 class _Training(NamedTuple):
-    """A train step and what it is called with; the state is given up."""
+    """A train step and its arguments; the state is donated."""
 
     step: jax.stages.Compiled
     state: Any

@@ -1,16 +1,17 @@
-"""What it costs to load a model: time and memory, beside transformers loading the same files to the CPU.
+"""Cost of loading a model: time and memory, compared with transformers loading the same files to the CPU.
 
     python train/bench_load.py                # 1.2 billion random parameters in bfloat16; 5 GB on disk, some minutes
     python train/bench_load.py --layers 2 --hidden-size 256 --vocab-size 1000
 
-A random checkpoint of Llama's kind is written in Hugging Face's layout, in several files, and converted to an Orbax
-checkpoint. Each contender loads it in a process of its own, in bfloat16, after a tiny one of the same kind, which
-brings in what is imported or compiled once. The files were just written, and are in the system's page cache. calibjax
-reads all weights, checks that they are finite, and takes the fingerprint of safetensors. transformers maps the files
-and reads nothing until a weight is used: its second row sums every weight once.
+A random Llama-shaped checkpoint is written in Hugging Face's layout, in several files, and converted to an Orbax
+checkpoint. Each contender loads it in a process of its own, in bfloat16, after a tiny one of the same kind, so that
+imports and compilation are not measured. The files were just written and are in the system's page cache. calibjax reads
+all weights, checks that they are finite, and computes the fingerprint of safetensors. transformers maps the files and
+reads nothing until a weight is used: its second row sums every weight once.
 
-Memory is the peak of what the process allocates while it loads (its anonymous pages, polled every few milliseconds),
-and the growth of its resident set, which counts pages of mapped files too. On a CPU the parameters are in it.
+Memory is the peak of the memory that the process allocates while it loads (its anonymous pages, polled every few
+milliseconds), and the growth of its resident set, which includes pages of mapped files. On a CPU both include the
+parameters.
 """
 
 import concurrent.futures
@@ -52,7 +53,7 @@ CONTENDERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Loads a random model of Llama's kind with calibjax and with transformers.
+    """Loads a random Llama-shaped model with calibjax and with transformers.
 
     Attributes:
         vocab_size: V.
@@ -108,7 +109,7 @@ def _resident(kind: str) -> int:
 
 
 class _Peak(threading.Thread):
-    """Polls the bytes that the process has allocated, until it is told to stop."""
+    """Polls the bytes that the process has allocated, until `stopped` is set."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -160,7 +161,7 @@ def _in_a_process(function, *arguments, devices: int = 1):
 
 
 def _largest(folder: Path, name: str) -> dict[str, float]:
-    """What `measure` finds; of several processes, which wait for each other, the largest of each figure."""
+    """The result of `measure`; of several processes, which wait for each other, the largest of each figure."""
     _, devices, processes = CONTENDERS[name]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What label smoothing costs: a whole fine-tuning step against the same step with full logits, in time and memory.
+"""Cost of label smoothing: a whole fine-tuning step against the same step with full logits, in time and memory.
 
     python train/bench_sft.py                          # D 2,048, two layers, 2,048 tokens, V 128,256; some minutes
     python train/bench_sft.py --vocab-size 256000 --tie --dtype bfloat16
@@ -6,9 +6,9 @@
 The same decoder, data and AdamW in every contender; only the loss differs:
 - ours: `linear_cross_entropy` with label smoothing 0.1;
 - optax: `softmax_cross_entropy` of full logits and smoothed labels;
-- optax, plain: `softmax_cross_entropy_with_integer_labels` of full logits, which smooths nothing.
-Each runs in a process of its own. Memory is counted beyond weights, gradients and optimiser state: from the compiled
-program's own analysis, and (on CPU, under Linux) the process's peak while the steps run, over what it held before.
+- optax, plain: `softmax_cross_entropy_with_integer_labels` of full logits, without label smoothing.
+Each runs in a process of its own. Memory is counted beyond weights, gradients and optimiser state: from the analysis of
+the compiled program, and (on CPU, under Linux) as the process's peak while the steps run, minus its memory before.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ class Bench:
         layers: L.
         batch: sequences.
         seq_len: tokens a sequence.
-        tie: unembedding and embedding are one.
+        tie: unembedding and embedding are the same array.
         dtype: compute dtype; weights are float32.
         label_smoothing: of the loss.
         repeats: timed steps of each contender.
-        compile_only: no steps, only the compiler's own count of memory.
+        compile_only: run no steps; print only the memory that the compiler counts.
         json: print one JSON document instead of the table.
     """
 
@@ -97,7 +97,7 @@ def _objective(bench: Bench, name: str):
 
 
 def _process_mib(field: str) -> float:
-    """VmRSS: what the process holds now. VmHWM: the most since `_forget_peak`."""
+    """VmRSS: resident memory now. VmHWM: its peak since `_forget_peak`."""
     line = next(line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 1024
 

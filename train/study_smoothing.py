@@ -1,11 +1,11 @@
-"""Does label smoothing keep a small model's confidence true while it over-fits, and what does ATS add?
+"""Does label smoothing keep a small model calibrated while it overfits, and does ATS improve it further?
 
     python train/study_smoothing.py --assets path/to/assets --out runs/smoothing
 
-Each model is fine-tuned on the first part of each instruction set with smoothing 0, 0.1 and 0.2, for more epochs than
-are good for it; a second part fits a single temperature and an ATS head to what came out; all are tested on the third
+Each model is fine-tuned on the first part of each instruction set with smoothing 0, 0.1 and 0.2, for enough epochs to
+overfit. Temperature scaling and an ATS head are fitted to the result on a second part. All are tested on the third
 part, on the other instruction set and on encyclopaedia text. Prints a table in Markdown; results are kept in --out, so
-that a run that was stopped goes on where it was.
+that an interrupted run resumes.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ FOREIGN = {"wikitext2": "wikitext2/test.txt.gz"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """Fine-tunes every model on every set with every smoothing, and calibrates what comes out.
+    """Fine-tunes every model on every set with every smoothing, and calibrates the results.
 
     Attributes:
         assets: directory with models/ and data/.
@@ -59,7 +59,7 @@ class Study:
 
 
 def run_one(study: Study, model: str, trained_on: str, beta: float | None) -> dict[str, Any]:
-    """The figures of one fine-tuned model on all sets, by method; `beta` None: of the model as it is."""
+    """The figures of one fine-tuned model on all sets, by method; `beta` None: of the pretrained model."""
     name = f"{model}-{trained_on}-{'base' if beta is None else beta}"
     directory = study.out / name
     done = directory / "figures.json"

@@ -1,4 +1,4 @@
-"""What the recipes of label-smoothed fine-tuning share: the paper's data sets and schedule, and how a recipe is run.
+"""Shared by the recipes of label-smoothed fine-tuning: the paper's data sets and schedule, and running a recipe.
 
 arXiv 2508.00264, section 5, fine-tunes with smoothing 0.1 in the training set-up of open-instruct. Rate, schedule,
 batch, length and epochs are those of open-instruct's recipe for Tulu 3 (8B), and the loss is summed over tokens, as

@@ -1,0 +1,219 @@
+"""Cost of evaluation: time per token and peak memory, against the forward pass that only computes each token's NLL.
+
+    python eval/bench.py                                   # a random model that a laptop's CPU can run
+    python eval/bench.py --model path/to/stories260K --sequences 256 --seq-len 128
+    python eval/bench.py --hidden-size 2048 --layers 16 --vocab-size 128256 --dtype bfloat16 --batch 8 --seq-len 1024
+
+Every job runs in a process of its own, in turn with the forward pass, on the same random tokens:
+- forward: hidden states and the NLL of every token, batch by batch;
+- 1 head: `evaluate_tokens` of the base model (a constant temperature of 1);
+- 3 heads: of the base model, temperature scaling and an MLP head, which share one forward pass;
+- layers: `evaluate_layers`, the predictions read from every layer;
+- report: figures with their intervals from the results of three heads, and report.html. It depends on the number of
+  sequences and on the resamples, not on the model; the results are computed before the clock starts.
+
+The ratios are medians over the pairs: of elapsed time, and of the CPU time of the process, which depends less on other
+work on the machine. Memory is the peak of the process while the job runs: on CPU under Linux its resident set, which
+includes Python, the programs of JAX and the model; on accelerators what JAX has allocated.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from calibjax.commands.common import SCHEMA
+from calibjax.data import Sequences, eval_batches
+from calibjax.data.synthetic import as_sequences
+from calibjax.eval.layers.layers import evaluate_layers, make_readout
+from calibjax.eval.report import write_report
+from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.models import DecoderConfig, LanguageModel, init_params, load_model
+from calibjax.models.frozen import batch_stats, freeze
+from calibjax.runtime.context import RunContext
+from calibjax.runtime.distributed import to_host
+
+JOBS = ("forward", "1 head", "3 heads", "layers", "report")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Times evaluation against the forward pass alone and records peak memory.
+
+    Attributes:
+        model: directory of a model; None: a random Llama-shaped model of the sizes below.
+        hidden_size: D.
+        layers: L.
+        heads: attention heads.
+        vocab_size: V.
+        dtype: of the computation.
+        sequences: to evaluate.
+        seq_len: tokens a sequence.
+        batch: sequences a step.
+        repeats: timed pairs.
+        json: print one JSON document instead of the table.
+    """
+
+    model: Path | None = None
+    hidden_size: int = 256
+    layers: int = 4
+    heads: int = 4
+    vocab_size: int = 32_256
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    sequences: int = 32
+    seq_len: int = 128
+    batch: int = 16
+    repeats: int = 5
+    json: bool = False
+
+
+def _model(bench: Bench) -> LanguageModel:
+    dtype = jnp.dtype(bench.dtype)
+    if bench.model is not None:
+        return load_model(bench.model, dtype)
+    config = DecoderConfig(
+        family="llama",
+        vocab_size=bench.vocab_size,
+        hidden_size=bench.hidden_size,
+        intermediate_size=11 * bench.hidden_size // 4,
+        num_layers=bench.layers,
+        num_heads=bench.heads,
+        num_kv_heads=bench.heads,
+        head_dim=bench.hidden_size // bench.heads,
+        max_positions=bench.seq_len,
+    )
+    return LanguageModel(config, init_params(config, jax.random.key(0), dtype), dtype, fingerprint="random")
+
+
+def _three_heads(lm: LanguageModel) -> dict[str, FittedHead]:
+    """Their values do not matter for time and memory; the MLP head is at its start, the identity."""
+    identity = identity_head(lm)
+    scaling = dataclasses.replace(identity, params={"log_scale": jnp.float32(-0.5)})
+    mlp = HeadConfig(kind="mlp", hidden_size=lm.config.hidden_size)
+    ats = FittedHead(mlp, mlp.init(jax.random.key(1)), 0.0, lm.fingerprint)
+    return {"uncalibrated": identity, "temperature": scaling, "ats": ats}
+
+
+def _forward(bench: Bench, lm: LanguageModel, sequences: Sequences) -> Callable[[], Any]:
+    """The frozen model and the NLL of every token, which is all that a loss on the data needs."""
+    identity, frozen = identity_head(lm), freeze(lm)
+
+    @jax.jit
+    def nll(frozen, batch):
+        of_head, needed = (identity.config, identity.params), ("log_normalizer", "target_logit")
+        stats, _ = batch_stats(lm.config, *of_head, frozen, batch, dtype=lm.dtype, statistics=needed)
+        return -stats.log_prob()
+
+    def job():
+        return [to_host(nll(frozen, batch)) for batch, _ in eval_batches(sequences.arrays(), bench.batch)]
+
+    return job
+
+
+def _job(bench: Bench, name: str, lm: LanguageModel, sequences: Sequences, folder: Path) -> Callable[[], Any]:
+    """The job as a function without arguments, which returns when its results are on the host."""
+    heads, context = _three_heads(lm), RunContext(progress=False)
+    if name == "1 head":
+        heads = {"uncalibrated": heads["uncalibrated"]}
+    if name in ("1 head", "3 heads"):
+        return lambda: evaluate_tokens(lm, sequences, heads, batch_size=bench.batch, context=context)
+    if name == "layers":
+        read = make_readout(lm)
+        return lambda: evaluate_layers(lm, sequences, read, batch_size=bench.batch, context=context)
+    if name == "report":
+        results = evaluate_tokens(lm, sequences, heads, batch_size=bench.batch, context=context)
+        return lambda: write_report({"schema": SCHEMA, "held_out": results_json(results)}, folder)
+    return _forward(bench, lm, sequences)
+
+
+def _timed(job: Callable[[], Any]) -> tuple[float, float]:
+    """Elapsed time and CPU time of the process, seconds."""
+    begin, used = time.perf_counter(), time.process_time()
+    job()
+    return time.perf_counter() - begin, time.process_time() - used
+
+
+def _forget_peak() -> None:
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_mib() -> float:
+    """Peak memory since `_forget_peak`, MiB: on CPU the resident set, elsewhere what JAX allocated since the start."""
+    if jax.default_backend() != "cpu":
+        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", float("nan")) / 2**20
+    if sys.platform != "linux":
+        return float("nan")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
+def measure(bench: Bench, name: str) -> dict[str, Any]:
+    """Runs one job and the forward pass in turn; called in a fresh process."""
+    lm = _model(bench)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, lm.config.vocab_size, (bench.sequences, bench.seq_len + 1), dtype=np.int32)
+    sequences = as_sequences(tokens)
+    forward = _forward(bench, lm, sequences)
+    with tempfile.TemporaryDirectory() as folder:
+        job = _job(bench, name, lm, sequences, Path(folder))
+        forward()  # both are compiled before they are timed
+        job()
+        pairs, peak = [], 0.0
+        for _ in range(bench.repeats):
+            reference = _timed(forward)
+            _forget_peak()
+            pairs.append((reference, _timed(job)))
+            peak = max(peak, _peak_mib())
+    scored = bench.sequences * bench.seq_len
+    return {
+        "us_per_token": 1e6 * statistics.median(seconds for _, (seconds, _) in pairs) / scored,
+        "ratio": statistics.median(job[0] / forward[0] for forward, job in pairs),
+        "cpu_ratio": statistics.median(job[1] / forward[1] for forward, job in pairs),
+        "peak_mib": peak,
+        "device": jax.devices()[0].device_kind,
+        "hidden_size": lm.config.hidden_size,
+        "layers": lm.config.num_layers,
+        "vocab_size": lm.config.vocab_size,
+    }
+
+
+def main(bench: Bench) -> None:
+    results = {}
+    for name in JOBS:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            results[name] = pool.apply(measure, (bench, name))
+    if bench.json:
+        config = {**dataclasses.asdict(bench), "model": None if bench.model is None else str(bench.model)}
+        print(json.dumps({"jax": jax.__version__, "config": config, "jobs": results}, indent=2))
+        return
+    first = results["forward"]
+    model = "random model" if bench.model is None else bench.model.name
+    print(
+        f"{first['device']}, jax {jax.__version__}; {bench.sequences:,} sequences of {bench.seq_len:,} tokens, "
+        f"batch {bench.batch}\n{model}: {first['layers']} layers, "
+        f"D {first['hidden_size']:,}, V {first['vocab_size']:,}, {bench.dtype}; median of {bench.repeats} pairs\n"
+    )
+    print("| job     | time per token | x forward | CPU time | peak memory | x forward |")
+    print("|---------|----------------|-----------|----------|-------------|-----------|")
+    for name, row in results.items():
+        print(
+            f"| {name:7} | {row['us_per_token']:11.2f} us | {row['ratio']:9.2f} | {row['cpu_ratio']:8.2f} "
+            f"| {row['peak_mib']:7,.0f} MiB | {row['peak_mib'] / first['peak_mib']:9.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Bench))
