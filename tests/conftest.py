@@ -10,18 +10,16 @@ from pathlib import Path
 
 import pytest
 
-COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads wait for each other on small matrices: 20 times slower
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Programs of tests run once on small inputs: LLVM's optimisations cost more than they save.
-XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 
 import jax
 
@@ -30,6 +28,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
-        for file in COMPILED.glob("*"):
+        for file in Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).glob("*"):
             if file.stat().st_mtime < time.time() - 7 * 24 * 3600:
                 file.unlink(missing_ok=True)
