@@ -1,7 +1,7 @@
 """Strict arithmetic for every test, a virtual mesh of 8 CPU devices, and little time spent on compiling.
 
-Compiled programs are kept in `.pytest_cache/compiled`, which workers, subprocesses and later runs share. Their key holds
-the program, the flags and the versions; what is older than a week is removed.
+Compiled programs are kept in `.pytest_cache/compiled`, which workers, subprocesses and later runs share. Their key
+holds the program, the flags and the versions; what is older than a week is removed.
 """
 
 import os
