@@ -1,15 +1,27 @@
-"""Strict arithmetic for every test: no silent promotion of ranks, and a virtual mesh of 8 CPU devices."""
+"""Strict arithmetic for every test, a virtual mesh of 8 CPU devices, and little time spent on compiling.
+
+Compiled programs are kept in `.pytest_cache/compiled`, which workers, subprocesses and later runs share. Their key
+holds the program, the flags and the versions; what is older than a week is removed.
+"""
 
 import os
+import time
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads wait for each other on small matrices: 20 times slower
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Programs of tests run once on small inputs: LLVM's optimisations cost more than they save.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 
 import jax
-import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -20,3 +32,10 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        for file in Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).glob("*"):
+            if file.stat().st_mtime < time.time() - 7 * 24 * 3600:
+                file.unlink(missing_ok=True)

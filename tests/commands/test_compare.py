@@ -9,8 +9,6 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv as pa_csv
 from pyarrow import parquet
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss, roc_auc_score
 from tiny import write_model, write_text
 
 import calibjax.commands.compare as command
@@ -92,6 +90,8 @@ def close(row, wanted):
 
 
 def test_logits_against_numpy_and_scikit_learn(files, capsys):
+    from sklearn.metrics import log_loss, roc_auc_score
+
     methods = ["matrix", "platt", "isotonic"]
     code, document, _ = compare(capsys, "--table", files / "logits.npz", "--methods", *methods)
     assert code == 0
@@ -152,6 +152,8 @@ def test_logits_against_numpy_and_scikit_learn(files, capsys):
 
 
 def test_confidence_temperature_is_logistic_regression_without_intercept(files):
+    from sklearn.linear_model import LogisticRegression
+
     fit, _ = halves(files / "binary.parquet")
     c = np.asarray(fit.confidence, np.float64)
     state = METHODS["confidence_temperature"].fit(fit)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from assets import data_path, model_path
-from sklearn.metrics import roc_auc_score
 from tiny import WORDS, write_model
 
 from calibjax.cli import main
@@ -107,6 +106,8 @@ def ece(confidence, correct):
 @pytest.mark.parametrize(("method", "temperature"), [("uncalibrated", 1.0), ("temperature", TEMPERATURE)])
 @pytest.mark.parametrize("task", ["arc_easy", "triviaqa"])
 def test_figures_are_those_by_hand(material, run, task, method, temperature):
+    from sklearn.metrics import roc_auc_score
+
     _, lm, arc, _, trivia = material
     if task == "triviaqa":
         prompts = [trivia_prompt(lm, row["context"]) for row in trivia]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from assets import model_path
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from calibjax.data import recognise, tokenize_rows
 from calibjax.data.examples import _find_answers
@@ -29,8 +28,16 @@ TURNS = [
 ]
 
 
+def tokenizer_of(name):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path(name))
+
+
 def make_tokenizer(chat_template=None, eos="</s>"):
     """Characters as tokens, with the special tokens of ChatML."""
+    from transformers import PreTrainedTokenizerFast
+
     characters = [chr(code) for code in [10, *range(32, 127)]]
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["?!", *characters])}, unk_token="?!"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -52,7 +59,7 @@ def show(example, tokenizer):
 
 
 def test_plain_text_is_the_tokenizers_own(caplog):
-    tokenizer = AutoTokenizer.from_pretrained(model_path("stories260K"))
+    tokenizer = tokenizer_of("stories260K")
     texts = ["Once upon a time", "", "word " * 400]
     with caplog.at_level(logging.WARNING):
         logging.getLogger("transformers").addHandler(caplog.handler)
@@ -125,7 +132,7 @@ def test_assistant_speaks_first():
 
 
 def test_chat_template_of_a_real_model():
-    tokenizer = AutoTokenizer.from_pretrained(model_path("craftgpt-5M"))
+    tokenizer = tokenizer_of("craftgpt-5M")
     rows = [{"messages": TURNS[1:3]}, {"messages": TURNS[1:]}]
     one, two = tokenize(rows, tokenizer)
     # Its format: 0, prompt, 1, answer, 0, ...: the token that begins a turn also ends the one before.
@@ -140,7 +147,7 @@ def test_chat_template_of_a_real_model():
 @pytest.mark.parametrize("name", ["stories260K", "tinystories-656k", "baby-llama-105"])
 def test_mask_with_real_tokenizers(name):
     """The masked tokens decode to the answer, also where bytes and made-up spaces have no width of their own."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path(name))
+    tokenizer = tokenizer_of(name)
     (example,) = tokenize([{"prompt": "Who is there", "response": "It is I, the cat."}], tokenizer)
     masked = example.tokens[example.loss_mask]
     assert masked[-1] == tokenizer.eos_token_id

@@ -5,12 +5,13 @@ import json
 
 import pytest
 from assets import data_path, model_path
-from transformers import AutoTokenizer
 
 from calibjax.data import load_sequences, split_sequences
 
 
 def tokenizer_of(name):
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(model_path(name))
 
 

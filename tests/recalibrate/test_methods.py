@@ -14,9 +14,6 @@ import orbax.checkpoint as ocp
 import pytest
 import recalibration_data
 from oracle import EPS, assert_within
-from scipy import optimize as scipy_optimize
-from sklearn.isotonic import IsotonicRegression
-from sklearn.linear_model import LogisticRegression
 
 from calibjax import UserError
 from calibjax.recalibrate import METHODS, FitReport, Predictions, optimize, parameter_count, sample_agreement
@@ -102,11 +99,15 @@ def test_other_libraries(name, library):
 
 
 def unpenalised(x, y):
+    from sklearn.linear_model import LogisticRegression
+
     return LogisticRegression(C=np.inf, tol=1e-10, max_iter=5000).fit(x, y)
 
 
 @pytest.mark.parametrize("name", ["platt", "matrix", "dirichlet", "one_vs_rest_platt", "isotonic"])
 def test_scikit_learn(name):
+    from sklearn.isotonic import IsotonicRegression
+
     confidence, correct = recalibration_data.binary()
     logits, labels = recalibration_data.classes()
     if name == "isotonic":
@@ -169,6 +170,8 @@ def test_odir(name):
 
 
 def test_ensemble_temperature_is_the_best_mixture():
+    from scipy import optimize
+
     logits, labels = recalibration_data.classes(gain=6.0)
     labels[::6] = np.random.default_rng(26).integers(0, 4, len(labels[::6]))  # noise, for which the uniform part is
     state = METHODS["ensemble_temperature"].fit(Predictions(logits=logits, labels=labels))
@@ -180,7 +183,7 @@ def test_ensemble_temperature_is_the_best_mixture():
         return -np.log(w @ parts).mean()
 
     sum_is_one = {"type": "eq", "fun": lambda w: w.sum() - 1}
-    want = scipy_optimize.minimize(
+    want = optimize.minimize(
         nll, np.full(3, 1 / 3), method="SLSQP", bounds=[(0, 1)] * 3, constraints=[sum_is_one], options={"ftol": 1e-12}
     )
     print(state.weights, want.x)

@@ -126,7 +126,7 @@ def test_sum_moves_by_the_number_of_tokens():
 def test_clipping_is_optaxs(clip_norm):
     lm, batch = setting()
     objective, plain = SftObjective(model=lm.config), optax.sgd(1.0)
-    gradient = jax.grad(lambda p: objective(p, None, batch, {})[0] / batch["where"].sum())(lm.params)
+    gradient = jax.jit(jax.grad(lambda p: objective(p, None, batch, {})[0] / batch["where"].sum()))(lm.params)
     clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradient, optax.EmptyState())
     step = make_train_step(objective, plain, clip_norm=clip_norm)
     state, metrics = step(create_state(jax.tree.map(jnp.copy, lm.params), plain), None, batch, {})
