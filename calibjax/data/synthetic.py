@@ -11,11 +11,11 @@ from calibjax.data.sequences import Sequences
 
 
 class TopicLanguage(NamedTuple):
-    """A hidden Markov mixture of Markov chains: a hidden topic drifts, and each topic has transitions of its own.
+    """A hidden Markov mixture of Markov chains: a hidden topic drifts, and each topic has its own transitions.
 
-    The next token depends on the last one and on the topic; the topic must be inferred from all tokens so far. Some
-    (topic, token) contexts leave one successor, others dozens, so how far a model is over-confident differs from
-    context to context, and no single temperature mends it.
+    The next token depends on the last one and on the topic, which must be inferred from all tokens so far. Some (topic,
+    token) contexts have one likely successor, others dozens, so overconfidence differs between contexts and temperature
+    scaling cannot remove it.
 
     Attributes:
         transitions: `[K, V, V]`, P(next token | topic, token); rows sum to 1.
@@ -31,17 +31,17 @@ class TopicLanguage(NamedTuple):
 
 
 def make_language(key: Array, *, vocab_size: int = 32, topics: int = 3, drift: float = 0.02) -> TopicLanguage:
-    """A random language: each row of transitions Dirichlet with a concentration of its own, log-uniform in [0.01, 1].
+    """Random language. Rows of transitions are Dirichlet with concentrations log-uniform in [0.01, 1].
 
     Args:
-        key: PRNG key.
+        key: `jax.random` key.
         vocab_size: V.
         topics: K >= 2.
-        drift: probability that the topic changes at a token.
+        drift: probability that the topic changes after a token.
     """
     concentration_key, row_key = jax.random.split(key)
     exponent = jax.random.uniform(concentration_key, (topics, vocab_size, 1), minval=-2.0, maxval=0.0)
-    # Gammas in log space: at concentration 0.01 most would underflow to 0.
+    # Gammas are drawn in log space because most would underflow to 0 at concentration 0.01.
     log_gamma = jax.random.loggamma(row_key, jnp.broadcast_to(10.0**exponent, (topics, vocab_size, vocab_size)))
     stay = jnp.eye(topics) * (1 - drift)
     leave = (1 - jnp.eye(topics)) * drift / (topics - 1)
@@ -49,7 +49,7 @@ def make_language(key: Array, *, vocab_size: int = 32, topics: int = 3, drift: f
 
 
 def sample(language: TopicLanguage, key: Array, count: int, length: int) -> Int[Array, "S T"]:
-    """`count` sequences of `length` tokens; topic and first token uniform."""
+    """Samples `count` sequences of `length` tokens; the first topic and the first token are uniform."""
     topics = language.topic_transitions.shape[0]
     topic_key, token_key, scan_key = jax.random.split(key, 3)
     topic = jax.random.randint(topic_key, (count,), 0, topics)
@@ -67,10 +67,10 @@ def sample(language: TopicLanguage, key: Array, count: int, length: int) -> Int[
 
 
 def true_probabilities(language: TopicLanguage, tokens: Int[Array, "S T"]) -> Float[Array, "S T V"]:
-    """P(next token | all tokens so far), exactly, after every position: Bayesian filtering of the topic.
+    """Exact P(next token | all tokens so far) after every position, by Bayesian filtering of the topic.
 
-    With belief b over topics, P(next = v) = Σ_k b_k P_k(v | token); seeing v, b_k becomes proportional to b_k P_k(v |
-    token) and then drifts.
+    With belief b over topics, P(next = v) = Σ_k b_k P_k(v | token); after v, b_k becomes
+    proportional to b_k P_k(v | token), and then the topic drifts.
 
     Args:
         language: of the tokens.
@@ -92,13 +92,13 @@ def true_probabilities(language: TopicLanguage, tokens: Int[Array, "S T"]) -> Fl
         belief = jnp.matmul(belief, language.topic_transitions, precision=jax.lax.Precision.HIGHEST)
         return belief, predicted
 
-    following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)  # the last one updates nothing that is read
+    following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)  # the last update is not used
     _, predicted = jax.lax.scan(step, start, (tokens.T, following.T))
     return jnp.moveaxis(predicted, 0, 1)
 
 
 def as_sequences(tokens: Int[Array | np.ndarray, "S T"]) -> Sequences:
-    """Sequences as sequences of T − 1 predictions, each a row of its own."""
+    """`Sequences` of T − 1 predictions from token arrays, each a row of its own."""
     tokens = np.asarray(tokens, np.int32)
     count, length = tokens.shape[0], tokens.shape[1] - 1
     return Sequences(
