@@ -9,6 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.data.sequences import Sequences
 
+_VOCAB, _TOPICS, _DRIFT = 32, 3, 0.02
+
 
 class TopicLanguage(NamedTuple):
     """A hidden Markov mixture of Markov chains: a hidden topic drifts, and each topic has its own transitions.
@@ -30,21 +32,17 @@ class TopicLanguage(NamedTuple):
         return self.transitions.shape[-1]
 
 
-def make_language(key: Array, *, vocab_size: int = 32, topics: int = 3, drift: float = 0.02) -> TopicLanguage:
-    """Random language. Rows of transitions are Dirichlet with concentrations log-uniform in [0.01, 1].
+def make_language(key: Array) -> TopicLanguage:
+    """Random language of 32 tokens and 3 topics, whose topic changes with probability 0.02 after a token.
 
-    Args:
-        key: `jax.random` key.
-        vocab_size: V.
-        topics: K >= 2.
-        drift: probability that the topic changes after a token.
+    Rows of transitions are Dirichlet with concentrations that are log-uniform in [0.01, 1].
     """
     concentration_key, row_key = jax.random.split(key)
-    exponent = jax.random.uniform(concentration_key, (topics, vocab_size, 1), minval=-2.0, maxval=0.0)
+    exponent = jax.random.uniform(concentration_key, (_TOPICS, _VOCAB, 1), minval=-2.0, maxval=0.0)
     # Gammas are drawn in log space because most would underflow to 0 at concentration 0.01.
-    log_gamma = jax.random.loggamma(row_key, jnp.broadcast_to(10.0**exponent, (topics, vocab_size, vocab_size)))
-    stay = jnp.eye(topics) * (1 - drift)
-    leave = (1 - jnp.eye(topics)) * drift / (topics - 1)
+    log_gamma = jax.random.loggamma(row_key, jnp.broadcast_to(10.0**exponent, (_TOPICS, _VOCAB, _VOCAB)))
+    stay = jnp.eye(_TOPICS) * (1 - _DRIFT)
+    leave = (1 - jnp.eye(_TOPICS)) * _DRIFT / (_TOPICS - 1)
     return TopicLanguage(jax.nn.softmax(log_gamma, axis=-1), stay + leave)
 
 

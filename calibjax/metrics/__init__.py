@@ -11,7 +11,6 @@ from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
 from calibjax.metrics.bootstrap import (
     bootstrap_interval,
     compare_resamples,
-    compare_sums,
     metric_interval,
     paired_comparison,
     percentile_interval,
@@ -63,7 +62,6 @@ __all__ = [
     "calibration_sums",
     "classwise_calibration_error",
     "compare_resamples",
-    "compare_sums",
     "debiased_calibration_error",
     "debiased_from_sums",
     "ece_from_sums",

@@ -421,29 +421,3 @@ def paired_comparison(
         )
     samples = [resample_metric(metric, *arrays, **options) for arrays in (first, second)]
     return compare_resamples(one - other, samples[0], samples[1], level)
-
-
-def compare_sums(
-    first: CalibrationSums,
-    second: CalibrationSums,
-    statistic: Callable = ece_from_sums,
-    *,
-    resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> Comparison:
-    """`paired_comparison` of a statistic of sums `[G, ...]` over the same groups.
-
-    For the arguments see `resample_sums`; `level` is the coverage of the interval.
-    """
-    if len(first.count) != len(second.count):
-        raise ValueError(f"expected the same groups in both, got {len(first.count)} and {len(second.count)}.")
-    if statistic in _NORM_OF_SUMS:
-        norm = _NORM_OF_SUMS[statistic]
-        return error_comparison(first, second, norm=norm, resamples=resamples, level=level, seed=seed)
-    samples = [resample_sums(sums, statistic, resamples=resamples, seed=seed) for sums in (first, second)]
-    whole = [
-        statistic(CalibrationSums(*(np.asarray(x, np.float64).sum(axis=0, keepdims=True) for x in sums)))[0]
-        for sums in (first, second)
-    ]
-    return compare_resamples(float(whole[0] - whole[1]), samples[0], samples[1], level)

@@ -82,7 +82,7 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
 def _read_hf_config(folder: Path) -> Any:
     file = folder / "config.json"
     if not file.is_file():
-        raise UserError(f"{folder}: expected a Hugging Face model, but config.json is missing.")
+        raise UserError(f"{folder}: expected a Hugging Face model, but there is no config.json.")
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         model_type = settings.get("model_type")

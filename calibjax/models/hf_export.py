@@ -58,7 +58,7 @@ def save_model(
     """
     source = require_directory(like, "model")
     if not (source / "config.json").is_file():
-        raise UserError(f"{source}: expected a Hugging Face model, but config.json is missing.")
+        raise UserError(f"{source}: expected a Hugging Face model, but there is no config.json.")
     dtype = jnp.dtype(dtype)
     with new_directory(directory, replace=replace) as fresh:
         on_first(lambda: copy_settings(source, fresh, dtype.name))

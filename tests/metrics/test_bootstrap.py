@@ -109,7 +109,7 @@ def test_paired_comparison():
 def test_comparison_of_sums():
     c, y = answers(2000)
     first, second = (metrics.calibration_sums(x.reshape(200, 10), y.reshape(200, 10)) for x in (c - 0.1, c))
-    of_sums = metrics.compare_sums(first, second, resamples=200)
+    of_sums = metrics.error_comparison(first, second, resamples=200)
     arrays = ((c - np.float32(0.1), y), (c, y))
     groups = np.arange(2000) // 10
     of_arrays = metrics.paired_comparison(metrics.expected_calibration_error, *arrays, groups=groups, resamples=200)

@@ -176,7 +176,7 @@ def test_all_problems_are_named_up_to_ten_of_each(tmp_path):
 
 def test_the_same_name_in_two_shards(tmp_path):
     tensors = llama_tensors()
-    with pytest.raises(UserError, match=r"twice: model.norm.weight \(model-1.*\) and model.norm.weight \(model-0"):
+    with pytest.raises(UserError, match=r"duplicate: model.norm.weight \(model-1.*\) and model.norm.weight \(model-0"):
         load_model(write_shards(tmp_path, tensors, {"model.norm.weight": tensors["model.norm.weight"]}))
 
 
@@ -265,7 +265,7 @@ def test_tokenizer_of_another_model(tmp_path, name):
             (
                 LLAMA_JSON,
                 {"rms_norm_eps": bad},
-                f"norm_eps: expected a number from 0 to 1, got {bad}; mend .*rms_norm_eps",
+                f"norm_eps: expected a number from 0 to 1, got {bad}; correct .*rms_norm_eps",
             )
             for bad in (float("nan"), float("inf"), -1e-6, 2.0)
         ),
