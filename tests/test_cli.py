@@ -160,7 +160,7 @@ def test_models_that_are_wrong(capsys, tmp_path, made, name, message):
         (["--model", "/nowhere/model"], "/nowhere/model does not exist"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["--eval-data", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
-        (["--text-column", "output"], "text_column='output' is not there. The columns are: text"),
+        (["--text-column", "output"], "text_column='output' is missing. The columns are: text"),
         (["--seq-len", "33"], "longer than the model's context of 32 tokens"),
         (["--seq-len", "1"], "seq_len: expected at least 2"),
         (["--seq-len", "20"], "no sequence of 20 tokens has anything to predict"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from calibjax.data import Sequences, load_sequences
+from calibjax.data import Sequences, load_sequences, read_source
 from calibjax.eval.report import print_report, write_report
 from calibjax.models import LanguageModel, load_model
 from calibjax.nn.attention import cudnn_attention, cudnn_takes
@@ -131,18 +131,19 @@ class DataOptions:
         split: str | None = None,
         column_optional: bool = False,
     ) -> Sequences:
-        """Reads a source, and says what was made of it; arguments as `load_sequences`'."""
+        """Makes sequences of a source and logs a description.
+
+        With `column_optional`, `text_column` is ignored in a source without such a column.
+        """
+        rows = read_source(source, split=split, rows=self.rows)
         sequences, description = load_sequences(
-            source,
+            rows,
             lm.tokenizer,
             seq_len=self.seq_len,
             layout=self.layout,
-            text_column=self.text_column,
+            text_column=None if column_optional and self.text_column not in rows[0] else self.text_column,
             prompt_template=self.prompt_template,
-            rows=self.rows,
             max_sequences=self.examples,
-            split=split,
-            column_optional=column_optional,
         )
         log(f"data: {description}")
         return sequences

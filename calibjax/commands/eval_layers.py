@@ -150,7 +150,7 @@ def _analyse(
     )
     chosen = choose_edit(on_fit)
     before, after = (on_held_out[edit] for edit in (next(iter(on_held_out)), chosen))
-    difference = metrics.compare_sums(after, before, seed=options.seed)
+    difference = metrics.error_comparison(after, before, seed=options.seed)
 
     methods = {
         name: row_json(sums, closed=options.closed, seed=options.seed)

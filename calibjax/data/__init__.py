@@ -1,23 +1,35 @@
-"""Text and chat to batches of tokens: source -> rows -> examples -> sequences -> batches."""
+"""Text, chat and tables to batches: source -> rows -> examples -> sequences -> batches."""
 
-from calibjax.data.choices import Choices as Choices
-from calibjax.data.choices import choice_sequences as choice_sequences
-from calibjax.data.choices import is_multiple_choice as is_multiple_choice
-from calibjax.data.examples import Example as Example
-from calibjax.data.examples import tokenize_rows as tokenize_rows
-from calibjax.data.formats import Format as Format
-from calibjax.data.formats import recognise as recognise
-from calibjax.data.load import load_sequences as load_sequences
-from calibjax.data.pipeline import batches as batches
-from calibjax.data.pipeline import eval_batches as eval_batches
-from calibjax.data.sequences import Layout as Layout
-from calibjax.data.sequences import Sequences as Sequences
-from calibjax.data.sequences import check_context as check_context
-from calibjax.data.sequences import make_sequences as make_sequences
-from calibjax.data.source import Rows as Rows
-from calibjax.data.source import read_source as read_source
-from calibjax.data.splits import check_fraction as check_fraction
-from calibjax.data.splits import hold_back as hold_back
-from calibjax.data.splits import split_sequences as split_sequences
-from calibjax.data.table import read_table as read_table
-from calibjax.data.table import split_table as split_table
+from calibjax.data.choices import Choices, choice_sequences, is_multiple_choice
+from calibjax.data.examples import Example, tokenize_rows
+from calibjax.data.formats import Format, recognise
+from calibjax.data.load import load_sequences
+from calibjax.data.pipeline import batches, eval_batches
+from calibjax.data.sequences import Layout, Sequences, check_context, make_sequences
+from calibjax.data.source import Rows, read_source
+from calibjax.data.splits import check_fraction, hold_back, split_sequences
+from calibjax.data.table import read_table, split_table
+
+__all__ = [
+    "Choices",
+    "Example",
+    "Format",
+    "Layout",
+    "Rows",
+    "Sequences",
+    "batches",
+    "check_context",
+    "check_fraction",
+    "choice_sequences",
+    "eval_batches",
+    "hold_back",
+    "is_multiple_choice",
+    "load_sequences",
+    "make_sequences",
+    "read_source",
+    "read_table",
+    "recognise",
+    "split_sequences",
+    "split_table",
+    "tokenize_rows",
+]

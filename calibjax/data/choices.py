@@ -1,4 +1,4 @@
-"""Multiple-choice questions to sequences: the answer is one letter, predicted at one position."""
+"""Sequences from multiple-choice questions, whose answer is one letter predicted at one position."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _COLUMNS = ("question", "choices", "answer")
-# What stands before the letter: the first after which the tokenizer writes every letter as one token of its own.
+# Text before the letter. The first cue after which every letter is a single token is used.
 _CUES = ("Answer: ", "Answer:", "Answer ", "Answer")
 
 
 class Choices(NamedTuple):
-    """Questions ready to be asked.
+    """Tokenised multiple-choice questions.
 
     Attributes:
-      sequences: One sequence a question, `where` True at its last input alone, whose target is the right letter's
-          token.
-      letters: The letters' token ids, in the order of the choices.
-      cue: The words before the letter.
-      subjects: Of each question, from the column "subject"; "" where there is none.
-      too_long: How many questions were left out because the model cannot read them whole.
+        sequences: one sequence per question; `where` is True only at its last input, whose target is the right letter.
+        letters: token ids of the letters, in the order of the choices.
+        cue: text before the letter.
+        subjects: subject of each question from the column "subject", "" if there is none.
+        too_long: number of questions dropped because they exceed the model's context.
     """
 
     sequences: Sequences
@@ -45,24 +44,24 @@ def is_multiple_choice(rows: Rows) -> bool:
 def choice_sequences(
     rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_tokens: int, *, limit: int | None = None, seed: int = 0
 ) -> Choices:
-    """Renders questions without examples before them, and draws some of those that the model can read.
+    """Renders questions without few-shot examples, and samples from those that fit the model's context.
 
-    A question reads `"{question}\\nA. {choice}\\nB. {choice}\\n...\\nAnswer: "` and a letter, as MMLU is commonly asked
-    (Hendrycks et al., 2021, https://arxiv.org/abs/2009.03300); where the tokenizer does not make one token of every
-    letter there, without the space or the colon. All rows must have the same number of choices.
+    A question is `"{question}\\nA. {choice}\\nB. {choice}\\n...\\nAnswer: "` and a letter, the common format of MMLU
+    (Hendrycks et al., 2021, https://arxiv.org/abs/2009.03300). If some letter is not a single token there, the space,
+    the colon or both are omitted. All rows must have the same number of choices.
 
     Args:
-      rows: From `read_source`, with the columns question, choices and answer, and optionally subject.
-      tokenizer: A tokenizer of transformers.
-      max_tokens: Inputs that the model reads at most; longer questions are left out.
-      limit: Keep so many questions, drawn at random without replacement; `None`: all.
-      seed: Of the draw.
+        rows: result of `read_source` with the columns question, choices and answer, and optionally subject.
+        tokenizer: tokenizer of transformers.
+        max_tokens: largest number of inputs of the model; longer questions are dropped.
+        limit: number of questions to keep, drawn at random without replacement. None: all.
+        seed: seed of the draw.
 
     Returns:
-      The questions in the order of the rows.
+        The questions in the order of the rows.
 
     Raises:
-      UserError: A row is not a question; the tokenizer has no letters of one token; or no question is short enough.
+        UserError: if a row is not a question, a letter is never a single token, or no question is short enough.
     """
     count = len(_choices(rows[0], 0))
     cue, letters = _letter_ids(tokenizer, count)
@@ -83,15 +82,15 @@ def choice_sequences(
     if not len(short):
         shortest = min(len(tokens) for tokens in ids) - 1
         raise UserError(
-            f"{rows.name}: every question is longer than the {max_tokens} tokens that the model reads (the shortest "
-            f"has {shortest}). Take a model with a longer context, or shorter questions."
+            f"{rows.name}: every question is longer than the model's context of {max_tokens} tokens (the shortest "
+            f"has {shortest}). Use a model with a longer context, or shorter questions."
         )
     kept = short
     if limit is not None and limit < len(short):
         kept = np.sort(np.random.default_rng(seed).choice(short, limit, replace=False))
     for index in kept:
         if ids[index][-1] != letters[answers[index]]:
-            raise UserError(f"{rows.name}, row {index}: the tokenizer does not end the question with the letter alone.")
+            raise UserError(f"{rows.name}, row {index}: the last token of the question is not the letter.")
     subjects = tuple(str(rows[int(index)].get("subject", "")) for index in kept)
     return Choices(_sequences([ids[i] for i in kept], kept), letters, cue, subjects, len(ids) - len(short))
 
@@ -115,8 +114,8 @@ def _letter_ids(tokenizer: "PreTrainedTokenizerBase", count: int) -> tuple[str, 
         if len({tuple(tokens[:-1]) for tokens in ids}) == 1 and len(set(letters)) == count and not unknown:
             return cue, letters
     raise UserError(
-        f"The tokenizer does not write {', '.join(names)} after {_CUES[1]!r} as one token each, so that the answer is "
-        "not one prediction."
+        f"The tokenizer does not write {', '.join(names)} after {_CUES[1]!r} as one token each, so the answer "
+        "is not one prediction."
     )
 
 

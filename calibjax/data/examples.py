@@ -1,4 +1,4 @@
-"""From rows to examples: token ids, and which of them the model is to predict."""
+"""Examples from rows: token ids and the loss mask."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,10 +22,10 @@ class Example(NamedTuple):
     """One row as tokens.
 
     Attributes:
-      tokens: The token ids, int32 [n].
-      loss_mask: bool [n], True where this token is to be predicted; never at the first one, which nothing precedes.
-      row: The index of the row it came from.
-      is_document: Whether it is a whole text file.
+        tokens: token ids, int32 `[n]`.
+        loss_mask: whether the loss includes this token, bool `[n]`; False for the first token.
+        row: index of the row in the source.
+        is_document: whether the row is a whole text file.
     """
 
     tokens: Int32[np.ndarray, " n"]
@@ -41,34 +41,34 @@ def tokenize_rows(
     *,
     prompt_template: str | None = None,
 ) -> Iterator[Example]:
-    """Tokenises rows, some thousand at a time, as they are asked for.
+    """Tokenises rows lazily, in batches of 1,000.
 
-    Plain text gives exactly `tokenizer(text)["input_ids"]`, and every token but the first is to be predicted.
+    Plain text gives exactly `tokenizer(text)["input_ids"]`, and the loss includes every token but the first.
 
-    Of prompts and conversations (see `make_render` for their text), the answers of the assistant are to be predicted
-    and, after each, the special token that ends it. Where nothing follows the last answer, the tokenizer's
-    end-of-sequence token is put there, if it has one.
+    For prompts and conversations (see `make_render` for their text), the loss includes the answers of the assistant and
+    the special token that ends each of them. If nothing follows the last answer, the tokenizer's end-of-sequence token
+    is appended, if it has one.
 
     Args:
-      rows: From `read_source`, or any sequence of dicts.
-      format: From `recognise`.
-      tokenizer: A tokenizer of `transformers`; a fast one unless the rows are plain text.
-      prompt_template: A format string over the columns of the row, such as "{instruction} {input} "; it takes the
-        place of the chat template. Only for instructions and prompts.
+        rows: result of `read_source`, or any sequence of dicts.
+        format: result of `recognise`.
+        tokenizer: tokenizer of `transformers`; it must be a fast one unless the rows are plain text.
+        prompt_template: format string over the columns of the row, such as "{instruction} {input} ", which replaces the
+            chat template. Only for instructions and prompts.
 
     Returns:
-      An iterator over one example per row, in order.
+        An iterator over one example per row, in order.
 
     Raises:
-      UserError: An option does not apply, or (while iterating) a row does not hold what the format says.
+        UserError: if an option does not apply, or (while iterating) a row does not match the format.
     """
     if not format.is_plain and not tokenizer.is_fast:
         raise UserError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer, and only those tell which tokens belong to a "
-            "response. Use a model with a tokenizer.json, or read one column as plain text (text_column)."
+            f"{type(tokenizer).__name__} is not a fast tokenizer, which is required to find the tokens of a response. "
+            "Use a model with a tokenizer.json, or read one column as plain text (text_column)."
         )
     render = make_render(format, tokenizer, prompt_template)
-    # A chat template writes the special tokens into the text itself.
+    # The output of a chat template already holds the special tokens.
     add_special_tokens = format.is_plain or prompt_template is not None or not tokenizer.chat_template
 
     def examples() -> Iterator[Example]:
@@ -89,7 +89,7 @@ def tokenize_rows(
 def _encode_plain(
     rendered: list[Rendered], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    # verbose=False: that a text is longer than the model's context is no reason to warn, it will be cut into sequences.
+    # verbose=False suppresses warnings about texts beyond the model's context, which are cut into sequences later.
     encoded: Any = tokenizer([item.text for item in rendered], add_special_tokens=add_special_tokens, verbose=False)
     for ids in encoded["input_ids"]:
         yield np.asarray(ids, np.int32), np.arange(len(ids)) > 0
@@ -106,7 +106,7 @@ def _encode_answers(
     )
     special: set[Any] = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     special |= set(tokenizer.all_special_ids)
-    special.discard(tokenizer.unk_token_id)  # it stands for text
+    special.discard(tokenizer.unk_token_id)  # it encodes text
     for item, ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         yield _find_answers(item, ids, np.asarray(offsets, np.int64).reshape(-1, 2), special, tokenizer.eos_token_id)
 
@@ -117,8 +117,8 @@ def _find_answers(
     begin, end = offsets.T
     loss_mask = np.zeros(len(ids), bool)
     for first, last in rendered.answers or ():
-        # A token belongs to the answer if it shares a character with it. Some have no width, such as a leading space
-        # that the tokenizer made up.
+        # A token belongs to the answer if they have a character in common. Some tokens have no width, such as a leading
+        # space that the tokenizer has inserted.
         inside = (begin < last) & (np.maximum(end, begin + 1) > first)
         after = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else int((begin < first).sum())
         loss_mask |= inside
@@ -127,6 +127,6 @@ def _find_answers(
             loss_mask[after] |= ids[after] in special and not between.strip()
         elif last == len(rendered.text) and end_of_sequence is not None and ids[-1:] != [end_of_sequence]:
             ids, loss_mask = [*ids, end_of_sequence], np.append(loss_mask, True)
-            break  # an answer that ends the text is the last one
+            break  # no answer follows the end of the text
     loss_mask[:1] = False
     return np.asarray(ids, np.int32), loss_mask

@@ -1,4 +1,4 @@
-"""What kind of text do the rows hold? Recognised by the names of their columns."""
+"""Formats of rows (text, prompts, chat), recognised by the names of their columns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Format:
-    """How to read one row.
+    """Format of a row.
 
     Attributes:
-      kind: "text", plain text; "document", plain text that is a whole file; "instruction" or "prompt", a prompt and
-        its response; "chat", a list of messages.
-      columns: The columns in use. The last one holds the text, the response, or the messages; those before it, the
-        prompt.
+        kind: "text" for plain text, "document" for plain text that is a whole file, "instruction" or "prompt" for a
+            prompt and its response, "chat" for a list of messages.
+        columns: columns that are read. The last one holds the text, the response or the messages; those before it hold
+            the prompt.
     """
 
     kind: Literal["text", "document", "instruction", "prompt", "chat"]
@@ -37,7 +37,7 @@ class Format:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every token is to be predicted."""
+        """Whether the loss includes the whole text."""
         return self.kind in ("text", "document")
 
     def __str__(self) -> str:
@@ -49,17 +49,17 @@ class Format:
 def recognise(rows: Sequence[Mapping[str, Any]], text_column: str | None = None) -> Format:
     """Recognises the format of rows.
 
-    The first of these that the columns of the first row allow: chat, instructions, prompts, plain text.
+    The first format that matches the columns of the first row is used: chat, instructions, prompts, plain text.
 
     Args:
-      rows: From `read_source`, or any sequence of dicts.
-      text_column: Read this column as plain text, whatever else there is.
+        rows: result of `read_source`, or any sequence of dicts.
+        text_column: column to read as plain text, whatever other columns exist.
 
     Returns:
-      The format.
+        The format.
 
     Raises:
-      UserError: There are no rows, `text_column` is not there, or no format fits the columns.
+        UserError: if there are no rows, `text_column` is missing, or no format matches the columns.
     """
     if len(rows) == 0:
         raise UserError("expected at least one row, got none.")
@@ -67,7 +67,7 @@ def recognise(rows: Sequence[Mapping[str, Any]], text_column: str | None = None)
     plain = "document" if isinstance(rows, Rows) and rows.documents else "text"
     if text_column is not None:
         if text_column not in columns:
-            raise UserError(f"text_column={text_column!r} is not there. The columns are: {', '.join(columns)}.")
+            raise UserError(f"text_column={text_column!r} is missing. The columns are: {', '.join(columns)}.")
         return Format(plain, (text_column,))
 
     def first(names: tuple[str, ...]) -> str | None:
@@ -84,12 +84,12 @@ def recognise(rows: Sequence[Mapping[str, Any]], text_column: str | None = None)
         return Format(plain, (text,))
     raise UserError(
         f"no format fits the columns {', '.join(columns)}. Expected {_EXPECTED}. "
-        "To read one column as plain text, name it by `text_column`."
+        "To read one column as plain text, set `text_column`."
     )
 
 
 def string_at(row: Mapping[str, Any], column: str, index: int, *, optional: bool = False) -> str:
-    """Returns the string in `column` of the row at `index`; "" for a missing one if `optional`; else `UserError`."""
+    """Returns the string in `column`. A missing one gives "" if `optional`, else raises `UserError`."""
     value = row.get(column)
     if value is None and optional:
         return ""

@@ -1,7 +1,6 @@
-"""From a source to sequences in one call, with one line to say what was made of it."""
+"""Sequences from rows in one call, with a one-line description."""
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,55 +8,46 @@ import numpy as np
 from calibjax.data.examples import Example, tokenize_rows
 from calibjax.data.formats import recognise
 from calibjax.data.sequences import Layout, Sequences, make_sequences
-from calibjax.data.source import read_source
+from calibjax.data.source import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def load_sequences(
-    source: str | Path,
+    rows: Rows,
     tokenizer: "PreTrainedTokenizerBase",
     *,
     seq_len: int,
     layout: Layout,
     text_column: str | None = None,
     prompt_template: str | None = None,
-    rows: int | None = None,
     max_sequences: int | None = None,
-    split: str | None = None,
-    column_optional: bool = False,
 ) -> tuple[Sequences, str]:
-    """Reads, recognises, tokenises and cuts a source.
+    """Recognises the format of rows, tokenises them and makes sequences.
 
     Args:
-      source: A file, a directory or a Hub id; see `read_source`.
-      tokenizer: A tokenizer of `transformers`.
-      seq_len: Tokens per sequence; see `make_sequences`.
-      layout: "pack", "pad" or "full"; see `make_sequences`.
-      text_column: Read this column as plain text; see `recognise`.
-      prompt_template: The text of a prompt; see `tokenize_rows`.
-      rows: Read only this many first rows.
-      max_sequences: Keep only this many first sequences.
-      split: See `read_source`.
-      column_optional: Where the source has no column `text_column`, recognise it as if none had been named.
+        rows: result of `read_source`.
+        tokenizer: tokenizer of `transformers`.
+        seq_len: tokens per sequence; see `make_sequences`.
+        layout: "pack", "pad" or "full"; see `make_sequences`.
+        text_column: column to read as plain text; see `recognise`.
+        prompt_template: format string of a prompt; see `tokenize_rows`.
+        max_sequences: keep only the first `max_sequences` sequences.
 
     Returns:
-      The sequences, and a line that says how they came about.
+        The sequences, and a one-line description with the format and the counts of rows, sequences and tokens.
 
     Raises:
-      UserError: Whatever stands against it, with what to do next.
+        UserError: as for `recognise`, `tokenize_rows` and `make_sequences`.
     """
-    data = read_source(source, split=split, rows=rows)
-    if column_optional and len(data) and text_column not in data[0]:
-        text_column = None
-    format = recognise(data, text_column)
+    format = recognise(rows, text_column)
     count = _Count()
-    examples = count.watch(tokenize_rows(data, format, tokenizer, prompt_template=prompt_template))
+    examples = count.watch(tokenize_rows(rows, format, tokenizer, prompt_template=prompt_template))
     sequences = make_sequences(examples, seq_len, layout=layout, max_sequences=max_sequences)
     kept = len(np.unique(sequences.source)) if layout == "full" else count.predicted
     description = (
-        f"{data.name}: {format}, {count.rows:,} of {len(data):,} rows read, {count.rows - kept:,} of them dropped "
+        f"{rows.name}: {format}, {count.rows:,} of {len(rows):,} rows read, {count.rows - kept:,} of them dropped "
         f"({'too short' if layout == 'full' else 'nothing to predict'}); {len(sequences.source):,} sequences of "
         f"{seq_len} tokens ({layout}), {int(sequences.where.sum()):,} tokens to predict"
     )
@@ -65,7 +55,7 @@ def load_sequences(
 
 
 class _Count:
-    """Counts examples on their way: all, and those with a token to be predicted."""
+    """Counts the examples that pass through `watch`: all, and those with a token in the loss."""
 
     def __init__(self) -> None:
         self.rows = self.predicted = 0

@@ -1,4 +1,4 @@
-"""From arrays to batches: shuffled anew each epoch, the same for the same seed, and resumable at any batch."""
+"""Batches from arrays: reshuffled each epoch, determined by the seed, and resumable at any batch."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from calibjax.runtime.sharding import context_mesh, local_rows, place_rows
 Arrays = Mapping[str, np.ndarray]
 Batch = dict[str, np.ndarray]
 
-# Everything is in memory: no threads to hand over to, and nothing to prefetch.
+# All arrays are in memory, so threads and prefetching bring nothing.
 _READ = grain.ReadOptions(num_threads=0)
 
 
@@ -29,27 +29,26 @@ def batches(
 ) -> grain.DatasetIterator[Batch]:
     """Iterates over batches for training.
 
-    Batches run on from one epoch into the next, so every row comes once per epoch whatever the batch size. What is left
-    after the last whole batch is dropped; only if `epochs` do not fill a single batch, that one comes padded, as in
-    `eval_batches`.
+    Batches continue across epochs, so every row occurs once per epoch for any batch size. Rows after the last whole
+    batch are dropped. If `epochs` do not fill a single batch, one padded batch is returned, as in `eval_batches`.
 
-    The iterator's `get_state()` is a dict of plain numbers, to be kept as JSON in a checkpoint. After `set_state` on an
-    iterator made with the same arguments, the batches go on as if there had been no break.
+    The iterator's `get_state()` is a dict of plain numbers, which can be stored as JSON in a checkpoint. `set_state` on
+    an iterator with the same arguments resumes with the next batch.
 
     Args:
-      arrays: Arrays with one row per example, all with the same number of rows, such as `sequences._asdict()`.
-      batch_size: Rows per batch, over all processes.
-      seed: Of the shuffling, any integer >= 0.
-      epochs: Passes over the rows. Give this or `steps`.
-      steps: Number of batches.
-      shuffle: Whether each epoch comes in a random order of its own, or in the order of the arrays.
-      part: Which rows of every batch this process reads, ascending, as `sharding.local_rows` says; `None`: all.
+        arrays: arrays with one row per example and equal numbers of rows, such as `sequences.arrays()`.
+        batch_size: rows per batch, over all processes.
+        seed: seed of the shuffling, an integer >= 0.
+        epochs: passes over the rows. Either this or `steps` is required.
+        steps: number of batches.
+        shuffle: whether each epoch has its own random order instead of the order of the arrays.
+        part: rows of every batch that this process reads, ascending; see `sharding.local_rows`. None: all.
 
     Returns:
-      An iterator over dicts with the keys of `arrays`.
+        An iterator over dicts with the keys of `arrays`.
 
     Raises:
-      UserError: An argument is out of range, or the arrays differ in their number of rows.
+        UserError: if an argument is out of range, or the arrays differ in their number of rows.
     """
     rows = _check(arrays, batch_size)
     if (epochs is None) == (steps is None):
@@ -60,7 +59,7 @@ def batches(
     if steps is None:
         assert epochs is not None
         steps = max(epochs * rows // batch_size, 1)
-    last = steps * batch_size if epochs is None else epochs * rows  # rows drawn in all
+    last = steps * batch_size if epochs is None else epochs * rows  # total number of rows
     order = _Order(rows, batch_size, last, seed if shuffle else None)
     indices = grain.MapDataset.range(steps).map(order)
     return iter(indices.map(_Gather(arrays, batch_size, part)).to_iter_dataset(_READ))
@@ -69,19 +68,18 @@ def batches(
 def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, Any], int]]:
     """Iterates once over all rows in their order, in batches of one shape.
 
-    Where a mesh of ours is set (`jax.set_mesh`), batches are laid out on it, and each process reads the rows that its
-    own devices hold.
+    If a mesh is set (`jax.set_mesh`), batches are sharded over it, and each process reads the rows of its own devices.
 
     Args:
-      arrays: As for `batches`. The last batch is filled up with copies of row 0 whose `where` is all False, so the
-        array `where` has to be there unless `batch_size` divides the number of rows.
-      batch_size: Rows per batch, over all processes.
+        arrays: as for `batches`. The last batch is padded with copies of row 0 whose `where` is False, so the array
+            `where` is required unless `batch_size` divides the number of rows.
+        batch_size: rows per batch, over all processes.
 
     Returns:
-      An iterator over (batch, number of its rows that are real). They come first.
+        An iterator over (batch, number of real rows in it). Real rows come before padding.
 
     Raises:
-      UserError: As for `batches`, or `where` is missing.
+        UserError: as for `batches`, or if `where` is missing.
     """
     rows, mesh = _check(arrays, batch_size), context_mesh()
     gather = _Gather(arrays, batch_size, local_rows(mesh, batch_size))
@@ -92,9 +90,9 @@ def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, An
 
 
 class _Order(grain.transforms.Map):
-    """The rows of a batch, from its number alone: a permutation of its own for each epoch.
+    """Maps the number of a batch to its rows, with one permutation per epoch.
 
-    For whole batches at a time: grain's own shuffle answers row by row, at a cost that a small model's step feels.
+    It maps whole batches because grain's shuffle works row by row, which is slow next to the step of a small model.
     """
 
     def __init__(self, rows: int, batch_size: int, last: int, seed: int | None):
@@ -114,7 +112,7 @@ class _Order(grain.transforms.Map):
 
 
 class _Gather(grain.transforms.Map):
-    """Fetches the rows of a whole batch at once: one fancy index per array, instead of Python for every row."""
+    """Gathers the rows of a batch with one indexing operation per array."""
 
     def __init__(self, arrays: Arrays, batch_size: int, part: np.ndarray | None):
         self._arrays = dict(arrays)
@@ -128,8 +126,8 @@ class _Gather(grain.transforms.Map):
         if missing:
             if "where" not in batch:
                 raise UserError(
-                    f"the last batch has {len(element)} rows of {self._batch_size}, and without an array 'where' its "
-                    "padding cannot be told from them. Add one, or choose a batch_size that divides the rows."
+                    f"the last batch has {len(element)} rows of {self._batch_size}, and its padding requires an array "
+                    "'where'. Add one, or choose a batch_size that divides the number of rows."
                 )
             batch["where"][self._part >= len(element)] = False
         return batch

@@ -1,4 +1,4 @@
-"""From a row to one text and the stretches of it that the model is to predict."""
+"""Text of a row, with the character ranges of its answers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
@@ -15,7 +15,7 @@ _SEPARATOR = "\n\n"
 
 
 class Rendered(NamedTuple):
-    """A text, and its answers as half-open ranges of characters; None where all of it is to be predicted."""
+    """A text with its answers as half-open character ranges; None if the loss includes all of it."""
 
     text: str
     answers: tuple[tuple[int, int], ...] | None
@@ -27,18 +27,18 @@ Render = Callable[[int, Mapping[str, Any]], Rendered]
 def make_render(format: Format, tokenizer: "PreTrainedTokenizerBase", prompt_template: str | None = None) -> Render:
     """Returns a function `(index, row) -> Rendered`.
 
-    Prompts and conversations go through the tokenizer's chat template. Without one, or with a `prompt_template`, the
-    text is prompt + response, where the prompt is by default the instruction, then a blank line and the input if there
-    is one, then a blank line; of a conversation, every message that is not the assistant's counts as a prompt.
+    Prompts and conversations are rendered with the tokenizer's chat template. Without one, or with a `prompt_template`,
+    the text is prompt + response. The default prompt is the instruction and, if there is one, the input, each followed
+    by a blank line. In a conversation, every message that is not from the assistant is a prompt.
 
     Args:
-      format: From `recognise`.
-      tokenizer: Gives the chat template and the end-of-sequence token.
-      prompt_template: A format string over the columns of the row, such as "{instruction} {input} ". Only for
-        instructions and prompts.
+        format: result of `recognise`.
+        tokenizer: provides the chat template and the end-of-sequence token.
+        prompt_template: format string over the columns of the row, such as "{instruction} {input} ". Only for
+            instructions and prompts.
 
     Raises:
-      UserError: `prompt_template` does not apply to the format or is not a format string.
+        UserError: if `prompt_template` does not apply to the format or is not a format string.
     """
     if prompt_template is not None:
         _check_template(prompt_template, format)
@@ -72,9 +72,7 @@ def _check_template(template: str, format: Format) -> None:
             f"{''.join('{' + name + '}' for name in format.columns[:-1])!r}."
         )
     if format.columns[-1] in fields:
-        raise UserError(
-            f"prompt_template={template!r} holds the response itself, {format.columns[-1]!r}. Leave it out."
-        )
+        raise UserError(f"prompt_template={template!r} contains the response {format.columns[-1]!r}. Leave it out.")
 
 
 def _fill(template: str, row: Mapping[str, Any], index: int) -> str:
@@ -108,7 +106,7 @@ def _messages(row: Mapping[str, Any], format: Format, index: int) -> list[dict[s
     for turn in turns:
         if not isinstance(turn, Mapping):
             raise UserError(f"{where}: expected a message as a dict, got {str(turn)[:60]!r}.")
-        # One file may hold both spellings; a reader by columns then fills the absent one with None.
+        # A file may hold both spellings; columnar readers then fill the absent one with None.
         role, content = (turn.get(new) or turn.get(old) for new, old in (("role", "from"), ("content", "value")))
         if not isinstance(role, str) or not isinstance(content or "", str):
             raise UserError(
@@ -117,7 +115,9 @@ def _messages(row: Mapping[str, Any], format: Format, index: int) -> list[dict[s
         messages.append({"role": _ROLES.get(role, role), "content": content or ""})
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(message["role"] for message in messages)
-        raise UserError(f"{where}: no message of role assistant (or gpt), so nothing to predict. The roles: {roles}.")
+        raise UserError(
+            f"{where}: no message of role assistant (or gpt), so there is nothing to predict. Roles: {roles}."
+        )
     return messages
 
 
@@ -131,7 +131,7 @@ def _without_chat_template(
         text += message["content"]
         if message["role"] == "assistant":
             answers.append((start, len(text)))
-            # The token that ends the last answer is added after tokenisation, as after a chat template.
+            # tokenize_rows appends the end-of-sequence token after the last answer, as after a chat template.
             text += str(tokenizer.eos_token or _SEPARATOR) if position < len(messages) - 1 else ""
         else:
             text += _SEPARATOR
@@ -139,13 +139,13 @@ def _without_chat_template(
 
 
 def _with_chat_template(messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", index: int) -> Rendered:
-    """An answer begins where the conversation before it ends, rendered with the prompt for generation."""
+    """Locates answers: each begins where the messages before it end, rendered with the generation prompt."""
 
     def apply(part: list[dict[str, str]], *, prompt: bool) -> str:
         try:
             return str(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=prompt))
         except Exception as error:
-            raise UserError(f"row {index}: the tokenizer's chat template refuses the conversation: {error}") from error
+            raise UserError(f"row {index}: the tokenizer's chat template rejects the conversation: {error}") from error
 
     text = apply(messages, prompt=False)
     answers = []
@@ -160,9 +160,9 @@ def _with_chat_template(messages: list[dict[str, str]], tokenizer: "PreTrainedTo
             found = text.find(content, len(before))
         if not text.startswith(before) or found < 0:
             raise UserError(
-                f"row {index}: the tokenizer's chat template rewrites the conversation around message {position}, so "
-                "what the model is to predict cannot be told apart. Use single-turn rows, or a chat template whose "
-                "rendering of the first messages is a prefix of the whole."
+                f"row {index}: the tokenizer's chat template changes the text around message {position}, so the "
+                "answer cannot be located. Use single-turn rows, or a chat template that renders the first messages "
+                "of a conversation as a prefix of the whole."
             )
         answers.append((len(before) if position else found, found + len(content)))
     return Rendered(text, tuple(answers))

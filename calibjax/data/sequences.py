@@ -1,4 +1,4 @@
-"""From examples to sequences: arrays of one fixed length, for the model to read and to be scored on."""
+"""Sequences of one fixed length from examples."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -13,7 +13,7 @@ from calibjax.runtime.errors import UserError
 
 Layout = Literal["pack", "pad", "full"]
 _LAYOUTS = ("pack", "pad", "full")
-# Bins that stand open at once. More leave less padding and take longer; with these, Alpaca's rows leave 3%.
+# Number of open bins. More bins give less padding and take longer; with 256, padding is 3% on Alpaca.
 _OPEN_BINS = 256
 
 
@@ -21,13 +21,13 @@ class Sequences(NamedTuple):
     """S sequences of T = seq_len - 1 inputs and their targets, in the order of the source.
 
     Attributes:
-      tokens: Inputs, int32 [S, T]; 0 in the padding.
-      targets: The token after each input, always of the same example, int32 [S, T]; 0 in the padding.
-      where: Whether the target is to be predicted, bool [S, T]; False in the padding.
-      segment_ids: 1, 2, ... for the examples within a sequence, 0 in the padding, int32 [S, T].
-      positions: 0, 1, ... within each segment, 0 in the padding, int32 [S, T].
-      source: Sequences with the same number share a row of the source, int32 [S], ascending: the index of the row, or,
-        where short rows are packed together, the smallest index of the rows that belong together for that reason.
+        tokens: inputs, int32 `[S, T]`; 0 in padding.
+        targets: token after each input in the same example, int32 `[S, T]`; 0 in padding.
+        where: whether the loss includes the target, bool `[S, T]`; False in padding.
+        segment_ids: 1, 2, ... for the examples within a sequence, 0 in padding, int32 `[S, T]`.
+        positions: 0, 1, ... within each segment, 0 in padding, int32 `[S, T]`.
+        source: group of the sequence, int32 `[S]`, ascending. Sequences that hold tokens of one row are in one group.
+            It is the index of the row, or the smallest index among rows that are connected by packing.
     """
 
     tokens: Int32[np.ndarray, "S T"]
@@ -38,7 +38,7 @@ class Sequences(NamedTuple):
     source: Int32[np.ndarray, " S"]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns what a step reads: every field `[S, T]`."""
+        """Returns the fields `[S, T]` by name, which a step reads."""
         return {name: field for name, field in self._asdict().items() if name != "source"}
 
     def take(self, indices: Int[np.ndarray, " n"] | slice) -> "Sequences":
@@ -47,7 +47,7 @@ class Sequences(NamedTuple):
 
 
 def check_context(seq_len: int, max_positions: int | None) -> None:
-    """Raises `UserError` where sequences of `seq_len` tokens are longer than a model reads (None: no limit)."""
+    """Raises `UserError` if `seq_len` exceeds the model's context of `max_positions` (None: no limit)."""
     if max_positions is not None and seq_len > max_positions:
         raise UserError(
             f"seq_len={seq_len} is longer than the model's context of {max_positions} tokens. "
@@ -64,26 +64,26 @@ def make_sequences(
 ) -> Sequences:
     """Cuts examples into sequences of `seq_len` tokens, which is T = seq_len - 1 pairs of input and target.
 
-    - "full": one sequence from the first `seq_len` tokens of each example; shorter examples are dropped. A whole text
-      file gives all its full sequences, one after the other.
-    - "pad": every token of every example is predicted once; longer examples go on in the next sequence, whose first
-      input is the last target of the one before; the end is padded.
-    - "pack": as "pad", but the pieces shorter than a sequence share sequences, first fit. No target is ever of another
-      example than its input; the model has to be kept from looking across by `segment_ids`.
+    - "full": one sequence from the first `seq_len` tokens of each example; shorter examples are dropped. A document is
+      cut into consecutive full sequences.
+    - "pad": every token of every example is predicted once. A longer example continues in the next sequence, whose
+      first input is the last target of the previous one. The end is padded.
+    - "pack": as "pad", but pieces shorter than a sequence are packed by first fit. A target always belongs to the
+      example of its input; `segment_ids` must keep attention within examples.
 
-    A sequence or piece without a token to be predicted is dropped, such as one from a prompt whose answer was cut off.
+    A sequence or piece without a target in the loss is dropped, such as a prompt whose answer was cut off.
 
     Args:
-      examples: From `tokenize_rows`; read no further than needed for "pad" and "full".
-      seq_len: Tokens per sequence, at least 2.
-      layout: "pack", "pad" or "full".
-      max_sequences: Keep only this many first sequences, at least 1.
+        examples: result of `tokenize_rows`; "pad" and "full" read only as many as needed.
+        seq_len: tokens per sequence, at least 2.
+        layout: "pack", "pad" or "full".
+        max_sequences: keep only the first `max_sequences` sequences, at least 1.
 
     Returns:
-      The sequences, at least one.
+        The sequences, at least one.
 
     Raises:
-      UserError: An argument is out of range, or no sequence remains.
+        UserError: if an argument is out of range, or no sequence remains.
     """
     if seq_len < 2:
         raise UserError(f"seq_len: expected at least 2 (an input and its target), got {seq_len}.")
@@ -103,7 +103,7 @@ def make_sequences(
 
 
 class _Piece(NamedTuple):
-    pairs: Int32[np.ndarray, "t 3"]  # input, target, whether it is to be predicted; 1 <= t <= T
+    pairs: Int32[np.ndarray, "t 3"]  # input, target, whether the loss includes it; 1 <= t <= T
     row: int
 
 
@@ -131,7 +131,7 @@ def _pad(pieces: Sequence[_Piece], length: int) -> Sequences:
 def _pack(pieces: Sequence[_Piece], length: int) -> Sequences:
     if not pieces:
         return _pad(pieces, length)
-    # The row travels with each token, so that a packed sequence tells which rows it holds.
+    # Each token carries its row, so that the rows of a packed sequence are known.
     elements = [
         {"pair": np.column_stack([piece.pairs, np.full(len(piece.pairs), piece.row, np.int32)])} for piece in pieces
     ]
@@ -144,16 +144,16 @@ def _pack(pieces: Sequence[_Piece], length: int) -> Sequences:
     pairs, segment_ids, positions = (
         np.stack([sequence[key] for sequence in packed]) for key in ("pair", "pair_segment_ids", "pair_positions")
     )
-    source = _share_rows(pairs[..., 3], segment_ids > 0)
+    source = _row_groups(pairs[..., 3], segment_ids > 0)
     order = np.argsort(source, kind="stable")
     return _sequences(*(array[order] for array in (pairs, segment_ids, positions, source)))
 
 
-def _share_rows(rows: Int32[np.ndarray, "S T"], real: Bool[np.ndarray, "S T"]) -> Int32[np.ndarray, " S"]:
-    """Returns for each sequence the smallest of the rows that sequences tie together with its own.
+def _row_groups(rows: Int32[np.ndarray, "S T"], real: Bool[np.ndarray, "S T"]) -> Int32[np.ndarray, " S"]:
+    """Returns for each sequence the smallest row among those that sequences connect to its rows.
 
-    A row has at most one piece shorter than a sequence, so it shares at most one sequence with other rows, and one step
-    from the row to the smallest row there is enough.
+    A row has at most one piece shorter than a sequence, so it is in at most one sequence with other rows. One step from
+    a row to the smallest row of that sequence is therefore enough.
     """
     smallest = np.where(real, rows, np.iinfo(np.int32).max).min(axis=1)
     leader = np.full(rows.max() + 1, np.iinfo(np.int32).max, np.int32)

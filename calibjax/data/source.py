@@ -1,4 +1,4 @@
-"""From a file, a directory or a Hugging Face Hub id to rows, in their order."""
+"""Rows of a file, a directory or a Hugging Face Hub dataset, in their order."""
 
 import contextlib
 import glob
@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from calibjax.runtime.errors import UserError, user_path
 
-# Suffix -> the builder of `datasets` that reads it, and the builder's options. In CSV, "NA" and "" are text, not nulls.
+# Builder of `datasets` and its options by suffix. In CSV, "NA" and "" are text instead of nulls.
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".json": ("json", {}),
@@ -28,9 +28,9 @@ class Rows(Sequence[Mapping[str, Any]]):
     """Rows of one source: an indexable sequence of dicts.
 
     Attributes:
-      data: The rows themselves: a list, or a `datasets.Dataset`.
-      name: The source as the user wrote it, for messages.
-      documents: Whether each row is a whole text file, which reads on from sequence to sequence.
+        data: rows, a list or a `datasets.Dataset`.
+        name: source as the user wrote it, for messages.
+        documents: whether each row is a whole text file, which continues from sequence to sequence.
     """
 
     data: Sequence[Mapping[str, Any]]
@@ -54,19 +54,19 @@ def read_source(source: str | Path, *, split: str | None = None, rows: int | Non
     """Reads a source of text.
 
     Args:
-      source: A `.jsonl`, `.json`, `.csv`, `.parquet` or `.txt` file (each but Parquet also with `.gz`); a directory of
-        such files, read in the order of their names, other files left aside; or the id of a dataset on the Hugging
-        Face Hub, with its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`). A `.txt` file is one row,
-        `{"text": <the whole file>}`.
-      split: For a Hub id, the split, by default "train". For a directory, only the files whose names begin with it. A
-        single file has no splits.
-      rows: Keep only this many first rows, at least 1. From the Hub, no more than needed is downloaded.
+        source: a `.jsonl`, `.json`, `.csv`, `.parquet` or `.txt` file (each but Parquet also with `.gz`); a directory
+            of such files, read in the order of their names (other files are ignored); or the id of a dataset on the
+            Hugging Face Hub, with its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`). A `.txt` file is
+            one row, `{"text": <the whole file>}`.
+        split: split of a Hub dataset, "train" by default. In a directory, only files whose names begin with `split` are
+            read. A single file has no splits.
+        rows: keep only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
 
     Returns:
-      The rows, at least one.
+        The rows, at least one.
 
     Raises:
-      UserError: The source is missing, empty, corrupt, or of a kind that is not known; or an option does not apply.
+        UserError: if the source is missing, empty, damaged or of an unknown kind, or an option does not apply.
     """
     if rows is not None and rows < 1:
         raise UserError(f"rows: expected at least 1, got {rows}.")
@@ -114,13 +114,14 @@ def _read_file(path: Path, rows: int | None) -> list[Mapping[str, Any]]:
 
     builder, options = _BUILDERS[_suffix(path)]
     zipped = path.name.endswith(".gz")
-    # `datasets` expands *, ? and [ in a path and takes "::" and "://" for those of a URL: it is given a plain name.
+    # `datasets` expands *, ? and [ in paths and interprets "::" and "://" as in URLs, so it gets a link with a plain
+    # name.
     with tempfile.TemporaryDirectory(prefix="calibjax-data-") as directory:
         link = Path(directory, f"data{_suffix(path)}{'.gz' if zipped else ''}")
         link.symlink_to(path.absolute())
         try:
             with _quiet():
-                # Streaming reads the file itself instead of a copy in the cache; but the cache has to be there.
+                # Streaming reads the file instead of a copy in the cache, but requires the cache directory.
                 data = datasets.load_dataset(
                     builder,
                     data_files=glob.escape(str(link)),
@@ -130,13 +131,13 @@ def _read_file(path: Path, rows: int | None) -> list[Mapping[str, Any]]:
                     **options,
                 )
                 return list(islice(data, rows))
-        except StopIteration:  # what `datasets` makes of an empty JSON file
+        except StopIteration:  # raised by `datasets` for an empty JSON file
             return []
         except Exception as error:
             reason = str(error).replace(str(link), str(path))
             kind = f"gzipped {builder}" if zipped else builder
             raise UserError(
-                f"{path} cannot be read as {kind}: {reason}. Is it complete, and named after its kind?"
+                f"{path} cannot be read as {kind}: {reason}. Check that it is complete and has the right suffix."
             ) from error
 
 
@@ -145,7 +146,7 @@ def _read_hub(name: str, split: str, rows: int | None) -> Rows:
     from datasets import config
 
     repository, _, configuration = name.partition(":")
-    # Streaming fetches only what is read; but without a network, the cache is all there is, and it cannot stream.
+    # Streaming fetches only what is read, but does not work offline from the cache.
     streaming = rows is not None and not config.HF_HUB_OFFLINE
     try:
         data: Any = datasets.load_dataset(
@@ -155,7 +156,7 @@ def _read_hub(name: str, split: str, rows: int | None) -> Rows:
             data = list(islice(data, rows))
     except Exception as error:
         raise UserError(
-            f"{name!r} is neither a file or directory here nor a dataset that the Hugging Face Hub gives "
+            f"{name!r} is neither a local file or directory nor an available dataset of the Hugging Face Hub "
             f"(split {split!r}): {error}"
         ) from error
     if len(data) == 0:
@@ -183,7 +184,7 @@ def _cache_directory() -> str | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps `datasets` from logging an error that is raised as well."""
+    """Keeps `datasets` from logging errors that it also raises."""
     from datasets.utils import logging
 
     before = logging.get_verbosity()

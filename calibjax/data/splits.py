@@ -1,4 +1,4 @@
-"""Sequences to fit on, to choose on, and to judge on: apart, and never two of one row on both sides."""
+"""Disjoint splits of sequences for fitting, validation and evaluation. A row is never on both sides."""
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -8,20 +8,20 @@ from calibjax.runtime.errors import UserError
 
 
 def split_sequences(sequences: Sequences, fit_fraction: float) -> tuple[Sequences, Sequences]:
-    """Splits sequences in their order: the first `int(fit_fraction * S)` to fit on, the rest held out.
+    """Splits sequences in their order: the first `int(fit_fraction * S)` for fitting, the rest held out.
 
-    If this cuts through the sequences of one row, the cut moves to the nearest end of a row. A single row, such as one
-    text file, is cut between two sequences.
+    If the cut divides the sequences of one row, it moves to the nearest end of a row. A single row, such as one text
+    file, is cut between two sequences.
 
     Args:
-      sequences: S sequences.
-      fit_fraction: Between 0 and 1, both excluded.
+        sequences: S sequences.
+        fit_fraction: between 0 and 1, both excluded.
 
     Returns:
-      (fit, held_out), neither empty.
+        (fit, held_out), neither empty.
 
     Raises:
-      UserError: The fraction is out of range, or would leave a part empty.
+        UserError: if the fraction is out of range or gives an empty part.
     """
     cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
     ends = np.flatnonzero(np.diff(_groups(sequences))) + 1
@@ -30,21 +30,21 @@ def split_sequences(sequences: Sequences, fit_fraction: float) -> tuple[Sequence
 
 
 def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
-    """Chooses sequences at random to validate on, such as for the choice of a loss, and leaves the rest to train on.
+    """Chooses sequences at random for validation; the rest is for training.
 
-    Rows are drawn whole until the next one would exceed `int(fraction * S)` sequences; one row at least. Of a single
+    Whole rows are drawn, at least one, until the next row would exceed `int(fraction * S)` sequences. From a single
     row, such as one text file, sequences are drawn.
 
     Args:
-      sequences: S sequences.
-      fraction: Of the sequences, between 0 and 1, both excluded.
-      seed: Any integer >= 0. The same one draws the same sequences.
+        sequences: S sequences.
+        fraction: fraction of sequences for validation, between 0 and 1, both excluded.
+        seed: seed of the draw, an integer >= 0.
 
     Returns:
-      (train, validation): indices into the sequences, ascending, neither empty.
+        (train, validation): indices into the sequences, ascending, neither empty.
 
     Raises:
-      UserError: The fraction or seed is out of range, or would leave a part empty.
+        UserError: if the fraction or seed is out of range, or a part is empty.
     """
     if seed < 0:
         raise UserError(f"seed: expected an integer >= 0, got {seed}.")
@@ -57,13 +57,13 @@ def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.
 
 
 def check_fraction(fraction: float, name: str) -> None:
-    """Raises `UserError`, with the name of an option, where a fraction is not between 0 and 1, both excluded."""
+    """Raises `UserError` with the `name` of the option if a fraction is not between 0 and 1, both excluded."""
     if not 0 < fraction < 1:
         raise UserError(f"{name}: expected a number between 0 and 1, both excluded, got {fraction}.")
 
 
 def _groups(sequences: Sequences) -> Int32[np.ndarray, " S"]:
-    """What must stay together: sequences of one row, or, where all are of one row, nothing."""
+    """Group of each sequence: its row, or the sequence itself if all are of one row."""
     source = sequences.source
     return np.arange(len(source), dtype=np.int32) if (source == source[0]).all() else source
 

@@ -9,13 +9,15 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.data.sequences import Sequences
 
+_VOCAB, _TOPICS, _DRIFT = 32, 3, 0.02
+
 
 class TopicLanguage(NamedTuple):
-    """A hidden Markov mixture of Markov chains: a hidden topic drifts, and each topic has transitions of its own.
+    """A hidden Markov mixture of Markov chains: a hidden topic drifts, and each topic has its own transitions.
 
-    The next token depends on the last one and on the topic; the topic must be inferred from all tokens so far. Some
-    (topic, token) contexts leave one successor, others dozens, so how far a model is over-confident differs from
-    context to context, and no single temperature mends it.
+    The next token depends on the last one and on the topic, which must be inferred from all tokens so far. Some (topic,
+    token) contexts have one likely successor, others dozens, so overconfidence differs between contexts and temperature
+    scaling cannot remove it.
 
     Attributes:
         transitions: `[K, V, V]`, P(next token | topic, token); rows sum to 1.
@@ -30,26 +32,22 @@ class TopicLanguage(NamedTuple):
         return self.transitions.shape[-1]
 
 
-def make_language(key: Array, *, vocab_size: int = 32, topics: int = 3, drift: float = 0.02) -> TopicLanguage:
-    """A random language: each row of transitions Dirichlet with a concentration of its own, log-uniform in [0.01, 1].
+def make_language(key: Array) -> TopicLanguage:
+    """Random language of 32 tokens and 3 topics, whose topic changes with probability 0.02 after a token.
 
-    Args:
-        key: PRNG key.
-        vocab_size: V.
-        topics: K >= 2.
-        drift: probability that the topic changes at a token.
+    Rows of transitions are Dirichlet with concentrations that are log-uniform in [0.01, 1].
     """
     concentration_key, row_key = jax.random.split(key)
-    exponent = jax.random.uniform(concentration_key, (topics, vocab_size, 1), minval=-2.0, maxval=0.0)
-    # Gammas in log space: at concentration 0.01 most would underflow to 0.
-    log_gamma = jax.random.loggamma(row_key, jnp.broadcast_to(10.0**exponent, (topics, vocab_size, vocab_size)))
-    stay = jnp.eye(topics) * (1 - drift)
-    leave = (1 - jnp.eye(topics)) * drift / (topics - 1)
+    exponent = jax.random.uniform(concentration_key, (_TOPICS, _VOCAB, 1), minval=-2.0, maxval=0.0)
+    # Gammas are drawn in log space because most would underflow to 0 at concentration 0.01.
+    log_gamma = jax.random.loggamma(row_key, jnp.broadcast_to(10.0**exponent, (_TOPICS, _VOCAB, _VOCAB)))
+    stay = jnp.eye(_TOPICS) * (1 - _DRIFT)
+    leave = (1 - jnp.eye(_TOPICS)) * _DRIFT / (_TOPICS - 1)
     return TopicLanguage(jax.nn.softmax(log_gamma, axis=-1), stay + leave)
 
 
 def sample(language: TopicLanguage, key: Array, count: int, length: int) -> Int[Array, "S T"]:
-    """`count` sequences of `length` tokens; topic and first token uniform."""
+    """Samples `count` sequences of `length` tokens; the first topic and the first token are uniform."""
     topics = language.topic_transitions.shape[0]
     topic_key, token_key, scan_key = jax.random.split(key, 3)
     topic = jax.random.randint(topic_key, (count,), 0, topics)
@@ -67,10 +65,10 @@ def sample(language: TopicLanguage, key: Array, count: int, length: int) -> Int[
 
 
 def true_probabilities(language: TopicLanguage, tokens: Int[Array, "S T"]) -> Float[Array, "S T V"]:
-    """P(next token | all tokens so far), exactly, after every position: Bayesian filtering of the topic.
+    """Exact P(next token | all tokens so far) after every position, by Bayesian filtering of the topic.
 
-    With belief b over topics, P(next = v) = Σ_k b_k P_k(v | token); seeing v, b_k becomes proportional to b_k P_k(v |
-    token) and then drifts.
+    With belief b over topics, P(next = v) = Σ_k b_k P_k(v | token); after v, b_k becomes
+    proportional to b_k P_k(v | token), and then the topic drifts.
 
     Args:
         language: of the tokens.
@@ -92,13 +90,13 @@ def true_probabilities(language: TopicLanguage, tokens: Int[Array, "S T"]) -> Fl
         belief = jnp.matmul(belief, language.topic_transitions, precision=jax.lax.Precision.HIGHEST)
         return belief, predicted
 
-    following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)  # the last one updates nothing that is read
+    following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)  # the last update is not used
     _, predicted = jax.lax.scan(step, start, (tokens.T, following.T))
     return jnp.moveaxis(predicted, 0, 1)
 
 
 def as_sequences(tokens: Int[Array | np.ndarray, "S T"]) -> Sequences:
-    """Sequences as sequences of T − 1 predictions, each a row of its own."""
+    """`Sequences` of T − 1 predictions from token arrays, each a row of its own."""
     tokens = np.asarray(tokens, np.int32)
     count, length = tokens.shape[0], tokens.shape[1] - 1
     return Sequences(

@@ -1,4 +1,4 @@
-"""Predictions that someone else made: a file of confidences or logits, and what came true."""
+"""Tables of recorded predictions: confidences or logits with their outcomes, read from a file."""
 
 import csv
 import gzip
@@ -24,17 +24,17 @@ _EXPECTED_ARRAYS = (
     "expected the arrays confidence and correct [N], or logits [N, K] and labels [N]; optionally features [N, D], "
     "unembedding [K, D], group [N]"
 )
-_TINY = 1e-12  # the least probability: its logarithm has to be finite
+_TINY = 1e-12  # lower bound of probabilities, so that logarithms are finite
 
 
 class PredictionTable(NamedTuple):
-    """What a file holds; `groups` `[N]` number what belongs together, from 0 by first appearance, or None."""
+    """Predictions of a file; `groups` `[N]` are numbered from 0 by first appearance, or None."""
 
     predictions: Predictions
     groups: np.ndarray | None
 
     def take(self, rows: np.ndarray) -> "PredictionTable":
-        """Some rows."""
+        """Returns the rows at `rows`."""
         fields = self.predictions._asdict().items()
         picked = {name: x if x is None or name == "unembedding" else np.asarray(x)[rows] for name, x in fields}
         return PredictionTable(Predictions(**picked), None if self.groups is None else self.groups[rows])
@@ -45,22 +45,22 @@ class PredictionTable(NamedTuple):
 
 
 def read_table(path: str | Path) -> PredictionTable:
-    """Reads predictions.
+    """Reads a table of predictions.
 
     Args:
         path: `.csv`, `.parquet` or `.jsonl` (text also with `.gz`) with the columns `confidence` (0 to 1) and `correct`
-            (0, 1, or the share of attempts that were right); or `logit_0` ... `logit_{K−1}` (or `p_0` ..., which sum to
-            1) and `label` (0 to K − 1); optionally `group`, any labels of what belongs together (questions, users,
-            domains). Or `.npz` with arrays `confidence` and `correct`, or `logits` `[N, K]` and `labels`, and
-            optionally `features` `[N, D]`, `unembedding` `[K, D]`, `group`. Logits count where there are both.
+            (0, 1, or the fraction of correct attempts); or `logit_0` ... `logit_{K−1}` (or `p_0` ..., which sum to
+            1) and `label` (0 to K − 1); optionally `group`, labels of dependent rows (questions, users, domains). Or
+            `.npz` with arrays `confidence` and `correct`, or `logits` `[N, K]` and `labels`, and optionally `features`
+            `[N, D]`, `unembedding` `[K, D]`, `group`. Logits take precedence over confidences.
 
     Returns:
         `PredictionTable`.
 
     Raises:
-        UserError: a file that cannot be read; columns that are missing; a value that is not a number in its range, with
-            its row, counted from 0 (labels are compared before they are narrowed to int32); fewer than ten rows;
-            correctness, or a label, that is the same in all rows.
+        UserError: if the file cannot be read; columns are missing; a value is not a number in its range (the message
+            names its row, counted from 0); there are fewer than ten rows; or correctness, or the label, is the same in
+            all rows.
     """
     path = user_path(path)
     if not path.is_file():
@@ -71,11 +71,11 @@ def read_table(path: str | Path) -> PredictionTable:
         labels = _labels(path, arrays["labels"], logits.shape[1])
         predictions, truth = Predictions(logits=logits, labels=labels), labels
     elif "confidence" in arrays and "correct" in arrays:
-        columns = {name: _share(path, name, arrays[name]) for name in ("confidence", "correct")}
+        columns = {name: _fraction(path, name, arrays[name]) for name in ("confidence", "correct")}
         predictions, truth = Predictions(**columns), columns["correct"]
     else:
         known = _EXPECTED_ARRAYS if path.suffix == ".npz" else _EXPECTED
-        raise UserError(f"{path}: {known}; there are: {', '.join(names[:12]) or 'none'}.")
+        raise UserError(f"{path}: {known}; got: {', '.join(names[:12]) or 'none'}.")
     for name in ("features", "unembedding"):
         if name in arrays:
             matrix = _finite(path, name, arrays[name], axes=2).astype(np.float32)
@@ -83,21 +83,21 @@ def read_table(path: str | Path) -> PredictionTable:
     groups = _numbered(np.asarray(arrays["group"])) if "group" in arrays else None
     lengths = {name: np.shape(x)[:1] for name, x in arrays.items() if name != "unembedding"}
     if len(set(lengths.values())) != 1:
-        raise UserError(f"{path}: expected as many rows in every array, got {lengths}.")
+        raise UserError(f"{path}: expected the same number of rows in every array, got {lengths}.")
     table = PredictionTable(predictions, groups)
     if len(table) < FEWEST_ROWS:
-        raise UserError(f"{path}: {len(table)} rows are too few to fit on some and test on others: give {FEWEST_ROWS}.")
+        raise UserError(f"{path}: {len(table)} rows are too few to fit and evaluate: expected at least {FEWEST_ROWS}.")
     if (truth == truth[0]).all():
         what = "label" if predictions.logits is not None else "correct"
-        raise UserError(f"{path}: {what} is {truth[0]:g} in every row: there is nothing to calibrate or to tell apart.")
+        raise UserError(f"{path}: {what} is {truth[0]:g} in every row: expected at least two different values.")
     return table
 
 
 def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple[PredictionTable, PredictionTable]:
-    """(to fit on, held out): drawn at random by `seed`, rows of one group on one side.
+    """Splits a table at random by `seed` into (fit, held out). Rows of one group stay on one side.
 
     Raises:
-        UserError: the fraction is not between 0 and 1, or leaves a part empty.
+        UserError: if the fraction is not between 0 and 1 or leaves a part empty.
     """
     check_fraction(fit_fraction, "--fit-fraction")
     rows = len(table)
@@ -109,7 +109,7 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
     group = np.arange(len(table)) if table.groups is None else table.groups
     sizes = np.bincount(group)
     if len(sizes) < 2:
-        raise UserError("every row is of the same group: groups stay whole, so there is none to hold out.")
+        raise UserError("all rows are of one group: groups are not split, so expected at least two.")
     order = np.random.default_rng(seed).permutation(len(sizes))
     ends = np.cumsum(sizes[order])
     number = int(np.clip(np.argmin(np.abs(ends - fit_fraction * rows)) + 1, 1, len(sizes) - 1))
@@ -118,7 +118,7 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
 
 
 def _numbered(groups: np.ndarray) -> np.ndarray:
-    """Groups numbered by first appearance: the same numbers whether a file keeps 2 and 10 as numbers or as text."""
+    """Numbers groups by first appearance, so that labels as numbers and as text give the same result."""
     _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse]
 
@@ -147,7 +147,7 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
     if kind not in readers:
         raise UserError(f"--table {path}: expected a file ending in {_KINDS}.")
     try:
-        table = readers[kind](str(path.absolute()))  # pyarrow expands a leading ~
+        table = readers[kind](str(path.absolute()))  # absolute, because pyarrow expands a leading ~
     except (pyarrow.ArrowException, OSError) as error:
         reason = _first_bad_row(path, kind) if isinstance(error, pyarrow.ArrowInvalid) and kind != ".parquet" else None
         raise UserError(f"{path} cannot be read: {reason or str(error).splitlines()[0]}.") from error
@@ -174,9 +174,9 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _first_bad_row(path: Path, kind: str) -> str | None:
-    """What is wrong with the first row unlike those before it; Arrow counts rows from the start of a block of the file.
+    """Describes the first row whose types differ from those of the rows before it; None if there is none.
 
-    None where there is no such row.
+    Arrow's own messages count rows from the start of a block of the file.
     """
     kinds: dict[str, str] = {}
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as file:
@@ -193,7 +193,7 @@ def _first_bad_row(path: Path, kind: str) -> str | None:
 
 
 def _json_object(line: str) -> dict[str, Any] | str:
-    """The line itself where it holds no JSON object."""
+    """Parses a JSON object; returns the line itself if it holds none."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -202,7 +202,7 @@ def _json_object(line: str) -> dict[str, Any] | str:
 
 
 def _kind(value: Any) -> str | None:
-    """Of a cell, in words; None for null."""
+    """Kind of a cell in words; None for null."""
     if value is None or value == "":
         return None
     if isinstance(value, bool):
@@ -220,7 +220,7 @@ def _as_number(text: str) -> float | None:
 
 
 def _numbers(path: Path, name: str, column: Any) -> np.ndarray:
-    """A column as its own integers, or else as float64, NaN for nulls."""
+    """Column as integers if it holds only integers, else as float64 with NaN for nulls."""
     import pyarrow
 
     if pyarrow.types.is_integer(column.type) and not column.null_count:
@@ -236,23 +236,23 @@ def _numbers(path: Path, name: str, column: Any) -> np.ndarray:
 
 
 def _finite(path: Path, name: str, values: Any, axes: int) -> np.ndarray:
-    """Checked before any cast: its shape, its kind, and that float32 holds every value."""
+    """Checks dtype, number of axes, and that every value is a finite float32, before any cast."""
     values = np.asarray(values)
     if values.dtype.kind not in "biuf":
         raise UserError(f"{path}: {name}: expected real numbers, got {values.dtype}.")
     if values.ndim != axes:
-        raise UserError(f"{path}: {name}: expected {axes} axes, got the shape {values.shape}.")
+        raise UserError(f"{path}: {name}: expected {axes} axes, got shape {values.shape}.")
     bad = ~(np.abs(values.astype(np.float64)) <= np.finfo(np.float32).max)
     if bad.any():
         row = int(np.argmax(bad.reshape(len(values), -1).any(axis=1)))
         value = np.ravel(values[row])[np.argmax(np.ravel(bad[row]))]
         raise UserError(
-            f"{path}: {name}: row {row} holds {value}, expected a finite float32; mend it or leave the row out."
+            f"{path}: {name}: row {row} holds {value}, expected a finite float32; correct or remove the row."
         )
     return values
 
 
-def _share(path: Path, name: str, values: Any) -> np.ndarray:
+def _fraction(path: Path, name: str, values: Any) -> np.ndarray:
     values = _finite(path, name, values, axes=1)
     bad = (values < 0) | (values > 1)
     if bad.any():
@@ -265,7 +265,7 @@ def _share(path: Path, name: str, values: Any) -> np.ndarray:
 def _logits(path: Path, values: Any) -> np.ndarray:
     values = _finite(path, "logits", values, axes=2)
     if values.shape[1] < 2:
-        raise UserError(f"{path}: logits: expected [N, K] with at least two classes, got the shape {values.shape}.")
+        raise UserError(f"{path}: logits: expected [N, K] with at least two classes, got shape {values.shape}.")
     return values.astype(np.float32)
 
 

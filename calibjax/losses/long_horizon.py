@@ -1,21 +1,21 @@
-"""Long Horizon Temperature Scaling (arXiv 2302.03686): weights and loss from likelihoods, whatever model they are of.
+"""Long Horizon Temperature Scaling (arXiv 2302.03686): weights and loss from token likelihoods of any model.
 
-A temperature on every next token sharpens one choice at a time. What is wanted is the whole sequence's distribution
+A temperature on next tokens sharpens one choice at a time. The target here is the distribution of whole sequences
 
     p_T(x) = p(x)^(1/T) / Z,
 
-and a student q learns it from samples of p: KL(p_T ‖ q) is, up to what does not depend on q, and up to the factor Z,
-−E_p[p(x)^(1/T − 1) log q(x)], a likelihood with weights. For one position i and what went before it, only the suffix is
-left open, and with log p(x_i:) = Σ_{j≥i} log p(x_j | x_<j) the weight is
+which a student q learns from samples of p: up to terms that do not depend on q and up to the factor Z, KL(p_T ‖ q) is
+−E_p[p(x)^(1/T − 1) log q(x)], a weighted likelihood. Given the tokens before position i, only the suffix is random, and
+with log p(x_i:) = Σ_{j≥i} log p(x_j | x_<j) the weight is
 
     w_i = exp((1/T − 1) (log p(x_i:) − b_i)).
 
-A baseline b_i that does not depend on x_i: multiplies the loss of position i by a constant: it moves no minimiser. Here
-it is a baseline of each token's log p, summed over the tokens of the suffix; so it does move the minimiser where
-sequences end early, towards lengths whose tokens are likelier than the baseline. A horizon, which cuts the suffix off,
-and clipping move it in any case, for less variance.
+A baseline b_i that does not depend on the suffix scales the loss of position i by a constant and keeps the minimiser.
+Here b_i sums a baseline of each token's log p over the suffix. It therefore shifts the minimiser if sequences end
+early, towards lengths whose tokens are more likely than the baseline. A horizon (which truncates the suffix) and
+clipping always shift the minimiser, in exchange for less variance.
 
-Data that are not samples of p, such as a corpus, give the weighted distribution of the data in place of p_T.
+Data that are not samples of p, such as a corpus, give the weighted distribution of the data instead of p_T.
 """
 
 import dataclasses
@@ -35,17 +35,18 @@ Mode = Literal["paper", "official"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Horizon:
-    """What is free in the objective. Hashable.
+    """Hyper-parameters of the objective. Hashable.
 
     Attributes:
-        horizon: tokens of a suffix, from its first, whose likelihood counts, at least 1; None: to the end.
-        clip: largest log-weight, a number; a larger one becomes it. None: no clipping.
-        baseline: of each token's log p: none; the running mean over all tokens; or that of each position.
-        form: `suffix`: w_i weights −log q of the whole suffix, as far as the horizon; `next_token`: of its first token.
-            Without horizon and clipping both have the minimiser p_T.
-        kl_weight: of KL(q ‖ p) of every next token, at least 0: it holds the student near the scorer, and off p_T.
-        average: `token`: the loss is the mean over all tokens of a batch; `sequence`: over the means of its sequences,
-            so that a short one weighs as much as a long one.
+        horizon: number of tokens of a suffix whose likelihood enters its weight, at least 1. None: all.
+        clip: upper bound of log-weights. None: no clipping.
+        baseline: baseline of each token's log p: `none`, `scalar` (the running mean over all tokens) or `position` (the
+            running mean of each position).
+        form: `suffix`: w_i weights −log q of the whole suffix, up to the horizon; `next_token`: of its first token.
+            Without horizon and clipping, both have the minimiser p_T.
+        kl_weight: weight >= 0 of KL(q ‖ p) of every next token, which keeps the student near the scorer and off p_T.
+        average: `token`: the loss is the mean over all tokens of a batch; `sequence`: the mean over sequences of their
+            means, so that all sequences have equal weight.
     """
 
     horizon: int | None = None
@@ -56,7 +57,7 @@ class Horizon:
     average: Literal["token", "sequence"] = "token"
 
     def check(self) -> None:
-        """Raises `UserError` where a value is out of range."""
+        """Raises `UserError` for a value out of range."""
         ranges = {
             "horizon": (self.horizon is None or self.horizon >= 1, "at least 1"),
             "clip": (self.clip is None or not math.isnan(self.clip), "a number"),
@@ -73,35 +74,35 @@ MODES: dict[Mode, Horizon] = {
         horizon=8, clip=3.0, baseline="position", form="next_token", kl_weight=0.05, average="sequence"
     ),
 }
-"""`paper`: the objective as derived: the likelihood of the whole suffix, no clipping, no further term. We had its
-abstract and the authors' code, not the sections on experiments: constants that may be used there are not in this.
+"""`paper`: the objective as derived: likelihood of the whole suffix, no clipping, no further term. It is based on the
+abstract and the authors' code, so constants of the paper's experiments may differ.
 `official`: the constants and the average of the authors' code for GPT-2
 (github.com/AndyShih12/LongHorizonTemperatureScaling, conf/config_gpt2.yaml and model_gpt2.py, commit 5c4c39d). Their
-running means count from 0.001 tokens, ours from 0: after n tokens of a position their baseline is 1/(1 + 0.001/n) of
-ours.
+running means start from a count of 0.001 tokens, ours from 0: after n tokens of a position, their baseline is
+1/(1 + 0.001/n) of ours.
 """
 
 
 class RunningMean(NamedTuple):
-    """Sums of log p and numbers of tokens so far, of each position; float32 `[T]` each."""
+    """Sums of log p and counts of tokens so far for each position; float32 `[T]` each."""
 
     total: Float[Array, " T"]
     count: Float[Array, " T"]
 
     @classmethod
     def empty(cls, length: int) -> "RunningMean":
-        """Of no tokens yet."""
+        """The state before any token."""
         return cls(jnp.zeros(length), jnp.zeros(length))
 
     def update(self, log_p: Float[Array, "B T"], where: Bool[Array, "B T"]) -> "RunningMean":
-        """With the tokens of a batch, of those that count."""
+        """Returns the state with the tokens of a batch for which `where` is True."""
         return RunningMean(
             self.total + jnp.sum(jnp.where(where, log_p.astype(jnp.float32), 0.0), axis=0),
             self.count + jnp.sum(where, axis=0).astype(jnp.float32),
         )
 
     def baseline(self, kind: BaselineKind) -> Float[Array, " T"]:
-        """The mean log p of each position, or that of all positions at each; 0 where there was no token."""
+        """Mean log p of each position, or of all positions if `kind` is "scalar"; 0 without tokens."""
         if kind == "none":
             return jnp.zeros_like(self.total)
         total, count = self
@@ -117,13 +118,13 @@ def suffix_sums(
     segment_ids: Int[Array, "B T"] | None = None,
     horizon: int | None = None,
 ) -> Float[Array, "B T"]:
-    """Sums of each position's value and those after it: Σ_{j = i}^{i + horizon − 1} values_j.
+    """Sums over suffixes, Σ_{j = i}^{i + horizon − 1} values_j at position i.
 
     Args:
         values: `[B, T]`.
-        where: values that count; None: all.
-        segment_ids: sums end where a position's segment does; None: at the end of the row.
-        horizon: number of values in a sum, at least 1; None: all.
+        where: False for values that do not count. None: all count.
+        segment_ids: sums end at the end of a segment. None: at the end of the row.
+        horizon: number of values in a sum, at least 1. None: all.
 
     Returns:
         float32 `[B, T]`.
@@ -163,22 +164,22 @@ def log_weights(
     horizon: int | None = None,
     clip: float | None = None,
 ) -> Float[Array, "B T"]:
-    """log w_i = (1/T − 1) Σ_{j ≥ i} (log p_j − b_j), as far as the horizon, and clip at most.
+    """log w_i = min(clip, (1/T − 1) Σ_{j ≥ i} (log p_j − b_j)), where the sum ends at the horizon.
 
     Args:
-        log_p: of each token under the scorer, nats, `[B, T]`.
-        temperature: T > 0, of each row or of all.
-        baseline: b, of each position or of all.
-        where: tokens that count; None: all.
-        segment_ids: of the sequences packed in a row; None: one sequence a row.
-        horizon: tokens of a suffix that count, at least 1; None: all.
-        clip: largest value; None: none.
+        log_p: log-probability of each token under the scorer, nats, `[B, T]`.
+        temperature: T > 0, of each row or of all rows.
+        baseline: b, of each position or of all positions.
+        where: False for tokens that do not count. None: all count.
+        segment_ids: segments of sequences packed in a row. None: one sequence per row.
+        horizon: number of tokens of a suffix that count, at least 1. None: all.
+        clip: upper bound of the result. None: no bound.
 
     Returns:
         float32 `[B, T]`.
 
     Raises:
-        UserError: a temperature or horizon, given as a Python number, is out of range.
+        UserError: if a temperature or horizon that is a Python number is out of range.
 
     Example:
         >>> import jax.numpy as jnp
@@ -206,17 +207,17 @@ def token_weights(
     where: Bool[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """The factor of each token's −log q in the loss; a constant under differentiation.
+    """Weight of each token's −log q in the loss, without gradient.
 
-    In the suffix form token j belongs to all suffixes that begin at or before it, and its factor is the sum of their
-    weights: Σ_i w_i (−Σ_{j ≥ i} log q_j) = −Σ_j log q_j Σ_{i ≤ j} w_i.
+    In the suffix form, token j belongs to all suffixes that begin at or before it, so its weight is the sum of theirs:
+    Σ_i w_i (−Σ_{j ≥ i} log q_j) = −Σ_j log q_j Σ_{i ≤ j} w_i.
 
     Args:
-        log_p, temperature, baseline, where, segment_ids: as in `log_weights`.
-        objective: horizon, clip and form; its baseline's kind is the caller's affair.
+        log_p, temperature, baseline, where, segment_ids: see `log_weights`.
+        objective: its horizon, clip and form are used.
 
     Returns:
-        float32 `[B, T]`, 0 where tokens do not count.
+        float32 `[B, T]`, 0 where `where` is False.
     """
     weights = jnp.exp(
         log_weights(
@@ -250,14 +251,14 @@ def long_horizon_loss(
     """−w_i log q_i + kl_weight · KL_i of every token, unreduced.
 
     Args:
-        log_q: of each token under the student, nats, `[B, T]`.
-        weights: of `token_weights`.
-        kl: of `reverse_kl`, or None.
-        kl_weight: of it.
-        where: tokens that count; None: all.
+        log_q: log-probability of each token under the student, nats, `[B, T]`.
+        weights: result of `token_weights`.
+        kl: result of `reverse_kl`, or None.
+        kl_weight: weight of `kl`.
+        where: False for tokens that do not count. None: all count.
 
     Returns:
-        float32 `[B, T]`, 0 where tokens do not count.
+        float32 `[B, T]`, 0 where `where` is False.
     """
     loss = -weights * log_q
     if kl is not None:
@@ -266,13 +267,13 @@ def long_horizon_loss(
 
 
 def sequence_weights(where: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T"]:
-    """1/n of every token that counts, n the number of such tokens in its sequence; 0 of the others.
+    """Weights 1/n of tokens that count, with n such tokens in their sequence; 0 for the others.
 
-    Σ w ℓ is the sum of the sequences' means of ℓ, and Σ w the number of sequences in which a token counts.
+    Σ w ℓ is the sum over sequences of the mean of ℓ, and Σ w is the number of sequences with a token that counts.
 
     Args:
-        where: tokens that count.
-        segment_ids: of the sequences packed in a row; None: one sequence a row.
+        where: True for tokens that count.
+        segment_ids: segments of sequences packed in a row. None: one sequence per row.
 
     Returns:
         float32 `[B, T]`.

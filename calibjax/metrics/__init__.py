@@ -1,64 +1,94 @@
-"""How far confidence is from the truth, and how sure one can be of the figure.
+"""Calibration errors, proper scores and ranking metrics of confidences, with bootstrap intervals and comparisons.
 
-Confidence is the probability of the most likely token (or of the answer given), correctness whether it was right: 0, 1,
-or the share of samples that were right. Each metric is one call on arrays, `metric(confidence, correct, *, where=None,
-...) -> scalar`, pure, jitted, and NaN where no point counts; those that follow from sums also stream. `docs/metrics.md`
-sets definitions and conventions beside those of other libraries.
+Confidence is the probability of the most likely token, or of the answer given; correctness is 0, 1, or the fraction of
+samples that were right. A metric is one call on arrays, `metric(confidence, correct, *, where=None, ...) -> scalar`; it
+is pure, jitted, and NaN where no point counts. Metrics that follow from `CalibrationSums` are also computed batch by
+batch. `docs/metrics.md` sets definitions and conventions beside those of other libraries.
 """
 
-from calibjax.metrics.binless import ks_calibration_error as ks_calibration_error
-from calibjax.metrics.binless import smooth_ece as smooth_ece
-from calibjax.metrics.bins import Closed as Closed
-from calibjax.metrics.bins import bin_index as bin_index
-from calibjax.metrics.bins import equal_mass_index as equal_mass_index
-from calibjax.metrics.bootstrap import bootstrap_interval as bootstrap_interval
-from calibjax.metrics.bootstrap import compare_resamples as compare_resamples
-from calibjax.metrics.bootstrap import compare_sums as compare_sums
-from calibjax.metrics.bootstrap import metric_interval as metric_interval
-from calibjax.metrics.bootstrap import paired_comparison as paired_comparison
-from calibjax.metrics.bootstrap import percentile_interval as percentile_interval
-from calibjax.metrics.bootstrap import pooled_sums as pooled_sums
-from calibjax.metrics.bootstrap import resample_metric as resample_metric
-from calibjax.metrics.bootstrap import resample_sums as resample_sums
-from calibjax.metrics.capability import pass_at_k as pass_at_k
-from calibjax.metrics.capability import predicted_pass_at_k as predicted_pass_at_k
-from calibjax.metrics.capability import success_share as success_share
-from calibjax.metrics.errors import Norm as Norm
-from calibjax.metrics.errors import adaptive_calibration_error as adaptive_calibration_error
-from calibjax.metrics.errors import bias_from_sums as bias_from_sums
-from calibjax.metrics.errors import calibration_bias as calibration_bias
-from calibjax.metrics.errors import classwise_calibration_error as classwise_calibration_error
-from calibjax.metrics.errors import debiased_calibration_error as debiased_calibration_error
-from calibjax.metrics.errors import debiased_from_sums as debiased_from_sums
-from calibjax.metrics.errors import ece_from_sums as ece_from_sums
-from calibjax.metrics.errors import expected_calibration_error as expected_calibration_error
-from calibjax.metrics.errors import maximum_calibration_error as maximum_calibration_error
-from calibjax.metrics.errors import mce_from_sums as mce_from_sums
-from calibjax.metrics.errors import rmsce_from_sums as rmsce_from_sums
-from calibjax.metrics.errors import root_mean_square_calibration_error as root_mean_square_calibration_error
-from calibjax.metrics.intervals import Comparison as Comparison
-from calibjax.metrics.intervals import ErrorInterval as ErrorInterval
-from calibjax.metrics.intervals import Interval as Interval
-from calibjax.metrics.intervals import error_comparison as error_comparison
-from calibjax.metrics.intervals import error_interval as error_interval
-from calibjax.metrics.local import GroupingParts as GroupingParts
-from calibjax.metrics.local import grouping_loss as grouping_loss
-from calibjax.metrics.local import grouping_parts as grouping_parts
-from calibjax.metrics.local import local_calibration_error as local_calibration_error
-from calibjax.metrics.ranking import aurc as aurc
-from calibjax.metrics.ranking import auroc as auroc
-from calibjax.metrics.ranking import ause as ause
-from calibjax.metrics.ranking import excess_aurc as excess_aurc
-from calibjax.metrics.scores import BrierParts as BrierParts
-from calibjax.metrics.scores import brier_parts as brier_parts
-from calibjax.metrics.scores import brier_score as brier_score
-from calibjax.metrics.scores import compute as compute
-from calibjax.metrics.scores import negative_log_likelihood as negative_log_likelihood
-from calibjax.metrics.scores import summarise as summarise
-from calibjax.metrics.sums import CalibrationSums as CalibrationSums
-from calibjax.metrics.sums import SumState as SumState
-from calibjax.metrics.sums import calibration_sums as calibration_sums
-from calibjax.metrics.sums import init as init
-from calibjax.metrics.sums import merge as merge
-from calibjax.metrics.sums import total as total
-from calibjax.metrics.sums import update as update
+from calibjax.metrics.binless import ks_calibration_error, smooth_ece
+from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
+from calibjax.metrics.bootstrap import (
+    bootstrap_interval,
+    compare_resamples,
+    metric_interval,
+    paired_comparison,
+    percentile_interval,
+    pooled_sums,
+    resample_metric,
+    resample_sums,
+)
+from calibjax.metrics.capability import pass_at_k, predicted_pass_at_k, success_fraction
+from calibjax.metrics.errors import (
+    Norm,
+    adaptive_calibration_error,
+    bias_from_sums,
+    calibration_bias,
+    classwise_calibration_error,
+    debiased_calibration_error,
+    debiased_from_sums,
+    ece_from_sums,
+    expected_calibration_error,
+    maximum_calibration_error,
+    mce_from_sums,
+    rmsce_from_sums,
+    root_mean_square_calibration_error,
+)
+from calibjax.metrics.intervals import Comparison, ErrorInterval, Interval, error_comparison, error_interval
+from calibjax.metrics.local import GroupingParts, grouping_loss, grouping_parts, local_calibration_error
+from calibjax.metrics.ranking import aurc, auroc, ause, excess_aurc
+from calibjax.metrics.scores import BrierParts, brier_parts, brier_score, negative_log_likelihood, summarise
+from calibjax.metrics.sums import CalibrationSums, calibration_sums, total
+
+__all__ = [
+    "BrierParts",
+    "CalibrationSums",
+    "Closed",
+    "Comparison",
+    "ErrorInterval",
+    "GroupingParts",
+    "Interval",
+    "Norm",
+    "adaptive_calibration_error",
+    "aurc",
+    "auroc",
+    "ause",
+    "bias_from_sums",
+    "bin_index",
+    "bootstrap_interval",
+    "brier_parts",
+    "brier_score",
+    "calibration_bias",
+    "calibration_sums",
+    "classwise_calibration_error",
+    "compare_resamples",
+    "debiased_calibration_error",
+    "debiased_from_sums",
+    "ece_from_sums",
+    "equal_mass_index",
+    "error_comparison",
+    "error_interval",
+    "excess_aurc",
+    "expected_calibration_error",
+    "grouping_loss",
+    "grouping_parts",
+    "ks_calibration_error",
+    "local_calibration_error",
+    "maximum_calibration_error",
+    "mce_from_sums",
+    "metric_interval",
+    "negative_log_likelihood",
+    "paired_comparison",
+    "pass_at_k",
+    "percentile_interval",
+    "pooled_sums",
+    "predicted_pass_at_k",
+    "resample_metric",
+    "resample_sums",
+    "rmsce_from_sums",
+    "root_mean_square_calibration_error",
+    "smooth_ece",
+    "success_fraction",
+    "summarise",
+    "total",
+]

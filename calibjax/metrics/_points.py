@@ -1,4 +1,4 @@
-"""What every metric does first: it checks its arrays, and puts a harmless number where a point does not count."""
+"""Input validation and masking shared by all metrics."""
 
 import functools
 import inspect
@@ -16,13 +16,13 @@ Metric = TypeVar("Metric", bound=Callable[..., Any])
 
 
 class Points(NamedTuple):
-    """Points of a metric.
+    """Validated inputs of a metric.
 
     Attributes:
-        confidence: float32 `[...]`, in [0, 1] also where a point does not count.
-        correct: float32 `[...]`, the same.
-        weight: float32 `[...]`, how much each point counts.
-        usable: some point counts, none that counts is NaN or outside [0, 1], and the weights are those allowed.
+        confidence: float32 `[...]`, in [0, 1]; 0 where the input is NaN or outside [0, 1].
+        correct: float32 `[...]`, likewise.
+        weight: float32 `[...]`, weight of each point.
+        usable: whether all weights are valid, at least one is positive, and every point of positive weight is valid.
     """
 
     confidence: Float[Array, "..."]
@@ -31,56 +31,60 @@ class Points(NamedTuple):
     usable: Bool[Array, ""]
 
     def answer(self, value: Array) -> Array:
-        """The value, or NaN where there is none."""
+        """Returns `value`, or NaN if the points are not usable."""
         return jnp.where(self.usable, value, jnp.nan)
 
     def mean(self, value: Float[Array, "..."]) -> Array:
-        """Mean of a value per point over the points that count; NaN where there is none."""
+        """Weighted mean of a value per point; NaN if the points are not usable."""
         value = jnp.where(self.weight > 0, value * self.weight, 0.0)
         return self.answer(jnp.sum(value) / divisor(jnp.sum(self.weight)))
 
 
 def divisor(total: Any) -> Any:
-    """A total of weights, 1 where it is 0: safe to divide by, whatever the scale of the weights."""
+    """Returns `total` with zeros replaced by 1, so that it is safe to divide by at any scale of the weights."""
     return _module(total).where(total > 0, total, 1.0)
 
 
 def _module(array: Any) -> Any:
-    """numpy for its own arrays, jax.numpy for all others."""
+    """Returns numpy for numpy arrays and jax.numpy for all others."""
     return np if isinstance(array, np.ndarray | np.generic) else jnp
 
 
 def points(confidence, correct, where, counts: bool = False) -> Points:
-    """`Points` of arrays of one shape; `where` None, bool, or weights >= 0, whole numbers where `counts`."""
+    """Makes `Points`. `where` is None, bool, or weights >= 0, which are whole numbers if `counts`."""
     confidence, correct = jnp.asarray(confidence), jnp.asarray(correct)
     weight = jnp.ones(confidence.shape, jnp.float32)
     if where is not None:
         weight = jnp.broadcast_to(jnp.asarray(where).astype(jnp.float32), confidence.shape)
     confidence, correct = confidence.astype(jnp.float32), correct.astype(jnp.float32)
     known = _inside(confidence) & _inside(correct)
-    # Selected by what is known, not by the weight: the sorts of a bootstrap, mapped over weights, are then done once.
+    # Selection does not depend on the weights, so a bootstrap that is mapped over weights sorts only once.
     confidence, correct = (jnp.where(known, jnp.clip(x, 0, 1), 0.0) for x in (confidence, correct))
     usable = jnp.any(weight > 0) & jnp.all(_allowed(weight, counts)) & ~jnp.any((weight > 0) & ~known)
     return Points(confidence, correct, weight, usable)
 
 
 def _allowed(weight: Any, counts: bool) -> Any:
-    """Finite and not below 0; a whole number where `counts`."""
+    """Whether each weight is finite, >= 0, and a whole number if `counts`."""
     finite = (weight >= 0) & (weight < np.inf)
     return finite & (weight == _module(weight).floor(weight)) if counts else finite
 
 
 def _inside(values: Any) -> Any:
-    """In [0, 1] but for the rounding of a softmax; False for NaN."""
+    """Whether values are in [0, 1] up to the rounding of a softmax; False for NaN."""
     return (values >= -_ROUNDING) & (values <= 1 + _ROUNDING)
 
 
 def metric(*static: str, rank: int = 1, counts: bool = False) -> Callable[[Metric], Metric]:
-    """Makes a one-call metric of a function of (confidence, correct, ..., where): checked at the door, then jitted.
+    """Decorator that validates the inputs of a metric `function(confidence, correct, ..., where)` and jits it.
 
-    `static`: names of the arguments that are not arrays; `rank` of the first two; `counts`: whether `where` must hold
-    whole numbers. Values are checked where they are known, which they are not under an outer `jax.jit`: there a wrong
-    one that counts makes the answer NaN.
+    Values are checked only where they are concrete. Under an outer `jax.jit`, an invalid point of positive weight makes
+    the result NaN.
+
+    Args:
+        static: names of the arguments that are not arrays.
+        rank: number of axes of the first two arguments.
+        counts: whether `where` must hold whole numbers.
     """
 
     def wrap(function: Metric) -> Metric:
@@ -100,11 +104,11 @@ def metric(*static: str, rank: int = 1, counts: bool = False) -> Callable[[Metri
 
 
 def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: bool = False) -> None:
-    """Raises ValueError where shapes disagree or, outside jit, a point that counts or a weight is invalid."""
+    """Raises ValueError if shapes differ or, outside jit, if a weight or a point of positive weight is invalid."""
     shapes = [np.shape(array) for array in arrays.values()]
     names = " and ".join(arrays)
     if len(set(shapes)) > 1 or len(shapes[0]) != rank:
-        raise ValueError(f"{names}: expected the same shape of {rank} axes for each, got {shapes}.")
+        raise ValueError(f"{names}: expected the same shape with {rank} axes, got {shapes}.")
     if where is not None and np.shape(where) != shapes[0][:1]:
         raise ValueError(f"where: expected one entry for each of {shapes[0][0]} points, got shape {np.shape(where)}.")
     for name, array in arrays.items():
@@ -126,12 +130,12 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: b
             at = int(np.argmax(bad))
             raise ValueError(
                 f"{name}: expected numbers in [0, 1], got {values[at]} at {at} ({bad.sum()} such points); "
-                "mask what does not count with where=."
+                "use where= to mask points that do not count."
             )
 
 
 def is_known(array: Any) -> bool:
-    """Whether the values can be read on the host: not under jit, not on other hosts' devices."""
+    """Whether the host can read the values: they are not traced and not on another host's devices."""
     if isinstance(array, Tracer):
         return False
     return not isinstance(array, jax.Array) or array.is_fully_addressable

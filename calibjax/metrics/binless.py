@@ -7,11 +7,11 @@ from jaxtyping import Array, Float
 from calibjax.metrics._points import Points, divisor, metric, points
 
 _NODES = 2**13
-"""Intervals of the grid of smooth ECE; the smallest bandwidth of the search spans 16 of them."""
+"""Grid intervals of smooth ECE; the smallest bandwidth of the search spans 16 of them."""
 
 
 def _residual_grid(data: Points) -> Float[Array, " M"]:
-    """Σ (confidence − correctness)/n at the nodes of [0, 1], each point shared between the two beside it."""
+    """Σ (confidence − correctness)/n at grid nodes on [0, 1]; a point is split linearly between two nodes."""
     at = data.confidence * _NODES
     node = jnp.clip(jnp.floor(at).astype(jnp.int32), 0, _NODES - 1)
     residual = data.weight * (data.confidence - data.correct) / divisor(jnp.sum(data.weight))
@@ -35,12 +35,12 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     """Smooth ECE (Błasiok and Nakkiran 2024, "Smooth ECE: principled reliability diagrams via kernel smoothing").
 
     smECE_σ = ∫ |(1/n) Σ_i K_σ(t, confidence_i) (confidence_i − correctness_i)| dt over [0, 1], K_σ the Gaussian kernel
-    reflected at 0 and 1. The bandwidth is the one that equals its own error, σ = smECE_σ, found by ten bisections as in
-    the authors' code: the smallest multiple of 1/1024 that is not below its error, and at least 2/1024.
+    reflected at 0 and 1. The automatic bandwidth is the fixed point σ = smECE_σ. As in the authors' code, ten
+    bisections give the smallest multiple of 1/1024 that is not below its own error, and at least 2/1024.
 
     Args:
-        confidence, correct, where: as `expected_calibration_error`'s.
-        bandwidth: σ > 0; None for the automatic one.
+        confidence, correct, where: see `expected_calibration_error`.
+        bandwidth: σ > 0, or None for the automatic bandwidth.
 
     Returns:
         float32 scalar in [0, 1]; NaN where no point counts.
@@ -66,7 +66,8 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
 def ks_calibration_error(confidence, correct, *, where=None):
     """Kolmogorov-Smirnov calibration error, max_t |(1/n) Σ_{i: confidence_i <= t} (confidence_i − correctness_i)|.
 
-    Gupta et al. 2021. Points of equal confidence come together. Arguments as `expected_calibration_error`'s.
+    Gupta et al. 2021. Points of equal confidence enter the sum together. For the arguments see
+    `expected_calibration_error`.
 
     Returns:
         float32 scalar in [0, 1]; NaN where no point counts.

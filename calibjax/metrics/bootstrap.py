@@ -1,14 +1,14 @@
-"""Bootstrap: how far a figure would move had other questions been asked, and whether one model is better than another.
+"""Bootstrap intervals of metrics and paired comparisons of two models.
 
-Whole groups (documents, questions, sequences) are drawn with replacement, for the tokens of one are not independent;
-where none are given every point is a group. With at most `POOLS` groups this is the bootstrap itself. Above that,
-groups are first put together at random into `POOLS` pools of equal number and whole pools are drawn: pools of
-independent groups are independent and alike, so the spread is the same, known to (2 POOLS)^-½ (0.7%; 1,000 resamples
-know it to 2.2%); time and memory then no longer grow with resamples times points.
+Whole groups (documents, questions, sequences) are drawn with replacement because points within a group are dependent;
+without groups, every point is a group. With at most `POOLS` groups this is the ordinary bootstrap. With more, groups
+are first merged at random into `POOLS` pools of nearly equal size, and whole pools are drawn. Pools of independent
+groups are independent and identically distributed, so the spread is the same, with a relative error of (2 POOLS)^-½
+(0.7%; 1,000 resamples have 2.2%), and time and memory no longer grow with resamples × points.
 
-Intervals are percentiles, but for binned calibration errors, which are biased: those have the intervals and comparisons
-of `intervals`. Draws depend on the seed and the number of groups alone: two figures with the same of both
-are resampled together, which is what makes a comparison paired.
+Intervals are percentiles, except for binned calibration errors, which are biased: `intervals` gives theirs. Draws
+depend only on the seed and the number of groups. Two metrics with the same seed and groups are therefore resampled
+together, which makes a comparison paired.
 """
 
 import functools
@@ -28,27 +28,36 @@ from calibjax.metrics.sums import CalibrationSums
 
 POOLS = 10_000
 _DRAWS = 2**22
-"""Numbers drawn, and weights held, at once."""
+"""Largest number of draws and weights held at once."""
 
 
 def _pools(groups: int, seed: int) -> np.ndarray:
-    """`[groups]`: the pool of each group, 0 to min(groups, POOLS) − 1."""
+    """Pool of each group, `[groups]`, 0 to min(groups, POOLS) − 1."""
     if groups <= POOLS:
         return np.arange(groups)
     return np.random.default_rng((seed, 1)).permutation(groups) % POOLS
 
 
 def _draws(pools: int, resamples: int, seed: int, rows: int) -> Iterator[np.ndarray]:
-    """How often each pool is drawn, float32 `[rows, pools]`, until there are `resamples` rows; the last may be more."""
+    """Yields how often each pool is drawn, float32 `[rows, pools]`, for at least `resamples` rows in all."""
     rng = np.random.default_rng(seed)
     for _ in range(0, resamples, rows):
         yield rng.multinomial(pools, np.full(pools, 1.0 / pools), size=rows).astype(np.float32)
 
 
 def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """(low, high) of the values of resamples, NaN left out; `level` the coverage, in (0, 1).
+    """Percentile interval (low, high) of the values of resamples.
 
-    Values may be infinite; a bound is infinite where its percentile lies among them or beside one.
+    Args:
+        values: `[resamples]`; NaN is ignored. A bound is infinite if its percentile lies on or next to an infinite
+            value.
+        level: coverage, in (0, 1).
+
+    Returns:
+        (low, high); NaN if no value is left.
+
+    Raises:
+        ValueError: for an invalid `level`.
     """
     if not 0 < level < 1:
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")
@@ -59,7 +68,7 @@ def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float,
     if np.isfinite(values).all():
         low, high = np.quantile(values, ends)
         return float(low), float(high)
-    # Interpolation between two that are equal would subtract infinities.
+    # np.quantile would subtract infinities; equal neighbours need no interpolation.
     ordered = np.sort(values)
     at = (len(values) - 1) * np.array(ends)
     below, above = ordered[np.floor(at).astype(int)], ordered[np.ceil(at).astype(int)]
@@ -70,14 +79,17 @@ def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float,
 def resample_sums(
     sums: CalibrationSums, statistic: Callable = ece_from_sums, *, resamples: int = 1000, seed: int = 0
 ) -> np.ndarray:
-    """The statistic of each resample of the groups of `sums`, float64 `[resamples]` (or `[resamples, k]`).
+    """Statistic of each resample of the groups of `sums`, float64 `[resamples]` or `[resamples, k]`.
 
     Args:
-        sums: with one leading axis `[G]` of groups, or two, `[G, M]`, for M models on the same draws.
-        statistic: function of `CalibrationSums` `[R, bins]` (float64, numpy) -> `[R]`, or `[R, k]` for k figures; of
-            M models, of `[R, M, bins]`.
-        resamples: number of bootstrap samples.
-        seed: of the generator.
+        sums: leading axis `[G]` of groups; or `[G, M]`, for M models on the same draws.
+        statistic: function of `CalibrationSums` `[R, bins]` (`[R, M, bins]` for M models; float64, numpy) that returns
+            `[R]`, or `[R, k]` for k values.
+        resamples: number of bootstrap samples >= 1.
+        seed: seed of the draws.
+
+    Raises:
+        ValueError: for no group or no resample.
     """
     groups = len(np.asarray(sums.count))
     if not groups or resamples < 1:
@@ -98,7 +110,7 @@ def _resample_pools(sums: CalibrationSums, statistic: Callable, resamples: int, 
 
 
 def _drawn_sum(drawn: np.ndarray, values: Any) -> np.ndarray:
-    """Σ over pools of times drawn `[R, pools]` · value `[pools, ...]`; one not drawn adds nothing, even if infinite."""
+    """Times drawn `[R, pools]` · value `[pools, ...]`. A pool that is not drawn adds nothing, even if infinite."""
     infinite, unknown = values == np.inf, np.isnan(values) | (values == -np.inf)
     total = np.tensordot(drawn, np.where(infinite | unknown, 0.0, values), axes=(1, 0))
     for odd, value in ((infinite, np.inf), (unknown, np.nan)):
@@ -110,9 +122,10 @@ def _drawn_sum(drawn: np.ndarray, values: Any) -> np.ndarray:
 def bootstrap_interval(
     sums: CalibrationSums, statistic: Callable = ece_from_sums, *, resamples: int = 1000, level: float = 0.95, seed=0
 ) -> tuple[float, float]:
-    """(low, high) of a statistic of sums, whole groups resampled. Arguments as `resample_sums`; `level` the coverage.
+    """Interval (low, high) of a statistic of sums, with whole groups resampled.
 
-    Of `ece_from_sums`, `rmsce_from_sums` and `mce_from_sums` that of `error_interval`, of others percentiles.
+    `ece_from_sums`, `rmsce_from_sums` and `mce_from_sums` have the interval of `error_interval`, others percentiles.
+    For the arguments see `resample_sums`; `level` is the coverage.
     """
     if statistic in _NORM_OF_SUMS:
         norm = _NORM_OF_SUMS[statistic]
@@ -132,7 +145,7 @@ _NORM_OF: dict[Callable, Norm] = {
     errors.maximum_calibration_error: "max",
 }
 
-# The metrics that follow from sums: a million points take no longer than ten thousand pools.
+# Metrics that follow from the sums of pools: their cost per resample does not grow with the number of points.
 _FROM_SUMS: dict[Callable, Callable] = {
     errors.expected_calibration_error: ece_from_sums,
     errors.maximum_calibration_error: errors.mce_from_sums,
@@ -154,19 +167,22 @@ def resample_metric(
     seed: int = 0,
     **options: Any,
 ) -> np.ndarray:
-    """A one-call metric on each resample of arrays, `[resamples]`; NaN where a resample has none (AUROC of one class).
+    """A one-call metric on each resample of arrays, `[resamples]`; NaN where undefined (AUROC of one class).
 
     Args:
-        metric: any of `calibjax.metrics` that takes (confidence `[N]`, correct `[N]`, ..., where=), or one like them
-            whose `where` also takes counts. ECE, MCE, RMSCE, bias, Brier score and NLL are computed from the sums of
-            pools, in seconds for a million points; the others from all points again for each resample.
+        metric: a metric of `calibjax.metrics` that takes (confidence `[N]`, correct `[N]`, ..., where=), or any similar
+            function whose `where` accepts counts. ECE, MCE, RMSCE, bias, Brier score and NLL are computed from the sums
+            of pools, in seconds for a million points; other metrics are computed on all points for each resample.
         confidence, correct: `[N]`.
         features: further arrays that the metric takes.
-        groups: `[N]`, any labels (numbers, strings): points of one label are drawn together. None: each by itself.
-        where: `[N]` bool or 0/1, False for points that do not count. Weights are refused: what is drawn are points.
-        resamples: number of bootstrap samples.
-        seed: of the generator.
-        options: of the metric, such as bins=.
+        groups: `[N]`, labels of any type; points of equal label are drawn together. None: each point is a group.
+        where: `[N]` bool or 0/1, False for points that do not count.
+        resamples: number of bootstrap samples >= 1.
+        seed: seed of the draws.
+        options: options of the metric, such as bins=.
+
+    Raises:
+        ValueError: for invalid shapes or values, weights other than 0 and 1, no point that counts, or no resample.
     """
     pool, (confidence, correct, *others) = _select((confidence, correct, *features), groups, where, resamples, seed)
     pools = int(pool.max()) + 1
@@ -187,7 +203,7 @@ def resample_metric(
 
 @functools.lru_cache(maxsize=64)
 def _mapped(metric: Callable, options: tuple) -> Callable:
-    """The metric of each row of draws, compiled once for all calls of one shape."""
+    """Maps the metric over rows of draws; cached so that calls of one shape compile once."""
 
     def of_draw(draw, pool, *arrays):
         return metric(*arrays, where=draw[pool], **dict(options))
@@ -196,11 +212,11 @@ def _mapped(metric: Callable, options: tuple) -> Callable:
 
 
 def _select(arrays: tuple, groups: Any, where: Any, resamples: int, seed: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The pool of each point that counts, and the arrays of those points."""
+    """Validates and selects the points that count: the pool of each, and their arrays."""
     confidence, correct, *_ = arrays
     check({"confidence": confidence, "correct": correct}, where)
     if where is not None and not np.isin(where, (0, 1)).all():
-        raise ValueError("where: expected True or False for each point; resampling knows no weights.")
+        raise ValueError("where: expected True or False for each point; resampling does not take weights.")
     if groups is not None and np.shape(groups) != np.shape(confidence):
         raise ValueError(f"groups: expected one label for each of {len(confidence)} points, got {np.shape(groups)}.")
     keep = np.ones(len(confidence), bool) if where is None else np.asarray(where, bool)
@@ -223,7 +239,7 @@ def _error_sums(
     closed: Closed = "right",
     norm: Norm | None = None,
 ) -> tuple[CalibrationSums, dict[str, Any]]:
-    """For a metric of `_NORM_OF`: its sums, a group each pool, and the options of `error_interval`."""
+    """Sums per pool for a metric of `_NORM_OF`, and the options of `error_interval`."""
     pool, (confidence, correct) = _select((confidence, correct), groups, where, resamples, seed)
     index = None
     if metric is errors.adaptive_calibration_error:
@@ -248,16 +264,16 @@ def pooled_sums(
     closed: Closed = "right",
     seed: int = 0,
 ) -> CalibrationSums:
-    """`CalibrationSums` of points, the groups that are drawn together apart: what `resample_sums` takes.
+    """`CalibrationSums` of points with one leading axis of groups, as `resample_sums` takes them.
 
-    With the same groups and seed, the pools are those of the other functions here.
+    With the same groups and seed, the pools equal those of the other functions of this module.
 
     Args:
         confidence, correct: `[N]`, in [0, 1].
-        log_prob: `[N]`, log-probability of the true target, for `nll`; None: the log loss of being right.
-        groups: `[N]`, any labels; None: each point by itself.
+        log_prob: `[N]`, log-probability of the target, for `nll`. None: `nll` is the log loss of correctness.
+        groups: `[N]`, labels of any type. None: each point is a group.
         bins, closed: see `bin_index`.
-        seed: of the pools, where there are more than `POOLS` groups.
+        seed: seed of the pools, used if there are more than `POOLS` groups.
 
     Returns:
         float64 `[G, bins]`, G at most `POOLS`.
@@ -276,13 +292,10 @@ def _pool_sums(
     log_prob: np.ndarray | None = None,
     index: np.ndarray | None = None,
 ) -> CalibrationSums:
-    """`CalibrationSums` `[pools, bins]` in float64; without `log_prob`, `nll` is the log loss of being right.
-
-    `index`: the bin of each point; None for equal width.
-    """
+    """`CalibrationSums` `[pools, bins]` in float64. `index` holds the bin of each point; None for equal width."""
     if index is None:
         index = np.asarray(bin_index(jnp.asarray(confidence), bins, closed))
-    c, y = (np.clip(np.asarray(x, np.float32), 0, 1).astype(np.float64) for x in (confidence, correct))  # as metrics do
+    c, y = (np.clip(np.asarray(x, np.float32), 0, 1).astype(np.float64) for x in (confidence, correct))
     with np.errstate(divide="ignore", invalid="ignore"):
         nll = (
             -np.asarray(log_prob, np.float64)
@@ -311,14 +324,14 @@ def _pool_sums(
 def metric_interval(
     metric: Callable, confidence: Any, correct: Any, *features: Any, level: float = 0.95, **options: Any
 ) -> Interval:
-    """A one-call metric of arrays with its interval. Arguments as `resample_metric`; `level` the coverage.
+    """A one-call metric of arrays with its interval, which always contains the value.
 
-    Of ECE, adaptive ECE, RMSCE and MCE the interval of `error_interval`, of others percentiles of resamples. Other
-    metrics that are biased by few points (`smooth_ece`, `debiased_calibration_error`) have no corrected interval. Where
-    an interval would leave the value out, it is widened to it.
+    ECE, adaptive ECE, RMSCE and MCE have the interval of `error_interval`, other metrics percentiles of resamples. The
+    small-sample bias of `smooth_ece` and `debiased_calibration_error` is not corrected. For the arguments see
+    `resample_metric`; `level` is the coverage.
 
-    Where the metric is infinite (the NLL of a wrong answer of confidence 1), so are the resamples that drew such a
-    point: the upper bound is infinite, the lower one where they are many.
+    If a point has an infinite value (the NLL of a wrong answer with confidence 1), resamples that contain it are
+    infinite: the upper bound is infinite, and the lower bound is if there are many such points.
 
     Example:
         >>> import numpy as np
@@ -341,12 +354,15 @@ def metric_interval(
 
 
 def compare_resamples(difference: float, first: np.ndarray, second: np.ndarray, level: float = 0.95) -> Comparison:
-    """`Comparison` of the values of two figures on the same resamples, `[resamples]` each.
+    """`Comparison` from the values of a metric for two models on the same resamples.
 
-    `difference` is that of the figures of all points, `level` the coverage of the interval.
+    Args:
+        difference: first − second on all points.
+        first, second: `[resamples]`, values of the two models.
+        level: coverage of the interval.
     """
     with np.errstate(invalid="ignore"):
-        values = first - second  # NaN, and left out, where both are infinite
+        values = first - second  # NaN, which is ignored, where both are infinite
     values = values[~np.isnan(values)]
     below, above, count = (values < 0).sum(), (values > 0).sum(), len(values)
     equal = count - below - above
@@ -367,17 +383,20 @@ def paired_comparison(
     level: float = 0.95,
     **options: Any,
 ) -> Comparison:
-    """Is the first model's figure lower than the second's? Both on the same points, resampled together.
+    """Compares a metric between two models on the same points, which are resampled together.
 
     Args:
-        metric: as in `resample_metric`.
-        first: (confidence `[N]`, correct `[N]`, ...) of the one model,
-        second: and of the other, point by point on the same questions.
+        metric: see `resample_metric`.
+        first: (confidence `[N]`, correct `[N]`, ...) of the first model.
+        second: the same arrays of the second model, point by point.
         level: coverage of the interval.
-        options: groups, where, resamples, seed and the metric's own, as in `resample_metric`.
+        options: groups, where, resamples, seed and options of the metric, see `resample_metric`.
 
     Returns:
-        `Comparison`: of ECE, adaptive ECE, RMSCE and MCE that of `error_comparison`, of others by percentiles.
+        `Comparison`; for ECE, adaptive ECE, RMSCE and MCE by `error_comparison`, for other metrics by percentiles.
+
+    Raises:
+        ValueError: for arrays of different shapes.
 
     Example:
         >>> import numpy as np
@@ -389,7 +408,9 @@ def paired_comparison(
         (1.0, True)
     """
     if np.shape(first[0]) != np.shape(second[0]):
-        raise ValueError(f"a paired comparison needs the same points: got {np.shape(first[0])}, {np.shape(second[0])}.")
+        raise ValueError(
+            f"paired comparison: expected the same points, got shapes {np.shape(first[0])} and {np.shape(second[0])}."
+        )
     of_metric = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
     one, other = (float(metric(*map(jnp.asarray, arrays), **of_metric)) for arrays in (first, second))
     if metric in _NORM_OF:
@@ -400,26 +421,3 @@ def paired_comparison(
         )
     samples = [resample_metric(metric, *arrays, **options) for arrays in (first, second)]
     return compare_resamples(one - other, samples[0], samples[1], level)
-
-
-def compare_sums(
-    first: CalibrationSums,
-    second: CalibrationSums,
-    statistic: Callable = ece_from_sums,
-    *,
-    resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> Comparison:
-    """`paired_comparison` of a statistic of sums `[G, ...]` over the same groups. Arguments as `resample_sums`."""
-    if len(first.count) != len(second.count):
-        raise ValueError(f"the same groups are needed: got {len(first.count)} and {len(second.count)}.")
-    if statistic in _NORM_OF_SUMS:
-        norm = _NORM_OF_SUMS[statistic]
-        return error_comparison(first, second, norm=norm, resamples=resamples, level=level, seed=seed)
-    samples = [resample_sums(sums, statistic, resamples=resamples, seed=seed) for sums in (first, second)]
-    whole = [
-        statistic(CalibrationSums(*(np.asarray(x, np.float64).sum(axis=0, keepdims=True) for x in sums)))[0]
-        for sums in (first, second)
-    ]
-    return compare_resamples(float(whole[0] - whole[1]), samples[0], samples[1], level)

@@ -1,4 +1,4 @@
-"""Capability calibration: is the confidence the chance that a sampled answer is right, and what of k tries?"""
+"""Capability calibration: confidence as the probability that one of k sampled answers is right."""
 
 import functools
 
@@ -8,25 +8,32 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 
-def success_share(successes: Int[Array, "..."], samples: Int[Array, "..."]) -> Float[Array, "..."]:
-    """c/n, the soft target of a question of whose n samples c were right; NaN where n is 0.
+def success_fraction(successes: Int[Array, "..."], samples: Int[Array, "..."]) -> Float[Array, "..."]:
+    """Fraction c/n of correct samples of a question: a soft target. NaN where n is 0.
 
-    Every metric of `calibjax.metrics` takes it as `correct`. It is a noisy target: its Brier score holds the sampling
-    variance q(1 − q)/n besides (confidence − q)², q being the true chance.
-    """
-    samples = jnp.asarray(samples)
-    share = jnp.asarray(successes) / jnp.maximum(samples, 1)
-    return jnp.where(samples > 0, share, jnp.nan)
-
-
-@functools.partial(jax.jit, static_argnames="k")
-def pass_at_k(successes: Int[Array, "..."], samples: Int[Array, "..."], k: int) -> Float[Array, "..."]:
-    """Unbiased chance that one of k samples is right, 1 − C(n − c, k)/C(n, k) (Chen et al. 2021, eq. 1).
+    Every metric of `calibjax.metrics` accepts it as `correct`. It is a noisy target: with success probability q, its
+    expected Brier score is (confidence − q)² plus the sampling variance q(1 − q)/n.
 
     Args:
         successes: c, 0 <= c <= n, any shape.
         samples: n, of the same shape or a scalar.
-        k: samples drawn, a static integer >= 1.
+
+    Returns:
+        float32, the shape of `successes`.
+    """
+    samples = jnp.asarray(samples)
+    fraction = jnp.asarray(successes) / jnp.maximum(samples, 1)
+    return jnp.where(samples > 0, fraction, jnp.nan)
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def pass_at_k(successes: Int[Array, "..."], samples: Int[Array, "..."], k: int) -> Float[Array, "..."]:
+    """Unbiased estimate of P(at least one of k samples is right), 1 − C(n − c, k)/C(n, k) (Chen et al. 2021, eq. 1).
+
+    Args:
+        successes: c, 0 <= c <= n, any shape.
+        samples: n, of the same shape or a scalar.
+        k: number of samples drawn, a static integer >= 1.
 
     Returns:
         float32, the shape of `successes`; NaN where n < k.
@@ -46,11 +53,11 @@ def pass_at_k(successes: Int[Array, "..."], samples: Int[Array, "..."], k: int) 
 
 @functools.partial(jax.jit, static_argnames="k")
 def predicted_pass_at_k(confidence: Float[Array, "..."], k: int) -> Float[Array, "..."]:
-    """1 − (1 − confidence)^k: what a confidence in one sample says of k independent ones.
+    """P(at least one of k independent samples is right) under the confidence in one sample, 1 − (1 − confidence)^k.
 
-    Where confidence is the chance of each question, its mean is that of `pass_at_k`. Where it is right on average only
-    (questions of one confidence differ), the prediction is too high, for the function is concave: the excess is another
-    sight of `grouping_loss`.
+    If confidence equals each question's success probability, the mean of the prediction is the mean of `pass_at_k`. If
+    it is calibrated only on average over questions of equal confidence, the prediction is too high because the function
+    is concave; like `grouping_loss`, the excess measures how much these questions differ.
 
     Args:
         confidence: in [0, 1], any shape.

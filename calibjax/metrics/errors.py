@@ -1,6 +1,7 @@
-"""Calibration errors over bins: how far mean confidence and accuracy are apart where the confidence is about the same.
+"""Binned calibration errors: the gap between mean confidence and accuracy in each bin, and norms of these gaps.
 
-Each `*_from_sums` takes `CalibrationSums` of any leading axes (numpy in, numpy out) and is NaN where no point counts.
+Each `*_from_sums` takes `CalibrationSums` with any leading axes, returns numpy arrays for numpy sums, and is NaN where
+no point counts.
 """
 
 from typing import Literal
@@ -19,46 +20,46 @@ Norm = Literal["l1", "l2", "max"]
 
 
 def _gaps(sums: CalibrationSums):
-    """Per bin: |mean confidence − accuracy| (0 for an empty bin), and its share of all points (NaN for none)."""
+    """Per bin: |mean confidence − accuracy| (0 for an empty bin) and fraction of all points (NaN if there are none)."""
     xp = np if isinstance(sums.count, np.ndarray) else jnp
     gap = xp.abs(sums.confidence - sums.correct) / divisor(sums.count)
     points = sums.whole()[0][..., None]
-    share = xp.where(points > 0, sums.count / divisor(points), xp.nan)
-    return xp, gap, share
+    fraction = xp.where(points > 0, sums.count / divisor(points), xp.nan)
+    return xp, gap, fraction
 
 
 def ece_from_sums(sums: CalibrationSums):
     """Expected calibration error Σ_b (n_b/n) |conf_b − acc_b| over the last axis; shape `[...]`, in [0, 1]."""
-    _, gap, share = _gaps(sums)
-    return (gap * share).sum(axis=-1)
+    _, gap, fraction = _gaps(sums)
+    return (gap * fraction).sum(axis=-1)
 
 
 def mce_from_sums(sums: CalibrationSums):
     """Maximum calibration error max_b |conf_b − acc_b| over non-empty bins; shape `[...]`, in [0, 1]."""
-    xp, gap, share = _gaps(sums)
-    return (gap + xp.where(xp.isnan(share), share, 0)).max(axis=-1)
+    xp, gap, fraction = _gaps(sums)
+    return (gap + xp.where(xp.isnan(fraction), fraction, 0)).max(axis=-1)
 
 
 def rmsce_from_sums(sums: CalibrationSums):
     """Root-mean-square calibration error (Σ_b (n_b/n) (conf_b − acc_b)²)^½; shape `[...]`, in [0, 1]."""
-    xp, gap, share = _gaps(sums)
-    return xp.sqrt((gap * gap * share).sum(axis=-1))
+    xp, gap, fraction = _gaps(sums)
+    return xp.sqrt((gap * gap * fraction).sum(axis=-1))
 
 
 def debiased_from_sums(sums: CalibrationSums):
     """Debiased L2 error (Kumar et al. 2019); shape `[...]`, in [0, 1]. See `debiased_calibration_error`.
 
     Raises:
-        ValueError: for a count that is not a whole number (NaN under jit): what is subtracted depends on how many
-            points there are.
+        ValueError: for a count that is not a whole number (NaN under jit), because the correction depends on the
+            number of points.
     """
     if is_known(sums.count) and (np.asarray(sums.count) % 1 != 0).any():
-        raise ValueError("debiased_from_sums: expected sums of whole counts, got fractional ones.")
-    xp, gap, share = _gaps(sums)
+        raise ValueError("debiased_from_sums: expected sums of whole counts, got fractional counts.")
+    xp, gap, fraction = _gaps(sums)
     count, safe = sums.count, xp.maximum(sums.count, 2)
     accuracy = sums.correct / safe
     variance = (sums.correct_squared / safe - accuracy * accuracy) / (safe - 1)  # of the bin's accuracy
-    square = xp.where(count > 1, gap * gap - variance, 0) * share
+    square = xp.where(count > 1, gap * gap - variance, 0) * fraction
     error = xp.sqrt(xp.maximum(square.sum(axis=-1), 0))
     return xp.where((count % 1 == 0).all(axis=-1), error, xp.nan)
 
@@ -76,13 +77,13 @@ _NORMS = {"l1": ece_from_sums, "l2": rmsce_from_sums, "max": mce_from_sums}
 def _equal_width(confidence, correct, bins: int, closed: Closed, where, statistic, counts: bool = False):
     data = points(confidence, correct, where, counts)
     index = bin_index(data.confidence, bins, closed)
-    return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight).high))
+    return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight)))
 
 
 def _equal_mass(confidence, correct, bins: int, where, statistic):
     data = points(confidence, correct, where, counts=True)
     index = equal_mass_index(data.confidence, data.weight, bins)
-    return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight).high))
+    return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight)))
 
 
 def of_norm(norm: Norm):
@@ -104,21 +105,21 @@ def expected_calibration_error(
     """Expected calibration error, Σ_b (n_b/n) |mean confidence_b − accuracy_b| (Guo et al. 2017, eq. 3).
 
     Args:
-        confidence: `[N]` in [0, 1], any float dtype; taken as float32.
-        correct: `[N]`, 0/1, bool, or shares of correct samples in [0, 1].
-        bins: equal-width bins.
-        norm: "l1" as above; "l2" for `root_mean_square_calibration_error`, "max" for `maximum_calibration_error`.
-        closed: which bin an inner edge belongs to: "right" (the one below), "left" (the one above), or "none": bins
-            are open on both sides, so that a confidence on an edge is in no bin and adds no gap. It still counts in n.
-        where: `[N]`, False for points that do not count; or the weight of each, finite and >= 0. Only their ratios
-            matter.
+        confidence: `[N]` in [0, 1], any float dtype; converted to float32.
+        correct: `[N]`, 0/1, bool, or fractions of correct samples in [0, 1].
+        bins: number of equal-width bins.
+        norm: "l1" for the formula above, "l2" for `root_mean_square_calibration_error`, "max" for
+            `maximum_calibration_error`.
+        closed: the bin that a confidence on an inner edge belongs to: "right" (the lower bin), "left" (the upper bin),
+            or "none": bins are open, so the confidence is in no bin and adds no gap. It still counts in n.
+        where: `[N]`, False for points that do not count; or finite weights >= 0, of which only the ratios matter.
 
     Returns:
         float32 scalar in [0, 1]; NaN where no point counts.
 
     Raises:
-        ValueError: for wrong options or shapes and, outside jit, where a point that counts is NaN or not in [0, 1]
-            (1e-5 over is rounding, and clipped), or a weight is invalid.
+        ValueError: for invalid options or shapes and, outside jit, if a weight is invalid or a point that counts is NaN
+            or not in [0, 1] (an excess of up to 1e-5 is rounding and is clipped).
 
     Example:
         >>> import jax.numpy as jnp
@@ -130,22 +131,26 @@ def expected_calibration_error(
 
 @metric("bins", "closed")
 def maximum_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
-    """Maximum calibration error, max_b |mean confidence_b − accuracy_b| over non-empty bins. Arguments as ECE's."""
+    """Maximum calibration error, max_b |mean confidence_b − accuracy_b| over non-empty bins. For the arguments see
+    `expected_calibration_error`.
+    """
     return _equal_width(confidence, correct, bins, closed, where, mce_from_sums)
 
 
 @metric("bins", "closed")
 def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
-    """Root-mean-square calibration error, (Σ_b (n_b/n) (mean confidence_b − accuracy_b)²)^½. Arguments as ECE's."""
+    """Root-mean-square calibration error, (Σ_b (n_b/n) (mean confidence_b − accuracy_b)²)^½. For the arguments see
+    `expected_calibration_error`.
+    """
     return _equal_width(confidence, correct, bins, closed, where, rmsce_from_sums)
 
 
 @metric("bins", "norm", counts=True)
 def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Norm = "l1", where=None):
-    """ECE over bins of equal mass (Nguyen and O'Connor 2015): as many points in each as ties allow.
+    """ECE over bins of equal mass (Nguyen and O'Connor 2015), see `equal_mass_index`.
 
-    Bins as `equal_mass_index`, which counts points: `where` holds whole numbers, how often each counts (ValueError for
-    others; NaN under jit). Other arguments as ECE's.
+    `where` holds whole numbers, how often each point counts (ValueError for others; NaN under jit). For the other
+    arguments see `expected_calibration_error`.
     """
     return _equal_mass(confidence, correct, bins, where, of_norm(norm))
 
@@ -154,18 +159,17 @@ def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Nor
 def debiased_calibration_error(
     confidence, correct, *, bins: int = 15, equal_mass: bool = True, closed: Closed = "right", where=None
 ):
-    """L2 calibration error without most of the bias that few points a bin give it (Kumar et al. 2019).
+    """L2 calibration error with most of its small-sample bias removed (Kumar et al. 2019).
 
     (max(0, Σ_b (n_b/n) [(conf_b − acc_b)² − s²_b/n_b]))^½ with s²_b the sample variance of correctness in the bin
     (acc_b (1 − acc_b) n_b/(n_b − 1) where it is 0 or 1); bins of one point add nothing.
 
     Args:
-        confidence, correct, bins, closed: as ECE's.
-        where: `[N]`, False for points that do not count; or how often each counts, a whole number (ValueError for
-            others; NaN under jit): what is subtracted depends on how many points there are, not on their weights'
-            ratios.
-        equal_mass: bins of equal mass, as the authors' package; False for equal width (`closed` matters then
-            alone).
+        confidence, correct, bins: see `expected_calibration_error`.
+        closed: edge convention of equal-width bins.
+        where: `[N]`, False for points that do not count; or whole numbers, how often each point counts (ValueError for
+            others; NaN under jit), because the correction depends on the number of points.
+        equal_mass: true for equal-mass bins, as in the authors' package; False for equal-width bins.
     """
     if equal_mass:
         return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
@@ -174,7 +178,9 @@ def debiased_calibration_error(
 
 @metric()
 def calibration_bias(confidence, correct, *, where=None):
-    """Mean confidence − accuracy, with its sign: above 0 over-confident, below 0 under-confident. Arguments as ECE's.
+    """Mean confidence − accuracy: positive if overconfident, negative if underconfident.
+
+    For the arguments see `expected_calibration_error`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -193,15 +199,14 @@ def classwise_calibration_error(
     closed: Closed = "right",
     where: Array | None = None,
 ) -> Float[Array, ""]:
-    """Mean over the classes of the ECE of a class' probability (Kull et al. 2019).
+    """Class-wise calibration error: the ECE of each class' probability, averaged over classes (Kull et al. 2019).
 
-    (1/K) Σ_k Σ_b (n_bk/n) |mean probability_bk − share of class k_b|. By its nature it takes more than a confidence.
+    (1/K) Σ_k Σ_b (n_bk/n) |mean probability_bk − fraction of class k_b|.
 
     Args:
         probabilities: `[N, K]` in [0, 1].
-        labels: `[N]`, integers in [0, K); or `[N, K]`, the share of each class among the samples of a point.
-        bins, closed: of equal width, as ECE's.
-        where: `[N]`.
+        labels: `[N]`, integers in [0, K); or `[N, K]`, the fraction of each class among the samples of a point.
+        bins, closed, where: see `expected_calibration_error`.
 
     Returns:
         float32 scalar in [0, 1]; NaN where no point counts.
@@ -209,7 +214,7 @@ def classwise_calibration_error(
     if jnp.ndim(labels) == 1:
         labels, classes = jnp.asarray(host_indices(labels)), jnp.shape(probabilities)[-1]
         known = (labels >= 0) & (labels < classes)
-        labels = jnp.where(known[:, None], jax.nn.one_hot(labels, classes), jnp.nan)  # refused where it counts
+        labels = jnp.where(known[:, None], jax.nn.one_hot(labels, classes), jnp.nan)  # NaN raises if the point counts
     return _classwise(probabilities, labels, bins=bins, closed=closed, where=where)
 
 
@@ -218,5 +223,5 @@ def _classwise(probabilities, labels, *, bins: int, closed: Closed, where):
     where = None if where is None else jnp.broadcast_to(jnp.asarray(where)[:, None], probabilities.shape)
     data = points(probabilities, labels, where)
     confidence, correct, weight = (x.T for x in data[:3])
-    sums = sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, weight).high
+    sums = sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, weight)
     return data.answer(ece_from_sums(sums).mean())

@@ -1,7 +1,7 @@
-"""What averages over all answers of one confidence hide: local calibration error and grouping loss, with features.
+"""Miscalibration within groups of equal confidence: local calibration error and grouping loss.
 
-Features are what one would tell answers apart by: hidden states, embeddings, subjects as one-hot. They are taken as
-given; standardise them where their scales differ.
+Both use features that distinguish answers, such as hidden states, embeddings or one-hot subjects. Features are not
+rescaled: standardise them if their scales differ.
 """
 
 import functools
@@ -26,20 +26,20 @@ def local_calibration_error(
     reduction: Literal["mean", "max"] = "mean",
     where: Array | None = None,
 ) -> Float[Array, ""]:
-    """Local calibration error (LCE, Luo et al. 2022): the gap among the answers like each answer.
+    """Local calibration error (LCE, Luo et al. 2022): the calibration gap among similar answers.
 
-    LCE_i = |Σ_j k_ij (confidence_j − correctness_j)| / Σ_j k_ij over the j in the bin of i; the kernel here is
-    k_ij = exp(−mean_f |features_if − features_jf| / bandwidth). A large bandwidth gives the gap of the bin: the mean is
-    then the ECE and the maximum the MCE; a small one gives |confidence_i − correctness_i|.
+    LCE_i = |Σ_j k_ij (confidence_j − correctness_j)| / Σ_j k_ij over the j in the bin of i, with the kernel
+    k_ij = exp(−mean_f |features_if − features_jf| / bandwidth). With a large bandwidth, LCE_i is the gap of the bin, so
+    the mean is the ECE and the maximum is the MCE; with a small one, it is |confidence_i − correctness_i|.
 
-    It takes O(N² F) time and O(N F) memory: thin out large sets.
+    It takes O(N² F) time and O(N F) memory: subsample large sets.
 
     Args:
-        confidence, correct, where: as `expected_calibration_error`'s.
-        features: `[N, F]`; entries of points that do not count may be anything but must not be NaN elsewhere.
-        bins: of equal width, closed on the right.
+        confidence, correct, where: see `expected_calibration_error`.
+        features: `[N, F]`, not NaN at points that count.
+        bins: number of equal-width bins, closed on the right.
         bandwidth: > 0, in units of the features.
-        reduction: over points: "mean", or "max" (the paper's MLCE).
+        reduction: "mean" over points, or "max" (the paper's MLCE).
 
     Returns:
         float32 scalar in [0, 1]; NaN where no point counts.
@@ -65,9 +65,9 @@ class GroupingParts(NamedTuple):
     """Grouping loss = explained − bias − induced, on the scale of `brier_score`; scalars.
 
     Attributes:
-        explained: variance, inside bins, of the accuracy of regions.
-        bias: what of it finite samples give by themselves.
-        induced: what of it is the slope of accuracy over confidence inside a bin.
+        explained: variance of the accuracy over regions within bins.
+        bias: the part of it that is due to finite samples.
+        induced: the part of it that is due to the slope of accuracy over confidence within a bin.
     """
 
     explained: Array
@@ -87,27 +87,27 @@ def grouping_parts(
     bins: int = 15,
     where: Array | None = None,
 ) -> GroupingParts:
-    """The lower bound of the grouping loss that a partition of the features gives (Perez-Lebel et al. 2023).
+    """Lower bound of the grouping loss from a partition of the features (Perez-Lebel et al. 2023).
 
-    With μ_br, n_br the accuracy and size of region r in bin b, and regions of one point left out:
+    With accuracy μ_br and size n_br of region r in bin b, where regions of one point are ignored:
     explained = Σ_b (n_b/n) Σ_r (n_br/n_b) (μ_br − μ_b)²;
     bias = Σ_b (n_b/n) [Σ_r (n_br/n_b) s²_br/n_br − s²_b/n_b] with s² the sample variance of correctness;
-    induced = Σ_b (n_b/n) Var_b(ĉ(confidence)), where the calibration curve ĉ is taken as linear inside each bin (least
-    squares, and less the variance that its noise gives; the authors' package smooths with nearest neighbours instead).
+    induced = Σ_b (n_b/n) Var_b(ĉ(confidence)), where the calibration curve ĉ is linear within each bin (least squares,
+    minus the variance due to its noise; the authors' package smooths with nearest neighbours instead).
 
     Args:
-        confidence, correct: as `expected_calibration_error`'s.
-        where: `[N]`, False for points that do not count; or how often each counts, a whole number.
-        regions: `[N]`, 0 to number − 1; must not have been chosen by looking at these points' correctness.
-        number: of regions a bin.
-        bins: of equal width, closed on the right.
+        confidence, correct: see `expected_calibration_error`.
+        regions: `[N]`, 0 to number − 1; they must not have been chosen by the correctness of these points.
+        number: number of regions in a bin.
+        bins: number of equal-width bins, closed on the right.
+        where: `[N]`, False for points that do not count; or whole numbers, how often each point counts.
 
     Returns:
         `GroupingParts`; NaN where no point counts.
 
     Raises:
-        ValueError: for wrong shapes and, outside jit (NaN under it), for a point that counts and is not in [0, 1], or a
-            weight that is not a whole number: the bias depends on how many points there are.
+        ValueError: for invalid shapes and, outside jit (NaN under it), for a point that counts and is not in [0, 1] or
+            a weight that is not a whole number, because the bias depends on the number of points.
     """
     check({"confidence": confidence, "correct": correct}, where, counts=True)
     return _grouping_parts(confidence, correct, regions, number, bins, where)
@@ -122,7 +122,7 @@ def _grouping_parts(confidence, correct, regions, number: int, bins: int, where)
     def per_cell(value):
         return jnp.sum(cell * (data.weight * value)[:, None], axis=0).reshape(bins, number)
 
-    # Centred on the bin, so that the variance of confidence does not cancel.
+    # Centred on the bin, so that the variance of confidence suffers no cancellation.
     offset = data.confidence - (index + 0.5) / bins
     y = data.correct
     values = (jnp.ones_like(y), y, y * y, offset, offset * offset, offset * y)
@@ -158,21 +158,21 @@ def grouping_loss(
     bins: int = 15,
     where: Array | None = None,
 ) -> Float[Array, ""]:
-    """Grouping loss, estimated from below: how far answers of one confidence differ in their chance of being right.
+    """Grouping loss, estimated from below: variance of the probability of being right at equal confidence.
 
-    Each bin is cut in two regions through its mean feature, across the line from the mean feature of wrong answers to
-    that of right ones; the cut is fitted on every second point that counts and evaluated on the others, then the other
-    way round, and the two estimates (`grouping_parts`, Perez-Lebel et al. 2023) are averaged. A perfectly calibrated
-    model can have a large one. Points should come in no particular order.
+    A hyperplane through the mean feature of each bin, orthogonal to the line from the mean feature of wrong answers to
+    that of right answers, splits the bin into two regions. The split is fitted on every second point that counts and
+    evaluated on the others, and vice versa; the two estimates (`grouping_parts`, Perez-Lebel et al. 2023) are averaged.
+    A perfectly calibrated model can have a large grouping loss. The order of the points should be random.
 
     Args:
-        confidence, correct, where: as `grouping_parts`'.
-        features: `[N, F]`; entries of points that do not count may be anything.
-        bins: of equal width, closed on the right.
+        confidence, correct, where: see `grouping_parts`.
+        features: `[N, F]`, not NaN at points that count.
+        bins: number of equal-width bins, closed on the right.
 
     Returns:
-        float32 scalar, on the scale of `brier_score`; unbiased rather than positive, so noise may take it below 0. NaN
-        where no point counts.
+        float32 scalar, on the scale of `brier_score`. The bias is removed, so noise may make it negative. NaN where no
+        point counts.
     """
     data = points(confidence, correct, where, counts=True)
     x = _features(features, data)
@@ -180,8 +180,8 @@ def grouping_loss(
     second = jnp.cumsum(data.weight > 0) % 2 == 1
 
     def fitted_on(half):
-        def class_mean(share):
-            weight = member * jnp.where(half, data.weight * share, 0.0)[:, None]
+        def class_mean(fraction):
+            weight = member * jnp.where(half, data.weight * fraction, 0.0)[:, None]
             size = jnp.sum(weight, axis=0)
             return jnp.dot(weight.T, x, precision="highest") / jnp.maximum(size, 1e-9)[:, None], size
 
@@ -189,8 +189,8 @@ def grouping_loss(
         wrong, n_wrong = class_mean(1 - data.correct)
         both = (n_right > 0) & (n_wrong > 0)
         direction = jnp.where(both[:, None], right - wrong, 0.0)
-        share = (n_right / jnp.maximum(n_right + n_wrong, 1e-9))[:, None]
-        middle = jnp.sum(direction * (share * right + (1 - share) * wrong), axis=-1)
+        fraction = (n_right / jnp.maximum(n_right + n_wrong, 1e-9))[:, None]
+        middle = jnp.sum(direction * (fraction * right + (1 - fraction) * wrong), axis=-1)
         side = jnp.dot(x, direction.T, precision="highest") > middle[None, :]
         region = jnp.sum(jnp.where(member > 0, side, False), axis=-1)
         weight = jnp.where(half, 0.0, data.weight)
@@ -203,6 +203,6 @@ def _features(features: Float[Array, "N F"], data: Points) -> Float[Array, "N F"
     features = jnp.asarray(features)
     if features.ndim != 2 or len(features) != len(data.confidence):
         raise ValueError(
-            f"features: expected [N, F] for N = {len(data.confidence)} points, got the shape {features.shape}."
+            f"features: expected [N, F] for N = {len(data.confidence)} points, got shape {features.shape}."
         )
     return jnp.where(data.weight[:, None] > 0, features.astype(jnp.float32), 0.0)

@@ -1,7 +1,8 @@
-"""Does confidence tell right from wrong: AUROC, risk against coverage, sparsification. Calibration plays no part.
+"""Ranking metrics: how well confidence separates right from wrong answers. AUROC, risk-coverage, sparsification.
 
-All sort once. Points of equal confidence form one block, and what is computed is the expectation over the orders inside
-it; so nothing depends on the order in which points come. A point that counts w times is w points of one confidence.
+They do not depend on calibration. Each sorts once. Points of equal confidence form a block, and a metric is the
+expectation over the orders within blocks, so it does not depend on the order of the points. A point that counts w times
+equals w points of the same confidence.
 """
 
 from typing import Literal, NamedTuple
@@ -14,7 +15,7 @@ from calibjax.metrics._points import Points, metric, points
 
 
 class _Blocks(NamedTuple):
-    """Blocks of equal score, best first; entries that do not end a block have `weight` and `value` 0. `[N]` each."""
+    """Blocks of equal score, best first, `[N]` each. Entries that do not end a block have `weight` and `value` 0."""
 
     weight: Float[Array, " N"]  # in the block
     value: Float[Array, " N"]  # Σ value in the block
@@ -39,13 +40,13 @@ def _blocks(score: Float[Array, " N"], value: Float[Array, " N"], weight: Float[
 
 @metric()
 def auroc(confidence, correct, *, where=None):
-    """Area under the ROC curve: P(a right answer has more confidence than a wrong one), ties counting one half.
+    """Area under the ROC curve: P(a right answer has higher confidence than a wrong one); ties count one half.
 
-    With shares of correct samples a point counts as right and as wrong, by its shares. Arguments as
-    `expected_calibration_error`'s.
+    A point whose `correct` is a fraction counts as right by that fraction and as wrong by the rest. For the arguments
+    see `expected_calibration_error`.
 
     Returns:
-        float32 scalar in [0, 1]; NaN where all are right, or none.
+        float32 scalar in [0, 1]; NaN if all answers are right, or none.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,8 +63,8 @@ def auroc(confidence, correct, *, where=None):
 def _harmonic(start: Float[Array, " N"], length: Float[Array, " N"]) -> Float[Array, " N"]:
     """H(start + length) − H(start) of the harmonic numbers, without the cancellation of a difference.
 
-    Eight terms are taken off both ends; the rest is the asymptotic H(x − ½) = log x + γ + 1/(24 x²) − ..., whose next
-    term is below 2e-6 of the sum there.
+    Eight terms are summed directly. The rest uses the asymptotic series H(x − ½) = log x + γ + 1/(24 x²) − ..., whose
+    next term is below 2e-6 of the sum there.
     """
     near = start[:, None] + jnp.arange(1, 9, dtype=jnp.float32)[None, :]
     head = jnp.sum(length[:, None] / (near * (near + length[:, None])), axis=-1)
@@ -72,10 +73,10 @@ def _harmonic(start: Float[Array, " N"], length: Float[Array, " N"]) -> Float[Ar
 
 
 def _area(data: Points, score: Float[Array, " N"], loss: Float[Array, " N"]) -> Array:
-    """(1/n) Σ_k (mean loss of the k points of highest score), expected over the order inside blocks.
+    """(1/n) Σ_k (mean loss of the k points of highest score), in expectation over the order within blocks.
 
-    In a block of W points and mean loss e after a points with loss E in all, the risk after j of it is
-    (E + j e)/(a + j) = e + (E − a e)/(a + j), so the block adds W e + (E − a e) (H(a + W) − H(a)).
+    Take a block of W points with mean loss e that follows a points with total loss E. After j of its points, the risk
+    is (E + j e)/(a + j) = e + (E − a e)/(a + j), so the block adds W e + (E − a e) (H(a + W) − H(a)).
     """
     b = _blocks(score, loss, data.weight)
     mean = b.value / jnp.maximum(b.weight, 1.0)
@@ -87,9 +88,9 @@ def _area(data: Points, score: Float[Array, " N"], loss: Float[Array, " N"]) -> 
 def aurc(confidence, correct, *, where=None):
     """Area under the risk-coverage curve (Geifman and El-Yaniv 2017; Geifman et al. 2019).
 
-    (1/n) Σ_k (share of wrong answers among the k of highest confidence), a sum over points: `where` holds whole
-    numbers, how often each counts (ValueError for others; NaN under jit). Other arguments as
-    `expected_calibration_error`'s.
+    (1/n) Σ_k (fraction of wrong answers among the k of highest confidence). The sum is over points, so `where` holds
+    whole numbers, how often each point counts (ValueError for others; NaN under jit). For the other arguments see
+    `expected_calibration_error`.
 
     Returns:
         float32 scalar in [0, 1], lower is better; NaN where no point counts.
@@ -105,9 +106,9 @@ def aurc(confidence, correct, *, where=None):
 
 @metric(counts=True)
 def excess_aurc(confidence, correct, *, where=None):
-    """AURC less that of the best order, all right answers first (E-AURC, Geifman et al. 2019).
+    """AURC minus that of the best order, in which all right answers come first (E-AURC, Geifman et al. 2019).
 
-    Arguments as `aurc`'s.
+    For the arguments see `aurc`.
     """
     data = points(confidence, correct, where, counts=True)
     loss = 1 - data.correct
@@ -116,18 +117,21 @@ def excess_aurc(confidence, correct, *, where=None):
 
 @metric("error", counts=True)
 def ause(confidence, correct, *, error: Literal["brier", "zero-one"] = "brier", where=None):
-    """Area under the sparsification error (Ilg et al. 2018), uncertainty being 1 − confidence.
+    """Area under the sparsification error (Ilg et al. 2018), where uncertainty is 1 − confidence.
 
-    Mean over k of (mean error of the k most certain points − mean error of the k points of least error), over the mean
-    error of all; so both curves start at one, and 0 is best.
+    Mean over k of (mean error of the k points of highest confidence − mean error of the k points of least error),
+    divided by the mean error of all points. 0 is best.
 
     Args:
-        confidence, correct, where: as `aurc`'s.
-        error: of a point: "brier", (confidence − correctness)²; "zero-one", 1 − correctness, which gives
-            `excess_aurc` over the error rate.
+        confidence, correct, where: see `aurc`.
+        error: error of a point: "brier", (confidence − correctness)²; "zero-one", 1 − correctness, which gives
+            `excess_aurc` divided by the error rate.
 
     Returns:
-        float32 scalar; 0 where there is no error at all, NaN where no point counts.
+        float32 scalar; 0 if the mean error is 0, NaN where no point counts.
+
+    Raises:
+        ValueError: for an unknown `error`.
     """
     if error not in ("brier", "zero-one"):
         raise ValueError(f'error: expected "brier" or "zero-one", got {error!r}.')

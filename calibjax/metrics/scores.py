@@ -1,4 +1,4 @@
-"""Proper scores of a confidence, and the row of a table: Brier score and its parts, negative log-likelihood."""
+"""Proper scores of a confidence: Brier score with its decomposition, negative log-likelihood; summary of sums."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ from jax.scipy.special import xlog1py, xlogy
 
 from calibjax.metrics._points import divisor, metric, points
 from calibjax.metrics.errors import bias_from_sums, ece_from_sums, mce_from_sums, rmsce_from_sums
-from calibjax.metrics.sums import CalibrationSums, SumState, total
+from calibjax.metrics.sums import CalibrationSums, total
 
 
 @metric()
 def brier_score(confidence, correct, *, where=None):
-    """Brier score of the top prediction, mean (confidence − correctness)²; float32 scalar in [0, 1], NaN for no point.
+    """Brier score of the top prediction, mean (confidence − correctness)²: float32 scalar in [0, 1].
 
-    Arguments as `expected_calibration_error`'s.
+    NaN where no point counts. For the arguments see `expected_calibration_error`.
     """
     data = points(confidence, correct, where)
     return data.mean(jnp.square(data.confidence - data.correct))
@@ -23,10 +23,10 @@ def brier_score(confidence, correct, *, where=None):
 
 @metric()
 def negative_log_likelihood(confidence, correct, *, where=None):
-    """Mean −[y log c + (1 − y) log(1 − c)] of correctness y under confidence c, nats: the log loss of being right.
+    """Log loss of correctness y under confidence c, mean −[y log c + (1 − y) log(1 − c)], nats.
 
-    Infinite where a confidence of exactly 0 or 1 (in float32) was wrong. The likelihood of the tokens themselves is
-    the `nll` of `calibration_sums(..., log_prob=...)`. Arguments as `expected_calibration_error`'s.
+    Infinite if a confidence of exactly 0 or 1 (in float32) was wrong. The NLL of target tokens is the `nll` of
+    `calibration_sums(..., log_prob=...)`. For the arguments see `expected_calibration_error`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -42,9 +42,9 @@ class BrierParts(NamedTuple):
 
     Attributes:
         reliability: Σ_b (n_b/n) (conf_b − acc_b)²: miscalibration, lower is better.
-        resolution: Σ_b (n_b/n) (acc_b − acc)²: how far the bins' accuracies spread, higher is better.
-        uncertainty: variance of correctness, whatever the confidence; acc (1 − acc) where it is 0 or 1.
-        within: what the spread of confidence inside bins adds; 0 where all of a bin are equal.
+        resolution: Σ_b (n_b/n) (acc_b − acc)²: spread of the bins' accuracies, higher is better.
+        uncertainty: variance of correctness; acc (1 − acc) if correctness is 0 or 1.
+        within: remainder from the spread of confidence within bins; 0 if confidences within each bin are equal.
     """
 
     reliability: np.ndarray
@@ -54,13 +54,13 @@ class BrierParts(NamedTuple):
 
 
 def brier_parts(sums: CalibrationSums) -> BrierParts:
-    """Murphy's (1973) decomposition of the Brier score, with the remainder that bins leave (Stephenson et al. 2008).
+    """Decomposition of the Brier score (Murphy 1973) with the remainder due to binning (Stephenson et al. 2008).
 
     Args:
-        sums: with every point in a bin (`closed` "right" or "left"); more bins leave a smaller remainder.
+        sums: sums with every point in a bin (`closed` "right" or "left"); more bins make the remainder smaller.
 
     Raises:
-        ValueError: where a point is in no bin.
+        ValueError: if a point is in no bin.
 
     Example:
         >>> import jax.numpy as jnp
@@ -73,26 +73,39 @@ def brier_parts(sums: CalibrationSums) -> BrierParts:
     if sums.dropped.any():
         raise ValueError('brier_parts: some points are in no bin; use sums with closed="right" or "left".')
     points, _, correct, squared = sums.whole()
-    share, safe = sums.count / points[..., None], divisor(sums.count)
+    fraction, safe = sums.count / points[..., None], divisor(sums.count)
     accuracy = correct / points
     spread = np.square(sums.correct / safe - accuracy[..., None])
     reliability = np.square(rmsce_from_sums(sums))
-    resolution = (share * spread).sum(-1)
+    resolution = (fraction * spread).sum(-1)
     uncertainty = squared / points - np.square(accuracy)
     return BrierParts(
         reliability, resolution, uncertainty, sums.brier / points - (reliability - resolution + uncertainty)
     )
 
 
-def summarise(sums: CalibrationSums | SumState) -> dict[str, float]:
-    """A row of a table: nll, brier, accuracy, confidence, bias, ece, mce, rmsce. ValueError where no point counts.
+def summarise(sums: CalibrationSums) -> dict[str, float]:
+    """nll, brier, accuracy, confidence, bias, ece, mce and rmsce of all points, computed in float64 on the host.
 
-    `nll` is NaN where some points came without `log_prob`.
+    Args:
+        sums: sums with any leading axes (sequences, batches), which are added up.
+
+    Returns:
+        Values by name; `nll` is NaN if a point that counts has no log-probability.
+
+    Raises:
+        ValueError: if no point counts.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from calibjax.metrics import calibration_sums
+        >>> summarise(calibration_sums(jnp.array([0.75, 0.75]), jnp.array([1, 0])))["ece"]
+        0.25
     """
     whole = total(sums)
     count, confidence, correct, _ = whole.whole()
     if not count:
-        raise ValueError("no token counts: nothing to summarise.")
+        raise ValueError("summarise: expected at least one point that counts, got none.")
     return {
         "nll": float(whole.nll / count),
         "brier": float(whole.brier / count),
@@ -103,16 +116,3 @@ def summarise(sums: CalibrationSums | SumState) -> dict[str, float]:
         "mce": float(mce_from_sums(whole)),
         "rmsce": float(rmsce_from_sums(whole)),
     }
-
-
-def compute(state: SumState) -> dict[str, float]:
-    """The figures of a stream of batches, in float64 on the host: what `summarise` returns.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from calibjax.metrics import init, update
-        >>> state = update(init(), jnp.array([0.75, 0.75]), jnp.array([1, 0]))
-        >>> compute(state)["ece"]
-        0.25
-    """
-    return summarise(state)

@@ -1,4 +1,4 @@
-"""The frozen language model: one decoder for all families, and how to load it."""
+"""The frozen language model: one decoder for all families, and its loaders."""
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import (

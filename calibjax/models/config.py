@@ -1,4 +1,4 @@
-"""What a decoder is: its sizes and kinds, and nothing of its weights."""
+"""Configuration of a decoder."""
 
 import dataclasses
 from typing import Literal
@@ -9,26 +9,26 @@ from calibjax.runtime.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(BlockConfig):
-    """A decoder-only language model: a block, how often it is repeated, and what stands at both ends.
+    """Configuration of a decoder-only language model: its block, the number of layers, embedding and unembedding.
 
-    Hashable, so it can be a static argument of `jax.jit`. The block's own fields are those of `BlockConfig`.
+    Hashable, so it can be a static argument of `jax.jit`. `BlockConfig` documents the fields of the block.
 
     Args:
-      family: The Hugging Face `model_type` it was read from, a key of `FAMILIES`.
-      vocab_size: Rows V of the embedding and of the unembedding.
-      num_layers: Blocks L.
-      max_positions: The longest sequence it was made for; with learned positions, the rows of their table.
-      tie_embeddings: Whether the unembedding is the embedding.
-      unembedding_bias: Whether a bias is added to the logits.
-      logit_softcap: `c` in `c * tanh(logits / c)`, or `None`.
-      logit_divisor: What logits are divided by before bias and soft-cap, or `None`.
-      embedding_scale: Factor on the embeddings, rounded to the compute dtype; or `None`.
-      local_layers: For each layer, whether it is local; empty where none is.
-      window: How many tokens, itself included, a token of a local layer sees; `None`: all before it.
-      local_rope: Rotary positions of local layers, of the same fraction; `None`: as in the others.
+        family: Hugging Face `model_type`, a key of `FAMILIES`.
+        vocab_size: V, number of rows of the embedding and of the unembedding.
+        num_layers: L, number of blocks.
+        max_positions: longest supported sequence; with learned positions, the number of rows of their table.
+        tie_embeddings: whether the unembedding is the embedding.
+        unembedding_bias: whether a bias is added to the logits.
+        logit_softcap: `c` in `c * tanh(logits / c)`, or `None`.
+        logit_divisor: positive divisor of the logits before bias and soft-cap, or `None`.
+        embedding_scale: factor on the embeddings, rounded to the compute dtype; or `None`.
+        local_layers: for each layer, whether its attention is local; empty if none is.
+        window: number of tokens, including itself, that a token attends to in a local layer. `None`: all before it.
+        local_rope: rotary positions of local layers, with the same fraction as `rope`. `None`: `rope`.
 
     Raises:
-      UserError: The sizes do not fit each other, a number is not finite, or a name is not known.
+        UserError: for inconsistent sizes, a number out of range, or an unknown name.
     """
 
     family: str
@@ -59,11 +59,11 @@ class DecoderConfig(BlockConfig):
             raise UserError(f"window: expected None or at least 1, got {self.window}.")
         if self.local_rope is not None and (self.rope is None or self.local_rope.fraction != self.rope.fraction):
             raise UserError(
-                "local_rope: expected one that rotates as many channels as rope, "
+                "local_rope: expected the same fraction of rotated channels as rope, "
                 f"got {self.local_rope} beside {self.rope}."
             )
 
     @property
     def positions(self) -> Literal["rope", "learned"]:
-        """How the model knows positions: a table is learned where they are not rotary."""
+        """Kind of positions: "rope", or "learned" if there is no `rope`."""
         return "learned" if self.rope is None else "rope"

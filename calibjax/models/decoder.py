@@ -1,9 +1,9 @@
 """The one decoder for all families: embedding, a scan over blocks, final norm, unembedding.
 
-The functions here are pure: a configuration, a tree of parameters and tokens in, arrays out. The tree is
+All functions are pure. They take a configuration, a tree of parameters and tokens, and return arrays. The tree holds
 
-    embedding [V, D], position_embedding [P, D] where learned, layers.<...> [L, ...], final_norm.<...> [D],
-    unembedding [V, D] where it is not tied to the embedding, unembedding_bias [V] where there is one.
+    embedding [V, D], position_embedding [P, D] if learned, layers.<...> [L, ...], final_norm.<...> [D],
+    unembedding [V, D] if it is not tied to the embedding, unembedding_bias [V] if the model has one.
 """
 
 import contextlib
@@ -40,18 +40,17 @@ _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_savea
 
 
 class Decoder(nn.Module):
-    """A transformer decoder up to its final norm; the blocks' parameters are stacked along a first axis L.
+    """A transformer decoder up to its final norm. The parameters of the blocks are stacked along a first axis L.
 
-    Most callers want the functions below.
+    Most callers use the functions below. Called on tokens with their segment ids and positions, the module returns
+    hidden states as `hidden_states` does. With a cache in which `reserve` has reserved columns for the tokens, it also
+    returns their keys and values in all layers.
 
     Args:
-      config: What it is.
-      dtype: Compute dtype.
-      param_dtype: Dtype of the parameters it creates.
-      remat: What the backward pass computes anew; see `hidden_states`.
-
-    Called on tokens with their segment ids and positions, it returns hidden states as `hidden_states` does; with a
-    cache, in which `reserve` has given the tokens their columns, also their keys and values in all layers.
+        config: configuration of the decoder.
+        dtype: compute dtype.
+        param_dtype: dtype of the parameters that `init` creates.
+        remat: rematerialisation in the backward pass; see `hidden_states`.
     """
 
     config: DecoderConfig
@@ -108,7 +107,7 @@ class Decoder(nn.Module):
         last, outputs = scan(blocks, hidden, (local, past, edit), contexts)
         last = make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last)
         if not cfg.tie_embeddings:
-            # Not used here: declared so that one initialisation makes the whole tree.
+            # Declared here so that one initialisation makes the whole tree; the module does not use it.
             self.param("unembedding", nn.initializers.normal(0.02), (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
         if cfg.unembedding_bias:
             self.param("unembedding_bias", nn.initializers.zeros, (cfg.vocab_size,), self.param_dtype)
@@ -122,7 +121,7 @@ class Decoder(nn.Module):
 
     def _lookup(self, name: str, rows: int, index: Array) -> Array:
         table = self.param(name, nn.initializers.normal(0.02), (rows, self.config.hidden_size), self.param_dtype)
-        # An index beyond the table gives NaN; clamping it would give plausible numbers for a wrong token.
+        # An index beyond the table gives NaN, because clamping would give plausible numbers for a wrong token.
         return lookup(table, index, name, self.dtype)
 
 
@@ -140,31 +139,31 @@ def hidden_states(
     condition: Float[Array, "B D"] | None = None,
     edit: Float[Array, "L D"] | None = None,
 ) -> Float[Array, "*L B T D"]:
-    """Runs the decoder on tokens, up to the final norm; no logits are formed.
+    """Runs the decoder on tokens up to the final norm, without logits.
 
     Args:
-      config: What the decoder is; static under `jax.jit`.
-      params: Its parameters.
-      tokens: Token ids in `[0, V)`, `[B, T]`, integer; an id beyond V turns its row NaN.
-      segment_ids: Which of the sequences packed in a row each token belongs to, `[B, T]`; 0 is padding. A token sees
-        its own segment only. `None`: one sequence a row.
-      positions: Position of each token, `[B, T]`. `None`: counted from 0, and from 0 again at each new segment.
-      layers: `"last"` for the states after the final norm; `"all"` for the embeddings, every block's output, and in
-        place of the last block's the states after the final norm, as transformers' `output_hidden_states` has them;
-        `"residual"` for the same with the last block's output as it is (`final_norm` makes the rest of it).
-      dtype: Compute dtype. In float32, matrix products are of the highest precision on every platform.
-      remat: What of a block the backward pass computes anew: `"none"`; `"dots"`: all but its matrix products;
-        `"full"`: the whole block, of which only the input is kept.
-      lora: Low-rank adapters that `params` holds beside the kernels; see `init_adapters`.
-      condition: Added to the embeddings of a row's tokens, `[B, D]`; the same as adding it to the table's rows.
-      edit: Added to the residual stream after each block, at every token, `[L, D]`; zeros change nothing. `None`: the
-        same, at no cost.
+        config: configuration of the decoder; static under `jax.jit`.
+        params: parameters of the decoder.
+        tokens: token ids in `[0, V)`, `[B, T]`, integer; an id outside makes its row NaN.
+        segment_ids: segment of each token, `[B, T]`; 0 is padding. A token attends only to its own segment. `None`: one
+            segment per row.
+        positions: position of each token, `[B, T]`. `None`: counted from 0 in each segment.
+        layers: `"last"` for the states after the final norm; `"all"` for the embeddings and every block's output, with
+            the states after the final norm in place of the last block's output, as transformers'
+            `output_hidden_states`; `"residual"` for the same with the last block's output itself (see `final_norm`).
+        dtype: compute dtype. In float32, matrix products have the highest precision on every platform.
+        remat: what the backward pass recomputes of a block: `"none"`; `"dots"`: all except its matrix products;
+            `"full"`: the whole block, of which only the input is stored.
+        lora: low-rank adapters that `params` holds beside the kernels; see `init_adapters`.
+        condition: vector added to the embeddings of a row's tokens, `[B, D]`.
+        edit: vectors added to the residual stream of every token after each block, `[L, D]`. `None` equals zeros, at no
+            cost.
 
     Returns:
-      `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"` and `"residual"`, in `dtype`.
+        `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"` and `"residual"`, in `dtype`.
 
     Raises:
-      UserError: The shapes do not agree, tokens are not integers, or T is larger than `config.max_positions`.
+        UserError: if shapes differ, tokens are not integers, or T is larger than `config.max_positions`.
     """
     _check_inputs(config, tokens, segment_ids, positions, layers, edit)
     module = Decoder(config, dtype, remat=remat)
@@ -190,20 +189,21 @@ def extend(
     segment_ids: Int[Array, "B T"],
     dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Runs the decoder on the tokens that follow those in a cache: the same numbers as from all of them at once.
+    """Runs the decoder on the tokens that follow those in a cache.
 
-    The same blocks as `hidden_states`' run, on keys and values of all S columns; columns not reached yet are masked.
+    The result equals that of `hidden_states` on all tokens at once. Attention is over all S columns of the cache; empty
+    columns are masked.
 
     Args:
-      config: What the decoder is; static under `jax.jit`.
-      params: Its parameters.
-      tokens: Token ids in `[0, V)`, `[B, T]`.
-      cache: Of the tokens before, with room for T more; `calibjax.nn.kv_cache.empty_cache` makes the first.
-      segment_ids: Which sequence of its row each token continues or begins, `[B, T]`; 0 is padding.
-      dtype: Compute dtype; that of the cache.
+        config: configuration of the decoder; static under `jax.jit`.
+        params: parameters of the decoder.
+        tokens: token ids in `[0, V)`, `[B, T]`.
+        cache: cache of the tokens before, with T free columns; `calibjax.nn.kv_cache.empty_cache` makes the first.
+        segment_ids: segment of its row that each token continues or begins, `[B, T]`; 0 is padding.
+        dtype: compute dtype, equal to that of the cache.
 
     Returns:
-      Hidden states after the final norm, `[B, T, D]`, and the cache with these tokens.
+        Hidden states after the final norm, `[B, T, D]`, and the cache with these tokens.
     """
     cache, positions = reserve(cache, segment_ids)
     with _matmul_precision(dtype):
@@ -216,35 +216,32 @@ def extend(
 def final_norm(
     config: DecoderConfig, params: Params, residual: Float[Array, "*B D"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*B D"]:
-    """Puts residual streams of any layer through the norm that stands before the unembedding."""
+    """Applies the norm that precedes the unembedding to residual streams of any layer."""
     norm = make_norm(config, dtype, residual.dtype, name="final_norm")
     return cast(Array, norm.apply({"params": params["final_norm"]}, residual))
 
 
 def unembedding(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
-    """Returns the matrix whose rows are scored against hidden states: the embedding itself where they are tied.
-
-    Divided by `logit_divisor` where the model has one, so that whoever scores with it need not know.
-    """
+    """Returns the unembedding (the embedding if they are tied), divided by `logit_divisor` if there is one."""
     matrix = params["embedding"] if config.tie_embeddings else params["unembedding"]
     return matrix if config.logit_divisor is None else matrix / jnp.asarray(config.logit_divisor, matrix.dtype)
 
 
 def unembedding_bias(params: Params) -> Float[Array, " V"] | None:
-    """Returns what is added to the logits before the soft-cap, or `None` where there is nothing."""
+    """Returns the bias of the logits before the soft-cap, or `None` if there is none."""
     return params.get("unembedding_bias")
 
 
 def unembed(config: DecoderConfig, params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Turns hidden states into logits: `softcap(hidden @ unembedding.T + bias)`.
+    """Computes logits from hidden states: `softcap(hidden @ unembedding.T + bias)`.
 
     Args:
-      config: What the decoder is.
-      params: Its parameters.
-      hidden: Hidden states `[..., D]`; their dtype is the compute dtype.
+        config: configuration of the decoder.
+        params: parameters of the decoder.
+        hidden: hidden states `[..., D]`; their dtype is the compute dtype.
 
     Returns:
-      Logits `[..., V]`, accumulated and returned in float32.
+        Logits `[..., V]`, accumulated and returned in float32.
     """
     with _matmul_precision(hidden.dtype):
         logits = jnp.einsum(
@@ -268,21 +265,21 @@ def logits(
     positions: Int[Array, "B T"] | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "B T V"]:
-    """Runs the decoder on tokens and returns logits `[B, T, V]` in float32; the arguments are `hidden_states`'."""
+    """Runs the decoder on tokens and returns logits `[B, T, V]` in float32. For the arguments see `hidden_states`."""
     hidden = hidden_states(config, params, tokens, segment_ids=segment_ids, positions=positions, dtype=dtype)
     return unembed(config, params, hidden)
 
 
 def init_params(config: DecoderConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-    """Returns random parameters: matrices and embeddings normal with deviation 0.02, scales one, biases zero.
+    """Returns random parameters: matrices and embeddings N(0, 0.02²), scales one, biases zero.
 
     Args:
-      config: What the decoder is.
-      key: A key of `jax.random`.
-      dtype: Dtype of the parameters.
+        config: configuration of the decoder.
+        key: `jax.random` key.
+        dtype: dtype of the parameters.
 
     Returns:
-      The tree described at the top of this module.
+        The tree described at the top of this module.
     """
     tokens = jnp.zeros((1, 1), jnp.int32)
     init = jax.jit(lambda key: Decoder(config, param_dtype=dtype).init(key, tokens, None, tokens)["params"])
@@ -290,15 +287,15 @@ def init_params(config: DecoderConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp
 
 
 def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) -> dict[str, Any]:
-    """Returns float32 adapters that change nothing yet: A of He's uniform distribution, B zero.
+    """Returns float32 adapters whose product is zero: A from He's uniform distribution, B zero.
 
     Args:
-      config: What the decoder is.
-      lora: Which kernels are adapted, and how.
-      key: A key of `jax.random`.
+        config: configuration of the decoder.
+        lora: configuration of the adapters.
+        key: `jax.random` key.
 
     Returns:
-      A tree of the adapters alone; `lora.join` puts them beside the parameters they belong to.
+        A tree that holds only the adapters; `lora.join` adds them to the parameters.
     """
     tokens = jnp.zeros((1, 1), jnp.int32)
     module = lora.adapt(Decoder(config))
@@ -306,22 +303,22 @@ def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) ->
 
 
 def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-    """Returns the parameter tree's shapes and dtypes, as `jax.ShapeDtypeStruct`s; nothing is computed."""
+    """Returns the shapes and dtypes of the parameter tree as `jax.ShapeDtypeStruct`s, without computing it."""
     return jax.eval_shape(lambda key: init_params(config, key, dtype), jax.random.key(0))
 
 
 def _layer_contexts(
     config: DecoderConfig, positions: Array, segment_ids: Array | None, start: Array | None
 ) -> _Contexts:
-    """One context where all layers are of a kind, else that of the global layers and that of the local ones."""
-    everything = sequence_context(config, positions, segment_ids, start=start)
+    """One context if all layers are of one kind, else those of global and of local layers."""
+    unlimited = sequence_context(config, positions, segment_ids, start=start)
     if not any(config.local_layers):
-        return (everything,)
+        return (unlimited,)
     length = positions.shape[1] if segment_ids is None else segment_ids.shape[1]
     window = config.window if config.window is not None and config.window < length else None
     rope = config.rope if config.local_rope is None else config.local_rope
     local = sequence_context(dataclasses.replace(config, rope=rope), positions, segment_ids, window=window, start=start)
-    return (local,) if all(config.local_layers) else (everything, local)
+    return (local,) if all(config.local_layers) else (unlimited, local)
 
 
 def _choose(local: Array, contexts: _Contexts) -> SequenceContext:
@@ -329,7 +326,7 @@ def _choose(local: Array, contexts: _Contexts) -> SequenceContext:
 
 
 def _matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager:
-    # TPUs and recent GPUs multiply float32 in bfloat16 or TF32 unless told otherwise.
+    # By default, TPUs and recent GPUs multiply float32 matrices in bfloat16 or TF32.
     return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
 
 
@@ -348,8 +345,8 @@ def _check_inputs(
             raise UserError(f"{name}: expected the tokens' shape {list(tokens.shape)}, got {list(value.shape)}.")
     if tokens.shape[1] > config.max_positions:
         raise UserError(
-            f"tokens: {tokens.shape[1]} positions, but the model was made for at most {config.max_positions}; "
-            "cut the sequences shorter."
+            f"tokens: expected at most {config.max_positions} positions for this model, got {tokens.shape[1]}; "
+            "use shorter sequences."
         )
     if layers not in get_args(Layers):
         raise UserError(f"layers: expected one of {', '.join(get_args(Layers))}; got {layers!r}.")

@@ -1,7 +1,7 @@
-"""The model families we can read: for each, how its configuration and its tensors' names map to ours.
+"""Registry of model families: how each maps its configuration and tensor names to ours.
 
-To add a family is to add one entry to `FAMILIES`. Whatever in a configuration would change the numbers and is not
-implemented here is an error, never ignored.
+A new family is one entry of `FAMILIES`. A configuration setting that changes the numbers and is not implemented here
+raises an error.
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How to read one `model_type` of Hugging Face.
+    """How to read one Hugging Face `model_type`.
 
     Args:
-      read_config: From their configuration to ours.
-      prefix: What tensor names may begin with, and may lack.
-      rules: The tensors; a rule whose targets are not in a model's tree (a bias it has not) does not apply to it.
-      ignored: Regular expressions of names, without prefix, that hold buffers and no parameters.
-      native: Whether transformers knows the family. If not, `read_config` gets the JSON's own fields, and all of them
-        must be there.
+        read_config: converts their configuration to ours.
+        prefix: optional prefix of tensor names.
+        rules: rules of the tensors; a rule is skipped if a model's tree lacks its targets (such as an absent bias).
+        ignored: regular expressions of tensor names, without prefix, that are buffers and not parameters.
+        native: whether transformers knows the family. If not, `read_config` gets the fields of the JSON file, which
+            must be complete.
     """
 
     read_config: Callable[[Any], DecoderConfig]
@@ -51,17 +51,17 @@ class Family:
 
 
 def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
-    """Reads a Hugging Face configuration into a `DecoderConfig`; runs no code from the model's folder.
+    """Converts a Hugging Face configuration to a `DecoderConfig`, without running code from the model's directory.
 
     Args:
-      source: A model's directory, with its `config.json`, or a configuration object of transformers.
+        source: a model's directory with its `config.json`, or a configuration object of transformers.
 
     Returns:
-      The configuration.
+        The configuration.
 
     Raises:
-      UserError: There is no such file, it cannot be read, its `model_type` is not supported, or it asks for something
-        that is not implemented; the field and its value are named.
+        UserError: if the file is missing or cannot be read, or its `model_type` or a setting is not supported; the
+            message names the field and its value.
     """
     hf: Any = source
     if isinstance(source, str | Path):
@@ -106,7 +106,7 @@ def _unsupported(model_type: str | None) -> str:
     return f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}."
 
 
-# Tensor names that families share; Llama's are the commonest.
+# Tensor names that several families have in common.
 
 _ENDS = (
     Rule("embed_tokens.weight", ("embedding",)),
@@ -185,7 +185,7 @@ def _gemma2_config(hf: Any) -> DecoderConfig:
 
 
 def _gemma3_config(hf: Any) -> DecoderConfig:
-    # `attn_logit_softcapping` is a key of its configuration that transformers' model does not apply.
+    # transformers' model ignores the configuration's `attn_logit_softcapping`.
     kinds = hf.rope_parameters
     local = rope(hf, kinds["sliding_attention"])
     return _local_global_gemma_config(hf, qk_norm="head", rope=rope(hf, kinds["full_attention"]), local_rope=local)
@@ -300,7 +300,7 @@ def _gpt2_config(hf: Any) -> DecoderConfig:
     refuse(hf, "activation_function", hf.activation_function, allowed=ACTIVATIONS)
     refuse(hf, "scale_attn_by_inverse_layer_idx", hf.scale_attn_by_inverse_layer_idx, allowed=(False,))
     refuse(hf, "add_cross_attention", hf.add_cross_attention, allowed=(False,))
-    # `reorder_and_upcast_attn` asks for float32 attention logits, which ours always are.
+    # `reorder_and_upcast_attn` selects float32 attention logits; ours are always float32.
     return DecoderConfig(
         family="gpt2",
         vocab_size=hf.vocab_size,
@@ -326,7 +326,7 @@ _GPT2_RULES = (
     Rule("wte.weight", ("embedding",)),
     Rule("wpe.weight", ("position_embedding",)),
     *norm("h.{}.ln_1", "layers.attention_norm"),
-    # GPT-2's Conv1D already holds `[in, out]`; query, key and value are side by side in one.
+    # GPT-2's Conv1D holds `[in, out]`, with query, key and value concatenated.
     *linear("h.{}.attn.c_attn", "layers.attention.q", "layers.attention.k", "layers.attention.v", transpose=False),
     *linear("h.{}.attn.c_proj", "layers.attention.o", transpose=False),
     *norm("h.{}.ln_2", "layers.mlp_norm"),
@@ -340,12 +340,12 @@ _GPT2_RULES = (
 def _qwen_config(hf: Any) -> DecoderConfig:
     refuse(hf, "no_bias", hf.no_bias, allowed=(True,))
     refuse(hf, "scale_attn_weights", hf.scale_attn_weights, allowed=(True,))
-    # `use_dynamic_ntk` and `use_logn_attn` begin to work beyond `seq_length`; we refuse sequences so long.
+    # `use_dynamic_ntk` and `use_logn_attn` take effect beyond `seq_length`, and such sequences raise an error.
     return DecoderConfig(
         family="qwen",
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
-        # Theirs counts gate and up together.
+        # Theirs is the size of gate and up together.
         intermediate_size=hf.intermediate_size // 2,
         num_layers=hf.num_hidden_layers,
         num_heads=hf.num_attention_heads,

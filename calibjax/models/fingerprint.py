@@ -14,16 +14,16 @@ from calibjax.models.config import DecoderConfig
 
 
 def fingerprint(config: DecoderConfig, tensors: Iterable[tuple[str, ArrayLike]]) -> str:
-    """Hashes a model: `sha256` over the configuration and over each tensor's digest, in the order of their names.
+    """Hashes a model: `sha256` over the configuration and the digests of all tensors, sorted by name.
 
-    It depends on what the model is, and not on how its files are divided or in what order its tensors come.
+    The result does not depend on the division into files or on the order of the tensors.
 
     Args:
-      config: The configuration; what is not at its default is hashed, as JSON with sorted keys.
-      tensors: Pairs of name and array, such as `named_tensors` yields, in any order.
+        config: configuration, of which fields other than defaults are hashed, as JSON with sorted keys.
+        tensors: pairs of name and array in any order, such as `named_tensors` yields.
 
     Returns:
-      64 hexadecimal digits.
+        64 hexadecimal digits.
     """
     return combine_digests(config, {name: tensor_digest(name, tensor) for name, tensor in tensors})
 
@@ -37,7 +37,7 @@ def tensor_digest(name: str, tensor: ArrayLike) -> str:
 
 
 def join_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Returns the digests of all of a model's tensors, `names`, of which each process has computed some."""
+    """Returns the digests of all tensors `names`, of which each process has computed some in `digests`."""
     if len(digests) == len(names):
         return dict(digests)
     mine = np.array([list(bytes.fromhex(digests.get(name, "00" * 32))) for name in names], np.uint8)
@@ -46,15 +46,15 @@ def join_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict[str, 
 
 
 def combine_digests(config: DecoderConfig, digests: Mapping[str, str]) -> str:
-    """Returns the fingerprint of a model whose tensors' digests are known; `digests` is keyed by tensor name."""
+    """Returns the fingerprint of a model from the digests of its tensors by name."""
     canonical = [distinctive(config), sorted(digests.items())]
     return hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
 
 
 def distinctive(config: Any) -> dict[str, Any]:
-    """Returns the fields of a configuration that are not at their defaults, as JSON has them.
+    """Returns the fields of a configuration that differ from their defaults, as JSON values.
 
-    So that a model is the same after an option was added that it does not use.
+    A new option with a default therefore does not change the fingerprints of models.
     """
     given = {}
     for field in dataclasses.fields(config):
@@ -65,7 +65,7 @@ def distinctive(config: Any) -> dict[str, Any]:
 
 
 def named_tensors(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields a parameter tree's tensors on the host, by dotted names; stacked ones layer by layer."""
+    """Yields the tensors of a parameter tree on the host with dotted names; stacked tensors layer by layer."""
     for path, leaf in dotted_leaves(params):
         array = np.asarray(leaf)
         if path.startswith("layers."):
@@ -85,5 +85,5 @@ def dotted_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def layer_name(path: str, layer: int | None) -> str:
-    """Returns the name of one layer's slice of the stacked tensor at `path`; without a layer, `path` itself."""
+    """Returns the name of one layer of the stacked tensor at `path`, or `path` if `layer` is `None`."""
     return path if layer is None else path.replace("layers.", f"layers.{layer}.", 1)

@@ -1,4 +1,4 @@
-"""The frozen model as training and evaluation see it: hidden states of a batch, computed or read back."""
+"""Forward pass of the frozen model for training and evaluation, from tokens or from stored hidden states."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ from calibjax.runtime.sharding import AXES
 
 
 class Frozen(NamedTuple):
-    """The arrays of a frozen model: arguments of jitted functions, never constants of their programs.
+    """Arrays of a frozen model, passed to jitted functions as arguments.
 
     Attributes:
-        params: of the decoder; None where batches bring their hidden states along.
+        params: parameters of the decoder; None if batches hold hidden states.
         unembedding: `[V, D]`.
-        covariance: of the logits (`heads.logit_covariance`), where a head reads log_std_logits; else None.
-        bias: of the logits, `[V]`, where the model has one; else None.
+        covariance: covariance of the logits (`heads.logit_covariance`) if a head reads log_std_logits, else None.
+        bias: bias of the logits, `[V]`, or None.
     """
 
     params: decoder.Params | None
@@ -34,7 +34,7 @@ class Frozen(NamedTuple):
 
 
 def freeze(lm: LanguageModel, *, head: HeadConfig | None = None, hidden_given: bool = False) -> Frozen:
-    """The arrays of `lm` that a step needs: no decoder where the hidden states come with the batch."""
+    """Returns the arrays of `lm` that a step needs, without the decoder if batches hold hidden states."""
     covariance = None
     if head is not None and "log_std_logits" in head.features:
         covariance = jax.jit(logit_covariance)(lm.unembedding, lm.unembedding_bias)
@@ -42,7 +42,7 @@ def freeze(lm: LanguageModel, *, head: HeadConfig | None = None, hidden_given: b
 
 
 def vocab_sharding(mesh: Mesh | AbstractMesh, config: DecoderConfig) -> VocabSharding | None:
-    """How the operator divides the unembedding as `sharding.RULES` stores it; None on one device or another mesh."""
+    """Sharding of the unembedding according to `sharding.RULES`; None on one device or a mesh with other axes."""
     if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
         return None
     divides = config.hidden_size % mesh.shape["fsdp"] == 0
@@ -52,14 +52,14 @@ def vocab_sharding(mesh: Mesh | AbstractMesh, config: DecoderConfig) -> VocabSha
 def batch_hidden(
     config: DecoderConfig, frozen: Frozen, batch: Mapping[str, Array], dtype: DTypeLike
 ) -> Float[Array, "B T D"]:
-    """Hidden states after the final norm: `batch["hidden"]` where given, else the decoder's on `batch["tokens"]`.
+    """Hidden states after the final norm: `batch["hidden"]` if given, else computed by the decoder.
 
-    Reads `tokens`, `segment_ids` and `positions` of the batch, all `[B, T]`.
+    The decoder reads `tokens`, `segment_ids` and `positions` of the batch, all `[B, T]`.
     """
     if "hidden" in batch:
         return batch["hidden"].astype(dtype)
     if frozen.params is None:
-        raise ValueError("the batch holds no hidden states, and this frozen model no decoder to compute them.")
+        raise ValueError("batch: expected `hidden`, because this Frozen has no decoder parameters.")
     return jax.lax.stop_gradient(
         decoder.hidden_states(
             config,
@@ -81,7 +81,7 @@ def batch_log_scale(
     dtype: DTypeLike,
     log_factor: Float[Array, ""] | float = 0.0,
 ) -> Float[Array, "B T"]:
-    """log_scale of every token of a batch with `hidden` `[B, T, D]`, with the factor; arguments as `batch_stats`'s."""
+    """log_scale of every token of a batch with `hidden` `[B, T, D]`, including `log_factor`; see `batch_stats`."""
     features = head_features(
         head.features,
         batch["hidden"],
@@ -108,23 +108,23 @@ def batch_stats(
     log_factor: Float[Array, ""] | float = 0.0,
     statistics: tuple[str, ...] | None = None,
 ) -> tuple[VocabStats, Float[Array, "B T"]]:
-    """Frozen forward pass, head, and vocabulary statistics of one batch: the path of training and evaluation alike.
+    """Frozen forward pass, head and vocabulary statistics of one batch, for training and evaluation.
 
-    Where a mesh of ours is set (`jax.set_mesh`), tokens and vocabulary are divided as `vocab_sharding` says.
+    If a mesh is set (`jax.set_mesh`), tokens and vocabulary are divided according to `vocab_sharding`.
 
     Args:
-        config: of the decoder; static.
-        head: of the head; static.
-        head_params: its parameters.
-        frozen: the model's arrays.
+        config: configuration of the decoder; static.
+        head: configuration of the head; static.
+        head_params: parameters of the head.
+        frozen: arrays of the model.
         batch: `targets` (int), `where` (bool), `segment_ids` (int), and `hidden` `[B, T, D]` or `tokens` and
-            `positions`; all else `[B, T]`.
+            `positions`; all others `[B, T]`.
         dtype: compute dtype of the frozen model.
         log_factor: added to every log_scale.
-        statistics: wanted of `vocab_stats`.
+        statistics: names of the statistics to compute, see `vocab_stats`.
 
     Returns:
-        The statistics at the head's scale, and log_scale `[B, T]` with the factor.
+        The statistics at the head's scale, and log_scale `[B, T]` including `log_factor`.
     """
     hidden = batch_hidden(config, frozen, batch, dtype)
     log_scale = batch_log_scale(config, head, head_params, frozen, {**batch, "hidden": hidden}, dtype, log_factor)

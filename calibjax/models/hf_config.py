@@ -1,6 +1,6 @@
-"""The parts of a Hugging Face configuration that families have in common, in our words.
+"""Conversion of Hugging Face configuration fields that several families have in common.
 
-Whatever would change the numbers and is not implemented here is an error that names the field, never ignored.
+A setting that changes the numbers and is not implemented here raises an error that names the field.
 """
 
 import math
@@ -13,20 +13,21 @@ from calibjax.runtime.errors import UserError
 
 
 def refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:
-    """Raises `UserError` where the value of a field is not among those allowed."""
+    """Raises `UserError` if the value of a field is not in `allowed`."""
     if value not in allowed:
         choices = ", ".join(map(repr, allowed))
         raise UserError(f"{hf.model_type} configuration: {field} = {value!r} is not supported; expected {choices}.")
 
 
 def common_config(hf: Any, **ours: Any) -> DecoderConfig:
-    """Returns the configuration by the keys that most families read; `ours` are fields that differ.
+    """Returns the configuration from the keys that most families read; `ours` are fields that differ.
 
-    A configuration may hold keys of other families, which transformers ignores: no key is read because it is there.
+    A configuration may hold keys of other families, which transformers ignores, so the presence of a key must not
+    decide whether it is read.
 
     Args:
-      hf: A configuration of transformers.
-      ours: Fields of `DecoderConfig`, which take precedence. `norm="layer"` reads `layer_norm_eps`.
+        hf: configuration object of transformers.
+        ours: fields of `DecoderConfig`, which take precedence. `norm="layer"` reads `layer_norm_eps`.
     """
     heads = hf.num_attention_heads
     fields = {
@@ -49,32 +50,32 @@ def common_config(hf: Any, **ours: Any) -> DecoderConfig:
         fields["rope"] = rope(hf)
     for positions in (fields["rope"], fields.get("local_rope")):
         if positions is not None and positions.scaling == "longrope":
-            # Beyond it, other divisors hold for the whole sequence: a model for each length, of which this is one.
+            # Longer sequences use other divisors for all their positions, which is not implemented.
             fields["max_positions"] = min(fields["max_positions"], positions.original_max_positions)
     return DecoderConfig(**fields)
 
 
 def activation(hf: Any, field: str) -> str:
-    """Returns the activation that the field names."""
+    """Returns the activation named by `field`."""
     refuse(hf, field, getattr(hf, field), allowed=ACTIVATIONS)
     return getattr(hf, field)
 
 
 def equal_heads(hf: Any) -> dict[str, int]:
-    """Returns our fields for heads that share `hidden_size`, whatever `head_dim` is."""
+    """Returns our fields for heads that divide `hidden_size` equally, which ignore `head_dim`."""
     head_dim = hf.hidden_size // hf.num_attention_heads
-    # transformers takes it for the rotary positions alone.
+    # transformers uses it only for rotary positions.
     refuse(hf, "head_dim", getattr(hf, "head_dim", None), allowed=(None, head_dim))
     return {"head_dim": head_dim}
 
 
 def attention_biases(hf: Any) -> dict[str, bool]:
-    """Returns our fields for `attention_bias`: of all four projections."""
+    """Returns our fields for `attention_bias`, which applies to all four projections."""
     return {"qkv_bias": hf.attention_bias, "output_bias": hf.attention_bias}
 
 
 def local_layers(hf: Any) -> dict[str, Any]:
-    """Returns our fields for `layer_types` and `sliding_window`; nothing where no layer has a window."""
+    """Returns our fields for `layer_types` and `sliding_window`; empty if no layer has a window."""
     for kind in hf.layer_types:
         refuse(hf, "layer_types", kind, allowed=("full_attention", "sliding_attention"))
     local = tuple(kind == "sliding_attention" for kind in hf.layer_types)
@@ -88,14 +89,14 @@ def local_layers(hf: Any) -> dict[str, Any]:
 
 
 def everywhere_local(hf: Any) -> dict[str, Any]:
-    """Returns our fields for a `sliding_window` that every layer has, where it is set."""
+    """Returns our fields for a `sliding_window` of all layers; empty if it is not set."""
     if hf.sliding_window is None:
         return {}
     return {"local_layers": (True,) * hf.num_hidden_layers, "window": hf.sliding_window}
 
 
-# What each `rope_type` must have. "dynamic" changes nothing up to `max_position_embeddings`, and we refuse longer
-# sequences.
+# Required fields of each `rope_type`. "dynamic" differs from "default" only beyond `max_position_embeddings`, and
+# longer sequences raise an error.
 _ROPE_TYPES = {
     "default": (),
     "dynamic": (),
@@ -107,15 +108,15 @@ _ROPE_TYPES = {
 
 
 def rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = False) -> Rope:
-    """Returns the rotary positions of `parameters`, or of the configuration's own.
+    """Returns the rotary positions of `parameters`, or of the configuration if `None`.
 
     Args:
-      hf: A configuration of transformers.
-      parameters: Those of one kind of layer, where kinds differ.
-      partial: Whether the family reads `partial_rotary_factor`.
+        hf: configuration object of transformers.
+        parameters: parameters of one kind of layer, if kinds differ.
+        partial: whether the family reads `partial_rotary_factor`.
     """
-    # transformers 5 keeps theta and scaling together in `rope_parameters`; before, `rope_scaling` stood beside
-    # `rope_theta`, and called its kind `type`.
+    # transformers 5 has theta and scaling in `rope_parameters`. Older files have `rope_theta` and a separate
+    # `rope_scaling`, which may name its kind `type`.
     given: Mapping[str, Any] = (
         parameters or getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
     )
@@ -123,10 +124,10 @@ def rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = F
     refuse(hf, "rope_type", kind, allowed=_ROPE_TYPES)
     for name in _ROPE_TYPES[kind]:
         if given.get(name) is None:
-            raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} needs {name!r}, which is missing.")
+            raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} requires {name!r}, which is missing.")
     fields: dict[str, Any] = {name: float(given[name]) for name in _ROPE_TYPES[kind] if name != "short_factor"}
     if kind in ("llama3", "yarn", "longrope"):
-        # As in transformers, the field beside the parameters wins, except where kinds of layers differ.
+        # As in transformers, the top-level field takes precedence, unless kinds of layers differ.
         original = None if parameters else getattr(hf, "original_max_position_embeddings", None)
         original = original or given.get("original_max_position_embeddings") or hf.max_position_embeddings
         fields["original_max_positions"] = int(original)
@@ -134,7 +135,7 @@ def rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = F
     if partial:
         numbers["partial_rotary_factor"] = given.get("partial_rotary_factor")
     elif kind != "default":
-        # transformers ignores it without scaling, and fails with it.
+        # transformers ignores it without scaling and fails with scaling.
         refuse(hf, "partial_rotary_factor", given.get("partial_rotary_factor"), allowed=(None, 1.0))
     for name, number in numbers.items():
         if number is None:

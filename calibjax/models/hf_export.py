@@ -1,4 +1,4 @@
-"""From our parameter tree back to a Hugging Face directory: the same names, layout and files as the model came in."""
+"""Export of a parameter tree to a Hugging Face directory, with the original names, layouts and files."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from calibjax.runtime.files import new_directory, write_file
 _SHARD_BYTES = 5 * 10**9
 _COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 DESCRIPTION = "calibjax.json"
-"""What `checkpoint.save_checkpoint` says of its directory."""
+"""Description file of an Orbax checkpoint, see `orbax_checkpoint.save_checkpoint`."""
 _NOT_COPIED = ("*.safetensors.index.json", DESCRIPTION)
 
 
@@ -37,24 +37,24 @@ def save_model(
     shard_bytes: int = _SHARD_BYTES,
     replace: bool = False,
 ) -> None:
-    """Writes a model that transformers, and `load_model`, read as they read the one it was made from.
+    """Writes a model that transformers and `load_model` can read.
 
-    Tensors are fetched from the devices one at a time; the host holds one file's worth. They are written
-    beside `directory` first, which is renamed when it is complete. All processes of a job call it; the first one
-    writes.
+    Tensors are fetched from the devices one at a time; the host holds the tensors of one file. The files are written
+    to a temporary directory that is renamed to `directory` when it is complete. All processes of a job must call this;
+    the first one writes.
 
     Args:
-      directory: Where to; new or empty.
-      config: What the decoder is.
-      params: Its parameters, as `init_params` shapes them; may be divided among devices.
-      like: Directory of a model of the same configuration: its config.json and tokenizer files are copied.
-      dtype: Of the tensors written: float32, bfloat16 or float16.
-      shard_bytes: Largest size of one file of weights.
-      replace: A model written there earlier, of the same files, may be replaced.
+        directory: output directory, new or empty.
+        config: configuration of the decoder.
+        params: parameters in the tree of `init_params`; they may be sharded.
+        like: directory of a model of the same configuration, whose config.json and tokenizer files are copied.
+        dtype: dtype of the written tensors: float32, bfloat16 or float16.
+        shard_bytes: largest size of a weights file in bytes.
+        replace: whether an earlier export with the same files may be replaced.
 
     Raises:
-      UserError: `like` is no such directory, or as `settings_files`; `directory` is neither new, empty nor to be
-        replaced, or cannot be written.
+        UserError: if `like` is not such a directory, `directory` cannot be written or replaced, or as for
+            `settings_files`.
     """
     source = require_directory(like, "model")
     if not (source / "config.json").is_file():
@@ -89,11 +89,11 @@ def save_model(
 
 
 def settings_files(source: Path) -> list[Path]:
-    """Returns a model's configuration and tokenizer files, which go with its weights wherever these are written.
+    """Returns a model's configuration and tokenizer files, which are copied whenever its weights are written.
 
     Raises:
-        UserError: one of them is a symbolic link to a file outside the model's directory, which might hold anything.
-            Links of a snapshot in the hub's cache to blobs of the same repository are allowed.
+        UserError: if one of them is a symbolic link to a file outside the model's directory. Links of a snapshot in the
+            hub's cache to blobs of the same repository are allowed.
     """
     skipped = {file for pattern in _NOT_COPIED for file in source.glob(pattern)}
     files = sorted({file for pattern in _COPIED for file in source.glob(pattern)} - skipped)
@@ -106,14 +106,14 @@ def settings_files(source: Path) -> list[Path]:
         target = Path(os.path.realpath(file))
         if not any(target.is_relative_to(place) for place in allowed) or (file.is_symlink() and not target.is_file()):
             raise UserError(
-                f"{file} is a symbolic link to {target}: expected a file in {folder}. Put the file itself there, or "
-                "remove the link."
+                f"{file} is a symbolic link to {target}: expected a file in {folder}. Copy the file there or remove "
+                "the link."
             )
     return [file for file in files if file.is_file()]
 
 
 def copy_settings(source: Path, target: Path, dtype: str) -> None:
-    """Copies `settings_files`, and raises as it does; `dtype` is said to be that of the weights."""
+    """Copies `settings_files` and sets `dtype` as the dtype of the weights in config.json."""
     for file in settings_files(source):
         shutil.copy(file, target / file.name)
     written = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -122,7 +122,7 @@ def copy_settings(source: Path, target: Path, dtype: str) -> None:
 
 
 def _tensors(config: DecoderConfig, leaves: Mapping[str, Any]) -> Iterator[tuple[Rule, str, int | None]]:
-    """Every tensor of the checkpoint: its rule, its name there, and which layer it is of."""
+    """Yields the rule, name and layer of every tensor of the checkpoint."""
     family = FAMILIES[config.family]
     for rule in family.rules:
         if not all(target in leaves for target in rule.targets):

@@ -1,7 +1,7 @@
-"""From a checkpoint's tensors to our parameter tree: which goes where, decided from names and shapes alone.
+"""Mapping of a checkpoint's tensors to our parameter tree, planned from names and shapes.
 
-The plan is made before any weight is read. It is complete or it is an error: every tensor of the checkpoint is used
-or known to be a buffer, and every parameter of the model is filled exactly once.
+The plan is made before any weight is read. Every tensor of the checkpoint must be used or be a known buffer, and every
+parameter of the model must be filled exactly once; otherwise an error is raised.
 """
 
 import collections
@@ -27,7 +27,7 @@ _MOST_NAMED = 10
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A tensor as a checkpoint's header describes it: name, shape, safetensors dtype such as `"BF16"`, and file."""
+    """A tensor in a checkpoint's header: name, shape, safetensors dtype such as `"BF16"`, and file."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,13 +37,13 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor of the checkpoint, or a part of it, that fills a parameter or one layer of it.
+    """A tensor of the checkpoint, or a part of one, that fills a parameter or one layer of it.
 
     Args:
-      entry: The tensor.
-      layer: Which layer it fills, or `None` where the parameter is not stacked.
-      layout: How it holds its parameters.
-      columns: Which of them this one is: its columns of each group of the layout.
+        entry: tensor in the checkpoint.
+        layer: layer that it fills, or `None` if the parameter is not stacked.
+        layout: layout of the parameters within the tensor.
+        columns: columns of this parameter in each group of the layout.
     """
 
     entry: TensorEntry
@@ -52,18 +52,18 @@ class Piece:
     columns: slice
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the values to store, given those of `entry`."""
+        """Returns the values of the parameter, given those of `entry`."""
         return self.layout.take(tensor, self.columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How to fill a model's parameters.
+    """Assignment of tensors to a model's parameters.
 
     Args:
-      leaves: Each parameter's dotted path, with its shape and dtype.
-      pieces: For each path, what fills it; for stacked parameters, one piece a layer.
-      must_equal: Two tensors that the model ties but the checkpoint stores both, or `None`.
+        leaves: shape and dtype of each parameter by dotted path.
+        pieces: pieces that fill each path; one per layer for stacked parameters.
+        must_equal: two tensors that the model ties and the checkpoint stores separately, or `None`.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct]
@@ -72,23 +72,23 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """What `fingerprint` calls the pieces, in their order."""
+        """Names of the pieces in `fingerprint`, in their order."""
         return [layer_name(path, piece.layer) for path, pieces in self.pieces.items() for piece in pieces]
 
 
 def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
-    """Decides which tensor of a checkpoint fills which parameter.
+    """Assigns the tensors of a checkpoint to the parameters of a model.
 
     Args:
-      config: The model; its family's rules apply.
-      entries: All tensors of the checkpoint, from all of its files.
+        config: configuration of the model, whose family has the rules.
+        entries: all tensors of all files of the checkpoint.
 
     Returns:
-      The plan.
+        The plan.
 
     Raises:
-      UserError: Tensors are unknown, missing, given twice, misshapen or not floating-point; all kinds are reported
-        together, and up to ten names of each.
+        UserError: if tensors are unknown, missing, duplicated, of wrong shape or not floating-point. The message lists
+            up to ten names of each kind.
     """
     family = FAMILIES[config.family]
     leaves = dict(dotted_leaves(abstract_params(config)))
@@ -100,7 +100,7 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
             continue
         if name in found:
             first = found[name]
-            problems["given twice"].append(f"{entry.name} ({entry.file.name}) and {first.name} ({first.file.name})")
+            problems["duplicate"].append(f"{entry.name} ({entry.file.name}) and {first.name} ({first.file.name})")
         found.setdefault(name, entry)
 
     tied = _take_tied(config, found)
@@ -119,25 +119,25 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
                 pieces[target].append(piece)
     problems["unknown"].extend(entry.name for entry in found.values())
     if tied is not None and tied[0].shape != tied[1].shape:
-        problems["misshapen"].append(f"{tied[1].name} {list(tied[1].shape)}, expected {list(tied[0].shape)}")
+        problems["wrong shape"].append(f"{tied[1].name} {list(tied[1].shape)}, expected {list(tied[0].shape)}")
     if any(problems.values()):
         report = "; ".join(f"{kind}: {_listing(names)}" for kind, names in problems.items() if names)
         raise UserError(
-            f"The weights are not those of this {config.family} configuration. {report}. "
-            "Check that config.json and the safetensors files come from the same model, and are complete."
+            f"The weights do not match this {config.family} configuration. {report}. "
+            "Check that config.json and the safetensors files are complete and come from the same model."
         )
     return Plan(leaves, pieces, tied)
 
 
 def _take_tied(config: DecoderConfig, found: dict[str, TensorEntry]) -> tuple[TensorEntry, TensorEntry] | None:
-    """Removes a tied model's second copy of its embedding from `found`; returns the two copies, where there are two."""
+    """Removes a tied model's second copy of its embedding from `found`; returns both copies if there are two."""
     if not config.tie_embeddings:
         return None
     source = {rule.targets: rule.source for rule in FAMILIES[config.family].rules}
     copy = found.pop(source["unembedding",], None)
     if copy is None:
         return None
-    # Files written by `safetensors.torch.save_model` keep one name of a shared tensor, and it may be this one.
+    # `safetensors.torch.save_model` writes a shared tensor under one of its names, which may be this one.
     embedding = found.setdefault(source["embedding",], copy)
     return None if embedding is copy else (embedding, copy)
 
@@ -150,13 +150,13 @@ def _fill(
     leaves: dict[str, jax.ShapeDtypeStruct],
     problems: dict[str, list[str]],
 ) -> list[tuple[str, Piece]]:
-    """Divides `entry` among the rule's targets; where it does not fit, notes the problem and returns nothing."""
+    """Divides `entry` among the rule's targets; if it does not fit, adds to `problems` and returns an empty list."""
     shapes = [leaves[target].shape[0 if layer is None else 1 :] for target in rule.targets]
     ends = list(itertools.accumulate(shape[-1] for shape in shapes))
     expected = (*shapes[0][:-1], ends[-1])
     expected = expected[::-1] if rule.transpose else expected
     if entry.shape != expected:
-        problems["misshapen"].append(f"{entry.name} {list(entry.shape)}, expected {list(expected)}")
+        problems["wrong shape"].append(f"{entry.name} {list(entry.shape)}, expected {list(expected)}")
         return []
     if entry.dtype not in _FLOATS:
         problems["not floating-point"].append(f"{entry.name} {entry.dtype}")

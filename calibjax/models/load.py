@@ -1,4 +1,4 @@
-"""From a Hugging Face directory, or hub id, to a `LanguageModel`. Model files are data: nothing is unpickled or run."""
+"""Loading of a `LanguageModel` from a directory or the Hugging Face hub, without unpickling or running any file."""
 
 import functools
 import json
@@ -28,37 +28,36 @@ from calibjax.runtime.sharding import param_sharding
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Not float16: its range is too small for many models' hidden states, and JAX's attention needs a GPU for it.
+# float16 is not supported: hidden states of many models exceed its range, and JAX's attention requires a GPU for it.
 _DTYPES = ("float32", "bfloat16")
 _SHORT = {"BF16": "bfloat16", "F16": "float16"}
-"""Dtypes of safetensors that are shorter than float32."""
+"""Dtypes of safetensors with fewer bits than float32."""
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
-# Subfolders and `consolidated*` repeat the same weights in their authors' own layout.
+# Subfolders and `consolidated*` hold the same weights in the authors' own layout.
 _HUB_SKIPPED = ["*/*", "consolidated*"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> LanguageModel:
-    """Loads a causal language model from safetensors, or from what `calibjax convert` made of them.
+    """Loads a causal language model from safetensors or from the output of `calibjax convert`.
 
-    Everything that can be known to be wrong from file names, headers and configuration is reported before a weight
-    is read.
+    File names, headers and configuration are validated before any weight is read.
 
     Args:
-      path: A directory in Hugging Face's layout (`config.json`, `model.safetensors` or its sharded index, tokenizer
-        files), a directory that `calibjax convert` wrote, or a model's id on the hub, which is downloaded once.
-      dtype: What the weights are cast to and computed in: float32 or bfloat16; the files may hold float16 too.
-      mesh: Devices to divide the weights among, by `sharding.RULES`; `None` for the default device. Set it
-        (`jax.set_mesh`) around what runs the model: on TPUs its kernels are divided by the mesh that is set.
+        path: a directory in Hugging Face's layout (`config.json`, `model.safetensors` or its sharded index, tokenizer
+            files), an output directory of `calibjax convert`, or a model id on the hub, which is downloaded once.
+        dtype: dtype of the weights and of computations: float32 or bfloat16. Files may also hold float16.
+        mesh: devices among which `sharding.RULES` divide the weights; `None` for the default device. Run the model
+            under `jax.set_mesh(mesh)`, because kernels on TPUs are divided by the current mesh.
 
     Returns:
-      The model. Its fingerprint is of the weights as stored, whatever `dtype` is.
+        The model. Its fingerprint is that of the stored weights, independent of `dtype`.
 
     Raises:
-      UserError: There is no such model; its architecture, its configuration or its tensors are not supported; files
-        are missing, damaged or pickled; its tokenizer has ids the model has not; or a weight is not finite.
+        UserError: if the model does not exist; its architecture, configuration or tensors are not supported; files are
+            missing, damaged or pickled; its tokenizer has ids beyond the vocabulary; or a weight is not finite.
     """
     dtype = jnp.dtype(dtype)
     if dtype.name not in _DTYPES:
@@ -80,10 +79,10 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
 
 
 def stored_dtype(path: str | Path) -> str:
-    """Returns the dtype that holds a model's weights as its files do, where they are all of one: bfloat16 or float16.
+    """Returns the common dtype of all stored weights if it is `"bfloat16"` or `"float16"`, else `"float32"`.
 
-    Else `"float32"`. For a checkpoint of ours, that of the files it was made from. Arguments and errors as
-    `load_model`'s.
+    For an output of `calibjax convert`, this is the dtype of the files it was made from. For `path` and errors see
+    `load_model`.
     """
     folder = _find_folder(path)
     if is_checkpoint(folder):
@@ -93,9 +92,9 @@ def stored_dtype(path: str | Path) -> str:
 
 
 def tensor_dtypes(path: str | Path) -> dict[str, str]:
-    """Returns the dtypes of those tensors, by their names in `fingerprint`, that are not stored as `stored_dtype`.
+    """Returns the dtypes of the tensors that are not stored as `stored_dtype`, by their names in `fingerprint`.
 
-    float64 counts as float32, which is what we read it in. Arguments and errors as `load_model`'s.
+    float64 is read, and reported, as float32. For `path` and errors see `load_model`.
     """
     folder = _find_folder(path)
     if is_checkpoint(folder):
@@ -119,7 +118,7 @@ def _find_folder(path: str | Path) -> Path:
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"model: {path} is no local directory, and could not be had from the Hugging Face hub ({reason}). "
+            f"model: {path} is not a local directory and could not be downloaded from the Hugging Face hub ({reason}). "
             "Give the path of a directory, or a hub id that is cached or reachable."
         ) from error
 
@@ -133,8 +132,8 @@ def _find_weights(folder: Path) -> list[Path]:
     pickles = sorted({file.name for pattern in _PICKLES for file in folder.glob(pattern)})
     if pickles:
         raise UserError(
-            f"{folder}: the weights are pickled ({', '.join(pickles[:3])}), and to unpickle a file is to run whatever "
-            "code it holds, so we never do. Where you trust it, convert it once with PyTorch and transformers: "
+            f"{folder}: the weights are pickled ({', '.join(pickles[:3])}). They are not loaded because unpickling "
+            "can run arbitrary code. If you trust them, convert them once with PyTorch and transformers: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('converted')."
         )
     raise UserError(f"{folder}: expected model.safetensors or model.safetensors.index.json, found neither.")
@@ -147,10 +146,10 @@ def _read_index(index: Path) -> list[Path]:
         raise UserError(f"{index}: expected a JSON object with a weight_map ({error!r}).") from error
     outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if outside:
-        raise UserError(f"{index}: expected names of files beside it, got {outside[0]!r}.")
+        raise UserError(f"{index}: expected names of files in the same directory, got {outside[0]!r}.")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise UserError(f"{index} names files that are not there: {', '.join(missing[:10])}. Download them again.")
+        raise UserError(f"{index} lists files that are missing: {', '.join(missing[:10])}. Download them again.")
     return [index.parent / name for name in names]
 
 
@@ -166,7 +165,7 @@ def _read_headers(files: list[Path]) -> Iterator[TensorEntry]:
 
 
 def _load_tokenizer(folder: Path, native: bool) -> "PreTrainedTokenizerBase | None":
-    # Where transformers has no class of its own, the one that the files name is remote code.
+    # If transformers has no tokenizer class for the family, the class that the files name is remote code.
     names = _TOKENIZER_FILES if native else _TOKENIZER_FILES[:1]
     if not any((folder / name).is_file() for name in names):
         return None
@@ -183,15 +182,18 @@ def _load_tokenizer(folder: Path, native: bool) -> "PreTrainedTokenizerBase | No
 def _read_params(
     config: DecoderConfig, plan: Plan, dtype: np.dtype, mesh: Mesh | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Reads one tensor at a time: the host holds that, and of one parameter what this process's devices take of it.
+    """Returns the parameters and the digests of the tensors that this process has hashed.
 
-    Of several processes each reads its own part of every tensor, and its share of the tensors whole, to hash them:
-    beside the parameters, the digests of those are returned.
+    Tensors are read one at a time. The host holds one tensor, and the part of one parameter that belongs to the devices
+    of this process. With several processes, each reads its own part of every tensor, and reads and hashes every
+    `process_count`-th tensor as a whole.
     """
     if plan.must_equal is not None and is_first():
         first, second = plan.must_equal
         if not np.array_equal(_read(first), _read(second)):
-            raise UserError(f"The configuration ties {first.name} and {second.name}, but the files' values differ.")
+            raise UserError(
+                f"The configuration ties {first.name} and {second.name}, but their values in the files differ."
+            )
     params, digests, number = {}, {}, 0
     for path, leaf in plan.leaves.items():
         sharding = None if mesh is None else param_sharding(mesh, path, leaf.shape)
@@ -211,7 +213,7 @@ def _read_params(
                     slot[...] = values
                 if not np.isfinite(slot).all():
                     cause = (
-                        "holds values too large for" if np.isfinite(values).all() else "holds NaN or infinity, read in"
+                        "holds values too large for" if np.isfinite(values).all() else "holds NaN or infinity, read as"
                     )
                     raise UserError(f"{piece.entry.file}: {piece.entry.name} {cause} {dtype.name}.")
         params[path] = _place(shards, sharding, leaf.shape)
@@ -219,11 +221,11 @@ def _read_params(
 
 
 _Index = tuple[tuple[int, int], ...]
-"""First and last + 1 of every axis."""
+"""(start, stop) of every axis."""
 
 
 def _held(sharding: NamedSharding | None, shape: tuple[int, ...]) -> set[_Index]:
-    """The parts of an array that this process's devices hold; layers are never divided."""
+    """Parts of an array that the devices of this process hold; the layer axis is never divided."""
     if sharding is None:
         return {tuple((0, n) for n in shape)}
     return {_bounds(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
@@ -245,7 +247,7 @@ def _read(entry: TensorEntry) -> np.ndarray:
 
 
 def _read_part(piece: Piece, index: tuple[slice, ...]) -> np.ndarray:
-    """`piece.cut(_read(piece.entry))[index]`, of which no more is read than that where the tensor's layout allows."""
+    """Returns `piece.cut(_read(piece.entry))[index]` and reads only this part if the tensor's layout allows it."""
     if piece.layout.groups > 1:
         return piece.cut(_read(piece.entry))[index]
     *others, last = index

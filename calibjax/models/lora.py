@@ -1,6 +1,6 @@
 """Low-rank adapters: W + (alpha / rank) A B, with A and B trained and W frozen (Hu et al. 2021, arXiv 2106.09685).
 
-qwix puts them in: it intercepts the products of the linen modules named, and keeps A and B beside each kernel.
+qwix adds them: it intercepts the products of the selected linen modules and stores A and B beside each kernel.
 """
 
 import dataclasses
@@ -14,22 +14,22 @@ from flax import traverse_util
 from calibjax.runtime.errors import UserError
 
 _TARGETS = {"all": "layers/.*", "attention": "layers/attention/.*", "mlp": "layers/mlp/.*"}
-_A, _B = "_lora_a", "_lora_b"  # what qwix adds to a kernel's name
+_A, _B = "_lora_a", "_lora_b"  # suffixes that qwix appends to a kernel's name
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Which kernels of the blocks get an adapter, and how large. Hashable, so it can be static under `jax.jit`.
+    """Configuration of low-rank adapters. Hashable, so it can be a static argument of `jax.jit`.
 
     Args:
-      rank: Of A `[in, rank]` and B `[rank, out]`, at least 1.
-      alpha: The product A B is weighted by alpha / rank; positive.
-      targets: The kernels of attention, of the MLP, or all of both.
+        rank: rank of A `[in, rank]` and B `[rank, out]`, at least 1.
+        alpha: positive; the product A B is weighted by alpha / rank.
+        targets: adapted kernels: "attention", "mlp", or "all" for both.
 
     Raises:
-      UserError: A value is out of range.
+        UserError: for a value out of range.
     """
 
     rank: int = 16
@@ -45,18 +45,18 @@ class LoraConfig:
             raise UserError(f"LoRA: targets must be one of {', '.join(_TARGETS)}, got {self.targets!r}.")
 
     def adapt(self, module: Module) -> Module:
-        """Returns the module with adapters beside the kernels of its blocks; they are parameters like any other."""
+        """Returns the module with adapters, as further parameters, beside the kernels of its blocks."""
         import qwix
 
         provider = qwix.LoraProvider(module_path=_TARGETS[self.targets], rank=self.rank, alpha=self.alpha)
         return qwix.apply_lora_to_model(module, provider)  # pyright: ignore[reportReturnType]
 
     def join(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns one tree of the frozen parameters and the adapters, as the adapted module takes it."""
+        """Returns the parameters of the adapted module: frozen parameters and adapters in one tree."""
         return traverse_util.unflatten_dict({**_flat(params), **_flat(adapters)})
 
     def merge(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the parameters with each adapter added to its kernel, in float32, in the kernel's dtype."""
+        """Returns the parameters with adapters added to kernels; sums are in float32, results in the kernel's dtype."""
         merged = _flat(params)
         pieces = _flat(adapters)
         for path, a in pieces.items():
@@ -69,7 +69,7 @@ class LoraConfig:
 
 
 def adapters_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the adapters alone out of the parameters of an adapted module."""
+    """Returns only the adapters of an adapted module's parameters."""
     return traverse_util.unflatten_dict({k: v for k, v in _flat(params).items() if k[-1].endswith((_A, _B))})
 
 

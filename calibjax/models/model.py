@@ -1,4 +1,4 @@
-"""The frozen language model as an object: configuration, weights, tokenizer and identity, held together."""
+"""The frozen language model as an object: configuration, weights, tokenizer and fingerprint."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ from calibjax.runtime.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# One cache for all models: two of the same configuration share their compiled programs.
+# Jitted at module level, so that models of the same configuration share compiled programs.
 _hidden_states = jax.jit(decoder.hidden_states, static_argnames=("config", "layers", "dtype"))
 _logits = jax.jit(decoder.logits, static_argnames=("config", "dtype"))
 
@@ -28,15 +28,15 @@ _logits = jax.jit(decoder.logits, static_argnames=("config", "dtype"))
 class LanguageModel:
     """A frozen decoder, as `load_model` returns it or `from_params` makes it.
 
-    Its methods are compiled once for each shape. Inside a larger traced function, take `config` and `params` and call
-    the functions of `calibjax.models` instead, so that the weights are arguments and not constants of the program.
+    Methods are compiled once for each shape. Inside a traced function, call the functions of `calibjax.models` with
+    `config` and `params` instead, so that the weights are arguments and not constants of the program.
 
     Args:
-      config: What it is.
-      params: Its parameters, as `init_params` shapes them.
-      dtype: Compute dtype.
-      fingerprint: Hash of configuration and weights.
-      path: The directory it was loaded from, or `None`.
+        config: configuration of the decoder.
+        params: parameters in the tree of `init_params`.
+        dtype: compute dtype.
+        fingerprint: hash of configuration and weights.
+        path: directory that the model was loaded from, or `None`.
     """
 
     config: DecoderConfig
@@ -55,19 +55,19 @@ class LanguageModel:
         *,
         dtype: DTypeLike = jnp.float32,
     ) -> "LanguageModel":
-        """Makes a model of parameters in memory.
+        """Makes a model from parameters in memory.
 
         Args:
-          config: What it is.
-          params: Its parameters, as `init_params` shapes them.
-          tokenizer: A tokenizer of transformers, or `None`.
-          dtype: Compute dtype.
+            config: configuration of the decoder.
+            params: parameters in the tree of `init_params`.
+            tokenizer: tokenizer of transformers, or `None`.
+            dtype: compute dtype.
 
         Returns:
-          The model; its fingerprint is that of the parameters as given.
+            The model, with the fingerprint of the given parameters.
 
         Raises:
-          UserError: The parameters are not those of `config`, or the tokenizer has ids beyond its vocabulary.
+            UserError: if the parameters do not match `config`, or the tokenizer has ids beyond its vocabulary.
         """
         expected = {path: leaf.shape for path, leaf in dotted_leaves(decoder.abstract_params(config))}
         given = {path: np.shape(leaf) for path, leaf in dotted_leaves(params)}
@@ -77,14 +77,14 @@ class LanguageModel:
             if expected.get(path) != given.get(path)
         ]
         if wrong:
-            raise UserError(f"The parameters are not those of the configuration: {', '.join(wrong[:10])}.")
+            raise UserError(f"The parameters do not match the configuration: {', '.join(wrong[:10])}.")
         if tokenizer is not None:
             check_tokenizer(tokenizer, config)
         return cls(config, params, jnp.dtype(dtype), fingerprint(config, named_tensors(params)), _tokenizer=tokenizer)
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether `tokenizer` can be used."""
+        """Whether the model has a tokenizer."""
         return self._tokenizer is not None
 
     @property
@@ -92,24 +92,24 @@ class LanguageModel:
         """The model's tokenizer.
 
         Raises:
-          UserError: It has none; what is missing is said.
+            UserError: if the model has no tokenizer.
         """
         if self._tokenizer is not None:
             return self._tokenizer
         if self.path is None:
             raise UserError("This model was made in memory without a tokenizer; pass `tokenizer=` to `from_params`.")
         raise UserError(
-            f"{self.path} holds no tokenizer; expected tokenizer.json, or another of transformers' tokenizer files."
+            f"{self.path} holds no tokenizer; expected tokenizer.json or another tokenizer file of transformers."
         )
 
     @property
     def unembedding(self) -> Float[Array, "V D"]:
-        """The matrix whose rows are scored against the last hidden states."""
+        """Unembedding matrix, see `decoder.unembedding`."""
         return decoder.unembedding(self.config, self.params)
 
     @property
     def unembedding_bias(self) -> Float[Array, " V"] | None:
-        """What is added to the logits before the soft-cap, or `None`."""
+        """Bias of the logits before the soft-cap, or `None`."""
         return decoder.unembedding_bias(self.params)
 
     def hidden_states(
@@ -147,10 +147,10 @@ class LanguageModel:
 
 
 def check_tokenizer(tokenizer: Any, config: DecoderConfig) -> None:
-    """Raises `UserError` where a tokenizer has an id that the model has no embedding for."""
+    """Raises `UserError` if the tokenizer has an id beyond the model's vocabulary."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     if largest >= config.vocab_size:
         raise UserError(
             f"The tokenizer's largest id is {largest} ({token!r}), but the model has vocab_size {config.vocab_size}: "
-            "they do not belong together, or tokens were added without resizing the model."
+            "the tokenizer belongs to another model, or tokens were added without resizing the model."
         )

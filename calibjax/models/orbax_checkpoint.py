@@ -1,7 +1,7 @@
-"""A model as an Orbax checkpoint: our parameter tree as it is, restored on any mesh, beside the usual small files.
+"""Models as Orbax checkpoints of our parameter tree, which restore on any mesh.
 
-The directory holds `params/` (Orbax), `calibjax.json`, config.json with the tokenizer's files as they came, and
-`checksums.json`, which covers all of them.
+The directory holds `params/` (Orbax), `calibjax.json`, config.json, the tokenizer's files, and `checksums.json`, which
+covers all of them.
 """
 
 import json
@@ -45,29 +45,29 @@ _log = logging.getLogger(__name__)
 def save_checkpoint(
     directory: Path, lm: LanguageModel, *, dtype: str, tensor_dtypes: Mapping[str, str] | None = None
 ) -> None:
-    """Writes a model that `load_model` reads with no safetensors, each device its own part of the parameters.
+    """Writes a model as an Orbax checkpoint, to which each device contributes its part of the parameters.
 
-    It is written beside `directory` first, and renamed when it is complete.
+    It is written to a temporary directory that is renamed to `directory` when it is complete.
 
     Args:
-        directory: new or empty.
+        directory: output directory, new or empty.
         lm: a model that was loaded from a directory; its parameters are written in their own dtype.
-        dtype: what `export.save_model` is to write it back in, to give the files it was read from.
-        tensor_dtypes: dtypes of those tensors, by name, that the files hold in another than `dtype`; the fingerprint
-            is of the tensors in the dtype of their files.
+        dtype: common dtype of the tensors in the original files, see `load.stored_dtype`.
+        tensor_dtypes: dtypes of the tensors that the original files hold in another dtype, by name. The fingerprint is
+            that of the tensors in the dtypes of the original files.
 
     Raises:
-        UserError: `directory` is not empty or cannot be written; or as `copy_settings`.
+        UserError: if `directory` is not empty or cannot be written, or as for `copy_settings`.
     """
     assert lm.path is not None
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs many lines for every save
     check_orbax_path(directory)
     dtypes = dict(tensor_dtypes or {})
     digests = {}
     with new_directory(directory) as fresh:
         copy_settings(lm.path, fresh, dtype)
         with ocp.StandardCheckpointer() as checkpointer, ThreadPoolExecutor(os.cpu_count()) as pool:
-            checkpointer.save(fresh / "params", lm.params)  # returns before it is written: we hash in the meantime
+            checkpointer.save(fresh / "params", lm.params)  # asynchronous; digests are computed meanwhile
             for path, leaf in dotted_leaves(lm.params):
                 digests |= _results(_start_digests(pool, _by_name(path, np.asarray(leaf)), dtypes, dtype))
         description = {
@@ -83,17 +83,17 @@ def save_checkpoint(
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether `save_checkpoint` wrote this directory."""
+    """Whether the directory is a checkpoint of `save_checkpoint`."""
     return (folder / DESCRIPTION).is_file()
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Returns the checkpoint's description: schema, fingerprint, dtypes, configuration, and its tensors' checksums.
+    """Returns the description of a checkpoint: schema, fingerprint, dtypes, configuration, checksums of its tensors.
 
-    The checksums, under `tensors`, are `None` in what earlier versions wrote.
+    The checksums, under `tensors`, are `None` in checkpoints of earlier versions.
 
     Raises:
-        UserError: it is not a description of this version's, or a file beside it is not as it was written.
+        UserError: if the description is invalid or has another schema, or a file of the checkpoint has changed.
     """
     file = folder / DESCRIPTION
     checksums = read_checksums(folder, _REMEDY)
@@ -118,20 +118,20 @@ def read_description(folder: Path) -> dict[str, Any]:
 def restore_params(
     folder: Path, description: Mapping[str, Any], config: DecoderConfig, dtype: np.dtype, mesh: Mesh | None
 ) -> tuple[dict[str, Any], str]:
-    """Reads and verifies a checkpoint's parameters, each device what it holds; returns them and the fingerprint.
+    """Reads and verifies the parameters of a checkpoint; returns them and the fingerprint of the values read.
 
-    The fingerprint is computed from what was read. The host reads one parameter at a time, whole, and hashes the one
-    before in the meantime: it holds two. Of several processes each reads everything and hashes its part of it.
+    The host reads one whole parameter at a time and hashes the previous one meanwhile, so it holds two. With several
+    processes, each reads all parameters and hashes some of the tensors.
 
     Args:
-        folder: of `save_checkpoint`.
-        description: of `read_description`.
-        config: what config.json describes.
-        dtype: what the parameters are cast to.
-        mesh: devices to divide them among; `None` for the default device.
+        folder: directory written by `save_checkpoint`.
+        description: result of `read_description`.
+        config: configuration from config.json.
+        dtype: dtype that the parameters are cast to.
+        mesh: devices to divide the parameters among; `None` for the default device.
 
     Raises:
-        UserError: the checkpoint is damaged or not finite, or config.json is not the one it was made with.
+        UserError: if the checkpoint is damaged or not finite, or config.json has changed.
     """
     expected = description["tensors"]
     if description["config"] != distinctive(config):
@@ -142,7 +142,7 @@ def restore_params(
     leaves = dict(dotted_leaves(abstract_params(config, stored)))
     names = [name for path, leaf in leaves.items() for name in _by_name(path, range(leaf.shape[0]))]
     mine = set(names[jax.process_index() :: jax.process_count()])
-    # What is read at once is held twice for a moment.
+    # Orbax briefly holds two copies of what it reads at once.
     largest = stored.itemsize * max(math.prod(leaf.shape) for leaf in leaves.values())
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)
     params, digests = {}, {}
@@ -160,20 +160,20 @@ def restore_params(
     if expected is not None and (different := different_arrays(digests, expected)):
         raise UserError(f"{folder / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_REMEDY}")
     if fingerprint != description["fingerprint"]:
-        # The fingerprint is of the tensors as their files hold them; earlier versions did not write each one's dtype.
+        # Earlier versions did not record dtypes per tensor, which the fingerprint depends on.
         if expected is not None or description["dtype"] != "float32":
             raise UserError(f"{folder}: the weights do not have the fingerprint in {DESCRIPTION}. {_REMEDY}")
         _log.warning("%s: converted by an earlier version, without checksums; it is not verified.", folder)
         fingerprint = description["fingerprint"]
     if not all(jax.tree.leaves(jax.jit(_finite)(params))):
-        raise UserError(f"{folder / 'params'} holds NaN or infinity, read in {dtype.name}.")
+        raise UserError(f"{folder / 'params'} holds NaN or infinity, read as {dtype.name}.")
     return traverse_util.unflatten_dict(params, sep="."), fingerprint
 
 
 def _read_arrays(
     checkpointer: ocp.Checkpointer, folder: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Each parameter by its dotted path, whole, on the host; the shapes of all are checked before any is read."""
+    """Yields whole parameters on the host with dotted paths. All shapes are checked before the first is read."""
     try:
         metadata = checkpointer.metadata(folder.absolute()).item_metadata
         if metadata is None:
@@ -201,7 +201,7 @@ def _place(array: np.ndarray, path: str, mesh: Mesh | None) -> jax.Array:
 
 
 def _by_name(path: str, array: Any) -> dict[str, Any]:
-    """The tensors of the parameter at `path` by the names that its digests have; stacked ones layer by layer."""
+    """Tensors of the parameter at `path` by the names of their digests; stacked tensors layer by layer."""
     return (
         {layer_name(path, i): piece for i, piece in enumerate(array)} if path.startswith("layers.") else {path: array}
     )

@@ -1,4 +1,4 @@
-"""Sequences of a model's own text: a likelihood objective that asks for samples of the model gets them here."""
+"""Sequences sampled from the model itself, for likelihood objectives that require samples of the model."""
 
 import json
 from collections.abc import Mapping
@@ -30,29 +30,29 @@ def sample_sequences(
     title: str = "sampling",
     context: RunContext | None = None,
 ) -> Sequences:
-    """Continues the first tokens of every sequence by the model's own draws, to its length or the end of the text.
+    """Continues the first tokens of every sequence with the model's samples, up to its length or the end of the text.
 
     Args:
-        lm: the model; on a mesh, rows are divided as `generate` says.
-        sequences: S sequences of T; of each only the first tokens are read.
-        prompt: how many of them, at least 1; they are not counted in the result.
-        temperature: of the draws; 1: the model as it is; 0: the most likely token.
-        batch_size: sequences at a time.
-        title: of the progress bar.
-        context: seed of the draws, and progress.
+        lm: the model; on a mesh, rows are divided as by `generate`.
+        sequences: S sequences of T tokens, of which only the first `prompt` tokens are read.
+        prompt: number of tokens at least 1; `where` is False for them in the result.
+        temperature: sampling temperature; 1 for the model's own distribution, 0 for the most likely token.
+        batch_size: sequences per batch.
+        title: title of the progress bar.
+        context: seed of the samples, and progress.
 
     Returns:
         Sequences of the same shape, one text each, padded at the end.
 
     Raises:
-        UserError: the prompt leaves nothing to draw, or is longer than a sequence's first text.
+        UserError: if the prompt leaves no token to sample, or is longer than the first text of a sequence.
     """
     context = context or RunContext()
     count, length = sequences.tokens.shape
     if not 1 <= prompt <= length:
-        raise UserError(f"--prompt: expected 1 to {length}, the sequences' inputs, got {prompt}.")
+        raise UserError(f"--prompt: expected 1 to {length}, the inputs of a sequence, got {prompt}.")
     if (sequences.segment_ids[:, prompt - 1] != 1).any():
-        raise UserError(f"--prompt {prompt}: some sequences begin with fewer tokens of a text; give a smaller number.")
+        raise UserError(f"--prompt {prompt}: the first text of some sequences is shorter; give a smaller number.")
     stops = default_stop_tokens(lm)
     tokens = np.empty((count, length + 1), np.int32)
     tokens[:, :prompt] = sequences.tokens[:, :prompt]
@@ -60,7 +60,9 @@ def sample_sequences(
     where[:, :prompt] = True
     bar = context.bar(title=title, unit="sequence", total=count)
     for number, begin in enumerate(range(0, count, batch_size)):
-        rows = np.arange(begin, begin + batch_size) % count  # the last batch is filled up: one program for all
+        rows = (
+            np.arange(begin, begin + batch_size) % count
+        )  # the last batch is filled up, so that one program serves all
         generated = generate(
             lm,
             tokens[rows, :prompt].tolist(),
@@ -76,7 +78,7 @@ def sample_sequences(
         tokens[kept, prompt:] = np.where(where[kept, prompt:], drawn[:real], 0)
         bar.update(real)
     bar.close()
-    inputs = where[:, 1:]  # an input is one if it has a target
+    inputs = where[:, 1:]  # an input is valid if it has a target
     return Sequences(
         tokens=tokens[:, :-1] * inputs,
         targets=tokens[:, 1:] * inputs,
@@ -97,14 +99,14 @@ def mix_samples(
     batch_size: int = 16,
     context: RunContext | None = None,
 ) -> Sequences:
-    """Puts the model's own text in the place of a fraction of the sequences, chosen by the seed.
+    """Replaces a fraction of the sequences, chosen by the seed, with samples of the model.
 
-    The draws are kept in `directory`, so that a run that is started again need not make them again.
+    The samples are stored in `directory` and reused when a run resumes.
 
     Args:
+        lm, sequences, prompt, batch_size, context: see `sample_sequences`.
         fraction: in [0, 1].
-        directory: made if missing; holds `samples.npz`.
-        lm, sequences, prompt, batch_size, context: as in `sample_sequences`.
+        directory: holds `samples.npz`; created if missing.
     """
     context = context or RunContext()
     rows = np.sort(
@@ -155,7 +157,7 @@ _jitted_log_probs = jax.jit(_log_probs, static_argnums=(0, 1))
 
 
 def log_probs(lm: LanguageModel, sequences: Sequences, *, batch_size: int = 16) -> Float[np.ndarray, "S T"]:
-    """log p of every target under the model, nats, float32 `[S, T]`; 0 where it does not count."""
+    """log p of every target under the model, nats, float32 `[S, T]`; 0 where `where` is False."""
     frozen = freeze(lm)
     parts = []
     for batch, real in eval_batches(sequences.arrays(), batch_size):

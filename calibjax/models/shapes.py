@@ -1,6 +1,6 @@
-"""Configurations of published models, by name: enough to plan for one, or to count its parameters, without its files.
+"""Configurations of published models by name, to plan a run or count parameters without their files.
 
-Sizes and settings are those of the models' published configurations.
+Sizes and settings are those of the published configurations.
 """
 
 from typing import Any
@@ -63,7 +63,7 @@ def _gemma2(layers: int, width: int, inner: int, heads: int, kv_heads: int) -> D
 
 
 def _gpt_like(family: str, layers: int, width: int, heads: int, **others: Any) -> DecoderConfig:
-    """LayerNorm, an MLP four times as wide without a gate, and biases everywhere."""
+    """A decoder with LayerNorm, an ungated MLP of width 4 × `width`, and biases in all projections."""
     fields = {
         "family": family,
         "max_positions": 2048,

@@ -1,4 +1,4 @@
-"""What a token sees, and the forms of attention over it."""
+"""Attention masks, and the implementations of attention."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from calibjax.kernels.platforms import platform
 from calibjax.nn import splash_attention as splash
 
 cudnn_attention = jax.make_user_context(False)
-"""`with cudnn_attention(True):` programs for GPUs that are traced within take cuDNN's attention; see `attend`."""
+"""`with cudnn_attention(True):` makes GPU programs traced within use cuDNN's attention; see `attend`."""
 
 
 @functools.partial(
@@ -21,14 +21,15 @@ cudnn_attention = jax.make_user_context(False)
 )
 @dataclasses.dataclass(frozen=True)
 class Visible:
-    """Which of S columns each of T tokens sees: itself and those before it, of its own segment, within a window.
+    """Attention mask: each of T tokens attends to itself and to earlier columns of its segment within a window.
 
     Attributes:
-        segment_ids: which sequence of its row each column belongs to, `[B, S]`; padding is a segment like any other, so
-            that every token sees one at least. None: one sequence a row.
-        start: the tokens stand at columns `start` to `start + T`. None: they are all there is.
-        windows: a token sees itself and the `window - 1` columns before it, None: all before it; one of several kinds.
-        kind: which of `windows` it is, known when the program runs; None where there is one.
+        segment_ids: segment of each column, `[B, S]`. Padding is a segment too, so that every token attends to at least
+            one column. None: one segment per row.
+        start: the tokens are at columns `start` to `start + T`. None: the columns are the tokens.
+        windows: window sizes, one per kind of layer. A token attends to itself and the `window - 1` columns before it.
+            None: all before it.
+        kind: index into `windows`, known at run time; None if there is one window.
     """
 
     segment_ids: Int[Array, "B S"] | None = None
@@ -37,7 +38,7 @@ class Visible:
     kind: Int[Array, ""] | None = None
 
     def mask(self, time: int, columns: int) -> Bool[Array, "#B 1 T S"] | None:
-        """As an array; None where tokens see all before them, and stand in the first columns."""
+        """Mask as an array; None for a plain causal mask."""
         if self.segment_ids is None and self.start is None and self.windows == (None,):
             return None
         index = jnp.arange(time) if self.start is None else self.start + jnp.arange(time)
@@ -64,21 +65,24 @@ def attend(
     scale: float,
     softcap: float | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Grouped-query attention: `softmax(softcap(scale * query key^T))` over what is visible, times `value`.
+    """Grouped-query attention: `softmax(softcap(scale * query key^T))` over visible columns, times `value`.
 
-    Logits and softmax are float32. The form is chosen while tracing, by what the program is compiled for
-    (`platforms.platform`) and by shapes: on TPUs `splash` where it suits, and else on CPUs and with a soft-cap matrix
-    products, elsewhere `jax.nn.dot_product_attention`; both of these hold the logits `[B, H, T, S]`. Not so its cuDNN
-    form (bfloat16 or float16, heads of at most 128 channels, a multiple of 8, and whole sequences of an even number of
-    tokens), taken where it suits and `cudnn_attention` asks for it: its backward pass sums in no fixed order, unless
-    XLA's flag `--xla_gpu_deterministic_ops` is set.
+    Logits and softmax are float32. The implementation is chosen while tracing, by the target platform
+    (`platforms.platform`) and by shapes: `splash` on TPUs if it supports the shapes; otherwise matrix products on CPUs
+    and with a soft-cap; otherwise `jax.nn.dot_product_attention`. The last two store the logits `[B, H, T, S]`. If
+    `cudnn_attention` is set, cuDNN is used where it supports the inputs (bfloat16 or float16, at most 128 channels per
+    head, a multiple of 8, whole sequences with an even number of tokens). It stores no logits, but its backward pass
+    has no fixed order of sums unless XLA's flag `--xla_gpu_deterministic_ops` is set.
 
     Args:
-        query: of T tokens, with H heads.
-        key, value: of S columns, with N heads, a divisor of H.
-        visible: which columns each token sees.
+        query: `[B, T, H, K]`.
+        key, value: `[B, S, N, K]`; N divides H.
+        visible: mask of columns.
         scale: factor on the logits.
         softcap: c of `c * tanh(logits / c)`, or None.
+
+    Returns:
+        `[B, T, H, K]`, in the dtype of `value`.
     """
     name = platform().name
     if name == "tpu" and visible.start is None and splash.suits(query, key):
@@ -87,7 +91,7 @@ def attend(
     mask = visible.mask(query.shape[1], key.shape[1])
     if name == "cpu" or softcap is not None:
         return _by_products(query, key, value, mask, scale=scale, softcap=softcap)
-    # JAX's attention promotes dtypes within, and so fails under strict promotion where it is not let to.
+    # JAX's attention promotes dtypes internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
             query,
@@ -101,12 +105,12 @@ def attend(
 
 
 def cudnn_takes(head_dim: int, dtype: DTypeLike, softcap: float | None) -> bool:
-    """Whether cuDNN has attention of such heads: of at most 128 channels, a multiple of 8, in 16 bits, no soft-cap."""
+    """Whether cuDNN supports such heads: at most 128 channels, a multiple of 8, in 16 bits, without soft-cap."""
     return head_dim <= 128 and head_dim % 8 == 0 and jnp.dtype(dtype).name in ("bfloat16", "float16") and not softcap
 
 
 def _of_library(name: str, query: Array, key: Array) -> Literal["xla", "cudnn"]:
-    """The form of JAX's own attention."""
+    """Implementation of `jax.nn.dot_product_attention`."""
     length, width = query.shape[1], query.shape[3]
     suits = length == key.shape[1] and length % 2 == 0 and cudnn_takes(width, query.dtype, None)
     return "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
@@ -115,9 +119,9 @@ def _of_library(name: str, query: Array, key: Array) -> Literal["xla", "cudnn"]:
 def _by_products(
     query: Array, key: Array, value: Array, mask: Array | None, *, scale: float, softcap: float | None
 ) -> Array:
-    """The dense form with heads before time: XLA's CPU products need no transposes, and gradients are much faster.
+    """Dense attention with the head axis before time, for CPUs and for soft-caps, which JAX's attention lacks.
 
-    And with a soft-cap, which JAX's attention has not; it serves every platform there.
+    With this order of axes, XLA's products on CPUs need no transposes, and gradients are much faster.
     """
     batch, time, heads, width = query.shape
     groups = heads // key.shape[2]
@@ -130,7 +134,7 @@ def _by_products(
     mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
     logits = jnp.where(mask[:, :, None], logits, jnp.finfo(jnp.float32).min)
     weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-    # Divided after the product: a pass over [T, K] in place of one over [T, T], forward and backward.
+    # Normalised after the product: a pass over [T, K] instead of [T, T], forward and backward.
     mixed = product(weights.astype(value.dtype), value) / jnp.sum(weights, axis=-1, keepdims=True)
     mixed = mixed.astype(value.dtype)
     return jnp.moveaxis(mixed, 3, 1).reshape(batch, time, heads, width)

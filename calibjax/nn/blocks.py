@@ -1,7 +1,7 @@
-"""The blocks that transformers are made of, shared by the frozen decoder and by the calibration heads.
+"""Transformer blocks, used by the frozen decoder and by the calibration heads.
 
 One configuration, `BlockConfig`, describes a block: attention and an MLP, with norms and residual connections. Its
-defaults are a Llama block; other settings give those of the other families.
+defaults are a Llama block; other settings give the blocks of other families.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_new": functools.partial(nn.gelu, approximate=True),
     "gelu_pytorch_tanh": functools.partial(nn.gelu, approximate=True),
 }
-"""Activations by the names that Hugging Face configurations use."""
+"""Activations by their names in Hugging Face configurations."""
 
 _kernel_init = nn.initializers.normal(0.02)
 
@@ -38,24 +38,25 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), and how it is stretched.
+    """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) and its scaling to longer contexts.
 
     Args:
-      theta: Base of the wavelengths; positive.
-      fraction: How much of each head is rotated, in (0, 1]; the rest of its channels pass unchanged.
-      scaling: `None`; `"linear"`, every frequency divided by `factor`; or `"llama3"`, only low frequencies divided
-        (Grattafiori et al., 2024, https://arxiv.org/abs/2407.21783), with a smooth passage between
-        `original_max_positions / low_freq_factor` and `original_max_positions / high_freq_factor` in wavelength;
-        `"yarn"`, likewise, with a passage linear in the frequency's index (Peng et al., 2023,
-        https://arxiv.org/abs/2309.00071, section 3.2); or `"longrope"`, each frequency by its own of `divisors`.
-      factor: By how much the context is stretched; positive.
-      low_freq_factor: For `"llama3"` only.
-      high_freq_factor: For `"llama3"` only; greater than `low_freq_factor`.
-      beta_fast, beta_slow: For `"yarn"` only: a wave that turns more often than `beta_fast` over the original context
-        is kept, one that turns less often than `beta_slow` is stretched by the whole factor.
-      divisors: For `"longrope"` only, one for each pair of channels.
-      original_max_positions: Context before stretching; for `"llama3"`, `"yarn"` and `"longrope"`.
-      amplitude: Factor on cosines and sines.
+        theta: base of the wavelengths; positive.
+        fraction: fraction of the channels of each head that are rotated, in (0, 1].
+        scaling: `None`; `"linear"`: every frequency is divided by `factor`; `"llama3"`: only low frequencies are
+            divided (Grattafiori et al., 2024, https://arxiv.org/abs/2407.21783), with a smooth transition for
+            wavelengths between `original_max_positions / high_freq_factor` and `original_max_positions /
+            low_freq_factor`; `"yarn"`: likewise, with a transition that is linear in the index of the frequency (Peng
+            et al., 2023, https://arxiv.org/abs/2309.00071, section 3.2); `"longrope"`: each frequency is divided by
+            its own of `divisors`.
+        factor: scaling of the context; positive.
+        low_freq_factor: for `"llama3"` only.
+        high_freq_factor: for `"llama3"` only; greater than `low_freq_factor`.
+        beta_fast, beta_slow: for `"yarn"` only. Frequencies with more than `beta_fast` turns over the original context
+            are kept, those with fewer than `beta_slow` are divided by `factor`.
+        divisors: for `"longrope"` only, one for each pair of channels.
+        original_max_positions: context before scaling; for `"llama3"`, `"yarn"` and `"longrope"`.
+        amplitude: factor on cosines and sines.
     """
 
     theta: float = 10000.0
@@ -85,7 +86,7 @@ class Rope:
             )
 
     def width(self, head_dim: int) -> int:
-        """How many channels of a head are rotated."""
+        """Number of rotated channels of a head."""
         return int(head_dim * self.fraction)
 
 
@@ -100,32 +101,32 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """The shape and kind of one transformer block. Hashable, so it can be a static argument of `jax.jit`.
+    """Configuration of a transformer block. Hashable, so it can be a static argument of `jax.jit`.
 
     Args:
-      hidden_size: Width D of the residual stream.
-      intermediate_size: Width of the MLP.
-      num_heads: Query heads.
-      num_kv_heads: Key and value heads; divides `num_heads` (grouped-query attention).
-      head_dim: Width of one head; its rotated part is even where `rope` is set.
-      norm: `"rms"` or `"layer"`.
-      norm_offset: Added to the stored scale of an RMS norm; 1 for Gemma, which stores scales around zero.
-      norm_placement: Whether attention and MLP are normed before, after, or both; `"post"` and `"both"` norm what is
-        added to the residual stream, and not the stream itself.
-      parallel: `None`: the MLP reads what attention wrote. Else both read the same hidden states, through
-        `"one_norm"` or `"two_norms"`.
-      qk_norm: `None`; `"head"`: queries and keys are normed within each head; `"projection"`: over all heads at once.
-      norm_eps: Added to the variance, or to the mean square; from 0 to 1.
-      activation: A name in `ACTIVATIONS`.
-      gated_mlp: `down(act(gate x) * up x)` if true, else `down(act(up x))`.
-      rope: Rotary positions, or `None` for none.
-      qkv_bias, output_bias, mlp_bias: Which projections have a bias.
-      attention_scale: Factor on attention logits; `None` is `1 / sqrt(head_dim)`.
-      attention_softcap: `c` in `c * tanh(attention logits / c)`, or `None`.
-      residual_scale: Factor on what attention and MLP add to the residual stream, or `None`.
+        hidden_size: width D of the residual stream.
+        intermediate_size: width of the MLP.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads; divides `num_heads` (grouped-query attention).
+        head_dim: width of a head; its rotated part must be even.
+        norm: `"rms"` or `"layer"`.
+        norm_offset: added to the stored scale of an RMS norm; 1 for Gemma, which stores scales around zero.
+        norm_placement: norms before attention and MLP (`"pre"`), after them (`"post"`), or `"both"`. A norm after them
+            is applied to the update of the residual stream.
+        parallel: `None` if the MLP follows attention. Otherwise both read the same hidden states, through `"one_norm"`
+            or `"two_norms"`.
+        qk_norm: `None`; `"head"`: queries and keys are normed within each head; `"projection"`: over all heads at once.
+        norm_eps: added to the variance or mean square; from 0 to 1.
+        activation: a name in `ACTIVATIONS`.
+        gated_mlp: `down(act(gate x) * up x)` if true, else `down(act(up x))`.
+        rope: rotary positions, or `None`.
+        qkv_bias, output_bias, mlp_bias: whether these projections have a bias.
+        attention_scale: factor on attention logits; `None` for `1 / sqrt(head_dim)`.
+        attention_softcap: `c` in `c * tanh(attention logits / c)`, or `None`.
+        residual_scale: factor on the updates of the residual stream by attention and MLP, or `None`.
 
     Raises:
-      UserError: The sizes do not fit each other, a number is not finite, or a name is not known.
+        UserError: for inconsistent sizes, a number that is not finite, or an unknown name.
     """
 
     hidden_size: int
@@ -155,8 +156,8 @@ class BlockConfig:
                 raise UserError(f"{name}: expected at least 1, got {getattr(self, name)}.")
         if not 0 <= self.norm_eps <= 1:
             raise UserError(
-                f"norm_eps: expected a number from 0 to 1, got {self.norm_eps}; mend it in config.json (rms_norm_eps, "
-                "layer_norm_eps or layer_norm_epsilon)."
+                f"norm_eps: expected a number from 0 to 1, got {self.norm_eps}; correct it in config.json "
+                "(rms_norm_eps, layer_norm_eps or layer_norm_epsilon)."
             )
         require_finite(self)
         if self.num_heads % self.num_kv_heads:
@@ -181,14 +182,14 @@ class BlockConfig:
 
 
 class SequenceContext(NamedTuple):
-    """What every block needs to know of the sequence besides its hidden states; made once by `sequence_context`."""
+    """Inputs of every block besides hidden states, computed once by `sequence_context`: rotary table and mask."""
 
     rotary: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]] | None
     visible: Visible
 
 
 KeysValues = tuple[Float[Array, "*L B S K H"], Float[Array, "*L B S K H"]]
-"""Keys, already rotated, and values of S tokens, with K heads of width H; of all layers, or of one."""
+"""Keys (rotated) and values of S tokens, with K heads of width H, of all layers or of one."""
 
 
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -208,27 +209,27 @@ def sequence_context(
     window: int | None = None,
     start: Int[Array, ""] | None = None,
 ) -> SequenceContext:
-    """Computes the rotary table of a batch, and says what its tokens see.
+    """Computes the rotary table and the attention mask of a batch.
 
     Args:
-      config: The blocks' configuration.
-      positions: Position of each token in its sequence, `[B, T]`, or `[1, T]` where all rows share them.
-      segment_ids: Which sequence of the row each token belongs to, `[B, T]`; 0 is padding. A token attends to itself
-        and to earlier tokens of its own segment. Padding forms a segment like any other: so every token sees one, and
-        every output is finite. `None`: one sequence a row. With `start`, of all S columns.
-      window: A token attends to itself and to the `window - 1` tokens before it; `None`: to all before it.
-      start: The tokens stand at columns `start` to `start + T` of S, and keys and values of earlier columns are given
-        to the blocks. `None`: the tokens are all there is.
+        config: configuration of the blocks.
+        positions: position of each token in its segment, `[B, T]`, or `[1, T]` if equal for all rows.
+        segment_ids: segment of each token, `[B, T]`, or of all S columns if `start` is given; 0 is padding. A token
+            attends to itself and to earlier tokens of its segment. Padding is a segment too, so that every token
+            attends to at least one token and every output is finite. `None`: one segment per row.
+        window: a token attends to itself and to the `window - 1` tokens before it. `None`: all before it.
+        start: the tokens are at columns `start` to `start + T` of S, and the blocks get the keys and values of earlier
+            columns. `None`: the columns are the tokens.
 
     Returns:
-      The context that `Block` and `Attention` take.
+        The context that `Block` and `Attention` take.
     """
     rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
     return SequenceContext(rotary, Visible(segment_ids, start, (window,)))
 
 
 def choose_context(index: Int[Array, ""], first: SequenceContext, second: SequenceContext) -> SequenceContext:
-    """The first of two contexts of the same sequence where `index` is 0, the second where it is 1."""
+    """Selects the first of two contexts of the same sequence if `index` is 0, the second if it is 1."""
     rotary = jax.tree.map(lambda a, b: jnp.where(index == 0, a, b), first.rotary, second.rotary)
     windows = first.visible.windows + second.visible.windows
     if windows[0] == windows[1]:
@@ -239,26 +240,26 @@ def choose_context(index: Int[Array, ""], first: SequenceContext, second: Sequen
 def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Returns the angle per position of each of the `K / 2` rotated pairs, float32; `K` is `rope.width(head_dim)`.
 
-    `theta ** (-2i / K)` for `i < K / 2`, then scaled as `rope` says.
+    `theta ** (-2i / K)` for `i < K / 2`, then scaled according to `rope`.
     """
     width = rope.width(head_dim)
     frequencies = rope.theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
     if rope.scaling == "linear":
         frequencies = frequencies / rope.factor
     elif rope.scaling == "llama3":
-        # Turns made over the original context: few turns means a long wave, which must be stretched.
+        # Turns over the original context. Frequencies with few turns (long waves) are stretched.
         turns = rope.original_max_positions * frequencies / (2 * math.pi)
         keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
         frequencies = keep * frequencies + (1 - keep) * frequencies / rope.factor
     elif rope.scaling == "yarn":
 
         def index(turns: float) -> float:
-            """Of the frequency that makes so many turns over the original context."""
+            """Index of the frequency with this number of turns over the original context."""
             return width * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
         low = max(math.floor(index(rope.beta_fast)), 0)
         high = min(math.ceil(index(rope.beta_slow)), width - 1)
-        # Where the two meet the passage is a step.
+        # 1e-3 makes the passage a step if low equals high.
         stretch = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
         frequencies = (1 - stretch) * frequencies + stretch * frequencies / rope.factor
     elif rope.scaling == "longrope":
@@ -279,8 +280,8 @@ def rotate(
 ) -> Float[Array, "B T H K"]:
     """Rotates each pair `(x_i, x_{i + R})`, `i < R`, by its angle: the half-split order of Hugging Face's Llama.
 
-    Channels from 2R on pass unchanged. The arithmetic is float32 whatever the dtype of `x`: far positions need angles
-    that bfloat16 cannot hold.
+    Channels from 2R on pass unchanged. The arithmetic is float32 for any dtype of `x`, because bfloat16 cannot
+    represent the angles of large positions.
     """
     cos, sin = table
     pairs = cos.shape[-1]
@@ -293,10 +294,10 @@ def _last_axis(vector: Float[Array, " D"], like: Array) -> Array:
 
 
 class Dense(nn.Dense):
-    """`nn.Dense` over the last axis, with the axes before it joined for the product.
+    """`nn.Dense` over the last axis, with all other axes flattened for the product.
 
-    The same numbers; but XLA's CPU backend contracts the gradient of the kernel over two axes several times slower than
-    over one.
+    The results are equal, but on CPUs XLA computes the kernel's gradient several times faster over one axis than over
+    two.
     """
 
     def __call__(self, inputs: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
@@ -307,8 +308,8 @@ class Dense(nn.Dense):
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x²) + eps) * (offset + scale)` (Zhang & Sennrich, 2019, https://arxiv.org/abs/1910.07467).
 
-    In float32, cast to `dtype` at the end. Some of Hugging Face's families cast before the product with the scale,
-    which only adds a rounding.
+    Computed in float32 and cast to `dtype` at the end. Some Hugging Face families cast before the product with the
+    scale, which only adds a rounding error.
     """
 
     eps: float = 1e-5
@@ -326,10 +327,10 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`(x - mean) / sqrt(var + eps) * scale + bias`, in float32, cast to `dtype` at the end as PyTorch does.
+    """`(x - mean) / sqrt(var + eps) * scale + bias`, computed in float32 and cast to `dtype` at the end as in PyTorch.
 
-    The variance is that of the centred values: `E[x²] - E[x]²` loses digits where the mean is large, and GPT-2 has
-    such channels.
+    The variance is computed from centred values, because `E[x²] - E[x]²` loses digits if the mean is large, which
+    occurs in GPT-2.
     """
 
     eps: float = 1e-5
@@ -347,17 +348,17 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(config: BlockConfig, dtype: DTypeLike, param_dtype: DTypeLike, name: str) -> RMSNorm | LayerNorm:
-    """Builds the norm that `config` asks for."""
+    """Builds the norm of kind `config.norm`."""
     if config.norm == "rms":
         return RMSNorm(config.norm_eps, config.norm_offset, dtype, param_dtype, name=name)
     return LayerNorm(config.norm_eps, dtype, param_dtype, name=name)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention; logits and softmax are float32 whatever `dtype` is.
+    """Causal grouped-query attention; logits and softmax are float32 for any `dtype`.
 
-    Returns the mixed values, and the keys and values of the tokens given. With `past`, keys and values of S columns,
-    the tokens' own stand among them from column `context.visible.start` on.
+    Returns the output, and the keys and values of the tokens. With `past`, keys and values of S columns, those of the
+    tokens are inserted from column `context.visible.start` on.
     """
 
     config: BlockConfig
@@ -396,7 +397,7 @@ class Attention(nn.Module):
         new = (key, value)
         if past is not None:
             start = context.visible.start
-            assert start is not None, "a context of columns, with `start`, belongs to `past`"
+            assert start is not None, "`past` requires a context with `start`"
             key, value = (
                 jax.lax.dynamic_update_slice_in_dim(old, x, start, axis=1) for old, x in zip(past, new, strict=True)
             )
@@ -406,7 +407,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """`down(act(gate x) * up x)`, or `down(act(up x))` where it is not gated."""
+    """`down(act(gate x) * up x)`, or `down(act(up x))` if not gated."""
 
     config: BlockConfig
     dtype: DTypeLike = jnp.float32
@@ -432,23 +433,23 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer block: by default pre-norm, `h += attention(norm(h))`, then `h += mlp(norm(h))`.
 
-    Args:
-      config: Its shape and kind.
-      dtype: Compute dtype, and that of the output.
-      param_dtype: Dtype of the parameters it creates.
-      kernel_init: Initializer of every matrix; by default N(0, 0.02²).
+    Called with `past`, keys and values of S columns, it also returns the keys and values of the tokens, which
+    `calibjax.nn.kv_cache` stores.
 
-    Called with `past`, keys and values of S columns, it returns the keys and values of the tokens given beside its
-    output: `calibjax.nn.kv_cache` keeps them.
+    Args:
+        config: configuration of the block.
+        dtype: dtype of computations and of the output.
+        param_dtype: dtype of the parameters that `init` creates.
+        kernel_init: initializer of every matrix; by default N(0, 0.02²).
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> config = BlockConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
-      >>> hidden = jnp.ones((1, 3, 8))
-      >>> context = sequence_context(config, jnp.arange(3)[None])
-      >>> params = Block(config).init(jax.random.key(0), hidden, context)
-      >>> Block(config).apply(params, hidden, context).shape
-      (1, 3, 8)
+        >>> import jax, jax.numpy as jnp
+        >>> config = BlockConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
+        >>> hidden = jnp.ones((1, 3, 8))
+        >>> context = sequence_context(config, jnp.arange(3)[None])
+        >>> params = Block(config).init(jax.random.key(0), hidden, context)
+        >>> Block(config).apply(params, hidden, context).shape
+        (1, 3, 8)
     """
 
     config: BlockConfig
@@ -465,7 +466,7 @@ class Block(nn.Module):
 
         def add(hidden: Array, update: Array) -> Array:
             if cfg.residual_scale is not None:
-                # In float32: the factor itself would be rounded in bfloat16.
+                # In float32, because bfloat16 would round the factor.
                 update = (update.astype(jnp.float32) * cfg.residual_scale).astype(update.dtype)
             return hidden + update
 

@@ -1,8 +1,8 @@
-"""The keys and values of the tokens so far, kept so that a further token costs one row of attention.
+"""Key/value cache for incremental decoding.
 
-A cache is a pytree that goes through pure functions: `reserve` gives new tokens their columns and positions, the blocks
-compute their keys and values, `fill` stores them. Rows may be padded on the left, so that all of them grow by the same
-columns; what stands in a column, and what a token sees, is decided by segment ids alone, as everywhere.
+A cache is a pytree for pure functions: `reserve` assigns columns and positions to new tokens, the blocks compute their
+keys and values, `fill` stores them. Rows may be padded on the left, so that all rows grow by the same columns. As
+elsewhere, segment ids alone determine which columns a token attends to.
 """
 
 from typing import NamedTuple
@@ -20,9 +20,9 @@ class Cache(NamedTuple):
     """Keys and values of S columns, of which the first `length` are filled.
 
     Attributes:
-        keys, values: `[L, B, S, K, H]`, or `[B, S, K, H]` for a single block; keys are rotated already.
-        segment_ids: which sequence of its row each column belongs to; 0 is padding.
-        length: columns filled.
+        keys, values: `[L, B, S, K, H]`, or `[B, S, K, H]` for a single block; keys are rotated.
+        segment_ids: segment of each column; 0 is padding.
+        length: number of filled columns.
     """
 
     keys: Float[Array, "*L B S K H"]
@@ -34,16 +34,16 @@ class Cache(NamedTuple):
 def empty_cache(
     config: BlockConfig, rows: int, columns: int, *, layers: int | None = None, dtype: DTypeLike = jnp.float32
 ) -> Cache:
-    """Makes a cache with nothing in it.
+    """Makes an empty cache.
 
     Args:
-        config: of the blocks.
-        rows, columns: how many sequences B, and how many tokens S of each, padding included.
-        layers: blocks L; None for a single one, whose arrays have no first axis.
+        config: configuration of the blocks.
+        rows, columns: number of sequences B, and of tokens S per sequence including padding.
+        layers: number of blocks L; None for a single block, whose arrays have no layer axis.
         dtype: compute dtype of the blocks.
 
     Returns:
-        The cache; under a mesh (`jax.set_mesh`) rows and heads are divided like the blocks' activations.
+        The cache; under a mesh (`jax.set_mesh`) rows and heads are sharded like the blocks' activations.
     """
     shape = (rows, columns, config.num_kv_heads, config.head_dim)
     zeros = constrain_cache(jnp.zeros(shape if layers is None else (layers, *shape), dtype))
@@ -51,7 +51,7 @@ def empty_cache(
 
 
 def reserve(cache: Cache, segment_ids: Int[Array, "B T"]) -> tuple[Cache, Int[Array, "B T"]]:
-    """Enters the segment ids of the next T tokens; returns the cache and their positions, counted in each segment."""
+    """Stores the segment ids of the next T tokens; returns the cache and their positions within segments."""
     segments = jax.lax.dynamic_update_slice_in_dim(
         cache.segment_ids, segment_ids.astype(jnp.int32), cache.length, axis=1
     )
@@ -60,7 +60,7 @@ def reserve(cache: Cache, segment_ids: Int[Array, "B T"]) -> tuple[Cache, Int[Ar
 
 
 def fill(cache: Cache, new: KeysValues) -> Cache:
-    """Stores the keys and values of the tokens whose columns were reserved."""
+    """Stores the keys and values of the tokens in their reserved columns."""
     keys, values = (
         constrain_cache(jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), cache.length, axis=old.ndim - 3))
         for old, x in zip((cache.keys, cache.values), new, strict=True)

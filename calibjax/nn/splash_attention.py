@@ -1,9 +1,9 @@
-"""Attention that never holds its logits: JAX's splash attention on TPUs, over a mesh and for layers of several windows.
+"""Attention without stored logits: JAX's splash attention on TPUs, over a mesh and for layers of several windows.
 
-The kernel (`jax.experimental.pallas.ops.tpu.splash_attention`) goes through blocks of keys with a running softmax (Dao
-et al., 2022, https://arxiv.org/abs/2205.14135), leaves out those that no query of its block sees by order or window,
-and its backward pass computes the weights anew from one number a row. It holds `[B, T, H, K]` and 4 bytes for each of
-`[B, H, T]`, where the dense form holds `[B, H, T, T]` in float32.
+The kernel (`jax.experimental.pallas.ops.tpu.splash_attention`) iterates over blocks of keys with a running softmax (Dao
+et al., 2022, https://arxiv.org/abs/2205.14135), skips blocks that order or window mask completely, and recomputes the
+weights in the backward pass from one number per row. It stores `[B, T, H, K]` and 4 bytes for each of `[B, H, T]`,
+where the dense form stores `[B, H, T, T]` in float32.
 """
 
 import functools
@@ -19,15 +19,14 @@ from jaxtyping import Array, Float, Int
 from calibjax.runtime.sharding import AXES
 
 _BLOCKS = (512, 256)
-_ROWS, _HEADS = AXES[:2], AXES[2]  # the mesh axes that divide them
+_ROWS, _HEADS = AXES[:2], AXES[2]  # mesh axes that divide them
 
 
 def suits(query: Float[Array, "B T H K"], key: Float[Array, "B S N K"]) -> bool:
-    """Whether the kernel takes these shapes, of the whole batch, on the mesh that is set; decided while tracing.
+    """Whether the kernel supports these shapes of the whole batch on the current mesh; decided while tracing.
 
-    All of the sequence, in blocks of at least 256 tokens; bfloat16, or float32 whose products are not asked to be more
-    precise than usual, which the kernel's gradient would not know; rows and heads that divide among the devices of a
-    mesh of ours.
+    It requires whole sequences in blocks of at least 256 tokens; bfloat16, or float32 with default matmul precision
+    (which the kernel's gradient ignores); and rows and heads that the devices of the mesh divide.
     """
     batch, length, heads, width = query.shape
     mesh = jax.sharding.get_abstract_mesh()
@@ -56,10 +55,10 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B T H K"]:
-    """Causal attention within segments; the arguments are those of `attention.attend`, of shapes that `suits` takes."""
+    """Causal attention within segments for shapes that `suits` accepts. For the arguments see `attention.attend`."""
 
     def of_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any) -> Any:
-        # The scale has no place of its own; in the queries' dtype, as they go into the products.
+        # The kernel has no scale argument. The product is rounded to the dtype of the queries.
         query = (query.astype(jnp.float32) * scale).astype(query.dtype)
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
         arguments = (query, key, value, segment_ids)
@@ -80,19 +79,19 @@ def attend(
 def _over_rows(
     window: int | None, softcap: float | None, query: Array, key: Array, value: Array, segment_ids: Array | None
 ) -> Array:
-    """The kernel on each row of the batch; heads stand before time."""
+    """Maps the kernel over the rows of the batch; the head axis is before time."""
     kernel = _kernel(query.shape[1], query.shape[2], window, softcap)
 
     def of_row(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
         return kernel(query, key, value, None if segment_ids is None else library.SegmentIds(segment_ids, segment_ids))
 
-    # The kernel promotes dtypes and ranks within, and so fails where that is not let to.
+    # The kernel promotes dtypes and ranks internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return jax.vmap(of_row)(query, key, value, segment_ids)
 
 
 def _kernel(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool = False) -> Any:
-    """The kernel of one device's heads. Its tables of blocks are made once for equal masks, by the library."""
+    """Kernel for the heads of one device. The library caches its block tables for equal masks."""
     block = next(block for block in _BLOCKS if length % block == 0)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     shape = (length, length)

@@ -1,1 +1,1 @@
-"""What every room stands on: devices, processes, files and errors."""
+"""Foundations of the package: devices, processes, files, options and errors."""

@@ -1,4 +1,4 @@
-"""Checksums (SHA-256) of what is written to disk: of files, of JSON values, and of arrays however they are divided."""
+"""SHA-256 checksums of files, JSON values and (sharded) arrays."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import write_file
 
 CHECKSUMS = "checksums.json"
-"""The file that `write_checksums` puts beside the files that it covers."""
+"""Name of the file that `write_checksums` writes beside the files it covers."""
 
 _PARTS = 16
 
 
 def json_digest(value: Any) -> str:
-    """Returns the checksum of a JSON value; the order of its keys does not matter."""
+    """Returns the checksum of a JSON value, which does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode()).hexdigest()
 
 
@@ -34,7 +34,7 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unseal(sealed: Any) -> dict[str, Any]:
-    """Returns what `seal` was given; raises `ValueError` where it is not that."""
+    """Returns the content of `seal`; raises `ValueError` if its checksum is missing or differs."""
     if not isinstance(sealed, dict) or "sha256" not in sealed:
         raise ValueError("no checksums")
     content = {key: value for key, value in sealed.items() if key != "sha256"}
@@ -44,17 +44,17 @@ def unseal(sealed: Any) -> dict[str, Any]:
 
 
 def array_digests(tree: Any) -> dict[str, str]:
-    """Returns the checksum of every array of a tree: of its dtype, its shape and its bytes.
+    """Returns the checksum of the dtype, shape and bytes of every array of a tree.
 
-    Each of an array's last two axes is cut into gcd(n, 16) equal parts, and the checksum is that of the parts'
-    checksums in their order. It is the same however the array is divided among devices: where a device holds whole
-    parts, each process hashes its own and only checksums are exchanged; else the array is gathered.
+    Each of the last two axes of an array is cut into gcd(n, 16) equal parts, and the checksum is that of the parts'
+    checksums in their order. It does not depend on sharding. If devices hold whole parts, each process hashes its own
+    parts and only checksums are exchanged; otherwise the array is gathered.
 
     Args:
-        tree: arrays of jax or numpy. If devices of several processes hold them, all processes call this function.
+        tree: arrays of jax or numpy. If devices of several processes hold them, all processes must call this function.
 
     Returns:
-        64 hexadecimal digits for each leaf, by its dotted path.
+        64 hexadecimal digits for each leaf, by dotted path.
     """
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
@@ -78,13 +78,13 @@ def _is_local(array: Any) -> bool:
 
 
 def _part_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of each part of an array; where an axis has length 0, there are no parts."""
+    """Shape of the parts of an array; there are no parts if an axis has length 0."""
     first_cut = len(shape) - 2
     return tuple(max(n // math.gcd(n, _PARTS) if axis >= first_cut else n, 1) for axis, n in enumerate(shape))
 
 
 def _in_whole_parts(array: Any) -> bool:
-    """Whether `_part_digests` can hash the array as it lies; the same in all processes."""
+    """Whether `_part_digests` can hash the array without gathering it; equal in all processes."""
     if _is_local(array):
         return True
     held = array.sharding.shard_shape(array.shape)
@@ -92,7 +92,7 @@ def _in_whole_parts(array: Any) -> bool:
 
 
 def _part_digests(array: Any) -> np.ndarray:
-    """SHA-256 of each part, uint8 `[parts, 32]`; zeros for the parts that other processes hash."""
+    """SHA-256 of each part, uint8 `[parts, 32]`; zeros for parts that other processes hash."""
     sizes = np.array(_part_shape(array.shape), np.int64)
     table = np.zeros((*(array.shape // sizes), 32), np.uint8)
     if _is_local(array):
@@ -111,11 +111,11 @@ def _part_digests(array: Any) -> np.ndarray:
 
 
 def write_checksums(directory: Path, arrays: Mapping[str, str]) -> None:
-    """Writes `checksums.json`: the checksums of the files in `directory`, not of those in its folders, and of arrays.
+    """Writes `checksums.json` with the checksums of the files in `directory`, without subdirectories, and of arrays.
 
     Args:
-        directory: all of its files are written.
-        arrays: checksum of each array by its name.
+        directory: a directory whose files are complete.
+        arrays: checksums of arrays by name.
     """
     files = {file.name: _file_digest(file) for file in sorted(directory.iterdir()) if file.is_file()}
     content = seal({"schema": 1, "files": files, "arrays": dict(arrays)})
@@ -123,17 +123,17 @@ def write_checksums(directory: Path, arrays: Mapping[str, str]) -> None:
 
 
 def read_checksums(directory: Path, remedy: str) -> dict[str, str] | None:
-    """Checks the files that `write_checksums` found in `directory`.
+    """Verifies the files of `checksums.json` in `directory`.
 
     Args:
-        directory: of `write_checksums`.
-        remedy: what the user is to do about damaged files; the last sentence of each error.
+        directory: directory of `write_checksums`.
+        remedy: last sentence of each error message, with what to do about damaged files.
 
     Returns:
-        The checksums of the arrays; `None` where there is no `checksums.json`, as in what earlier versions wrote.
+        The checksums of the arrays; None if there is no `checksums.json`, as in results of earlier versions.
 
     Raises:
-        UserError: a file is missing or differs from what was written.
+        UserError: if a file is missing or has changed.
     """
     file = directory / CHECKSUMS
     if not file.exists():
@@ -152,7 +152,7 @@ def read_checksums(directory: Path, remedy: str) -> dict[str, str] | None:
 
 
 def different_arrays(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Returns the names of the arrays whose checksums differ, or that only one of the two has."""
+    """Returns the names of arrays whose checksums differ or that occur in only one of the two."""
     return sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
 
 

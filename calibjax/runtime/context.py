@@ -1,4 +1,4 @@
-"""What travels through a run: its directory, devices and seed, and where its log and progress go."""
+"""Context of a run: directory, devices, seed, log and progress."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -16,14 +16,14 @@ from calibjax.runtime.sharding import make_mesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """Passed to whatever computes for more than a moment, in place of five arguments.
+    """Context of a run, passed to functions that compute for a while.
 
     Attributes:
-        directory: for checkpoints, caches and logs; None: the run keeps nothing and cannot resume.
-        mesh: devices, with the axes of `calibjax.runtime.sharding.AXES`; by default the first device alone.
-        seed: of everything random, at least 0.
+        directory: directory of checkpoints, caches and logs. None: nothing is stored and the run cannot resume.
+        mesh: devices, with the axes of `calibjax.runtime.sharding.AXES`; by default only the first device.
+        seed: seed of all random numbers, at least 0.
         log: called with one line per event.
-        progress: whether to draw progress bars. Of several processes only the first draws them.
+        progress: whether to show progress bars, in the first process only.
     """
 
     directory: Path | None = None
@@ -37,27 +37,27 @@ class RunContext:
         return self.progress and is_first()
 
     def within(self, *parts: str) -> "RunContext":
-        """The same run in a subdirectory of its directory."""
+        """Returns the context with a subdirectory of its directory."""
         return self if self.directory is None else dataclasses.replace(self, directory=self.directory.joinpath(*parts))
 
     def silent(self) -> "RunContext":
-        """The same run without log lines and progress bars."""
+        """Returns the context without log lines and progress bars."""
         return dataclasses.replace(self, log=_discard, progress=False)
 
     def require_directory(self) -> Path:
-        """The directory.
+        """Returns the directory.
 
         Raises:
-            UserError: there is none.
+            UserError: if there is none.
         """
         if self.directory is None:
             raise UserError("expected a directory to write to; give RunContext(directory=...).")
         return self.directory
 
     def bar(self, items: Iterable[Any] | None = None, *, title: str, unit: str, **options: Any) -> tqdm:
-        """A progress bar over `items`, or one that is updated by hand up to `total`."""
+        """Makes a progress bar over `items`, or one to update manually up to `total`."""
         return tqdm(items, desc=title, unit=unit, disable=not self.shows_progress, **options)
 
 
 def _discard(line: str) -> None:
-    """For `log`."""
+    """Ignores a log line."""

@@ -1,4 +1,4 @@
-"""Several processes as one job, by JAX's own runtime: how they are joined, and what only the first of them does."""
+"""Jobs of several processes with JAX's distributed runtime: joining, and work of the first process."""
 
 import dataclasses
 import hashlib
@@ -18,19 +18,19 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """Which devices a command runs on. Every process of a job is started with the same options but for --process-id.
+    """Devices of a command. All processes of a job have the same options except --process-id.
 
     Attributes:
         mesh: devices along each axis, such as data=2,fsdp=4; by default all devices along fsdp.
-        distributed: join the other processes of the job, as Cloud TPU, SLURM, Open MPI or Kubernetes name them in the
-            environment; elsewhere give the next three.
-        coordinator: host and port of process 0, such as 10.0.0.1:1234; the port is any that is free there.
-        processes: how many there are.
-        process_id: which of them this is, from 0.
-        heartbeat_timeout: seconds without a sign of life from a process after which all of them end.
-        cudnn_attention: on NVIDIA GPUs, attention of bfloat16 and float16 models by cuDNN, which does not hold its
-            logits. Experimental; without XLA_FLAGS=--xla_gpu_deterministic_ops=true fine-tuning does not resume with
-            the same bits.
+        distributed: join the other processes of the job, found in the environment of Cloud TPU, SLURM, Open MPI or
+            Kubernetes. Elsewhere set the next three options.
+        coordinator: host and a free port of process 0, such as 10.0.0.1:1234.
+        processes: number of processes.
+        process_id: number of this process, from 0.
+        heartbeat_timeout: seconds without a heartbeat of a process after which all of them exit.
+        cudnn_attention: on NVIDIA GPUs, use cuDNN attention for bfloat16 and float16 models, which does not store its
+            logits. Experimental; without XLA_FLAGS=--xla_gpu_deterministic_ops=true fine-tuning does not resume
+            bit-identically.
     """
 
     mesh: str | None = None
@@ -42,10 +42,10 @@ class DeviceOptions:
     cudnn_attention: bool = False
 
     def join(self) -> None:
-        """Joins the other processes; to be called before anything else of JAX's. Does nothing where none are named.
+        """Joins the other processes, if any are named. Must be called before any other use of JAX.
 
         Raises:
-            UserError: options that do not fit, or no other processes where the environment was to name them.
+            UserError: for inconsistent options, or if the environment names no processes.
         """
         given = {
             "--coordinator": self.coordinator,
@@ -58,7 +58,7 @@ class DeviceOptions:
         if len(missing) == len(given) and not self.distributed:
             return
         if missing and not self.distributed:
-            raise UserError(f"{', '.join(missing)}: not given; {', '.join(given)} go together (or --distributed).")
+            raise UserError(f"{', '.join(missing)}: missing; give all of {', '.join(given)}, or --distributed.")
         if self.processes is not None and self.process_id is not None and not 0 <= self.process_id < self.processes:
             raise UserError(f"--process-id: expected 0 to {self.processes - 1}, got {self.process_id}.")
         try:
@@ -72,11 +72,11 @@ class DeviceOptions:
             reason = str(error).strip().splitlines()[0]
             raise UserError(
                 f"cannot join the processes of the job ({reason}). --distributed finds them on Cloud TPU, SLURM, Open "
-                "MPI and Kubernetes; elsewhere start every one with --coordinator, --processes and --process-id."
+                "MPI and Kubernetes; elsewhere start every process with --coordinator, --processes and --process-id."
             ) from error
 
     def make_mesh(self) -> Mesh:
-        """The mesh of all devices of all processes; errors as `parse_mesh`'s."""
+        """Makes the mesh of all devices of all processes; for errors see `parse_mesh`."""
         mesh = parse_mesh(self.mesh)
         if self.cudnn_attention and (kind := mesh.devices.flat[0].platform) not in ("gpu", "cuda"):
             raise UserError(f"--cudnn-attention: expected NVIDIA GPUs, found devices of kind {kind}; leave it out.")
@@ -89,23 +89,23 @@ def is_first() -> bool:
 
 
 def on_first(work: Callable[[], int | None]) -> int:
-    """Carries `work` out in process 0, while the others wait; returns the number that it returned, in all of them.
+    """Runs `work` in process 0 while the others wait; returns its result in all processes.
 
     Raises:
-        UserError: `work` did; in every process, so that none is left waiting.
+        UserError: in all processes if `work` raises one, so that none waits forever.
     """
     return int(from_first(lambda: np.int32(work() or 0), np.int32(0)))
 
 
 def from_first(work: Callable[[], Any], like: Any) -> np.ndarray:
-    """The array that `work` returns in process 0, which alone carries it out, in all of them.
+    """Runs `work` in process 0 and returns the resulting array in all processes.
 
     Args:
-        work: what to do.
-        like: an array of the shape and dtype of its result.
+        work: function without arguments.
+        like: an array with the shape and dtype of its result.
 
     Raises:
-        UserError: `work` did; in every process, so that none is left waiting.
+        UserError: in all processes if `work` raises one, so that none waits forever.
     """
     if jax.process_count() == 1:
         return np.asarray(work(), like.dtype)
@@ -117,12 +117,12 @@ def from_first(work: Callable[[], Any], like: Any) -> np.ndarray:
             error = caught
     found, failed = multihost_utils.broadcast_one_to_all((found, np.int32(error is not None)))
     if failed:
-        raise error or UserError("process 0 cannot go on; its own message says why.")
+        raise error or UserError("process 0 failed; see its own error message.")
     return np.asarray(found)
 
 
 def together(work: Callable[[], Result]) -> Result:
-    """Carries `work` out in every process; where a `UserError` ends it in one, all of them end with one."""
+    """Runs `work` in every process. A `UserError` in one process raises a `UserError` in all of them."""
     if jax.process_count() == 1:
         return work()
     result, error = None, None
@@ -132,14 +132,14 @@ def together(work: Callable[[], Result]) -> Result:
         error = caught
     failed = np.flatnonzero(multihost_utils.process_allgather(np.array(error is not None)))
     if len(failed):
-        raise error or UserError(f"process {failed[0]} cannot go on; its own message says why.")
+        raise error or UserError(f"process {failed[0]} failed; see its own error message.")
     return cast(Result, result)
 
 
 def check_same(values: Sequence[Any], what: str) -> None:
-    """Raises `UserError`, in every process, where they do not all have the same values (by repr); `what` names them.
+    """Raises `UserError` in all processes if `values` (by repr) differ between processes; `what` names them.
 
-    Processes that go on with different ones would compute nonsense together, or wait for each other for ever.
+    With different values, processes would compute wrong results or deadlock.
     """
     if jax.process_count() == 1:
         return
@@ -151,7 +151,7 @@ def check_same(values: Sequence[Any], what: str) -> None:
 
 
 def to_host(tree: Any) -> Any:
-    """Arrays as numpy's, each whole in every process, whatever devices hold its parts; called by all processes."""
+    """Returns whole arrays as numpy arrays in every process. All processes must call this function."""
 
     def whole(x: Any) -> Any:
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):

@@ -1,4 +1,4 @@
-"""The one error type for mistakes that the user can mend, and the checks that raise it."""
+"""The error type for invalid input, and the checks that raise it."""
 
 import dataclasses
 import math
@@ -11,15 +11,15 @@ import numpy as np
 
 
 class UserError(ValueError):
-    """A mistake in what the caller gave: a path, an option, a file's contents.
+    """Invalid input: a path, an option or the contents of a file.
 
-    The message says what was expected, what came, and what to do next. The command line prints it alone, without a
-    traceback, and exits with code 2.
+    The message states what was expected, what was found, and what to do next. The command line prints it without a
+    traceback and exits with code 2.
     """
 
 
 def require_directory(path: str | Path, what: str) -> Path:
-    """Returns `path` as a `Path`; raises `UserError` where it is not an existing directory. `what` names its role."""
+    """Returns `path` as a `Path`; raises `UserError` if it is not an existing directory. `what` names its role."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"{what}: {path} does not exist.")
@@ -29,12 +29,12 @@ def require_directory(path: str | Path, what: str) -> Path:
 
 
 def user_path(path: str | Path) -> Path:
-    """Returns `path` as a `Path`: as it is where it exists, else with a leading `~` or `~user` expanded."""
+    """Returns `path` as a `Path`, with a leading `~` or `~user` expanded unless the literal path exists."""
     return Path(path) if os.path.exists(path) else Path(os.path.expanduser(path))
 
 
 def require_finite(config: Any) -> None:
-    """Raises `UserError` for the first field of a dataclass that is NaN or infinite, or a tuple that holds such."""
+    """Raises `UserError` for the first field of a dataclass that is, or is a tuple that contains, NaN or infinity."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         for number in value if isinstance(value, tuple) else (value,):
@@ -43,9 +43,9 @@ def require_finite(config: Any) -> None:
 
 
 def host_indices(values: Any) -> Any:
-    """Integers of the host within int32, the nearest where they are not; JAX would wrap 2³² + 1 to 1.
+    """Clips host integers to the range of int32, because JAX would wrap 2³² + 1 to 1.
 
-    An index that no array has stays one that no array has. Arrays of JAX are returned as they are.
+    An index out of range therefore stays out of range. JAX arrays are returned unchanged.
     """
     if isinstance(values, jax.Array):
         return values

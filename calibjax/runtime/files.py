@@ -1,4 +1,4 @@
-"""Files and directories that appear as a whole or not at all, and that replace nothing but themselves."""
+"""Atomic writes of files and directories, which replace only earlier results."""
 
 import contextlib
 import os
@@ -14,28 +14,27 @@ import numpy as np
 from calibjax.runtime.distributed import from_first, is_first, on_first
 from calibjax.runtime.errors import UserError
 
-_TOKEN = 8  # bytes of a temporary name that are random
+_TOKEN = 8  # random bytes in a temporary name
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Writes a file as a whole (text in UTF-8), as `new_file` does."""
+    """Writes a file atomically (text in UTF-8), see `new_file`."""
     with new_file(path) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file of a unique name in the same directory, which becomes `path` when the block ends without an error.
+    """Yields a file with a unique name in the same directory, which is renamed to `path` if the block succeeds.
 
-    A file that is there is replaced. Where a symbolic link is there, the link is replaced and its target stays as it
-    is.
+    An existing file is replaced. A symbolic link is replaced itself, and its target does not change.
 
     Raises:
-        UserError: `path` is a directory, a device or a pipe.
-        OSError: it cannot be written; nothing is left behind, and a file that was there is unchanged.
+        UserError: if `path` is a directory, a device or a pipe.
+        OSError: if the file cannot be written. The temporary file is then removed and an existing file is unchanged.
     """
     if path.exists() and not path.is_file():
-        raise UserError(f"{path}: expected a file, new or to be replaced, but this is a directory or a device.")
+        raise UserError(f"{path}: expected a file or a new path, but this is a directory or a device.")
     fresh = _beside(path, secrets.token_bytes(_TOKEN), "new")
     with fresh.open("xb") as file:
         try:
@@ -50,19 +49,19 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty directory of a unique name beside `path`, which becomes `path` when the block ends without error.
+    """Yields an empty directory with a unique name beside `path`, which is renamed to `path` if the block succeeds.
 
-    All processes of a job enter the block together, with the same path; the first one makes, renames and removes.
-    Between the two renames of a replacement there is a moment without `path`, but never one with a part of it.
+    All processes of a job enter the block together with the same path; the first one creates, renames and removes.
+    Between the two renames of a replacement, `path` briefly does not exist, but it is never incomplete.
 
     Args:
-        path: new or an empty directory; its parents are made.
-        replace: an earlier result may be there too. It is removed after the new one is complete, and only where the
-            new one has every one of its entries: what is not ours is not removed.
+        path: a new path or an empty directory; parents are created.
+        replace: whether an earlier result may exist. It is removed after the new one is complete, and only if the new
+            one has all of its entries, so that foreign files are never removed.
 
     Raises:
-        UserError: `path` is a file, a symbolic link, or a directory that is not to be replaced; or nothing can be
-            written beside it.
+        UserError: if `path` is a file, a symbolic link or a directory that must not be replaced, or its parent cannot
+            be written.
     """
     path = path.absolute()
     token = from_first(lambda: _begin(path, replace), np.zeros(_TOKEN, np.uint8)).tobytes()
@@ -77,20 +76,20 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def check_new_directory(path: Path) -> None:
-    """Raises `UserError` where `new_directory(path)` would not write to it."""
+    """Raises `UserError` if `new_directory(path)` would."""
     _entries(path, replace=False)
 
 
 def is_temporary(name: str, of: str) -> bool:
-    """Whether a name is one that `new_file` or `new_directory` gives what is to become `of`."""
+    """Whether a name is a temporary name of `new_file` or `new_directory` for the name `of`."""
     return re.fullmatch(rf"{re.escape(of[:50])}\.[0-9a-f]{{{2 * _TOKEN}}}\.(new|old)", name) is not None
 
 
 def check_orbax_path(path: Path) -> None:
-    """Raises `UserError` where Orbax would lose what it writes below a path.
+    """Raises `UserError` if Orbax would lose data that it writes below a path.
 
-    It finds the parts of a checkpoint by a pattern that begins with the path, in which [ opens a set of characters, and
-    TensorStore takes a backslash for a slash.
+    Orbax finds the parts of a checkpoint with a glob pattern that begins with the path, in which [ is special, and
+    TensorStore interprets a backslash as a slash.
     """
     if found := [character for character in "[\\" if character in str(path.absolute())]:
         raise UserError(f"{path}: Orbax cannot write below a path with {found[0]}: choose another directory.")
@@ -112,8 +111,8 @@ def _finish(path: Path, token: bytes, replace: bool) -> None:
     foreign = _entries(path, replace) - {entry.name for entry in fresh.iterdir()}
     if foreign:
         raise UserError(
-            f"{path} holds files that are no part of what replaces it ({', '.join(sorted(foreign)[:5])}). Move them, "
-            "or choose another directory."
+            f"{path} holds files that are not part of the new result ({', '.join(sorted(foreign)[:5])}). Move them, or "
+            "choose another directory."
         )
     try:
         if not path.exists() or not replace:
@@ -131,7 +130,7 @@ def _finish(path: Path, token: bytes, replace: bool) -> None:
 
 
 def _entries(path: Path, replace: bool) -> set[str]:
-    """Names of what a directory that may be written holds; none where it is not there."""
+    """Names of the entries of a directory that may be written; empty if it does not exist."""
     try:
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             kind = "a symbolic link" if path.is_symlink() else "a file"

@@ -1,4 +1,4 @@
-"""The mesh: axes by name, and where batches and weights lie on it."""
+"""Device mesh: its axes, and the sharding of batches and weights."""
 
 import math
 import re
@@ -29,19 +29,19 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"block\.(attention\.o|mlp\.down)\.kernel", ("tensor", "fsdp")),
     (r"(gate_up|project)\.kernel", ("fsdp", None)),
 )
-"""(pattern of a parameter's dotted path, mesh axis of each of its dimensions); what matches none is whole."""
+"""(pattern of a parameter's dotted path, mesh axis of each dimension). Other parameters are replicated."""
 
 
 def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
-    """Devices along each of `AXES` as `--mesh` has them: "data=2,fsdp=4", an axis that is left out has one.
+    """Parses `--mesh`, such as "data=2,fsdp=4", to the number of devices along each of `AXES`, 1 by default.
 
     Args:
-        text: of the option; None: all devices along fsdp.
-        devices: to be used.
+        text: value of the option. None: all devices along fsdp.
+        devices: number of devices.
 
     Raises:
-        UserError: an unknown axis or one given twice, a size that is no positive integer, or sizes that do not use the
-            devices exactly.
+        UserError: for an unknown or duplicate axis, a size that is not a positive integer, or sizes whose product is
+            not `devices`.
     """
     if text is None:
         return 1, devices, 1
@@ -59,36 +59,36 @@ def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axes `AXES`.
+    """Makes a mesh with the axes `AXES`.
 
     Args:
-        shape: devices along each axis; None: all of them along "data".
-        devices: to use; None: `jax.devices()`.
+        shape: number of devices along each axis. None: all along "data".
+        devices: devices to use. None: `jax.devices()`.
 
     Raises:
-        ValueError: where the shape does not use the devices exactly.
+        ValueError: if the shape does not have the size of `devices`.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = (len(devices), 1, 1) if shape is None else shape
     if int(np.prod(shape)) != len(devices):
         raise ValueError(f"mesh: the shape {shape} needs {int(np.prod(shape))} devices, {len(devices)} were given.")
-    # In the order that suits the wires between TPUs; elsewhere as they come.
+    # Ordered by the interconnect between TPUs; on other platforms the order is kept.
     return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
 
 
 def parse_mesh(text: str | None) -> Mesh:
-    """The mesh of all devices that `--mesh` describes; arguments and errors as `mesh_shape`'s."""
+    """Makes the mesh of all devices from `--mesh`; for `text` and errors see `mesh_shape`."""
     devices = jax.devices()
     return make_mesh(mesh_shape(text, len(devices)), devices)
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """Such as "8 device(s): data 2, fsdp 4, tensor 1"."""
+    """Returns a description such as "8 device(s): data 2, fsdp 4, tensor 1"."""
     return f"{mesh.size} device(s): {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}"
 
 
 def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1) -> None:
-    """Raises `UserError` where the micro-batches of a step do not divide among the devices of `mesh`."""
+    """Raises `UserError` if the micro-batches of a step do not divide among the devices of `mesh`."""
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     micro = batch_size // accumulate
     if micro % rows:
@@ -99,20 +99,20 @@ def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch split over the data and fsdp axes."""
+    """Sharding of the rows of a batch over the data and fsdp axes."""
     return NamedSharding(mesh, PartitionSpec(_BATCH))
 
 
 def context_mesh() -> Mesh | None:
-    """The mesh of ours that is set (`jax.set_mesh`), where it has several devices. Not for traced functions."""
+    """The current mesh (`jax.set_mesh`) if it has `AXES` and several devices, else None. Not for traced functions."""
     mesh = jax.sharding.get_mesh()
     return mesh if set(AXES) <= set(mesh.axis_names) and mesh.size > 1 else None
 
 
 def local_rows(mesh: Mesh | None, count: int) -> np.ndarray:
-    """Which rows of a batch of `count` this process reads: those that its devices hold, ascending; all without a mesh.
+    """Rows of a batch of `count` that this process reads, ascending: those of its devices, or all without a mesh.
 
-    Processes that hold parts of the same rows, along tensor, read the same ones.
+    Processes that hold parts of the same rows, along the tensor axis, read the same rows.
     """
     if mesh is None:
         return np.arange(count)
@@ -121,9 +121,9 @@ def local_rows(mesh: Mesh | None, count: int) -> np.ndarray:
 
 
 def place_rows(mesh: Mesh | None, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The batch of which this process has its `local_rows`, laid out on the mesh; as it is without one.
+    """Makes the global batch on the mesh from the `local_rows` of each process.
 
-    On one device too: a step takes host arrays as they are, and placing them by hand only costs time.
+    Without a mesh or on one device, the host arrays are returned, because placing them explicitly only costs time.
     """
     if mesh is None or mesh.size == 1:
         return dict(batch)
@@ -131,9 +131,9 @@ def place_rows(mesh: Mesh | None, batch: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def constrain_batch(x: jax.Array) -> jax.Array:
-    """`x` with its rows split like a batch's, where a mesh of ours is set (`jax.set_mesh`); else `x` as it is.
+    """Constrains the rows of `x` to the sharding of a batch if a mesh with its axes is set (`jax.set_mesh`).
 
-    Told once a layer, so that the compiler gathers weights and not activations.
+    The decoder applies it in each layer so that the compiler gathers weights instead of activations.
     """
     if not set(_BATCH) <= set(jax.sharding.get_abstract_mesh().axis_names):
         return x
@@ -141,9 +141,9 @@ def constrain_batch(x: jax.Array) -> jax.Array:
 
 
 def constrain_cache(x: jax.Array) -> jax.Array:
-    """Keys or values `[..., B, S, K, H]` with rows split like a batch's, and heads over tensor where it divides them.
+    """Constrains keys or values `[..., B, S, K, H]`: rows like a batch, heads over the tensor axis if it divides them.
 
-    So they lie where the projections leave them; without a mesh of ours, `x` as it is.
+    This matches the sharding of the projections. Without a mesh with `AXES`, `x` is returned.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.axis_names):
@@ -153,10 +153,11 @@ def constrain_cache(x: jax.Array) -> jax.Array:
 
 
 def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike) -> jax.Array:
-    """`table[index]` in `dtype` for `[V, D]` and `[B, T]`; NaN where an index lies beyond the table.
+    """`table[index]` in `dtype` for `[V, D]` and `[B, T]`; NaN where an index is out of range.
 
-    Where a mesh of ours is set, the table is the parameter at `path` and lies as `RULES` say: each device looks up what
-    its part of the table holds for its tokens and its neighbours' along fsdp, and rows, not the table, move.
+    If a mesh with `AXES` is set, the table is the parameter at `path`, sharded by `RULES`. Each device looks up rows in
+    its part of the table for its tokens and for those of its neighbours along fsdp, so that rows are moved instead of
+    the table.
     """
     mesh = jax.sharding.get_abstract_mesh()
     spec = param_sharding(mesh, path, table.shape).spec if set(AXES) <= set(mesh.axis_names) else PartitionSpec()
@@ -188,8 +189,8 @@ def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike) -> j
 def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
     """`hidden[row, position]`, `[R, D]` of `[B, T, D]` for indices `[R]` into the whole batch.
 
-    Where a mesh of ours is set, each device gives what its rows of the batch hold, and the sum of all is everywhere: so
-    R states move, and not the batch.
+    If a mesh with `AXES` is set, each device contributes the states of its rows, and the sum is replicated, so that R
+    states are moved instead of the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     groups = int(np.prod([mesh.shape[axis] for axis in _BATCH])) if set(AXES) <= set(mesh.axis_names) else 1
@@ -206,7 +207,7 @@ def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.A
 
 
 def param_sharding(mesh: Mesh | AbstractMesh, path: str, shape: Sequence[int]) -> NamedSharding:
-    """Where the parameter at a dotted path lies, by `RULES`; a dimension that an axis does not divide is whole."""
+    """Sharding of the parameter at a dotted path by `RULES`; dimensions that an axis does not divide stay whole."""
     for pattern, axes in RULES:
         if len(axes) == len(shape) and re.fullmatch(pattern, path):
             pairs = zip(axes, shape, strict=True)
@@ -216,9 +217,9 @@ def param_sharding(mesh: Mesh | AbstractMesh, path: str, shape: Sequence[int]) -
 
 
 def param_shardings(mesh: Mesh, tree: Any) -> Any:
-    """`param_sharding` of every leaf of a tree of arrays or shapes, by the path of its dictionaries.
+    """`param_sharding` of every leaf of a tree of arrays or shapes.
 
-    The moments of an optimiser lie like the parameters they belong to: only the dictionaries within it count.
+    Paths consist only of dictionary keys, so that the moments of an optimiser are sharded like their parameters.
     """
 
     def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -229,5 +230,5 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Whole on every device."""
+    """Sharding with the whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())

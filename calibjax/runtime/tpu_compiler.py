@@ -1,7 +1,7 @@
-"""The TPU compiler on a machine without a TPU: a function called in a process of its own, in which libtpu can compile.
+"""The TPU compiler on a machine without a TPU: calls a function in a new process in which libtpu can compile.
 
-Flags and topology belong to the process, and libtpu aborts it on an internal error, hence a new one for each call. The
-caller may have imported jax already.
+Each call has a new process because flags and topology are per process, and because libtpu aborts the process on an
+internal error. The caller may already have imported jax.
 """
 
 import importlib.metadata
@@ -18,9 +18,9 @@ from calibjax.runtime.errors import UserError
 
 
 class DoesNotCompile(Exception):
-    """The compiler refused the program, died of it, or took too long.
+    """The compiler rejected the program, crashed, or timed out.
 
-    The message is the first line of what it said; `details` is all of it.
+    The message is the first line of its output; `details` is the whole output.
     """
 
     def __init__(self, details: str):
@@ -33,7 +33,7 @@ class _Failed(NamedTuple):
 
 
 def compiler_version() -> str | None:
-    """Version of libtpu, None where it is not installed."""
+    """Version of libtpu; None if it is not installed."""
     try:
         return importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
@@ -43,17 +43,17 @@ def compiler_version() -> str | None:
 def with_compiler(
     function: Callable[..., Any], *args: Any, flags: Sequence[str] = (), timeout: float | None = None
 ) -> Any:
-    """`function(*args)`, called in a new process that can compile for TPUs (`jax.experimental.topologies`).
+    """Returns `function(*args)`, called in a new process that can compile for TPUs (`jax.experimental.topologies`).
 
     Args:
-        function: at the top of a module; it and what it returns are pickled.
-        *args: picklable.
-        flags: added to those of libtpu in the environment (`LIBTPU_INIT_ARGS`).
-        timeout: seconds; None: as long as it takes.
+        function: module-level function; it and its result are pickled.
+        *args: picklable arguments.
+        flags: flags added to those in the environment (`LIBTPU_INIT_ARGS`).
+        timeout: in seconds. None: no limit.
 
     Raises:
-        DoesNotCompile: with the compiler's reason.
-        UserError: as the function raises it.
+        DoesNotCompile: if compilation fails.
+        UserError: if the function raises it.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tpu_compiler_") as directory:
@@ -89,9 +89,9 @@ def with_compiler(
 
 
 def slice_devices(topology: str) -> list[Any]:
-    """What a program is compiled for: the devices of a slice such as "v5e:4x4"; in the compiler's process only.
+    """Devices of a slice such as "v5e:4x4" as a compilation target; only in the process of `with_compiler`.
 
-    A host has 2 x 2 chips, where libtpu is not told that a slice has fewer.
+    A host has 2 x 2 chips unless the slice has fewer, which libtpu must be told.
     """
     from jax.experimental import topologies
 
@@ -101,7 +101,7 @@ def slice_devices(topology: str) -> list[Any]:
 
 
 def _environment(flags: Sequence[str]) -> dict[str, str]:
-    """What must be set before jax and libtpu are loaded."""
+    """Environment variables that must be set before jax and libtpu are loaded."""
     return {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -113,10 +113,10 @@ def _environment(flags: Sequence[str]) -> dict[str, str]:
 
 
 def _child(sender: Connection, log: Path, function: Callable[..., Any], args: tuple) -> None:
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)  # libtpu's, where it says what it died of
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)  # libtpu writes the cause of a crash to stderr
     try:
         sender.send(function(*args))
     except UserError as error:
         sender.send(error)
-    except Exception as error:  # compilers' exceptions do not pickle
+    except Exception as error:  # exceptions of the compiler cannot be pickled
         sender.send(_Failed(f"{type(error).__name__}: {error}"))

@@ -7,7 +7,7 @@ import pytest
 from tiny import WORDS, dense_log_probs, write_model, write_text
 
 from calibjax.cli import main
-from calibjax.data import load_sequences, split_sequences
+from calibjax.data import load_sequences, read_source, split_sequences
 from calibjax.eval.tasks.analogies import CHOICES, accuracy, choice_log_probs, evaluate_analogies, load_analogies
 from calibjax.eval.text import distinct_n, repetition, self_bleu
 from calibjax.models import load_model
@@ -151,7 +151,7 @@ def test_command(tmp_path, capsys):
             assert shown in printed
             assert f"<td>{shown}</td>" in page
     student = load_model(out / "models" / "lhts-T0.4")
-    sequences, _ = load_sequences(str(data), student.tokenizer, seq_len=13, layout="full")
+    sequences, _ = load_sequences(read_source(str(data)), student.tokenizer, seq_len=13, layout="full")
     held_out = split_sequences(sequences, 0.9)[1]
     nll = -log_probs(student, held_out).sum(dtype=np.float64) / held_out.where.sum()
     np.testing.assert_allclose(document["held_out"]["methods"]["lhts-T0.4"]["nll"], nll, rtol=1e-5)

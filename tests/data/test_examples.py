@@ -165,9 +165,9 @@ def test_tokens_without_width():
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
-        ({"messages": TURNS}, FORGETFUL, "row 0: the tokenizer's chat template rewrites"),
-        ({"messages": TURNS}, "{{ raise_exception('no system role') }}", "refuses the conversation: no system role"),
-        ({"messages": TURNS[:2]}, CHATML, "no message of role assistant.* The roles: system, user"),
+        ({"messages": TURNS}, FORGETFUL, "row 0: the tokenizer's chat template changes the text"),
+        ({"messages": TURNS}, "{{ raise_exception('no system role') }}", "rejects the conversation: no system role"),
+        ({"messages": TURNS[:2]}, CHATML, "no message of role assistant.* Roles: system, user"),
         ({"messages": "hello"}, CHATML, "row 0 .*expected a list of messages"),
         ({"messages": ["hello"]}, CHATML, "expected a message as a dict"),
         ({"messages": [{"role": "user", "content": [1]}]}, CHATML, "role and content"),
@@ -187,7 +187,7 @@ def test_bad_rows(row, template, message):
         ({"messages": TURNS}, "{messages}", "these rows are chat"),
         ({"prompt": "a", "response": "b"}, "{prompt", "not a format string"),
         ({"prompt": "a", "response": "b"}, "{}", "expected column names in braces, such as '{prompt}'"),
-        ({"prompt": "a", "response": "b"}, "{prompt}{response}", "holds the response itself"),
+        ({"prompt": "a", "response": "b"}, "{prompt}{response}", "contains the response"),
         ({"prompt": "a", "response": "b"}, "{question}", "row 0 has no column question. It has: prompt, response"),
     ],
 )

@@ -6,7 +6,7 @@ import json
 import pytest
 from assets import data_path, model_path
 
-from calibjax.data import load_sequences, split_sequences
+from calibjax.data import load_sequences, read_source, split_sequences
 
 
 def tokenizer_of(name):
@@ -19,7 +19,7 @@ def test_alpaca_outputs_cut_to_128_tokens():
     tokenizer = tokenizer_of("stories260K")
     file = data_path("alpaca_cleaned/alpaca_cleaned.jsonl.gz")
     sequences, description = load_sequences(
-        file, tokenizer, seq_len=128, layout="full", text_column="output", rows=6000, max_sequences=1600
+        read_source(file, rows=6000), tokenizer, seq_len=128, layout="full", text_column="output", max_sequences=1600
     )
     assert sequences.tokens.shape == (1600, 127)
     assert sequences.where.all()
@@ -40,7 +40,7 @@ def test_alpaca_outputs_cut_to_128_tokens():
 
 def test_document_split_between_sequences():
     sequences, description = load_sequences(
-        data_path("wikitext2/test.txt.gz"),
+        read_source(data_path("wikitext2/test.txt.gz")),
         tokenizer_of("stories260K"),
         seq_len=256,
         layout="full",
@@ -57,7 +57,7 @@ def test_chat_from_file(tmp_path, layout):
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "i am fine."}]
     (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 5)
     sequences, description = load_sequences(
-        tmp_path / "chat.jsonl", tokenizer_of("craftgpt-5M"), seq_len=64, layout=layout
+        read_source(tmp_path / "chat.jsonl"), tokenizer_of("craftgpt-5M"), seq_len=64, layout=layout
     )
     assert len(sequences.tokens) == (5 if layout == "pad" else 1)
     assert int(sequences.where.sum()) == 5 * 5  # four tokens and the end

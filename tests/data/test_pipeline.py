@@ -138,5 +138,5 @@ def test_errors():
             batches(arrays, 4, **({"seed": 0} | options))
     with pytest.raises(UserError, match="same number of rows"):
         batches({"a": np.zeros(3), "b": np.zeros(4)}, 2, seed=0, epochs=1)
-    with pytest.raises(UserError, match="without an array 'where'"):
+    with pytest.raises(UserError, match="its padding requires an array 'where'"):
         list(eval_batches({"tokens": arrays["tokens"]}, 4))

@@ -181,7 +181,7 @@ class TestHub:
             raise ConnectionError("no route")
 
         monkeypatch.setattr(datasets, "load_dataset", load)
-        with pytest.raises(UserError, match=r"neither a file or directory here nor .*no route"):
+        with pytest.raises(UserError, match=r"neither a local file or directory nor .*no route"):
             read_source("someone/texts")
 
 

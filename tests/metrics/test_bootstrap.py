@@ -1,4 +1,4 @@
-"""Bootstrap intervals and paired comparisons of arrays; streams; pass@k."""
+"""Bootstrap intervals and paired comparisons of arrays; sums of batches; pass@k."""
 
 import itertools
 
@@ -109,7 +109,7 @@ def test_paired_comparison():
 def test_comparison_of_sums():
     c, y = answers(2000)
     first, second = (metrics.calibration_sums(x.reshape(200, 10), y.reshape(200, 10)) for x in (c - 0.1, c))
-    of_sums = metrics.compare_sums(first, second, resamples=200)
+    of_sums = metrics.error_comparison(first, second, resamples=200)
     arrays = ((c - np.float32(0.1), y), (c, y))
     groups = np.arange(2000) // 10
     of_arrays = metrics.paired_comparison(metrics.expected_calibration_error, *arrays, groups=groups, resamples=200)
@@ -127,18 +127,16 @@ def test_wrong_options():
         metrics.metric_interval(metrics.brier_score, c, y, level=95, resamples=5)
 
 
-@jax.jit
-def step(state, confidence, correct, log_prob):
-    return metrics.update(state, confidence, correct, log_prob=log_prob)
+def add_up(batches):
+    return metrics.CalibrationSums(*map(np.stack, zip(*batches, strict=True)))
 
 
-def test_a_stream_counts_beyond_float32():
+def test_batches_count_beyond_float32():
     """300 batches of 60,001 points: more than 2^24, by an odd number."""
     c, y = answers(60_001)
-    state = metrics.init()
-    for _ in range(300):
-        state = step(state, c, y, -c)
-    whole = metrics.total(state)
+    step = jax.jit(metrics.calibration_sums)
+    batches = add_up([step(c, y, log_prob=-c) for _ in range(300)])
+    whole = metrics.total(batches)
     assert 300 * 60_001 > 2**24
     assert whole.count.sum() == 300 * 60_001
     assert whole.correct.sum() == 300 * int(y.sum())
@@ -150,29 +148,40 @@ def test_a_stream_counts_beyond_float32():
         ("Σ brier", whole.brier, 300 * ((c64 - y) ** 2).sum()),
     ):
         assert_within(got / want, 1.0, 10 * EPS, name)  # the rounding of one batch's sums, and no more
-    row = metrics.compute(state)
     once = metrics.summarise(metrics.calibration_sums(c, y, log_prob=-c))
-    for name, value in row.items():
+    for name, value in metrics.summarise(batches).items():
         assert_within(value, once[name], 20 * EPS, name)
     assert step._cache_size() == 1, "compiled again"
 
 
-def test_likelihood_of_a_stream():
-    """NaN where some point that counts came without log-probability; infinite where one had probability 0."""
+def test_chunks_of_one_call_lose_no_digits():
+    """Points beyond one chunk are added in two floats: 2^24 ones and one more point per chunk stay exact."""
+    from calibjax.metrics import sums as module
+
+    n = 40 * module._CHUNK
+    c = np.full(n, 0.7, np.float32)
+    c[:: module._CHUNK] = 0.1  # one small number a chunk
+    sums = metrics.calibration_sums(c, np.ones(n), log_prob=np.where(c > 0.5, 0, -1e-6).astype(np.float32), bins=2)
+    assert np.asarray(sums.count).tolist() == [40, n - 40]
+    assert_within(float(sums.confidence[1]) / (np.float64(np.float32(0.7)) * (n - 40)), 1.0, 4 * EPS, "Σ confidence")
+    assert_within(float(sums.nll) / 40e-6, 1.0, 4 * EPS, "Σ nll")
+
+
+def test_likelihood_of_batches():
+    """NaN if some point that counts has no log-probability; infinite if one has probability 0."""
     c, y = np.array([0.5, 0.5], np.float32), np.array([1, 0])
-    known = metrics.update(metrics.init(), c, y, log_prob=np.log(c))
-    assert metrics.compute(known)["nll"] == pytest.approx(np.log(2))
-    unknown = metrics.update(metrics.init(), c, y)
-    for state in (unknown, metrics.merge(known, unknown), metrics.merge(unknown, known)):
-        values = metrics.compute(state)
+    known = metrics.calibration_sums(c, y, log_prob=np.log(c))
+    assert metrics.summarise(known)["nll"] == pytest.approx(np.log(2))
+    unknown = metrics.calibration_sums(c, y)
+    for sums in (unknown, add_up([known, unknown]), add_up([unknown, known])):
+        values = metrics.summarise(sums)
         assert np.isnan(values.pop("nll"))
         assert np.isfinite(list(values.values())).all()
-    masked = metrics.update(known, c, y, where=np.zeros(2, bool))
-    assert metrics.compute(masked)["nll"] == pytest.approx(np.log(2))
-    for state in (known, metrics.init()):
-        infinite = metrics.update(state, c, y, log_prob=np.array([-np.inf, -1.0]))
-        assert metrics.compute(metrics.merge(infinite, known))["nll"] == np.inf
-        assert metrics.compute(metrics.merge(known, infinite))["nll"] == np.inf
+    masked = add_up([known, metrics.calibration_sums(c, y, where=np.zeros(2, bool))])
+    assert metrics.summarise(masked)["nll"] == pytest.approx(np.log(2))
+    infinite = metrics.calibration_sums(c, y, log_prob=np.array([-np.inf, -1.0]))
+    for sums in (infinite, add_up([infinite, known]), add_up([known, infinite])):
+        assert metrics.summarise(sums)["nll"] == np.inf
 
 
 @pytest.mark.filterwarnings("error")
@@ -198,22 +207,6 @@ def test_interval_of_an_infinite_likelihood(wrong, finite_low):
     against = metrics.paired_comparison(metrics.negative_log_likelihood, (half, y), (c, y), resamples=50)
     assert against.difference == against.low == -np.inf
     assert against.share_lower >= 0.5
-
-
-def test_merge_in_any_order_and_over_devices():
-    c, y = (x.reshape(8, 60) for x in answers(480))
-    merge = jax.jit(metrics.merge)
-    mapped = jax.jit(jax.vmap(lambda c, y: metrics.update(metrics.init(4), c, y, log_prob=-c)))(c, y)
-    parts = [jax.tree.map(lambda x, i=i: x[i], jax.device_get(mapped)) for i in range(8)]
-    forwards, backwards = metrics.init(4), metrics.init(4)
-    for part in parts:
-        forwards = merge(forwards, part)
-    for part in reversed(parts):
-        backwards = merge(part, backwards)
-    want = metrics.total(metrics.calibration_sums(c, y, log_prob=-c, bins=4))
-    for state in (forwards, backwards, mapped):
-        for name, got, expected in zip(want._fields, metrics.total(state), want, strict=True):
-            assert_within(got, expected, 480 * 2.0**-45, name)
 
 
 def test_open_bins_keep_their_dropped_points():
@@ -252,7 +245,7 @@ def test_pass_at_k():
     assert np.isnan(np.asarray(metrics.pass_at_k(jnp.array([1, 2]), jnp.array([2, 3]), 3)))[0]
     assert_within(metrics.pass_at_k(jnp.array([1]), 10_000, 100), [0.01], 4 * EPS, "many samples")
     assert_within(metrics.predicted_pass_at_k(jnp.array([0.0, 0.1, 1.0]), 3), [0, 1 - 0.9**3, 1], 4 * EPS)
-    assert_within(metrics.success_share(jnp.array([1, 0]), jnp.array([4, 2])), [0.25, 0], 0)
-    assert np.isnan(float(metrics.success_share(0, 0)))
+    assert_within(metrics.success_fraction(jnp.array([1, 0]), jnp.array([4, 2])), [0.25, 0], 0)
+    assert np.isnan(float(metrics.success_fraction(0, 0)))
     with pytest.raises(ValueError, match="k: expected"):
         metrics.pass_at_k(jnp.array([1]), 2, 0)

@@ -122,7 +122,7 @@ def of_points(name, c, y, x):
 
 
 def test_every_metric_with_weights_has_a_law():
-    sums = {"calibration_sums", "update"}
+    sums = {"calibration_sums"}
     resampled = {"resample_metric"}
     weighted = {
         name
@@ -164,20 +164,21 @@ def test_invalid_weights(name):
 
 
 def test_sums_of_any_scale():
-    """What follows from sums, of one batch and of a stream, in numpy and in jax."""
+    """Metrics of sums, of one batch and of two, in numpy and in jax."""
     c, y, _ = points("soft")
     weight = np.random.default_rng(9).integers(0, 4, N).astype(np.float32)
     log_prob = np.log1p(c) - 1
 
     def figures(weight):
         sums = metrics.calibration_sums(c, y, log_prob=log_prob, where=weight)
-        state = metrics.init()
-        for half in (slice(0, N // 2), slice(N // 2, N)):
-            state = metrics.update(state, c[half], y[half], log_prob=log_prob[half], where=weight[half])
+        halves = metrics.calibration_sums(
+            *(np.reshape(x, (2, -1)) for x in (c, y)),
+            **{name: np.reshape(x, (2, -1)) for name, x in (("log_prob", log_prob), ("where", weight))},
+        )
         of_sums = (metrics.ece_from_sums, metrics.mce_from_sums, metrics.rmsce_from_sums, metrics.bias_from_sums)
         return {
             "once": list(metrics.summarise(sums).values()),
-            "stream": list(metrics.compute(state).values()),
+            "halves": list(metrics.summarise(halves).values()),
             "jax": [float(statistic(sums)) for statistic in of_sums],
             "numpy": [float(statistic(metrics.total(sums))) for statistic in of_sums],
             "parts": [float(part) for part in metrics.brier_parts(sums)],

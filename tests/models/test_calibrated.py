@@ -133,7 +133,7 @@ def test_a_head_is_replaced_as_a_whole(tmp_path):
     assert sorted(entry.name for entry in (tmp_path / "head").iterdir()) == ["checksums.json", "head.json", "params"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
     (tmp_path / "head" / "thesis.txt").write_text("")
-    with pytest.raises(UserError, match=r"no part of what replaces it \(thesis\.txt\)"):
+    with pytest.raises(UserError, match=r"not part of the new result \(thesis\.txt\)"):
         save_head(tmp_path / "head", HEADS["pooled"])
     assert load_head(tmp_path / "head").config.kind == "constant"
     assert (tmp_path / "head" / "thesis.txt").exists()

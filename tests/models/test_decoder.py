@@ -233,7 +233,7 @@ def test_bad_configurations():
         ({"logit_divisor": 0.0}, "logit_divisor"),
         ({"local_layers": (True,)}, "local_layers: expected 3 values, got 1"),
         ({"window": 0}, "window: expected None or at least 1"),
-        ({"local_rope": Rope(fraction=0.5)}, "as many channels as rope"),
+        ({"local_rope": Rope(fraction=0.5)}, "same fraction of rotated channels as rope"),
         ({"rope": Rope(fraction=0.2)}, "even number of channels, got 1 of 6"),
         ({"norm": "layer", "norm_offset": 1.0}, "only RMS norms"),
         ({"parallel": "one_norm", "norm_placement": "both"}, "'pre' where parallel is set"),

@@ -151,12 +151,12 @@ def change(tensors, name, value):
         ("model.layers.1.mlp.up_proj.weight", None, r"missing: model.layers.1.mlp.up_proj.weight\."),
         ("model.layers.2.mlp.up_proj.weight", np.ones(2, np.float32), r"unknown: model.layers.2.mlp.up_proj.weight"),
         ("model.layers.0.self_attn.q_proj.bias", np.ones(12, np.float32), r"unknown: .*q_proj.bias"),
-        ("model.norm.weight", np.ones(11, np.float32), r"misshapen: model.norm.weight \[11\], expected \[12\]"),
+        ("model.norm.weight", np.ones(11, np.float32), r"wrong shape: model.norm.weight \[11\], expected \[12\]"),
         ("model.layers.0.mlp.up_proj.weight", np.ones((12, 20), np.float32), r"\[12, 20\], expected \[20, 12\]"),
         ("model.norm.weight", np.ones(12, np.int8), "not floating-point: model.norm.weight I8"),
-        ("norm.weight", np.ones(12, np.float32), "given twice: .*norm.weight"),
+        ("norm.weight", np.ones(12, np.float32), "duplicate: .*norm.weight"),
         ("lm_head.weight", np.ones((31, 12), np.float32), "ties model.embed_tokens.weight and lm_head.weight"),
-        ("lm_head.weight", np.ones((30, 12), np.float32), r"misshapen: lm_head.weight \[30, 12\]"),
+        ("lm_head.weight", np.ones((30, 12), np.float32), r"wrong shape: lm_head.weight \[30, 12\]"),
         ("model.norm.weight", np.full(12, np.nan, np.float32), "model.norm.weight holds NaN or infinity"),
     ],
 )
@@ -176,7 +176,7 @@ def test_all_problems_are_named_up_to_ten_of_each(tmp_path):
 
 def test_the_same_name_in_two_shards(tmp_path):
     tensors = llama_tensors()
-    with pytest.raises(UserError, match=r"twice: model.norm.weight \(model-1.*\) and model.norm.weight \(model-0"):
+    with pytest.raises(UserError, match=r"duplicate: model.norm.weight \(model-1.*\) and model.norm.weight \(model-0"):
         load_model(write_shards(tmp_path, tensors, {"model.norm.weight": tensors["model.norm.weight"]}))
 
 
@@ -197,8 +197,8 @@ def test_damaged_files(tmp_path, keep):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"a": "gone.safetensors"}}, "names files that are not there: gone.safetensors"),
-        ({"weight_map": {"a": "../model.safetensors"}}, "names of files beside it"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "lists files that are missing: gone.safetensors"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "names of files in the same directory"),
         ({}, "expected a JSON object with a weight_map"),
     ],
 )
@@ -230,7 +230,7 @@ def test_no_model(tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="is no local directory, and could not be had") as caught:
+    with pytest.raises(UserError, match="is not a local directory and could not be downloaded") as caught:
         load_model("nobody/nothing")
     assert "\n" not in str(caught.value)
 
@@ -265,7 +265,7 @@ def test_tokenizer_of_another_model(tmp_path, name):
             (
                 LLAMA_JSON,
                 {"rms_norm_eps": bad},
-                f"norm_eps: expected a number from 0 to 1, got {bad}; mend .*rms_norm_eps",
+                f"norm_eps: expected a number from 0 to 1, got {bad}; correct .*rms_norm_eps",
             )
             for bad in (float("nan"), float("inf"), -1e-6, 2.0)
         ),

@@ -118,7 +118,7 @@ def test_a_directory_is_replaced_only_by_its_like(tmp_path):
     before = tree(tmp_path)
     with pytest.raises(UserError, match="new or an empty directory, but it holds a"):
         fill(tmp_path / "d")
-    with pytest.raises(UserError, match=r"no part of what replaces it \(a\)"):
+    with pytest.raises(UserError, match=r"not part of the new result \(a\)"):
         fill(tmp_path / "d", ["b"], replace=True)
     assert tree(tmp_path) == before
     fill(tmp_path / "d", ["a", "b"], replace=True)

@@ -12,7 +12,7 @@ from interrupt import killed_at_step
 from tiny import make_lm, make_sequences, ragged, silent, write_model, write_text
 
 from calibjax.cli import main
-from calibjax.data import load_sequences
+from calibjax.data import load_sequences, read_source
 from calibjax.models import decoder, load_model
 from calibjax.models.hf_export import save_model
 from calibjax.models.lora import LoraConfig
@@ -183,7 +183,7 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
     source = write_model(tmp_path / "model", tie_word_embeddings=True)
     lm = load_model(source)
     text = write_text(tmp_path / "data.jsonl", rows=40, words=12)
-    sequences, _ = load_sequences(text, lm.tokenizer, seq_len=12, layout="full")
+    sequences, _ = load_sequences(read_source(text), lm.tokenizer, seq_len=12, layout="full")
     options = {"validation_fraction": 0.05, "epochs": 5, "weight_decay": 0.01, "schedule": "linear"}
     # Batches of all sequences: their order is nothing to agree on.
     rows = fit(tmp_path / "count", lm, sequences=sequences, epochs=1, batch_size=1).report["windows"]["train"]

@@ -111,7 +111,7 @@ def comparison_json(
             if name == reference:
                 row["against"] = {}
                 continue
-            ece = metrics.compare_sums(sums_of_row[name], sums_of_row[reference], resamples=resamples, seed=seed)
+            ece = metrics.error_comparison(sums_of_row[name], sums_of_row[reference], resamples=resamples, seed=seed)
             compared = {
                 key: _against(row, rows[reference], key, drawn[name][key], drawn[reference][key])
                 for key in COMPARED

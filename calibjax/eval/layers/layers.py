@@ -217,7 +217,7 @@ def correction_phase(sums: list[CalibrationSums], agreement: np.ndarray, share: 
     settled, last = settled_layer(agreement, share), len(sums) - 1
     errors = [float(metrics.ece_from_sums(metrics.total(of_layer))) for of_layer in sums]
     peak = settled + int(np.argmax(errors[settled:]))
-    correction = metrics.compare_sums(sums[peak], sums[last], seed=seed)
+    correction = metrics.error_comparison(sums[peak], sums[last], seed=seed)
     return Phase(settled, peak, correction, bool(peak < last and correction.low > 0))
 
 
