@@ -16,24 +16,6 @@ from calibjax.kernels import VocabStats
 
 Mask = Bool[Array, "..."] | None
 
-REQUIRED_STATISTICS: dict[str, tuple[str, ...]] = {
-    "cross_entropy": ("log_normalizer", "target_logit"),
-    "label_smoothing": ("log_normalizer", "target_logit", "mean_logit"),
-    "selective_smoothing": ("log_normalizer", "target_logit", "mean_logit", "correct"),
-    "focal": ("log_normalizer", "target_logit"),
-    "sample_dependent_focal": ("log_normalizer", "target_logit"),
-    "focal_calibration": ("log_normalizer", "target_logit"),
-    "brier": ("log_normalizer", "target_logit"),
-    "top_k_smoothing": ("log_normalizer", "target_logit"),
-    "z_loss": ("log_normalizer",),
-    "confidence_penalty": ("log_normalizer", "target_logit", "expected_logit"),
-    "top_label": ("log_normalizer", "max_logit", "correct"),
-}
-"""What each loss needs of `vocab_stats(statistics=...)`; asking for no more saves passes over the logits.
-
-`brier` and `focal_calibration` also read the `log_normalizer` of statistics at twice the scale.
-"""
-
 
 def valid_tokens(stats: VocabStats, where: Mask = None) -> Bool[Array, "..."]:
     """The tokens that count: valid in the statistics and, if given, True in `where`."""
@@ -289,3 +271,19 @@ def top_label(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
     log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
     log_miss = jnp.log(-jnp.expm1(log_confidence))
     return _masked(-jnp.where(stats.require("correct"), log_confidence, log_miss), stats, where)
+
+
+def joint(
+    stats: VocabStats, top_label_weight: float | Float[Array, ""] = 1.0, *, where: Mask = None
+) -> Float[Array, "..."]:
+    """−log q_y + w·`top_label`: a proper score of the whole distribution plus one of the confidence.
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`, `max_logit`, `correct`.
+        top_label_weight: w >= 0.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token, nats.
+    """
+    return cross_entropy(stats, where=where) + top_label_weight * top_label(stats, where=where)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate import temperature
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import minimize
 
 
@@ -68,3 +68,17 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> EnsembleState:
 def apply(state: EnsembleState, data: Predictions) -> Float[Array, "N K"]:
     """log(w₁ softmax(z/T) + w₂ softmax(z) + w₃/K)."""
     return _mixed(jnp.asarray(state.weights), _parts(state.log_scale, jnp.asarray(data.logits, jnp.float32)))
+
+
+METHODS = {
+    "ensemble_temperature": Method(
+        fit=fit,
+        apply=apply,
+        fit_reads=("logits", "labels"),
+        apply_reads=("logits",),
+        gives="log_probs",
+        keeps_argmax=True,
+        monotone=True,
+        source="Zhang et al. 2020",
+    ),
+}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 
 
 class LocalState(NamedTuple):
@@ -74,3 +74,17 @@ def apply(state: LocalState, data: Predictions) -> Float[Array, " N"]:
         return jnp.where(total > 0, jnp.sum(weight * state.correct) / jnp.maximum(total, 1e-30), c)
 
     return jax.lax.map(one, (features, own_bin, confidence))
+
+
+METHODS = {
+    "lore": Method(
+        fit=fit,
+        apply=apply,
+        fit_reads=("confidence", "correct", "features"),
+        apply_reads=("confidence", "features"),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=False,
+        source="Luo et al. 2022, arXiv 2102.10809",
+    ),
+}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import minimize
 from calibjax.runtime.errors import UserError
 
@@ -190,3 +190,37 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 def apply_beta(state: BetaState, data: Predictions) -> Float[Array, " N"]:
     """σ(a log c − b log(1 − c) + m)."""
     return jax.nn.sigmoid(_beta((state.a, state.b, state.m), jnp.asarray(data.confidence, jnp.float32), state.clip))
+
+
+METHODS = {
+    "confidence_temperature": Method(
+        fit=fit_odds,
+        apply=apply_odds,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=True,
+        source="Guo et al. 2017",
+    ),
+    "platt": Method(
+        fit=fit_platt,
+        apply=apply_platt,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=True,
+        source="Platt 1999",
+    ),
+    "beta": Method(
+        fit=fit_beta,
+        apply=apply_beta,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=True,
+        source="Kull et al. 2017",
+    ),
+}

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.logistic import PlattState, apply_platt, fit_platt
 
 
@@ -135,3 +135,37 @@ def fit_scaling_binning(data: Predictions, where: np.ndarray | None = None, *, b
 def apply_scaling_binning(state: ScalingBinningState, data: Predictions) -> Float[Array, " N"]:
     """The value of the bin that the scaled confidence falls in."""
     return _look_up(state.bins, apply_platt(state.platt, data))
+
+
+METHODS = {
+    "isotonic": Method(
+        fit=fit_isotonic,
+        apply=apply_isotonic,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=True,
+        source="Zadrozny and Elkan 2002",
+    ),
+    "histogram": Method(
+        fit=fit_histogram,
+        apply=apply_histogram,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=False,
+        source="Zadrozny and Elkan 2001",
+    ),
+    "scaling_binning": Method(
+        fit=fit_scaling_binning,
+        apply=apply_scaling_binning,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=True,
+        source="Kumar et al. 2019",
+    ),
+}
