@@ -96,10 +96,11 @@ def test_a_head_of_another_model(fitted):
 
 
 def test_short_reprs(fitted):
-    head = f"FittedHead(linear, 17 parameters, base {LM.fingerprint[:12]})"
-    assert repr(fitted).startswith(f"AtsFit({head[:-1]}") or "log_factor" in repr(fitted)
+    assert repr(fitted.temperature) == f"FittedHead(constant, 1 parameters, base {LM.fingerprint[:12]})"
+    temperature = f"{fitted.report['temperature']:.4g}"
+    assert repr(fitted) == f"AtsFit({fitted.head!r}, loss cross-entropy, temperature {temperature})"
     generated = calibjax.generate(LM, [[1, 2]], max_new_tokens=3)
-    assert repr(generated) == "Generation(1 rows of at most 3 tokens)"
+    assert repr(generated) == "Generation(tokens [1, 3])"
     for value in (fitted, fitted.head, fitted.temperature, generated):
         assert len(repr(value)) < 200
         assert "Array" not in repr(value)

@@ -318,6 +318,23 @@ def test_a_kind_reads_the_options_that_its_entry_names(kind):
         assert same == (name not in heads.HEADS[kind].options), name
 
 
+# With `config_of`: D = 8, an MLP of 6, 2 attention heads.
+PARAMETERS = {
+    "constant": 1,
+    "linear": D + 1,
+    "mlp": D * 2 * 6 + 6 + 1,
+    "transformer": 4 * D * D + 3 * D * 6 + 2 * D + D + 1,
+}
+
+
+def test_number_of_parameters():
+    counts = {}
+    for kind in KINDS:
+        shapes = jax.eval_shape(config_of(kind).init, jax.random.key(0))
+        counts[kind] = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    assert counts == PARAMETERS
+
+
 def test_a_fitted_head_prints_no_weights():
     config = config_of("mlp")
     head = FittedHead(config, init(config), -0.25, "0123456789abcdef")

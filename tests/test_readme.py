@@ -12,7 +12,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 def test_python_blocks_run(tmp_path, capsys):
     model, data = model_path("stories260K"), tmp_path / "data.jsonl"
-    words = "Once upon a time there was a little cat who liked to play with a red ball in the garden".split()
+    words = ["Once", "upon", "a", "time", "there", "was", "a", "little", "cat", "who", "liked", "to", "play", "outside"]
     rows = [" ".join(words[(row + step) % len(words)] for step in range(60)) for row in range(24)]
     data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

@@ -58,8 +58,7 @@ class Generation(NamedTuple):
     where: Bool[Array, "B N"]
 
     def __repr__(self) -> str:
-        rows, length = getattr(self.tokens, "shape", None) or (None, None)
-        return f"Generation({rows} rows of at most {length} tokens)"
+        return f"Generation(tokens {list(getattr(self.tokens, 'shape', ()))})"
 
     def texts(self, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
         """Returns each row as text, without special tokens."""
