@@ -87,6 +87,11 @@ class ConstantTemperature(nn.Module):
 
     Attributes:
         min_scale: smallest s.
+
+    Example:
+        >>> head, features = ConstantTemperature(), jnp.ones((1, 3, 4))
+        >>> head.apply({"params": {"log_scale": jnp.float32(-0.5)}}, features).tolist()
+        [[-0.5, -0.5, -0.5]]
     """
 
     min_scale: float = MIN_SCALE
@@ -144,6 +149,12 @@ class MLPHead(nn.Module):
         identity_start, pooling, min_scale: as in `LinearHead`.
         normalize: divide the features by their root mean square.
         dtype: of the products of the MLP; the output layer is float32.
+
+    Example:
+        >>> head, features = MLPHead(intermediate_size=6), jnp.ones((1, 3, 4))
+        >>> params = head.init(jax.random.key(0), features)["params"]
+        >>> {name: {k: v.shape for k, v in layer.items()} for name, layer in params.items()}
+        {'gate_up': {'kernel': (4, 12)}, 'output': {'kernel': (6, 1), 'bias': (1,)}}
     """
 
     intermediate_size: int
@@ -186,6 +197,11 @@ class TransformerHead(nn.Module):
         block: shape of the block.
         identity_start, pooling, min_scale: as in `LinearHead`.
         dtype: of the block's products; the output layer is float32.
+
+    Example:
+        >>> config = HeadConfig(kind="transformer", hidden_size=8, num_heads=2)
+        >>> sorted(jax.eval_shape(config.init, jax.random.key(0)))
+        ['block', 'output']
     """
 
     block: BlockConfig
@@ -297,6 +313,9 @@ class HeadConfig:
         num_heads: attention heads of "transformer"; None: 128 wide, but at least 8, as far as D divides.
         normalize: "mlp" divides what it reads by its root mean square; the authors' does not.
         min_scale: smallest inverse temperature, `NO_MIN_SCALE` to 1; the authors have none.
+
+    Raises:
+        ValueError: an unknown kind, feature or pooling, or `min_scale` out of range.
     """
 
     kind: HeadKind

@@ -40,6 +40,13 @@ def cross_entropy(stats: VocabStats, *, where: Mask = None) -> Float[Array, "...
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(cross_entropy(stats)[0]), 4)
+        0.3567
     """
     return _masked(-stats.log_prob(), stats, where)
 
@@ -54,6 +61,13 @@ def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""], *, where:
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(label_smoothing(stats, 0.1)[0]), 4)
+        0.4633
     """
     loss = -(1.0 - beta) * stats.log_prob() + beta * _uniform_cross_entropy(stats)
     return _masked(loss, stats, where)
@@ -92,6 +106,13 @@ def selective_smoothing(
 
     Raises:
         ValueError: `masking="authors"` without `balanced`: the other form has no counts.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(selective_smoothing(stats, 0.5)[0]), 4)
+        0.1783
     """
     if masking not in ("exclude", "authors") or (masking == "authors" and not balanced):
         raise ValueError(f'masking: expected "exclude", or "authors" with balanced=True, got {masking!r}.')
@@ -124,6 +145,13 @@ def focal(stats: VocabStats, gamma: float, *, where: Mask = None) -> Float[Array
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(focal(stats, 2.0)[0]), 4)
+        0.0321
     """
     return _masked(_focal(stats, gamma), stats, where)
 
@@ -152,6 +180,13 @@ def sample_dependent_focal(
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(sample_dependent_focal(stats)[0]), 4)
+        0.0096
     """
     gamma = jnp.where(stats.log_prob() < math.log(threshold), jnp.float32(low), jnp.float32(high))
     return _masked(_focal(stats, gamma), stats, where)
@@ -203,6 +238,14 @@ def focal_calibration(
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> doubled = vocab_stats(z, jnp.eye(3), jnp.array([0]), scale=2.0)
+        >>> round(float(focal_calibration(stats, doubled, 3.0, 1.0)[0]), 4)
+        0.1496
     """
     return _masked(_focal(stats, gamma) + weight * _squared_distance(stats, doubled), stats, where)
 
@@ -223,6 +266,13 @@ def top_k_smoothing(
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(top_k_smoothing(stats, jnp.log(jnp.array([[0.7, 0.2]])), 0.1)[0]), 4)
+        0.4193
     """
     uniform = stats.require("log_normalizer") - stats.scale * jnp.mean(top_logits, axis=-1)
     return _masked(-(1.0 - beta) * stats.log_prob() + beta * uniform, stats, where)
@@ -237,6 +287,13 @@ def z_loss(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[1.4, 0.4, 0.2]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(z_loss(stats)[0]), 4)
+        0.4805
     """
     return _masked(jnp.square(stats.require("log_normalizer")), stats, where)
 
@@ -251,6 +308,13 @@ def confidence_penalty(stats: VocabStats, weight: float, *, where: Mask = None) 
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(confidence_penalty(stats, 0.1)[0]), 4)
+        0.2765
     """
     return _masked(-stats.log_prob() - weight * stats.entropy(), stats, where)
 
@@ -267,6 +331,13 @@ def top_label(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 
     Returns:
         float32, per token, nats; at most about 16 (c is kept below 1 − 1e-7).
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(top_label(stats)[0]), 4)
+        0.3567
     """
     log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
     log_miss = jnp.log(-jnp.expm1(log_confidence))
@@ -285,5 +356,12 @@ def joint(
 
     Returns:
         float32, per token, nats.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(joint(stats)[0]), 4)
+        0.7133
     """
     return cross_entropy(stats, where=where) + top_label_weight * top_label(stats, where=where)

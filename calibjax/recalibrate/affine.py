@@ -70,6 +70,11 @@ def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorStat
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))
+        >>> np.exp(np.asarray(apply_vector(fit_vector(data), data)[0])).round(3).tolist()
+        [0.75, 0.25]
     """
     logits, labels = select(data, ("logits", "labels"), where)
     (slope, intercept), report = minimize(_vector_loss, _start(logits.shape[1]), (logits, labels))

@@ -49,6 +49,11 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> EnsembleState:
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))
+        >>> np.exp(np.asarray(apply(fit(data), data)[0])).round(2).tolist()
+        [0.75, 0.25]
     """
     logits, labels = select(data, ("logits", "labels"), where)
     single = temperature.fit(Predictions(logits=logits, labels=labels))

@@ -42,6 +42,12 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, bandwidth: float 
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> confidence, correct = np.array([0.9] * 4), np.array([1, 1, 1, 0])
+        >>> data = Predictions(confidence=confidence, correct=correct, features=np.zeros((4, 2)))
+        >>> apply(fit(data), data).tolist()
+        [0.75, 0.75, 0.75, 0.75]
     """
     confidence, correct, features = select(data, ("confidence", "correct", "features"), where)
     deviation = features.std(axis=0, dtype=np.float64)

@@ -105,6 +105,11 @@ def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 
     Raises:
         UserError: `clip` out of range; see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
+        >>> np.asarray(apply_odds(fit_odds(data), data)).round(3).tolist()
+        [0.75, 0.75, 0.75, 0.75]
     """
     (scale,), clipped, report = _fit(_odds_loss, (1.0,), ((float(np.exp(-6.0)),), (_LIMIT,)), data, where, clip)
     return OddsState(scale, clipped, report)
@@ -143,6 +148,11 @@ def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float
 
     Raises:
         UserError: `clip` out of range; see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
+        >>> np.asarray(apply_platt(fit_platt(data), data)).round(3).tolist()
+        [0.75, 0.75, 0.75, 0.75]
     """
     bounds = ((-_LIMIT, -_LIMIT), (_LIMIT, _LIMIT))
     (slope, intercept), clipped, report = _fit(_platt_loss, (1.0, 0.0), bounds, data, where, clip)
@@ -181,6 +191,11 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 
     Raises:
         UserError: `clip` out of range; see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
+        >>> np.asarray(apply_beta(fit_beta(data), data)).round(3).tolist()
+        [0.75, 0.75, 0.75, 0.75]
     """
     bounds = ((0.0, 0.0, -_LIMIT), (_LIMIT, _LIMIT, _LIMIT))
     (a, b, m), clipped, report = _fit(_beta_loss, (1.0, 1.0, 0.0), bounds, data, where, clip)

@@ -49,6 +49,11 @@ def fit_isotonic(data: Predictions, where: np.ndarray | None = None) -> Isotonic
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
+        >>> apply_isotonic(fit_isotonic(data), data).tolist()
+        [0.0, 0.5, 0.5, 1.0]
     """
     from scipy import optimize
 
@@ -98,6 +103,11 @@ def fit_histogram(data: Predictions, where: np.ndarray | None = None, *, bins: i
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
+        >>> apply_histogram(fit_histogram(data, bins=2), data).tolist()
+        [0.5, 0.5, 0.5, 0.5]
     """
     confidence, correct = select(data, ("confidence", "correct"), where)
     return _equal_mass(confidence, correct, bins)
@@ -124,6 +134,11 @@ def fit_scaling_binning(data: Predictions, where: np.ndarray | None = None, *, b
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
+        >>> apply_scaling_binning(fit_scaling_binning(data, bins=2), data).shape
+        (4,)
     """
     confidence, correct = select(data, ("confidence", "correct"), where)
     own = Predictions(confidence=confidence, correct=correct)

@@ -164,6 +164,12 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> TemperatureState:
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))
+        >>> state = fit(data)  # confidence 0.9, accuracy 3/4
+        >>> np.exp(np.asarray(apply(state, data)[0])).round(3).tolist()
+        [0.75, 0.25]
     """
     logits, labels = select(data, ("logits", "labels"), where)
     # Blocks of about a hundred megabytes in float64.
