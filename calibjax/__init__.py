@@ -1,23 +1,73 @@
-"""calibjax: make the confidence of large language models true."""
+"""calibjax: measure and repair the calibration of large language models in JAX.
 
-from calibjax import heads as heads
-from calibjax import losses as losses
-from calibjax import metrics as metrics
-from calibjax.heads import ConstantTemperature as ConstantTemperature
-from calibjax.heads import FittedHead as FittedHead
-from calibjax.heads import HeadConfig as HeadConfig
-from calibjax.heads import LinearHead as LinearHead
-from calibjax.heads import MLPHead as MLPHead
-from calibjax.heads import TransformerHead as TransformerHead
-from calibjax.kernels import VocabStats as VocabStats
-from calibjax.kernels import linear_cross_entropy as linear_cross_entropy
-from calibjax.kernels import vocab_stats as vocab_stats
-from calibjax.models import LanguageModel as LanguageModel
-from calibjax.models import load_model as load_model
-from calibjax.models.calibrated import calibrated_confidence as calibrated_confidence
-from calibjax.models.calibrated import calibrated_logprobs as calibrated_logprobs
-from calibjax.models.generate import Generation as Generation
-from calibjax.models.generate import generate as generate
-from calibjax.runtime.errors import UserError as UserError
-from calibjax.train import load_head as load_head
-from calibjax.train import save_head as save_head
+Example:
+    lm = calibjax.load_model("path/to/model")
+    fit, held_out = calibjax.split_sequences(calibjax.load_text("data.jsonl", lm), 0.6)
+    fitted = calibjax.fit_ats(lm, fit)
+    print(calibjax.evaluate(lm, held_out, fitted.heads))
+"""
+
+from calibjax import heads, kernels, losses, metrics, recalibrate
+from calibjax.commands.train_ats import AtsFit, fit_ats
+from calibjax.data import Sequences, split_sequences
+from calibjax.data.text import load_text
+from calibjax.eval.heads import Evaluation, evaluate
+from calibjax.heads import (
+    ConstantTemperature,
+    FittedHead,
+    HeadConfig,
+    LinearHead,
+    MLPHead,
+    TransformerHead,
+)
+from calibjax.kernels import VocabStats, linear_cross_entropy, vocab_stats
+from calibjax.models import LanguageModel, load_model
+from calibjax.models.calibrated import TokenConfidence, calibrated_confidence, calibrated_logprobs
+from calibjax.models.generate import Generation, Sampling, generate
+from calibjax.runtime.context import RunContext
+from calibjax.runtime.errors import UserError
+from calibjax.train import AtsOptions, load_head, save_head
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AtsFit",
+    "AtsOptions",
+    "ConstantTemperature",
+    "Evaluation",
+    "FittedHead",
+    "Generation",
+    "HeadConfig",
+    "LanguageModel",
+    "LinearHead",
+    "MLPHead",
+    "RunContext",
+    "Sampling",
+    "Sequences",
+    "TokenConfidence",
+    "TransformerHead",
+    "UserError",
+    "VocabStats",
+    "calibrated_confidence",
+    "calibrated_logprobs",
+    "evaluate",
+    "fit_ats",
+    "generate",
+    "heads",
+    "kernels",
+    "linear_cross_entropy",
+    "load_head",
+    "load_model",
+    "load_text",
+    "losses",
+    "metrics",
+    "recalibrate",
+    "save_head",
+    "split_sequences",
+    "vocab_stats",
+]
+
+
+def __dir__() -> list[str]:
+    """The public names; importing sub-packages adds no others."""
+    return [*__all__, "__version__"]

@@ -3,7 +3,8 @@
 A head returns log_scale `[B, T]`; the logits are multiplied by s = exp(log_scale) > 0, so no head can change which
 token is the most likely. log_scale is clipped to [log 1/20, log 10]: the upper end is that of the authors of Adaptive
 Temperature Scaling (exp(τ) <= 10), the lower end, which they do not have, keeps a distribution from going flat beyond
-repair. By default a head starts as the identity (s = 1 for every token), so an untrained one does no harm.
+repair. By default a head starts as the identity (s = 1 for every token), so an untrained one does no harm. `HEADS`
+lists the kinds.
 
 "The authors" are those of arXiv 2409.19817, with their code at github.com/Johnathan-Xie/adaptive-temperature-scaling
 (src/llmtuner/model/calibration/head.py, commit f144309).
@@ -11,7 +12,8 @@ repair. By default a head starts as the identity (s = 1 for every token), so an 
 
 import dataclasses
 import math
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -34,9 +36,6 @@ NO_MIN_SCALE = 1e-30
 float32 long before, but s stays a normal number, so that the most likely token can still be told from the others."""
 FEATURES = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
 """What a head may read; widths D, 1, 1 and D (the ablation of arXiv 2409.19817, appendix)."""
-
-HeadKind = Literal["constant", "linear", "mlp", "transformer"]
-
 
 # U(−1/√F, 1/√F), F inputs: the start of torch.nn.Linear, which every matrix of the authors' heads has.
 _torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -88,6 +87,11 @@ class ConstantTemperature(nn.Module):
 
     Attributes:
         min_scale: smallest s.
+
+    Example:
+        >>> head, features = ConstantTemperature(), jnp.ones((1, 3, 4))
+        >>> head.apply({"params": {"log_scale": jnp.float32(-0.5)}}, features).tolist()
+        [[-0.5, -0.5, -0.5]]
     """
 
     min_scale: float = MIN_SCALE
@@ -101,6 +105,15 @@ class ConstantTemperature(nn.Module):
 
 class LinearHead(nn.Module):
     """log_scale = w·f + b.
+
+    Called with features `[B, T, F]` and, by name, `where` (bool `[B, T]`, False for tokens that do not count) and
+    `segment_ids` (int `[B, T]`); both matter for the pooling over sequences only. Returns float32 `[B, T]`.
+
+    Example:
+        >>> head = LinearHead()
+        >>> features = jnp.ones((1, 3, 4))
+        >>> head.apply(head.init(jax.random.key(0), features), features).tolist()  # the identity at the start
+        [[0.0, 0.0, 0.0]]
 
     Attributes:
         identity_start: zero weights of the output, so s = 1 at the start; False: the random start of the authors' code,
@@ -136,6 +149,12 @@ class MLPHead(nn.Module):
         identity_start, pooling, min_scale: as in `LinearHead`.
         normalize: divide the features by their root mean square.
         dtype: of the products of the MLP; the output layer is float32.
+
+    Example:
+        >>> head, features = MLPHead(intermediate_size=6), jnp.ones((1, 3, 4))
+        >>> params = head.init(jax.random.key(0), features)["params"]
+        >>> {name: {k: v.shape for k, v in layer.items()} for name, layer in params.items()}
+        {'gate_up': {'kernel': (4, 12)}, 'output': {'kernel': (6, 1), 'bias': (1,)}}
     """
 
     intermediate_size: int
@@ -178,6 +197,11 @@ class TransformerHead(nn.Module):
         block: shape of the block.
         identity_start, pooling, min_scale: as in `LinearHead`.
         dtype: of the block's products; the output layer is float32.
+
+    Example:
+        >>> config = HeadConfig(kind="transformer", hidden_size=8, num_heads=2)
+        >>> sorted(jax.eval_shape(config.init, jax.random.key(0)))
+        ['block', 'output']
     """
 
     block: BlockConfig
@@ -219,12 +243,67 @@ class TransformerHead(nn.Module):
         return output(mixed)
 
 
+class HeadEntry(NamedTuple):
+    """One kind of head: an entry of `HEADS`.
+
+    Attributes:
+        build: configuration -> module, which maps features `[B, T, F]` to log_scale `[B, T]`, called with `where` and
+            `segment_ids` of that shape. Its last layer is `_output_log_scale`.
+        options: the fields of `HeadConfig` that it reads, beside `kind` and `hidden_size`.
+    """
+
+    build: Callable[["HeadConfig"], nn.Module]
+    options: tuple[str, ...]
+
+
+_SHARED = ("identity_start", "pooling", "min_scale")
+
+
+def _build_mlp(config: "HeadConfig") -> nn.Module:
+    return MLPHead(config.intermediate_size or config.hidden_size, normalize=config.normalize, **_shared(config))
+
+
+def _build_transformer(config: "HeadConfig") -> nn.Module:
+    heads = config.num_heads or _number_of_heads(config.hidden_size)
+    if config.hidden_size % heads or (config.hidden_size // heads) % 2:
+        raise ValueError(
+            f"num_heads: expected a divisor of hidden_size {config.hidden_size} with an even quotient, got {heads}."
+        )
+    block = BlockConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size or 4 * config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=config.hidden_size // heads,
+        norm_eps=1e-6,
+    )
+    return TransformerHead(block, **_shared(config))
+
+
+def _shared(config: "HeadConfig") -> dict[str, Any]:
+    return {name: getattr(config, name) for name in _SHARED}
+
+
+HEADS: dict[str, HeadEntry] = {
+    "constant": HeadEntry(lambda config: ConstantTemperature(config.min_scale), ("min_scale",)),
+    "linear": HeadEntry(lambda config: LinearHead(**_shared(config)), ("features", *_SHARED)),
+    "mlp": HeadEntry(_build_mlp, ("features", "intermediate_size", "normalize", *_SHARED)),
+    "transformer": HeadEntry(_build_transformer, ("features", "intermediate_size", "num_heads", *_SHARED)),
+}
+"""Kind of head -> how it is built, and what it reads of its configuration."""
+
+if TYPE_CHECKING:
+    HeadKind = str
+else:
+    HeadKind = Literal[tuple(HEADS)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig:
     """Everything that makes a head, as it is stored beside its parameters. Hashable: a static argument of `jax.jit`.
 
     Attributes:
-        kind: "constant", "linear", "mlp" or "transformer".
+        kind: name of an entry of `HEADS`: "constant", "linear", "mlp" or "transformer".
         hidden_size: D of the base model.
         features: names from `FEATURES`, joined along the last axis. All but "hidden_states" need logits: max_logit and
             argmax_embedding cost one more product with the unembedding, log_std_logits one with a D x D matrix.
@@ -234,6 +313,9 @@ class HeadConfig:
         num_heads: attention heads of "transformer"; None: 128 wide, but at least 8, as far as D divides.
         normalize: "mlp" divides what it reads by its root mean square; the authors' does not.
         min_scale: smallest inverse temperature, `NO_MIN_SCALE` to 1; the authors have none.
+
+    Raises:
+        ValueError: an unknown kind, feature or pooling, or `min_scale` out of range.
     """
 
     kind: HeadKind
@@ -253,34 +335,18 @@ class HeadConfig:
             raise ValueError(f"features: expected distinct names among {list(FEATURES)}, got {list(self.features)}.")
         if self.pooling not in ("token", "sequence"):
             raise ValueError(f'pooling: expected "token" or "sequence", got {self.pooling!r}.')
-        if self.kind not in ("constant", "linear", "mlp", "transformer"):
-            raise ValueError(f'kind: expected "constant", "linear", "mlp" or "transformer", got {self.kind!r}.')
+        if self.kind not in HEADS:
+            raise ValueError(f"kind: expected one of {list(HEADS)}, got {self.kind!r}.")
         if not NO_MIN_SCALE <= self.min_scale <= 1:
             raise ValueError(f"min_scale: expected {NO_MIN_SCALE:g} to 1, got {self.min_scale}.")
 
     def build(self) -> nn.Module:
-        """The module."""
-        shared = {"identity_start": self.identity_start, "pooling": self.pooling, "min_scale": self.min_scale}
-        if self.kind == "constant":
-            return ConstantTemperature(self.min_scale)
-        if self.kind == "linear":
-            return LinearHead(**shared)
-        if self.kind == "mlp":
-            return MLPHead(self.intermediate_size or self.hidden_size, normalize=self.normalize, **shared)
-        heads = self.num_heads or _number_of_heads(self.hidden_size)
-        if self.hidden_size % heads or (self.hidden_size // heads) % 2:
-            raise ValueError(
-                f"num_heads: expected a divisor of hidden_size {self.hidden_size} with an even quotient, got {heads}."
-            )
-        block = BlockConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size or 4 * self.hidden_size,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=self.hidden_size // heads,
-            norm_eps=1e-6,
-        )
-        return TransformerHead(block, **shared)
+        """The module.
+
+        Raises:
+            ValueError: a transformer head whose attention heads do not divide `hidden_size`.
+        """
+        return HEADS[self.kind].build(self)
 
     def empty_cache(self, rows: int, columns: int) -> Cache | None:
         """The cache that the head starts a sequence with; None for heads that look at one token alone."""
@@ -381,6 +447,11 @@ class FittedHead:
 
     Raises:
         UserError: log_factor is out of range.
+
+    Example:
+        >>> config = HeadConfig(kind="linear", hidden_size=8)
+        >>> FittedHead(config, config.init(jax.random.key(0)), 0.0, fingerprint="0123456789abcdef")
+        FittedHead(linear, 9 parameters, base 0123456789ab)
     """
 
     config: HeadConfig
@@ -390,6 +461,11 @@ class FittedHead:
 
     def __post_init__(self):
         check_log_factor(self.log_factor)
+
+    def __repr__(self) -> str:
+        count = sum(np.size(leaf) for leaf in jax.tree.leaves(self.params))
+        factor = f", log_factor={self.log_factor:.4g}" if self.log_factor else ""
+        return f"FittedHead({self.config.kind}, {count:,} parameters{factor}, base {self.fingerprint[:12]})"
 
     def log_scale(
         self,

@@ -31,7 +31,7 @@ from calibjax.models.calibrated import calibrated_confidence, calibrated_logprob
 from calibjax.recalibrate import fit_temperature
 
 B, T, D, V = 2, 6, 8, 13
-KINDS = ("constant", "linear", "mlp", "transformer")
+KINDS = tuple(heads.HEADS)
 POOLINGS = ("token", "sequence")
 FEATURE_SETS = (("hidden_states",), FEATURES)
 SMALL = {"intermediate_size": 6, "num_heads": 2}
@@ -294,6 +294,51 @@ def test_heads_that_do_not_divide():
         HeadConfig(kind="transformer", hidden_size=7).build()
     widths = {8: 4, 64: 8, 4096: 32, 100: 5, 2: 1}
     assert {d: HeadConfig(kind="transformer", hidden_size=d).build().block.num_heads for d in widths} == widths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_reads_the_options_that_its_entry_names(kind):
+    """Another value of those builds another module; of the others it builds the same one."""
+    changed = {
+        "pooling": "sequence",
+        "identity_start": False,
+        "intermediate_size": 10,
+        "num_heads": 1,
+        "normalize": False,
+        "min_scale": 0.5,
+        "features": FEATURES,
+    }
+    plain = HeadConfig(kind=kind, hidden_size=D)
+    for name, value in changed.items():
+        other = HeadConfig(kind=kind, hidden_size=D, **{name: value})
+        same = plain.build() == other.build()
+        if name == "features":  # they are the input of the module; a constant head reads its shape alone
+            shapes = [jax.tree.map(np.shape, jax.eval_shape(c.init, jax.random.key(0))) for c in (plain, other)]
+            same = shapes[0] == shapes[1]
+        assert same == (name not in heads.HEADS[kind].options), name
+
+
+# With `config_of`: D = 8, an MLP of 6, 2 attention heads.
+PARAMETERS = {
+    "constant": 1,
+    "linear": D + 1,
+    "mlp": D * 2 * 6 + 6 + 1,
+    "transformer": 4 * D * D + 3 * D * 6 + 2 * D + D + 1,
+}
+
+
+def test_number_of_parameters():
+    counts = {}
+    for kind in KINDS:
+        shapes = jax.eval_shape(config_of(kind).init, jax.random.key(0))
+        counts[kind] = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    assert counts == PARAMETERS
+
+
+def test_a_fitted_head_prints_no_weights():
+    config = config_of("mlp")
+    head = FittedHead(config, init(config), -0.25, "0123456789abcdef")
+    assert repr(head) == "FittedHead(mlp, 103 parameters, log_factor=-0.25, base 0123456789ab)"
 
 
 def test_configurations_are_static_arguments():

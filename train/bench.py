@@ -205,7 +205,7 @@ def main(bench: Bench) -> None:
     step, state = training.step, training.state
 
     def nll(frozen, batch):
-        needed = losses.REQUIRED_STATISTICS["cross_entropy"]
+        needed = losses.LOSSES["cross-entropy"].statistics
         params = {"log_scale": jnp.zeros(())}
         stats, _ = batch_stats(config, identity, params, frozen, batch, dtype=dtype, statistics=needed)
         return losses.cross_entropy(stats)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from calibjax.commands.common import ModelOptions
 from calibjax.models import load_model
-from calibjax.models.generate import check_sampling, generate
+from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import Count, NonNegative, Seed, check_options
 from calibjax.train import load_head
@@ -51,24 +51,28 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
     check_options(options)
     if not options.prompt:
         raise UserError("--prompt: expected at least one text to continue, got none.")
-    check_sampling(options.temperature, options.top_k, options.top_p, options.sample_calibrated)
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        calibrated=options.sample_calibrated,
+        key=jax.random.key(options.seed),
+    )
     lm = load_model(options.model, dtype=options.dtype)
     generated = generate(
         lm,
         options.prompt,
         head=None if options.head is None else load_head(options.head, lm),
         max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        sample_calibrated=options.sample_calibrated,
-        key=jax.random.key(options.seed),
+        sampling=sampling,
     )
     columns = {name: np.asarray(value) for name, value in generated._asdict().items()}
     texts = []
     for row, (prompt, text) in enumerate(zip(options.prompt, generated.texts(lm.tokenizer), strict=True)):
         kept = columns["where"][row]
-        values = (columns[name][row][kept].tolist() for name in ("tokens", "log_probs", "confidence", "temperature"))
+        values = (
+            columns[name][row][kept].tolist() for name in ("tokens", "base_log_probs", "confidence", "temperature")
+        )
         tokens = [
             {"id": i, "token": lm.tokenizer.decode([i]), "log_prob": p, "confidence": c, "temperature": t}
             for i, p, c, t in zip(*values, strict=True)

@@ -61,7 +61,7 @@ class LanguageModelObjective:
             unembedding(self.model, params),
             batch["targets"],
             where=batch["where"],
-            statistics=losses.REQUIRED_STATISTICS["cross_entropy"],
+            statistics=losses.LOSSES["cross-entropy"].statistics,
         )
         return jnp.sum(losses.cross_entropy(stats)), jnp.sum(stats.valid).astype(jnp.float32)
 

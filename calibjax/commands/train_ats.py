@@ -67,6 +67,14 @@ class AtsFit(NamedTuple):
     temperature: FittedHead
     report: dict[str, Any]
 
+    @property
+    def heads(self) -> dict[str, FittedHead]:
+        """Temperature scaling and the fitted head by name, as `calibjax.evaluate` takes them."""
+        return {"temperature": self.temperature, "ats": self.head}
+
+    def __repr__(self) -> str:
+        return f"AtsFit({self.head!r}, loss {self.report['loss']}, temperature {self.report['temperature']:.4g})"
+
 
 @on_devices
 def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
@@ -105,8 +113,8 @@ def fit_ats(
 ) -> AtsFit:
     """Fits temperature scaling and an ATS head to a frozen model.
 
-    Everything is kept in `context.directory`: killed and called again with the same arguments, the fit resumes and ends
-    with the same head, bit for bit.
+    Checkpoints are kept in `context.directory`: killed and called again with the same arguments, the fit resumes and
+    ends with the same head, bit for bit. Without a directory they are temporary, and a killed fit starts again.
 
     Args:
         lm: the frozen model; it is placed on `context.mesh` where it is not yet, and the head with it.
@@ -126,7 +134,7 @@ def fit_ats(
     plan = options if isinstance(options, AtsPlan) else make_plan(options, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
     lm = dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(context.mesh, lm.params)))
-    with jax.set_mesh(context.mesh):
+    with context.kept() as context, jax.set_mesh(context.mesh):
         data = prepare(lm, sequences, plan, context)
         scaling, temperature = fit_single_temperature(lm, data.frozen, data.arrays, plan.batch_size)
         context.log(describe_temperature(scaling, len(sequences.tokens)))

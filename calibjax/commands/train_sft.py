@@ -59,8 +59,8 @@ class TrainSftOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
 @on_devices
 def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
+    options.sft.check(options.devices.make_mesh())
     context = begin("train sft", options, log)
-    options.sft.check(context.mesh)
     adapters = options.sft.lora is not None
     compute = jnp.dtype(options.dtype)
     stored = compute if adapters else jnp.dtype("float32")

@@ -1,12 +1,12 @@
-"""Losses per token as functions of `VocabStats`; the long-horizon objective and the bounds are modules of their own."""
+"""Losses per token and their registry; the long-horizon objective and the bounds are modules of their own."""
 
 from calibjax.losses.per_token import (
-    REQUIRED_STATISTICS,
     brier,
     confidence_penalty,
     cross_entropy,
     focal,
     focal_calibration,
+    joint,
     label_smoothing,
     sample_dependent_focal,
     selective_smoothing,
@@ -15,15 +15,20 @@ from calibjax.losses.per_token import (
     valid_tokens,
     z_loss,
 )
+from calibjax.losses.registry import LOSSES, Hyperparameter, Loss, linear_loss
 
 __all__ = [
-    "REQUIRED_STATISTICS",
+    "LOSSES",
+    "Hyperparameter",
+    "Loss",
     "brier",
     "confidence_penalty",
     "cross_entropy",
     "focal",
     "focal_calibration",
+    "joint",
     "label_smoothing",
+    "linear_loss",
     "sample_dependent_focal",
     "selective_smoothing",
     "top_k_smoothing",

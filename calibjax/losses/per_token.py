@@ -16,24 +16,6 @@ from calibjax.kernels import VocabStats
 
 Mask = Bool[Array, "..."] | None
 
-REQUIRED_STATISTICS: dict[str, tuple[str, ...]] = {
-    "cross_entropy": ("log_normalizer", "target_logit"),
-    "label_smoothing": ("log_normalizer", "target_logit", "mean_logit"),
-    "selective_smoothing": ("log_normalizer", "target_logit", "mean_logit", "correct"),
-    "focal": ("log_normalizer", "target_logit"),
-    "sample_dependent_focal": ("log_normalizer", "target_logit"),
-    "focal_calibration": ("log_normalizer", "target_logit"),
-    "brier": ("log_normalizer", "target_logit"),
-    "top_k_smoothing": ("log_normalizer", "target_logit"),
-    "z_loss": ("log_normalizer",),
-    "confidence_penalty": ("log_normalizer", "target_logit", "expected_logit"),
-    "top_label": ("log_normalizer", "max_logit", "correct"),
-}
-"""What each loss needs of `vocab_stats(statistics=...)`; asking for no more saves passes over the logits.
-
-`brier` and `focal_calibration` also read the `log_normalizer` of statistics at twice the scale.
-"""
-
 
 def valid_tokens(stats: VocabStats, where: Mask = None) -> Bool[Array, "..."]:
     """The tokens that count: valid in the statistics and, if given, True in `where`."""
@@ -58,6 +40,13 @@ def cross_entropy(stats: VocabStats, *, where: Mask = None) -> Float[Array, "...
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(cross_entropy(stats)[0]), 4)
+        0.3567
     """
     return _masked(-stats.log_prob(), stats, where)
 
@@ -72,6 +61,13 @@ def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""], *, where:
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(label_smoothing(stats, 0.1)[0]), 4)
+        0.4633
     """
     loss = -(1.0 - beta) * stats.log_prob() + beta * _uniform_cross_entropy(stats)
     return _masked(loss, stats, where)
@@ -110,6 +106,13 @@ def selective_smoothing(
 
     Raises:
         ValueError: `masking="authors"` without `balanced`: the other form has no counts.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(selective_smoothing(stats, 0.5)[0]), 4)
+        0.1783
     """
     if masking not in ("exclude", "authors") or (masking == "authors" and not balanced):
         raise ValueError(f'masking: expected "exclude", or "authors" with balanced=True, got {masking!r}.')
@@ -144,6 +147,13 @@ def focal(stats: VocabStats, gamma: float, *, where: Mask = None) -> Float[Array
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(focal(stats, 2.0)[0]), 4)
+        0.0321
     """
     return _masked(_focal(stats, gamma), stats, where)
 
@@ -172,6 +182,13 @@ def sample_dependent_focal(
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(sample_dependent_focal(stats)[0]), 4)
+        0.0096
     """
     gamma = jnp.where(stats.log_prob() < math.log(threshold), jnp.float32(low), jnp.float32(high))
     return _masked(_focal(stats, gamma), stats, where)
@@ -223,6 +240,14 @@ def focal_calibration(
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> doubled = vocab_stats(z, jnp.eye(3), jnp.array([0]), scale=2.0)
+        >>> round(float(focal_calibration(stats, doubled, 3.0, 1.0)[0]), 4)
+        0.1496
     """
     return _masked(_focal(stats, gamma) + weight * _squared_distance(stats, doubled), stats, where)
 
@@ -243,6 +268,13 @@ def top_k_smoothing(
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(top_k_smoothing(stats, jnp.log(jnp.array([[0.7, 0.2]])), 0.1)[0]), 4)
+        0.4193
     """
     uniform = stats.require("log_normalizer") - stats.scale * jnp.mean(top_logits, axis=-1)
     return _masked(-(1.0 - beta) * stats.log_prob() + beta * uniform, stats, where)
@@ -257,6 +289,13 @@ def z_loss(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[1.4, 0.4, 0.2]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(z_loss(stats)[0]), 4)
+        0.4805
     """
     return _masked(jnp.square(stats.require("log_normalizer")), stats, where)
 
@@ -271,6 +310,13 @@ def confidence_penalty(stats: VocabStats, weight: float, *, where: Mask = None) 
 
     Returns:
         float32, per token.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(confidence_penalty(stats, 0.1)[0]), 4)
+        0.2765
     """
     return _masked(-stats.log_prob() - weight * stats.entropy(), stats, where)
 
@@ -287,7 +333,37 @@ def top_label(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 
     Returns:
         float32, per token, nats; at most about 16 (c is kept below 1 − 1e-7).
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(top_label(stats)[0]), 4)
+        0.3567
     """
     log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
     log_miss = jnp.log(-jnp.expm1(log_confidence))
     return _masked(-jnp.where(stats.require("correct"), log_confidence, log_miss), stats, where)
+
+
+def joint(
+    stats: VocabStats, top_label_weight: float | Float[Array, ""] = 1.0, *, where: Mask = None
+) -> Float[Array, "..."]:
+    """−log q_y + w·`top_label`: a proper score of the whole distribution plus one of the confidence.
+
+    Args:
+        stats: with `log_normalizer`, `target_logit`, `max_logit`, `correct`.
+        top_label_weight: w >= 0.
+        where: bool, False for tokens that do not count.
+
+    Returns:
+        float32, per token, nats.
+
+    Example:
+        >>> from calibjax.kernels import vocab_stats
+        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
+        >>> round(float(joint(stats)[0]), 4)
+        0.7133
+    """
+    return cross_entropy(stats, where=where) + top_label_weight * top_label(stats, where=where)

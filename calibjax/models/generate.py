@@ -5,6 +5,7 @@ on the cached keys and values of those before. The head runs in the same step.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -41,24 +42,75 @@ class Generation(NamedTuple):
 
     Attributes:
         tokens: int32; -1 after the end of a row.
-        log_probs: of each token under the model as it is, nats, whatever it was drawn from; 0 after the end.
+        base_log_probs: log-probability of each token under the base model, uncalibrated, nats, whatever it was drawn
+            from; 0 after the end.
         confidence: calibrated probability of each token, in [0, 1], out of the whole vocabulary; 0 after the end.
-            Without a head, that of the model as it is. Greedy: what `calibrated_confidence` says of the same text.
+            Without a head, that of the base model, exp(base_log_probs). Greedy: what `calibrated_confidence` returns
+            for the same text.
         temperature: the head's, by which confidence was calibrated; 1 without a head and after the end.
         where: which entries are tokens.
     """
 
     tokens: Int[Array, "B N"]
-    log_probs: Float[Array, "B N"]
+    base_log_probs: Float[Array, "B N"]
     confidence: Float[Array, "B N"]
     temperature: Float[Array, "B N"]
     where: Bool[Array, "B N"]
+
+    def __repr__(self) -> str:
+        return f"Generation(tokens {list(getattr(self.tokens, 'shape', ()))})"
 
     def texts(self, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
         """Returns each row as text, without special tokens."""
         tokens, where = np.asarray(self.tokens), np.asarray(self.where)
         rows = [row[kept].tolist() for row, kept in zip(tokens, where, strict=True)]
         return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sampling:
+    """How `generate` chooses tokens: by default the most likely one.
+
+    Attributes:
+        temperature: 0 for the most likely token; else of the draws, on top of the head's, within `TEMPERATURES`.
+        top_k: draw from the `top_k` most likely tokens, at least 1; None: from all. See `sampling_logits`.
+        top_p: draw from the fewest tokens that have this probability together, in (0, 1]; None: from all.
+        calibrated: draw from the calibrated distribution; otherwise from the base model's, so that a head changes the
+            confidence and not the text.
+        key: of `jax.random`; required where `temperature` is above 0. A row's draws depend on the key, its number and
+            its own text.
+
+    Raises:
+        UserError: a value is out of range, or belongs to draws where there are none.
+
+    Example:
+        >>> Sampling(temperature=0.7, top_p=0.9, key=jax.random.key(0)).top_p
+        0.9
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    calibrated: bool = False
+    key: PRNGKeyArray | None = None
+
+    def __post_init__(self):
+        low, high = TEMPERATURES
+        if self.temperature != 0 and not low <= self.temperature <= high:
+            raise UserError(
+                f"temperature: expected 0 for the most likely token, or a number from {low:g} to {high:g}, got "
+                f"{self.temperature}."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k: expected at least 1, got {self.top_k}.")
+        if self.top_p is not None and not 0 < np.float32(self.top_p) <= 1:
+            raise UserError(f"top_p: expected a number in (0, 1], got {self.top_p}.")
+        if not self.temperature and (self.top_k is not None or self.top_p is not None or self.calibrated):
+            raise UserError("top_k, top_p and drawing from the calibrated distribution need a temperature above 0.")
+        if self.temperature and self.key is None:
+            raise UserError(
+                "key: draws need one, such as jax.random.key(0); or temperature=0 for the most likely token."
+            )
 
 
 class _State(NamedTuple):
@@ -217,32 +269,22 @@ def generate(
     *,
     head: FittedHead | None = None,
     max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    sample_calibrated: bool = False,
-    key: PRNGKeyArray | None = None,
+    sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] | None = None,
 ) -> Generation:
-    """Continues prompts, and says of every token how sure the calibrated model is of it.
+    """Continues prompts and returns the calibrated confidence of every token.
 
-    By default the most likely token is taken. Tokens are drawn from the model as it is, so that the head changes what
-    is said of them and not which they are; `sample_calibrated` draws from the calibrated distribution. `log_probs` and
-    `confidence` are of the whole distribution: `temperature`, `top_k` and `top_p` change the choice alone.
+    `base_log_probs` and `confidence` are of the whole distribution: `sampling` changes the choice of tokens alone.
 
-    Where the model was loaded on a mesh, rows are divided over its data and fsdp axes, weights and caches as
-    `calibjax.runtime.sharding` says.
+    Where the model was loaded on a mesh, rows are divided over its data and fsdp axes, weights and caches as described
+    in `calibjax.runtime.sharding`.
 
     Args:
         lm: the base model.
         prompts: texts, or token ids; none of them empty. Padded on the left to a common width.
-        head: fitted on the model, with a temperature per token; None for the model as it is.
+        head: fitted on the model, with a temperature per token; None for the uncalibrated model.
         max_new_tokens: N, at least 1; with the longest prompt, at most the model's `max_positions`.
-        temperature: 0 for the most likely token; else of the draws, on top of the head's, within `TEMPERATURES`.
-        top_k, top_p: what draws are cut to; see `sampling_logits`.
-        sample_calibrated: draw from the calibrated distribution.
-        key: of `jax.random`; needed where temperature is above 0. A row's draws depend on the key, its number and its
-            own text.
+        sampling: how tokens are chosen; by default the most likely one.
         stop_tokens: ids that end a row, kept as its last token; None: those of the model's generation_config.json, or
             else the tokenizer's end of sequence; () for none.
 
@@ -254,8 +296,8 @@ def generate(
             pools over sequences.
     """
     ids = _token_ids(lm, prompts)
-    check_sampling(temperature, top_k, top_p, sample_calibrated)
-    _check_options(lm, head, temperature, key)
+    if head is not None:
+        _check_head(lm, head)
     longest = max(map(len, ids))
     if max_new_tokens < 1 or longest + max_new_tokens > lm.config.max_positions:
         raise UserError(
@@ -284,12 +326,12 @@ def generate(
             tokens,
             segment_ids,
             np.pad(np.asarray(stops, np.int32), (0, _STOP_TOKENS - len(stops) % _STOP_TOKENS), constant_values=-1),
-            jax.random.key(0) if key is None else key,
-            np.float32(temperature) if temperature else None,
-            None if top_p is None else np.float32(top_p),
+            jax.random.key(0) if sampling.key is None else sampling.key,
+            np.float32(sampling.temperature) if sampling.temperature else None,
+            None if sampling.top_p is None else np.float32(sampling.top_p),
             max_new_tokens=max_new_tokens,
-            top_k=top_k,
-            sample_calibrated=sample_calibrated,
+            top_k=sampling.top_k,
+            sample_calibrated=sampling.calibrated,
         )
     return generated if rows == len(ids) else jax.tree.map(lambda x: x[: len(ids)], generated)
 
@@ -310,22 +352,6 @@ def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
     return (stops,) if isinstance(stops, int) else tuple(stops)
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None, sample_calibrated: bool) -> None:
-    """Raises `UserError` where an option of `generate` is out of range, whatever the model; arguments as there."""
-    low, high = TEMPERATURES
-    if temperature != 0 and not low <= temperature <= high:
-        raise UserError(
-            f"temperature: expected 0 for the most likely token, or a number from {low:g} to {high:g}, got "
-            f"{temperature}."
-        )
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k: expected at least 1, got {top_k}.")
-    if top_p is not None and not 0 < np.float32(top_p) <= 1:
-        raise UserError(f"top_p: expected a number in (0, 1], got {top_p}.")
-    if not temperature and (top_k is not None or top_p is not None or sample_calibrated):
-        raise UserError("top_k, top_p and sample_calibrated are for draws: give a temperature above 0.")
-
-
 def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
     if isinstance(prompts, str) or not len(prompts):
         raise UserError(f"prompts: expected a list of texts or of lists of token ids, got {prompts!r}.")
@@ -341,18 +367,10 @@ def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int
     return ids
 
 
-def _check_options(
-    lm: LanguageModel,
-    head: FittedHead | None,
-    temperature: float,
-    key: PRNGKeyArray | None,
-) -> None:
-    if head is not None:
-        check_base(lm, head)
-        if head.config.pooling == "sequence":
-            raise UserError(
-                "head: one with pooling 'sequence' has a temperature for a finished text only; fit one with pooling "
-                "'token' to generate with."
-            )
-    if temperature and key is None:
-        raise UserError("key: draws need one, such as jax.random.key(0); or temperature=0 for the most likely token.")
+def _check_head(lm: LanguageModel, head: FittedHead) -> None:
+    check_base(lm, head)
+    if head.config.pooling == "sequence":
+        raise UserError(
+            "head: one with pooling 'sequence' has a temperature for a finished text only; fit one with pooling "
+            "'token' to generate with."
+        )

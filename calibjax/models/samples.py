@@ -13,7 +13,7 @@ from calibjax.data import Sequences, eval_batches
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden, freeze, vocab_sharding
-from calibjax.models.generate import default_stop_tokens, generate
+from calibjax.models.generate import Sampling, default_stop_tokens, generate
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import on_first, to_host
 from calibjax.runtime.errors import UserError
@@ -67,8 +67,10 @@ def sample_sequences(
             lm,
             tokens[rows, :prompt].tolist(),
             max_new_tokens=length + 1 - prompt,
-            temperature=temperature,
-            key=jax.random.fold_in(jax.random.key(context.seed), number) if temperature else None,
+            sampling=Sampling(
+                temperature=temperature,
+                key=jax.random.fold_in(jax.random.key(context.seed), number) if temperature else None,
+            ),
             stop_tokens=stops,
         )
         drawn, counts = to_host((generated.tokens, generated.where))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import minimize
 
 MAX_CLASSES = 1024
@@ -70,6 +70,11 @@ def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorStat
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))
+        >>> np.exp(np.asarray(apply_vector(fit_vector(data), data)[0])).round(3).tolist()
+        [0.75, 0.25]
     """
     logits, labels = select(data, ("logits", "labels"), where)
     (slope, intercept), report = minimize(_vector_loss, _start(logits.shape[1]), (logits, labels))
@@ -217,3 +222,50 @@ def apply_dirichlet(state: MatrixState, data: Predictions) -> Float[Array, "N K"
     """log softmax(W log p + b)."""
     log_p = _log_probs_of(jnp.asarray(data.logits, jnp.float32))
     return _log_probs_of(_dense((state.matrix, state.intercept), log_p))
+
+
+METHODS = {
+    "vector": Method(
+        fit=fit_vector,
+        apply=apply_vector,
+        fit_reads=("logits", "labels"),
+        apply_reads=("logits",),
+        gives="log_probs",
+        keeps_argmax=False,
+        monotone=False,
+        source="Guo et al. 2017",
+    ),
+    "one_vs_rest_platt": Method(
+        fit=fit_one_vs_rest,
+        apply=apply_one_vs_rest,
+        fit_reads=("logits", "labels"),
+        apply_reads=("logits",),
+        gives="log_probs",
+        keeps_argmax=False,
+        monotone=False,
+        max_classes=MAX_REGRESSIONS,
+        source="Zadrozny and Elkan 2002",
+    ),
+    "matrix": Method(
+        fit=fit_matrix,
+        apply=apply_matrix,
+        fit_reads=("logits", "labels"),
+        apply_reads=("logits",),
+        gives="log_probs",
+        keeps_argmax=False,
+        monotone=False,
+        max_classes=MAX_CLASSES,
+        source="Guo et al. 2017",
+    ),
+    "dirichlet": Method(
+        fit=fit_dirichlet,
+        apply=apply_dirichlet,
+        fit_reads=("logits", "labels"),
+        apply_reads=("logits",),
+        gives="log_probs",
+        keeps_argmax=False,
+        monotone=False,
+        max_classes=MAX_CLASSES,
+        source="Kull et al. 2019",
+    ),
+}

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.kernels import vocab_stats
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 
 _CANDIDATES = 48
 
@@ -72,3 +72,17 @@ def apply(state: ClippingState, data: Predictions) -> Float[Array, "N K"]:
     features = jnp.clip(jnp.asarray(data.features, jnp.float32), -state.limit, state.limit)
     unembedding = jnp.asarray(data.unembedding, jnp.float32)
     return jax.nn.log_softmax(jnp.matmul(features, unembedding.T, precision=jax.lax.Precision.HIGHEST), axis=-1)
+
+
+METHODS = {
+    "feature_clipping": Method(
+        fit=fit,
+        apply=apply,
+        fit_reads=("features", "unembedding", "labels"),
+        apply_reads=("features", "unembedding"),
+        gives="log_probs",
+        keeps_argmax=False,
+        monotone=False,
+        source="Tao et al. 2025, arXiv 2410.19796",
+    ),
+}

@@ -1,6 +1,6 @@
 """What every recalibrator reads, what it is called by, and what is checked before a fit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ class FitReport(NamedTuple):
 
 
 class Method(NamedTuple):
-    """One recalibrator: a row of `METHODS`.
+    """One recalibrator: an entry of `METHODS`, written with keywords.
 
     Attributes:
         fit: `fit(data: Predictions, where=None, **options) -> state`, on the host; `where` bool `[N]` leaves rows out.
@@ -64,8 +64,8 @@ class Method(NamedTuple):
         gives: "log_probs": float32 `[N, K]`; "confidence": float32 `[N]`.
         keeps_argmax: the most likely class never changes (True for every method that gives a confidence).
         monotone: a larger confidence never becomes a smaller one (a method that gives log_probs: within a prediction).
-        max_classes: the largest K that `fit` accepts, or None.
         source: the paper.
+        max_classes: the largest K that `fit` accepts, or None.
     """
 
     fit: Callable[..., Any]
@@ -75,8 +75,8 @@ class Method(NamedTuple):
     gives: Literal["log_probs", "confidence"]
     keeps_argmax: bool
     monotone: bool
-    max_classes: int | None
     source: str
+    max_classes: int | None = None
 
 
 def select(
@@ -97,24 +97,43 @@ def select(
         UserError: for a missing field, shapes that do not fit, no rows, too many classes, or a value that is not finite
             or out of range, with the first such row.
     """
-    arrays = {}
-    for field in fields:
-        value = getattr(data, field)
-        if value is None:
-            raise UserError(f"this method needs {field}: give Predictions({field}=...).")
-        value = np.asarray(value)
-        if field in ("labels", "slices"):
-            if not np.issubdtype(value.dtype, np.integer):
-                raise UserError(f"{field}: expected integers, got {value.dtype}.")
-        elif np.iscomplexobj(value):
-            raise UserError(f"{field}: expected real numbers, got {value.dtype}.")
-        else:
-            value = value.astype(np.float32)
-        dimensions = 2 if field in ("logits", "features", "unembedding") else 1
-        if value.ndim != dimensions:
-            raise UserError(f"{field}: expected {dimensions} axes, got the shape {value.shape}.")
-        arrays[field] = value
-    shared = arrays.pop("unembedding", None)
+    arrays = {field: _array(field, getattr(data, field)) for field in fields}
+    unembedding = arrays.pop("unembedding", None)
+    rows = _rows(arrays, where)
+    arrays = {field: value[rows] for field, value in arrays.items()} if where is not None else arrays
+    classes = arrays["logits"].shape[1] if "logits" in arrays else None if unembedding is None else len(unembedding)
+    if max_classes is not None and classes is not None and classes > max_classes:
+        raise UserError(
+            f"this method has too many parameters for so large a label set: at most {max_classes:,} classes, got "
+            f"{classes:,}; take temperature, ensemble_temperature or ats."
+        )
+    _check_values(arrays, rows, classes)
+    if unembedding is not None:
+        _check_unembedding(unembedding, arrays.get("features"))
+        arrays["unembedding"] = unembedding
+    return tuple(arrays[field] for field in fields)
+
+
+def _array(field: str, value: Any) -> np.ndarray:
+    """A field on the host, its dtype and number of axes checked; floats as float32."""
+    if value is None:
+        raise UserError(f"this method needs {field}: give Predictions({field}=...).")
+    value = np.asarray(value)
+    if field in ("labels", "slices"):
+        if not np.issubdtype(value.dtype, np.integer):
+            raise UserError(f"{field}: expected integers, got {value.dtype}.")
+    elif np.iscomplexobj(value):
+        raise UserError(f"{field}: expected real numbers, got {value.dtype}.")
+    else:
+        value = value.astype(np.float32)
+    dimensions = 2 if field in ("logits", "features", "unembedding") else 1
+    if value.ndim != dimensions:
+        raise UserError(f"{field}: expected {dimensions} axes, got the shape {value.shape}.")
+    return value
+
+
+def _rows(arrays: Mapping[str, np.ndarray], where: Array | np.ndarray | None) -> np.ndarray:
+    """The numbers of the rows that count; at least one."""
     lengths = {field: len(value) for field, value in arrays.items()}
     if len(set(lengths.values())) != 1:
         raise UserError(f"expected one row a prediction in every field, got {lengths}.")
@@ -124,16 +143,13 @@ def select(
         if where.shape != rows.shape or where.dtype != bool:
             raise UserError(f"where: expected bool {rows.shape}, got {where.dtype} {where.shape}.")
         rows = rows[where]
-        arrays = {field: value[where] for field, value in arrays.items()}
     if not len(rows):
         raise UserError("no prediction counts: give at least one row, and check the mask.")
+    return rows
 
-    classes = arrays["logits"].shape[1] if "logits" in arrays else None if shared is None else len(shared)
-    if max_classes is not None and classes is not None and classes > max_classes:
-        raise UserError(
-            f"this method has too many parameters for so large a label set: at most {max_classes:,} classes, got "
-            f"{classes:,}; take temperature, ensemble_temperature or ats."
-        )
+
+def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: int | None) -> None:
+    """Raises `UserError` with the first row that holds a value which is not finite or out of range."""
     limits = {"confidence": (0, 1), "correct": (0, 1), "slices": (0, None), "labels": (0, classes)}
     for field, value in arrays.items():
         low, high = limits.get(field, (None, None))
@@ -146,17 +162,17 @@ def select(
             first = int(np.argmax(bad.reshape(len(value), -1).any(axis=1)))
             worst = np.ravel(value[first])[int(np.argmax(np.ravel(bad[first])))]
             wanted = "finite values" if low is None else f"{low} to {'K - 1' if field == 'labels' else high}"
-            raise UserError(f"{field}: row {rows[first]} holds {worst}, expected {wanted}; mend it or leave it out.")
-    if shared is not None:
-        bad = ~np.isfinite(shared).all(axis=1)
-        if bad.any():
-            row = int(np.argmax(bad))
-            first = shared[row][~np.isfinite(shared[row])][0]
-            raise UserError(f"unembedding: row {row} holds {first}, expected finite values.")
-        if "features" in arrays and arrays["features"].shape[1] != shared.shape[1]:
-            raise UserError(f"features {arrays['features'].shape} and unembedding {shared.shape} do not fit.")
-        arrays["unembedding"] = shared
-    return tuple(arrays[field] for field in fields)
+            raise UserError(f"{field}: row {rows[first]} holds {worst}, expected {wanted}; correct it or leave it out.")
+
+
+def _check_unembedding(unembedding: np.ndarray, features: np.ndarray | None) -> None:
+    bad = ~np.isfinite(unembedding).all(axis=1)
+    if bad.any():
+        row = int(np.argmax(bad))
+        first = unembedding[row][~np.isfinite(unembedding[row])][0]
+        raise UserError(f"unembedding: row {row} holds {first}, expected finite values.")
+    if features is not None and features.shape[1] != unembedding.shape[1]:
+        raise UserError(f"features {features.shape} and unembedding {unembedding.shape} do not fit.")
 
 
 def parameter_count(state: Any) -> int:

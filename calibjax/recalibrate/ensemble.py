@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate import temperature
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import minimize
 
 
@@ -49,6 +49,11 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> EnsembleState:
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))
+        >>> np.exp(np.asarray(apply(fit(data), data)[0])).round(2).tolist()
+        [0.75, 0.25]
     """
     logits, labels = select(data, ("logits", "labels"), where)
     single = temperature.fit(Predictions(logits=logits, labels=labels))
@@ -68,3 +73,17 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> EnsembleState:
 def apply(state: EnsembleState, data: Predictions) -> Float[Array, "N K"]:
     """log(w₁ softmax(z/T) + w₂ softmax(z) + w₃/K)."""
     return _mixed(jnp.asarray(state.weights), _parts(state.log_scale, jnp.asarray(data.logits, jnp.float32)))
+
+
+METHODS = {
+    "ensemble_temperature": Method(
+        fit=fit,
+        apply=apply,
+        fit_reads=("logits", "labels"),
+        apply_reads=("logits",),
+        gives="log_probs",
+        keeps_argmax=True,
+        monotone=True,
+        source="Zhang et al. 2020",
+    ),
+}

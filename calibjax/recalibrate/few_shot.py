@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import descend
 
 _KNOTS = np.linspace(0.0, 1.0, 11, dtype=np.float32)
@@ -103,3 +103,17 @@ def apply(state: FewShotState, data: Predictions) -> Float[Array, " N"]:
     count = jax.ops.segment_sum(jnp.ones_like(confidence), slices, num_segments=len(slices))
     embedding = (total / jnp.maximum(count, 1.0)[:, None])[slices]
     return _recalibrated(tuple(state[:4]), confidence, embedding)
+
+
+METHODS = {
+    "few_shot": Method(
+        fit=fit,
+        apply=apply,
+        fit_reads=("confidence", "correct", "slices"),
+        apply_reads=("confidence", "slices"),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=False,
+        source="Li et al. 2024, arXiv 2403.18286",
+    ),
+}

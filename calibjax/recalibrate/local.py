@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 
 
 class LocalState(NamedTuple):
@@ -42,6 +42,12 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, bandwidth: float 
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> confidence, correct = np.array([0.9] * 4), np.array([1, 1, 1, 0])
+        >>> data = Predictions(confidence=confidence, correct=correct, features=np.zeros((4, 2)))
+        >>> apply(fit(data), data).tolist()
+        [0.75, 0.75, 0.75, 0.75]
     """
     confidence, correct, features = select(data, ("confidence", "correct", "features"), where)
     deviation = features.std(axis=0, dtype=np.float64)
@@ -74,3 +80,17 @@ def apply(state: LocalState, data: Predictions) -> Float[Array, " N"]:
         return jnp.where(total > 0, jnp.sum(weight * state.correct) / jnp.maximum(total, 1e-30), c)
 
     return jax.lax.map(one, (features, own_bin, confidence))
+
+
+METHODS = {
+    "lore": Method(
+        fit=fit,
+        apply=apply,
+        fit_reads=("confidence", "correct", "features"),
+        apply_reads=("confidence", "features"),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=False,
+        source="Luo et al. 2022, arXiv 2102.10809",
+    ),
+}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import minimize
 from calibjax.runtime.errors import UserError
 
@@ -105,6 +105,11 @@ def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 
     Raises:
         UserError: `clip` out of range; see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
+        >>> np.asarray(apply_odds(fit_odds(data), data)).round(3).tolist()
+        [0.75, 0.75, 0.75, 0.75]
     """
     (scale,), clipped, report = _fit(_odds_loss, (1.0,), ((float(np.exp(-6.0)),), (_LIMIT,)), data, where, clip)
     return OddsState(scale, clipped, report)
@@ -143,6 +148,11 @@ def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float
 
     Raises:
         UserError: `clip` out of range; see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
+        >>> np.asarray(apply_platt(fit_platt(data), data)).round(3).tolist()
+        [0.75, 0.75, 0.75, 0.75]
     """
     bounds = ((-_LIMIT, -_LIMIT), (_LIMIT, _LIMIT))
     (slope, intercept), clipped, report = _fit(_platt_loss, (1.0, 0.0), bounds, data, where, clip)
@@ -181,6 +191,11 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 
     Raises:
         UserError: `clip` out of range; see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
+        >>> np.asarray(apply_beta(fit_beta(data), data)).round(3).tolist()
+        [0.75, 0.75, 0.75, 0.75]
     """
     bounds = ((0.0, 0.0, -_LIMIT), (_LIMIT, _LIMIT, _LIMIT))
     (a, b, m), clipped, report = _fit(_beta_loss, (1.0, 1.0, 0.0), bounds, data, where, clip)
@@ -190,3 +205,37 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 def apply_beta(state: BetaState, data: Predictions) -> Float[Array, " N"]:
     """σ(a log c − b log(1 − c) + m)."""
     return jax.nn.sigmoid(_beta((state.a, state.b, state.m), jnp.asarray(data.confidence, jnp.float32), state.clip))
+
+
+METHODS = {
+    "confidence_temperature": Method(
+        fit=fit_odds,
+        apply=apply_odds,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=True,
+        source="Guo et al. 2017",
+    ),
+    "platt": Method(
+        fit=fit_platt,
+        apply=apply_platt,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=True,
+        source="Platt 1999",
+    ),
+    "beta": Method(
+        fit=fit_beta,
+        apply=apply_beta,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=True,
+        source="Kull et al. 2017",
+    ),
+}

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.heads import MLPHead
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import descend
 from calibjax.recalibrate.temperature import log_softmax_at
 
@@ -128,3 +128,27 @@ def fit_ats(data: Predictions, where: np.ndarray | None = None, *, units: int = 
 def apply_ats(state: HeadState, data: Predictions) -> Float[Array, "N K"]:
     """log softmax(s(h) z)."""
     return _tempered(state.params, jnp.asarray(data.logits, jnp.float32), jnp.asarray(data.features, jnp.float32))
+
+
+METHODS = {
+    "g_layers": Method(
+        fit=fit_g_layers,
+        apply=apply_g_layers,
+        fit_reads=("logits", "labels"),
+        apply_reads=("logits",),
+        gives="log_probs",
+        keeps_argmax=False,
+        monotone=False,
+        source="Rahimi et al. 2020",
+    ),
+    "ats": Method(
+        fit=fit_ats,
+        apply=apply_ats,
+        fit_reads=("logits", "features", "labels"),
+        apply_reads=("logits", "features"),
+        gives="log_probs",
+        keeps_argmax=True,
+        monotone=True,
+        source="Xie et al. 2024, arXiv 2409.19817",
+    ),
+}

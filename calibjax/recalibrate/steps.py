@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.logistic import PlattState, apply_platt, fit_platt
 
 
@@ -49,6 +49,11 @@ def fit_isotonic(data: Predictions, where: np.ndarray | None = None) -> Isotonic
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
+        >>> apply_isotonic(fit_isotonic(data), data).tolist()
+        [0.0, 0.5, 0.5, 1.0]
     """
     from scipy import optimize
 
@@ -98,6 +103,11 @@ def fit_histogram(data: Predictions, where: np.ndarray | None = None, *, bins: i
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
+        >>> apply_histogram(fit_histogram(data, bins=2), data).tolist()
+        [0.5, 0.5, 0.5, 0.5]
     """
     confidence, correct = select(data, ("confidence", "correct"), where)
     return _equal_mass(confidence, correct, bins)
@@ -124,6 +134,11 @@ def fit_scaling_binning(data: Predictions, where: np.ndarray | None = None, *, b
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
+        >>> apply_scaling_binning(fit_scaling_binning(data, bins=2), data).shape
+        (4,)
     """
     confidence, correct = select(data, ("confidence", "correct"), where)
     own = Predictions(confidence=confidence, correct=correct)
@@ -135,3 +150,37 @@ def fit_scaling_binning(data: Predictions, where: np.ndarray | None = None, *, b
 def apply_scaling_binning(state: ScalingBinningState, data: Predictions) -> Float[Array, " N"]:
     """The value of the bin that the scaled confidence falls in."""
     return _look_up(state.bins, apply_platt(state.platt, data))
+
+
+METHODS = {
+    "isotonic": Method(
+        fit=fit_isotonic,
+        apply=apply_isotonic,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=True,
+        source="Zadrozny and Elkan 2002",
+    ),
+    "histogram": Method(
+        fit=fit_histogram,
+        apply=apply_histogram,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=False,
+        source="Zadrozny and Elkan 2001",
+    ),
+    "scaling_binning": Method(
+        fit=fit_scaling_binning,
+        apply=apply_scaling_binning,
+        fit_reads=("confidence", "correct"),
+        apply_reads=("confidence",),
+        gives="confidence",
+        keeps_argmax=True,
+        monotone=True,
+        source="Kumar et al. 2019",
+    ),
+}

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from calibjax.kernels import VocabStats
 from calibjax.losses import top_label
-from calibjax.recalibrate.contract import FitReport, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 
 
 class TemperatureFit(NamedTuple):
@@ -164,6 +164,12 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> TemperatureState:
 
     Raises:
         UserError: see `select`.
+
+    Example:
+        >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))
+        >>> state = fit(data)  # confidence 0.9, accuracy 3/4
+        >>> np.exp(np.asarray(apply(state, data)[0])).round(3).tolist()
+        [0.75, 0.25]
     """
     logits, labels = select(data, ("logits", "labels"), where)
     # Blocks of about a hundred megabytes in float64.
@@ -204,3 +210,17 @@ def log_softmax_at(scale: Array, logits: Float[Array, "N K"]) -> Float[Array, "N
 def apply(state: TemperatureState, data: Predictions) -> Float[Array, "N K"]:
     """log softmax(s z)."""
     return log_softmax_at(jnp.exp(state.log_scale), jnp.asarray(data.logits, jnp.float32))
+
+
+METHODS = {
+    "temperature": Method(
+        fit=fit,
+        apply=apply,
+        fit_reads=("logits", "labels"),
+        apply_reads=("logits",),
+        gives="log_probs",
+        keeps_argmax=True,
+        monotone=True,
+        source="Guo et al. 2017",
+    ),
+}

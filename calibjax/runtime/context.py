@@ -1,7 +1,9 @@
 """Context of a run: directory, devices, seed, log and progress."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,21 @@ class RunContext:
     def silent(self) -> "RunContext":
         """Returns the context without log lines and progress bars."""
         return dataclasses.replace(self, log=_discard, progress=False)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator["RunContext"]:
+        """The same run with a directory: its own, or a temporary one, removed at the end.
+
+        Raises:
+            UserError: there is none, and several processes would have to share it.
+        """
+        if self.directory is not None:
+            yield self
+            return
+        if jax.process_count() > 1:
+            self.require_directory()
+        with tempfile.TemporaryDirectory(prefix="calibjax-") as directory:
+            yield dataclasses.replace(self, directory=Path(directory))
 
     def require_directory(self) -> Path:
         """Returns the directory.

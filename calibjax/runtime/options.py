@@ -46,6 +46,9 @@ Fraction = Annotated[float, Range(0, 1, open="both")]
 NOT_IDENTITY = {"identity": False}
 """`metadata` of a field that says where a run happens or how it is shown: two runs may differ in it and be the same."""
 
+IDENTITY_IF_CHANGED = {"identity": "changed"}
+"""`metadata` of an option that is newer than runs that must resume: part of the identity unless it has its default."""
+
 
 def check_options(options: Any) -> None:
     """Checks every value against the `Range` in its annotation, in groups of options too.
@@ -66,17 +69,22 @@ def check_options(options: Any) -> None:
 
 def run_identity(command: str, options: Any) -> dict[str, Any]:
     """What makes two runs the same: the command and every option but those marked `NOT_IDENTITY`; JSON-able."""
-    return {"command": command, **_identity(options)}
+    return {"command": command, **options_identity(options)}
 
 
-def _identity(options: Any) -> dict[str, Any]:
-    kept = (field.name for field in dataclasses.fields(options) if field.metadata.get("identity", True))
-    return {name: _plain(getattr(options, name)) for name in kept}
+def options_identity(options: Any) -> dict[str, Any]:
+    """Every option but those marked `NOT_IDENTITY`; JSON-able."""
+    kept = {}
+    for field in dataclasses.fields(options):
+        part, value = field.metadata.get("identity", True), getattr(options, field.name)
+        if part is True or (part == "changed" and value != field.default):
+            kept[field.name] = _plain(value)
+    return kept
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return _identity(value)
+        return options_identity(value)
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

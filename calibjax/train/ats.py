@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +13,13 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from calibjax import losses, recalibrate
+from calibjax import recalibrate
 from calibjax.data import Sequences, batches, hold_back
 from calibjax.heads import HeadConfig
-from calibjax.kernels import VocabStats
+from calibjax.losses import LOSSES, linear_loss
 from calibjax.models import LanguageModel
 from calibjax.models.config import DecoderConfig
-from calibjax.models.frozen import Frozen, batch_stats, freeze
+from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze, vocab_sharding
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import local_rows, param_shardings
@@ -33,49 +33,6 @@ from calibjax.train.temperature import (
     likelihood_pass,
     mean_likelihood,
 )
-
-
-class _Loss(NamedTuple):
-    """A loss as the command line names it.
-
-    Attributes:
-        made_of: functions of `losses`.
-        per_token: (statistics, hyper-parameters, the tokens that are no padding) -> the loss, `[B, T]`.
-        per_micro_batch: micro-batches weigh alike; False: by their numbers of tokens.
-    """
-
-    made_of: tuple[str, ...]
-    per_token: Callable[[VocabStats, Mapping[str, Array], Array], Array]
-    per_micro_batch: bool = False
-
-
-_LOSSES: dict[str, _Loss] = {
-    "cross-entropy": _Loss(("cross_entropy",), lambda stats, hyper, real: losses.cross_entropy(stats)),
-    "joint": _Loss(
-        ("cross_entropy", "top_label"),
-        lambda stats, hyper, real: losses.cross_entropy(stats) + hyper["top_label_weight"] * losses.top_label(stats),
-    ),
-    "label-smoothing": _Loss(
-        ("label_smoothing",),
-        lambda stats, hyper, real: losses.label_smoothing(stats, hyper["alpha"]),
-    ),
-    "selective": _Loss(
-        ("selective_smoothing",),
-        lambda stats, hyper, real: losses.selective_smoothing(stats, hyper["alpha"]),
-    ),
-    "selective-balanced": _Loss(
-        ("selective_smoothing",),
-        lambda stats, hyper, real: losses.selective_smoothing(stats, hyper["alpha"], balanced=True),
-    ),
-    "selective-authors": _Loss(
-        ("selective_smoothing",),
-        lambda stats, hyper, real: losses.selective_smoothing(
-            stats, hyper["alpha"], balanced=True, masking="authors", where=real
-        ),
-        per_micro_batch=True,
-    ),
-}
-"""Name on the command line -> the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +51,23 @@ class AtsObjective:
     def __call__(
         self, params: Any, frozen: Frozen, batch: Mapping[str, Array], hyper: Mapping[str, Array]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        loss = _LOSSES[self.loss]
-        needed = tuple(sorted({s for name in loss.made_of for s in losses.REQUIRED_STATISTICS[name]}))
-        stats, _ = batch_stats(self.model, self.head, params, frozen, batch, dtype=self.dtype, statistics=needed)
-        total = jnp.sum(loss.per_token(stats, hyper, batch["segment_ids"] > 0))
-        count = jnp.sum(stats.valid).astype(jnp.float32)
+        loss, dtype = LOSSES[self.loss], self.dtype
+        hidden = batch_hidden(self.model, frozen, batch, dtype)
+        log_scale = batch_log_scale(self.model, self.head, params, frozen, {**batch, "hidden": hidden}, dtype)
+        values, counts = linear_loss(
+            loss,
+            hidden,
+            frozen.unembedding.astype(dtype),
+            batch["targets"],
+            hyper=hyper,
+            scale=jnp.exp(log_scale),
+            where=batch["where"],
+            real=batch["segment_ids"] > 0,
+            bias=frozen.bias,
+            softcap=self.model.logit_softcap,
+            sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), self.model),
+        )
+        total, count = jnp.sum(values), jnp.sum(counts).astype(jnp.float32)
         return (total / jnp.maximum(count, 1.0), jnp.ones(())) if loss.per_micro_batch else (total, count)
 
 

@@ -159,7 +159,7 @@ class Checkpoints:
         self._manager.close()
 
 
-def save_head(directory: Path, head: FittedHead, *, notes: dict[str, Any] | None = None) -> None:
+def save_head(directory: str | Path, head: FittedHead, *, notes: dict[str, Any] | None = None) -> None:
     """Writes a head: `params/` (Orbax), `head.json` (what it is, its base model's fingerprint, notes), and checksums.
 
     A head already there is replaced as a whole: the new one is written beside it first.
@@ -167,6 +167,7 @@ def save_head(directory: Path, head: FittedHead, *, notes: dict[str, Any] | None
     Raises:
         UserError: the directory holds anything but a head, or cannot be written.
     """
+    directory = Path(directory)
     check_orbax_path(directory)
     digests = array_digests(head.params)
     description = {

@@ -3,18 +3,23 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from calibjax.heads import MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
+from calibjax.heads import HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
+from calibjax.losses import LOSSES, Hyperparameter
 from calibjax.runtime.errors import UserError
 from calibjax.train.hidden_cache import CacheMode
 from calibjax.train.state import OptimizerConfig
 
-LossName = Literal[
-    "auto", "joint", "cross-entropy", "label-smoothing", "selective", "selective-balanced", "selective-authors"
-]
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = Literal[("auto", *LOSSES)]
+
+AUTO = ("joint", "cross-entropy", "selective")
+"""The losses that `--loss auto` tries."""
 ALPHA_GRID = (0.02, 0.1, 0.5)
-"""Weights of selective smoothing that `--loss auto` tries; 0.5 is the paper's."""
+"""Values of `--alpha` with which it tries those that have one; 0.5 is the paper's of selective smoothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,12 +36,11 @@ class AtsOptions:
         pooling: a temperature per token, or one per sequence.
         random_start: start from random weights instead of from temperature 1.
         normalize: divide what an MLP reads by its root mean square (default: yes; recipe paper: no).
-        loss: joint (cross-entropy + log loss of the top label, both proper scores), cross-entropy, label-smoothing,
-            selective, selective-balanced, selective-authors (balanced, where ignored tokens count as wrong, as in the
-            authors' code), or auto: fits with joint, cross-entropy and selective for a few alpha, and
-            keeps the head with the best proper score on sequences that training never saw.
-        alpha: weight of wrong tokens in selective smoothing (0.5 if not given), or of the uniform distribution in
-            label smoothing (0.1), 0 to 1. With --loss auto, tried in place of the grid.
+        loss: name of a loss; the docstrings of calibjax.losses have the formulas. selective-authors is
+            selective-balanced where ignored tokens count as wrong, as in the authors' code. auto fits with joint,
+            cross-entropy and selective for a few alpha, and keeps the head with the best proper score on sequences
+            that training never saw.
+        alpha: main weight of the loss (ALPHAS). With --loss auto, tried in place of the grid.
         top_label_weight: weight of the log loss of the top label in joint, and in the score that auto chooses by.
         refit_temperature: fit one more scalar on top of the finished head, on sequences that training never saw, and
             apply it where it differs from 1 by more than two standard errors.
@@ -70,6 +74,18 @@ class AtsOptions:
     weight_decay: float = 0.0
     cache_hidden: CacheMode = "auto"
     checkpoint_every: int = 200
+
+
+def describe_alphas() -> str:
+    """What `--alpha` is for each loss that has one, as its help lists it."""
+    names: dict[Hyperparameter, list[str]] = {}
+    for name, loss in LOSSES.items():
+        if (weight := loss.weight()) is not None:
+            names.setdefault(weight, []).append(name)
+    return "; ".join(f"{', '.join(of)}: {w.meaning}, {w.limits}, by default {w.default:g}" for w, of in names.items())
+
+
+AtsOptions.__doc__ = (AtsOptions.__doc__ or "").replace("ALPHAS", describe_alphas())
 
 
 class Recipe(NamedTuple):
@@ -170,7 +186,6 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     recipe = RECIPES[options.recipe]
     recipe = recipe._replace(**{name: v for name in recipe._fields if (v := getattr(options, name, None)) is not None})
     ranges = {
-        "alpha": options.alpha is None or 0 <= options.alpha <= 1,
         "top_label_weight": 0 <= options.top_label_weight < math.inf,
         "validation_fraction": 0 < options.validation_fraction < 1,
         "epochs": recipe.epochs >= 1,
@@ -186,18 +201,8 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
             value = getattr(recipe, name, getattr(options, name))
             hint = f"a divisor of --batch-size {recipe.batch_size}" if name == "accumulate" else "see --help"
             raise UserError(f"--{name.replace('_', '-')}: {value} is out of range ({hint}).")
-    if options.alpha is not None and recipe.loss in ("joint", "cross-entropy"):
-        raise UserError(f"--alpha: --loss {recipe.loss} has no such weight; leave it out, or choose another loss.")
-    asked = {
-        "--features": options.features != AtsOptions.features,
-        "--pooling": options.pooling != AtsOptions.pooling,
-        "--random-start": bool(options.random_start),
-    }
-    if recipe.head == "constant" and any(asked.values()):
-        names = ", ".join(name for name, given in asked.items() if given)
-        raise UserError(f"{names}: a constant head reads nothing and always starts at 1; leave it out.")
-    if options.normalize is not None and recipe.head != "mlp":
-        raise UserError(f"--normalize: a {recipe.head} head does not normalise what it reads; leave it out.")
+    trials = _trials(recipe.loss, options.alpha)
+    _check_head_options(options, recipe.head)
     try:
         head = HeadConfig(
             kind=recipe.head,
@@ -214,7 +219,7 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         raise UserError(str(error)) from error
     return AtsPlan(
         head=head,
-        trials=_trials(recipe.loss, options.alpha),
+        trials=trials,
         top_label_weight=options.top_label_weight,
         refit_temperature=recipe.refit_temperature,
         validation_fraction=options.validation_fraction,
@@ -231,12 +236,50 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     )
 
 
+def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:
+    """Raises `UserError` where an option is given that this kind of head does not read."""
+    if kind not in HEADS:
+        raise UserError(f"--head: expected one of {', '.join(HEADS)}, got {kind!r}.")
+    given = {
+        "features": options.features != AtsOptions.features,
+        "pooling": options.pooling != AtsOptions.pooling,
+        "identity_start": bool(options.random_start),
+        "normalize": options.normalize is not None,
+    }
+    flags = {"identity_start": "--random-start"}
+    unread = [flags.get(name, f"--{name}") for name in given if given[name] and name not in HEADS[kind].options]
+    if unread:
+        raise UserError(f"{', '.join(unread)}: a {kind} head does not read {_it(unread)}; leave {_it(unread)} out.")
+
+
+def _it(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"
+
+
 def _trials(loss: LossName, alpha: float | None) -> tuple[Trial, ...]:
-    if loss == "auto":
-        grid = ALPHA_GRID if alpha is None else (alpha,)
-        return (Trial("joint", None), Trial("cross-entropy", None), *(Trial("selective", a) for a in grid))
-    if loss in ("selective", "selective-balanced", "selective-authors"):
-        return (Trial(loss, 0.5 if alpha is None else alpha),)
-    if loss == "label-smoothing":
-        return (Trial(loss, 0.1 if alpha is None else alpha),)
-    return (Trial(loss, None),)
+    if loss != "auto":
+        return (Trial(loss, checked_alpha(loss, alpha)),)
+    grid = ALPHA_GRID if alpha is None else (alpha,)
+    return tuple(
+        Trial(name, checked_alpha(name, value))
+        for name in AUTO
+        for value in (grid if LOSSES[name].alpha is not None else (None,))
+    )
+
+
+def checked_alpha(loss: str, alpha: float | None) -> float | None:
+    """The main weight to train with: `alpha`, or the loss's default; None for a loss that has none.
+
+    Raises:
+        UserError: there is no such loss, it has no such weight, or the weight is out of range.
+    """
+    if loss not in LOSSES:
+        raise UserError(f"--loss: expected one of {', '.join(LOSSES)}, got {loss!r}.")
+    weight = LOSSES[loss].weight()
+    if weight is None:
+        if alpha is not None:
+            raise UserError(f"--alpha: --loss {loss} has no such weight; leave it out, or choose another loss.")
+        return None
+    if alpha is not None and not (math.isfinite(alpha) and weight.limits.holds(alpha)):
+        raise UserError(f"--alpha: expected {weight.limits}, finite, got {alpha} ({weight.meaning} of --loss {loss}).")
+    return weight.default if alpha is None else alpha

@@ -3,26 +3,34 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax.data import Sequences, hold_back
 from calibjax.kernels import VocabSharding, linear_cross_entropy
+from calibjax.losses import LOSSES, linear_loss
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import vocab_sharding
 from calibjax.models.lora import LoraConfig
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import IDENTITY_IF_CHANGED, options_identity
 from calibjax.runtime.sharding import param_shardings
 from calibjax.train.hidden_cache import array_hash
+from calibjax.train.options import checked_alpha
 from calibjax.train.tuning import Ranges, TuningOptions, tune
+
+if TYPE_CHECKING:
+    SftLossName = str
+else:
+    SftLossName = Literal[tuple(LOSSES)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,8 @@ class SftOptions(TuningOptions):
     """How a model is fine-tuned.
 
     Attributes:
+        loss: name of a loss; the docstrings of calibjax.losses have the formulas.
+        alpha: main weight of the loss, as `train ats --alpha`; of label-smoothing --label-smoothing is.
         label_smoothing: weight of the uniform distribution in the target, 0 to 1.
         z_loss: weight of the squared log-normaliser; 1e-4 keeps logits from drifting.
         temperature: the loss is of the logits divided by it; the model that comes out is used at 1.
@@ -41,6 +51,8 @@ class SftOptions(TuningOptions):
         learning_rate: peak; by default 2e-5, and 2e-4 for adapters.
     """
 
+    loss: SftLossName = dataclasses.field(default="label-smoothing", metadata=IDENTITY_IF_CHANGED)
+    alpha: float | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
     label_smoothing: float = 0.1
     z_loss: float = 0.0
     temperature: float = 1.0
@@ -62,6 +74,25 @@ class SftOptions(TuningOptions):
             **super().ranges(),
         }
 
+    def check(self, mesh: Mesh | AbstractMesh) -> None:
+        super().check(mesh)
+        checked_alpha(self.loss, self.alpha)
+        if self.loss == "label-smoothing":
+            if self.alpha is not None:
+                raise UserError("--alpha: the weight of --loss label-smoothing is --label-smoothing; leave it out.")
+            return
+        if self.label_smoothing != SftOptions.label_smoothing:
+            raise UserError(f"--label-smoothing: --loss {self.loss} has none; leave it out.")
+        if self.z_loss and self.loss != "cross-entropy":
+            raise UserError(
+                f"--z-loss: expected 0 with --loss {self.loss}, got {self.z_loss}; it goes with label-smoothing and "
+                "cross-entropy."
+            )
+        if LOSSES[self.loss].per_micro_batch:
+            raise UserError(f"--loss {self.loss}: it is for temperature heads (train ats) only; choose another loss.")
+        if LOSSES[self.loss].top_k and mesh.size > 1:
+            raise UserError(f"--loss {self.loss}: it has no sharded form; choose another loss, or one device.")
+
     @property
     def lora(self) -> LoraConfig | None:
         if self.lora_rank is None:
@@ -81,12 +112,14 @@ class SftOptions(TuningOptions):
 class SftObjective:
     """The `Objective` of fine-tuning: `linear_cross_entropy` of the decoder's hidden states. Hashable.
 
-    Trained are the decoder's parameters, or adapters, with the decoder frozen; the logits are never held. The loss of a
-    token with logits z/T, of which β is smoothed, is (1−β)(−log p_y) + β(−(1/V) Σ_v log p_v) + z_loss·lse²
-    (arXiv 2508.00264, section 3).
+    Trained are the decoder's parameters, or adapters, with the decoder frozen; the logits are never held. With label
+    smoothing β, the loss of a token with logits z/T is (1−β)(−log p_y) + β(−(1/V) Σ_v log p_v) + z_loss·lse²
+    (arXiv 2508.00264, section 3); other losses are those of `losses.LOSSES`, of the logits z/T.
     """
 
     model: DecoderConfig
+    loss: str = "label-smoothing"
+    alpha: float | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     temperature: float = 1.0
@@ -110,24 +143,37 @@ class SftObjective:
             remat=self.remat,
             lora=self.lora,
         )
-        loss = linear_cross_entropy(
-            hidden,
-            decoder.unembedding(self.model, params).astype(self.dtype),
-            batch["targets"],
-            bias=decoder.unembedding_bias(params),
-            scale=None if self.temperature == 1 else 1 / self.temperature,
-            softcap=self.model.logit_softcap,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            reduction="sum",
-            where=batch["where"],
-            sharding=self.sharding,
+        unembedding = decoder.unembedding(self.model, params).astype(self.dtype)
+        bias = decoder.unembedding_bias(params)
+        return self._total(hidden, unembedding, bias, batch), jnp.sum(batch["where"]).astype(jnp.float32)
+
+    def _total(self, hidden, unembedding, bias, batch: Mapping[str, Array]) -> Float[Array, ""]:
+        """The sum of the loss over the tokens that count."""
+        scale = None if self.temperature == 1 else 1 / self.temperature
+        options = {"bias": bias, "softcap": self.model.logit_softcap, "sharding": self.sharding}
+        if self.loss in ("label-smoothing", "cross-entropy"):
+            return linear_cross_entropy(
+                hidden,
+                unembedding,
+                batch["targets"],
+                scale=scale,
+                label_smoothing=self.label_smoothing if self.loss == "label-smoothing" else 0.0,
+                z_loss=self.z_loss,
+                reduction="sum",
+                where=batch["where"],
+                **options,
+            )
+        hyper = {} if self.alpha is None else {"alpha": self.alpha}
+        loss, targets, where = LOSSES[self.loss], batch["targets"], batch["where"]
+        return jnp.sum(
+            linear_loss(loss, hidden, unembedding, targets, hyper=hyper, scale=scale, where=where, **options)[0]
         )
-        return loss, jnp.sum(batch["where"]).astype(jnp.float32)
 
     def likelihood(self) -> "SftObjective":
         """The same model scored by its negative log-likelihood."""
-        return dataclasses.replace(self, label_smoothing=0.0, z_loss=0.0, temperature=1.0, remat="none")
+        return dataclasses.replace(
+            self, loss="cross-entropy", alpha=None, label_smoothing=0.0, z_loss=0.0, temperature=1.0, remat="none"
+        )
 
 
 class SftFit(NamedTuple):
@@ -150,6 +196,8 @@ def sft_objective(
     """What `fit_sft` minimises: the model of `options.configure`, computed in `dtype`, divided over `mesh`."""
     return SftObjective(
         model=options.configure(config),
+        loss=options.loss,
+        alpha=options.alpha,
         label_smoothing=options.label_smoothing,
         z_loss=options.z_loss,
         temperature=options.temperature,
@@ -215,7 +263,7 @@ def fit_sft(
         options,
         context=context,
         identity={
-            "options": dataclasses.asdict(options),
+            "options": options_identity(options),
             "seed": context.seed,
             "fingerprint": lm.fingerprint,
             "dtype": str(lm.dtype),
@@ -229,7 +277,7 @@ def fit_sft(
         f"validation: {final['validation_nll']:.4f}"
     )
     report = {
-        "options": dataclasses.asdict(options),
+        "options": options_identity(options),
         "steps": steps,
         "windows": {"train": len(train_rows), "validation": len(validation_rows)},
         **final,

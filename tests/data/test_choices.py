@@ -57,7 +57,7 @@ def test_questions_that_are_too_long_are_counted_and_some_are_drawn():
     drawn = [choice_sequences(ROWS, tokenizer, 200, limit=1, seed=seed).sequences.source.tolist() for seed in range(20)]
     assert {rows[0] for rows in drawn} == {0, 1, 2}
     assert drawn[0] == choice_sequences(ROWS, tokenizer, 200, limit=1, seed=0).sequences.source.tolist()
-    with pytest.raises(UserError, match="every question is longer than the model.s context of 5 tokens"):
+    with pytest.raises(UserError, match=r"every question is longer than the model.s context of 5 tokens"):
         choice_sequences(ROWS, tokenizer, 5)
 
 

@@ -1,7 +1,6 @@
 """Every loss against its formula in float64, from dense logits; and against torch where torch has it."""
 
-import functools
-import inspect
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,63 +10,80 @@ import pytest
 from oracle import EPS, assert_within
 
 from calibjax import losses
-from calibjax.kernels import STATISTICS, top_logits, vocab_stats
+from calibjax.kernels import STATISTICS, vocab_stats
 
 # Losses of logits of about 10: some twenty float32 roundings of numbers of that size.
 TOLERANCE = 20 * EPS * 10
 
-LOSSES = {
-    "cross_entropy": losses.cross_entropy,
-    "label_smoothing": functools.partial(losses.label_smoothing, beta=0.3),
-    "selective_smoothing": functools.partial(losses.selective_smoothing, alpha=0.3),
-    "focal": functools.partial(losses.focal, gamma=2.0),
-    "sample_dependent_focal": losses.sample_dependent_focal,
-    "z_loss": losses.z_loss,
-    "confidence_penalty": functools.partial(losses.confidence_penalty, weight=0.2),
-    "top_label": losses.top_label,
-}
-# Losses that read more than one set of statistics: (loss, what they read besides, from logits, targets and scales).
-READING_MORE = {
-    "brier": (losses.brier, lambda z, y, s: stats_of(z, y, 2 * s, ("log_normalizer",))),
-    "focal_calibration": (
-        functools.partial(losses.focal_calibration, gamma=3.0, weight=0.5),
-        lambda z, y, s: stats_of(z, y, 2 * s, ("log_normalizer",)),
-    ),
-    "top_k_smoothing": (
-        functools.partial(losses.top_k_smoothing, beta=0.4),
-        lambda z, y, s: top_logits(z, jnp.eye(z.shape[1]), 5, where=y != -100).logits,
-    ),
+ALPHA = 0.3
+
+
+class Dense(NamedTuple):
+    """What formulas are written with, float64: log q `[N, V]`, log q_y `[N]`, whether argmax q = y, ..."""
+
+    log_q: np.ndarray
+    log_q_y: np.ndarray
+    right: np.ndarray
+    normalizer: np.ndarray
+    brier: np.ndarray
+
+
+def dense(z, y, s):
+    log_q = np.log(oracle.probabilities(z, s))
+    brier = ((np.exp(log_q) - np.eye(z.shape[1])[y]) ** 2).sum(axis=1)
+    return Dense(log_q, log_q[np.arange(len(z)), y], z.argmax(axis=1) == y, (s[:, None] * z - log_q)[:, 0], brier)
+
+
+def focal(d, gamma):
+    return -((1 - np.exp(d.log_q_y)) ** gamma) * d.log_q_y
+
+
+def top_label(d):
+    top = np.exp(d.log_q).max(axis=1)
+    return np.where(d.right, -np.log(top), -np.log1p(-top))
+
+
+def selective(d):
+    return np.where(d.right, -(1 - ALPHA) * d.log_q_y, -ALPHA * d.log_q.mean(axis=1))
+
+
+def balanced(d):
+    """Each group is averaged by itself and weighted by the other's fraction; as a value for each token of m."""
+    right, m = d.right, len(d.right)
+    weights = (1 - ALPHA) * (~right).sum(), ALPHA * right.sum()
+    of_right = weights[0] / sum(weights) * m / right.sum() * -d.log_q_y
+    return np.where(right, of_right, weights[1] / sum(weights) * m / (~right).sum() * -d.log_q.mean(axis=1))
+
+
+# Every loss of the registry, with its main weight ALPHA where it has one and defaults besides.
+FORMULAS = {
+    "joint": lambda d: -d.log_q_y + top_label(d),
+    "cross-entropy": lambda d: -d.log_q_y,
+    "label-smoothing": lambda d: -(1 - ALPHA) * d.log_q_y - ALPHA * d.log_q.mean(axis=1),
+    "selective": selective,
+    "selective-balanced": balanced,
+    "selective-authors": balanced,  # without padding and ignored tokens; with them, below
+    "focal": lambda d: focal(d, ALPHA),
+    "sample-dependent-focal": lambda d: focal(d, np.where(np.exp(d.log_q_y) < 0.2, 5, 3)),
+    "focal-calibration": lambda d: focal(d, 3) + ALPHA * d.brier,
+    "brier": lambda d: d.brier,
+    "top-k-smoothing": lambda d: -(1 - ALPHA) * d.log_q_y - ALPHA * np.sort(d.log_q, axis=1)[:, -5:].mean(axis=1),
+    "confidence-penalty": lambda d: -d.log_q_y + ALPHA * (np.exp(d.log_q) * d.log_q).sum(axis=1),
+    "z-loss": lambda d: -d.log_q_y + ALPHA * d.normalizer**2,
 }
 
 
 def formula(name, z, y, s):
-    """The losses per token from dense float64 logits, targets and scales."""
-    rows = np.arange(len(z))
-    log_q = np.log(oracle.probabilities(z, s))
-    q, ce = np.exp(log_q), -log_q[rows, y]
-    uniform, right, top = -log_q.mean(axis=1), z.argmax(axis=1) == y, np.exp(log_q).max(axis=1)
-    normaliser = (s[:, None] * z - log_q)[:, 0]
-    brier = ((q - np.eye(z.shape[1])[y]) ** 2).sum(axis=1)
-    top_five = np.sort(log_q, axis=1)[:, -5:].mean(axis=1)
-    gamma = np.where(q[rows, y] < 0.2, 5, 3)
-    return {
-        "cross_entropy": ce,
-        "label_smoothing": 0.7 * ce + 0.3 * uniform,
-        "selective_smoothing": np.where(right, 0.7 * ce, 0.3 * uniform),
-        "focal": (1 - q[rows, y]) ** 2 * ce,
-        "z_loss": normaliser**2,
-        "confidence_penalty": ce + 0.2 * (q * log_q).sum(axis=1),
-        "sample_dependent_focal": (1 - q[rows, y]) ** gamma * ce,
-        "brier": brier,
-        "focal_calibration": (1 - q[rows, y]) ** 3 * ce + 0.5 * brier,
-        "top_k_smoothing": 0.6 * ce - 0.4 * top_five,
-        "top_label": np.where(right, -np.log(top), -np.log1p(-top)),
-    }[name]
+    """The loss of every token that counts, 0 for the others, from dense float64 logits, targets and scales."""
+    counts = y != -100
+    value = np.zeros(len(z))
+    value[counts] = FORMULAS[name](dense(z[counts], y[counts], s[counts]))
+    return value
 
 
 def condition(name, z, s):
     """By how much a rounding of log c grows in the loss: −log(1 − c) has the slope c/(1 − c)."""
-    return 1 / (1 - oracle.probabilities(z, s).max(axis=1)) if name == "top_label" else 1.0
+    return 1 / (1 - oracle.probabilities(z, s).max(axis=1)) if name == "joint" else 1.0
 
 
 def problem(n=12, v=7, seed=0):
@@ -85,83 +101,89 @@ def stats_of(z, y, s=None, statistics=STATISTICS):
     return vocab_stats(z, np.eye(z.shape[1], dtype=np.float32), y, scale=s, statistics=statistics)
 
 
+def loss_of(name, z, y, s, **options):
+    """A loss of the registry on given logits: (value, which tokens count)."""
+    eye = jnp.eye(z.shape[1])
+    return losses.linear_loss(losses.LOSSES[name], z, eye, y, hyper={"alpha": ALPHA}, scale=s, **options)
+
+
+def ignored_as(name, z, y):
+    """Where ignored tokens count as wrong, there are none: `test_the_authors_masking` has them."""
+    return np.where(y == -100, z.argmin(axis=1), y).astype(np.int32) if name == "selective-authors" else y
+
+
 def test_the_table_is_complete():
-    public = {name for name, f in inspect.getmembers(losses, inspect.isfunction) if f.__module__ == losses.__name__}
-    public = {name for name in public if not name.startswith("_")} - {"valid_tokens"}
-    assert public == {*LOSSES, *READING_MORE} == set(losses.REQUIRED_STATISTICS)
+    assert set(FORMULAS) == set(losses.LOSSES)
+    for name, loss in losses.LOSSES.items():
+        weight = loss.weight()
+        assert (weight is None) == (loss.alpha is None)
+        for parameter in loss.hyperparameters.values():
+            assert parameter.limits.holds(parameter.default), name
+            assert parameter.meaning
 
 
-@pytest.mark.parametrize("name", [*LOSSES, *READING_MORE])
-def test_formula_gradient_and_needs(name):
-    """With exactly the statistics the loss says it needs: value, gradient in the scale, mask."""
-    loss, more = READING_MORE.get(name) or (LOSSES[name], None)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formula_and_gradients(name):
+    """With the statistics that the entry names: value, mask, gradient in the scale, and in the logits (fine-tuning)."""
     z, y, s = problem()
-    counts, safe = y != -100, np.maximum(y, 0)
+    y = ignored_as(name, z, y)
     where = np.arange(len(y)) % 5 != 0
-    needed = losses.REQUIRED_STATISTICS[name]
 
     @jax.jit
-    def run(scale):
-        def total(scale):
-            stats = stats_of(z, y, scale, needed)
-            reads = (stats,) if more is None else (stats, more(z, y, scale))
-            return loss(*reads).sum(), (loss(*reads), loss(*reads, where=where))
+    def run(z, scale, where):
+        def total(z, scale):
+            value, counts = loss_of(name, z, y, scale, where=where, real=where)
+            return value.sum(), (value, counts)
 
-        return jax.value_and_grad(total, has_aux=True)(scale)
+        return jax.grad(total, argnums=(0, 1), has_aux=True)(z, scale)
 
-    (_, (value, masked)), grad = run(s)
-    want = np.where(counts, formula(name, z.astype(np.float64), safe, s.astype(np.float64)), 0.0)
+    (of_logits, of_scale), (value, counts) = run(z, s, np.ones(len(y), bool))
+    masked = run(z, s, where)[1][0]
+    z, s = z.astype(np.float64), s.astype(np.float64)
+    want = formula(name, z, y, s)
     assert value.dtype == jnp.float32
+    np.testing.assert_array_equal(counts, y != -100)
     tolerance = TOLERANCE * max(1.0, np.abs(want).max() / 10) * condition(name, z, s)
     assert_within(value, want, tolerance, name)
-    np.testing.assert_array_equal(np.asarray(value)[~counts], 0.0)
-    np.testing.assert_array_equal(masked, np.where(where, value, 0.0))
+    np.testing.assert_array_equal(np.asarray(value)[y == -100], 0.0)
+    assert_within(masked, formula(name, z, np.where(where, y, -100), s), tolerance, f"{name}, masked")
+    np.testing.assert_array_equal(np.asarray(masked)[~where], 0.0)
 
     # Each token's loss depends on its own scale alone, so one difference serves all.
     step = 1e-6
-    up, down = (formula(name, z.astype(np.float64), safe, s.astype(np.float64) + d) for d in (step, -step))
-    numeric = np.where(counts, (up - down) / (2 * step), 0.0)
-    assert_within(grad, numeric, 10 * tolerance * (1 + np.abs(numeric)), f"gradient of {name}")
-    np.testing.assert_array_equal(np.asarray(grad)[~counts], 0.0)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_missing_statistic_is_named(name):
-    z, y, _ = problem()
-    everything = stats_of(z, y)
-    for missing in losses.REQUIRED_STATISTICS[name]:
-        with pytest.raises(ValueError, match=missing):
-            LOSSES[name](everything._replace(**{missing: None}))
-
-
-@pytest.mark.parametrize("name", READING_MORE)
-def test_gradient_in_the_logits(name):
-    """Through both sets of statistics, or through the logits that top_logits gathers, against float64 differences."""
-    z, y, s = problem()
-    counts, safe = y != -100, np.maximum(y, 0)
-    loss, more = READING_MORE[name]
-    grad = jax.jit(jax.grad(lambda z: loss(stats_of(z, y, s), more(z, y, s)).sum()))(z)
-
-    def total(z):
-        return formula(name, z, safe, s.astype(np.float64))[counts].sum()
-
-    numeric = oracle.difference(total, z)
-    assert_within(grad, numeric, 2 * TOLERANCE, name)
-    np.testing.assert_array_equal(np.asarray(grad)[~counts], 0.0)
+    up, down = (formula(name, z, y, s + d) for d in (step, -step))
+    numeric = (up - down) / (2 * step)
+    assert_within(of_scale, numeric, 10 * tolerance * (1 + np.abs(numeric)), f"{name}, in the scale")
+    np.testing.assert_array_equal(np.asarray(of_scale)[y == -100], 0.0)
+    numeric = oracle.difference(lambda z: formula(name, z, y, s).sum(), z)
+    assert_within(of_logits, numeric, 2 * TOLERANCE * np.max(condition(name, z, s)), f"{name}, in the logits")
+    np.testing.assert_array_equal(np.asarray(of_logits)[y == -100], 0.0)
     assert np.abs(numeric).max() > 0.05
 
 
-@pytest.mark.parametrize("name", READING_MORE)
-def test_what_a_loss_reads_besides_is_named_too(name):
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_missing_statistic_is_named(name):
     z, y, s = problem()
-    loss, more = READING_MORE[name]
-    full, other = stats_of(z, y, s), more(z, y, s)
-    for missing in losses.REQUIRED_STATISTICS[name]:
+    loss = losses.LOSSES[name]
+    reads = loss.arguments({})
+    if loss.doubled:
+        reads["doubled"] = stats_of(z, y, 2 * s)
+    if loss.top_k:
+        reads["top_logits"] = jnp.zeros((len(z), loss.top_k))
+    stats = stats_of(z, y, s)
+    for missing in loss.statistics:
         with pytest.raises(ValueError, match=missing):
-            loss(full._replace(**{missing: None}), other)
-    if name != "top_k_smoothing":
-        with pytest.raises(ValueError, match="log_normalizer"):
-            loss(full, other._replace(log_normalizer=None))
+            loss.function(stats._replace(**{missing: None}), **reads)
+    for missing in loss.doubled:
+        with pytest.raises(ValueError, match=missing):
+            loss.function(stats, **{**reads, "doubled": reads["doubled"]._replace(**{missing: None})})
+
+
+def test_top_k_of_a_small_vocabulary():
+    """With fewer than k tokens it is label smoothing over all of them."""
+    z, y, s = problem(v=3)
+    got, _ = loss_of("top-k-smoothing", z, y, s)
+    assert_within(got, losses.label_smoothing(stats_of(z, y, s), ALPHA), TOLERANCE)
 
 
 def test_brier_at_certainty():

@@ -14,7 +14,7 @@ from tiny import VOCAB, WIDTH, make_lm
 import calibjax
 from calibjax import FittedHead, HeadConfig, LanguageModel, UserError, calibrated_confidence, generate, models
 from calibjax.models.decoder import extend
-from calibjax.models.generate import default_stop_tokens, sampling_logits
+from calibjax.models.generate import Sampling, default_stop_tokens, sampling_logits
 from calibjax.nn.kv_cache import empty_cache
 from calibjax.runtime.sharding import make_mesh, param_shardings
 
@@ -101,7 +101,7 @@ def test_equals_the_forward_pass_without_cache(name):
     logits = np.asarray(LM.logits(tokens, segment_ids=segments), np.float64)[at]
     np.testing.assert_array_equal(got.tokens, logits.argmax(-1))
     log_probs = (logits - scipy.special.logsumexp(logits, axis=-1, keepdims=True)).max(-1)
-    np.testing.assert_allclose(got.log_probs, log_probs, atol=1e-5)
+    np.testing.assert_allclose(got.base_log_probs, log_probs, atol=1e-5)
     expected = calibrated_confidence(LM, head, tokens, segment_ids=segments)
     np.testing.assert_allclose(got.temperature, np.asarray(expected.temperature)[at], rtol=1e-5)
     np.testing.assert_allclose(got.confidence, np.asarray(expected.confidence)[at], rtol=1e-5)
@@ -127,7 +127,7 @@ def test_stop_tokens():
         np.testing.assert_array_equal(got.where[row], np.arange(N) < length)
         np.testing.assert_array_equal(got.tokens[row], np.where(np.arange(N) < length, free[row], -1))
         assert not got.confidence[row, length:].any()
-        assert not got.log_probs[row, length:].any()
+        assert not got.base_log_probs[row, length:].any()
     assert got.where.sum() < got.where.size
 
 
@@ -151,7 +151,9 @@ def test_default_stop_tokens(tmp_path):
 def draw(*, key=5, prompts=(PROMPTS[0],) * 3000, lm=LM, scale=0.3, temperature=2.0, **options):
     """Two tokens a row, beside a head that has the same scale everywhere."""
     head = FittedHead(HeadConfig(kind="constant", hidden_size=1), {"log_scale": jnp.log(scale)}, 0.0, lm.fingerprint)
-    options = {"temperature": temperature, "key": jax.random.key(key), "max_new_tokens": 2} | options
+    sampling = {name: options.pop(name) for name in ("top_k", "top_p", "calibrated") if name in options}
+    sampling = Sampling(temperature=temperature, key=jax.random.key(key), **sampling)
+    options = {"sampling": sampling, "max_new_tokens": 2} | options
     return jax.tree.map(np.asarray, generate(lm, prompts, head=head, **options))
 
 
@@ -162,7 +164,7 @@ def probabilities_of(logits):
 
 @pytest.mark.parametrize(
     ("options", "scale"),
-    [({"top_k": 8, "top_p": 0.9}, 1.0), ({"sample_calibrated": True}, 0.3)],
+    [({"top_k": 8, "top_p": 0.9}, 1.0), ({"calibrated": True}, 0.3)],
     ids=["top-k-top-p", "calibrated"],
 )
 def test_draws_follow_the_distribution(options, scale):
@@ -189,7 +191,7 @@ def test_draws_follow_the_distribution(options, scale):
     assert result.pvalue > 1e-3
     # Whatever they were drawn from, what is said of the tokens is of the whole distribution.
     token = got.tokens[:, 0]
-    np.testing.assert_allclose(got.log_probs[:, 0], np.log(probabilities_of(logits))[token], atol=1e-5)
+    np.testing.assert_allclose(got.base_log_probs[:, 0], np.log(probabilities_of(logits))[token], atol=1e-5)
     np.testing.assert_allclose(got.confidence[:, 0], probabilities_of(0.3 * logits)[token], rtol=1e-5)
 
 
@@ -267,21 +269,32 @@ def test_on_a_mesh():
         ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, but the vocabulary has {VOCAB}"),
         ([[1]] * 2, {"max_new_tokens": 64}, "expected 1 to 63.*prompt of 1 tokens; got 64"),
         ([[1]], {"max_new_tokens": 0}, "expected 1 to 63"),
-        *(
-            ([[1]], {"temperature": bad}, f"temperature: expected 0 .* from 0.0001 to 10000, got {bad}")
-            for bad in (-1.0, 1e-300, 1e-30, 1e5, float("nan"), float("inf"), float("-inf"))
-        ),
-        ([[1]], {"temperature": 1.0}, "key: draws need one"),
-        ([[1]], {"top_k": 3}, "give a temperature above 0"),
-        ([[1]], {"top_k": 0, "temperature": 1.0}, "top_k: expected at least 1"),
-        ([[1]], {"top_p": 0.0, "temperature": 1.0}, "top_p: expected a number in"),
-        ([[1]], {"top_p": 1e-300, "temperature": 1.0}, "top_p: expected a number in"),
         ([[1]], {"head": head_of("mlp", pooling="sequence")}, "fit one with pooling 'token'"),
     ],
 )
 def test_mistakes(prompts, options, message):
     with pytest.raises(UserError, match=message):
         generate(LM, prompts, **{"max_new_tokens": 5} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"temperature": bad}, f"temperature: expected 0 .* from 0.0001 to 10000, got {bad}")
+            for bad in (-1.0, 1e-300, 1e-30, 1e5, float("nan"), float("inf"), float("-inf"))
+        ),
+        ({"temperature": 1.0}, "key: draws need one"),
+        ({"top_k": 3}, "need a temperature above 0"),
+        ({"calibrated": True}, "need a temperature above 0"),
+        ({"top_k": 0, "temperature": 1.0}, "top_k: expected at least 1"),
+        ({"top_p": 0.0, "temperature": 1.0}, "top_p: expected a number in"),
+        ({"top_p": 1e-300, "temperature": 1.0}, "top_p: expected a number in"),
+    ],
+)
+def test_sampling_out_of_range(options, message):
+    with pytest.raises(UserError, match=message):
+        Sampling(**options)
 
 
 def test_head_of_another_model():

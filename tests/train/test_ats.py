@@ -249,7 +249,7 @@ def test_options_override_the_recipe():
     assert not make_plan(AtsOptions(refit_temperature=False), 64).refit_temperature
     assert not make_plan(AtsOptions(normalize=False), 64).head.normalize
     assert make_plan(AtsOptions(), 64).head == HeadConfig(kind="mlp", hidden_size=64)
-    with pytest.raises(UserError, match="--normalize: a linear head does not"):
+    with pytest.raises(UserError, match="--normalize: a linear head does not read it"):
         make_plan(AtsOptions(head="linear", normalize=True), 64)
 
 
@@ -263,9 +263,15 @@ def test_trials():
     assert trials(loss="label-smoothing") == ["label-smoothing-0.1"]
     assert trials(loss="selective-authors", alpha=0.3) == ["selective-authors-0.3"]
     assert trials(loss="selective-balanced", alpha=0.0) == ["selective-balanced-0"]
+    assert trials(loss="brier") == ["brier"]
+    assert trials(loss="focal", alpha=2.0) == ["focal-2"]
+    with pytest.raises(UserError, match=r"--loss: expected one of joint, cross-entropy, .*, got 'hinge'"):
+        trials(loss="hinge")
+    with pytest.raises(UserError, match=r"--alpha: expected at least 0, finite, got inf \(focusing exponent gamma of"):
+        trials(loss="focal", alpha=math.inf)
     with pytest.raises(UserError, match="--alpha: --loss cross-entropy has no such weight"):
         trials(loss="cross-entropy", alpha=0.3)
-    with pytest.raises(UserError, match="--features, --pooling: a constant head reads nothing"):
+    with pytest.raises(UserError, match="--features, --pooling: a constant head does not read them; leave them out"):
         trials(head="constant", features="max_logit", pooling="sequence")
 
 

@@ -17,6 +17,7 @@ from calibjax.models import decoder, load_model
 from calibjax.models.hf_export import save_model
 from calibjax.models.lora import LoraConfig
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import options_identity
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import OptimizerConfig, create_state, make_train_step
 from calibjax.train.sft import SftObjective, SftOptions, fit_sft
@@ -43,6 +44,9 @@ def dense(objective, params, batch):
         objective.model, params, batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"]
     )
     z = z / objective.temperature
+    if objective.loss == "brier":
+        distance = jnp.square(jax.nn.softmax(z) - jax.nn.one_hot(targets, z.shape[-1])).sum(axis=-1)
+        return jnp.sum(jnp.where(where, distance, 0.0))
     labels = optax.smooth_labels(jax.nn.one_hot(targets, z.shape[-1]), objective.label_smoothing)
     loss = optax.softmax_cross_entropy(z, labels) + objective.z_loss * jax.nn.logsumexp(z, axis=-1) ** 2
     return jnp.sum(jnp.where(where, loss, 0.0))
@@ -63,8 +67,9 @@ def assert_close(got, expected, bound):
             {"tie_embeddings": True, "logit_softcap": 3.0},
             {"label_smoothing": 0.3, "z_loss": 1e-2, "temperature": 1.7, "remat": "dots"},
         ),
+        ({}, {"loss": "brier", "temperature": 1.7, "remat": "full"}),
     ],
-    ids=["smoothed", "everything"],
+    ids=["smoothed", "everything", "brier"],
 )
 def test_gradient_equals_the_dense_formula(changes, options):
     lm, batch = setting(**changes)
@@ -230,6 +235,13 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
         (["--mesh", "rows=8"], "expected sizes of data, fsdp, tensor, such as data=2,fsdp=4, got 'rows=8'"),
         (["--batch-size", "12"], "does not divide among the 8 devices"),
         (["--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),
+        (["--alpha", "0.2"], "the weight of --loss label-smoothing is --label-smoothing"),
+        (["--loss", "focal", "--alpha", "-1"], "--alpha: expected at least 0, finite, got -1.0 (focusing exponent"),
+        (["--loss", "brier", "--alpha", "0.2"], "--alpha: --loss brier has no such weight"),
+        (["--loss", "brier", "--label-smoothing", "0.2"], "--label-smoothing: --loss brier has none"),
+        (["--loss", "focal", "--z-loss", "0.2"], "--z-loss: expected 0 with --loss focal, got 0.2"),
+        (["--loss", "selective-authors"], "--loss selective-authors: it is for temperature heads"),
+        (["--loss", "top-k-smoothing"], "--loss top-k-smoothing: it has no sharded form"),
     ],
 )
 def test_mistakes_cost_nothing(tmp_path, capsys, arguments, expected):
@@ -240,6 +252,16 @@ def test_mistakes_cost_nothing(tmp_path, capsys, arguments, expected):
     assert expected in error
     assert error.count("\n") == 1
     assert not out.exists()
+
+
+def test_runs_from_before_there_was_a_choice_of_loss_resume():
+    """Their identity holds neither `loss` nor `alpha`."""
+    before = dataclasses.asdict(SftOptions())
+    assert before.pop("loss") == "label-smoothing"
+    assert before.pop("alpha") is None
+    assert options_identity(SftOptions()) == before
+    chosen = options_identity(SftOptions(loss="focal", alpha=2.0))
+    assert chosen == {**before, "loss": "focal", "alpha": 2.0}
 
 
 def test_nothing_to_learn(tmp_path):

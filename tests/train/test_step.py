@@ -72,6 +72,11 @@ def dense_loss(params, kind, loss, hidden, unembedding, batch):
         return mean(nll - w * jnp.where(right, top, jnp.log1p(-jnp.exp(top))), counts)
     if loss == "label-smoothing":
         return mean((1 - a) * nll + a * uniform, counts)
+    if loss == "brier":
+        q = jnp.exp(log_q)
+        return mean((q**2).sum(-1) - 2 * jnp.exp(of_target) + 1, counts)
+    if loss == "top-k-smoothing":
+        return mean((1 - a) * nll - a * jnp.sort(log_q, axis=-1)[..., -5:].mean(-1), counts)
     if loss == "selective":
         return mean(jnp.where(right, (1 - a) * nll, a * uniform), counts)
     # Each group's own mean, weighted by the other's share: (w_right n_wrong R + w_wrong n_right W) / the weights' sum.
@@ -84,7 +89,7 @@ def dense_loss(params, kind, loss, hidden, unembedding, batch):
     ("kind", "loss"),
     [
         *(("linear", "cross-entropy"), ("mlp", "joint"), ("linear", "label-smoothing"), ("linear", "selective")),
-        ("mlp", "selective-balanced"),
+        *(("mlp", "selective-balanced"), ("linear", "brier"), ("linear", "top-k-smoothing")),
     ],
 )
 def test_gradient_equals_the_dense_formula(kind, loss):
@@ -245,7 +250,7 @@ def programs(monkeypatch):
     frozen = freeze(lm)
 
     def nll(frozen, batch):
-        needed = losses.REQUIRED_STATISTICS["cross_entropy"]
+        needed = losses.LOSSES["cross-entropy"].statistics
         params = {"log_scale": jnp.zeros(())}
         return losses.cross_entropy(batch_stats(lm.config, identity, params, frozen, batch, statistics=needed)[0])
 

@@ -9,6 +9,7 @@ from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit
 from calibjax.data import split_sequences
 from calibjax.eval.compare.repeats import evaluate_repeats
 from calibjax.eval.tokens import identity_head
+from calibjax.losses import LOSSES
 from calibjax.runtime.context import RunContext
 from calibjax.train.options import make_plan
 
@@ -38,6 +39,8 @@ def _pooling() -> Ablation:
 def _losses() -> Ablation:
     weighted = {"label-smoothing": (0.1, 0.5), "selective": (0.1, 0.5), "selective-balanced": (0.5,)}
     variants = {"cross-entropy": {"loss": "cross-entropy"}, "joint": {"loss": "joint"}} | _weighted(weighted)
+    named = {"cross-entropy", "joint", *weighted}
+    variants |= {loss: {"loss": loss} for loss in LOSSES if loss not in named}
     return Ablation(
         "Which loss: cross-entropy, with uniform smoothing, or selective smoothing?",
         variants,

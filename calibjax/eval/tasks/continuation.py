@@ -7,7 +7,7 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from calibjax.models import LanguageModel
-from calibjax.models.generate import default_stop_tokens, generate
+from calibjax.models.generate import Sampling, default_stop_tokens, generate
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
@@ -63,7 +63,7 @@ def continue_contexts(
         max_new_tokens: at most so many.
         max_length: of context and continuation together; None: the model's `max_positions`.
         batch_size: rows a step.
-        temperature, top_k, top_p, key: as `generate`'s; 0 takes the most likely token.
+        temperature, top_k, top_p, key: as `Sampling`'s; temperature 0 takes the most likely token.
 
     Raises:
         UserError: there is no room for a context beside `max_new_tokens`, or a context is empty.
@@ -92,7 +92,7 @@ def _continue(lm, prompts, until, max_new_tokens, rows, options, key) -> list[Co
         given = [prompts[row] + written[row] for row in open_rows]
         given += [given[-1]] * (rows - len(given))  # one shape, however many rows are left
         step_key = None if key is None else jax.random.fold_in(key, done)
-        out = generate(lm, given, max_new_tokens=step, key=step_key, **options)
+        out = generate(lm, given, max_new_tokens=step, sampling=Sampling(key=step_key, **options))
         tokens, where = to_host((out.tokens, out.where))
         for place, row in enumerate(open_rows):
             written[row] += tokens[place][where[place]].tolist()

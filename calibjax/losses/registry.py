@@ -1,0 +1,186 @@
+"""`LOSSES`: every loss that a head or a model can be trained with, by its name on the command line.
+
+An entry names the function, the statistics it reads and its hyper-parameters with ranges and defaults; `--loss`,
+`--alpha`, the trials of `--loss auto` and the studies follow from it.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int
+
+from calibjax.kernels import VocabStats, top_logits, vocab_stats
+from calibjax.losses import per_token
+from calibjax.runtime.options import Range
+
+
+class Hyperparameter(NamedTuple):
+    """A number that a loss depends on: its default, the range of its values, and what it is."""
+
+    default: float
+    limits: Range
+    meaning: str
+
+
+class Loss(NamedTuple):
+    """One entry of `LOSSES`.
+
+    Attributes:
+        function: `(stats, *, where=None, ...) -> [...]`, per token; besides, it takes `doubled`, `top_logits` and the
+            hyper-parameters by name, where the fields below name them.
+        statistics: what it reads of `vocab_stats(statistics=...)` at the scale s.
+        hyperparameters: argument of `function` -> its default, range and meaning.
+        alpha: the argument that `--alpha` sets; None: the loss has no such weight.
+        doubled: what it reads of the statistics at the scale 2 s.
+        top_k: how many of the largest logits it reads; 0: none.
+        per_micro_batch: it counts the tokens of a micro-batch, ignored ones too, and the micro-batches weigh alike;
+            `where` is then False in the padding alone. Otherwise a batch is averaged over the tokens that count.
+    """
+
+    function: Callable[..., Float[Array, "..."]]
+    statistics: tuple[str, ...]
+    hyperparameters: Mapping[str, Hyperparameter] = {}
+    alpha: str | None = None
+    doubled: tuple[str, ...] = ()
+    top_k: int = 0
+    per_micro_batch: bool = False
+
+    def weight(self) -> Hyperparameter | None:
+        """What `--alpha` sets; None where the loss has no such weight."""
+        return None if self.alpha is None else self.hyperparameters[self.alpha]
+
+    def arguments(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
+        """The hyper-parameters by argument: from `hyper` ("alpha", or the argument's own name), else the default."""
+        given = {**hyper, self.alpha: hyper["alpha"]} if self.alpha is not None and "alpha" in hyper else hyper
+        return {name: given.get(name, parameter.default) for name, parameter in self.hyperparameters.items()}
+
+
+_TARGET = ("log_normalizer", "target_logit")
+_UNIFORM = (*_TARGET, "mean_logit")
+_FRACTION, _NON_NEGATIVE = Range(0, 1), Range(0)
+_FOCUSING = Hyperparameter(3.0, _NON_NEGATIVE, "focusing exponent gamma")
+_SELECTIVE = Loss(
+    per_token.selective_smoothing,
+    (*_UNIFORM, "correct"),
+    {"alpha": Hyperparameter(0.5, _FRACTION, "weight of the tokens that the model gets wrong")},
+    alpha="alpha",
+)
+
+
+def _with_z_loss(stats: VocabStats, weight: float | Array, *, where: Bool[Array, "..."] | None = None) -> Array:
+    return per_token.cross_entropy(stats, where=where) + weight * per_token.z_loss(stats, where=where)
+
+
+LOSSES: dict[str, Loss] = {
+    "joint": Loss(
+        per_token.joint,
+        (*_TARGET, "max_logit", "correct"),
+        {"top_label_weight": Hyperparameter(1.0, _NON_NEGATIVE, "weight of the log loss of the most likely token")},
+    ),
+    "cross-entropy": Loss(per_token.cross_entropy, _TARGET),
+    "label-smoothing": Loss(
+        per_token.label_smoothing,
+        _UNIFORM,
+        {"beta": Hyperparameter(0.1, _FRACTION, "weight of the uniform distribution")},
+        alpha="beta",
+    ),
+    "selective": _SELECTIVE,
+    "selective-balanced": _SELECTIVE._replace(
+        function=functools.partial(per_token.selective_smoothing, balanced=True),
+    ),
+    "selective-authors": _SELECTIVE._replace(
+        function=functools.partial(per_token.selective_smoothing, balanced=True, masking="authors"),
+        per_micro_batch=True,
+    ),
+    "focal": Loss(per_token.focal, _TARGET, {"gamma": _FOCUSING}, alpha="gamma"),
+    "sample-dependent-focal": Loss(
+        per_token.sample_dependent_focal,
+        _TARGET,
+        {
+            "low": Hyperparameter(5.0, _NON_NEGATIVE, "focusing exponent below the threshold"),
+            "high": Hyperparameter(3.0, _NON_NEGATIVE, "focusing exponent from the threshold on"),
+        },
+    ),
+    "focal-calibration": Loss(
+        per_token.focal_calibration,
+        _TARGET,
+        {"weight": Hyperparameter(1.0, _NON_NEGATIVE, "weight of the Brier score"), "gamma": _FOCUSING},
+        alpha="weight",
+        doubled=("log_normalizer",),
+    ),
+    "brier": Loss(per_token.brier, _TARGET, doubled=("log_normalizer",)),
+    "top-k-smoothing": Loss(
+        per_token.top_k_smoothing,
+        _TARGET,
+        {"beta": Hyperparameter(0.1, _FRACTION, "weight of the uniform distribution over the 5 most likely tokens")},
+        alpha="beta",
+        top_k=5,
+    ),
+    "confidence-penalty": Loss(
+        per_token.confidence_penalty,
+        (*_TARGET, "expected_logit"),
+        {"weight": Hyperparameter(0.1, _NON_NEGATIVE, "weight of the entropy that is subtracted")},
+        alpha="weight",
+    ),
+    "z-loss": Loss(
+        _with_z_loss,
+        _TARGET,
+        {"weight": Hyperparameter(1e-4, _NON_NEGATIVE, "weight of the squared log-normaliser, beside cross-entropy")},
+        alpha="weight",
+    ),
+}
+"""Name on the command line -> loss."""
+
+
+def linear_loss(
+    loss: Loss,
+    hidden: Float[Array, "*B D"],
+    unembedding: Float[Array, "V D"],
+    targets: Int[Array, "*B"],
+    *,
+    hyper: Mapping[str, Any] = {},
+    scale: Float[Array, "*B"] | float | None = None,
+    where: Bool[Array, "*B"] | None = None,
+    real: Bool[Array, "*B"] | None = None,
+    **options: Any,
+) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
+    """A loss of `LOSSES` for hidden states under an unembedding, without holding the logits.
+
+    One pass over the vocabulary; a second at twice the scale, or one for the largest logits, where the loss reads them.
+
+    Args:
+        loss: an entry of `LOSSES`.
+        hidden: `[..., D]`, floating point.
+        unembedding: `[V, D]`, floating point.
+        targets: `[...]`, integer in [0, V), or -100 for tokens that do not count.
+        hyper: values of hyper-parameters, see `Loss.arguments`; those left out have their defaults.
+        scale: inverse temperature s > 0, `[...]` or a scalar; None means 1.
+        where: bool `[...]`, False for tokens that do not count.
+        real: bool `[...]`, False in the padding; read by losses that are `per_micro_batch`. None: no padding.
+        **options: `bias`, `softcap` and `sharding` of `vocab_stats`.
+
+    Returns:
+        (float32 `[...]`, exactly 0 on tokens that do not count; bool `[...]`, which tokens count).
+
+    Raises:
+        ValueError: for shapes or options that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> hidden, unembedding, y = jnp.ones((2, 4)), jnp.eye(3, 4), jnp.array([0, -100])
+        >>> values, counts = linear_loss(LOSSES["brier"], hidden, unembedding, y)  # q = 1/3 each
+        >>> [round(float(value), 4) for value in values], counts.tolist()
+        ([0.6667, 0.0], [True, False])
+    """
+    stats = vocab_stats(hidden, unembedding, targets, scale=scale, where=where, statistics=loss.statistics, **options)
+    reads: dict[str, Any] = loss.arguments(hyper)
+    if loss.doubled:
+        reads["doubled"] = vocab_stats(
+            hidden, unembedding, targets, scale=2.0 * stats.scale, where=where, statistics=loss.doubled, **options
+        )
+    if loss.top_k:
+        logits_options = {name: value for name, value in options.items() if name != "sharding"}
+        k = min(loss.top_k, unembedding.shape[0])
+        reads["top_logits"] = top_logits(hidden, unembedding, k, where=stats.valid, **logits_options).logits
+    return loss.function(stats, **reads, where=real if loss.per_micro_batch else None), stats.valid

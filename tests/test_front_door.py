@@ -1,0 +1,106 @@
+"""What `import calibjax` offers: its names, and a head fitted and evaluated without a directory."""
+
+import tempfile
+
+import jax
+import numpy as np
+import pytest
+from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
+
+import calibjax
+
+LM = make_lm()
+SEQUENCES = answered(LM, ragged(make_sequences(40)))
+QUICK = calibjax.AtsOptions(loss="cross-entropy", head="linear", epochs=2, batch_size=8, learning_rate=1e-2)
+
+
+def test_names():
+    types = "AtsFit AtsOptions Evaluation FittedHead Generation HeadConfig LanguageModel RunContext Sampling Sequences"
+    heads = "ConstantTemperature LinearHead MLPHead TransformerHead TokenConfidence UserError VocabStats"
+    rooms = "heads kernels losses metrics recalibrate"
+    functions = "calibrated_confidence calibrated_logprobs evaluate fit_ats generate linear_cross_entropy load_head"
+    more = "load_model load_text save_head split_sequences vocab_stats __version__"
+    expected = " ".join([types, heads, rooms, functions, more]).split()
+    assert sorted(dir(calibjax)) == sorted(expected)
+    for name in expected:
+        assert getattr(calibjax, name) is not None
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """Without a directory: with a temporary one, of which nothing is left."""
+    parent = tmp_path_factory.mktemp("temporary")
+    before, tempfile.tempdir = tempfile.tempdir, str(parent)
+    try:
+        found = calibjax.fit_ats(LM, SEQUENCES, QUICK, silent())
+    finally:
+        tempfile.tempdir = before
+    assert not list(parent.iterdir())
+    return found
+
+
+def test_a_directory_changes_nothing(fitted, tmp_path):
+    kept = calibjax.fit_ats(LM, SEQUENCES, QUICK, silent(tmp_path / "fit"))
+    jax.tree.map(np.testing.assert_array_equal, kept.head.params, fitted.head.params)
+    assert kept.head.log_factor == fitted.head.log_factor
+    assert (tmp_path / "fit").is_dir()
+
+
+def test_evaluation_against_float64(fitted):
+    found = calibjax.evaluate(LM, SEQUENCES, fitted.heads, context=silent())
+    assert list(found.figures) == ["uncalibrated", "temperature", "ats"]
+    assert found.tokens == SEQUENCES.where.sum()
+    for name, log_scale in (("uncalibrated", 0.0), ("temperature", float(fitted.temperature.params["log_scale"]))):
+        log_q = dense_log_probs(LM, SEQUENCES, log_scale)
+        confidence = np.exp(log_q.max(axis=-1))[SEQUENCES.where]
+        correct = (log_q.argmax(axis=-1) == SEQUENCES.targets)[SEQUENCES.where]
+        nll, brier = -at_targets(log_q, SEQUENCES), (confidence - correct) ** 2
+        np.testing.assert_allclose(found.figures[name]["nll"].value, nll.mean(), rtol=1e-5)
+        np.testing.assert_allclose(found.figures[name]["brier"].value, brier.mean(), rtol=1e-4)
+    for of_method in found.figures.values():
+        for figure in of_method.values():
+            assert figure.low <= figure.value <= figure.high
+    figure = found.figures["ats"]["nll"]
+    text = repr(found)
+    assert f"{figure.value:.4f} [{figure.low:.4f}, {figure.high:.4f}]" in text
+    assert text.count("\n") == 3
+    # Resampled sequences: the interval is that of the mean, so about 4 standard errors wide.
+    per_sequence = -np.where(SEQUENCES.where, _log_prob(0.0), 0.0).sum(axis=1)
+    counts = SEQUENCES.where.sum(axis=1)
+    mean = per_sequence.sum() / counts.sum()
+    error = np.sqrt(np.square(per_sequence - mean * counts).sum()) / counts.sum()
+    uncalibrated = found.figures["uncalibrated"]["nll"]
+    assert 0.8 < (uncalibrated.high - uncalibrated.low) / (2 * 1.96 * error) < 1.2
+
+
+def _log_prob(log_scale):
+    return np.take_along_axis(dense_log_probs(LM, SEQUENCES, log_scale), SEQUENCES.targets[..., None], axis=-1)[..., 0]
+
+
+def test_token_ids_as_data():
+    texts = [[1, 2, 3, 4, 5], [6, 7]]
+    found = calibjax.load_text(texts, LM, seq_len=6, layout="pad")
+    assert found.tokens[0, :4].tolist() == [1, 2, 3, 4]
+    assert found.targets[1, :1].tolist() == [7]
+    assert found.where.sum() == 5
+    for wrong, message in (([[1]], "text 0: expected a list of at least two"), ([[1, 99]], "token ids from 0 to 23")):
+        with pytest.raises(calibjax.UserError, match=message):
+            calibjax.load_text(wrong, LM, seq_len=6)
+    with pytest.raises(calibjax.UserError, match="seq_len"):
+        calibjax.load_text(texts, LM)
+
+
+def test_a_head_of_another_model(fitted):
+    with pytest.raises(calibjax.UserError, match="fitted on another base model"):
+        calibjax.evaluate(make_lm(seed=1), SEQUENCES, fitted.head, context=silent())
+
+
+def test_short_reprs(fitted):
+    assert repr(fitted.temperature) == f"FittedHead(constant, 1 parameters, base {LM.fingerprint[:12]})"
+    temperature = f"{fitted.report['temperature']:.4g}"
+    assert repr(fitted) == f"AtsFit({fitted.head!r}, loss cross-entropy, temperature {temperature})"
+    generated = calibjax.generate(LM, [[1, 2]], max_new_tokens=3)
+    assert repr(generated) == "Generation(tokens [1, 3])"
+    for value in (fitted, fitted.head, fitted.temperature, generated):
+        assert len(repr(value)) < 200
+        assert "Array" not in repr(value)
