@@ -19,5 +19,6 @@ from calibjax.models.calibrated import calibrated_logprobs as calibrated_logprob
 from calibjax.models.generate import Generation as Generation
 from calibjax.models.generate import generate as generate
 from calibjax.runtime.errors import UserError as UserError
+from calibjax.runtime.version import __version__ as __version__
 from calibjax.train import load_head as load_head
 from calibjax.train import save_head as save_head

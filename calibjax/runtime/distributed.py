@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import INT_MAX, Count, Range, check_options
 from calibjax.runtime.sharding import parse_mesh
 
 Result = TypeVar("Result")
@@ -25,20 +26,21 @@ class DeviceOptions:
         distributed: join the other processes of the job, as Cloud TPU, SLURM, Open MPI or Kubernetes name them in the
             environment; elsewhere give the next three.
         coordinator: host and port of process 0, such as 10.0.0.1:1234; the port is any that is free there.
-        processes: how many there are.
-        process_id: which of them this is, from 0.
-        heartbeat_timeout: seconds without a sign of life from a process after which all of them end.
+        processes: number of processes of the job.
+        process_id: number of this process, from 0.
+        heartbeat_timeout: seconds after which all processes end when one of them does not answer.
         cudnn_attention: on NVIDIA GPUs, attention of bfloat16 and float16 models by cuDNN, which does not hold its
             logits. Experimental; without XLA_FLAGS=--xla_gpu_deterministic_ops=true fine-tuning does not resume with
             the same bits.
     """
 
+    heading: ClassVar[str] = "device"
     mesh: str | None = None
     distributed: bool = False
     coordinator: str | None = None
-    processes: int | None = None
-    process_id: int | None = None
-    heartbeat_timeout: int = 100
+    processes: Count | None = None
+    process_id: Annotated[int, Range(0, INT_MAX)] | None = None
+    heartbeat_timeout: Count = 100
     cudnn_attention: bool = False
 
     def join(self) -> None:
@@ -47,14 +49,13 @@ class DeviceOptions:
         Raises:
             UserError: options that do not fit, or no other processes where the environment was to name them.
         """
+        check_options(self)
         given = {
             "--coordinator": self.coordinator,
             "--processes": self.processes,
             "--process-id": self.process_id,
         }
         missing = [name for name, value in given.items() if value is None]
-        if self.heartbeat_timeout < 1:
-            raise UserError(f"--heartbeat-timeout: expected at least 1 second, got {self.heartbeat_timeout}.")
         if len(missing) == len(given) and not self.distributed:
             return
         if missing and not self.distributed:

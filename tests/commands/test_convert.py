@@ -293,19 +293,19 @@ def test_generate(tmp_path, source, converted, capsys):
         *(
             (
                 ["generate", "--prompt", "w1", "--temperature", bad],
-                "temperature: expected 0 for the most likely token, or",
+                "temperature: expected ",
             )
             for bad in ("1e-300", "nan", "inf", "-1", "-inf")
         ),
         (["generate", "--prompt"], "--prompt: expected at least one text"),
-        (["eval", "head-bound"], "--model: expected at least one directory or hub id, got none"),
+        (["eval", "bounds"], "--model: expected at least one directory or hub id, got none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refused_before_a_model_is_read(capsys, monkeypatch, arguments, message):
     for module in (commands, evaluate):
         monkeypatch.setattr(module, "load_model", None)
-    model = ["--model"] if "head-bound" in arguments else ["--model", "x"]
+    model = ["--model"] if "bounds" in arguments else ["--model", "x"]
     assert main([*arguments, *model]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -4,18 +4,18 @@ github.com/AndyShih12/LongHorizonTemperatureScaling, commit 5c4c39d: OpenWebText
 texts, rate 1e-4 after 500 steps of warm-up, weight decay 0.001, gradients clipped at norm 1, T = 0.9, mode `official`.
 Differences: here weight decay is on biases and norms too; the gradient that is clipped is that of the mean over the 512
 texts, there that of their sum; running means are updated by a micro-batch, there by a text; and a text longer than a
-sequence goes on in the next one.
+sequence continues in the next one.
 
 None of these recipes has been run: they need a GPU and data from the hub.
 """
 
+import sys
 from pathlib import Path
-
-import tyro
 
 from calibjax.cli import execute
 from calibjax.commands import train_lhts
 from calibjax.commands.common import DataOptions
+from calibjax.commands.parser import parse
 from calibjax.train.lhts import LhtsOptions
 
 STEPS, BATCH, VALIDATION = 1_000, 512, 0.002
@@ -50,7 +50,7 @@ def recipe(model: str, *, accumulate: int) -> train_lhts.TrainLhtsOptions:
 
 def main(run: train_lhts.TrainLhtsOptions, description: str | None) -> int:
     """Runs a recipe; every option of `calibjax train lhts` may follow."""
-    chosen = tyro.cli(
-        train_lhts.TrainLhtsOptions, default=run, description=description, config=(tyro.conf.OmitArgPrefixes,)
+    options = parse(
+        train_lhts.TrainLhtsOptions, sys.argv[1:], prog=Path(sys.argv[0]).name, description=description, default=run
     )
-    return execute(chosen, train_lhts.run)
+    return execute(options, train_lhts.run)
