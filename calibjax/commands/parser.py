@@ -130,7 +130,7 @@ def _group(heading: str, options: list[Option]) -> type:
         ]
         if _alternatives(option.annotation) in ((int,), (float,)):
             annotation = Annotated[annotation, _number(option)]
-        if option.default is None:
+        if option.default is None or _alternatives(option.annotation) == (bool,):
             annotation = tyro.conf.DisallowNone[annotation]  # None is what it is when it is not given
         if option.default is dataclasses.MISSING:
             fields.append((_identifier(option), annotation))

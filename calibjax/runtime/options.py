@@ -17,7 +17,7 @@ class Range:
     Attributes:
         low, high: the bounds.
         open: without the bounds themselves: "low", "high" or "both".
-        infinite: whether an infinite bound is itself accepted.
+        infinite: whether infinity is accepted, where there is no upper bound.
     """
 
     low: float = -math.inf
@@ -26,24 +26,21 @@ class Range:
     infinite: bool = False
 
     def holds(self, value: float) -> bool:
-        above = self.low < value if self._excludes("low", self.low) else self.low <= value
-        below = value < self.high if self._excludes("high", self.high) else value <= self.high
-        return above and below
+        above = self.low < value if self.open in ("low", "both") or math.isinf(self.low) else self.low <= value
+        below = value < self.high if self.open in ("high", "both") else value <= self.high
+        return above and below and (self.infinite or math.isfinite(value))
 
     def expected(self, value: float) -> str:
         """The range in words, for a value outside it."""
         low = f"{'above' if self.open in ('low', 'both') else 'at least'} {self.low:.12g}"
         high = f"{'below' if self.open in ('high', 'both') else 'at most'} {self.high:.12g}"
         if math.isinf(self.low) and math.isinf(self.high):
-            return "a number" if self.infinite else "a finite number"
+            return "a number above -inf" if self.infinite else "a finite number"
         if math.isinf(self.high):
             return low if math.isfinite(value) else f"{low}, finite"
         if self.high == INT_MAX:
             return low if value < self.low else high
         return f"{low} and {high}" if self.open else f"from {self.low:.12g} to {self.high:.12g}"
-
-    def _excludes(self, side: str, bound: float) -> bool:
-        return self.open in (side, "both") or (math.isinf(bound) and not self.infinite)
 
 
 INT_MAX = 2**31 - 1

@@ -18,13 +18,12 @@ from calibjax import (
     HeadConfig,
     UserError,
     calibrated_confidence,
-    commands,
-    evaluate,
     load_head,
     load_model,
     save_head,
 )
 from calibjax.cli import main
+from calibjax.commands import eval_bounds, generate
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hf_export import copy_settings, save_model, settings_files
 from calibjax.models.orbax_checkpoint import save_checkpoint
@@ -303,7 +302,7 @@ def test_generate(tmp_path, source, converted, capsys):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refused_before_a_model_is_read(capsys, monkeypatch, arguments, message):
-    for module in (commands, evaluate):
+    for module in (generate, eval_bounds):
         monkeypatch.setattr(module, "load_model", None)
     model = ["--model"] if "bounds" in arguments else ["--model", "x"]
     assert main([*arguments, *model]) == 2
