@@ -58,7 +58,7 @@ class EvalLayersOptions(BinningOptions, OutputOptions, SourceOptions, ModelOptio
     Prints, for each layer, accuracy, confidence, calibration errors, entropy and the divergence from the last; where
     the decision settles and whether confidence is corrected after it; a calibration direction in the residual stream,
     found and chosen on one half of the data, and what adding it does to the other half; and the entropy neurons. --data
-    with the columns question, choices and answer is asked as multiple choice, anything else is text.
+    with the columns question, choices and answer is read as multiple choice, anything else as text.
 
     Attributes:
         data: file, directory or hub id, as for `train ats`, or of multiple-choice questions.
@@ -211,7 +211,7 @@ def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], No
     names = lm.tokenizer.convert_ids_to_tokens(list(asked.letters))
     log(
         f"data: {rows.name}: multiple choice, {len(rows):,} questions read, {asked.too_long:,} of them longer than "
-        f"{lm.config.max_positions} tokens and left out; {len(asked.subjects):,} asked, answers {', '.join(names)} "
+        f"{lm.config.max_positions} tokens and left out; {len(asked.subjects):,} used, answers {', '.join(names)} "
         f"after {asked.cue!r}"
     )
     # Questions of one subject stand together in most files: the halves should be alike.

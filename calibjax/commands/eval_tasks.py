@@ -74,7 +74,7 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
         head: directory of a fitted head, or of the run of `train ats` that holds it; it also holds the temperature
             of temperature scaling.
         temperature: temperature of temperature scaling, in place of that of --head.
-        preset: how questions are asked and confidence is read: plain (zero-shot, softmax over the options), ats
+        preset: how prompts are built and confidence is read: plain (zero-shot, softmax over the options), ats
             (5-shot MMLU, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
             label-smoothing (probability of the option among the whole vocabulary).
         out: directory for metrics.json, report.html and figures; without it only the tables are printed.
