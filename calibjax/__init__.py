@@ -26,9 +26,8 @@ from calibjax.models.calibrated import TokenConfidence, calibrated_confidence, c
 from calibjax.models.generate import Generation, Sampling, generate
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.version import __version__
 from calibjax.train import AtsOptions, load_head, save_head
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AtsFit",
@@ -48,6 +47,7 @@ __all__ = [
     "TransformerHead",
     "UserError",
     "VocabStats",
+    "__version__",
     "calibrated_confidence",
     "calibrated_logprobs",
     "evaluate",
@@ -70,4 +70,4 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """The public names; importing sub-packages adds no others."""
-    return [*__all__, "__version__"]
+    return list(__all__)

@@ -1,64 +1,61 @@
-"""The `calibjax` command: parse, call, print."""
+"""The `calibjax` command: finds the command, parses its options, runs it, and turns its end into an exit code."""
 
 import dataclasses
 import functools
-import inspect
+import importlib
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 # Before transformers and tokenizers are imported by anything: they read these once.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-import jax
-import tyro
-
-from calibjax.commands import (
-    compare,
-    convert,
-    eval_bounds,
-    eval_layers,
-    eval_tasks,
-    generate,
-    quickstart,
-    report,
-    train_ats,
-    train_lhts,
-    train_sft,
-)
-from calibjax.commands.plan import command as plan
-from calibjax.commands.study import ablations, transfer
-from calibjax.runtime.distributed import is_first
-from calibjax.runtime.errors import UserError
-from calibjax.train import NonFiniteLossError
+from calibjax.runtime import signals
+from calibjax.runtime.version import __version__
 
 Run = Callable[..., dict[str, Any]]
 
-COMMANDS: dict[str, tuple[type, Run]] = {
-    "quickstart": (quickstart.QuickstartOptions, quickstart.run),
-    "train ats": (train_ats.TrainAtsOptions, train_ats.run),
-    "train sft": (train_sft.TrainSftOptions, train_sft.run),
-    "train lhts": (train_lhts.TrainLhtsOptions, train_lhts.run),
-    "eval tasks": (eval_tasks.EvalTasksOptions, eval_tasks.run),
-    "eval layers": (eval_layers.EvalLayersOptions, eval_layers.run),
-    "eval bounds": (eval_bounds.EvalBoundsOptions, eval_bounds.run),
-    "compare": (compare.CompareOptions, compare.run),
-    "report": (report.ReportOptions, report.run),
-    "generate": (generate.GenerateOptions, generate.run),
-    "convert": (convert.ConvertOptions, convert.run),
-    "plan": (plan.PlanOptions, plan.run),
-    **{
-        f"study {name}": (ablations.AblationOptions, functools.partial(ablations.run, name))
-        for name in ablations.ABLATIONS
-    },
-    "study transfer": (transfer.TransferOptions, transfer.run),
+
+class Command(NamedTuple):
+    """A command; imported when it is called.
+
+    Attributes:
+        module: in `calibjax.commands`; its `run` takes the options, and of a study before them its name.
+        options: class of its options in that module.
+        summary: one line of the help.
+    """
+
+    module: str
+    options: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "quickstart": Command("quickstart", "QuickstartOptions", "Shows everything on a small language model, in minutes."),
+    "train ats": Command("train_ats", "TrainAtsOptions", "Fits Adaptive Temperature Scaling to a frozen model."),
+    "train sft": Command("train_sft", "TrainSftOptions", "Fine-tunes a model with label smoothing."),
+    "train lhts": Command("train_lhts", "TrainLhtsOptions", "Fine-tunes a model to a long-horizon temperature."),
+    "eval tasks": Command("eval_tasks", "EvalTasksOptions", "Accuracy and calibration on benchmarks (lm-eval)."),
+    "eval layers": Command("eval_layers", "EvalLayersOptions", "Calibration after each layer of a model."),
+    "eval bounds": Command("eval_bounds", "EvalBoundsOptions", "The smallest entropy that predictions can have."),
+    "compare": Command("compare", "CompareOptions", "Compares all recalibration methods."),
+    "report": Command("report", "ReportOptions", "Draws the report of one run or of several again."),
+    "generate": Command("generate", "GenerateOptions", "Continues a text, with the confidence of each token."),
+    "convert": Command("convert", "ConvertOptions", "Converts a model to Orbax or to safetensors."),
+    "plan": Command("plan.command", "PlanOptions", "Memory and time of a step on given devices, before a run."),
+    "study pooling": Command("study.ablations", "AblationOptions", "A temperature for each token, or each sequence?"),
+    "study losses": Command("study.ablations", "AblationOptions", "Which loss should a head be trained with?"),
+    "study alpha": Command("study.ablations", "AblationOptions", "Which weight alpha of smoothing?"),
+    "study heads": Command("study.ablations", "AblationOptions", "Which head, and what should it read?"),
+    "study transfer": Command("study.transfer", "TransferOptions", "Does a head hold on another domain?"),
 }
-"""Every command: its options and what it calls."""
+"""Every command, in the order of the help."""
 
 GROUPS = {
     "train": "Train a calibration head or fine-tune a model.",
@@ -67,20 +64,113 @@ GROUPS = {
 }
 
 
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of `calibjax`.
+
+    Returns:
+        0; 1 where training diverged or a method failed; 2 on invalid input; 130 after Ctrl-C; 143 after SIGTERM.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    return _until_stopped(lambda: _run_command(given), shlex.join(["calibjax", *given]))
+
+
 def execute(options: Any, run: Run) -> int:
+    """Runs a command, as `main` does, whose options were made elsewhere: by a recipe. Returns the exit code."""
+    return _until_stopped(lambda: _execute(options, run), shlex.join(["python", *sys.argv]))
+
+
+def _until_stopped(work: Callable[[], int], resume: str) -> int:
+    """The exit code of `work`, or of the signal that ended it, with a line that gives the command to resume."""
+
+    def report(name: str = "Ctrl-C") -> None:
+        print(f"\nstopped by {name}; to resume: {resume}", file=sys.stderr, flush=True)
+
+    try:
+        with signals.handled(report):
+            return work()
+    except KeyboardInterrupt:
+        report()
+        code = signals.INTERRUPTED
+    except signals.Terminated:
+        report("SIGTERM")
+        code = signals.TERMINATED
+    import jax
+
+    if jax.process_count() > 1:
+        os._exit(code)  # the others may wait for this one, and its clean-up for them
+    return code
+
+
+def _run_command(args: list[str]) -> int:
+    name = _command_of(args)
+    command = COMMANDS[name]
+    from calibjax.commands.parser import parse
+
+    module = importlib.import_module(f"calibjax.commands.{command.module}")
+    study = name.split()[1:] if command.module == "study.ablations" else []
+    options = parse(
+        getattr(module, command.options),
+        args[len(name.split()) :],
+        prog=f"calibjax {name}",
+        description=module.ABLATIONS[study[0]].question if study else None,
+    )
+    return _execute(options, functools.partial(module.run, *study))
+
+
+def _command_of(args: list[str]) -> str:
+    """The command that the arguments begin with.
+
+    Raises:
+        SystemExit: after help or the version, or one line on a command that there is not.
+    """
+    words = args[: 2 if args and args[0] in GROUPS else 1]
+    name = " ".join(words)
+    if name in COMMANDS:
+        return name
+    if words == ["--version"]:
+        print(f"calibjax {__version__}")
+        raise SystemExit(0)
+    if not words or words[-1] in ("-h", "--help", *GROUPS):
+        asked = bool(words) and words[-1] in ("-h", "--help")
+        print(_help(words[0] if words and words[0] in GROUPS else ""), file=sys.stdout if asked else sys.stderr)
+        raise SystemExit(0 if asked else 2)
+    from calibjax.commands.parser import fail
+
+    within = [command.split() for command in COMMANDS]
+    known = [parts[1] for parts in within if parts[0] == words[0] in GROUPS] or [parts[0] for parts in within]
+    fail(f"calibjax has no command {name!r}", words[-1], [*known, "--help", "--version"], "calibjax --help lists them")
+
+
+def _help(group: str) -> str:
+    lines = [f"usage: calibjax {group or 'COMMAND'} {'COMMAND ' if group else ''}[OPTIONS]", ""]
+    lines += [GROUPS[group] if group else "Measures and repairs the calibration of large language models.", ""]
+    lines += [f"  {name:<15} {command.summary}" for name, command in COMMANDS.items() if name.startswith(group)]
+    lines += ["", f"calibjax {f'{group} ' if group else ''}COMMAND --help lists the options of a command."]
+    return "\n".join(lines if group else [*lines, "calibjax --version prints the version."])
+
+
+def _execute(options: Any, run: Run) -> int:
     """Runs a command; returns the exit code. With --json only the document goes to standard output.
 
     Of several processes the first prints and shows progress. Where one fails, it leaves at once: the others, which wait
     for it, are ended by JAX's heartbeat, and clean-up would wait for them in turn.
     """
+    import jax
+
+    from calibjax.runtime.distributed import is_first
+    from calibjax.runtime.errors import UserError
+    from calibjax.runtime.options import check_options
+    from calibjax.train.loop import NonFiniteLossError
+
     try:
+        check_options(options)
         if hasattr(options, "devices"):
             options.devices.join()
-        speaks = not hasattr(options, "devices") or is_first()
-        if not speaks and hasattr(options, "quiet"):
+        prints = not hasattr(options, "devices") or is_first()
+        if not prints and hasattr(options, "quiet"):
             options = dataclasses.replace(options, quiet=True)
         log = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-        document = run(options, log if speaks else _discard)
+        document = run(options, log if prints else _discard)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -99,48 +189,13 @@ def execute(options: Any, run: Run) -> int:
             flush=True,
         )
         os._exit(1)
-    if options.json and speaks:
+    if options.json and prints:
         print(json.dumps(document, indent=2))
     return 1 if document.get("held_out", {}).get("failed") else 0
 
 
 def _discard(line: str) -> None:
     """For `log`."""
-
-
-def _summary(command: str) -> str:
-    """The help of a command: the docstring of its options up to their list, or the question of a study."""
-    group, _, name = command.partition(" ")
-    if group == "study" and name in ablations.ABLATIONS:
-        return ablations.ABLATIONS[name].question
-    return inspect.cleandoc(COMMANDS[command][0].__doc__ or "").split("\n\nAttributes:")[0]
-
-
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `calibjax`.
-
-    Returns:
-        0; 2 on invalid input; 1 where training diverged or a method failed.
-    """
-    app = tyro.extras.SubcommandApp()
-    groups = {name: tyro.extras.SubcommandApp() for name in GROUPS}
-    for command, (options_type, run) in COMMANDS.items():
-        _add(groups, app, command, options_type, run)
-    for name, group in groups.items():
-        app.command(group, name=name, help=GROUPS[name])
-    return app.cli(prog="calibjax", args=args, config=(tyro.conf.OmitArgPrefixes,))
-
-
-def _add(groups: dict[str, Any], app: Any, command: str, options_type: Any, run: Run) -> None:
-    group, _, name = command.rpartition(" ")
-
-    def call(options: Any) -> int:
-        return execute(options, run)
-
-    call.__annotations__["options"] = Annotated[options_type, tyro.conf.arg(name="")]
-    if not any(f.default is f.default_factory is dataclasses.MISSING for f in dataclasses.fields(options_type)):
-        call.__defaults__ = (options_type(),)
-    groups.get(group, app).command(name=name, help=_summary(command))(call)
 
 
 if __name__ == "__main__":

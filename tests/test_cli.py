@@ -57,7 +57,7 @@ def train_ats(made, out, *options, model=None, data=None):
                     "--full-sequences",
                     "--examples",
                 ),
-                *("--fit-fraction", "--head", "--loss", "--alpha", "--recipe", "--eval-data", "--seed", "--json"),
+                *("--fit-fraction", "--head-kind", "--loss", "--alpha", "--recipe", "--eval-data", "--seed", "--json"),
                 *("--cache-hidden", "--refit-temperature", "--dtype", "--bins", "--packing"),
             ],
         ),
@@ -162,16 +162,17 @@ def test_models_that_are_wrong(capsys, tmp_path, made, name, message):
         (["--eval-data", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["--text-column", "output"], "text_column='output' is missing. The columns are: text"),
         (["--seq-len", "33"], "longer than the model's context of 32 tokens"),
-        (["--seq-len", "1"], "seq_len: expected at least 2"),
+        (["--seq-len", "1"], "--seq-len: expected at least 2, got 1"),
         (["--seq-len", "20"], "no sequence of 20 tokens has anything to predict"),
-        (["--alpha", "1.5"], "--alpha: 1.5 is out of range"),
+        (["--alpha", "1.5"], "--alpha: expected from 0 to 1, got 1.5"),
         (["--fit-fraction", "1"], "--fit-fraction: expected above 0 and below 1"),
         (["--validation-fraction", "0.001"], "fraction=0.001 of 36 sequences is none"),
         (["--examples", "1"], "fit_fraction=0.6 of 1 sequence is none"),
-        (["--rows", "0"], "rows: expected at least 1"),
+        (["--rows", "0"], "--rows: expected at least 1, got 0"),
+        (["--examples", "0"], "--examples: expected at least 1, got 0"),
         (["--bins", "0"], "--bins: expected at least 1"),
         (["--seed", "-1"], "--seed: expected from 0 to 4294967295"),
-        (["--accumulate", "3"], "--accumulate: 3 is out of range (a divisor of --batch-size 8)"),
+        (["--accumulate", "3"], "--accumulate: expected a divisor of --batch-size 8, got 3"),
         (["--batch-size", "6"], "--batch-size 6 in 1 micro-batch(es) of 6 sequences does not divide among the 8"),
         (["--features", "smell"], "features: expected distinct names among"),
         (["--split", "test"], "has no splits"),
@@ -302,7 +303,7 @@ def test_other_run_in_the_same_place(done, made, capsys):
 
 def test_training_that_diverges(made, tmp_path, capsys):
     options = ["--loss", "cross-entropy", "--learning-rate", "1e38", "--weight-decay", "1e38", "--quiet"]
-    assert train_ats(made, tmp_path / "out", *options, "--head", "linear") == 1
+    assert train_ats(made, tmp_path / "out", *options, "--head-kind", "linear") == 1
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("stopped: ATS cross-entropy: the ")

@@ -33,8 +33,9 @@ FILES = {
 
 
 def room(module):
-    """`calibjax.train.ats` -> "train"; `calibjax` -> "__init__"."""
-    return [*module.split("."), PUBLIC][1]
+    """`calibjax.train.ats` -> "train"; `calibjax` -> "__init__"; `calibjax.__main__` is the door of "cli"."""
+    name = [*module.split("."), PUBLIC][1]
+    return "cli" if name == "__main__" else name
 
 
 @functools.cache

@@ -1,11 +1,11 @@
-"""What every run shares: its data, its directory, and what is written and printed at its end."""
+"""What commands share: groups of options, the checks before a run, and what is written and printed at its end."""
 
 import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import check_orbax_path, is_temporary, write_file
-from calibjax.runtime.options import NOT_IDENTITY, Count, Fraction, Seed, check_options, run_identity
+from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, Range, Seed, check_options, run_identity
 from calibjax.runtime.sharding import describe_mesh, make_mesh
 
 Work = TypeVar("Work", bound=Callable[..., Any])
@@ -35,33 +35,66 @@ def presentation(default: Any = dataclasses.MISSING) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """The language model of a command.
+class ModelPathOptions:
+    """Where a language model is.
 
     Attributes:
         model: directory with config.json and safetensors, a converted model, or a hub id.
+    """
+
+    heading: ClassVar[str] = "model"
+    model: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions(ModelPathOptions):
+    """The language model of a command.
+
+    Attributes:
         dtype: compute dtype of the model.
     """
 
-    model: str
+    heading: ClassVar[str] = "model"
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OutputOptions:
+class JsonOptions:
+    """How the result is printed.
+
+    Attributes:
+        json: print one JSON document to standard output at the end, and nothing else there.
+    """
+
+    heading: ClassVar[str] = "output"
+    json: bool = presentation(False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DirectoryOptions(JsonOptions):
     """Where the result goes, and what is printed.
 
     Attributes:
         out: output directory.
-        seed: seed of everything random.
         json: print metrics.json to standard output at the end, and nothing else there.
         quiet: show no progress bars.
     """
 
+    heading: ClassVar[str] = "output"
     out: Path = presentation()
-    seed: Seed = 0
-    json: bool = presentation(False)
     quiet: bool = presentation(False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputOptions(DirectoryOptions):
+    """Where the result of a seeded run goes, and what is printed.
+
+    Attributes:
+        seed: seed of everything random.
+    """
+
+    heading: ClassVar[str] = "output"
+    seed: Seed = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,25 +106,49 @@ class BinningOptions:
         closed: the bin of a confidence on an edge: the one below (right), the one above (left), or none.
     """
 
+    heading: ClassVar[str] = "evaluation"
     bins: Count = presentation(15)
     closed: Literal["right", "left", "none"] = presentation("right")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """The text of a command: where it is, and which part of it is held out.
+class SourceOptions:
+    """The text of a command.
 
     Attributes:
         data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id.
         split: split of a hub data set or directory.
-        fit_fraction: fraction of the sequences, from the first, to fit on; the rest is held out.
         text: how text becomes sequences of tokens.
     """
 
+    heading: ClassVar[str] = "data"
     data: str
     split: str | None = None
-    fit_fraction: Fraction = 0.6
     text: "DataOptions" = dataclasses.field(default_factory=lambda: DataOptions())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions(SourceOptions):
+    """The text of a command, and which part of it is held out.
+
+    Attributes:
+        fit_fraction: fraction of the sequences, from the first, to fit on; the rest is held out.
+    """
+
+    heading: ClassVar[str] = "data"
+    fit_fraction: Fraction = 0.6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalDataOptions:
+    """Text to evaluate on beside the part that is held out.
+
+    Attributes:
+        eval_data: further sets to evaluate on: files, directories or hub ids.
+    """
+
+    heading: ClassVar[str] = "data"
+    eval_data: tuple[str, ...] = presentation(())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,21 +159,22 @@ class DataOptions:
         text_column: read this column as plain text; by default the format is recognised: text, instruction, prompt and
             answer, or chat, with the loss on the answers only.
         prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", in place of the chat template.
-        rows: read only the first rows.
-        seq_len: tokens a sequence.
-        full_sequences: cut each row to exactly seq_len tokens and drop shorter ones.
-        packing: put several short examples into one sequence, unseen by each other; --no-packing pads. Full sequences
-            have no room for either.
-        examples: keep only the first sequences.
+        rows: read only the first so many rows.
+        seq_len: tokens per sequence.
+        full_sequences: cut each row to exactly --seq-len tokens and drop shorter rows; nothing is packed or padded.
+        packing: pack several short examples into one sequence, each attending to itself alone; --no-packing pads.
+        examples: keep only the first so many sequences.
     """
+
+    heading: ClassVar[str] = "data"
 
     text_column: str | None = None
     prompt_template: str | None = None
-    rows: int | None = None
-    seq_len: int = 128
+    rows: Count | None = None
+    seq_len: Annotated[int, Range(2, INT_MAX)] = 128
     full_sequences: bool = False
     packing: bool = True
-    examples: int | None = None
+    examples: Count | None = None
 
     @property
     def layout(self) -> Literal["full", "pack", "pad"]:
@@ -149,12 +207,12 @@ class DataOptions:
         return sequences
 
     def read_all(self, sources: tuple[str, ...], lm: LanguageModel, log: Callable[[str], None]) -> dict[str, Sequences]:
-        """Reads further sets to test on, by short names; `text_column` counts where a set has that column."""
+        """Reads further sets to evaluate on, by short names; `text_column` counts where a set has that column."""
         return {_set_name(source, sources): self.read(source, lm, log, column_optional=True) for source in sources}
 
 
 def on_devices(work: Work) -> Work:
-    """The function of a command whose options have `devices` and `dtype`: its attention is what they ask for.
+    """Wraps the function of a command whose options have `devices` and `dtype`: attention is as these options choose.
 
     Raises:
         UserError: `--cudnn-attention` with a dtype that cuDNN's attention does not take.
@@ -179,7 +237,7 @@ def load_placed(
     stored: DTypeLike | None = None,
     log: Callable[[str], None] | None = None,
 ) -> LanguageModel:
-    """Loads a model onto the devices of a run, each of them its part of the weights, and says so.
+    """Loads a model onto the devices of a run, each of them its part of the weights, and logs it.
 
     Args:
         path: as `load_model`'s.
@@ -189,7 +247,7 @@ def load_placed(
         log: called with one line on the model.
 
     Raises:
-        UserError: as `load_model`; `cudnn_attention` is asked for, and cuDNN has none for this model.
+        UserError: as `load_model`; or `cudnn_attention` is set and cuDNN has none for this model.
     """
     lm = load_model(path, dtype=dtype if stored is None else stored, mesh=mesh if mesh.size > 1 else None)
     lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))
@@ -206,10 +264,14 @@ def load_placed(
 def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
     """Checks the options of a command, makes its mesh and claims its output directory.
 
+    Options are checked by their ranges, then by their own `check`, where they have one.
+
     Raises:
         UserError: an option is out of range, or the directory holds something else.
     """
     check_options(options)
+    if hasattr(options, "check"):
+        options.check()
     mesh = options.devices.make_mesh() if hasattr(options, "devices") else make_mesh(devices=jax.devices()[:1])
     if options.out is not None:
         claim_directory(options.out, run_identity(command, options))
@@ -234,7 +296,7 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
     held = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
     held = {name for name in held if not is_temporary(name, file.name)}  # a kill may leave one
     if held == {file.name}:
-        held = set()  # a run that ended before any work, for a mistake in its options: nothing would be lost
+        held = set()  # a run that ended before any work, by an invalid option: nothing would be lost
     if file.name in held:
         try:
             stored = json.loads(file.read_text())
@@ -244,7 +306,7 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
             different = ", ".join(_differences(stored, identity)[:8])
             raise UserError(
                 f"--out {out} holds another run (different: {different}). Choose another directory, remove this one, "
-                "or give the same options to go on with it."
+                "or give the same options to resume it."
             )
         return
     if held:
@@ -282,7 +344,7 @@ HEAD = "head/ (for calibjax.load_head)"
 
 
 def finish(document: Mapping[str, Any], out: Path, *, holds: str = HEAD, show: bool = True) -> None:
-    """Writes metrics.json, then what is drawn from it; `show` prints the tables and, last, where everything is.
+    """Writes metrics.json, then what is drawn from it; `show` prints the tables and, last, where the files are.
 
     `holds` names what else the run left in `out`. Of several processes the first does it.
     """

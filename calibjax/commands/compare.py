@@ -1,15 +1,24 @@
-"""The comparison of all methods: on a model and text, or on a table of predictions that someone else made."""
+"""`calibjax compare`: all recalibration methods, on a model and text or on a table of predictions."""
 
 import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from calibjax.commands.common import SCHEMA, BinningOptions, DataOptions, OutputOptions, begin, finish, presentation
+from calibjax.commands.common import (
+    SCHEMA,
+    BinningOptions,
+    ModelOptions,
+    OutputOptions,
+    TextOptions,
+    begin,
+    finish,
+    presentation,
+)
 from calibjax.commands.train_ats import fit_ats
 from calibjax.data import Sequences, check_context, eval_batches, read_table, split_sequences, split_table
 from calibjax.eval.compare.contenders import (
@@ -29,7 +38,7 @@ from calibjax.models.frozen import freeze
 from calibjax.recalibrate import METHODS, Predictions
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Fraction, run_identity
+from calibjax.runtime.options import Count, run_identity
 from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.temperature import fit_single_temperature
 
@@ -37,30 +46,26 @@ _LOGITS_HELD = 2**28  # numbers of each part: a gibibyte
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareOptions(BinningOptions, OutputOptions):
+class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
     """Fits every recalibration method on one part of the data and compares them on the other.
 
     On text: --model and --data; every next token is a prediction, and ATS is fitted as by `train ats` with its
-    defaults. On predictions that you have already: --table, a .csv, .parquet or .jsonl file with the columns confidence
-    and correct (0, 1, or a share of attempts), or logit_0, logit_1, ... (or p_0, ...) and label, and optionally group;
-    or an .npz file with arrays confidence and correct, or logits and labels, and optionally features, unembedding,
-    group. Prints a table with intervals and each method's difference from a single temperature. Exit code 1 where a
-    method failed.
+    defaults. On existing predictions: --table, a .csv, .parquet or .jsonl file with the columns confidence and correct
+    (0, 1, or a fraction of attempts), or logit_0, logit_1, ... (or p_0, ...) and label, and optionally group; or an
+    .npz file with arrays confidence and correct, or logits and labels, and optionally features, unembedding, group.
+    Prints a table with intervals and each method's difference from temperature scaling. Exit code 1 where a method
+    failed.
 
     Attributes:
-        model: directory with config.json and safetensors, a converted model, or a hub id.
         data: text for the model: file, directory or hub id, as for `train ats`.
         table: file of predictions, in place of --model and --data.
         methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
             are predictions; the base model and temperature scaling are always shown.
         out: directory for metrics.json, report.html and reliability.png; without it only the tables are printed.
-        split: split of a hub data set or directory.
         fit_fraction: fraction of the data to fit on; of sequences the first, of a table's rows (or groups) drawn at
             random.
         max_tokens: of text, predictions in each part at most, whole sequences drawn at random.
         sort: figure that the rows are ordered by, best first.
-        dtype: compute dtype of the model.
-        text: how text becomes sequences.
     """
 
     model: str | None = None
@@ -68,12 +73,13 @@ class CompareOptions(BinningOptions, OutputOptions):
     table: Path | None = None
     methods: tuple[str, ...] = ("all",)
     out: Path | None = presentation(None)
-    split: str | None = None
-    fit_fraction: Fraction = 0.6
     max_tokens: Count = 10_000
     sort: SortKey = presentation("ece")
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    text: DataOptions = DataOptions()
+
+    def check(self) -> None:
+        """Raises `UserError` unless there is a model with its text, or else a table."""
+        if (self.model is None) != (self.data is None) or (self.table is None) == (self.model is None):
+            raise UserError("expected either --model and --data, or --table.")
 
 
 class _Material(NamedTuple):
@@ -91,10 +97,6 @@ class _Material(NamedTuple):
 
 def run(options: CompareOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    if (options.table is None) == (options.model is None and options.data is None) or (options.model is None) != (
-        options.data is None
-    ):
-        raise UserError("give either --model and --data, or --table.")
     names = _method_names(options.methods)
     context = begin("compare", options, log)
     with tempfile.TemporaryDirectory() as scratch:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 
+from calibjax.commands.common import JsonOptions, ModelPathOptions
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.models.load import stored_dtype, tensor_dtypes
@@ -18,24 +19,21 @@ from calibjax.runtime.sharding import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
+class ConvertOptions(JsonOptions, ModelPathOptions):
     """Writes a model as an Orbax checkpoint, which loads on any number of devices, or back as safetensors.
 
     The checkpoint holds the weights in the dtype of their files (float16 as float32, which holds it exactly), with
-    config.json and the tokenizer: it is a --model like any other, with the same fingerprint. Back again, the files are
-    those of Hugging Face's layout; where the tensors were of several dtypes, they come back in float32.
+    config.json and the tokenizer: it is a --model like any other, with the same fingerprint. With --to safetensors the
+    files are those of Hugging Face's layout; where the tensors were of several dtypes, all are written in float32.
 
     Attributes:
-        model: directory with config.json and safetensors, a converted model, or a hub id.
         out: directory to write; new or empty.
-        to: what to write.
+        to: format to write.
         json: print what was done as one JSON document.
     """
 
-    model: str
     out: Path
     to: Literal["orbax", "safetensors"] = "orbax"
-    json: bool = False
 
 
 def run(options: ConvertOptions, log: Callable[[str], None] = print) -> dict[str, Any]:

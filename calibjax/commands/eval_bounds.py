@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from calibjax.commands.common import JsonOptions
 from calibjax.eval.layers.bounds import head_bound, print_head_bounds
 from calibjax.models import load_model
 from calibjax.runtime.errors import UserError
@@ -13,10 +14,10 @@ from calibjax.runtime.files import write_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalBoundsOptions:
-    """How small the entropy of a model's predictions can get, whatever the text: from its final norm and unembedding.
+class EvalBoundsOptions(JsonOptions):
+    """Computes the smallest entropy of a model's predictions for any text, from its final norm and unembedding.
 
-    Prints a table, one row a model: why small models with large vocabularies profit less from label smoothing
+    Prints a table with a row for each model: why small models with large vocabularies gain less from label smoothing
     (arXiv 2508.00264, section 4).
 
     Attributes:
@@ -27,7 +28,6 @@ class EvalBoundsOptions:
 
     model: tuple[str, ...]
     out: Path | None = None
-    json: bool = False
 
 
 def run(options: EvalBoundsOptions, log: Callable[[str], None] = print) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command that looks into a model: calibration across layers, and along a direction of its residual stream."""
+"""`calibjax eval layers`: calibration across the layers of a model, and along a direction of its residual stream."""
 
 import dataclasses
 import functools
@@ -13,9 +13,9 @@ from calibjax import metrics
 from calibjax.commands.common import (
     SCHEMA,
     BinningOptions,
-    DataOptions,
     ModelOptions,
     OutputOptions,
+    SourceOptions,
     begin,
     finish,
     load_placed,
@@ -52,17 +52,16 @@ from calibjax.runtime.sharding import check_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalLayersOptions(BinningOptions, OutputOptions, ModelOptions):
-    """What every layer of a model would predict, how true that is, and what moves its confidence (arXiv 2511.00280).
+class EvalLayersOptions(BinningOptions, OutputOptions, SourceOptions, ModelOptions):
+    """Evaluates what each layer of a model would predict, and what changes its confidence (arXiv 2511.00280).
 
     Prints, for each layer, accuracy, confidence, calibration errors, entropy and the divergence from the last; where
     the decision settles and whether confidence is corrected after it; a calibration direction in the residual stream,
     found and chosen on one half of the data, and what adding it does to the other half; and the entropy neurons. --data
-    with the columns question, choices and answer is asked as multiple choice, anything else is text.
+    with the columns question, choices and answer is read as multiple choice, anything else as text.
 
     Attributes:
         data: file, directory or hub id, as for `train ats`, or of multiple-choice questions.
-        split: split of a hub data set or directory.
         out: directory for metrics.json, report.html and figures; without it only the tables are printed.
         letters_only: of a question, compare only the letters; --no-letters-only reads the whole vocabulary.
         direction: the two sets that the direction leads between: overconfident wrong predictions and right ones, all
@@ -72,12 +71,10 @@ class EvalLayersOptions(BinningOptions, OutputOptions, ModelOptions):
         settled: fraction of predictions equal to those of the last layer from which the decision counts as settled.
         neuron_layers: number of the last blocks in which to look for entropy neurons.
         batch_size: sequences per step.
-        devices: devices of the options.
+        devices: devices of the run.
         text: how text becomes sequences; of questions, only `examples` counts, which are drawn at random.
     """
 
-    data: str
-    split: str | None = None
     out: Path | None = presentation(None)
     letters_only: bool = True
     direction: Recipe = "overconfident"
@@ -87,7 +84,6 @@ class EvalLayersOptions(BinningOptions, OutputOptions, ModelOptions):
     neuron_layers: Count = 1
     batch_size: Count = presentation(16)
     devices: DeviceOptions = presentation(DeviceOptions())
-    text: DataOptions = DataOptions()
 
 
 class _Material(NamedTuple):
@@ -215,7 +211,7 @@ def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], No
     names = lm.tokenizer.convert_ids_to_tokens(list(asked.letters))
     log(
         f"data: {rows.name}: multiple choice, {len(rows):,} questions read, {asked.too_long:,} of them longer than "
-        f"{lm.config.max_positions} tokens and left out; {len(asked.subjects):,} asked, answers {', '.join(names)} "
+        f"{lm.config.max_positions} tokens and left out; {len(asked.subjects):,} used, answers {', '.join(names)} "
         f"after {asked.cue!r}"
     )
     # Questions of one subject stand together in most files: the halves should be alike.

@@ -1,4 +1,4 @@
-"""Benchmarks of lm-eval asked of a model, with and without calibration: accuracy, and how true its confidence is."""
+"""`calibjax eval tasks`: accuracy and calibration of a model on the benchmarks of lm-eval."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, together
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file
-from calibjax.runtime.options import Count, Positive, Range, run_identity
+from calibjax.runtime.options import INT_MAX, Count, Positive, Range, named, run_identity
 from calibjax.train import head_notes, load_head
 
 if TYPE_CHECKING:
@@ -61,20 +61,20 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalTasksOptions(OutputOptions, ModelOptions):
-    """Asks a model the questions of benchmarks, through lm-eval, and says how true its confidence is.
+    """Evaluates accuracy and calibration on benchmarks, through lm-eval.
 
-    Prints, for each task and all of them together, accuracy and calibration with intervals: as the model is, with a
-    single temperature and with a head, and every subject. Prompts are those of lm-eval's own task definitions; the
-    questions come from local data where --assets (or CALIBJAX_ASSETS) has them, else from the hub. A run that was
-    killed goes on at the task (or subject) where it was. Needs `pip install calibjax[lm-eval]`.
+    Prints accuracy and calibration with intervals for each task, each subject and all tasks together: of the base
+    model, with temperature scaling and with a head. Prompts are those of lm-eval's task definitions; questions come
+    from local data where --assets (or CALIBJAX_ASSETS) has them, else from the hub. Started again with the same
+    options, a killed run resumes at the task (or subject) it was killed in. Needs `pip install calibjax[lm-eval]`.
 
     Attributes:
-        tasks: of lm-eval, such as mmlu, arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, truthfulqa_mc2,
-            truthfulqa_gen, triviaqa; or google_analogies; with commas or spaces between.
-        head: directory of a fitted head, or of the run of `train ats` that holds it; the temperature to compare with is
-            taken from the same options.
-        temperature: temperature to compare with, in place of that.
-        preset: how questions are asked and confidence is read: plain (zero-shot, softmax over the options), ats
+        tasks: tasks of lm-eval, such as mmlu, arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, truthfulqa_mc2,
+            truthfulqa_gen, triviaqa; or google_analogies; separated by commas or spaces.
+        head: directory of a fitted head, or of the run of `train ats` that holds it; it also holds the temperature
+            of temperature scaling.
+        temperature: temperature of temperature scaling, in place of that of --head.
+        preset: how prompts are built and confidence is read: plain (zero-shot, softmax over the options), ats
             (5-shot MMLU, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
             label-smoothing (probability of the option among the whole vocabulary).
         out: directory for metrics.json, report.html and figures; without it only the tables are printed.
@@ -84,12 +84,12 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
         text: confidence of a written answer, in place of the preset's.
         judge: how written answers are judged: string-match, or package.module:function.
         max_new_tokens: largest number of tokens of a written answer.
-        limit: ask only this many questions of each task (of MMLU: of each subject), drawn at random.
-        batch_size: rows per step; made a multiple of the mesh axes data and fsdp.
+        limit: use only so many questions of each task (of MMLU: of each subject), drawn at random.
+        batch_size: rows per step, rounded up to a multiple of the mesh axes data and fsdp.
         max_length: largest number of tokens that the model reads; longer prompts lose their start.
         bins: number of equal-width bins of the expected calibration error, in place of the preset's.
         closed: the bin of a confidence on an edge, in place of the preset's.
-        devices: devices of the options.
+        devices: devices of the run.
     """
 
     tasks: tuple[str, ...]
@@ -98,9 +98,9 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
     preset: Literal["plain", "ats", "label-smoothing"] = "plain"
     out: Path | None = presentation(None)
     assets: Path | None = None
-    shots: Annotated[int, Range(0)] | None = None
-    options: OptionConfidence | None = None
-    text: TextConfidence | None = None
+    shots: Annotated[int, Range(0, INT_MAX)] | None = None
+    options: OptionConfidence | None = named("option-confidence", None)
+    text: TextConfidence | None = named("text-confidence", None)
     judge: str = STRING_MATCH
     max_new_tokens: Count | None = None
     limit: Count | None = None
@@ -201,12 +201,12 @@ def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], No
     if options.head is not None and temperature is None:
         temperature = head_notes(options.head).get("temperature")
         if temperature is None:
-            log(f"{options.head} holds no single temperature: give --temperature to compare with one")
+            log(f"{options.head} holds no temperature: give --temperature to compare with temperature scaling")
     if temperature is not None:
         config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
         params = {"log_scale": jnp.float32(-math.log(temperature))}
         heads["temperature"] = FittedHead(config, params, 0.0, lm.fingerprint)
-        log(f"single temperature: {temperature:.4f}")
+        log(f"temperature scaling: {temperature:.4f}")
     if options.head is not None:
         heads["ats"] = load_head(options.head, lm)
     return heads
@@ -221,7 +221,7 @@ def _ask_all(
         for part in task.parts.values():
             check(model, part, hows[name])
     counts = [question_count(part, options.limit) for task in tasks.values() for part in task.parts.values()]
-    bar = context.bar(title="asking", unit="question", total=sum(counts))
+    bar = context.bar(title="benchmarks", unit="question", total=sum(counts))
     answers = {}
     for name, task in tasks.items():
         found = []

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -11,25 +11,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from calibjax.commands.common import ModelOptions
+from calibjax.commands.common import JsonOptions, ModelOptions
 from calibjax.models import load_model
 from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, NonNegative, Seed, check_options
+from calibjax.runtime.options import Count, NonNegative, Range, Seed, check_options
 from calibjax.train import load_head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateOptions(ModelOptions):
-    """Continues a text, and says of every token how sure the model is of it, calibrated where a head is given.
+class GenerateOptions(JsonOptions, ModelOptions):
+    """Continues a text and prints the confidence of every token, calibrated where a head is given.
 
     Attributes:
         prompt: texts to continue.
-        head: directory of a fitted head, or of the run that holds it; without, confidence is the model's own.
-        max_new_tokens: at most so many; fewer where the model ends its text.
+        head: directory of a fitted head, or of the run that holds it; without it, confidence is uncalibrated.
+        max_new_tokens: largest number of new tokens; fewer where the model ends its text.
         temperature: 0 takes the most likely token; otherwise tokens are drawn at this temperature, 0.0001 to 10,000.
-        top_k: draw from the so many most likely tokens.
-        top_p: draw from the fewest tokens that have this probability together.
+        top_k: draw from this many of the most likely tokens.
+        top_p: draw from the fewest tokens whose probabilities add up to this.
         sample_calibrated: draw from the calibrated distribution; otherwise the head changes no token.
         seed: seed of the draws.
         json: print one JSON document instead of text and tables.
@@ -39,11 +39,10 @@ class GenerateOptions(ModelOptions):
     head: Path | None = None
     max_new_tokens: Count = 100
     temperature: NonNegative = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    top_k: Count | None = None
+    top_p: Annotated[float, Range(0, 1, open="low")] | None = None
     sample_calibrated: bool = False
     seed: Seed = 0
-    json: bool = False
 
 
 def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The quick start: a language whose truth is known, a model that trusts itself too much, and its repair."""
+"""`calibjax quickstart`: a language with known probabilities, an overconfident model of it, and its calibration."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -34,9 +34,8 @@ _TRAIN, _FIT, _HELD_OUT = 512, 2048, 1024  # sequences
 class QuickstartOptions(OutputOptions):
     """Shows the whole of calibjax in a minute or two on a CPU: nothing is downloaded.
 
-    Makes a small language whose true next-token probabilities are known, trains a small decoder on too little of it
-    until it is over-confident, freezes it, and repairs it with a single temperature and with Adaptive Temperature
-    Scaling.
+    Makes a small language whose next-token probabilities are known, trains a small decoder on too little of it until it
+    is overconfident, freezes it, and calibrates it by temperature scaling and by Adaptive Temperature Scaling.
 
     Attributes:
         epochs: passes of the decoder over its few sequences; more make it more overconfident.

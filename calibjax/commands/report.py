@@ -1,4 +1,4 @@
-"""The command that draws a report anew, or one of several runs, from what they left."""
+"""`calibjax report`: draws the report of a run again, or one of several runs, from their metrics.json."""
 
 import dataclasses
 import json
@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 import tyro
 
-from calibjax.commands.common import SCHEMA
+from calibjax.commands.common import SCHEMA, JsonOptions
 from calibjax.eval.compare.results import print_comparison
 from calibjax.eval.report import Run, print_report, save_report
 from calibjax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportOptions:
+class ReportOptions(JsonOptions):
     """Draws tables, figures (PNG and SVG) and report.html from the metrics.json of one run or of several.
 
-    The page is self-contained and asks nothing of the network; several runs stand side by side in it.
+    The page is self-contained and loads nothing from the network; it shows several runs side by side.
 
     Attributes:
         runs: directories with a metrics.json.
@@ -28,7 +28,6 @@ class ReportOptions:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     out: Path | None = None
-    json: bool = False
 
 
 def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def _load(directory: Path, name: str) -> Run:
         raise UserError(f"{directory}: expected the directory of a finished run, with metrics.json; found none.")
     document, tokens = _read(file), directory / "tokens.json"
     if isinstance(document, dict) and "study" in document:
-        raise UserError(f"{directory} is a study: its figures stand there, and its command prints its tables again.")
+        raise UserError(f"{directory} is a study: its figures are there, and its command prints its tables again.")
     if not isinstance(document, dict) or document.get("schema") != SCHEMA or "held_out" not in document:
         raise UserError(f"{file}: expected metrics of schema {SCHEMA} with held-out figures. Run it again.")
     return Run(name, document, _read(tokens) if tokens.is_file() else None)

@@ -10,6 +10,7 @@ import jax
 from calibjax.commands.common import (
     SCHEMA,
     BinningOptions,
+    EvalDataOptions,
     ModelOptions,
     OutputOptions,
     TextOptions,
@@ -36,7 +37,7 @@ from calibjax.train.temperature import describe_temperature, fit_single_temperat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainAtsOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
+class TrainAtsOptions(BinningOptions, OutputOptions, EvalDataOptions, TextOptions, ModelOptions):
     """Fits Adaptive Temperature Scaling to a frozen language model and evaluates it on held-out text.
 
     Prints the calibration of the base model, of temperature scaling and of ATS, and writes to --out: head/,
@@ -44,14 +45,16 @@ class TrainAtsOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
     checkpoints of training. Started again with the same options, a killed run resumes.
 
     Attributes:
-        eval_data: further sets to evaluate on: files, directories or hub ids.
         devices: devices of the run.
         ats: how the head is fitted.
     """
 
-    eval_data: tuple[str, ...] = presentation(())
     devices: DeviceOptions = presentation(DeviceOptions())
     ats: AtsOptions = AtsOptions()
+
+    def check(self) -> None:
+        """Raises `UserError` where options of the head do not fit together, whatever the model."""
+        make_plan(self.ats, hidden_size=64)
 
 
 class AtsFit(NamedTuple):

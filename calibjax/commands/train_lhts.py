@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from calibjax.models.hf_export import save_model, settings_files
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Fraction, NonNegative, Range, run_identity
+from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, NonNegative, Range, named, run_identity
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
@@ -46,23 +46,24 @@ class TrainLhtsOptions(OutputOptions, TextOptions, ModelOptions):
         fit_fraction: fraction of the sequences, from the first, to train on; the rest are the prompts of the texts that
             are evaluated.
         dtype: compute dtype; trained weights are float32 in any case.
-        partition: train the baseline of likelihood quantiles too.
-        myopic: temperatures of every next token at which all models are evaluated; 0: the most likely token.
+        partition: also train the baseline of likelihood quantiles.
+        myopic: temperatures of the next token at which all models are evaluated; 0: the most likely token.
         texts: number of texts that each model writes at each of them.
-        text_prompt: tokens of a held-out sequence that a text continues.
-        self_bleu: evaluate the texts by self-BLEU too; needs sacrebleu.
+        text_prompt: number of first tokens of a held-out sequence that a text continues.
+        self_bleu: also evaluate the texts by self-BLEU; needs sacrebleu.
         analogies: file with columns category, a, b, c, d, such as the Google analogies; by default none.
-        analogy_rows: number of questions made of them.
+        analogy_rows: number of analogy questions.
         devices: devices of the run.
         text: how text becomes sequences; by default of full length, without packing.
         lhts: how the student is trained.
     """
 
+    heading: ClassVar[str] = "evaluation"
     fit_fraction: Fraction = 0.9
     partition: bool = True
     myopic: tuple[NonNegative, ...] = presentation((1.0, 0.5, 0.0))
-    texts: Annotated[int, Range(2)] = presentation(64)
-    text_prompt: Count = presentation(8)
+    texts: Annotated[int, Range(2, INT_MAX)] = presentation(64)
+    text_prompt: Count = named("text-prompt-tokens", 8, **NOT_IDENTITY)
     self_bleu: bool = presentation(False)
     analogies: str | None = presentation(None)
     analogy_rows: Count = presentation(1000)
@@ -75,7 +76,9 @@ class TrainLhtsOptions(OutputOptions, TextOptions, ModelOptions):
         if not self.myopic:
             raise UserError("--myopic: expected at least one temperature.")
         if self.text_prompt >= self.text.seq_len:
-            raise UserError(f"--text-prompt: expected less than --seq-len {self.text.seq_len}, got {self.text_prompt}.")
+            raise UserError(
+                f"--text-prompt-tokens: expected less than --seq-len {self.text.seq_len}, got {self.text_prompt}."
+            )
         if self.self_bleu:
             load_bleu()
 
@@ -83,7 +86,6 @@ class TrainLhtsOptions(OutputOptions, TextOptions, ModelOptions):
 @on_devices
 def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    options.check()
     context = begin("train lhts", options, log)
     options.lhts.check(context.mesh)
     base = load_placed(options.model, context.mesh, options.dtype, stored=jnp.float32, log=log)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from calibjax.commands.common import (
     SCHEMA,
     BinningOptions,
+    EvalDataOptions,
     ModelOptions,
     OutputOptions,
     TextOptions,
@@ -32,7 +33,7 @@ from calibjax.train.temperature import fit_single_temperature
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainSftOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
+class TrainSftOptions(BinningOptions, OutputOptions, EvalDataOptions, TextOptions, ModelOptions):
     """Fine-tunes a language model with label smoothing and evaluates it on held-out text.
 
     The loss counts the answers only and never holds the logits. Prints the calibration of the base model and of the
@@ -42,15 +43,13 @@ class TrainSftOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
 
     Attributes:
         fit_fraction: fraction of the sequences, from the first, to train on; the rest is held out.
-        eval_data: further sets to evaluate on: files, directories or hub ids.
-        dtype: compute dtype. Trained weights are float32 in any case; frozen ones (--lora-rank) are of this dtype.
+        dtype: compute dtype; trained weights are float32, and frozen ones (--lora-rank) of this dtype.
         save_dtype: dtype of the weights in model/; by default float32, or bfloat16 where frozen weights were.
         devices: devices of the run.
         sft: how the model is trained.
     """
 
     fit_fraction: Fraction = 0.9
-    eval_data: tuple[str, ...] = presentation(())
     save_dtype: Literal["float32", "bfloat16"] | None = None
     devices: DeviceOptions = presentation(DeviceOptions())
     sft: SftOptions = SftOptions()

@@ -9,6 +9,7 @@ import numpy as np
 from calibjax.data.examples import Example
 from calibjax.data.load import load_sequences
 from calibjax.data.sequences import Layout, Sequences, check_context, make_sequences
+from calibjax.data.source import read_source
 from calibjax.runtime.errors import UserError
 
 
@@ -41,7 +42,7 @@ def load_text(
     check_context(seq_len, lm.config.max_positions)
     if isinstance(source, str | Path):
         return load_sequences(
-            source,
+            read_source(source),
             lm.tokenizer,
             seq_len=seq_len,
             layout=layout,

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import INT_MAX, Count, Range, check_options
 from calibjax.runtime.sharding import parse_mesh
 
 Result = TypeVar("Result")
@@ -33,12 +34,13 @@ class DeviceOptions:
             bit-identically.
     """
 
+    heading: ClassVar[str] = "device"
     mesh: str | None = None
     distributed: bool = False
     coordinator: str | None = None
-    processes: int | None = None
-    process_id: int | None = None
-    heartbeat_timeout: int = 100
+    processes: Count | None = None
+    process_id: Annotated[int, Range(0, INT_MAX)] | None = None
+    heartbeat_timeout: Count = 100
     cudnn_attention: bool = False
 
     def join(self) -> None:
@@ -47,14 +49,13 @@ class DeviceOptions:
         Raises:
             UserError: for inconsistent options, or if the environment names no processes.
         """
+        check_options(self)
         given = {
             "--coordinator": self.coordinator,
             "--processes": self.processes,
             "--process-id": self.process_id,
         }
         missing = [name for name, value in given.items() if value is None]
-        if self.heartbeat_timeout < 1:
-            raise UserError(f"--heartbeat-timeout: expected at least 1 second, got {self.heartbeat_timeout}.")
         if len(missing) == len(given) and not self.distributed:
             return
         if missing and not self.distributed:

@@ -15,28 +15,37 @@ class Range:
     """The numbers that an option accepts, as in `Annotated[float, Range(0, 1)]`. NaN is in no range.
 
     Attributes:
-        low, high: the bounds; an infinite bound is never accepted as a value.
+        low, high: the bounds.
         open: without the bounds themselves: "low", "high" or "both".
+        infinite: whether infinity is accepted, where there is no upper bound.
     """
 
     low: float = -math.inf
     high: float = math.inf
     open: str = ""
+    infinite: bool = False
 
     def holds(self, value: float) -> bool:
         above = self.low < value if self.open in ("low", "both") or math.isinf(self.low) else self.low <= value
-        below = value < self.high if self.open in ("high", "both") or math.isinf(self.high) else value <= self.high
-        return above and below
+        below = value < self.high if self.open in ("high", "both") else value <= self.high
+        return above and below and (self.infinite or math.isfinite(value))
 
-    def __str__(self) -> str:
+    def expected(self, value: float) -> str:
+        """The range in words, for a value outside it."""
         low = f"{'above' if self.open in ('low', 'both') else 'at least'} {self.low:.12g}"
         high = f"{'below' if self.open in ('high', 'both') else 'at most'} {self.high:.12g}"
+        if math.isinf(self.low) and math.isinf(self.high):
+            return "a number above -inf" if self.infinite else "a finite number"
         if math.isinf(self.high):
-            return "a finite number" if math.isinf(self.low) else low
+            return low if math.isfinite(value) else f"{low}, finite"
+        if self.high == INT_MAX:
+            return low if value < self.low else high
         return f"{low} and {high}" if self.open else f"from {self.low:.12g} to {self.high:.12g}"
 
 
-Count = Annotated[int, Range(1)]
+INT_MAX = 2**31 - 1
+"""The largest count: arrays are indexed by int32."""
+Count = Annotated[int, Range(1, INT_MAX)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Positive = Annotated[float, Range(0, open="low")]
 NonNegative = Annotated[float, Range(0)]
@@ -50,21 +59,32 @@ IDENTITY_IF_CHANGED = {"identity": "changed"}
 """`metadata` of an option that is newer than runs that must resume: part of the identity unless it has its default."""
 
 
+def named(flag: str, default: Any, **metadata: Any) -> Any:
+    """A field that the command line calls `--flag`, and run.json and Python by its own name."""
+    return dataclasses.field(default=default, metadata={"flag": flag, **metadata})
+
+
+def flag_of(field: dataclasses.Field) -> str:
+    """A field on the command line, such as `--batch-size`."""
+    return "--" + field.metadata.get("flag", field.name).replace("_", "-")
+
+
 def check_options(options: Any) -> None:
     """Checks every value against the `Range` in its annotation, in groups of options too.
 
     Raises:
         UserError: names the option, the range and the value.
     """
-    for name, annotation, value in _fields(options):
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        name, annotation, value = flag_of(field), hints[field.name], getattr(options, field.name)
         if dataclasses.is_dataclass(value):
             check_options(value)
             continue
         for limits in _ranges(annotation):
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, int | float) and not limits.holds(number):
-                    finite = "" if math.isfinite(number) else ", finite"
-                    raise UserError(f"--{name.replace('_', '-')}: expected {limits}{finite}, got {number}.")
+                    raise UserError(f"{name}: expected {limits.expected(number)}, got {number}.")
 
 
 def run_identity(command: str, options: Any) -> dict[str, Any]:
@@ -88,12 +108,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _fields(options: Any) -> Iterator[tuple[str, Any, Any]]:
-    hints = typing.get_type_hints(type(options), include_extras=True)
-    for field in dataclasses.fields(options):
-        yield field.name, hints[field.name], getattr(options, field.name)
 
 
 def _ranges(annotation: Any) -> Iterator[Range]:

@@ -1,10 +1,9 @@
 """Long Horizon Temperature Scaling of a language model (arXiv 2302.03686), and the baseline by likelihood quantiles."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +32,11 @@ from calibjax.models.frozen import vocab_sharding
 from calibjax.models.samples import log_probs, mix_samples
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, named
 from calibjax.runtime.sharding import param_shardings, replicated
 from calibjax.train.hidden_cache import array_hash
 from calibjax.train.state import Schedule
-from calibjax.train.tuning import Ranges, TuningOptions, tune
+from calibjax.train.tuning import TuningOptions, tune
 
 Method = Literal["lhts", "partition"]
 _CONDITION_RATE = 30.0  # a condition is learned as many times faster than weights, in units of the embedding's size
@@ -54,43 +54,40 @@ class LhtsOptions(TuningOptions):
             (8 tokens, clipped, next token, KL term, every sequence of the same weight).
         horizon: tokens of a suffix whose likelihood counts.
         clip: largest log-weight; inf: none.
-        baseline: of the log-likelihoods: none, scalar or position (running means).
-        form: whether a weight is the whole suffix's or its first token's.
-        kl_weight: of KL(student ‖ scorer).
-        samples: share of the sequences that the model writes itself, from their first tokens; 0: corpus, 1: samples.
-        prompt: first tokens of a sequence that a sample continues.
+        baseline: subtracted from log-likelihoods: none, or a running mean, scalar or for each position.
+        form: whether a weight applies to the whole suffix or to its first token.
+        kl_weight: weight of KL(student ‖ scorer).
+        samples: fraction of the sequences that the model writes itself, from their first tokens; 0: corpus, 1: samples.
+        prompt: number of first tokens of a sequence that a sample continues.
         quantiles: of the baseline `partition`: groups of likelihood, the best of which is used.
         epochs: passes over the sequences.
-        learning_rate: peak; by default 1e-4.
+        learning_rate: peak learning rate; by default 1e-4.
         schedule: constant, as in the authors' code; linear or cosine decay to 0.
     """
 
-    temperatures: tuple[float, ...] = (0.9,)
+    temperatures: tuple[Positive, ...] = (0.9,)
     mode: Mode = "official"
-    horizon: int | None = None
-    clip: float | None = None
+    horizon: Count | None = None
+    clip: Annotated[float, Range(infinite=True)] | None = None
     baseline: BaselineKind | None = None
     form: Form | None = None
-    kl_weight: float | None = None
-    samples: float = 0.0
-    prompt: int = 1
-    quantiles: int = 5
-    epochs: int = 1
+    kl_weight: NonNegative | None = None
+    samples: Weight = 0.0
+    prompt: Count = named("prompt-tokens", 1)
+    quantiles: Annotated[int, Range(2, INT_MAX)] = 5
+    epochs: Count = 1
     schedule: Schedule = "constant"
 
-    def ranges(self) -> Ranges:
-        good = bool(self.temperatures) and all(0 < t < math.inf for t in self.temperatures)
-        return {
-            "temperatures": (good, "positive numbers, at least one"),
-            "samples": (0 <= self.samples <= 1, "from 0 to 1"),
-            "prompt": (self.prompt >= 1, "at least 1"),
-            "quantiles": (self.quantiles >= 2, "at least 2"),
-            **super().ranges(),
-        }
-
     def check(self, mesh: Mesh) -> None:
-        self.objective.check()
         super().check(mesh)
+        if not self.temperatures:
+            raise UserError("--temperatures: expected at least one.")
+        self.objective.check()
+
+    @classmethod
+    def unset_value(cls, name: str) -> Any:
+        """What an option that is None comes to in the default mode; None where that does not say."""
+        return getattr(MODES["official"], name, None)
 
     @property
     def rate(self) -> float:

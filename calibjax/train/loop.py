@@ -16,6 +16,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.files import write_file
 from calibjax.runtime.sharding import place_rows
+from calibjax.runtime.signals import finishing_steps
 from calibjax.train.checkpoint import Checkpoints
 from calibjax.train.state import TrainState
 from calibjax.train.step import StepMetrics, TrainStep
@@ -152,24 +153,28 @@ def train(
 
     try:
         pending: tuple[int, StepMetrics] | None = None
-        for number in range(start + 1, steps + 1):
-            state, metrics = step_fn(state, frozen, place_rows(context.mesh, next(batches)), hyper)
-            if pending is not None:
-                settle(*pending)
-            pending = (number, metrics)
-            last = number == steps
-            due = evaluation is not None and (last or number % evaluation.every == 0)
-            if due or last or number % checkpoint_every == 0:
-                settle(*pending)
-                pending = None
-            if due and evaluation is not None:
-                scalars = evaluation.function(state.params)
-                log.write(number, scalars)
-                text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
-                if context.shows_progress:
-                    bar.write(f"{title}: step {number:,} of {steps:,}: {text}", file=sys.stderr)
-            if last or number % checkpoint_every == 0:
-                checkpoints.save(state, batches.get_state(), step=number)
+        with finishing_steps() as stop_requested:
+            for number in range(start + 1, steps + 1):
+                state, metrics = step_fn(state, frozen, place_rows(context.mesh, next(batches)), hyper)
+                if pending is not None:
+                    settle(*pending)
+                pending = (number, metrics)
+                last, stopping = number == steps, stop_requested()
+                due = evaluation is not None and (last or number % evaluation.every == 0)
+                keep = last or stopping or number % checkpoint_every == 0
+                if due or keep:
+                    settle(*pending)
+                    pending = None
+                if due and evaluation is not None:
+                    scalars = evaluation.function(state.params)
+                    log.write(number, scalars)
+                    text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
+                    if context.shows_progress:
+                        bar.write(f"{title}: step {number:,} of {steps:,}: {text}", file=sys.stderr)
+                if keep:
+                    checkpoints.save(state, batches.get_state(), step=number)
+                if stopping:
+                    break
     finally:
         bar.close()
         log.close()

@@ -3,11 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from calibjax.heads import HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
 from calibjax.losses import LOSSES, Hyperparameter
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Count, Fraction, NonNegative, Positive, Range, check_options, named
 from calibjax.train.hidden_cache import CacheMode
 from calibjax.train.state import OptimizerConfig
 
@@ -31,7 +32,7 @@ class AtsOptions:
             authors' code): a randomly started Llama block without a lower bound on 1/T, selective smoothing as the
             authors mask it with alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 sequences as 8
             micro-batches, no choice of loss and no refit. docs/studies.md lists what still differs.
-        head: constant, linear, mlp or transformer.
+        head: the head that gives a token its temperature.
         features: what the head reads, names joined by "+": hidden_states, max_logit, log_std_logits, argmax_embedding.
         pooling: a temperature per token, or one per sequence.
         random_start: start from random weights instead of from temperature 1.
@@ -44,36 +45,41 @@ class AtsOptions:
         top_label_weight: weight of the log loss of the top label in joint, and in the score that auto chooses by.
         refit_temperature: fit one more scalar on top of the finished head, on sequences that training never saw, and
             apply it where it differs from 1 by more than two standard errors.
-        validation_fraction: of the fitting sequences, kept from training for the choice and the refit.
+        validation_fraction: fraction of the fitting sequences kept from training for the choice and the refit.
         epochs: passes over the fitting sequences.
-        batch_size: sequences a step.
-        accumulate: micro-batches a step.
-        learning_rate: peak.
-        warmup_fraction: of the steps.
-        weight_decay: of AdamW.
+        batch_size: sequences per step.
+        accumulate: micro-batches per step.
+        learning_rate: peak learning rate.
+        warmup_fraction: fraction of the steps in which the learning rate rises.
+        weight_decay: weight decay of AdamW.
         cache_hidden: keep the frozen model's hidden states in memory, on disk, or off; auto: memory where they fit.
         checkpoint_every: steps between checkpoints.
     """
 
     recipe: Literal["default", "paper"] = "default"
-    head: HeadKind | None = None
+    head: HeadKind | None = named("head-kind", None)
     features: str = "hidden_states"
     pooling: Literal["token", "sequence"] = "token"
     random_start: bool | None = None
     normalize: bool | None = None
     loss: LossName | None = None
-    alpha: float | None = None
-    top_label_weight: float = 1.0
+    alpha: Annotated[float, Range()] | None = None
+    top_label_weight: NonNegative = 1.0
     refit_temperature: bool | None = None
-    validation_fraction: float = 0.1
-    epochs: int | None = None
-    batch_size: int | None = None
-    accumulate: int | None = None
-    learning_rate: float | None = None
-    warmup_fraction: float | None = None
-    weight_decay: float = 0.0
+    validation_fraction: Fraction = 0.1
+    epochs: Count | None = None
+    batch_size: Count | None = None
+    accumulate: Count | None = None
+    learning_rate: Positive | None = None
+    warmup_fraction: Annotated[float, Range(0, 1, open="high")] | None = None
+    weight_decay: NonNegative = 0.0
     cache_hidden: CacheMode = "auto"
-    checkpoint_every: int = 200
+    checkpoint_every: Count = 200
+
+    @classmethod
+    def unset_value(cls, name: str) -> Any:
+        """What an option that is None comes to in the default recipe; None where that does not say."""
+        return getattr(RECIPES["default"], name, None)
 
 
 def describe_alphas() -> str:
@@ -183,24 +189,13 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     Raises:
         UserError: a value is out of range, or the head cannot be built.
     """
+    check_options(options)
     recipe = RECIPES[options.recipe]
     recipe = recipe._replace(**{name: v for name in recipe._fields if (v := getattr(options, name, None)) is not None})
-    ranges = {
-        "top_label_weight": 0 <= options.top_label_weight < math.inf,
-        "validation_fraction": 0 < options.validation_fraction < 1,
-        "epochs": recipe.epochs >= 1,
-        "batch_size": recipe.batch_size >= 1,
-        "accumulate": recipe.accumulate >= 1 and recipe.batch_size % recipe.accumulate == 0,
-        "learning_rate": 0 < recipe.learning_rate < math.inf,
-        "warmup_fraction": 0 <= recipe.warmup_fraction < 1,
-        "weight_decay": 0 <= options.weight_decay < math.inf,
-        "checkpoint_every": options.checkpoint_every >= 1,
-    }
-    for name, right in ranges.items():
-        if not right:
-            value = getattr(recipe, name, getattr(options, name))
-            hint = f"a divisor of --batch-size {recipe.batch_size}" if name == "accumulate" else "see --help"
-            raise UserError(f"--{name.replace('_', '-')}: {value} is out of range ({hint}).")
+    if recipe.batch_size % recipe.accumulate:
+        raise UserError(
+            f"--accumulate: expected a divisor of --batch-size {recipe.batch_size}, got {recipe.accumulate}."
+        )
     trials = _trials(recipe.loss, options.alpha)
     _check_head_options(options, recipe.head)
     try:

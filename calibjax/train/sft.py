@@ -1,9 +1,8 @@
 """Supervised fine-tuning with label smoothing (arXiv 2508.00264): the model itself is trained, or adapters in it."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,11 @@ from calibjax.models.frozen import vocab_sharding
 from calibjax.models.lora import LoraConfig
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import IDENTITY_IF_CHANGED, options_identity
+from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count, NonNegative, Positive, Range, Weight, options_identity
 from calibjax.runtime.sharding import param_shardings
 from calibjax.train.hidden_cache import array_hash
 from calibjax.train.options import checked_alpha
-from calibjax.train.tuning import Ranges, TuningOptions, tune
+from calibjax.train.tuning import TuningOptions, tune
 
 if TYPE_CHECKING:
     SftLossName = str
@@ -42,37 +41,26 @@ class SftOptions(TuningOptions):
         alpha: main weight of the loss, as `train ats --alpha`; of label-smoothing --label-smoothing is.
         label_smoothing: weight of the uniform distribution in the target, 0 to 1.
         z_loss: weight of the squared log-normaliser; 1e-4 keeps logits from drifting.
-        temperature: the loss is of the logits divided by it; the model that comes out is used at 1.
-        softcap: logits become softcap * tanh(logits / softcap), in training and evaluation; by default the model's own.
+        temperature: of the loss: logits are divided by it in training; the trained model is used at 1.
+        softcap: logits become softcap * tanh(logits / softcap), in training and evaluation; by default as the model's.
         reduction: mean over the tokens of a batch, or their sum.
-        lora_rank: train low-rank adapters of this rank, and none of the weights.
-        lora_alpha: the adapters are weighted by lora_alpha / lora_rank.
-        lora_targets: kernels that get one: all of the blocks', or those of attention or of the MLP.
-        learning_rate: peak; by default 2e-5, and 2e-4 for adapters.
+        lora_rank: train low-rank adapters of this rank instead of the weights.
+        lora_alpha: adapters are weighted by lora_alpha / lora_rank.
+        lora_targets: kernels with an adapter: all of a block, or those of attention or of the MLP.
+        learning_rate: peak learning rate; by default 2e-5, and 2e-4 for adapters.
     """
 
     loss: SftLossName = dataclasses.field(default="label-smoothing", metadata=IDENTITY_IF_CHANGED)
-    alpha: float | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
-    label_smoothing: float = 0.1
-    z_loss: float = 0.0
-    temperature: float = 1.0
-    softcap: float | None = None
+    alpha: Annotated[float, Range()] | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
+    label_smoothing: Weight = 0.1
+    z_loss: NonNegative = 0.0
+    temperature: Positive = 1.0
+    softcap: Positive | None = None
     reduction: Literal["mean", "sum"] = "mean"
-    lora_rank: int | None = None
-    lora_alpha: float = 32.0
+    lora_rank: Count | None = None
+    lora_alpha: Positive = 32.0
     lora_targets: Literal["all", "attention", "mlp"] = "all"
-    learning_rate: float | None = None
-
-    def ranges(self) -> Ranges:
-        return {
-            "label_smoothing": (0 <= self.label_smoothing <= 1, "from 0 to 1"),
-            "z_loss": (0 <= self.z_loss < math.inf, "at least 0"),
-            "temperature": (0 < self.temperature < math.inf, "positive"),
-            "softcap": (self.softcap is None or 0 < self.softcap < math.inf, "positive"),
-            "lora_rank": (self.lora_rank is None or self.lora_rank >= 1, "at least 1"),
-            "lora_alpha": (0 < self.lora_alpha < math.inf, "positive"),
-            **super().ranges(),
-        }
+    learning_rate: Positive | None = None
 
     def check(self, mesh: Mesh | AbstractMesh) -> None:
         super().check(mesh)

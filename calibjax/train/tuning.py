@@ -1,9 +1,8 @@
 """What every way to fine-tune a model shares: options of the optimisation, and the run from first to last step."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,11 @@ from calibjax.data import batches, eval_batches
 from calibjax.models import decoder
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Count, Fraction, NonNegative, Positive, Range, check_options
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
 from calibjax.train.loop import Evaluation, train
 from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, TrainState, create_state
 from calibjax.train.step import CarryingObjective, Objective, make_train_step
-
-Ranges = dict[str, tuple[bool, str]]
-"""Of options: name -> whether its value is in range, and what was expected."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,52 +27,39 @@ class TuningOptions:
 
     Attributes:
         epochs: passes over the sequences.
-        batch_size: sequences a step.
-        accumulate: micro-batches a step.
-        optimizer: adamw, or adafactor, which keeps hardly any state.
-        learning_rate: peak; by default 2e-5.
+        batch_size: sequences per step.
+        accumulate: micro-batches per step.
+        optimizer: adamw, or adafactor, whose state is small.
+        learning_rate: peak learning rate; by default 2e-5.
         schedule: linear or cosine decay to 0, or constant.
-        warmup_fraction: of the steps.
-        weight_decay: decoupled.
-        clip_norm: largest norm of the gradient; None: no clipping.
-        remat: what of a block the backward pass computes anew: full, all but its matrix products (dots), or none.
-        validation_fraction: of the sequences, kept from training; the likelihood of their tokens is logged every epoch.
+        warmup_fraction: fraction of the steps in which the learning rate rises.
+        weight_decay: decoupled weight decay.
+        clip_norm: largest norm of the gradient; None: not clipped.
+        remat: what the backward pass recomputes of a block: all (full), all but its matrix products (dots), or none.
+        validation_fraction: fraction of the sequences kept from training; their likelihood is logged every epoch.
         checkpoint_every: steps between checkpoints.
     """
 
-    epochs: int = 2
-    batch_size: int = 16
-    accumulate: int = 1
+    epochs: Count = 2
+    batch_size: Count = 16
+    accumulate: Count = 1
     optimizer: OptimizerKind = "adamw"
-    learning_rate: float | None = None
+    learning_rate: Positive | None = None
     schedule: Schedule = "linear"
-    warmup_fraction: float = 0.03
-    weight_decay: float = 0.0
-    clip_norm: float | None = 1.0
+    warmup_fraction: Annotated[float, Range(0, 1, open="high")] = 0.03
+    weight_decay: NonNegative = 0.0
+    clip_norm: Positive | None = 1.0
     remat: decoder.Remat = "full"
-    validation_fraction: float = 0.05
-    checkpoint_every: int = 200
-
-    def ranges(self) -> Ranges:
-        """Every option whose range does not depend on the devices."""
-        left = self.batch_size % self.accumulate if self.accumulate >= 1 else 1
-        return {
-            "epochs": (self.epochs >= 1, "at least 1"),
-            "batch_size": (self.batch_size >= 1, "at least 1"),
-            "accumulate": (not left, f"a divisor of --batch-size {self.batch_size}"),
-            "learning_rate": (self.learning_rate is None or 0 < self.learning_rate < math.inf, "positive"),
-            "warmup_fraction": (0 <= self.warmup_fraction < 1, "at least 0 and below 1"),
-            "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0"),
-            "clip_norm": (self.clip_norm is None or self.clip_norm > 0, "positive"),
-            "validation_fraction": (0 < self.validation_fraction < 1, "between 0 and 1"),
-            "checkpoint_every": (self.checkpoint_every >= 1, "at least 1"),
-        }
+    validation_fraction: Fraction = 0.05
+    checkpoint_every: Count = 200
 
     def check(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises `UserError` where a value is out of range, or batches do not divide among the devices of `mesh`."""
-        for name, (right, expected) in self.ranges().items():
-            if not right:
-                raise UserError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}.")
+        check_options(self)
+        if self.batch_size % self.accumulate:
+            raise UserError(
+                f"--accumulate: expected a divisor of --batch-size {self.batch_size}, got {self.accumulate}."
+            )
         check_batch(mesh, self.batch_size, self.accumulate)
 
     @property

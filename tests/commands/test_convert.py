@@ -293,7 +293,7 @@ def test_generate(tmp_path, source, converted, capsys):
         *(
             (
                 ["generate", "--prompt", "w1", "--temperature", bad],
-                "temperature: expected 0 for the most likely token, or",
+                "temperature: expected ",
             )
             for bad in ("1e-300", "nan", "inf", "-1", "-inf")
         ),

@@ -293,7 +293,7 @@ def test_json_of_a_gpu_host_and_a_local_model(tmp_path, capsys):
     folder = write_model(tmp_path / "model")
     for weights in folder.glob("*.safetensors"):
         weights.unlink()
-    options = ["--objective", "sft", "--topology", "h100:4", "--batch", "8", "--seq", "16"]
+    options = ["--objective", "sft", "--topology", "h100:4", "--batch-size", "8", "--seq-len", "16"]
     found = plan(capsys, "--model", str(folder), *options, "--mesh", "data=4")
     config = json.loads((folder / "config.json").read_text())
     width, inner, layers = (config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
@@ -320,7 +320,7 @@ def test_json_of_what_cannot_fit(capsys):
 
 def test_without_the_compiler(monkeypatch, capsys):
     monkeypatch.setattr("calibjax.commands.plan.command.compiler_version", lambda: None)
-    assert main(["plan", "--model", "gpt2", "--topology", "v5e:2x2", "--batch", "4", "--seq", "64"]) == 0
+    assert main(["plan", "--model", "gpt2", "--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "From the shapes alone: the TPU compiler is not installed" in out
     assert "fits │ not known" in out
@@ -328,7 +328,18 @@ def test_without_the_compiler(monkeypatch, capsys):
 
 def test_suggest_tries_every_mesh_that_divides_the_batch(capsys):
     """12 windows: not on 8 along data and fsdp. Without the compiler the smallest part of the model is the best."""
-    options = ["--model", "gpt2", "--topology", "v5e:2x4", "--batch", "12", "--seq", "64", "--suggest", "--no-compile"]
+    options = [
+        "--model",
+        "gpt2",
+        "--topology",
+        "v5e:2x4",
+        "--batch-size",
+        "12",
+        "--seq-len",
+        "64",
+        "--suggest",
+        "--no-compile",
+    ]
     found = plan(capsys, *options)
     meshes = [tuple(int(part.split("=")[1]) for part in p["mesh"].split(",")) for p in found["plans"]]
     assert {math.prod(mesh) for mesh in meshes} == {8}
@@ -343,12 +354,15 @@ def test_suggest_tries_every_mesh_that_divides_the_batch(capsys):
         (["--mesh", "data=3,fsdp=2"], "--mesh data=3,fsdp=2: needs 6 devices, 16 were given"),
         (["--mesh", "rows=16"], "expected sizes of data, fsdp, tensor, such as data=2,fsdp=4, got 'rows=16'"),
         (["--model", "llama-9"], "--model llama-9: expected a directory with config.json, or one of gemma-2-2b"),
-        (["--batch", "24"], "--batch 24: expected a multiple of 16, the devices along data and fsdp"),
-        (["--batch", "32", "--accumulate", "4", "--objective", "sft"], "a multiple of 64, the devices along data and"),
+        (["--batch-size", "24"], "--batch-size 24: expected a multiple of 16, the devices along data and fsdp"),
+        (
+            ["--batch-size", "32", "--accumulate", "4", "--objective", "sft"],
+            "a multiple of 64, the devices along data and",
+        ),
         (["--topology", "v9:4x4"], "--topology v9:4x4: expected one of v5e, v5p"),
         (["--topology", "v5e:16,1"], "such as v5e:4x4"),
-        (["--seq", "200000"], "200000"),
-        (["--seq", "0"], "--seq: expected at least 1, got 0"),
+        (["--seq-len", "200000"], "200000"),
+        (["--seq-len", "0"], "--seq-len: expected at least 1, got 0"),
         (["--suggest", "--mesh", "fsdp=16"], "--suggest: it tries every mesh; leave --mesh out"),
         (["--lora-rank", "8", "--remat", "none"], "--remat, --lora-rank: --objective ats does not read it"),
         (["--objective", "sft", "--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),
@@ -376,7 +390,7 @@ def test_chips_are_plausible():
 
 @needs_compiler
 def test_unknown_slices_are_the_users_mistake(capsys):
-    assert main(["plan", "--model", "gpt2", "--topology", "v5e:3x5", "--batch", "15", "--seq", "64"]) == 2
+    assert main(["plan", "--model", "gpt2", "--topology", "v5e:3x5", "--batch-size", "15", "--seq-len", "64"]) == 2
     assert "libtpu has no such slice" in capsys.readouterr().err
 
 

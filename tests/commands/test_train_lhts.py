@@ -112,13 +112,13 @@ def test_accuracy_is_the_chance_of_the_right_one():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--temperatures", "0"], "--temperatures: expected positive numbers, at least one, got (0.0,)"),
+        (["--temperatures", "0"], "--temperatures: expected above 0, got 0.0"),
         (["--horizon", "0"], "--horizon: expected at least 1, got 0"),
         (["--kl-weight", "-1"], "--kl-weight: expected at least 0, got -1.0"),
         (["--samples", "1.5"], "--samples: expected from 0 to 1, got 1.5"),
         (["--quantiles", "1"], "--quantiles: expected at least 2, got 1"),
-        (["--myopic", "-1"], "--myopic: expected numbers of at least 0, got (-1.0,)"),
-        (["--text-prompt", "128"], "--text-prompt: expected 1 to 127, below --seq-len, got 128"),
+        (["--myopic", "-1"], "--myopic: expected at least 0, got -1.0"),
+        (["--text-prompt-tokens", "128"], "--text-prompt-tokens: expected less than --seq-len 128, got 128"),
         (["--batch-size", "12"], "does not divide among the 8 devices"),
     ],
 )
@@ -137,7 +137,19 @@ def test_command(tmp_path, capsys):
     source, data = write_model(tmp_path / "model"), write_text(tmp_path / "data.jsonl", rows=120, words=16)
     out = tmp_path / "out"
     options = ["--seq-len", "13", "--batch-size", "16", "--learning-rate", "0.01", "--epochs", "8", "--quiet"]
-    options += ["--temperatures", "0.4", "--samples", "1", "--texts", "12", "--text-prompt", "2", "--myopic", "1", "0"]
+    options += [
+        "--temperatures",
+        "0.4",
+        "--samples",
+        "1",
+        "--texts",
+        "12",
+        "--text-prompt-tokens",
+        "2",
+        "--myopic",
+        "1",
+        "0",
+    ]
     options += ["--analogies", str(write_analogies(tmp_path / "analogies.jsonl")), "--mesh", "data=8"]
     assert main(["train", "lhts", "--model", str(source), "--data", str(data), "--out", str(out), *options]) == 0
     printed = capsys.readouterr().out

@@ -17,11 +17,11 @@ from calibjax.train import load_head
 STEPS = 49  # 108 sequences to fit on, 10 kept back; 98 sequences, 3 epochs, batches of 6
 SHARED = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "3")
 OPTIONS = {
-    "ats": [*SHARED, "--loss", "auto", "--alpha", "0.1", "--head", "linear", "--learning-rate", "0.01"],
+    "ats": [*SHARED, "--loss", "auto", "--alpha", "0.1", "--head-kind", "linear", "--learning-rate", "0.01"],
     "sft": [*SHARED, "--learning-rate", "0.01", "--mesh", "data=1"],
     "lhts": [
         *(*SHARED, "--learning-rate", "0.01", "--mesh", "data=1", "--temperatures", "0.9", "0.5", "--samples", "0.5"),
-        *("--no-partition", "--texts", "6", "--text-prompt", "2", "--myopic", "1"),
+        *("--no-partition", "--texts", "6", "--text-prompt-tokens", "2", "--myopic", "1"),
     ],
 }
 

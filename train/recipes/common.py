@@ -10,11 +10,10 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import tyro
-
 from calibjax.cli import execute
 from calibjax.commands import train_sft
 from calibjax.commands.common import DataOptions
+from calibjax.commands.parser import parse
 from calibjax.train.sft import SftOptions
 
 DATA = {
@@ -58,7 +57,5 @@ def main(make: Callable[[str], train_sft.TrainSftOptions], description: str | No
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data_set", choices=DATA, help="to fine-tune on; options of `calibjax train sft` may follow")
     chosen, rest = parser.parse_known_args()
-    run = tyro.cli(
-        train_sft.TrainSftOptions, default=make(chosen.data_set), args=rest, config=(tyro.conf.OmitArgPrefixes,)
-    )
-    return execute(run, train_sft.run)
+    default = make(chosen.data_set)
+    return execute(parse(train_sft.TrainSftOptions, rest, prog=parser.prog, default=default), train_sft.run)

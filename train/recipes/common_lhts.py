@@ -9,13 +9,13 @@ sequence continues in the next one.
 None of these recipes has been run: they need a GPU and data from the hub.
 """
 
+import sys
 from pathlib import Path
-
-import tyro
 
 from calibjax.cli import execute
 from calibjax.commands import train_lhts
 from calibjax.commands.common import DataOptions
+from calibjax.commands.parser import parse
 from calibjax.train.lhts import LhtsOptions
 
 STEPS, BATCH, VALIDATION = 1_000, 512, 0.002
@@ -50,7 +50,7 @@ def recipe(model: str, *, accumulate: int) -> train_lhts.TrainLhtsOptions:
 
 def main(run: train_lhts.TrainLhtsOptions, description: str | None) -> int:
     """Runs a recipe; every option of `calibjax train lhts` may follow."""
-    chosen = tyro.cli(
-        train_lhts.TrainLhtsOptions, default=run, description=description, config=(tyro.conf.OmitArgPrefixes,)
+    options = parse(
+        train_lhts.TrainLhtsOptions, sys.argv[1:], prog=Path(sys.argv[0]).name, description=description, default=run
     )
-    return execute(chosen, train_lhts.run)
+    return execute(options, train_lhts.run)

@@ -1,4 +1,4 @@
-"""`calibjax plan`: parse, plan one mesh or all of them, print."""
+"""`calibjax plan`: memory and time of a step on one mesh, or on every mesh of a topology."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Column, Table
 
+from calibjax.commands.common import JsonOptions, ModelOptions
 from calibjax.commands.plan.chips import GIB, Topology, parse_topology
 from calibjax.commands.plan.program import Job, ObjectiveName
 from calibjax.commands.plan.result import plan_job
@@ -17,6 +18,7 @@ from calibjax.models.decoder import Remat
 from calibjax.models.families import config_from_hf
 from calibjax.models.shapes import SHAPES
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Count, Weight, check_options
 from calibjax.runtime.sharding import AXES, mesh_shape
 from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version
 from calibjax.train.options import AtsOptions
@@ -25,60 +27,58 @@ from calibjax.train.state import OptimizerKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Says whether a step fits on devices that need not be there, and what it costs.
+class PlanOptions(JsonOptions, ModelOptions):
+    """Reports whether a step fits on devices that need not be present, and its time at the least.
 
-    For TPUs the real step is compiled ahead of time, which needs no TPU but libtpu (pip install "jax[tpu]"), and
-    takes minutes for a large model. Without it, and for GPUs, what follows from the shapes is printed, and says so.
+    For TPUs the real step is compiled ahead of time. That needs libtpu (pip install "jax[tpu]") but no TPU, and takes
+    minutes for a large model. Without libtpu, and for GPUs, it reports what follows from the shapes alone.
 
     Attributes:
         model: name of a published model (docs/models.md), or a directory with config.json; no weights are read.
         objective: ats: fitting a head, without the cache of hidden states; sft: fine-tuning; eval: evaluation.
         topology: chip and number along each axis, such as v5e:4x4, v5p:2x2x2, v6e:4x4, h100:8.
-        batch: sequences a step.
-        seq: tokens a sequence.
+        batch_size: sequences per step.
+        seq_len: tokens per sequence.
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
         suggest: plan every mesh of the topology, and name the best that fits.
         dtype: compute dtype, and that of frozen weights; trained ones are float32.
-        remat: of sft: what of a block the backward pass computes anew.
-        accumulate: of sft: micro-batches a step.
+        remat: of sft: what the backward pass recomputes of a block.
+        accumulate: of sft: micro-batches per step.
         optimizer: of sft.
         label_smoothing: of sft.
-        lora_rank: of sft: train adapters of this rank, and none of the weights.
-        head: of ats and eval.
-        compile: --no-compile: only what follows from the shapes.
+        lora_rank: of sft: train adapters of this rank instead of the weights.
+        head_kind: of ats and eval: the head that gives a token its temperature.
+        compile: --no-compile reports what follows from the shapes alone.
         json: print one JSON document instead of tables.
     """
 
-    model: str
     topology: str
     objective: ObjectiveName = "ats"
-    batch: int = 64
-    seq: int = 1024
+    batch_size: Count = 64
+    seq_len: Count = 1024
     mesh: str | None = None
     suggest: bool = False
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     remat: Remat = "full"
-    accumulate: int = 1
+    accumulate: Count = 1
     optimizer: OptimizerKind = "adamw"
-    label_smoothing: float = 0.1
-    lora_rank: int | None = None
-    head: HeadKind = "mlp"
+    label_smoothing: Weight = 0.1
+    lora_rank: Count | None = None
+    head_kind: HeadKind = "mlp"
     compile: bool = True
-    json: bool = False
 
     def job(self, config: DecoderConfig, mesh: tuple[int, int, int]) -> Job:
         """The step on a mesh; not checked."""
         return Job(
             config=config,
             objective=self.objective,
-            batch=self.batch,
-            seq=self.seq,
+            batch=self.batch_size,
+            seq=self.seq_len,
             mesh=mesh,
             dtype=self.dtype,
-            ats=AtsOptions(head=self.head),
+            ats=AtsOptions(head=self.head_kind),
             sft=SftOptions(
-                batch_size=self.batch,
+                batch_size=self.batch_size,
                 accumulate=self.accumulate,
                 optimizer=self.optimizer,
                 label_smoothing=self.label_smoothing,
@@ -90,6 +90,7 @@ class PlanOptions:
 
 def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns the document that `--json` prints."""
+    check_options(options)
     topology = parse_topology(options.topology)
     config = _config(options.model)
     _check_options(options)
@@ -110,8 +111,8 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
                 log(reasons[-1])
     if not plans:
         raise UserError(reasons[0])
-    fields = ("model", "objective", "topology", "batch", "seq", "dtype")
-    document: dict[str, Any] = {name: getattr(options, name) for name in fields}
+    document: dict[str, Any] = {name: getattr(options, name) for name in ("model", "objective", "topology", "dtype")}
+    document |= {"batch": options.batch_size, "seq": options.seq_len}
     document |= {"devices": topology.devices, "libtpu": compiler}
     if options.suggest:
         fitting = [plan for plan in plans if plan["fits"] is not False]
@@ -130,7 +131,7 @@ _OF_SFT = ("remat", "accumulate", "optimizer", "label_smoothing", "lora_rank")
 def _check_options(options: PlanOptions) -> None:
     """Raises `UserError` for options that this objective does not read."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
-    unread = ("head",) if options.objective == "sft" else _OF_SFT
+    unread = ("head_kind",) if options.objective == "sft" else _OF_SFT
     given = [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name) != defaults[name]]
     if given:
         raise UserError(f"{', '.join(given)}: --objective {options.objective} does not read it; leave it out.")
@@ -182,8 +183,8 @@ def _cost(plan: dict[str, Any]) -> tuple[float, ...]:
 def _print(document: dict[str, Any], options: PlanOptions, topology: Topology) -> None:
     console = Console()
     console.print(
-        f"{options.model}, {options.objective}, {options.batch} x {options.seq} tokens a step, {options.dtype}, "
-        f"on {topology.devices} devices ({options.topology})"
+        f"{options.model}, {options.objective}, {options.batch_size} x {options.seq_len} tokens per step, "
+        f"{options.dtype}, on {topology.devices} devices ({options.topology})"
     )
     plans = document["plans"] if options.suggest else [document]
     if any(plan["compiled"] for plan in plans):

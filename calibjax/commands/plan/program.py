@@ -35,9 +35,9 @@ class Job:
     Attributes:
         config: of the model.
         objective: ats: the step that fits a head (of `--loss auto` the first, joint); sft: that of fine-tuning; eval: a
-            batch of evaluation, of the model as it is, with one temperature, and with a head.
-        batch: sequences a step.
-        seq: tokens a sequence.
+            batch of evaluation: of the base model, with temperature scaling, and with a head.
+        batch: sequences per step.
+        seq: tokens per sequence.
         mesh: devices along each of `sharding.AXES`.
         dtype: compute dtype, and that of frozen weights.
         ats: how the head is fitted; its `batch_size` is not read.
@@ -60,12 +60,12 @@ class Job:
     def check(self) -> None:
         """Raises `UserError` where the step could not run: options out of range, or a batch that does not divide."""
         if self.seq < 1:
-            raise UserError(f"--seq: expected at least 1, got {self.seq}.")
+            raise UserError(f"--seq-len: expected at least 1, got {self.seq}.")
         accumulate = self.sft.accumulate if self.objective == "sft" else 1
         rows = self.mesh[0] * self.mesh[1] * max(accumulate, 1)
         if self.batch < 1 or self.batch % rows:
             raise UserError(
-                f"--batch {self.batch}: expected a multiple of {rows}, the devices along data and fsdp"
+                f"--batch-size {self.batch}: expected a multiple of {rows}, the devices along data and fsdp"
                 f"{' times --accumulate' if accumulate > 1 else ''}."
             )
         check_context(self.seq, self.config.max_positions)

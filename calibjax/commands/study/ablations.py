@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from calibjax.commands.common import claim_directory, presentation
+from calibjax.commands.common import EvalDataOptions, claim_directory
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked, parameters_of
 from calibjax.data import split_sequences
 from calibjax.eval.compare.repeats import evaluate_repeats
@@ -21,7 +21,7 @@ class Ablation(NamedTuple):
         question: as it is printed.
         variants: name -> what is changed in `StudyOptions.variant`: of an MLP that reads the hidden state of each
             token, fitted by the joint loss, in all that is not named.
-        against: name -> name of the row it is compared with; the others with the single temperature.
+        against: name -> name of the row it is compared with; the others with temperature scaling.
     """
 
     question: str
@@ -78,19 +78,18 @@ ABLATIONS = {"pooling": _pooling(), "losses": _losses(), "alpha": _alpha(), "hea
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AblationOptions(StudyOptions):
-    """Fits every variant of a study on one set of text, with several seeds, and tests them on the part held out.
+class AblationOptions(EvalDataOptions, StudyOptions):
+    """Fits every variant of a study on one set of text, with several seeds, and evaluates them on held-out text.
 
-    Prints a table for each set, and leaves in --out: metrics.json, a figure for each set (PNG), and heads/. Beside the
-    variants stand the model as it is and a single temperature.
+    Prints a table for each set, with the base model and temperature scaling beside the variants, and writes to --out:
+    metrics.json, a figure for each set (PNG), and heads/.
 
     Attributes:
         data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id.
-        eval_data: further sets to test on: files, directories or hub ids.
     """
 
+    heading: ClassVar[str] = "data"
     data: str
-    eval_data: tuple[str, ...] = presentation(())
 
 
 def run(name: str, options: AblationOptions, log: Callable[[str], None] = print) -> dict[str, Any]:

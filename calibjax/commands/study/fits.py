@@ -5,13 +5,12 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from calibjax.commands.common import SCHEMA, BinningOptions, DataOptions, ModelOptions, presentation
+from calibjax.commands.common import SCHEMA, BinningOptions, DataOptions, DirectoryOptions, ModelOptions, presentation
 from calibjax.data import Sequences, check_context
 from calibjax.eval.report import print_study, write_study
 from calibjax.heads import FittedHead
@@ -28,33 +27,28 @@ from calibjax.train.options import make_plan
 from calibjax.train.temperature import fit_single_temperature
 
 SINGLE = "temperature"
-"""Name of the single temperature among the heads."""
+"""Name of temperature scaling among the heads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StudyOptions(BinningOptions, ModelOptions):
+class StudyOptions(BinningOptions, DirectoryOptions, ModelOptions):
     """What every study shares.
 
     Attributes:
         out: output directory; started again with the same options, a study fits only the heads that are missing.
         fit_fraction: fraction of the sequences, from the first, to fit on; the rest is held out.
-        seeds: number of seeds that every head is fitted with: they differ in its start and the order of the sequences.
+        seeds: number of seeds that each head is fitted with; a seed sets its start and the order of the sequences.
         epochs: passes over the sequences to fit on.
         batch_size: sequences per step.
         learning_rate: peak learning rate.
-        json: print metrics.json to standard output at the end, and nothing else there.
-        quiet: show no progress bars.
         text: how text becomes sequences.
     """
 
-    out: Path = presentation()
     fit_fraction: Fraction = 0.6
     seeds: Count = presentation(3)
     epochs: Count = 6
     batch_size: Count = 16
     learning_rate: Positive = 2e-3
-    json: bool = presentation(False)
-    quiet: bool = presentation(False)
     text: DataOptions = DataOptions()
 
     def variant(self, **changes: Any) -> AtsOptions:
@@ -63,7 +57,7 @@ class StudyOptions(BinningOptions, ModelOptions):
         return AtsOptions(**{"loss": "joint", "refit_temperature": False, **shared, **changes})
 
     def identity(self, command: str, sequences: Mapping[str, Sequences]) -> dict[str, Any]:
-        """What makes two studies the same: how heads are fitted, and the sequences; not the number of seeds."""
+        """Identity of a study: how heads are fitted, and the sequences; not the number of seeds."""
         hashes = {name: array_hash(fitted._asdict()) for name, fitted in sequences.items()}
         return {**run_identity(f"study {command}", self), "windows": hashes}
 
@@ -86,7 +80,7 @@ def fit_heads(
     seeds: int,
     context: RunContext,
 ) -> dict[str, list[FittedHead]]:
-    """Fits every variant with every seed on the same hidden states, which are computed once, and a single temperature.
+    """Fits every variant with every seed on the same hidden states, computed once, and temperature scaling.
 
     Args:
         lm: the frozen model.
@@ -139,7 +133,7 @@ def parameters_of(head: FittedHead) -> int:
 
 
 def finish_study(document: dict[str, Any], options: StudyOptions, log: Callable[[str], None]) -> dict[str, Any]:
-    """Adds what every study says of itself, writes metrics.json and the figures, and prints the tables."""
+    """Adds what every study reports of itself, writes metrics.json and the figures, and prints the tables."""
     unsaid = ("json", "quiet", "out")
     described = {name: value for name, value in dataclasses.asdict(options).items() if name not in unsaid}
     document = {"schema": SCHEMA, **document, "bins": options.bins, "closed": options.closed, "run": described}

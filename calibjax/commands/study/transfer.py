@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -47,9 +47,9 @@ _NAME = re.compile(r"[^\W_][\w .+-]{0,49}")  # of a directory, in any script, an
 class TransferOptions(StudyOptions):
     """Does a head that was fitted on one domain hold on another, and how far is it from one fitted there?
 
-    On every domain a single temperature and an ATS head (MLP on hidden states, joint loss, several seeds) are fitted,
-    and tested on the held-out sequences of all. All domains are cut to as many sequences as the smallest has. Prints
-    the matrices of NLL and ECE, and leaves in --out: metrics.json, transfer.png and heads/.
+    Fits temperature scaling and an ATS head (MLP on hidden states, joint loss, several seeds) on each domain and
+    evaluates them on the held-out sequences of all. All domains are cut to as many sequences as the smallest has.
+    Prints the matrices of NLL and ECE, and writes to --out: metrics.json, transfer.png and heads/.
 
     Attributes:
         domains: NAME=SOURCE each, a source being a file, directory or hub id. A name is of at most 50 letters, digits,
@@ -59,6 +59,7 @@ class TransferOptions(StudyOptions):
             every token of it is to be predicted; no multiple choice is made. All rows are read.
     """
 
+    heading: ClassVar[str] = "data"
     domains: tuple[str, ...] = ()
     mmlu: str | None = None
 

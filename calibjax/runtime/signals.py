@@ -1,0 +1,98 @@
+"""Ctrl-C and SIGTERM: a run ends so that it can be resumed.
+
+SIGTERM in training ends with a checkpoint of the current step. Ctrl-C ends at once; nothing is lost either, as a run
+resumes from its newest checkpoint whenever it was killed. Of several processes only one may get the signal, and they
+save together or not at all: there, both signals end the process as they would without this module.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C and SIGTERM: 128 and the number of the signal, as shells have it."""
+PATIENCE = 5.0
+"""Seconds that Ctrl-C leaves Python to unwind. Code of C++ that runs, or a callback, can hold the exception up."""
+
+
+class Terminated(BaseException):
+    """SIGTERM. No `Exception`, as `KeyboardInterrupt` is none: what handles failures must not handle it."""
+
+
+class _State:
+    handled = False
+    requested = False
+    in_step = False
+
+
+@contextlib.contextmanager
+def handled(on_interrupt: Callable[[], None]) -> Iterator[None]:
+    """Within it, SIGTERM raises `Terminated`, and Ctrl-C ends the process even where its exception is swallowed.
+
+    Args:
+        on_interrupt: called before a process ends that `KeyboardInterrupt` did not end within `PATIENCE` seconds, or at
+            a second Ctrl-C; in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread() or _State.handled:
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    watcher = threading.Thread(target=_watch, args=(reader, on_interrupt), daemon=True)
+    before = signal.signal(signal.SIGTERM, _on_terminate)
+    before_interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher.start()
+    _State.handled = True
+    try:
+        yield
+    finally:
+        _State.handled = _State.requested = False
+        signal.set_wakeup_fd(woken)
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, before_interrupt)
+        os.close(writer)  # ends the watcher
+        watcher.join()
+        os.close(reader)
+
+
+def _on_terminate(number: int, frame: Any) -> None:
+    _State.requested = True
+    if not _State.in_step:
+        raise Terminated
+
+
+def _watch(reader: int, on_interrupt: Callable[[], None]) -> None:
+    """Reads the signals' numbers, which C writes at once; Python's own handler waits for the main thread."""
+    while numbers := os.read(reader, 64):
+        if signal.SIGINT not in numbers:
+            continue
+        ready, _, _ = select.select([reader], [], [], PATIENCE)
+        if ready and not (more := os.read(reader, 64)):
+            return
+        elif ready and signal.SIGINT not in more:
+            continue
+        on_interrupt()
+        os._exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def finishing_steps() -> Iterator[Callable[[], bool]]:
+    """For a training loop: SIGTERM waits.
+
+    After each step the loop calls what this yields; where that returns True it saves and leaves the block, which raises
+    `Terminated`.
+    """
+    import jax  # here, so that Ctrl-C is handled while it is imported
+
+    _State.in_step = _State.handled and jax.process_count() == 1
+    try:
+        yield lambda: _State.in_step and _State.requested
+    finally:
+        _State.in_step = False
+    if _State.requested:
+        raise Terminated

@@ -1,0 +1,3 @@
+"""The version of calibjax; pyproject.toml reads it too."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,264 @@
+"""Options of all commands: their ranges, what the command line calls them, and what the help shows of them."""
+
+import dataclasses
+import importlib
+import math
+import re
+import typing
+from typing import Annotated
+
+import pytest
+
+from calibjax.cli import COMMANDS, main
+from calibjax.commands.common import begin
+from calibjax.commands.parser import list_options, parse
+from calibjax.commands.study.ablations import ABLATIONS
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Count, Range, check_options, named, run_identity
+
+UNUSED = {"--model": "nowhere", "--data": "nowhere", "--out": "nowhere", "--tasks": "nowhere", "--topology": "h100:1"}
+REQUIRED = ("--model", "x", "--data", "x", "--out", "x")
+BELOW_ZERO = {"--strengths", "--clip"}  # edits have a direction; a log-weight may be negative
+ZERO = {"--seed", "--process-id", "--shots"}
+"""Whole numbers that may be 0."""
+
+
+def options_of(command):
+    return getattr(importlib.import_module(f"calibjax.commands.{command.module}"), command.options)
+
+
+def numeric(annotation):
+    """int or float where an annotation has it, below unions, tuples and `Annotated`; None for other types."""
+    if annotation in (int, float):
+        return annotation
+    return next((kind for part in typing.get_args(annotation) if (kind := numeric(part))), None)
+
+
+NUMBERS = {
+    (options_of(command), option.path): (name, option, numeric(option.annotation))
+    for name, command in COMMANDS.items()
+    for option in list_options(options_of(command))
+    if numeric(option.annotation)
+}
+
+
+def test_no_number_is_missing():
+    names = {option.flag for _, option, _ in NUMBERS.values()}
+    assert {"--batch-size", "--seq-len", "--learning-rate", "--alpha", "--temperatures", "--heartbeat-timeout"} <= names
+    assert len(NUMBERS) > 100
+
+
+def with_value(options_type, path, value):
+    """Options with one value at `path`, and anything for those that are required."""
+    required = {
+        field.name: None
+        for field in dataclasses.fields(options_type)
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
+    options = options_type(**required)
+    name, *rest = path
+    inner = with_value(type(getattr(options, name)), rest, value) if rest else value
+    return dataclasses.replace(options, **{name: inner})
+
+
+@pytest.mark.parametrize(
+    ("options_type", "path"), NUMBERS, ids=lambda x: x.__name__ if isinstance(x, type) else ".".join(x)
+)
+def test_numbers_out_of_range(options_type, path):
+    """Each is refused with its name, and without a model; also where several values are given."""
+    _, option, kind = NUMBERS[options_type, path]
+    bad = [math.nan, -math.inf, *(() if option.flag == "--clip" else (math.inf,))]
+    if option.flag not in BELOW_ZERO:
+        bad.append(-1)
+    if kind is int:
+        bad += [10**30, *(() if option.flag in ZERO else (0,))]
+    for value in [(x,) if isinstance(option.default, tuple) else x for x in bad]:
+        options = with_value(options_type, path, value)
+        with pytest.raises(UserError, match=f"^{option.flag}: expected .*, got") as caught:
+            check_options(options)
+        assert "\n" not in str(caught.value)
+    check_options(with_value(options_type, path, option.default))
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if options_of(COMMANDS[name]) in {t for t, _ in NUMBERS}])
+def test_every_command_checks_before_it_works(name, capsys, tmp_path):
+    """The last number of each command, by its exit code: no model is there to be loaded."""
+    options_type = options_of(COMMANDS[name])
+    given = {o.flag: UNUSED.get(o.flag, "x") for o in list_options(options_type) if o.default is dataclasses.MISSING}
+    given |= {"--out": str(tmp_path / "out")} if "--out" in given else {}
+    last = [option for of_type, path in NUMBERS if of_type is options_type for option in (NUMBERS[of_type, path][1],)]
+    arguments = [*name.split(), *(word for pair in given.items() for word in pair), last[-1].flag, "nan"]
+    try:
+        code = main(arguments)
+    except SystemExit as caught:  # not a number of that kind
+        code = caught.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert re.fullmatch(f"error: {last[-1].flag}: expected .*\\.\n", error), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_name_and_one_kind_for_an_option():
+    """An option of a name takes the same kind of value in every command."""
+    kinds = {}
+    for command in COMMANDS.values():
+        for option in list_options(options_of(command)):
+            kinds.setdefault(option.flag, {})[option.path[-1]] = numeric(option.annotation)
+    mixed = {flag: of_flag for flag, of_flag in kinds.items() if len(set(of_flag.values())) > 1}
+    assert not mixed
+    assert not {"--batch", "--seq", "--text", "--options"} & kinds.keys()
+
+
+def test_options_have_help():
+    missing = [
+        (name, option.flag)
+        for name, command in COMMANDS.items()
+        for option in list_options(options_of(command))
+        if not option.help
+    ]
+    assert not missing
+
+
+def test_studies_are_commands():
+    assert [f"study {name}" for name in ABLATIONS] == [name for name in COMMANDS if name.startswith("study")][:-1]
+
+
+@pytest.mark.parametrize("command", ["train ats", "plan", "generate"])
+def test_help_at_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        main([*command.split(), "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "None" not in shown
+    assert "model options" in shown
+    assert "output options" in shown
+    if command == "train ats":
+        assert re.search(r"--epochs INT .*\(default: 6\)", shown)
+        assert [shown.index(f"{heading} options") for heading in ("model", "data", "method", "output", "device")] == (
+            sorted(shown.index(f"{heading} options") for heading in ("model", "data", "method", "output", "device"))
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian", "ats"], "calibjax has no command 'trian'; did you mean train?"),
+        (["train", "ast"], "calibjax has no command 'train ast'; did you mean ats?"),
+        (["--verison"], "calibjax has no command '--verison'; did you mean --version?"),
+        (["walk"], "calibjax has no command 'walk'; calibjax --help lists them."),
+        (["train", "ats", "--modle", "x"], "--modle: calibjax train ats has no such option; did you mean --model?"),
+        (["plan", "--batch", "8"], "--batch: calibjax plan has no such option; did you mean --batch-size?"),
+        (["train", "ats", "--head=mlp"], "--head: calibjax train ats has no such option; did you mean --head-kind?"),
+        (["train", "ats", *REQUIRED, "--epochs", "many"], "--epochs: expected a whole number, got 'many'."),
+        (["train", "ats", *REQUIRED, "--alpha", "a"], "--alpha: expected a number, got 'a'."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistyped(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_version(capsys):
+    import calibjax
+
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"calibjax {calibjax.__version__}\n"
+
+
+# --- the parser ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    """Inner.
+
+    Attributes:
+        depth: how deep.
+    """
+
+    depth: Count = 3
+    prompt: Count = named("prompt-tokens", 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Outer.
+
+    Attributes:
+        name: its name.
+    """
+
+    name: str
+    norm: float | None = 1.0
+    fast: bool | None = None
+    sizes: tuple[float, ...] = ()
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--name", "x"], Outer(name="x")),
+        (["--name", "x", "--depth", "7", "--prompt-tokens", "2"], Outer(name="x", inner=Inner(depth=7, prompt=2))),
+        (["--name=x", "--norm", "None", "--fast"], Outer(name="x", norm=None, fast=True)),
+        (["--name", "x", "--no-fast", "--norm", "-1e-3"], Outer(name="x", fast=False, norm=-1e-3)),
+        (["--name", "x", "--sizes", "1", "-2.5"], Outer(name="x", sizes=(1.0, -2.5))),
+    ],
+)
+def test_parse(args, expected):
+    assert parse(Outer, args, prog="test") == expected
+
+
+def test_parse_with_other_defaults():
+    default = Outer(name="y", norm=None, fast=True, inner=Inner(depth=9))
+    assert parse(Outer, [], prog="test", default=default) == default
+    assert parse(Outer, ["--no-fast", "--depth", "1"], prog="test", default=default) == (
+        dataclasses.replace(default, fast=False, inner=Inner(depth=1))
+    )
+
+
+def test_a_named_option_keeps_its_name_in_the_identity():
+    assert run_identity("test", Outer(name="x"))["inner"] == {"depth": 3, "prompt": 1}
+
+
+def test_own_checks_run_before_the_directory_is_claimed(tmp_path):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Refuses:
+        out: typing.Any = tmp_path / "out"
+
+        def check(self):
+            raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        begin("test", Refuses(), print)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("limits", "value", "expected"),
+    [
+        (Range(1, 2**31 - 1), 0, "at least 1"),
+        (Range(1, 2**31 - 1), 2**31, "at most 2147483647"),
+        (Range(0, open="low"), math.inf, "above 0, finite"),
+        (Range(), math.nan, "a finite number"),
+        (Range(infinite=True), -math.inf, "a number above -inf"),
+        (Range(0, 1), 2, "from 0 to 1"),
+    ],
+)
+def test_ranges_in_words(limits, value, expected):
+    assert not limits.holds(value)
+    assert limits.expected(value) == expected
+
+
+def test_infinity_only_where_it_is_allowed():
+    assert Range(infinite=True).holds(math.inf)
+    assert not Range().holds(math.inf)
+    assert not Range(0, 1, open="both").holds(1)
+    assert numeric(Annotated[float, Range()] | None) is float

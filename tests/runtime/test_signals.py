@@ -1,0 +1,146 @@
+"""Ctrl-C and SIGTERM: exit codes, the command that resumes, and what a run keeps."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import write_model, write_text
+
+from calibjax.runtime import signals
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*command, script=None):
+    """A process of its own, with pipes."""
+    run = [sys.executable, "-c", script] if script else [sys.executable, "-m", "calibjax", *map(str, command)]
+    return subprocess.Popen(
+        run,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "XLA_FLAGS": ""},  # one device
+    )
+
+
+def wait_for(process, condition, seconds=240):
+    for _ in range(10 * seconds):
+        if condition():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    raise AssertionError("timed out")
+
+
+IMPORTS = """
+import hashlib, sys, time
+from calibjax import cli
+def load(name):
+    print("loading", flush=True)
+    {work}
+cli.importlib.import_module = load
+sys.exit(cli.main(["convert", "--model", "a b", "--out", "c"]))
+"""
+
+
+SWALLOW = """while True:
+        try: time.sleep(60)
+        except BaseException: pass"""
+
+
+@pytest.mark.parametrize(
+    ("work", "number", "code"),
+    [
+        ("time.sleep(60)", signal.SIGINT, 130),
+        ("time.sleep(60)", signal.SIGTERM, 143),
+        (f"cli.signals.PATIENCE = 0.1\n    {SWALLOW}", signal.SIGINT, 130),
+        ("cli.signals.PATIENCE = 0.1; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)", signal.SIGINT, 130),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "Ctrl-C swallowed", "Ctrl-C in C"],
+)
+def test_signals_before_a_run(work, number, code):
+    """While the command is imported, also where the exception is swallowed, or C does not return to Python."""
+    with start(script=IMPORTS.format(work=work)) as process:
+        assert process.stdout.readline() == "loading\n"
+        time.sleep(0.2)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
+    assert error == f"\nstopped by {name}; to resume: calibjax convert --model 'a b' --out c\n"
+    assert process.returncode == code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_in_training(tmp_path, number, code):
+    """The line that is printed resumes the run, SIGTERM keeps the step it came in, and the head is that of one run."""
+    write_model(tmp_path / "model")
+    write_text(tmp_path / "data.jsonl", rows=60, words=16)
+    options = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", 13, "--full-sequences"]
+    options += ["--loss", "joint", "--batch-size", 8, "--epochs", 400, "--checkpoint-every", 10_000]
+    log = tmp_path / "out" / "fit"
+    with start("train", "ats", *options, "--out", tmp_path / "out", "--quiet") as process:
+        wait_for(process, lambda: any(file.stat().st_size for file in log.rglob("train.jsonl")))
+        process.send_signal(number)
+        _, error = process.communicate(timeout=120)
+    assert process.returncode == code, error
+    lines = error.strip().splitlines()
+    assert len(lines) == 1
+    resume = re.fullmatch(
+        rf"stopped by (Ctrl-C|SIGTERM); to resume: calibjax (train ats .* --out {tmp_path}/out .*)", lines[0]
+    )
+    assert resume
+    kept = [int(step.name) for step in log.rglob("checkpoints/*") if step.name.isdigit()]
+    assert bool(kept) == (number == signal.SIGTERM)
+    if number == signal.SIGTERM:
+        with start(*resume[2].split()) as process:
+            _, error = process.communicate(timeout=400)
+        assert process.returncode == 0, error
+        with start("train", "ats", *options, "--out", tmp_path / "whole", "--quiet") as process:
+            assert process.wait(timeout=400) == 0
+        heads = [json.loads((tmp_path / name / "metrics.json").read_text())["held_out"] for name in ("out", "whole")]
+        assert heads[0] == heads[1]
+
+
+def terminated_in_a_step():
+    with signals.handled(lambda: None), signals.finishing_steps() as stop_requested:
+        assert not stop_requested()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop_requested()
+
+
+def test_sigterm_waits_for_a_step():
+    for _ in range(2):  # the first one is forgotten
+        with pytest.raises(signals.Terminated):
+            terminated_in_a_step()
+
+
+def test_handlers_are_given_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with signals.handled(lambda: None), signals.handled(lambda: None):
+        assert signal.getsignal(signal.SIGTERM) is not before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_handled_in_another_thread_does_nothing():
+    import threading
+
+    seen = []
+
+    def work():
+        with signals.handled(lambda: None):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
