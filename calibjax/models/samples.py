@@ -50,9 +50,11 @@ def sample_sequences(
     context = context or RunContext()
     count, length = sequences.tokens.shape
     if not 1 <= prompt <= length:
-        raise UserError(f"--prompt: expected 1 to {length}, the inputs of a sequence, got {prompt}.")
+        raise UserError(f"--prompt-tokens: expected 1 to {length}, the sequences' inputs, got {prompt}.")
     if (sequences.segment_ids[:, prompt - 1] != 1).any():
-        raise UserError(f"--prompt {prompt}: the first text of some sequences is shorter; give a smaller number.")
+        raise UserError(
+            f"--prompt-tokens {prompt}: some sequences begin with fewer tokens of a text; give a smaller number."
+        )
     stops = default_stop_tokens(lm)
     tokens = np.empty((count, length + 1), np.int32)
     tokens[:, :prompt] = sequences.tokens[:, :prompt]
