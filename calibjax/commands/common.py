@@ -189,10 +189,7 @@ class DataOptions:
         split: str | None = None,
         column_optional: bool = False,
     ) -> Sequences:
-        """Makes sequences of a source and logs a description.
-
-        With `column_optional`, `text_column` is ignored in a source without such a column.
-        """
+        """Reads a source and logs what it gave; arguments as `load_sequences`'."""
         rows = read_source(source, split=split, rows=self.rows)
         sequences, description = load_sequences(
             rows,

@@ -111,7 +111,7 @@ def sums_of_index(
     return CalibrationSums(*(high for high, _ in jax.lax.scan(add, zeros, pieces)[0]))
 
 
-def _two_sum(high: Array, low: Array, x: Array) -> tuple[Array, Array]:
+def _two_sum(high: Any, low: Any, x: Any) -> tuple[Array, Array]:
     total = high + x
     of_x = total - high
     finite = jnp.isfinite(total)  # an infinite sum has no low part

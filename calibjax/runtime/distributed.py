@@ -19,19 +19,19 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """Devices of a command. All processes of a job have the same options except --process-id.
+    """Which devices a command runs on. Every process of a job is started with the same options but for --process-id.
 
     Attributes:
         mesh: devices along each axis, such as data=2,fsdp=4; by default all devices along fsdp.
-        distributed: join the other processes of the job, found in the environment of Cloud TPU, SLURM, Open MPI or
-            Kubernetes. Elsewhere set the next three options.
-        coordinator: host and a free port of process 0, such as 10.0.0.1:1234.
-        processes: number of processes.
+        distributed: join the other processes of the job, as Cloud TPU, SLURM, Open MPI or Kubernetes name them in the
+            environment; elsewhere give the next three.
+        coordinator: host and port of process 0, such as 10.0.0.1:1234; the port is any that is free there.
+        processes: number of processes of the job.
         process_id: number of this process, from 0.
-        heartbeat_timeout: seconds without a heartbeat of a process after which all of them exit.
-        cudnn_attention: on NVIDIA GPUs, use cuDNN attention for bfloat16 and float16 models, which does not store its
-            logits. Experimental; without XLA_FLAGS=--xla_gpu_deterministic_ops=true fine-tuning does not resume
-            bit-identically.
+        heartbeat_timeout: seconds after which all processes end when one of them does not answer.
+        cudnn_attention: on NVIDIA GPUs, attention of bfloat16 and float16 models by cuDNN, which does not hold its
+            logits. Experimental; without XLA_FLAGS=--xla_gpu_deterministic_ops=true fine-tuning does not resume with
+            the same bits.
     """
 
     heading: ClassVar[str] = "device"
