@@ -3,7 +3,7 @@
 github.com/AndyShih12/LongHorizonTemperatureScaling, commit 5c4c39d: OpenWebText cut to 1,024 tokens, 1,000 steps of 512
 texts, rate 1e-4 after 500 steps of warm-up, weight decay 0.001, gradients clipped at norm 1, T = 0.9, mode `official`.
 Differences: here weight decay is on biases and norms too; the gradient that is clipped is that of the mean over the 512
-texts, there that of their sum; running means are updated by micro-batch, there by text; and a text longer than a
+texts, there that of their sum; running means are updated by a micro-batch, there by a text; and a text longer than a
 sequence continues in the next one.
 
 None of these recipes has been run: they need a GPU and data from the hub.
