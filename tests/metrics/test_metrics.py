@@ -212,3 +212,9 @@ def test_many_groups_keep_every_token():
     np.testing.assert_array_equal(many.count, 257.0 * 2**16)
     ece = metrics.summarise(sums)["ece"]
     assert_within(ece, (2**24 - 1) / 2**24 * 0.5 + 1 / 2**24, 1e-15, "ECE")
+
+
+def test_percentiles_beside_an_infinity():
+    values = np.append(np.arange(100.0), np.inf)
+    np.testing.assert_allclose(metrics.percentile_interval(values, 0.9), (5, 95))
+    assert metrics.percentile_interval(values, 0.999)[1] == np.inf

@@ -63,7 +63,8 @@ def fitted(name):
 
 @functools.cache
 def applied(name):
-    return jax.jit(METHODS[name].apply)
+    # As users compile it: without optimisations, scores of 1,000 (separable data) are rounded twice, differently.
+    return jax.jit(METHODS[name].apply, compiler_options={"xla_backend_optimization_level": 3})
 
 
 def probabilities(name, state, data):
@@ -77,8 +78,7 @@ def probabilities(name, state, data):
     if method.gives == "log_probs":
         assert out.shape == (len(out), len(data.logits[0]) if data.logits is not None else len(data.unembedding))
         out = np.exp(out)
-        # Scores of separable data reach 1,000, and each is rounded at its size.
-        assert_within(out.sum(axis=1), np.ones(len(out)), 64 * EPS * max(10, out.shape[1] ** 0.5), "sum")
+        assert_within(out.sum(axis=1), np.ones(len(out)), 20 * EPS * max(10, out.shape[1] ** 0.5), "sum")
     else:
         assert out.shape == data.confidence.shape
     assert out.min() >= 0, name
