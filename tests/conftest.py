@@ -34,6 +34,31 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+TESTS = Path(__file__).parent
+FAST = (
+    *("data", "losses/test_bounds.py", "losses/test_long_horizon.py", "metrics/test_metrics.py"),
+    *("metrics/test_goldens.py", "models/test_shapes.py", "nn/test_blocks.py", "recalibrate/test_temperature.py"),
+    *("runtime/test_files.py", "train/test_loop.py", "test_layout.py"),
+)
+"""What `-m fast` runs: files and folders that touch every room and cost a second or few."""
+
+
+def is_fast(path: Path) -> bool:
+    return any(path == TESTS / name or TESTS / name in path.parents for name in FAST)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The others are not even imported: that alone takes ten seconds."""
+    unwanted = collection_path.name.startswith("test_") and not is_fast(collection_path)
+    return True if config.option.markexpr == "fast" and unwanted else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_fast(item.path) and not item.get_closest_marker("slow"):
+            item.add_marker("fast")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
         for file in Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).glob("*"):

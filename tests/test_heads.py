@@ -430,3 +430,9 @@ def test_log_factor_is_added_to_every_token():
     assert_within(a, log_scale(config, params, hidden, unembedding, WHERE, SEGMENTS), 8 * EPS)
     assert b.dtype == np.float32
     assert_within(b, a - 0.25, 2 * EPS)
+
+
+def test_the_refitted_factor_is_added_to_the_log_scale():
+    config = config_of("constant")
+    head = FittedHead(config, {"log_scale": jnp.float32(0.2)}, 0.3, "")
+    np.testing.assert_allclose(head.log_scale(*inputs()), 0.5, rtol=1e-6)

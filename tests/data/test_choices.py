@@ -54,6 +54,8 @@ def test_questions_that_are_too_long_are_counted_and_some_are_drawn():
     assert asked.too_long == 1
     np.testing.assert_array_equal(asked.sequences.source, [0, 2])
     assert asked.sequences.tokens.shape[1] <= 45
+    width = asked.sequences.tokens.shape[1]
+    assert choice_sequences(ROWS, tokenizer, width).too_long == 1, "a question of exactly so many tokens fits"
     drawn = [choice_sequences(ROWS, tokenizer, 200, limit=1, seed=seed).sequences.source.tolist() for seed in range(20)]
     assert {rows[0] for rows in drawn} == {0, 1, 2}
     assert drawn[0] == choice_sequences(ROWS, tokenizer, 200, limit=1, seed=0).sequences.source.tolist()

@@ -136,6 +136,7 @@ def test_layers_command(runs):
     assert page.count('role="img"') == 3
 
 
+@pytest.mark.slow
 def test_layers_of_questions():
     """MMLU, letters only, on a model whose tokenizer has neither capitals nor a colon."""
     model, data = model_path("craftgpt-5M"), data_path("mmlu/mmlu.jsonl.gz")

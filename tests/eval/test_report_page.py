@@ -73,9 +73,15 @@ def clean():
     return Parsed(page(runs(str)))
 
 
-def test_every_string_is_text(clean):
-    payload = "".join(PAYLOADS)
-    hostile = Parsed(page(runs(lambda name: name + payload)))
+@pytest.fixture(scope="module")
+def hostile():
+    made = runs(lambda name: name + "".join(PAYLOADS))
+    made[0].tokens["windows"][0][1] |= {"temperature": math.nan, "entropy": [math.nan, 1.0]}
+    return page(made)
+
+
+def test_every_string_is_text(clean, hostile):
+    payload, hostile = "".join(PAYLOADS), Parsed(hostile)
     # Ticks of a drawing move with the width of its texts: of those, only the kinds are compared.
     assert [e for e in hostile.elements if not e[2]] == [e for e in clean.elements if not e[2]]
     drawn, drawn_clean = (
@@ -174,12 +180,10 @@ def test_html_is_made_in_one_place():
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium")
-def test_nothing_runs_in_a_browser(tmp_path):
+def test_nothing_runs_in_a_browser(tmp_path, hostile):
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    hostile = runs(lambda name: name + "".join(PAYLOADS))
-    hostile[0].tokens["windows"][0][1] |= {"temperature": math.nan, "entropy": [math.nan, 1.0]}
     file = tmp_path / "report.html"
-    file.write_text(page(hostile), encoding="utf-8")
+    file.write_text(hostile, encoding="utf-8")
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         tab = browser.new_page()

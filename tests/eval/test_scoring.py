@@ -25,7 +25,7 @@ LM = make_lm(num_layers=2)
 
 def random_head(kind, **options):
     config = HeadConfig(kind=kind, hidden_size=LM.config.hidden_size, identity_start=False, **options)
-    return FittedHead(config, config.init(jax.random.key(3)), 0.3, LM.fingerprint)
+    return FittedHead(config, jax.jit(config.init)(jax.random.key(3)), 0.3, LM.fingerprint)
 
 
 HEADS = {

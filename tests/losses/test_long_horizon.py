@@ -139,6 +139,15 @@ def test_weights_are_those_of_the_definition(form, horizon):
     assert (expected[where] > 0).all()
 
 
+@pytest.mark.parametrize("form", ["next_token", "suffix"])
+def test_no_gradient_flows_through_the_weights(form):
+    log_p = jnp.log(jnp.linspace(0.1, 0.9, 10)).reshape(2, 5)
+    objective = Horizon(form=form, baseline="none")
+    baseline = jnp.zeros(5)
+    gradient = jax.grad(lambda x: weights_of(x, TEMPERATURE, objective, baseline=baseline).sum())(log_p)
+    np.testing.assert_array_equal(gradient, 0.0)
+
+
 def test_official_weights_are_those_of_the_authors_formula():
     """config_gpt2.yaml and model_gpt2.py at 5c4c39d: (1/T − 1) times the sum of 8 centred scores, at most 3."""
     rng = np.random.default_rng(0)

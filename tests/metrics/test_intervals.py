@@ -12,7 +12,7 @@ from calibjax import metrics
 from calibjax.metrics import CalibrationSums
 from calibjax.metrics.errors import Norm
 
-DRAWS, POINTS, BINS = 50, 2000, 15
+DRAWS, POINTS, BINS = 100, 2000, 15
 FROM_SUMS = {"l1": metrics.ece_from_sums, "l2": metrics.rmsce_from_sums, "max": metrics.mce_from_sums}
 
 
@@ -102,7 +102,7 @@ def hard_sums(rng):
 @pytest.mark.parametrize("norm", FROM_SUMS)
 def test_the_estimate_is_inside(norm):
     rng = np.random.default_rng(1)
-    for _ in range(30):
+    for _ in range(60):
         sums = hard_sums(rng)
         found = metrics.error_interval(sums, norm=norm, resamples=20)
         whole = CalibrationSums(*(x.sum(axis=0) for x in sums))

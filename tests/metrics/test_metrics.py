@@ -112,6 +112,9 @@ def test_masks_and_empty_bins():
     assert_within(sums.nll, -np.log(confidence[where].astype(np.float64) + 0.5).sum(), 60 * EPS, "nll")
     brier = ((confidence[where].astype(np.float64) - correct[where]) ** 2).mean()
     assert_within(brier_score(dirty, correct, where=where), brier, 20 * EPS, "Brier")
+    # Certain and wrong: an infinite loss, where it counts.
+    one_counts = metrics.negative_log_likelihood(np.float32([1, 0.5]), np.array([0, 1]), where=np.array([False, True]))
+    assert_within(one_counts, np.log(2), 20 * EPS, "log loss")
 
     one_bin = errors(np.full(4, 0.95, np.float32), np.array([1, 1, 1, 0]), 10, "right")  # nine bins empty
     for name in ERRORS:
@@ -209,3 +212,9 @@ def test_many_groups_keep_every_token():
     np.testing.assert_array_equal(many.count, 257.0 * 2**16)
     ece = metrics.summarise(sums)["ece"]
     assert_within(ece, (2**24 - 1) / 2**24 * 0.5 + 1 / 2**24, 1e-15, "ECE")
+
+
+def test_percentiles_beside_an_infinity():
+    values = np.append(np.arange(100.0), np.inf)
+    np.testing.assert_allclose(metrics.percentile_interval(values, 0.9), (5, 95))
+    assert metrics.percentile_interval(values, 0.999)[1] == np.inf

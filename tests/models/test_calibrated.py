@@ -21,7 +21,7 @@ ALL = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
 
 def random_head(kind="mlp", lm=LM, log_factor=0.0, **options):
     config = HeadConfig(kind=kind, hidden_size=WIDTH, identity_start=False, **options)
-    return FittedHead(config, config.init(jax.random.key(2)), log_factor, lm.fingerprint)
+    return FittedHead(config, jax.jit(config.init)(jax.random.key(2)), log_factor, lm.fingerprint)
 
 
 HEADS = {
