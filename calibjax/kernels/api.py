@@ -115,6 +115,16 @@ def vocab_stats(
     """
     hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
     targets = None if targets is None else jnp.asarray(host_indices(targets))
+    if sharding is not None and sharding.explicit_axes:
+        options = {"softcap": softcap, "ignore_index": ignore_index, "statistics": statistics, **execution}
+
+        def run(sharding: VocabSharding, arrays: tuple[Any, ...]) -> VocabStats:
+            hidden, unembedding, targets, scale, bias, where = arrays
+            tokens = {"scale": scale, "bias": bias, "where": where}
+            return vocab_stats(hidden, unembedding, targets, sharding=sharding, **tokens, **options)
+
+        arrays = (hidden, unembedding, targets, scale, bias, where)
+        return sharded.in_auto_axes(sharding, run, arrays, sharded.leading_spec(hidden))
     arrays = (hidden, unembedding, targets, bias, where)
     dispatch = prepare(arrays, softcap, statistics, sharding, execution)
     call, shapes = dispatch.call(), dispatch.shapes

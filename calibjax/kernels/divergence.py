@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from calibjax.kernels.chunked import choose_chunk_size, fold, rows
 from calibjax.kernels.contract import Inputs
-from calibjax.kernels.sharded import VocabSharding, sum_over_vocab
+from calibjax.kernels.sharded import VocabSharding, in_auto_axes, leading_spec, sum_over_vocab
 from calibjax.kernels.softcap import softcapped
 
 
@@ -43,6 +43,14 @@ def kl_divergences(
     Raises:
         ValueError: the unembedding cannot be divided among the devices of `sharding`.
     """
+    if sharding is not None and sharding.explicit_axes:
+
+        def run(sharding: VocabSharding, arrays: tuple[Array, ...]) -> Array:
+            names = ("hidden", "others", "unembedding", "log_normalizer", "other_log_normalizers", "bias")
+            return kl_divergences(**dict(zip(names, arrays, strict=True)), softcap=softcap, sharding=sharding)
+
+        arrays = (hidden, others, unembedding, log_normalizer, other_log_normalizers, bias)
+        return in_auto_axes(sharding, run, arrays, (None, *leading_spec(hidden)))
     count, shape = others.shape[0], hidden.shape[:-1]
     states = jnp.concatenate([hidden[None], others]).reshape(count + 1, -1, hidden.shape[-1]).swapaxes(0, 1)
     normalizer = log_normalizer.reshape(-1)

@@ -36,21 +36,20 @@ def statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
     z = softcapped(z, call.options.softcap)
     finite = jnp.maximum(z, FLOOR)  # a bias of −inf removes an entry: p = 0, and 0·z = 0
     scaled = scale[:, None].astype(dtype) * finite
-    largest = jax.lax.stop_gradient(jnp.max(finite, axis=-1, keepdims=True))
-    beyond = jnp.isinf(scale[:, None].astype(dtype) * largest)  # beyond the range of the dtype only differences count
-    scaled = jnp.where(beyond, scale[:, None].astype(dtype) * (finite - largest), scaled)
     p = jax.nn.softmax(scaled, axis=-1)
     expected = jnp.sum(p * finite, axis=-1)
-    root = float(jnp.finfo(dtype).max) ** 0.5  # whose square is finite: 0 times it is 0
+    variance = jax.lax.stop_gradient(jnp.sum(p * (finite - expected[:, None]) ** 2, axis=-1))
+    # NaN of finite logits: s·z, its rounding or the square of z exceeds the dtype; the largest has all the probability.
+    largest = jax.lax.stop_gradient(jnp.max(finite, axis=-1))
+    expected = jnp.where(jnp.isnan(expected) & jnp.isfinite(largest), largest, expected)
+    variance = jnp.where(jnp.isnan(variance) & jnp.isfinite(largest), 0.0, variance)
     everything = {
-        "log_normalizer": jnp.where(beyond[:, 0], jnp.inf * jnp.sign(largest[:, 0]), jax.nn.logsumexp(scaled, axis=-1)),
+        "log_normalizer": jax.nn.logsumexp(scaled, axis=-1),
         "mean_logit": jnp.mean(z, axis=-1),
         "max_logit": jnp.max(z, axis=-1),
         "argmax": jnp.argmax(z, axis=-1).astype(jnp.int32),
         "expected_logit": expected,
-        "logit_variance": jax.lax.stop_gradient(
-            jnp.sum(p * jnp.clip(finite - expected[:, None], -root, root) ** 2, -1)
-        ),
+        "logit_variance": variance,
     }
     if targets is not None:
         everything["target_logit"] = jnp.take_along_axis(z, targets[:, None], axis=-1)[:, 0]

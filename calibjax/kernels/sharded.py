@@ -13,6 +13,7 @@ shards, for N local tokens:
 dW and db stay where their part of the vocabulary is; over the token axes they are summed once, in float32.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -21,7 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -51,7 +52,7 @@ class VocabSharding:
     not count, and every device takes the last V mod S rows of W besides its V // S.
 
     Attributes:
-        mesh: of devices, or abstract; its axes of type Auto.
+        mesh: of devices, or abstract. Results over axes of type Explicit are sharded as the hidden states are.
         tokens: axes over which the tokens N are split.
         vocab: axes over which the rows of `unembedding` (and the bias) are split.
         width: axes among `tokens` over which the columns of `unembedding`, its D, are stored split too, as in fully
@@ -60,7 +61,7 @@ class VocabSharding:
             computing with a piece takes longer than receiving it, and W is never whole on a device. D must divide.
 
     Raises:
-        ValueError: for axes that the mesh does not have, that have two uses, or whose type is Explicit.
+        ValueError: for axes that the mesh does not have, or that have two uses.
 
     Example:
         >>> import jax, numpy as np
@@ -83,14 +84,18 @@ class VocabSharding:
         faults += [f"axis {axis!r} used twice" for axis in sorted(set(used)) if used.count(axis) > 1]
         faults += [f"width axis {axis!r} not among the tokens'" for axis in self.width if axis not in self.tokens]
         faults += [f"width axis {axis!r} used twice" for axis in set(self.width) if self.width.count(axis) > 1]
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        faults += [f"axis {axis!r} of type Explicit" for axis in used if types.get(axis) is AxisType.Explicit]
         if faults:
             raise ValueError(
-                f"VocabSharding: {'; '.join(faults)}. Expected axes of type Auto of the mesh {dict(self.mesh.shape)}, "
+                f"VocabSharding: {'; '.join(faults)}. Expected axes of the mesh {dict(self.mesh.shape)}, "
                 f"each for tokens or for vocab, and width among those for tokens; got tokens={self.tokens}, "
                 f"vocab={self.vocab}, width={self.width}."
             )
+
+    @property
+    def explicit_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh with type Explicit; `in_auto_axes` takes them."""
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return tuple(axis for axis, kind in types if kind is AxisType.Explicit)
 
     def without_trivial_axes(self) -> "VocabSharding":
         """The same without axes of one device, over which there is nothing to sum or gather."""
@@ -119,6 +124,28 @@ class VocabSharding:
         parts += [("vocabulary", self.vocab, vocab_size // self.count(self.vocab))]
         text = "; ".join(f"{what} over {', '.join(axes)}: {self.count(axes)} x {n}" for what, axes, n in parts if axes)
         return text + (f"; D stored over {', '.join(self.width)}" if self.width else "")
+
+
+def in_auto_axes(
+    sharding: VocabSharding, function: Callable[[VocabSharding, Any], Any], arrays: Any, leading: tuple[Any, ...]
+) -> Any:
+    """`function(sharding, arrays)` with the explicit axes of the mesh as axes of type Auto, over which XLA shards.
+
+    The axes of the results that follow those of `leading` are whole on every device.
+    """
+    mesh, axes = sharding.mesh, sharding.explicit_axes
+    sharding = dataclasses.replace(sharding, mesh=mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names)))
+    run = jax.sharding.auto_axes(
+        functools.partial(function, sharding), axes=axes, out_sharding=NamedSharding(mesh, P(*leading))
+    )
+    in_context = jax.sharding.get_abstract_mesh().axis_names
+    with contextlib.nullcontext() if in_context else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return run(arrays)
+
+
+def leading_spec(hidden: Array) -> tuple[Any, ...]:
+    """The mesh axes, of type Explicit, over which the axes of `hidden` but for the last are sharded."""
+    return tuple(jax.typeof(hidden).sharding.spec)[: hidden.ndim - 1]
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import FLOATS, assert_within, f64
 
-from calibjax.kernels import VocabSharding, sharded, vocab_stats
+from calibjax.kernels import VocabSharding, kl_divergences, linear_cross_entropy, sharded, vocab_stats
 from calibjax.runtime.sharding import make_mesh
 
 INPUTS = ("hidden", "unembedding", "bias", "scale")
@@ -102,8 +102,12 @@ def test_options_that_change_only_the_cost(name, options):
 
 @pytest.mark.parametrize("name", ["2x2x2", "stored along D", *map(slow, ["1x1x8", "vocabulary over two axes"])])
 def test_sizes_that_do_not_divide(name):
-    inputs = problem(vocab=803, tokens=61)
-    assert_same(evaluate(SHARDINGS[name](), *inputs), evaluate(None, *inputs), 1e-6)
+    """Targets and a largest logit lie in the rows that are left, too."""
+    hidden, unembedding, bias, scale, targets = problem(vocab=803, tokens=61)
+    inputs = hidden, unembedding.at[802].set(hidden[5]), bias, scale, targets.at[1:4].set(jnp.array([800, 801, 802]))
+    want = evaluate(None, *inputs)
+    assert want[0].argmax[5] == 802
+    assert_same(evaluate(SHARDINGS[name](), *inputs), want, 1e-6)
 
 
 def test_bfloat16():
@@ -222,10 +226,37 @@ def test_errors_teach(axes, message):
         sharding((2, 2, 2), **axes)
 
 
-def test_explicit_axes_are_refused():
-    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
-    with pytest.raises(ValueError, match="axis 'data' of type Explicit; axis 'tensor' of type Explicit"):
-        VocabSharding(mesh, tokens=("data",))
+@pytest.mark.parametrize("placed", [True, False])
+def test_axes_of_type_explicit(placed):
+    """The numbers of one device, and results and gradients sharded as the arrays of the user are."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 3)
+    hidden, unembedding, bias, scale, targets = problem(vocab=803, tokens=64)
+    hidden, targets, scale = (x.reshape(4, 16, *x.shape[1:]) for x in (hidden, targets, scale))
+    if placed:
+        rows = NamedSharding(mesh, P(("data", "fsdp")))
+        hidden, targets, scale = (jax.device_put(x, rows) for x in (hidden, targets, scale))
+
+    def run(split, hidden, unembedding, scale):
+        def loss(h, w, s):
+            got = vocab_stats(h, w, targets, bias=bias, scale=s, sharding=split, chunk_size=200)
+            mean = linear_cross_entropy(h, w, targets, bias=bias, scale=s, sharding=split, reduction="mean")
+            lse = got.log_normalizer
+            kl = kl_divergences(
+                h, h[None], w, log_normalizer=lse, other_log_normalizers=lse[None], bias=bias, sharding=split
+            )
+            return mean + jnp.mean(got.entropy()), (got.argmax, got.expected_logit, kl)
+
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, unembedding, scale)
+
+    got = jax.jit(functools.partial(run, VocabSharding(mesh)))(hidden, unembedding, scale)
+    plain = [np.asarray(x) for x in (hidden, unembedding, scale)]
+    targets = np.asarray(targets)
+    want = jax.jit(functools.partial(run, None))(*plain)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_within(x, y, 1e-5 * (1 + np.abs(y).max()))
+    if placed:
+        for x in (got[0][1][0], got[1][0], got[1][2]):
+            assert tuple(x.sharding.spec)[:2] == (("data", "fsdp"), None)
 
 
 def test_shapes_that_cannot_be_split():
