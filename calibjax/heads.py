@@ -49,7 +49,7 @@ def _output_log_scale(
     where: Bool[Array, "B T"] | None,
     segment_ids: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
-    """The last layer of every head that reads features: F -> 1, pooled if asked, clipped."""
+    """The last layer of every head that reads features: F -> 1, pooled over sequences on request, clipped."""
     if identity_start:
         kernel_init = bias_init = nn.initializers.zeros
     else:

@@ -301,7 +301,7 @@ def z_loss(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 
 
 def confidence_penalty(stats: VocabStats, weight: float, *, where: Mask = None) -> Float[Array, "..."]:
-    """−log q_y − λ H(q): cross-entropy less λ times the entropy in nats (Pereyra et al. 2017, eq. 1).
+    """−log q_y − λ H(q): cross-entropy minus λ times the entropy, in nats (Pereyra et al. 2017, eq. 1).
 
     Args:
         stats: with `log_normalizer`, `target_logit`, `expected_logit`.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _IDENTITY = HeadConfig(kind="constant", hidden_size=1)
-# Prompts are padded to a multiple of this, so that those of similar lengths share a program.
+# Prompts are padded to a multiple of this, so that those of similar lengths use one program.
 _PROMPT_COLUMNS = 32
 TEMPERATURES = (1e-4, 1e4)
 """Of draws, the least and the largest: float32 holds a logit divided by either."""

@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 def sample_agreement(
     answers: Int[Array, "N S"], where: Bool[Array, "N S"] | None = None
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
-    """The answer that most samples gave, and the share of samples that gave it (Wang et al. 2023; Lyu et al. 2025).
+    """The answer that most samples gave, and the fraction of samples that gave it (Wang et al. 2023; Lyu et al. 2025).
 
-    The share is a confidence as any other: recalibrate it with the methods that read `Predictions.confidence`.
+    The fraction is a confidence like any other: recalibrate it with the methods that read `Predictions.confidence`.
 
     Args:
         answers: of each of N questions, S sampled answers as integers: equal answers, equal numbers.
@@ -34,5 +34,5 @@ def sample_agreement(
         best = jnp.argmax(votes)
         return own[best], votes[best] / jnp.maximum(jnp.sum(mask), 1)
 
-    answer, share = jax.lax.map(one, (answers, counts))
-    return answer.astype(jnp.int32), share.astype(jnp.float32)
+    answer, fraction = jax.lax.map(one, (answers, counts))
+    return answer.astype(jnp.int32), fraction.astype(jnp.float32)

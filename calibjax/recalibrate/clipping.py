@@ -41,7 +41,7 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, accuracy_loss: fl
     Args:
         data: with `features`, `unembedding`, `labels`.
         where: bool `[N]`, False for rows that do not count.
-        accuracy_loss: share of the predictions, >= 0.
+        accuracy_loss: fraction of the predictions, >= 0.
 
     Returns:
         `ClippingState`; `report.converged` is False where the smallest c tried was the best.

@@ -17,7 +17,7 @@ class Predictions(NamedTuple):
         labels: int `[N]`, the true class in [0, K).
         confidence: `[N]` in [0, 1], the probability that a prediction is right, as the model gives it: of the most
             likely token, of an answer, spoken, or the agreement of samples (`sample_agreement`).
-        correct: `[N]` in [0, 1]: right (1) or wrong (0), or the share of attempts that were right, c/n, of a prompt
+        correct: `[N]` in [0, 1]: right (1) or wrong (0), or the fraction of attempts that were right, c/n, of a prompt
             that was tried n times (the model's capability on it).
         features: `[N, D]`, hidden states.
         unembedding: `[K, D]`: features @ unembedding.T are the logits.
@@ -58,7 +58,7 @@ class Method(NamedTuple):
     Attributes:
         fit: `fit(data: Predictions, where=None, **options) -> state`, on the host; `where` bool `[N]` leaves rows out.
             A state is a NamedTuple of arrays with a field `report`.
-        apply: `apply(state, data: Predictions) -> Array`, pure and jittable. It gives what `gives` says.
+        apply: `apply(state, data: Predictions) -> Array`, pure and jittable; what it returns is in `gives`.
         fit_reads: the fields of `Predictions` that `fit` needs.
         apply_reads: those that `apply` needs.
         gives: "log_probs": float32 `[N, K]`; "confidence": float32 `[N]`.

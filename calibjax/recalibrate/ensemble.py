@@ -1,4 +1,4 @@
-"""Ensemble temperature scaling: the tempered prediction, the prediction as it is, and the uniform one, mixed."""
+"""Ensemble temperature scaling: a mixture of the tempered, the uncalibrated and the uniform prediction."""
 
 from typing import NamedTuple
 

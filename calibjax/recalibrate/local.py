@@ -23,7 +23,7 @@ class LocalState(NamedTuple):
 
 
 def fit(data: Predictions, where: np.ndarray | None = None, *, bandwidth: float = 0.2, bins: int = 15) -> LocalState:
-    """Local recalibration, LoRe (Luo et al. 2022, section 4): a weighted share of right predictions in the same bin.
+    """Local recalibration, LoRe (Luo et al. 2022, section 4): a weighted fraction of right predictions in the same bin.
 
     q(x) = Σ_i k(x, x_i) y_i / Σ_i k(x, x_i) over the calibration predictions i whose confidence lies in the bin of x's,
     with the Laplacian kernel k(x, x') = exp(−‖φ(x) − φ(x')‖₁ / (D γ)). Features φ are divided by their standard
@@ -65,7 +65,7 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, bandwidth: float 
 
 
 def apply(state: LocalState, data: Predictions) -> Float[Array, " N"]:
-    """q(x) of every prediction; its confidence as it is where no calibration prediction lies in its bin."""
+    """q(x) of every prediction; its own confidence where no calibration prediction lies in its bin."""
     confidence = jnp.asarray(data.confidence, jnp.float32)
     features = jnp.asarray(data.features, jnp.float32) / state.deviation[None, :]
     own_bin = jnp.searchsorted(jnp.asarray(state.edges), confidence)

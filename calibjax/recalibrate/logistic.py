@@ -89,13 +89,13 @@ def _odds_loss(params, rows, clip):
 
 
 def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> OddsState:
-    """A single temperature where only the confidence is known: σ(log(c/(1 − c))/T).
+    """Temperature scaling where only the confidence is known: σ(log(c/(1 − c))/T).
 
     Temperature scaling (Guo et al. 2017, section 4.2) of the two logits 0 and log(c/(1 − c)): Platt scaling with a
-    positive slope and no intercept. A confidence of one half stays as it is. 1/T is kept within e⁻⁶ and 16.
+    positive slope and no intercept. A confidence of one half is unchanged. 1/T is kept within e⁻⁶ and 16.
 
     Args:
-        data: with `confidence`, `correct` (a share of attempts counts as that many right and wrong ones).
+        data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
         where: bool `[N]`, False for rows that do not count.
         clip: ε in [2⁻²⁴, 0.5): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None: 2⁻²⁴, or where there
             is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the calibration data are most likely.
@@ -138,7 +138,7 @@ def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float
     more mistakes: then the ranking is turned round.
 
     Args:
-        data: with `confidence`, `correct` (a share of attempts counts as that many right and wrong ones).
+        data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
         where: bool `[N]`, False for rows that do not count.
         clip: ε in [2⁻²⁴, 0.5): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None: 2⁻²⁴, or where there
             is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the calibration data are most likely.
@@ -181,7 +181,7 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
     monotone. a and b are kept below 16, m within ±16.
 
     Args:
-        data: with `confidence`, `correct` (a share of attempts counts as that many right and wrong ones).
+        data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
         where: bool `[N]`, False for rows that do not count.
         clip: ε in [2⁻²⁴, 0.5): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None: 2⁻²⁴, or where there
             is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the calibration data are most likely.

@@ -89,7 +89,7 @@ def _look_up(state: BinState, confidence: Array) -> Array:
 
 
 def fit_histogram(data: Predictions, where: np.ndarray | None = None, *, bins: int = 15) -> BinState:
-    """Histogram binning: the share of right predictions in each of `bins` bins of equal counts.
+    """Histogram binning: the fraction of right predictions in each of `bins` bins of equal counts.
 
     Zadrozny and Elkan 2001, section 3; Guo et al. 2017, section 4.1. Not monotone.
 

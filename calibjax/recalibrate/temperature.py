@@ -1,4 +1,4 @@
-"""One temperature for all tokens, fitted exactly: from statistics batch by batch, or from logits."""
+"""Temperature scaling: one temperature for all tokens, from statistics batch by batch or from logits."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 
 
 class TemperatureFit(NamedTuple):
-    """The scalar that minimises the negative log-likelihood, and how sure one can be of it.
+    """The scalar that minimises the negative log-likelihood, and its standard error.
 
     Attributes:
         log_scale: log s; temperature T = exp(−log_scale).

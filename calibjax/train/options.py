@@ -1,4 +1,4 @@
-"""How an ATS head is fitted: what the user says, the recipes, and the plan that they make together."""
+"""How an ATS head is fitted: the options, the recipes, and the plan that follows from both."""
 
 import dataclasses
 import math
