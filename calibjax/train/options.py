@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from calibjax.heads import MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Fraction, NonNegative, Positive, Range, Weight, check_options, named
+from calibjax.runtime.options import Count, Fraction, NonNegative, Positive, Range, check_options, named
 from calibjax.train.hidden_cache import CacheMode
 from calibjax.train.state import OptimizerConfig
 
@@ -58,7 +58,7 @@ class AtsOptions:
     random_start: bool | None = None
     normalize: bool | None = None
     loss: LossName | None = None
-    alpha: Weight | None = None
+    alpha: NonNegative | None = None
     top_label_weight: NonNegative = 1.0
     refit_temperature: bool | None = None
     validation_fraction: Fraction = 0.1
@@ -179,6 +179,8 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         raise UserError(
             f"--accumulate: expected a divisor of --batch-size {recipe.batch_size}, got {recipe.accumulate}."
         )
+    if options.alpha is not None and options.alpha > 1:
+        raise UserError(f"--alpha: expected from 0 to 1, got {options.alpha}.")
     if options.alpha is not None and recipe.loss in ("joint", "cross-entropy"):
         raise UserError(f"--alpha: --loss {recipe.loss} has no such weight; leave it out, or choose another loss.")
     asked = {

@@ -20,7 +20,8 @@ from tiny import (
 )
 
 from calibjax.cli import main
-from calibjax.commands.study.ablations import ABLATIONS, fits
+from calibjax.commands.study import fits
+from calibjax.commands.study.ablations import ABLATIONS
 from calibjax.commands.study.transfer import SUBJECTS, answered_questions
 from calibjax.commands.train_ats import fit_ats
 from calibjax.data import Rows
