@@ -59,7 +59,6 @@ class TrainSftOptions(BinningOptions, OutputOptions, EvalDataOptions, TextOption
 def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train sft", options, log)
-    options.sft.check(context.mesh)
     adapters = options.sft.lora is not None
     compute = jnp.dtype(options.dtype)
     stored = compute if adapters else jnp.dtype("float32")
