@@ -261,7 +261,7 @@ def load_placed(
 def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
     """Checks the options of a command, makes its mesh and claims its output directory.
 
-    Options are checked by their ranges, then by their own `check`, where they have one.
+    Options are checked by their ranges, then by their own `check` and those of the groups in them, where there is one.
 
     Raises:
         UserError: an option is out of range, or the directory holds something else.
@@ -270,6 +270,9 @@ def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
     if hasattr(options, "check"):
         options.check()
     mesh = options.devices.make_mesh() if hasattr(options, "devices") else make_mesh(devices=jax.devices()[:1])
+    for group in vars(options).values():
+        if hasattr(group, "check"):  # of training: whether batches divide among the devices
+            group.check(mesh)
     if options.out is not None:
         claim_directory(options.out, run_identity(command, options))
     return RunContext(directory=options.out, mesh=mesh, seed=options.seed, log=log, progress=not options.quiet)

@@ -79,7 +79,7 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
     def check(self) -> None:
         """Raises `UserError` unless there is a model with its text, or else a table."""
         if (self.model is None) != (self.data is None) or (self.table is None) == (self.model is None):
-            raise UserError("expected either --model and --data, or --table.")
+            raise UserError("give either --model and --data, or --table.")
 
 
 class _Material(NamedTuple):

@@ -87,7 +87,6 @@ class TrainLhtsOptions(OutputOptions, TextOptions, ModelOptions):
 def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train lhts", options, log)
-    options.lhts.check(context.mesh)
     base = load_placed(options.model, context.mesh, options.dtype, stored=jnp.float32, log=log)
     check_context(options.text.seq_len, base.config.max_positions)
     assert base.path is not None

@@ -30,17 +30,22 @@ class Range:
         below = value < self.high if self.open in ("high", "both") else value <= self.high
         return above and below and (self.infinite or math.isfinite(value))
 
-    def expected(self, value: float) -> str:
-        """The range in words, for a value outside it."""
+    def __str__(self) -> str:
         low = f"{'above' if self.open in ('low', 'both') else 'at least'} {self.low:.12g}"
         high = f"{'below' if self.open in ('high', 'both') else 'at most'} {self.high:.12g}"
         if math.isinf(self.low) and math.isinf(self.high):
             return "a number above -inf" if self.infinite else "a finite number"
-        if math.isinf(self.high):
-            return low if math.isfinite(value) else f"{low}, finite"
-        if self.high == INT_MAX:
-            return low if value < self.low else high
+        if self.high >= INT_MAX:
+            return low
         return f"{low} and {high}" if self.open else f"from {self.low:.12g} to {self.high:.12g}"
+
+    def expected(self, value: float) -> str:
+        """The range in words, for a value outside it."""
+        if self.high == INT_MAX and value > self.high:
+            return f"at most {INT_MAX}"
+        return (
+            f"{self}, finite" if math.isinf(value) and math.isinf(self.high) and math.isfinite(self.low) else f"{self}"
+        )
 
 
 INT_MAX = 2**31 - 1

@@ -63,7 +63,7 @@ class AtsOptions:
     random_start: bool | None = None
     normalize: bool | None = None
     loss: LossName | None = None
-    alpha: Annotated[float, Range()] | None = None
+    alpha: NonNegative | None = None
     top_label_weight: NonNegative = 1.0
     refit_temperature: bool | None = None
     validation_fraction: Fraction = 0.1

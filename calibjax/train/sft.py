@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from calibjax.models.frozen import vocab_sharding
 from calibjax.models.lora import LoraConfig
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count, NonNegative, Positive, Range, Weight, options_identity
+from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count, NonNegative, Positive, Weight, options_identity
 from calibjax.runtime.sharding import param_shardings
 from calibjax.train.hidden_cache import array_hash
 from calibjax.train.options import checked_alpha
@@ -51,7 +51,7 @@ class SftOptions(TuningOptions):
     """
 
     loss: SftLossName = dataclasses.field(default="label-smoothing", metadata=IDENTITY_IF_CHANGED)
-    alpha: Annotated[float, Range()] | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
+    alpha: NonNegative | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
     label_smoothing: Weight = 0.1
     z_loss: NonNegative = 0.0
     temperature: Positive = 1.0

@@ -382,7 +382,7 @@ def test_the_row_of_a_long_file_is_named(tmp_path, name, value, message):
         *(
             (
                 ["--model", "x", "--data", "y", "--fit-fraction", bad],
-                "--fit-fraction: expected a number between 0 and 1",
+                "--fit-fraction: expected above 0 and below 1",
             )
             for bad in ("nan", "0", "1", "inf", "-0.5")
         ),

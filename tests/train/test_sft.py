@@ -228,7 +228,7 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--temperature", "0"], "--temperature: expected positive, got 0.0"),
+        (["--temperature", "0"], "--temperature: expected above 0, got 0.0"),
         (["--label-smoothing", "1.1"], "--label-smoothing: expected from 0 to 1, got 1.1"),
         (["--batch-size", "12", "--accumulate", "5"], "--accumulate: expected a divisor of --batch-size 12, got 5"),
         (["--mesh", "data=3"], "needs 3 devices, 8 were given"),
