@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 # Before transformers and tokenizers are imported by anything: they read these once.
@@ -19,7 +19,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from calibjax.runtime import signals
 from calibjax.runtime.version import __version__
 
-Run = Callable[..., dict[str, Any]]
+Run = Callable[..., Mapping[str, Any]]
 
 
 class Command(NamedTuple):

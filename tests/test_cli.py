@@ -278,9 +278,9 @@ def test_finished_run_again(done, made, capsys):
     assert (out / "head" / "head.json").read_text() == head
     lines = printed.out.strip().splitlines()
     assert lines[-1].startswith(f"results in {out}: ")
-    assert any(line.startswith(("ATS is truer", "WARNING: ATS is worse")) for line in lines)
+    assert any(line.startswith(("ATS is better calibrated", "WARNING: ATS is worse")) for line in lines)
     assert any("transfer to other" in line for line in lines)
-    for name in ("uncalibrated", "single temperature", "ATS"):
+    for name in ("uncalibrated", "temperature scaling", "ATS"):
         assert sum(f"│ {name} " in line for line in lines) == 2
 
 

@@ -90,7 +90,7 @@ def run_one(study: Study, model: str, trained_on: str, beta: float | None) -> di
     save_head(directory / "head", fitted.head, notes=fitted.report)
     results = evaluate(lm, {"held_out": held_out, "train": train, **transfer}, fitted, plan, context)
     document = ats_document(lm, results, fitted, {})
-    figures = {"held out": document["held_out"], **document["transfer"]}
+    figures = {"held out": document["held_out"], **document.get("transfer", {})}
     result = {
         "sft": report,
         "sets": {

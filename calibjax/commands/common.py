@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -14,6 +14,8 @@ from jax.typing import DTypeLike
 
 from calibjax.data import Sequences, load_sequences, read_source
 from calibjax.eval.report import print_report, write_report
+from calibjax.eval.report.schema import SCHEMA as SCHEMA
+from calibjax.eval.report.schema import Document
 from calibjax.models import LanguageModel, load_model
 from calibjax.nn.attention import cudnn_attention, cudnn_takes
 from calibjax.runtime.context import RunContext
@@ -24,9 +26,6 @@ from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, Ran
 from calibjax.runtime.sharding import describe_mesh, make_mesh
 
 Work = TypeVar("Work", bound=Callable[..., Any])
-
-SCHEMA = 1
-"""Version of metrics.json."""
 
 
 def presentation(default: Any = dataclasses.MISSING) -> Any:
@@ -343,7 +342,7 @@ def _set_name(source: str, sources: tuple[str, ...]) -> str:
 HEAD = "head/ (for calibjax.load_head)"
 
 
-def finish(document: Mapping[str, Any], out: Path, *, holds: str = HEAD, show: bool = True) -> None:
+def finish(document: Document, out: Path, *, holds: str = HEAD, show: bool = True) -> None:
     """Writes metrics.json, then what is drawn from it; `show` prints the tables and, last, where the files are.
 
     `holds` names what else the run left in `out`. Of several processes the first does it.

@@ -4,7 +4,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +31,7 @@ from calibjax.eval.compare.contenders import (
     with_confidence,
 )
 from calibjax.eval.compare.results import SortKey, comparison_json, print_comparison
+from calibjax.eval.report.schema import CompareDocument
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
@@ -95,7 +96,7 @@ class _Material(NamedTuple):
     title: str
 
 
-def run(options: CompareOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: CompareOptions, log: Callable[[str], None] = print) -> CompareDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     names = _method_names(options.methods)
     context = begin("compare", options, log)
@@ -114,7 +115,7 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> dict[str
         seed=options.seed,
         sort=options.sort,
     )
-    document: dict[str, Any] = {
+    document: CompareDocument = {
         "schema": SCHEMA,
         "held_out": {
             "tokens": len(material.base.confidence),
@@ -131,7 +132,7 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> dict[str
     if options.out is not None:
         finish(document, options.out, show=False)
     if not options.json:
-        print_comparison(document["held_out"], options.sort, material.title)
+        print_comparison(document["held_out"], material.title)
         if options.out is not None:
             print(f"results in {options.out}: report.html, metrics.json, reliability.png")
     return document

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -35,12 +35,14 @@ from calibjax.eval.layers.directions import (
     choose_edit,
     choose_sets,
     find_directions,
+    fit_figures,
     null_space,
     sweep,
 )
 from calibjax.eval.layers.layers import evaluate_layers, layers_json, make_readout
 from calibjax.eval.layers.neurons import entropy_neurons
 from calibjax.eval.report import print_report
+from calibjax.eval.report.schema import Difference, DirectionRow, HeldOutFigures, LayersDocument
 from calibjax.eval.tasks.subjects import subject_rows
 from calibjax.eval.tokens import row_json
 from calibjax.models import LanguageModel
@@ -97,7 +99,7 @@ class _Material(NamedTuple):
 
 
 @on_devices
-def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> LayersDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("eval layers", options, log)
     check_batch(context.mesh, options.batch_size)
@@ -124,7 +126,7 @@ def _analyse(
     swept: tuple[int, ...],
     material: _Material,
     context: RunContext,
-) -> dict[str, Any]:
+) -> LayersDocument:
     fit, held_out = material.halves
     counts = [int(half.where.sum()) for half in material.halves]
     context.log(f"split: {counts[0]:,} {material.unit} to find a direction and an edit on, {counts[1]:,} held out")
@@ -153,8 +155,8 @@ def _analyse(
         for name, sums in (("uncalibrated", before), ("edited", after))
         if name == "uncalibrated" or chosen.layer
     }
-    shares = space.share(directions.vectors)
-    rows = [
+    shares = space.fraction(directions.vectors)
+    rows: list[DirectionRow] = [
         {"layer": index + 1, "gap": float(gap), "length": float(length), "null_space_share": float(share)}
         for index, (gap, length, share) in enumerate(zip(directions.gap, directions.length, shares, strict=True))
     ]
@@ -168,23 +170,24 @@ def _analyse(
             "counts": list(directions.counts),
             "expected_share": space.expected,
             "rows": rows,
-            "chosen": chosen._asdict(),
-            "difference": difference._asdict(),
+            "chosen": {"layer": chosen.layer, "strength": chosen.strength},
+            "difference": cast(Difference, difference._asdict()),
         },
         "sweep": [
             {
-                **edit._asdict(),
-                "fit": metrics.summarise(sums),
+                "layer": edit.layer,
+                "strength": edit.strength,
+                "fit": fit_figures(sums),
                 "held_out": _with_intervals(on_held_out[edit], options.seed),
             }
             for edit, sums in on_fit.items()
         ],
-        "neurons": [neuron._asdict() for neuron in neurons],
+        "neurons": [neuron.to_json() for neuron in neurons],
         "run": {**run_identity("eval layers", options), "base_fingerprint": lm.fingerprint},
     }
 
 
-def _with_intervals(sums: metrics.CalibrationSums, seed: int) -> dict[str, dict[str, float]]:
+def _with_intervals(sums: metrics.CalibrationSums, seed: int) -> HeldOutFigures:
     values = metrics.summarise(sums)
     statistics = {
         "ece": metrics.ece_from_sums,
@@ -192,7 +195,7 @@ def _with_intervals(sums: metrics.CalibrationSums, seed: int) -> dict[str, dict[
         "accuracy": lambda s: s.whole()[2] / s.whole()[0],
         "confidence": lambda s: s.whole()[1] / s.whole()[0],
     }
-    out = {}
+    out: Any = {}
     for name, statistic in statistics.items():
         low, high = metrics.bootstrap_interval(sums, statistic, seed=seed)
         out[name] = {"value": values[name], "low": low, "high": high}

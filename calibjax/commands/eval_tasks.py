@@ -24,6 +24,7 @@ from calibjax.commands.common import (
 from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfidence
 from calibjax.eval.answers.judges import STRING_MATCH, find_judge
 from calibjax.eval.report import print_report
+from calibjax.eval.report.schema import TasksDocument
 from calibjax.eval.tasks.local_data import assets_folder
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
@@ -112,7 +113,7 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
 
 
 @on_devices
-def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     names = tuple(dict.fromkeys(name for part in options.tasks for name in part.split(",") if name))
     try:
@@ -270,7 +271,7 @@ def _document(
     tasks: Mapping[str, _Task],
     hows: "Mapping[str, How]",
     answers: Mapping[str, "Answers"],
-) -> dict[str, Any]:
+) -> TasksDocument:
     from calibjax.eval.tasks.evaluate import Answers
     from calibjax.eval.tasks.results import answers_json, subjects_json
 

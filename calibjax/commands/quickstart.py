@@ -15,6 +15,7 @@ from calibjax.commands.common import OutputOptions, begin, finish, presentation
 from calibjax.commands.train_ats import ats_document, evaluate, fit_ats
 from calibjax.data import Sequences, batches
 from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample, true_probabilities
+from calibjax.eval.report.schema import TokensDocument
 from calibjax.kernels import vocab_stats
 from calibjax.models import DecoderConfig, LanguageModel, hidden_states, init_params, unembedding
 from calibjax.runtime.context import RunContext
@@ -65,7 +66,7 @@ class LanguageModelObjective:
         return jnp.sum(losses.cross_entropy(stats)), jnp.sum(stats.valid).astype(jnp.float32)
 
 
-def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> TokensDocument:
     """Runs the command; returns the contents of metrics.json."""
     context = begin("quickstart", options, log)
     language_key, *sample_keys = jax.random.split(jax.random.key(options.seed), 4)

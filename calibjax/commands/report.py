@@ -1,16 +1,16 @@
 """`calibjax report`: draws the report of a run again, or one of several runs, from their metrics.json."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from calibjax.commands.common import SCHEMA, JsonOptions
+from calibjax.commands.common import JsonOptions
 from calibjax.eval.compare.results import print_comparison
 from calibjax.eval.report import Run, print_report, save_report
+from calibjax.eval.report.schema import read_metrics, read_tokens
 from calibjax.runtime.errors import UserError
 
 
@@ -49,8 +49,8 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
             if len(runs) > 1:
                 print(f"\n{loaded.name}")
             held_out = loaded.document["held_out"]
-            if "reference" in held_out:
-                print_comparison(held_out, held_out["sort"], f"{loaded.name}, held out")
+            if "sort" in held_out:
+                print_comparison(held_out, f"{loaded.name}, held out")
             else:
                 print_report(loaded.document)
         print(f"report in {out}: {', '.join(files)}")
@@ -58,22 +58,10 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
 
 
 def _load(directory: Path, name: str) -> Run:
-    file = directory / "metrics.json"
+    file, tokens = directory / "metrics.json", directory / "tokens.json"
     if not file.is_file():
         raise UserError(f"{directory}: expected the directory of a finished run, with metrics.json; found none.")
-    document, tokens = _read(file), directory / "tokens.json"
-    if isinstance(document, dict) and "study" in document:
-        raise UserError(f"{directory} is a study: its figures are there, and its command prints its tables again.")
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA or "held_out" not in document:
-        raise UserError(f"{file}: expected metrics of schema {SCHEMA} with held-out figures. Run it again.")
-    return Run(name, document, _read(tokens) if tokens.is_file() else None)
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is not readable ({error}).") from error
+    return Run(name, read_metrics(file), read_tokens(tokens) if tokens.is_file() else None)
 
 
 def _names(directories: tuple[Path, ...]) -> list[str]:

@@ -21,6 +21,7 @@ from calibjax.commands.common import (
     presentation,
 )
 from calibjax.data import Sequences, check_context, split_sequences
+from calibjax.eval.report.schema import TokensDocument
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead
@@ -80,7 +81,7 @@ class AtsFit(NamedTuple):
 
 
 @on_devices
-def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> TokensDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train ats", options, log)
     lm = load_placed(options.model, context.mesh, options.dtype, log=log)
@@ -191,10 +192,10 @@ def ats_document(
     fitted: AtsFit,
     identity: dict[str, Any],
     **options: Any,
-) -> dict[str, Any]:
+) -> TokensDocument:
     """The contents of metrics.json; options as `results_json`'s."""
     figures = {name: results_json(of_set, **options) for name, of_set in results.items()}
-    document: dict[str, Any] = {
+    document: TokensDocument = {
         "schema": SCHEMA,
         "held_out": figures.pop("held_out"),
         "run": {**identity, "fit": fitted.report, "base_fingerprint": lm.fingerprint},

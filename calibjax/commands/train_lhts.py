@@ -20,6 +20,7 @@ from calibjax.commands.common import (
     presentation,
 )
 from calibjax.data import Sequences, check_context, split_sequences
+from calibjax.eval.report.schema import AnalogyRow, LhtsDocument, TextRow
 from calibjax.eval.tasks.analogies import evaluate_analogies, load_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
@@ -84,7 +85,7 @@ class TrainLhtsOptions(OutputOptions, TextOptions, ModelOptions):
 
 
 @on_devices
-def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> LhtsDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train lhts", options, log)
     base = load_placed(options.model, context.mesh, options.dtype, stored=jnp.float32, log=log)
@@ -100,12 +101,8 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> dict[s
 
     fits: dict[str, Any] = {}
     models = {"pretrained": base}
-    document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "texts": {},
-        "analogies": {},
-        "run": {**run_identity("train lhts", options), "fit": fits, "base_fingerprint": base.fingerprint},
-    }
+    texts: dict[str, dict[str, TextRow]] = {}
+    analogies: dict[str, dict[str, AnalogyRow]] = {}
     results: dict[str, MethodResult] = {}
     methods: tuple[Method, ...] = ("partition", "lhts") if options.partition else ("lhts",)
     with jax.set_mesh(context.mesh):
@@ -132,9 +129,9 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> dict[s
                 title=f"evaluating {name}",
                 context=context,
             )
-            document["texts"][name] = _texts(lm, base, held_out, name, options, context)
+            texts[name] = _texts(lm, base, held_out, name, options, context)
             if questions is not None:
-                document["analogies"][name] = evaluate_analogies(
+                analogies[name] = evaluate_analogies(
                     lm,
                     questions,
                     options.myopic,
@@ -142,7 +139,13 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> dict[s
                     title=f"{name}: analogies",
                     context=context,
                 )
-    document["held_out"] = results_json(results, seed=options.seed)
+    document: LhtsDocument = {
+        "schema": SCHEMA,
+        "texts": texts,
+        "analogies": analogies,
+        "run": {**run_identity("train lhts", options), "fit": fits, "base_fingerprint": base.fingerprint},
+        "held_out": results_json(results, seed=options.seed),
+    }
     finish(document, options.out, holds="diversity.png, models/ (for --model, or transformers)", show=not options.json)
     return document
 
@@ -154,7 +157,7 @@ def _texts(
     name: str,
     options: TrainLhtsOptions,
     context: RunContext,
-) -> dict[str, Any]:
+) -> dict[str, TextRow]:
     """What a model writes at every myopic temperature, evaluated."""
     prompts = held_out.take(slice(options.texts))
     return {

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from calibjax.commands.common import (
     presentation,
 )
 from calibjax.data import Sequences, check_context, split_sequences
+from calibjax.eval.report.schema import TokensDocument
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import freeze
@@ -56,7 +57,7 @@ class TrainSftOptions(BinningOptions, OutputOptions, EvalDataOptions, TextOption
 
 
 @on_devices
-def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     options.sft.check(options.devices.make_mesh())
     context = begin("train sft", options, log)
@@ -93,7 +94,7 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> dict[st
         figures = {
             title: results_json(of_set, closed=options.closed, seed=options.seed) for title, of_set in results.items()
         }
-    document: dict[str, Any] = {
+    document: TokensDocument = {
         "schema": SCHEMA,
         "held_out": figures.pop("held_out"),
         "run": {**run_identity("train sft", options), "fit": fitted.report, "base_fingerprint": fingerprint},

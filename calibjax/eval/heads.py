@@ -29,7 +29,7 @@ class Evaluation(NamedTuple):
 
     tokens: int
     figures: dict[str, dict[str, metrics.Interval]]
-    document: dict[str, Any]
+    document: Mapping[str, Any]
 
     def __repr__(self) -> str:
         width = max(map(len, self.figures))

@@ -1,4 +1,4 @@
-"""How likely a model's text is, and how varied: what a temperature trades against each other."""
+"""The likelihood and the diversity of a model's text, which a temperature trades for each other."""
 
 import functools
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from calibjax.data import Sequences
+from calibjax.eval.report.schema import TextRow
 from calibjax.models import LanguageModel
 from calibjax.models.samples import log_probs, sample_sequences
 from calibjax.runtime.context import RunContext
@@ -14,14 +15,14 @@ from calibjax.runtime.errors import UserError
 
 
 def distinct_n(texts: Sequence[Sequence[Any]], n: int) -> float:
-    """Different n-grams of all texts together, as a share of all n-grams (Li et al. 2016, arXiv 1510.03055, section 5).
+    """Distinct n-grams of all texts as a fraction of all n-grams (Li et al. 2016, arXiv 1510.03055, section 5).
 
     Args:
-        texts: each a sequence of words, or of anything that is hashable.
+        texts: each a sequence of words or other hashable items.
         n: at least 1.
 
     Returns:
-        In (0, 1], or NaN where no text has n words. It falls with the amount of text: compare equal amounts.
+        In (0, 1], or NaN if no text has n words. It falls with the amount of text: compare equal amounts.
 
     Example:
         >>> distinct_n([["a", "b", "a"], ["a", "b"]], 2)
@@ -32,20 +33,20 @@ def distinct_n(texts: Sequence[Sequence[Any]], n: int) -> float:
 
 
 def repetition(texts: Sequence[Sequence[Any]], n: int = 4) -> float:
-    """Share of a text's n-grams that the same text had before; mean over the texts that have n words.
+    """Fraction of a text's n-grams that occurred earlier in it; mean over the texts of at least n words.
 
     Example:
         >>> repetition([["a", "a", "a", "a"]], 1)
         0.75
     """
-    shares = [1 - distinct_n([text], n) for text in texts if len(text) >= n]
-    return float(np.mean(shares)) if shares else float("nan")
+    fractions = [1 - distinct_n([text], n) for text in texts if len(text) >= n]
+    return float(np.mean(fractions)) if fractions else float("nan")
 
 
 def self_bleu(texts: Sequence[str]) -> float:
     """Mean BLEU-4 of every text against all others, 0 to 100 (Zhu et al. 2018, arXiv 1802.01886, section 3.2).
 
-    By sacrebleu's sentence BLEU, with its tokenizer 13a and exponential smoothing.
+    Uses sacrebleu's sentence BLEU with tokenizer 13a and exponential smoothing.
 
     Raises:
         UserError: sacrebleu is not installed.
@@ -56,7 +57,7 @@ def self_bleu(texts: Sequence[str]) -> float:
 
 
 def load_bleu() -> Any:
-    """Returns sacrebleu's sentence BLEU, or raises `UserError` where it is not installed."""
+    """Returns sacrebleu's sentence BLEU, or raises `UserError` if it is not installed."""
     try:
         from sacrebleu import sentence_bleu  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -75,16 +76,16 @@ def evaluate_text(
     with_self_bleu: bool = False,
     title: str = "text",
     context: RunContext | None = None,
-) -> dict[str, Any]:
-    """Lets a model continue the first tokens of sequences, and judges what it writes.
+) -> TextRow:
+    """Lets a model continue the first tokens of sequences, and evaluates its text.
 
     Args:
-        lm: writes.
-        scorer: says how likely it is; with the same tokenizer.
-        sequences: of each the first `prompt` tokens are continued to the sequence's length.
-        temperature: of the draws of every next token; 0: the most likely.
+        lm: writes the text.
+        scorer: gives its likelihood; with the same tokenizer.
+        sequences: the first `prompt` tokens of each are continued to the sequence's length.
+        temperature: of every next token; 0: the most likely token.
         prompt: tokens.
-        batch_size: sequences at a time.
+        batch_size: sequences per step.
         with_self_bleu: needs sacrebleu.
         title: of the progress bar.
         context: seed of the draws, and progress.
@@ -102,20 +103,20 @@ def evaluate_text(
         title=title,
         context=context,
     )
-    sums, counts = (
-        log_probs(scorer, drawn, batch_size=batch_size).sum(axis=1, dtype=np.float64),
-        drawn.where.sum(axis=1),
-    )
+    sums = log_probs(scorer, drawn, batch_size=batch_size).sum(axis=1, dtype=np.float64)
+    counts = drawn.where.sum(axis=1)
     mean = sums.sum() / counts.sum()
     error = np.sqrt(np.sum((sums - mean * counts) ** 2)) / counts.sum()  # of a ratio of sums, over texts
-    rows = [row[kept].tolist() for row, kept in zip(drawn.targets, drawn.where, strict=True)]
+    rows = [row[where].tolist() for row, where in zip(drawn.targets, drawn.where, strict=True)]
     texts = [str(scorer.tokenizer.decode(row, skip_special_tokens=True)).strip() for row in rows]
     words = [text.split() for text in texts]
     return {
         "log_prob": float(mean),
         "log_prob_error": float(error),
         "tokens": int(counts.sum()),
-        **{f"distinct_{n}": distinct_n(words, n) for n in (1, 2, 3)},
+        "distinct_1": distinct_n(words, 1),
+        "distinct_2": distinct_n(words, 2),
+        "distinct_3": distinct_n(words, 3),
         "repetition": repetition(words),
         "self_bleu": self_bleu(texts) if with_self_bleu else None,
         "first": texts[0],

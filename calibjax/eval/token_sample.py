@@ -1,4 +1,4 @@
-"""Some held-out tokens with all that is known of them, for the heat map of a report."""
+"""A sample of held-out tokens with their figures under two heads, for the heat map of a report."""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax.data import Sequences, eval_batches
+from calibjax.eval.report.schema import Token, TokenSample
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits
 from calibjax.models import LanguageModel
@@ -22,7 +23,7 @@ _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "expecte
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _sample_batch(model, config, dtype, count, params, factor, frozen, batch):
-    """Of one head, per token: confidence, probability, entropy, temperature, those of the likeliest; and ids."""
+    """Per token under one head: confidence, probability, entropy, temperature, top probabilities; argmax; top ids."""
     hidden = batch_hidden(model, frozen, batch, dtype)
     shared = {**batch, "hidden": hidden}
     options = {"dtype": dtype, "log_factor": factor, "statistics": _STATISTICS}
@@ -42,63 +43,69 @@ def token_sample(
     tokens: int = 400,
     alternatives: int = 5,
     batch_size: int = 8,
-) -> dict[str, Any]:
+) -> TokenSample:
     """The first sequences, token by token, under two heads.
 
     Args:
         lm: the frozen model, with a tokenizer.
-        sequences: from which the first are taken until they hold `tokens` targets that count.
-        before, after: the heads to set side by side.
-        tokens: how many to keep, at most; whole sequences but for the last.
-        alternatives: how many of the most likely tokens to name.
-        batch_size: sequences a step.
+        sequences: the first ones are used, until they hold `tokens` scored targets.
+        before, after: the two heads.
+        tokens: largest number of scored tokens; only the last sequence is cut.
+        alternatives: number of most likely tokens to list.
+        batch_size: sequences per step.
 
     Returns:
-        `{"windows": [[token, ...], ...]}`, a token being `text`, what stands there; `scored`, whether it was predicted
-        (a prompt is not), and if so `right`; `confidence`, `probability` (of the text that stands there), `entropy`
-        (nats), each `[before, after]`; `temperature` (after); and `top`, `[text, before, after]` of the likeliest.
+        `{"windows": [[token, ...], ...]}`. A token has `text`, `scored` (False for a prompt) and, if scored, `right`;
+        `confidence`, `probability` (of this token) and `entropy` (nats), each `[before, after]`; `temperature`
+        (after); and `top`, rows of `[text, before, after]` of the most likely tokens.
     """
     enough = np.cumsum(sequences.where.sum(axis=1))
     sequences = sequences.take(slice(int(np.searchsorted(enough, tokens)) + 1))
     count = min(alternatives, lm.config.vocab_size)
-    found = []
+    outputs = []
     for head in (before, after):
         frozen, parts = freeze(lm, head=head.config), []
         for batch, real in eval_batches(sequences.arrays(), batch_size):
             args = (head.params, jnp.float32(head.log_factor), frozen, batch)
             out = to_host(_sample_batch(lm.config, head.config, lm.dtype, count, *args))
             parts.append(jax.tree.map(lambda x, n=real: x[:n], out))
-        found.append(jax.tree.map(lambda *x: np.concatenate(x), *parts))
-    (one, argmax, ids), (two, _, _) = found
+        outputs.append(jax.tree.map(lambda *x: np.concatenate(x), *parts))
+    (one, argmax, ids), (two, _, _) = outputs
 
-    rows, left = [], tokens
+    rows: list[list[Token]] = []
+    left = tokens
     for s in range(len(sequences.tokens)):
-        row: list[dict[str, Any]] = []
+        row: list[Token] = []
         for t in np.flatnonzero(sequences.segment_ids[s] > 0):
             if not left:
                 break
             previous, target = int(sequences.tokens[s, t]), int(sequences.targets[s, t])
-            entry: dict[str, Any] = {"text": text_after(lm.tokenizer, previous, target), "scored": False}
+            entry: Token = {"text": text_after(lm.tokenizer, previous, target), "scored": False}
             if sequences.where[s, t]:
                 left -= 1
-                pairs = [[_short(x[k][s, t]) for x in (one, two)] for k in range(3)]
-                entry |= dict(zip(("confidence", "probability", "entropy"), pairs, strict=True))
-                entry |= {"scored": True, "right": bool(argmax[s, t] == target), "temperature": _short(two[3][s, t])}
-                entry["top"] = [
-                    [text_after(lm.tokenizer, previous, int(i)), _short(p), _short(q)]
-                    for i, p, q in zip(ids[s, t], one[4][s, t], two[4][s, t], strict=True)
-                ]
+                pairs = [[_rounded(x[k][s, t]) for x in (one, two)] for k in range(3)]
+                top = zip(ids[s, t], one[4][s, t], two[4][s, t], strict=True)
+                entry = {
+                    "text": entry["text"],
+                    "scored": True,
+                    "confidence": pairs[0],
+                    "probability": pairs[1],
+                    "entropy": pairs[2],
+                    "right": bool(argmax[s, t] == target),
+                    "temperature": _rounded(two[3][s, t]),
+                    "top": [[text_after(lm.tokenizer, previous, int(i)), _rounded(p), _rounded(q)] for i, p, q in top],
+                }
             row.append(entry)
         rows.append(row)
     return {"windows": rows}
 
 
-def _short(value: Any) -> float:
+def _rounded(value: Any) -> float:
     return float(f"{float(value):.4g}")
 
 
 def text_after(tokenizer: "PreTrainedTokenizerBase", previous: int, token: int) -> str:
-    """What a token adds to the text: its spaces depend on the tokenizer, so it is decoded behind the one before it."""
+    """The text that a token adds: it is decoded after the previous token, since its spaces depend on the tokenizer."""
     decode = functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     start, both = str(decode([previous])), str(decode([previous, token]))
     return both[len(start) :] if both.startswith(start) else str(decode([token]))

@@ -1,8 +1,8 @@
-"""Token-level evaluation: how true is each next-token probability, with and without a head."""
+"""Token-level evaluation: the calibration of next-token probabilities, with and without heads."""
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
+from calibjax.eval.report.schema import MethodRow, Reliability, ResultSet
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden, batch_stats, freeze
@@ -18,13 +19,13 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 
 TEMPERATURE_EDGES = np.geomspace(0.1, 20.0, 61)
-"""Edges of the histogram of temperatures; a head's temperatures lie in [1/10, 20], times the refitted factor."""
+"""Edges of the histogram of temperatures. A head's temperatures lie in [1/10, 20], times the refitted factor."""
 
 
 class TokenOutputs(NamedTuple):
     """Per token `[S, T]`: confidence, argmax (int32), temperature, and log-probability of the target, nats.
 
-    float32; zeros where not valid (argmax: -1).
+    float32; zeros at positions that are not scored (argmax: -1).
     """
 
     confidence: np.ndarray
@@ -39,7 +40,7 @@ class MethodResult(NamedTuple):
     Attributes:
         sums: one group per sequence, float64.
         temperatures: int64 counts between `TEMPERATURE_EDGES`; values outside count in the end bins.
-        tokens: per-token outputs, where they were asked for.
+        tokens: per-token outputs, if `keep_tokens`.
     """
 
     sums: metrics.CalibrationSums
@@ -48,7 +49,7 @@ class MethodResult(NamedTuple):
 
 
 def identity_head(lm: LanguageModel) -> FittedHead:
-    """The head that changes nothing: temperature 1 for every token."""
+    """The head of the base model: temperature 1 for every token."""
     config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
     return FittedHead(config, {"log_scale": jnp.zeros((), jnp.float32)}, 0.0, lm.fingerprint)
 
@@ -97,17 +98,17 @@ def evaluate_tokens(
 ) -> dict[str, MethodResult]:
     """Evaluates several heads on the tokens of the sequences; the frozen model runs once for all of them.
 
-    On the mesh that is set (`jax.set_mesh`), if any, where the model was loaded.
+    Runs on the current mesh (`jax.set_mesh`), if any, on which the model was loaded.
 
     Args:
         lm: the frozen model.
-        sequences: S sequences of T positions; only targets where `where` is True count.
+        sequences: S sequences of T positions; only targets with `where` True are scored.
         heads: name -> head; see `identity_head` for the uncalibrated model.
-        batch_size: sequences a step.
+        batch_size: sequences per step.
         bins, closed: of the reliability bins; see `calibjax.metrics`.
         keep_tokens: keep per-token outputs.
         title: of the progress bar.
-        context: shows progress, or does not.
+        context: progress.
 
     Returns:
         name -> `MethodResult`.
@@ -118,7 +119,7 @@ def evaluate_tokens(
     params = [heads[name].params for name in names]
     factors = [jnp.float32(heads[name].log_factor) for name in names]
     frozens: list[Frozen] = [freeze(lm, head=config) for config in configs]
-    kept: dict[str, list[Any]] = {name: [] for name in names}
+    sums_of: dict[str, list[Any]] = {name: [] for name in names}
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
     bar = context.bar(title=title, unit="sequence", total=len(sequences.tokens))
@@ -126,7 +127,7 @@ def evaluate_tokens(
         results = to_host(evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch))
         for name, (sums, of_tokens, valid) in zip(names, results, strict=True):
             tokens = TokenOutputs(*of_tokens)
-            kept[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
+            sums_of[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
             inside = np.clip(tokens.temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
             histograms[name] += np.histogram(inside, TEMPERATURE_EDGES)[0]
             if keep_tokens:
@@ -136,7 +137,7 @@ def evaluate_tokens(
     bar.close()
     return {
         name: MethodResult(
-            sums=jax.tree.map(lambda *parts: np.concatenate(parts), *kept[name]),
+            sums=jax.tree.map(lambda *parts: np.concatenate(parts), *sums_of[name]),
             temperatures=histograms[name],
             tokens=TokenOutputs(*(np.concatenate(part) for part in zip(*outputs[name], strict=True)))
             if keep_tokens
@@ -148,7 +149,7 @@ def evaluate_tokens(
 
 def results_json(
     results: Mapping[str, MethodResult], *, closed: metrics.Closed = "right", resamples: int = 1000, seed: int = 0
-) -> dict[str, Any]:
+) -> ResultSet:
     """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
 
     Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% interval, bins and edge
@@ -156,7 +157,7 @@ def results_json(
     confidence, accuracy with the low and high end of its bootstrap interval; null where empty); and `temperatures`, the
     histogram over `TEMPERATURE_EDGES`.
     """
-    methods = {}
+    methods: dict[str, MethodRow] = {}
     tokens = 0
     for name, result in results.items():
         row = row_json(result.sums, closed=closed, resamples=resamples, seed=seed)
@@ -171,14 +172,14 @@ def results_json(
 
 def row_json(
     sums: metrics.CalibrationSums, *, closed: metrics.Closed = "right", resamples: int = 1000, seed: int = 0
-) -> dict[str, Any]:
-    """The figures of one method: all of `results_json`'s but temperatures. `sums` with groups `[G]`."""
+) -> MethodRow:
+    """The figures of one method: those of `results_json` without temperatures. `sums` has groups `[G]`."""
     row: dict[str, Any] = metrics.summarise(sums)
     whole = metrics.total(sums)
     row |= ece_json(metrics.error_interval(sums, resamples=resamples, seed=seed), bins=len(whole.count), closed=closed)
     drawn = metrics.resample_sums(sums, accuracy_of_bins, resamples=resamples, seed=seed)
     row["reliability"] = reliability_json(whole, drawn)
-    return row
+    return cast(MethodRow, row)
 
 
 def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:
@@ -192,18 +193,18 @@ def accuracy_of_bins(sums: metrics.CalibrationSums) -> np.ndarray:
         return np.asarray(sums.correct) / np.asarray(sums.count)
 
 
-def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> dict[str, list]:
-    """Per bin: count, mean confidence, accuracy, and the accuracy's 95% interval from its values in resamples
-    `[R, bins]`; None where it is empty."""
+def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> Reliability:
+    """Count, mean confidence, accuracy and its 95% interval per bin; None where the bin is empty.
+
+    `drawn` are the accuracies on resamples, `[R, bins]`.
+    """
     intervals = [metrics.percentile_interval(values) for values in drawn.T]
     return {
         "count": [int(n) for n in whole.count],
         "confidence": _ratio(whole.confidence, whole.count),
         "accuracy": _ratio(whole.correct, whole.count),
-        **{
-            name: [None if np.isnan(interval[end]) else interval[end] for interval in intervals]
-            for end, name in enumerate(("low", "high"))
-        },
+        "low": [None if np.isnan(low) else low for low, _ in intervals],
+        "high": [None if np.isnan(high) else high for _, high in intervals],
     }
 
 

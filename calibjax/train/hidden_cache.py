@@ -18,7 +18,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import write_file
 
 CacheMode = Literal["auto", "memory", "disk", "off"]
-_MEMORY_SHARE = 0.25  # of the free host memory, that "auto" takes at most
+_MEMORY_FRACTION = 0.25  # of the free host memory, that "auto" takes at most
 
 
 def sequence_arrays(
@@ -67,11 +67,11 @@ def sequence_arrays(
 
 
 def _decide(size: int, note: Path) -> CacheMode:
-    """What "auto" means here; noted, as a run that is gone on with must not take the other way and round otherwise."""
+    """The mode that "auto" stands for; stored, since a resumed run must use the same one to round alike."""
     stored = _stored(note)
     if stored in ("memory", "off"):
         return stored
-    mode = "memory" if size <= _MEMORY_SHARE * host_memory_available() else "off"
+    mode = "memory" if size <= _MEMORY_FRACTION * host_memory_available() else "off"
     note.parent.mkdir(parents=True, exist_ok=True)
     write_file(note, json.dumps(mode))
     return mode
@@ -80,7 +80,7 @@ def _decide(size: int, note: Path) -> CacheMode:
 def _compute(
     lm: LanguageModel, sequences: Sequences, out: np.ndarray | None, batch_size: int, context: RunContext
 ) -> None:
-    """Fills `out`; a process without one only takes its part in the computation."""
+    """Fills `out`; a process without one only takes part in the computation."""
     frozen = Frozen(lm.params, lm.unembedding)
     forward = jax.jit(batch_hidden, static_argnums=(0, 3))
     names = ("tokens", "segment_ids", "positions", "where")
@@ -140,7 +140,7 @@ def _on_disk(
 
 
 def _stored(note: Path) -> Any:
-    """What a note says; None where there is none, or a kill cut it short."""
+    """The contents of a note; None if it is missing or incomplete."""
     try:
         return json.loads(note.read_text())
     except (OSError, ValueError):
@@ -158,7 +158,7 @@ def array_hash(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def host_memory_available() -> int:
-    """Bytes that can be taken now without swapping, as the kernel estimates; 0 where it does not say (not Linux)."""
+    """Bytes that can be taken now without swapping, as the kernel estimates; 0 without an estimate (not Linux)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The likelihood of sequences by one factor on all temperatures, and the single temperature that fits best."""
+"""The likelihood of sequences as a function of one factor on all temperatures, and temperature scaling."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -47,14 +47,14 @@ def likelihood_pass(
     *,
     top_label_weight: float = 0.0,
 ) -> LikelihoodPass:
-    """The likelihood of sequences under a head, with every scale multiplied by a factor; on the mesh that is set.
+    """The likelihood of sequences under a head, with every scale multiplied by a factor; on the current mesh.
 
     Args:
         lm: the model.
         head, params: the head.
         frozen: the model's arrays; see `freeze`.
         arrays: of sequences, as `batch_stats` reads them.
-        batch_size: sequences a step.
+        batch_size: sequences per step.
         top_label_weight: of `losses.top_label`, added to the negative log-likelihood.
     """
 
@@ -84,9 +84,9 @@ def fit_single_temperature(
 
 
 def describe_temperature(fit: recalibrate.TemperatureFit, sequences: int) -> str:
-    """A line on what was found."""
-    note = "" if fit.converged else " (no finite optimum: the bound was taken)"
+    """A log line on the fit."""
+    note = "" if fit.converged else " (no finite optimum: the bound was used)"
     return (
-        f"single temperature {fit.temperature:.4f} on {sequences:,} sequences: NLL {fit.nll_before:.4f} -> "
+        f"temperature scaling: {fit.temperature:.4f} on {sequences:,} sequences: NLL {fit.nll_before:.4f} -> "
         f"{fit.nll:.4f}{note}"
     )

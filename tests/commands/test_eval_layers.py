@@ -175,7 +175,7 @@ def test_an_edit_in_the_null_space_is_a_temperature():
     # The null space finds it: the first channel, and nothing else of the hidden states.
     space = null_space(lm, energy=1e-9)
     assert space.expected == 1 / lm.config.hidden_size
-    np.testing.assert_allclose(space.share(np.eye(lm.config.hidden_size)[:3]), [1, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(space.fraction(np.eye(lm.config.hidden_size)[:3]), [1, 0, 0], atol=1e-6)
 
 
 def test_no_edit_costs_nothing_and_zeros_change_nothing():
@@ -329,4 +329,4 @@ def test_entropy_neurons(norm):
     assert space.basis.shape[1] == inside.sum()
     vector = rng.normal(size=lm.config.hidden_size)
     expected = np.square(right[::-1][inside] @ vector).sum() / np.square(vector).sum()
-    np.testing.assert_allclose(space.share(vector), expected, rtol=1e-4)
+    np.testing.assert_allclose(space.fraction(vector), expected, rtol=1e-4)

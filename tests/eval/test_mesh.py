@@ -57,7 +57,10 @@ def figures(lm, heads):
     }
     found = {f"{part} {name}": x for part, values in parts.items() for name, x in values._asdict().items()}
     space = null_space(lm, energy=0.2)
-    found |= {"null space": space.share(np.eye(16)), "neurons": np.array(entropy_neurons(lm, space, layers=2, count=2))}
+    found |= {
+        "null space": space.fraction(np.eye(16)),
+        "neurons": np.array(entropy_neurons(lm, space, layers=2, count=2)),
+    }
     rng = np.random.default_rng(0)
     # All are read in one width: one program. The batch is made a multiple of 8 rows where there are as many devices.
     continued = [Continuation(*(rng.integers(0, 37, n).tolist() for n in (18, 1 + count % 4))) for count in range(20)]

@@ -183,10 +183,10 @@ def test_layers_refuses(runs, capsys, model):
     data = ("--model", str(model), "--data", str(folder / "text.jsonl"), "--text-column", "text", "--seq-len", "13")
     for options, message in (
         (("--sweep-layers", "2"), "--sweep-layers: expected blocks from 1 to 1"),
-        (("--settled", "0"), "--settled: expected a share above 0"),
+        (("--settled", "0"), "--settled: expected above 0"),
         (("--neuron-layers", "99"), "--neuron-layers: expected 1 to 1, the model's blocks, got 99"),
         (("--bins", "0"), "--bins: expected at least 1"),
-        (("--strengths", "nan"), "--strengths: expected finite numbers"),
+        (("--strengths", "nan"), "--strengths: expected a finite number"),
     ):
         assert main(["eval", "layers", *data, *options]) == 2
         assert message in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
 from calibjax.eval import evaluate_tokens, identity_head, print_report, results_json, write_report
-from calibjax.eval.report import verdict
+from calibjax.eval.report.verdicts import set_verdict as verdict
 from calibjax.heads import FittedHead, HeadConfig
 
 LM = make_lm()
@@ -183,14 +183,14 @@ def worse(document, name, **figures):
 
 def test_verdict(document):
     good = worse(document, "temperature")
-    assert verdict(good["held_out"]).startswith("ATS is truer than a single temperature")
+    assert verdict(good["held_out"]).startswith("ATS is better calibrated than temperature scaling")
     for figures, named in (
         ({"ece": 1.01}, ["ECE"]),
         ({"nll": 1.01}, ["NLL"]),
         ({"ece": 1.1, "nll": 1.1}, ["ECE", "NLL"]),
     ):
         line = verdict(worse(document, "temperature", **figures)["held_out"])
-        assert line.startswith("WARNING: ATS is worse than a single temperature")
+        assert line.startswith("WARNING: ATS is worse than temperature scaling")
         assert re.findall("ECE|NLL", line) == named
     assert verdict({"methods": {"ats": {}}}) == ""
 

@@ -8,6 +8,7 @@ from calibjax.commands.common import EvalDataOptions, claim_directory
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked, parameters_of
 from calibjax.data import split_sequences
 from calibjax.eval.compare.repeats import evaluate_repeats
+from calibjax.eval.report.schema import StudyDocument
 from calibjax.eval.tokens import identity_head
 from calibjax.losses import LOSSES
 from calibjax.runtime.context import RunContext
@@ -92,7 +93,7 @@ class AblationOptions(EvalDataOptions, StudyOptions):
     data: str
 
 
-def run(name: str, options: AblationOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(name: str, options: AblationOptions, log: Callable[[str], None] = print) -> StudyDocument:
     """Carries out `AblationOptions` for one of `ABLATIONS`; returns what it wrote to metrics.json."""
     study, lm = ABLATIONS[name], load_checked(options, log)
     fit, held_out = split_sequences(options.text.read(options.data, lm, log), options.fit_fraction)

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from calibjax.commands.common import SCHEMA, BinningOptions, DataOptions, DirectoryOptions, ModelOptions, presentation
 from calibjax.data import Sequences, check_context
 from calibjax.eval.report import print_study, write_study
+from calibjax.eval.report.schema import StudyDocument
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
 from calibjax.models.frozen import freeze
@@ -132,11 +133,12 @@ def parameters_of(head: FittedHead) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(head.params))
 
 
-def finish_study(document: dict[str, Any], options: StudyOptions, log: Callable[[str], None]) -> dict[str, Any]:
+def finish_study(study: dict[str, Any], options: StudyOptions, log: Callable[[str], None]) -> StudyDocument:
     """Adds what every study reports of itself, writes metrics.json and the figures, and prints the tables."""
     unsaid = ("json", "quiet", "out")
     described = {name: value for name, value in dataclasses.asdict(options).items() if name not in unsaid}
-    document = {"schema": SCHEMA, **document, "bins": options.bins, "closed": options.closed, "run": described}
+    convention = {"bins": options.bins, "closed": options.closed}
+    document = cast(StudyDocument, {"schema": SCHEMA, **study, **convention, "run": described})
     write_file(options.out / "metrics.json", json.dumps(document, indent=2) + "\n")
     files = write_study(document, options.out)
     if not options.json:

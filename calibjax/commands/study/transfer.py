@@ -21,6 +21,7 @@ from calibjax.data import (
 )
 from calibjax.eval.compare.repeats import evaluate_repeats
 from calibjax.eval.report import row_name
+from calibjax.eval.report.schema import StudyDocument
 from calibjax.eval.tokens import identity_head
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
@@ -64,7 +65,7 @@ class TransferOptions(StudyOptions):
     mmlu: str | None = None
 
 
-def run(options: TransferOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDocument:
     """Carries out `TransferOptions`; returns what it wrote to metrics.json."""
     named = [domain.partition("=") for domain in options.domains]
     names = [name for name, _, _ in named] + (list(SUBJECTS) if options.mmlu else [])

@@ -1,13 +1,14 @@
-"""Heads that were fitted several times, side by side: means over seeds, intervals, paired differences."""
+"""Heads that were fitted with several seeds: means over the seeds, intervals, paired differences."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 
 from calibjax import metrics
 from calibjax.data import Sequences
+from calibjax.eval.report.schema import StudyRow, StudySet
 from calibjax.eval.report.studies import COMPARED
 from calibjax.eval.tokens import MethodResult, evaluate_tokens
 from calibjax.heads import FittedHead
@@ -16,8 +17,8 @@ from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 
 FIGURES = (*COMPARED, "accuracy", "confidence", "confidence_right", "confidence_wrong")
-"""Of every row. The last two are the mean confidence in tokens that the model gets right, and in those it gets wrong:
-a temperature that knows which is which drives them apart; one that does not moves both."""
+"""Figures of every row. The last two are the mean confidence of correct and of wrong predictions: a head that
+tells them apart changes them in opposite directions, temperature scaling in the same one."""
 
 
 def evaluate_repeats(
@@ -31,13 +32,13 @@ def evaluate_repeats(
     closed: metrics.Closed = "right",
     title: str = "evaluation",
     context: RunContext | None = None,
-) -> dict[str, Any]:
+) -> StudySet:
     """Evaluates heads, each fitted with several seeds, on sequences; arguments of `evaluate_tokens` and `repeats_json`.
 
     `heads`: name -> the head of each seed.
     """
     flat = {f"{name} {index}": head for name, repeats in heads.items() for index, head in enumerate(repeats)}
-    found = evaluate_tokens(
+    outputs = evaluate_tokens(
         lm,
         sequences,
         flat,
@@ -48,7 +49,7 @@ def evaluate_repeats(
         title=title,
         context=context,
     )
-    results = {name: [found[f"{name} {index}"] for index in range(len(repeats))] for name, repeats in heads.items()}
+    results = {name: [outputs[f"{name} {index}"] for index in range(len(repeats))] for name, repeats in heads.items()}
     return repeats_json(results, sequences, against=against, bins=bins, closed=closed)
 
 
@@ -61,30 +62,30 @@ def repeats_json(
     closed: metrics.Closed = "right",
     resamples: int = 1000,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> StudySet:
     """The figures of a set of sequences as plain data: `{"tokens": n, "windows": s, "methods": {name: row}}`.
 
     A row holds for each of `FIGURES` `value`, the mean over the seeds; `low` and `high`, a 95% interval of that mean
-    over resamples of the sequences, in which the fits stay as they are (of ece `metrics.error_interval`, with its
+    over resamples of the sequences, with the heads fixed (of ece `metrics.error_interval`, with its
     `debiased`); and `seeds`, the figure of each seed. `against` holds the name of another row and, for nll, brier and
-    ece, this row's figure less that row's on the same sequences.
+    ece, the difference of this row's figure from that row's on the same sequences.
 
     Args:
-        results: of `evaluate_tokens` with `keep_tokens`: name -> one result a seed.
-        sequences: that they were evaluated on.
+        results: of `evaluate_tokens` with `keep_tokens`: name -> one result per seed.
+        sequences: of the evaluation.
         against: name -> name of the row that it is compared with.
         bins, closed: of the expected calibration error.
         resamples, seed: of the bootstrap over sequences.
     """
+    options: dict[str, Any] = {"resamples": resamples, "seed": seed}
     flat = [result for repeats in results.values() for result in repeats]
-    of_head, drawn_of_head = _figures(flat, sequences, bins, closed, resamples, seed)
+    of_head, drawn_of_head = _head_figures(flat, sequences, {"bins": bins, "closed": closed}, options)
     ends = np.cumsum([len(repeats) for repeats in results.values()])[:-1]
     values = dict(zip(results, np.split(of_head, ends), strict=True))
     parts = np.split(drawn_of_head, ends, axis=1)
     draws = {name: part.mean(axis=1) for name, part in zip(results, parts, strict=True)}
     sums = {name: _side_by_side([result.sums for result in repeats]) for name, repeats in results.items()}
-    options: dict[str, Any] = {"resamples": resamples, "seed": seed}
-    rows = {}
+    rows: dict[str, StudyRow] = {}
     for name in results:
         mean = values[name].mean(axis=0)
         row: dict[str, Any] = {}
@@ -96,21 +97,21 @@ def repeats_json(
         row["ece"] |= {"low": ece.low, "high": ece.high, "debiased": ece.debiased}
         if name in against:
             other = against[name]
-            apart = mean - values[other].mean(axis=0)
+            difference = mean - values[other].mean(axis=0)
             row["against"] = {"name": other} | {
                 figure: metrics.compare_resamples(
-                    float(apart[index]), draws[name][:, index], draws[other][:, index]
+                    float(difference[index]), draws[name][:, index], draws[other][:, index]
                 )._asdict()
                 for index, figure in enumerate(COMPARED)
                 if figure != "ece"
             }
             row["against"]["ece"] = metrics.error_comparison(sums[name], sums[other], **options)._asdict()
-        rows[name] = row
+        rows[name] = cast(StudyRow, row)
     return {"tokens": int(sequences.where.sum()), "windows": len(sequences.tokens), "methods": rows}
 
 
-def _figures(
-    results: Sequence[MethodResult], sequences: Sequences, bins: int, closed: metrics.Closed, resamples: int, seed: int
+def _head_figures(
+    results: Sequence[MethodResult], sequences: Sequences, convention: dict[str, Any], options: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """`FIGURES` of each of H heads on all sequences `[H, figures]`, and on each resample `[resamples, H, figures]`."""
     tokens = [result.tokens for result in results if result.tokens is not None]
@@ -119,9 +120,7 @@ def _figures(
 
     def of_part(where: np.ndarray) -> CalibrationSums:
         sums = [
-            metrics.calibration_sums(
-                jnp.asarray(of_head.confidence), right, bins=bins, closed=closed, where=jnp.asarray(where)
-            )
+            metrics.calibration_sums(jnp.asarray(of_head.confidence), right, **convention, where=jnp.asarray(where))
             for of_head in tokens
         ]
         return _side_by_side(sums)
@@ -132,12 +131,12 @@ def _figures(
         (of_part(sequences.where & ~right), _mean_confidence),
     ]
     whole = [statistic(CalibrationSums(*(x.sum(axis=0) for x in sums))) for sums, statistic in parts]
-    drawn = [metrics.resample_sums(*part, resamples=resamples, seed=seed) for part in parts]
+    drawn = [metrics.resample_sums(*part, **options) for part in parts]
     return np.concatenate(whole, axis=-1), np.concatenate(drawn, axis=-1)
 
 
 def _side_by_side(sums: Sequence[CalibrationSums]) -> CalibrationSums:
-    """Of heads, each `[sequences, ...]`, to `[sequences, heads, ...]`: one resampling serves them all."""
+    """Stacks sums of heads, each `[sequences, ...]`, to `[sequences, heads, ...]`, for one common resampling."""
     return CalibrationSums(
         *(np.stack([np.asarray(x, np.float64) for x in field], axis=1) for field in zip(*sums, strict=True))
     )
@@ -151,7 +150,7 @@ def _means(sums: CalibrationSums) -> np.ndarray:
 
 
 def _mean_confidence(sums: CalibrationSums) -> np.ndarray:
-    """`[..., 1]`; NaN where there is no token."""
+    """`[..., 1]`; NaN if there is no token."""
     count, confidence, _, _ = sums.whole()
     with np.errstate(invalid="ignore", divide="ignore"):
         return (confidence / count)[..., None]

@@ -1,1 +1,1 @@
-"""Calibration across layers, directions of the residual stream, entropy neurons, the entropy bound."""
+"""Calibration across layers, directions of the residual stream, entropy neurons, and the entropy bound."""

@@ -1,8 +1,8 @@
-"""Directions of the residual stream along which a model's confidence moves, and what comes of pushing it there."""
+"""Directions of the residual stream along which a model's confidence changes, and the effect of edits along them."""
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
 from calibjax.eval.layers.bounds import centred_gram, through_final_norm
 from calibjax.eval.layers.layers import Readout, readout_sharding, residual_at, scored_batch
+from calibjax.eval.report.schema import FitFigures
 from calibjax.kernels import vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import LanguageModel
@@ -22,16 +23,16 @@ from calibjax.runtime.errors import UserError
 
 Recipe = Literal["overconfident", "wrong", "confident"]
 ENERGY = 0.01
-"""Of the squared singular values of the unembedding, at most this share belongs to its effective null space."""
+"""Largest fraction of the squared singular values of the unembedding that its effective null space holds."""
 
 
 def choose_sets(
     recipe: Recipe, confidence: Float[np.ndarray, " N"], correct: Bool[np.ndarray, " N"]
 ) -> tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
-    """The two sets of predictions whose mean residuals a direction leads between: from the second to the first.
+    """The two sets of predictions that define a direction: from the mean residual of the second to that of the first.
 
-    - "overconfident": wrong, and surer than the model is right on average (confidence > accuracy); against right.
-    - "wrong": wrong against right.
+    - "overconfident": wrong with a confidence above the mean accuracy; against correct.
+    - "wrong": wrong against correct.
     - "confident": confidence above its median against the others.
 
     Raises:
@@ -88,15 +89,16 @@ def find_directions(
     batch_size: int = 16,
     context: RunContext | None = None,
 ) -> Directions:
-    """The difference of the means of two sets of residuals after every block: arXiv 2511.00280's calibration direction.
+    """The difference of the mean residuals of two sets after every block: the calibration direction of
+    arXiv 2511.00280.
 
     Args:
         lm: the frozen model.
-        sequences: with N targets that count.
-        read: that of the predictions.
+        sequences: with N scored targets.
+        read: of the predictions.
         sets: masks of the N predictions, in the order of `LayerOutputs`.
-        batch_size: sequences a step.
-        context: shows progress, or does not.
+        batch_size: sequences per step.
+        context: progress.
     """
     arrays = scored_batch(sequences, read)
     for name, mask in zip(("first", "second"), sets, strict=True):
@@ -120,28 +122,29 @@ def find_directions(
 
 
 class NullSpace(NamedTuple):
-    """Directions that hardly reach the logits: unit columns `[D, k]`, and k/D, the share of a random vector there."""
+    """Directions with hardly any effect on the logits: unit columns `[D, k]`, and k/D, the expected fraction of a
+    random vector in their span."""
 
     basis: Float[np.ndarray, "D k"]
     expected: float
 
-    def share(self, vectors: Float[np.ndarray, "*B D"]) -> Float[np.ndarray, "*B"]:
+    def fraction(self, vectors: Float[np.ndarray, "*B D"]) -> Float[np.ndarray, "*B"]:
         """|Nᵀ v|² / |v|², in [0, 1]."""
         inside = np.square(vectors.astype(np.float64) @ self.basis).sum(axis=-1)
         return inside / np.maximum(np.square(vectors.astype(np.float64)).sum(axis=-1), np.finfo(np.float64).tiny)
 
 
 def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
-    """The effective null space of the unembedding: what the final norm and it make of such a vector moves all logits
-    alike, or not at all.
+    """The effective null space of the unembedding: after the final norm its vectors change all logits alike, or not at
+    all.
 
     With V > D an unembedding rarely has an exact null space; Stolfo et al. (2024, arXiv 2406.16254, section 3) take the
     directions of the smallest singular values. Here: of (W − mean row) diag(γ), centred for a LayerNorm, the k smallest
     singular values whose squares add up to at most `energy` of the sum of all.
     """
     values, vectors = np.linalg.eigh(through_final_norm(lm, centred_gram(lm.unembedding)))
-    share = np.cumsum(np.maximum(values, 0.0)) / max(values.sum(), np.finfo(np.float64).tiny)
-    inside = int((share <= energy).sum())
+    fraction = np.cumsum(np.maximum(values, 0.0)) / max(values.sum(), np.finfo(np.float64).tiny)
+    inside = int((fraction <= energy).sum())
     return NullSpace(vectors[:, :inside], inside / len(values))
 
 
@@ -177,9 +180,9 @@ def evaluate_edit(
     bins: int = 15,
     closed: Closed = "right",
 ) -> CalibrationSums:
-    """Sums of the predictions of the model with `edit` added to its residual stream; one group a sequence, float64.
+    """Sums of the predictions of the model with `edit` added to its residual stream; one group per sequence, float64.
 
-    All edits are one program: zeros are no edit.
+    All edits share one compiled program; zeros are no edit.
     """
     arrays, parts, device_read = scored_batch(sequences, read), [], read._replace(ids=None)
     for batch, real in eval_batches(arrays, batch_size):
@@ -190,7 +193,7 @@ def evaluate_edit(
 
 
 class Edit(NamedTuple):
-    """c · v_l added after one block, or after none: layer 0."""
+    """c · v_l added after one block; layer 0: no edit."""
 
     layer: int
     strength: float
@@ -222,8 +225,8 @@ def sweep(
         lm, sequences, read: as there.
         directions: from `find_directions`.
         layers: 1 to L.
-        strengths: c in units of the residuals' mean norm at the layer; 0 is left out, being the unedited model.
-        context: shows progress, or does not.
+        strengths: c in units of the residuals' mean norm at the layer; 0, the unedited model, is left out.
+        context: progress.
         options: of `evaluate_edit`.
     """
     edits = [Edit(0, 0.0), *(Edit(layer, c) for layer in layers for c in strengths if c)]
@@ -236,3 +239,8 @@ def choose_edit(sums: dict[Edit, CalibrationSums], accuracy_loss: float = 0.01) 
     rows = {edit: metrics.summarise(of_edit) for edit, of_edit in sums.items()}
     least = rows[Edit(0, 0.0)]["accuracy"] - accuracy_loss
     return min((edit for edit in rows if rows[edit]["accuracy"] >= least), key=lambda edit: rows[edit]["ece"])
+
+
+def fit_figures(sums: CalibrationSums) -> FitFigures:
+    """The figures of an edit on the half of the data that the choice is made on."""
+    return cast(FitFigures, metrics.summarise(sums))

@@ -1,8 +1,8 @@
-"""Calibration across layers: what each layer would predict, and how true its confidence is (arXiv 2511.00280)."""
+"""Calibration across layers: the prediction read from each layer, and its calibration (arXiv 2511.00280)."""
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
+from calibjax.eval.report.schema import LayerCurves, LayerRow, PhaseRow
 from calibjax.kernels import VocabSharding, kl_divergences, vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import DecoderConfig, LanguageModel, decoder
@@ -22,12 +23,12 @@ _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "expecte
 
 
 class Readout(NamedTuple):
-    """The rows of the unembedding that a prediction is read from: all of them, or those of the letters of a question.
+    """The rows of the unembedding that predictions are made of: all of them, or those of the letters of a question.
 
     Attributes:
         unembedding: `[R, D]`.
         bias: `[R]`, or None.
-        ids: token ids of the rows, int32 `[R]`; None where they are the whole vocabulary.
+        ids: token ids of the rows, int32 `[R]`; None: the whole vocabulary.
     """
 
     unembedding: Float[Array, "R D"]
@@ -36,8 +37,7 @@ class Readout(NamedTuple):
 
 
 def make_readout(lm: LanguageModel, letters: tuple[int, ...] | None = None) -> Readout:
-    """The whole vocabulary, or the tokens `letters` alone: softmax over those is the distribution given that one of
-    them follows."""
+    """The whole vocabulary, or the tokens `letters` alone: the distribution given that one of them follows."""
     if letters is None:
         return Readout(lm.unembedding, lm.unembedding_bias)
     ids = np.asarray(letters, np.int32)
@@ -46,23 +46,23 @@ def make_readout(lm: LanguageModel, letters: tuple[int, ...] | None = None) -> R
 
 
 def readout_sharding(config: DecoderConfig, read: Readout) -> VocabSharding | None:
-    """How the operator is divided over the mesh that is set (`jax.set_mesh`), if any; a few letters are not."""
+    """The sharding of the operator over the current mesh (`jax.set_mesh`), if any; letters alone are not sharded."""
     sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
     whole = read.unembedding.shape[0] == config.vocab_size
     return sharding if sharding is None or whole else dataclasses.replace(sharding, vocab=(), width=())
 
 
 class LayerOutputs(NamedTuple):
-    """Of N predictions at M layers, layer by layer: the embeddings, then the output of each block.
+    """N predictions at each of M layers: the embeddings, then the output of each block.
 
     Attributes:
         confidence: float32, of the most likely token.
-        argmax: int32, that token (its place in the readout).
+        argmax: int32, that token (its row in the readout).
         correct: bool.
         log_prob: float32, of the target, nats.
         entropy: float32, nats.
         kl: float32, KL(last layer ‖ this layer), nats.
-        group: int32 `[N]`, the sequence that each prediction stands in.
+        group: int32 `[N]`, the sequence of each prediction.
     """
 
     confidence: Float[np.ndarray, "M N"]
@@ -75,9 +75,9 @@ class LayerOutputs(NamedTuple):
 
 
 def scored_batch(sequences: Sequences, read: Readout) -> dict[str, np.ndarray]:
-    """The arrays of a batch in which only the positions that count are read: `[S, K]`, K the most in one sequence.
+    """The arrays of a batch that is read at its scored positions alone: `[S, K]`, K the most in one sequence.
 
-    `index` says where they stand, `where` which of the K there are, `targets` their targets as places in the readout.
+    `index` are the positions, `where` marks those of the K that exist, `targets` are rows of the readout.
     """
     most = int(sequences.where.sum(axis=1).max())
     index = np.argsort(~sequences.where, axis=1, kind="stable")[:, :most].astype(np.int32)
@@ -147,16 +147,16 @@ def evaluate_layers(
 ) -> LayerOutputs:
     """The final norm and the unembedding applied to the residual stream after every layer (the logit lens).
 
-    p_l = softmax(W norm(h_l)), at the positions that count, where h_0 are the embeddings and h_l the output of block l;
-    p_L is the model's own prediction (arXiv 2511.00280; nostalgebraist 2020). The logits of a layer are never held.
-    On the mesh that is set (`jax.set_mesh`), if any, where the model was loaded.
+    p_l = softmax(W norm(h_l)), at the scored positions, where h_0 are the embeddings and h_l the output of block l;
+    p_L is the model's own prediction (arXiv 2511.00280; nostalgebraist 2020). The logits of a layer are never stored.
+    Runs on the current mesh (`jax.set_mesh`), if any, on which the model was loaded.
 
     Args:
         lm: the frozen model.
-        sequences: only targets where `where` is True count.
+        sequences: only targets with `where` True are scored.
         read: see `make_readout`; with letters, targets must be among them.
-        batch_size: sequences a step.
-        context: shows progress, or does not.
+        batch_size: sequences per step.
+        context: progress.
 
     Returns:
         `LayerOutputs` of M = L + 1 layers.
@@ -176,14 +176,16 @@ def evaluate_layers(
 
 
 def group_of(where: Bool[np.ndarray, "S K"]) -> Int[np.ndarray, " N"]:
-    """The sequence of each prediction that counts."""
+    """The sequence of each scored prediction."""
     return np.broadcast_to(np.arange(len(where), dtype=np.int32)[:, None], where.shape)[where]
 
 
-def settled_layer(agreement: Float[np.ndarray, " M"], share: float = 0.9) -> int:
-    """Where the decision settles: min {l : a_m ≥ share for all m ≥ l}, a_m the share of predictions whose most likely
-    token at layer m is that of the last layer."""
-    below = np.flatnonzero(np.asarray(agreement) < share)
+def settled_layer(agreement: Float[np.ndarray, " M"], fraction: float = 0.9) -> int:
+    """The layer at which the decision settles: min {l : a_m ≥ fraction for all m ≥ l}.
+
+    a_m is the fraction of predictions whose most likely token at layer m is that of the last layer.
+    """
+    below = np.flatnonzero(np.asarray(agreement) < fraction)
     return int(below[-1]) + 1 if len(below) else 0
 
 
@@ -194,8 +196,7 @@ class Phase(NamedTuple):
         settled: s, see `settled_layer`.
         peak: p = argmax_{l ≥ s} ECE_l, the first such.
         correction: ECE_p − ECE_L with its paired interval.
-        found: p < L and the interval lies above 0: after the decision was made, the last layers made the confidence in
-            it truer.
+        found: p < L and the interval lies above 0: the last layers calibrate a decision that is already made.
     """
 
     settled: int
@@ -204,17 +205,19 @@ class Phase(NamedTuple):
     found: bool
 
 
-def correction_phase(sums: list[CalibrationSums], agreement: np.ndarray, share: float = 0.9, *, seed: int = 0) -> Phase:
-    """Looks for the phase that arXiv 2511.00280 describes (abstract and figure 1): the layers after accuracy has come
-    to rest, where calibration errors rise and fall again.
+def correction_phase(
+    sums: list[CalibrationSums], agreement: np.ndarray, fraction: float = 0.9, *, seed: int = 0
+) -> Phase:
+    """Detects the phase of arXiv 2511.00280 (abstract and figure 1): layers after accuracy has settled, in which the
+    calibration error rises and falls again.
 
     Args:
         sums: of each layer, over the same groups, `[G, bins]`.
         agreement: of each layer, see `settled_layer`.
-        share: likewise.
+        fraction: see there.
         seed: of the bootstrap.
     """
-    settled, last = settled_layer(agreement, share), len(sums) - 1
+    settled, last = settled_layer(agreement, fraction), len(sums) - 1
     errors = [float(metrics.ece_from_sums(metrics.total(of_layer))) for of_layer in sums]
     peak = settled + int(np.argmax(errors[settled:]))
     correction = metrics.error_comparison(sums[peak], sums[last], seed=seed)
@@ -229,42 +232,39 @@ def layers_json(
     settled_share: float = 0.9,
     resamples: int = 1000,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> LayerCurves:
     """The curves as plain data: `{"curves": [row of each layer], "phase": {...}}`.
 
     A row holds accuracy, confidence, ece, mce, nll, entropy and kl, each `{"value", "low", "high"}` with a 95% interval
-    over sequences (of ece and mce `metrics.error_interval`, of others bootstrap), and `agreement`, the share of
+    over sequences (of ece and mce `metrics.error_interval`, of others bootstrap), and `agreement`, the fraction of
     predictions equal to the last layer's.
     """
 
-    def sums_of(layer: int, values: np.ndarray) -> CalibrationSums:
-        return metrics.pooled_sums(
-            *(outputs.confidence[layer], outputs.correct[layer].astype(np.float32)),
-            log_prob=values[layer],
-            groups=outputs.group,
-            bins=bins,
-            closed=closed,
-            seed=seed,
-        )
-
-    rows, of_layers = [], []
+    binning: dict[str, Any] = {"bins": bins, "closed": closed, "seed": seed}
+    sums = [_layer_sums(outputs, layer, outputs.log_prob, binning) for layer in range(len(outputs.confidence))]
     agreement = (outputs.argmax == outputs.argmax[-1:]).mean(axis=1)
-    for layer in range(len(outputs.confidence)):
-        sums = sums_of(layer, outputs.log_prob)
-        row = _with_intervals(sums, _figures, ("accuracy", "confidence", "nll"), resamples, seed)
+    rows: list[LayerRow] = []
+    for layer, of_layer in enumerate(sums):
+        row = _with_intervals(of_layer, _score_figures, ("accuracy", "confidence", "nll"), resamples, seed)
         norms: dict[str, metrics.Norm] = {"ece": "l1", "mce": "max"}
         for name, norm in norms.items():
-            error = metrics.error_interval(sums, norm=norm, resamples=resamples, seed=seed)
+            error = metrics.error_interval(of_layer, norm=norm, resamples=resamples, seed=seed)
             row[name] = {"value": error.value, "low": error.low, "high": error.high}
         for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
-            row |= _with_intervals(sums_of(layer, -values), _mean_nll, (name,), resamples, seed)
-        rows.append({"layer": layer, "agreement": float(agreement[layer]), **row})
-        of_layers.append(sums)
-    phase = correction_phase(of_layers, agreement, settled_share, seed=seed)
-    return {
-        "curves": rows,
-        "phase": {**phase._asdict(), "correction": phase.correction._asdict(), "settled_share": settled_share},
-    }
+            of_values = _layer_sums(outputs, layer, -values, binning)
+            row |= _with_intervals(of_values, _mean_nll, (name,), resamples, seed)
+        rows.append(cast(LayerRow, {"layer": layer, "agreement": float(agreement[layer]), **row}))
+    phase = correction_phase(sums, agreement, settled_share, seed=seed)
+    of_phase = {**phase._asdict(), "correction": phase.correction._asdict(), "settled_share": settled_share}
+    return {"curves": rows, "phase": cast(PhaseRow, of_phase)}
+
+
+def _layer_sums(outputs: LayerOutputs, layer: int, values: np.ndarray, binning: dict[str, Any]) -> CalibrationSums:
+    """The sums of one layer over the sequences, with `values` `[M, N]` in the place of log-probabilities."""
+    correct = outputs.correct[layer].astype(np.float32)
+    return metrics.pooled_sums(
+        outputs.confidence[layer], correct, log_prob=values[layer], groups=outputs.group, **binning
+    )
 
 
 def _with_intervals(sums, statistic, names, resamples: int, seed: int) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _with_intervals(sums, statistic, names, resamples: int, seed: int) -> dict[s
     }
 
 
-def _figures(sums: CalibrationSums) -> np.ndarray:
+def _score_figures(sums: CalibrationSums) -> np.ndarray:
     count, confidence, correct, _ = sums.whole()
     return np.stack([correct / count, confidence / count, sums.nll / count], axis=-1)
 

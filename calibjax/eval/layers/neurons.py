@@ -1,12 +1,13 @@
-"""Entropy neurons: those of the last MLPs that write much into the residual stream and little into the logits."""
+"""Entropy neurons: neurons of the last MLPs with a large norm and a small direct effect on the logits."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.eval.layers.directions import NullSpace
+from calibjax.eval.report.schema import NeuronRow
 from calibjax.models import LanguageModel
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
@@ -20,11 +21,11 @@ class Neuron(NamedTuple):
     Attributes:
         layer: of its block, from 1.
         index: in the MLP, from 0.
-        norm: of what it writes, |w|.
-        norm_percentile: share of that MLP's neurons with a smaller norm, in percent.
+        norm: |w| of its output weights w.
+        norm_percentile: percentage of the MLP's neurons with a smaller norm.
         logit_variance: Var_v cos(W_v, w).
         logit_variance_percentile: likewise.
-        null_space_share: of w, see `NullSpace`.
+        null_space_share: of w; see `NullSpace.fraction`.
     """
 
     layer: int
@@ -35,6 +36,10 @@ class Neuron(NamedTuple):
     logit_variance_percentile: float
     null_space_share: float
 
+    def to_json(self) -> NeuronRow:
+        """As plain data."""
+        return cast(NeuronRow, self._asdict())
+
 
 def entropy_neurons(
     lm: LanguageModel, space: NullSpace, *, layers: int = 1, count: int = 5, largest: float = 0.25
@@ -42,23 +47,23 @@ def entropy_neurons(
     """The neurons with the smallest direct effect on the logits among those with the largest norms.
 
     With w = diag(γ) w_out (centred for a LayerNorm), the direct effect of a neuron is Var_v (W_v · w / (|W_v| |w|)),
-    the variance over the vocabulary: what it adds to all logits alike changes no probability (Stolfo et al., 2024,
+    the variance over the vocabulary: a constant added to all logits changes no probability (Stolfo et al., 2024,
     arXiv 2406.16254, section 3; Gurnee et al., 2024, arXiv 2401.12181). Of the `largest` share by |w| of each MLP, the
-    `count` with the smallest variance. Where the block norms what its MLP writes, its scale is taken along.
+    `count` with the smallest variance. If the block normalises the MLP's output, its scale is included in w.
 
     Args:
         lm: the model.
         space: from `null_space`.
-        layers: how many of the last blocks, from 1 to L.
+        layers: number of the last blocks, from 1 to L.
         count: neurons of each.
-        largest: share of each MLP's neurons, by norm, to choose among.
+        largest: fraction of each MLP's neurons, by norm, to choose from.
     """
     if not 1 <= layers <= lm.config.num_layers:
         raise UserError(f"layers: expected 1 to {lm.config.num_layers}, the model's blocks, got {layers}.")
     mlp = lm.params["layers"]["mlp"]["down"]["kernel"]
     gain = np.asarray(lm.params["final_norm"]["scale"], np.float64) + lm.config.norm_offset
     mean, gram = _unit_moments(lm.unembedding)
-    found = []
+    chosen = []
     for layer in range(lm.config.num_layers - layers, lm.config.num_layers):
         written = np.asarray(to_host(mlp[layer]), np.float64)  # [neurons, D]
         if lm.config.norm_placement != "pre":
@@ -72,7 +77,7 @@ def entropy_neurons(
         variance = np.maximum(np.einsum("nd,de,ne->n", effect, gram, effect, optimize=True) - (effect @ mean) ** 2, 0)
         candidates = np.argsort(-norm)[: max(1, int(largest * len(norm)))]
         for index in candidates[np.argsort(variance[candidates])][:count]:
-            found.append(
+            chosen.append(
                 Neuron(
                     layer + 1,
                     int(index),
@@ -80,10 +85,10 @@ def entropy_neurons(
                     float(100 * (norm < norm[index]).mean()),
                     float(variance[index]),
                     float(100 * (variance < variance[index]).mean()),
-                    float(space.share(written[index])),
+                    float(space.fraction(written[index])),
                 )
             )
-    return found
+    return chosen
 
 
 def _unit_moments(unembedding: Float[Array, "V D"]) -> tuple[Float[np.ndarray, " D"], Float[np.ndarray, "D D"]]:

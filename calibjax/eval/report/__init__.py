@@ -1,14 +1,17 @@
-"""What is drawn from `metrics.json`: tables in the terminal, figures, and one self-contained page."""
+"""Tables in the terminal, figures, and a self-contained page, all drawn from `metrics.json`."""
 
-from calibjax.eval.report.page import Run as Run
-from calibjax.eval.report.page import save_report as save_report
-from calibjax.eval.report.page import write_report as write_report
-from calibjax.eval.report.rows import ABSENT as ABSENT
-from calibjax.eval.report.rows import binning as binning
-from calibjax.eval.report.rows import figure_of as figure_of
-from calibjax.eval.report.rows import title_of as title_of
-from calibjax.eval.report.rows import verdict as verdict
-from calibjax.eval.report.studies import row_name as row_name
-from calibjax.eval.report.studies import write_study as write_study
-from calibjax.eval.report.terminal import print_report as print_report
-from calibjax.eval.report.terminal import print_study as print_study
+from calibjax.eval.report.page import Run, save_report, write_report
+from calibjax.eval.report.studies import row_name, write_study
+from calibjax.eval.report.terminal import print_report, print_study
+from calibjax.eval.report.verdicts import verdict
+
+__all__ = [
+    "Run",
+    "print_report",
+    "print_study",
+    "row_name",
+    "save_report",
+    "verdict",
+    "write_report",
+    "write_study",
+]

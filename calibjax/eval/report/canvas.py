@@ -1,4 +1,4 @@
-"""What all figures share: colours, marks, and axes with nothing on them that is not read."""
+"""Style that all figures share: colours, markers, and plain axes."""
 
 from typing import TYPE_CHECKING
 
@@ -6,22 +6,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED = "#1c2530", "#7a838c"
-"""The text's colour and a fainter one, light or dark in a page."""
+"""The colour of the text and a fainter one; a page replaces both by its own, light or dark."""
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
-"""Okabe and Ito's, for lines side by side."""
+"""Colours of lines: the colour-blind safe set of Okabe and Ito."""
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
-"""Beside colours, for those who do not see them."""
+"""Markers of lines, so that colour is not the only difference."""
 
 
 def blank(width: float, height: float) -> "Figure":
-    """A figure of its own, in inches; nothing global is touched."""
+    """A new figure of this size in inches, without pyplot's global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def plain(axis) -> None:
-    """Only the two spines that are read, in colours that a page can change."""
+    """Keeps the left and bottom spines only, in the colours that a page replaces."""
     for side, spine in axis.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(MUTED)
@@ -31,5 +31,5 @@ def plain(axis) -> None:
 
 
 def legend(axis) -> None:
-    """Without a frame."""
+    """A legend without a frame."""
     axis.legend(fontsize="small", frameon=False, labelcolor=INK)

@@ -1,44 +1,47 @@
-"""The figures of a report: reliability, temperatures, layers, texts; as PNG, as SVG, and as SVG within a page."""
+"""The figures of a report: reliability, temperatures, layers, texts; as PNG, SVG, and SVG within a page."""
 
 import io
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from calibjax.eval.report.canvas import INK, LINES, MARKS, MUTED, blank, legend, plain
 from calibjax.eval.report.markup import Content, Markup, element
 from calibjax.eval.report.rows import COLOURS, sets_of, title_of, unit_of
+from calibjax.eval.report.schema import AnyRow, AnySet, Document, LayersDocument, LhtsDocument, SubjectRow
 from calibjax.eval.report.subjects import subjects_name
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _ACROSS = 6  # reliability diagrams side by side, at most
 
 
-def figures_of(document: Mapping[str, Any]) -> Iterator[tuple[str, str, "Figure"]]:
+def figures_of(document: Document) -> Iterator[tuple[str, str, "Figure"]]:
     """(name of a file, description, figure) of every figure of a run."""
     for index, (title, results) in enumerate(sets_of(document)):
         suffix = f"-{index}" if index else ""
         yield f"reliability{suffix}", f"Reliability diagrams, {title}", reliability_figure(results, title)
         temperatures = temperature_figure(results)
         if temperatures is not None:
-            yield f"temperatures{suffix}", f"Temperatures that ATS gave, {title}", temperatures
+            yield f"temperatures{suffix}", f"Temperatures assigned by ATS, {title}", temperatures
     if "layers" in document:
-        yield "layers", "Calibration of every layer's prediction", layer_figure(document)
+        yield "layers", "Calibration of the prediction of every layer", layer_figure(document)
         yield "sweep", "Calibration of the model with its residual stream edited", sweep_figure(document)
         if document["subjects"]:
             yield "subjects", "Confidence and accuracy of every subject", subject_figure(document["subjects"])
-    for name, results in document.get("tasks", {}).items():
-        if results["subjects"]:
-            text = f"Confidence and accuracy of every subject of {name}, uncalibrated"
-            yield subjects_name(document, name), text, subject_figure(results["subjects"])
+    if "tasks" in document:
+        for name, results in document["tasks"].items():
+            if results["subjects"]:
+                text = f"Confidence and accuracy of every subject of {name}, uncalibrated"
+                yield subjects_name(document, name), text, subject_figure(results["subjects"])
     if "texts" in document:
-        yield "diversity", "How likely and how varied the text of every model is", diversity_figure(document)
+        yield "diversity", "Likelihood and diversity of the text of every model", diversity_figure(document)
 
 
-def reliability_figure(results: Mapping[str, Any], title: str) -> "Figure":
+def reliability_figure(results: AnySet, title: str) -> "Figure":
     """Reliability diagrams side by side, one per method: accuracy against confidence, and the histogram below.
 
     Whiskers are 95% bootstrap intervals of a bin's accuracy, where the document has them. Nothing global is touched.
@@ -54,41 +57,46 @@ def reliability_figure(results: Mapping[str, Any], title: str) -> "Figure":
             axis.set_axis_off()
     for index, (name, row) in enumerate(methods.items()):
         line, column = divmod(index, columns)
-        colour = COLOURS.get(name.partition("-")[0], MUTED)
-        bins = row["reliability"]
-        width = 1 / len(bins["count"])
-        left = [i * width for i in range(len(bins["count"]))]
         upper, lower = axes[2 * line : 2 * line + 2, column]
-        upper.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle="--")
-        bands = [bins.get(end, [None] * len(left)) for end in ("low", "high")]
-        for x, confidence, accuracy, low, high in zip(left, bins["confidence"], bins["accuracy"], *bands, strict=True):
-            if accuracy is None:
-                continue
-            upper.bar(x, accuracy, width, align="edge", color=colour, alpha=0.8, edgecolor="none")
-            upper.plot([x + width / 2, x + width / 2], [accuracy, confidence], color=INK, linewidth=1, linestyle=":")
-            upper.plot(x + width / 2, confidence, marker=".", color=INK, markersize=5)
-            if low is not None and high is not None:
-                reach = [[max(accuracy - low, 0)], [max(high - accuracy, 0)]]
-                upper.errorbar(x + width / 2, accuracy, reach, color=INK, linewidth=1, capsize=width * 40)
-        upper.set(xlim=(0, 1), ylim=(0, 1))
-        upper.set_title(f"{title_of(name)}\nECE {row['ece']['value']:.4f}", color=INK)
-        upper.tick_params(labelbottom=False)
-        lower.bar(left, bins["count"], width, align="edge", color=colour, alpha=0.5, edgecolor="none")
-        lower.set(xlim=(0, 1), yscale="symlog")
-        lower.set_xlabel("confidence")
+        _reliability_panel(upper, lower, name, row)
         if column == 0:
             upper.set_ylabel("accuracy")
             lower.set_ylabel(unit_of(results), fontsize="small")
-        for axis in (upper, lower):
-            plain(axis)
     predictions = "next-token predictions" if unit_of(results) == "tokens" else unit_of(results)
     text = f"{title}: reliability of {results['tokens']:,} {predictions}"
     figure.suptitle(text, fontsize=11, parse_math=False, color=INK)
     return figure
 
 
-def temperature_figure(results: Mapping[str, Any]) -> "Figure | None":
-    """Histogram of the temperatures that ATS gave to the held-out tokens; None where there is no such row."""
+def _reliability_panel(upper: "Axes", lower: "Axes", name: str, row: AnyRow) -> None:
+    """The diagram of one method in the upper axis, and the histogram of its confidence in the lower one."""
+    colour = COLOURS.get(name.partition("-")[0], MUTED)
+    bins = row["reliability"]
+    width = 1 / len(bins["count"])
+    left = [i * width for i in range(len(bins["count"]))]
+    upper.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle="--")
+    bands = [bins.get(end, [None] * len(left)) for end in ("low", "high")]
+    for x, confidence, accuracy, low, high in zip(left, bins["confidence"], bins["accuracy"], *bands, strict=True):
+        if accuracy is None or confidence is None:
+            continue
+        upper.bar(x, accuracy, width, align="edge", color=colour, alpha=0.8, edgecolor="none")
+        upper.plot([x + width / 2, x + width / 2], [accuracy, confidence], color=INK, linewidth=1, linestyle=":")
+        upper.plot(x + width / 2, confidence, marker=".", color=INK, markersize=5)
+        if low is not None and high is not None:
+            reach = [[max(accuracy - low, 0)], [max(high - accuracy, 0)]]
+            upper.errorbar(x + width / 2, accuracy, reach, color=INK, linewidth=1, capsize=width * 40)
+    upper.set(xlim=(0, 1), ylim=(0, 1))
+    upper.set_title(f"{title_of(name)}\nECE {row['ece']['value']:.4f}", color=INK)
+    upper.tick_params(labelbottom=False)
+    lower.bar(left, bins["count"], width, align="edge", color=colour, alpha=0.5, edgecolor="none")
+    lower.set(xlim=(0, 1), yscale="symlog")
+    lower.set_xlabel("confidence")
+    for axis in (upper, lower):
+        plain(axis)
+
+
+def temperature_figure(results: AnySet) -> "Figure | None":
+    """Histogram of the temperatures that ATS assigned to the held-out tokens; None without such a row."""
     row = results["methods"].get("ats")
     if row is None or "temperatures" not in row:
         return None
@@ -97,7 +105,7 @@ def temperature_figure(results: Mapping[str, Any]) -> "Figure | None":
     axis = figure.subplots()
     axis.stairs(count, edges, fill=True, color=COLOURS["ats"], alpha=0.8)
     axis.axvline(1.0, color=MUTED, linewidth=1, linestyle="--")
-    axis.set(xscale="log", xlabel="temperature given to a token (1 = unchanged)", ylabel="tokens")
+    axis.set(xscale="log", xlabel="temperature of a token (1: unchanged)", ylabel="tokens")
     ticks = (0.1, 0.25, 0.5, 1, 2, 4, 10, 20)
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
@@ -105,10 +113,10 @@ def temperature_figure(results: Mapping[str, Any]) -> "Figure | None":
     return figure
 
 
-def layer_figure(document: Mapping[str, Any]) -> "Figure":
+def layer_figure(document: LayersDocument) -> "Figure":
     """Accuracy and confidence, calibration errors, and entropy and divergence of every layer, with intervals.
 
-    A dotted line stands where the decision settles; the phase of correction, where there is one, is shaded.
+    A dotted line marks where the decision settles; a confidence-correction phase, if there is one, is shaded.
     """
     curves, phase = document["layers"]["curves"], document["layers"]["phase"]
     layer = [row["layer"] for row in curves]
@@ -138,8 +146,8 @@ def layer_figure(document: Mapping[str, Any]) -> "Figure":
     return figure
 
 
-def sweep_figure(document: Mapping[str, Any]) -> "Figure":
-    """ECE and accuracy against the strength of the edit, one line a block, on the half that did not choose."""
+def sweep_figure(document: LayersDocument) -> "Figure":
+    """ECE and accuracy by the strength of the edit, one line per block, on the held-out half."""
     sweep, chosen = document["sweep"], document["direction"]["chosen"]
     base = next(row for row in sweep if row["layer"] == 0)
     layers = sorted({row["layer"] for row in sweep} - {0})
@@ -159,14 +167,14 @@ def sweep_figure(document: Mapping[str, Any]) -> "Figure":
         at = next(row for row in sweep if (row["layer"], row["strength"]) == (chosen["layer"], chosen["strength"]))
         axis.plot(at["strength"], at["held_out"][name]["value"], "o", markersize=11, markerfacecolor="none", color=INK)
         axis.axhline(base["held_out"][name]["value"], color=MUTED, linewidth=1, linestyle="--")
-        axis.set(xlabel="c, in mean lengths of the residual (ring: chosen on the other half)", ylabel=label)
+        axis.set(xlabel="c, in mean norms of the residual (ring: chosen on the other half)", ylabel=label)
         plain(axis)
     legend(figure.axes[0])
     return figure
 
 
-def subject_figure(subjects: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Confidence beside accuracy and its interval, a line for each subject, the most over-confident on top."""
+def subject_figure(subjects: Sequence[SubjectRow]) -> "Figure":
+    """Confidence beside accuracy and its interval, a line for each subject, the most overconfident on top."""
     rows = subjects[::-1]
     figure = blank(8.5, 1 + 0.22 * len(rows))
     axis = figure.subplots()
@@ -186,8 +194,8 @@ def subject_figure(subjects: Sequence[Mapping[str, Any]]) -> "Figure":
     return figure
 
 
-def diversity_figure(document: Mapping[str, Any]) -> "Figure":
-    """Mean log p against distinct-2, a line for each model through its myopic temperatures."""
+def diversity_figure(document: LhtsDocument) -> "Figure":
+    """Mean log p by distinct-2, a line for each model through its myopic temperatures."""
     figure = blank(7, 4.8)
     axis = figure.subplots()
     for number, (name, points) in enumerate(document["texts"].items()):
@@ -196,9 +204,7 @@ def diversity_figure(document: Mapping[str, Any]) -> "Figure":
         axis.plot(x, y, color=colour, marker=mark, markersize=5, label=name)
         for temperature, *at in zip(points, x, y, strict=True):
             axis.annotate(temperature, (at[0], at[1]), textcoords="offset points", xytext=(5, 4), fontsize=8, color=INK)
-    axis.set(
-        xlabel="distinct-2 of words (more varied to the right)", ylabel="mean log p under the pretrained model, nats"
-    )
+    axis.set(xlabel="distinct-2 of words (right: more varied)", ylabel="mean log p under the pretrained model, nats")
     plain(axis)
     legend(axis)
     return figure
@@ -208,14 +214,14 @@ def diversity_figure(document: Mapping[str, Any]) -> "Figure":
 
 
 def png(figure: "Figure") -> bytes:
-    """On white."""
+    """The figure as PNG on white."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120, facecolor="white")
     return buffer.getvalue()
 
 
 def svg(figure: "Figure", name: str) -> str:
-    """A document of its own, with its text as text; `name` makes it the same each time."""
+    """A complete SVG document with its text as text; `name` seeds its ids, so that equal figures are equal files."""
     import matplotlib
 
     buffer = io.BytesIO()
@@ -225,16 +231,16 @@ def svg(figure: "Figure", name: str) -> str:
 
 
 def inline_svg(figure: "Figure", name: str, description: str) -> Markup:
-    """An element for a page: ids of its own, colours that follow the page's, no address of anything outside.
+    """An element for a page: ids of its own, the colours of the page, and no reference to anything outside.
 
-    Made anew from the drawing's tree, whatever matplotlib wrote of a name. Styles become attributes, since the page's
-    policy allows no inline styles. Before it stands an empty drawing, as wide as this one must be to be read: on a
-    phone it is shown smaller, but no smaller than that; then it scrolls.
+    It is rebuilt from the parsed tree of the drawing, so that no text in it can become markup. Styles become
+    attributes, since the page's policy allows no inline styles. An empty drawing before it has the smallest legible
+    width: on a phone the figure shrinks to that width, then scrolls.
 
     Args:
         figure: to be drawn.
         name: unique on the page; letters, digits and hyphens.
-        description: for those who do not see it.
+        description: text for screen readers.
     """
     text = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", svg(figure, name))
     root = ElementTree.fromstring(text)
@@ -265,7 +271,7 @@ def _svg_element(node: ElementTree.Element, name: str, more: Mapping[str, str] |
 
 
 def _attributes_of_style(style: str) -> dict[str, str]:
-    """The same as presentation attributes; matplotlib 3.10 writes fonts in one."""
+    """A style as presentation attributes; matplotlib 3.10 writes the font shorthand."""
     pairs = (pair.partition(":") for pair in style.split(";") if pair.strip())
     out = {key.strip(): value.strip() for key, _, value in pairs}
     font = re.fullmatch(r"(?:(italic|oblique) )?(?:([\w-]+) )?([\d.]+px) (.*)", out.pop("font", ""))

@@ -1,16 +1,15 @@
-"""Held-out text coloured by confidence, before and after: as HTML, with the rest of each token in a script's data."""
+"""Held-out text coloured by confidence, before and after calibration; further figures of each token as data."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from calibjax.eval.report.markup import Content, Markup, data_script, element
+from calibjax.eval.report.schema import Token, TokenSample
 
 STEPS = 10
 """Colours of the scale; `page.css` has as many, light and dark."""
 
 
-def heatmap_html(sample: Mapping[str, Any], name: str) -> Markup:
+def heatmap_html(sample: TokenSample, name: str) -> Markup:
     """The section of one run.
 
     Args:
@@ -24,7 +23,7 @@ def heatmap_html(sample: Mapping[str, Any], name: str) -> Markup:
     detail = [{key: token[key] for key in token if key != "scored"} if token["scored"] else None for token in tokens]
     blocks = (
         element("figure", element("figcaption", title), _text(sample, side), class_="tokens", data_side=side)
-        for side, title in enumerate(("As the model is", "After calibration"))
+        for side, title in enumerate(("Base model", "After calibration"))
     )
     scale = (element("span", f"{100 * step // STEPS}%", class_=f"k{step}") for step in range(STEPS))
     return element(
@@ -32,11 +31,10 @@ def heatmap_html(sample: Mapping[str, Any], name: str) -> Markup:
         element("h3", "Held-out text, token by token"),
         element(
             "p",
-            "Each token is coloured by how sure the model was of its most likely next token there, before it saw this "
-            "one. ",
+            "The colour of a token is the model's confidence in its most likely token at that position. ",
             element("span", "Underlined", class_="wrong"),
-            ": the most likely token was another one. A paragraph is what the model read at once; what it was not "
-            "asked to predict has no colour. Point at a token, or move with Tab and the arrow keys.",
+            ": the most likely token was a different one. Each paragraph is one sequence; tokens that are not "
+            "predicted have no colour. Point at a token, or move with Tab and the arrow keys.",
         ),
         element("p", "confidence ", scale, class_="scale", aria_hidden="true"),
         element("div", element("p", "Choose a token."), class_="detail", aria_live="polite"),
@@ -47,14 +45,14 @@ def heatmap_html(sample: Mapping[str, Any], name: str) -> Markup:
     )
 
 
-def _text(sample: Mapping[str, Any], side: int) -> list[Markup]:
+def _text(sample: TokenSample, side: int) -> list[Markup]:
     paragraphs, number, first = [], 0, True
     for sequence in sample["windows"]:
         parts: list[Content] = []
         for token in sequence:
             text = _visible(token["text"])
             if token["scored"]:
-                # One stop for Tab in each text; the script moves it with the arrow keys.
+                # One tab stop in each text; the script moves it with the arrow keys.
                 stop = 0 if first else -1
                 first = False
                 parts.append(element("span", text, class_=_class(token, side), data_i=number, tabindex=stop))
@@ -67,15 +65,15 @@ def _text(sample: Mapping[str, Any], side: int) -> list[Markup]:
     return paragraphs
 
 
-def _class(token: Mapping[str, Any], side: int) -> str:
-    """The token's colour, none where its confidence is not a number, and whether it was another than expected."""
-    confidence = token["confidence"][side]
+def _class(token: Token, side: int) -> str:
+    """The token's colour class, none if its confidence is not finite, and `wrong` if it was not the most likely one."""
+    confidence = token["confidence"][side] if "confidence" in token else math.nan
     step = []
-    if confidence is not None and math.isfinite(confidence):
+    if math.isfinite(confidence):
         step.append(f"k{min(max(int(confidence * STEPS), 0), STEPS - 1)}")
-    return " ".join(["t", *step, *([] if token["right"] else ["wrong"])])
+    return " ".join(["t", *step, *([] if token.get("right") else ["wrong"])])
 
 
 def _visible(text: str) -> str:
-    """With line breaks as signs; nothing at all is shown as a sign too."""
+    """The text with line breaks and the empty text as symbols."""
     return text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}") or "\N{EMPTY SET}"

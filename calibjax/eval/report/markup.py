@@ -1,4 +1,4 @@
-"""Where all HTML of a page is made: what is put into an element is escaped, and nothing from data can be code."""
+"""The only module that makes HTML: the content of an element is escaped, and no data can become code."""
 
 import base64
 import hashlib
@@ -11,11 +11,11 @@ from typing import Any
 from markupsafe import Markup, escape
 
 Content = str | Iterable["Content"] | None
-"""Text, which is escaped; `Markup`, which is not; any number of both."""
+"""Text, which is escaped; `Markup`, which is not; or any number of both."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9:-]*")
 _CODE = re.compile(r"on|style$", re.IGNORECASE)  # attributes that hold script or style
-_RAW = ("script", "style")  # elements whose content no escape protects
+_RAW = ("script", "style")  # their content cannot be escaped
 _VOID = ("br", "link", "meta")
 _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
@@ -24,12 +24,12 @@ def element(kind: str, *content: Content, **attributes: str | int | None) -> Mar
     """An element.
 
     Args:
-        kind: its name.
-        content: what is in it.
-        attributes: names (`_` for `-`, and one at the end is left out) and values; None for one that is absent.
+        kind: tag name.
+        content: of the element.
+        attributes: names (`_` stands for `-`; a trailing one is dropped) and values; None: absent.
 
     Raises:
-        ValueError: a name that no element or attribute has, or one that would hold code.
+        ValueError: an invalid name of an element or attribute, or one that would hold code.
     """
     given = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}
     if not all(map(_NAME.fullmatch, (kind, *given))) or kind in _RAW or any(map(_CODE.match, given)):
@@ -38,7 +38,7 @@ def element(kind: str, *content: Content, **attributes: str | int | None) -> Mar
 
 
 def joined(content: Content, separator: str = "") -> Markup:
-    """Text escaped, and what is markup as it is."""
+    """Joins content; text is escaped, markup is unchanged."""
     if content is None:
         return Markup("")
     if isinstance(content, str):
@@ -53,10 +53,10 @@ def _element(kind: str, content: Markup, attributes: dict[str, Any]) -> Markup:
 
 
 def data_script(value: Any) -> Markup:
-    """JSON for a script of the page to read. Numbers that are not finite are null; no text in it can end the element.
+    """A script element of JSON data. Numbers that are not finite become null; no text in it can end the element.
 
     Args:
-        value: of what JSON has, and of floats that it has not.
+        value: JSON-able, or with floats that are not finite.
     """
     text = json.dumps(_finite(value), ensure_ascii=True, allow_nan=False).translate(_UNSAFE)
     return _element("script", Markup(text), {"type": "application/json"})
@@ -71,12 +71,12 @@ def _finite(value: Any) -> Any:
 
 
 def document(title: str, body: Content, style: str, script: str | None) -> str:
-    """A page that loads nothing and runs nothing but `script`: a content security policy names both by their hashes.
+    """A page that loads nothing and runs only `script`: a content security policy names style and script by hash.
 
     Args:
         title: of the page.
-        body: what is shown.
-        style, script: the library's own, never data.
+        body: of the page.
+        style, script: files of the library, never data.
     """
     policy = {
         "default-src": "'none'",
@@ -89,14 +89,14 @@ def document(title: str, body: Content, style: str, script: str | None) -> str:
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        # Before all that it rules.
+        # Before everything that it applies to.
         element(
             "meta",
             http_equiv="Content-Security-Policy",
             content="; ".join(f"{name} {value}" for name, value in policy.items()),
         ),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("link", rel="icon", href="data:,"),  # or a browser asks for one
+        element("link", rel="icon", href="data:,"),  # or a browser requests one
         element("title", title),
         _element("style", Markup(style), {}),
     )

@@ -27,13 +27,13 @@ for (const section of document.querySelectorAll(".heatmap")) {
     const left = document.createElement("div");
     left.append(make("p", `${shown(one.text)}${one.right ? "" : ", not the most likely"}`, "text"));
     left.append(table(["", "before", "after"], [
-      ["its probability", ...one.probability.map(percent)],
+      ["probability of this token", ...one.probability.map(percent)],
       ["confidence", ...one.confidence.map(percent)],
       ["entropy, nats", ...one.entropy.map((h) => fixed(h, 3))],
       ["temperature", "1", fixed(one.temperature, 3)],
     ]));
     const right = document.createElement("div");
-    right.append(make("p", "Most likely there"));
+    right.append(make("p", "Most likely tokens"));
     right.append(table(["", "before", "after"], one.top.map(([text, p, q]) => [shown(text), percent(p), percent(q)]), "text"));
     detail.replaceChildren(left, right);
   };

@@ -1,4 +1,4 @@
-"""The report as one page that asks nothing of anyone: style, script, figures and data are within it."""
+"""The report as one self-contained page: style, script, figures and data are within it, and no request leaves it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,34 +11,36 @@ from calibjax.eval.report.heatmap import heatmap_html
 from calibjax.eval.report.markup import Content, Markup, element, joined
 from calibjax.eval.report.markup import document as html_document
 from calibjax.eval.report.parts import parts_of
-from calibjax.eval.report.rows import cells_of, described, remarks, sets_of, unit_of, verdict
+from calibjax.eval.report.rows import cells_of, described, remarks, sets_of, unit_of
+from calibjax.eval.report.schema import AnySet, Document, TokenSample, read_tokens
+from calibjax.eval.report.verdicts import set_verdict, verdict
 from calibjax.runtime.files import write_file
 
 TOKENS = "tokens.json"
-"""Beside metrics.json: a `token_sample`, where the run made one."""
+"""Beside metrics.json: a `token_sample`, if the run made one."""
 
 
 class Run(NamedTuple):
-    """What a run left: its name, the contents of metrics.json, and those of tokens.json or None."""
+    """The name of a run, the contents of its metrics.json, and those of its tokens.json or None."""
 
     name: str
-    document: Mapping[str, Any]
-    tokens: Mapping[str, Any] | None = None
+    document: Document
+    tokens: TokenSample | None = None
 
 
-def write_report(document: Mapping[str, Any], directory: Path) -> None:
+def write_report(document: Document, directory: Path) -> None:
     """Writes `report.html`, `reliability.png` of the held-out set, and as PNG the figures of the run's parts.
 
     Args:
         document: the contents of `metrics.json`.
-        directory: exists; its tokens.json is read where there is one.
+        directory: exists; its tokens.json is read if there is one.
     """
-    kept = {"reliability", *(name for part in parts_of(document) for name in part.figures)}
+    written = {"reliability", *(name for part in parts_of(document) for name in part.figures)}
     for name, _, figure in figures_of(document):
-        if name in kept:
+        if name in written:
             write_file(directory / f"{name}.png", png(figure))
     file = directory / TOKENS
-    tokens = json.loads(file.read_text()) if file.is_file() else None
+    tokens = read_tokens(file) if file.is_file() else None
     write_file(directory / "report.html", page([Run("", document, tokens)]))
 
 
@@ -56,35 +58,35 @@ def save_report(runs: Sequence[Run], directory: Path) -> list[str]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The page of one run, or of several side by side: all tables first, then what each run has to show."""
-    first = runs[0].document
+    """The page of one run, or of several side by side: one table of all rows first, then a section for each run."""
     several = len(runs) > 1
-    verdicts = [(run.name, verdict(run.document["held_out"])) for run in runs]
+    verdicts = [(run.name, verdict(run.document)) for run in runs]
     parts = [_paragraph(f"{name}: {line}" if several else line) for name, line in verdicts if line]
     parts.append(element("h1", "Calibration report"))
     if several:
         parts.append(_overview(runs))
     sections = [_run(run, f"r{number}", several) for number, run in enumerate(runs)]
     parts += [element("div", sections, class_="runs")] if several else sections
-    tokens = unit_of(first["held_out"]) == "tokens"
-    of, per = ("the top token's probability", "token") if tokens else ("the confidence", "row")
-    over = first["held_out"].get("clusters", "sequences")
-    parts.append(
-        element(
-            "p",
-            f"ECE and MCE compare mean confidence and accuracy in equal-width bins of {of}; intervals are 95%, over "
-            f"{over}: that of ECE is of the population's ECE in these bins, others are bootstraps. Debiased ECE: "
-            "without the bias of few points a bin. In the diagrams a bar is the accuracy of a bin, a dot its mean "
-            f"confidence, a whisker the interval of the accuracy. NLL in nats per {per}; Brier score of the prediction "
-            "being right.",
-        )
-    )
+    parts.append(element("p", _conventions(runs[0].document["held_out"])))
     for run in runs:
         details = json.dumps(run.document.get("run", {}), indent=2)
         title = f"The run {run.name}".strip()
         parts.append(element("details", element("summary", title), element("pre", details)))
     script = _resource("page.js") if any(run.tokens for run in runs) else None
     return html_document("calibjax report", joined(parts, "\n"), _resource("page.css"), script)
+
+
+def _conventions(results: AnySet) -> str:
+    tokens = unit_of(results) == "tokens"
+    of, per = ("the top token's probability", "token") if tokens else ("the confidence", "row")
+    over = results.get("clusters", "sequences")
+    return (
+        f"ECE and MCE compare mean confidence and accuracy in equal-width bins of {of}; intervals are 95%, over "
+        f"{over}: that of ECE is of the population's ECE in these bins, others are bootstrap intervals. Debiased ECE: "
+        "corrected for the bias of bins with few points. In the diagrams a bar is the accuracy of a bin, a dot its "
+        f"mean confidence, a whisker the interval of the accuracy. NLL in nats per {per}; Brier score of the "
+        "prediction being correct."
+    )
 
 
 def _resource(name: str) -> str:
@@ -115,10 +117,10 @@ def _run(run: Run, identity: str, several: bool) -> Markup:
     return element("section", parts)
 
 
-def _set(title: str, results: Mapping[str, Any], *, with_verdict: bool) -> Markup:
+def _set(title: str, results: AnySet, *, with_verdict: bool) -> Markup:
     parts = [element("h2", title)]
-    if with_verdict and verdict(results):
-        parts.append(_paragraph(verdict(results)))
+    if with_verdict and set_verdict(results):
+        parts.append(_paragraph(set_verdict(results)))
     parts.append(element("p", described(results)))
     parts.append(_table("", *cells_of(results)))
     parts += [element("p", f"{line}.") for line in remarks(results)]
@@ -129,7 +131,7 @@ def _set(title: str, results: Mapping[str, Any], *, with_verdict: bool) -> Marku
 
 
 def _overview(runs: Sequence[Run]) -> Markup:
-    """The rows of all runs' held-out sets in one table, by the columns that the first run has."""
+    """The rows of all held-out sets in one table, with the columns of the first run."""
     columns = [cells_of(run.document["held_out"]) for run in runs]
     titles = columns[0][0][1:]
     rows = [
@@ -145,7 +147,7 @@ def _table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -
     body = (element("tr", (element("td", cell) for cell in cells)) for cells in rows)
     title = element("caption", caption) if caption else None
     table = element("table", title, element("thead", head), element("tbody", body))
-    return element("div", table, class_="wide", tabindex=0)  # what scrolls must be reachable by keyboard
+    return element("div", table, class_="wide", tabindex=0)  # a scrolling region must be reachable by keyboard
 
 
 def _figure(figures: Mapping[str, tuple[str, str, Any]], name: str) -> Markup | None:

@@ -1,7 +1,10 @@
-"""What a row of a report says, whatever it is drawn on: titles, colours, cells and the verdict."""
+"""The rows of a report, in the terminal and on the page: titles, colours, columns and cells."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
+
+from calibjax.eval.report.schema import AnySet, Difference, Document
 
 # Okabe and Ito's colour-blind safe set.
 COLOURS = {
@@ -18,13 +21,13 @@ COLOURS = {
     "lhts": "#0072B2",
 }
 _TITLES = {
-    "temperature": "single temperature",
+    "temperature": "temperature scaling",
     "ats": "ATS",
     "base": "base model",
-    "base_temperature": "base model + temperature",
-    "edited": "residual edited",
+    "base_temperature": "base + temperature scaling",
+    "edited": "residual stream edited",
     "fine_tuned": "fine-tuned",
-    "fine_tuned_temperature": "fine-tuned + temperature",
+    "fine_tuned_temperature": "fine-tuned + temperature scaling",
 }
 
 
@@ -40,7 +43,7 @@ class TextTable(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a kind of run has to show beside its sets: sentences, names of figures, tables."""
+    """A section for one kind of run, beside its sets: findings as sentences, names of figures, tables."""
 
     title: str
     findings: list[str]
@@ -49,17 +52,17 @@ class Part(NamedTuple):
 
 
 def figure_of(row: Mapping[str, Any], key: str) -> float | None:
-    """A figure of a method's row; None where it has none."""
+    """A figure of a method's row; None if the row does not have it."""
     return row["ece"]["value"] if key == "ece" else row.get(key)
 
 
 def title_of(name: str) -> str:
-    """A method as it is shown."""
+    """The displayed name of a method."""
     return _TITLES.get(name, name)
 
 
 def binning(closed: str) -> str:
-    """The edges of a bin, as mathematics writes them."""
+    """The edges of a bin as an interval."""
     return {"right": "(lo, hi]", "left": "[lo, hi)", "none": "(lo, hi)"}[closed]
 
 
@@ -93,10 +96,10 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("confidence", "confidence", _number("confidence")),
     ("accuracy", "accuracy", _accuracy),
     ("exact_error", "exact error", _number("exact_error")),
-    ("against", "ECE less single temperature", _ece_against),
+    ("against", "Δ ECE against temperature scaling", _ece_against),
     ("adaptive_ece", "adaptive ECE", _number("adaptive_ece")),
     ("smooth_ece", "smooth ECE", _number("smooth_ece")),
-    ("log_loss", "log loss of being right", lambda row: "inf" if row["log_loss"] is None else f"{row['log_loss']:.4f}"),
+    ("log_loss", "log loss of correctness", lambda row: "inf" if row["log_loss"] is None else f"{row['log_loss']:.4f}"),
     ("auroc", "AUROC", _number("auroc")),
     ("aurc", "AURC", _number("aurc")),
     ("excess_aurc", "excess AURC", _number("excess_aurc")),
@@ -106,85 +109,63 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("parameters", "parameters", _number("parameters", ",")),
     ("fit_seconds", "fit (s)", _number("fit_seconds", ".2f")),
 )
-"""Field of a row, title, text of a cell. Those that no row has are not shown."""
+"""Field of a row, title, text of a cell. Fields that no row has are not shown."""
+
+
+def short(value: float, form: str = ".4f") -> str:
+    """A number without the zero before its decimal point."""
+    return re.sub(r"(?<!\d)0\.", ".", format(value, form))
+
+
+def signed(against: Difference) -> str:
+    """A difference with its sign and its interval."""
+    difference, low, high = (short(against[key], "+.4f") for key in ("difference", "low", "high"))
+    return f"{difference} [{low}, {high}]"
+
+
+def is_lower(against: Difference) -> bool:
+    """Whether a figure is significantly lower than the other: the interval of the difference lies below 0."""
+    return against["high"] < 0
+
+
+def is_higher(against: Difference) -> bool:
+    """Whether a figure is significantly higher than the other: the interval of the difference lies above 0."""
+    return against["low"] > 0
+
+
+def significance_mark(against: Difference) -> str:
+    """`+` for a significantly lower (better) figure, `-` for a significantly higher one, else a space."""
+    return "+" if is_lower(against) else "-" if is_higher(against) else " "
 
 
 def unit_of(results: Mapping[str, Any]) -> str:
+    """The name of the predictions of a set."""
     return results.get("unit", "tokens")
 
 
 def described(results: Mapping[str, Any]) -> str:
-    """How many predictions a set has, and what is taken for their confidence where that is said."""
-    said = f"; confidence: {results['confidence']}" if "confidence" in results else ""
-    return f"{results['tokens']:,} {unit_of(results)}{said}"
+    """The number of predictions of a set, and the definition of their confidence if the document has it."""
+    definition = f"; confidence: {results['confidence']}" if "confidence" in results else ""
+    return f"{results['tokens']:,} {unit_of(results)}{definition}"
 
 
 def remarks(results: Mapping[str, Any]) -> list[str]:
-    """What else is to be known of the answers to a benchmark: how it was asked, and what the model could not read."""
+    """Notes on a benchmark: its prompts, the harness's own metrics, and prompts too long for the model."""
     lines = []
     if "shots" in results:
         own = ", ".join(f"{name} {value:.4f}" for name, value in results["harness"].items())
-        lines.append(f"{results['shots']} examples before a question; {results['source']}; the harness's own: {own}")
+        lines.append(
+            f"{results['shots']} examples before each question; {results['source']}; lm-eval's own metrics: {own}"
+        )
     if results.get("cut"):
-        lines.append(f"{results['cut']:,} prompts were longer than the model reads and lost their start")
+        lines.append(f"{results['cut']:,} prompts exceeded the model's context and were cut at the start")
     if results.get("too_long"):
-        lines.append(f"{results['too_long']:,} questions left out: an option alone is longer than the model reads")
+        lines.append(f"{results['too_long']:,} questions left out: an option alone exceeds the model's context")
     return lines
 
 
-def verdict(results: Mapping[str, Any]) -> str:
-    """One line: whether ATS came out truer than the single temperature and the model as it is, a fine-tuned model than
-    the one it was made from, or a model with an edited residual stream than without.
-
-    Worse on expected calibration error or on negative log-likelihood (or, without one, Brier score) counts as worse.
-    """
-    methods = results["methods"]
-    if {"base", "fine_tuned"} <= methods.keys():
-        before, after = methods["base"], methods["fine_tuned"]
-        figures = (
-            f"ECE {after['ece']['value']:.4f} against {before['ece']['value']:.4f}; "
-            f"NLL {after['nll']:.4f} against {before['nll']:.4f}"
-        )
-        if after["ece"]["value"] > before["ece"]["value"] or after["nll"] > before["nll"]:
-            return f"WARNING: the fine-tuned model is worse than the base model here: {figures}."
-        return f"The fine-tuned model is truer than the base model: {figures}."
-    if {"uncalibrated", "edited"} <= methods.keys():
-        before, after = methods["uncalibrated"], methods["edited"]
-        figures = (
-            f"ECE {after['ece']['value']:.4f} against {before['ece']['value']:.4f}, accuracy {after['accuracy']:.4f} "
-            f"against {before['accuracy']:.4f}"
-        )
-        if after["ece"]["value"] > before["ece"]["value"]:
-            return f"WARNING: the edit chosen on one half makes the other half worse: {figures}."
-        return f"Edited along its calibration direction, on the half that did not choose it: {figures}."
-    if not {"ats", "temperature", "uncalibrated"} <= methods.keys():
-        return ""
-    ats, single, base = (methods[name] for name in ("ats", "temperature", "uncalibrated"))
-    # Of written answers there is no likelihood of the right one: the Brier score takes its place.
-    key, title = ("brier", "Brier") if any(row["nll"] is None for row in (ats, single, base)) else ("nll", "NLL")
-    ece = f"ECE {ats['ece']['value']:.4f} against {single['ece']['value']:.4f}"
-    nll = f"{title} {ats[key]:.4f} against {single[key]:.4f}"
-    worse = [
-        text
-        for text, lost in (
-            (ece, ats["ece"]["value"] > single["ece"]["value"]),
-            (nll, ats[key] > single[key]),
-        )
-        if lost
-    ]
-    if worse:
-        return f"WARNING: ATS is worse than a single temperature here: {'; '.join(worse)}."
-    if ats["ece"]["value"] > base["ece"]["value"] or ats[key] > base[key]:
-        return (
-            f"WARNING: ATS is worse than the uncalibrated model here: ECE {ats['ece']['value']:.4f} against "
-            f"{base['ece']['value']:.4f}; {title} {ats[key]:.4f} against {base[key]:.4f}."
-        )
-    before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
-    return f"ATS is truer than a single temperature: {ece}; {nll} ({before})."
-
-
 NARROW = tuple(key for key, *_ in _COLUMNS if key not in ("rmsce", "debiased_ece"))
-"""The fields of a table of tokens in a terminal of 120 columns; the page has all."""
+"""Columns of a table of tokens in a terminal of 120 columns; the page has all."""
 
 SHORT = ("nll", "brier", "ece", "rmsce", "confidence", "accuracy", "against", "auroc")
 """Columns of a benchmark in a terminal."""
@@ -202,10 +183,11 @@ def cells_of(results: Mapping[str, Any], columns: Collection[str] | None = None)
     return ["method", *(title for title, _ in shown)], rows
 
 
-def sets_of(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def sets_of(document: Document) -> list[tuple[str, AnySet]]:
     """Titles and results of the sets of a run, the held-out one first."""
-    sets = [(document["held_out"].get("title", "held out"), document["held_out"])]
-    tasks = document.get("tasks", {})
-    if len(tasks) > 1:
-        sets += tasks.items()
-    return sets + [(f"transfer to {name}", results) for name, results in document.get("transfer", {}).items()]
+    sets: list[tuple[str, AnySet]] = [(document["held_out"].get("title", "held out"), document["held_out"])]
+    if "tasks" in document and len(document["tasks"]) > 1:
+        sets += document["tasks"].items()
+    if "transfer" in document:
+        sets += [(f"transfer to {name}", results) for name, results in document["transfer"].items()]
+    return sets

@@ -1,6 +1,5 @@
-"""What a report says of a study: tables and figures, from the contents of its metrics.json."""
+"""Tables and figures of a study, from the contents of its metrics.json."""
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,22 +8,31 @@ import numpy as np
 
 from calibjax.eval.report.canvas import INK, LINES, MARKS, MUTED, blank, legend, plain
 from calibjax.eval.report.figures import png
-from calibjax.eval.report.rows import TextTable, title_of
+from calibjax.eval.report.rows import TextTable, short, signed, significance_mark, title_of
+from calibjax.eval.report.schema import (
+    Against,
+    ComparedFigure,
+    Difference,
+    StudyDocument,
+    StudyFigure,
+    StudyRow,
+    StudySet,
+)
 from calibjax.runtime.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COMPARED = ("nll", "brier", "ece")
-"""Figures of a row that are set against another's."""
-_PANELS = (
+COMPARED: tuple[ComparedFigure, ...] = ("nll", "brier", "ece")
+"""Figures of a row that are compared with another row's."""
+_PANELS: tuple[tuple[str, tuple[StudyFigure, ...]], ...] = (
     ("NLL", ("nll",)),
     ("ECE", ("ece",)),
-    ("confidence in right and wrong tokens", ("confidence_right", "confidence_wrong")),
+    ("mean confidence of correct and wrong predictions", ("confidence_right", "confidence_wrong")),
 )
 
 
-def write_study(document: Mapping[str, Any], directory: Path) -> list[str]:
+def write_study(document: StudyDocument, directory: Path) -> list[str]:
     """Draws every figure as PNG into a directory; returns their names."""
     files = []
     for name, figure in study_figures(document):
@@ -33,17 +41,16 @@ def write_study(document: Mapping[str, Any], directory: Path) -> list[str]:
     return files
 
 
-def study_tables(document: Mapping[str, Any]) -> list[TextTable]:
+def study_tables(document: StudyDocument) -> list[TextTable]:
     """Two tables a set of sequences, figures and differences; of transfer, one a method and figure."""
     if document["study"] == "transfer":
-        return [
-            _transfer_table(document, method, figure) for method in ("temperature", "ats") for figure in ("nll", "ece")
-        ]
+        figures: tuple[ComparedFigure, ...] = ("nll", "ece")
+        return [_transfer_table(document, method, figure) for method in ("temperature", "ats") for figure in figures]
     sets = document["sets"].items()
     return [draw(title, of_set) for title, of_set in sets for draw in (_scores, _differences)]
 
 
-def study_figures(document: Mapping[str, Any]) -> Iterator[tuple[str, "Figure"]]:
+def study_figures(document: StudyDocument) -> Iterator[tuple[str, "Figure"]]:
     """(name of a file, figure)."""
     if document["study"] == "transfer":
         yield "transfer", transfer_figure(document)
@@ -57,61 +64,53 @@ def study_figures(document: Mapping[str, Any]) -> Iterator[tuple[str, "Figure"]]
 # --- one table and figure a set ---
 
 
-def _scores(title: str, of_set: Mapping[str, Any]) -> TextTable:
+def _scores(title: str, of_set: StudySet) -> TextTable:
     rows = [
         [
             title_of(name),
-            f"{row['parameters']:,}",
+            f"{row.get('parameters', 0):,}",
             *(_mean(row[figure]) for figure in ("nll", "brier")),
-            f"{_mean(row['ece'])} [{_short(row['ece']['low'])}, {_short(row['ece']['high'])}]",
+            f"{_mean(row['ece'])} [{short(row['ece']['low'])}, {short(row['ece']['high'])}]",
             *(_mean(row[figure], ".3f") for figure in ("confidence_right", "confidence_wrong")),
         ]
         for name, row in of_set["methods"].items()
     ]
     accuracy = of_set["methods"]["uncalibrated"]["accuracy"]["value"]
     return TextTable(
-        f"{title}: {of_set['tokens']:,} tokens of {of_set['windows']:,} sequences, accuracy {accuracy:.4f} for all",
-        ["", "parameters", "NLL", "Brier", "ECE [95% interval]", "confidence if right", "if wrong"],
+        f"{title}: {of_set['tokens']:,} tokens of {of_set['windows']:,} sequences, accuracy {accuracy:.4f} of all",
+        ["", "parameters", "NLL", "Brier", "ECE [95% interval]", "confidence, correct", "wrong"],
         rows,
     )
 
 
-def _differences(title: str, of_set: Mapping[str, Any]) -> TextTable:
+def _differences(title: str, of_set: StudySet) -> TextTable:
     rows = [
         [title_of(name), title_of(row["against"]["name"]), *(_difference(row["against"][f]) for f in COMPARED)]
         for name, row in of_set["methods"].items()
         if "against" in row
     ]
-    columns = ["", "less", *({"brier": "Brier"}.get(figure, figure.upper()) for figure in COMPARED)]
-    return TextTable(f"{title}: differences [95% interval]", columns, rows)
+    columns = ["", "Δ against", *({"brier": "Brier"}.get(figure, figure.upper()) for figure in COMPARED)]
+    return TextTable(f"{title}: paired differences [95% interval]", columns, rows)
 
 
 def _mean(figure: Mapping[str, Any], form: str = ".4f") -> str:
-    """The mean over the seeds, ± half of what lies between the least and the largest."""
+    """The mean over the seeds, ± half their range."""
     spread = (max(figure["seeds"]) - min(figure["seeds"])) / 2
-    return _short(figure["value"], form) + (f" ±{_short(spread, form)}" if len(figure["seeds"]) > 1 else "")
+    return short(figure["value"], form) + (f" ±{short(spread, form)}" if len(figure["seeds"]) > 1 else "")
 
 
-def _difference(against: Mapping[str, float]) -> str:
-    low, high = (_short(against[end], "+.4f") for end in ("low", "high"))
-    return _gap(against, f" [{low}, {high}]")
+def _difference(against: Difference) -> str:
+    return f"{signed(against)} {significance_mark(against)}".rstrip()
 
 
-def _gap(against: Mapping[str, float], interval: str = "") -> str:
-    """With `+` where it is lower (better) for sure, `-` where it is higher."""
-    mark = " +" if against["high"] < 0 else " -" if against["low"] > 0 else ""
-    return f"{_short(against['difference'], '+.4f')}{interval}{mark}"
+def _gap(against: Difference) -> str:
+    return f"{short(against['difference'], '+.4f')} {significance_mark(against)}".rstrip()
 
 
-def _short(value: float, form: str = ".4f") -> str:
-    """Without the zero before the point."""
-    return re.sub(r"(?<!\d)0\.", ".", format(value, form))
+def rows_figure(of_set: StudySet, title: str) -> "Figure":
+    """A line for each row: NLL, ECE, and mean confidence of correct and wrong predictions, intervals, all seeds.
 
-
-def rows_figure(of_set: Mapping[str, Any], title: str) -> "Figure":
-    """A line for each row: NLL, ECE, and confidence in right and in wrong tokens, with intervals and every seed.
-
-    The uncalibrated model is named in the title: drawn to scale, it would press the others together.
+    The uncalibrated model is named in the title: drawn to scale, it would squeeze the others together.
     """
     rows = dict(of_set["methods"])
     left_out = rows.pop("uncalibrated")
@@ -126,9 +125,9 @@ def rows_figure(of_set: Mapping[str, Any], title: str) -> "Figure":
             for line, of_row in zip(lines, of_rows, strict=True):
                 seeds = of_row["seeds"]
                 axis.plot(seeds, [line - 0.25] * len(seeds), "|", color=colour, markersize=5, alpha=0.8)
-        single = rows["temperature"]
+        scaled = rows["temperature"]
         for name in names:
-            axis.axvline(single[name]["value"], color=MUTED, linewidth=1, linestyle="--")
+            axis.axvline(scaled[name]["value"], color=MUTED, linewidth=1, linestyle="--")
         axis.set_xlabel(label)
         axis.locator_params(axis="x", nbins=5)
         plain(axis)
@@ -136,22 +135,22 @@ def rows_figure(of_set: Mapping[str, Any], title: str) -> "Figure":
             legend(axis)
     axes[0].set_yticks(lines, [title_of(name) for name in rows], fontsize="small")
     axes[0].set_ylim(-0.7, len(rows) - 0.3)
-    figures = ", ".join(f"{name.upper()} {_short(left_out[name]['value'])}" for name in ("nll", "ece"))
-    note = f"bars: 95% interval; ticks: each seed; dashed: single temperature; not drawn: uncalibrated, {figures}"
+    figures = ", ".join(f"{name.upper()} {short(left_out[name]['value'])}" for name in ("nll", "ece"))
+    note = f"bars: 95% interval; ticks: each seed; dashed: temperature scaling; not drawn: uncalibrated, {figures}"
     figure.suptitle(f"{title}\n{note}", fontsize=10, color=INK)
     return figure
 
 
-def alpha_figure(of_set: Mapping[str, Any], title: str) -> "Figure":
-    """NLL, ECE, and confidence in right (filled) and wrong tokens against alpha, a line for each loss."""
+def alpha_figure(of_set: StudySet, title: str) -> "Figure":
+    """NLL, ECE, and mean confidence of correct (filled) and wrong predictions by alpha, a line for each loss."""
     rows = of_set["methods"]
     figure = blank(12.6, 4.2)
     axes = figure.subplots(1, len(_PANELS))
-    losses = list(dict.fromkeys(row["loss"] for row in rows.values() if row.get("alpha") is not None))
+    losses = list(dict.fromkeys(row["loss"] for row in rows.values() if "loss" in row and row.get("alpha") is not None))
     for axis, (label, names) in zip(axes, _PANELS, strict=True):
         for loss, colour, mark in zip(losses, LINES, MARKS, strict=False):
-            curve = [row for row in rows.values() if row.get("alpha") is not None and row["loss"] == loss]
-            alphas = [row["alpha"] for row in curve]
+            curve = [row for row in rows.values() if row.get("alpha") is not None and row.get("loss") == loss]
+            alphas = [row.get("alpha") for row in curve]
             for name, fill in zip(names, (colour, "white"), strict=False):
                 value, low, high = ([row[name][key] for row in curve] for key in ("value", "low", "high"))
                 label_of = loss if name == names[0] else None
@@ -163,55 +162,61 @@ def alpha_figure(of_set: Mapping[str, Any], title: str) -> "Figure":
         axis.set(xlabel="alpha", ylabel=label)
         plain(axis)
     legend(axes[0])
-    note = "dashed: single temperature; dotted: uncalibrated; hollow: wrong tokens; bands: 95% interval"
+    note = "dashed: temperature scaling; dotted: uncalibrated; hollow: wrong predictions; bands: 95% interval"
     figure.suptitle(f"{title}\n{note}", fontsize=10, color=INK)
     return figure
 
 
 def _word(name: str) -> str:
-    return {"confidence_right": "right", "confidence_wrong": "wrong"}.get(name, name)
+    return {"confidence_right": "correct", "confidence_wrong": "wrong"}.get(name, name)
 
 
 # --- transfer ---
 
 
-def _transfer_table(document: Mapping[str, Any], method: str, figure: str) -> TextTable:
-    """Fitted on (rows) against tested on (columns); the own domain's figure, and the others' gap to it."""
+def _transfer_table(document: StudyDocument, method: str, figure: ComparedFigure) -> TextTable:
+    """Fitted on (rows) by tested on (columns): the figure on the domain itself, and elsewhere Δ against it."""
     domains, rows = list(document["sets"]), []
     for source in ("uncalibrated", *domains):
         cells = []
         for target in domains:
             row = document["sets"][target]["methods"][row_name(method, source)]
             if source in (target, "uncalibrated"):
-                cells.append(_short(row[figure]["value"]))
+                cells.append(short(row[figure]["value"]))
             else:
-                cells.append(_gap(row["against"][figure]))
+                cells.append(_gap(_against(row)[figure]))
         rows.append([source, *cells])
     if method == "ats":
-        own = [document["sets"][target]["methods"][row_name("ats", target)]["against"][figure] for target in domains]
-        rows.append(["its own, less its own temperature", *(_gap(against) for against in own)])
+        own = [_against(document["sets"][domain]["methods"][row_name("ats", domain)])[figure] for domain in domains]
+        rows.append(["ATS, Δ against temperature scaling", *(_gap(against) for against in own)])
     return TextTable(
         f"{figure.upper()}, {title_of(method)}: fitted on (row), tested on held-out sequences of (column); where these "
-        "differ, the gap to the one fitted on the column's own domain",
+        "differ, Δ against the one fitted on the column's own domain",
         ["fitted on", *domains],
         rows,
     )
 
 
+def _against(row: StudyRow) -> Against:
+    assert "against" in row, "every row of transfer but the base model's is compared"
+    return row["against"]
+
+
 def row_name(method: str, source: str) -> str:
-    """Of a method fitted on a domain; `source` "uncalibrated" for the model as it is."""
+    """The row of a method fitted on a domain; `source` is "uncalibrated" for the base model."""
     return source if source == "uncalibrated" else f"{method} from {source}"
 
 
-def transfer_figure(document: Mapping[str, Any]) -> "Figure":
-    """The gaps of both methods in NLL and ECE, fitted on (rows) against tested on (columns)."""
+def transfer_figure(document: StudyDocument) -> "Figure":
+    """The differences of both methods in NLL and ECE: fitted on (rows) by tested on (columns)."""
     from matplotlib.colors import TwoSlopeNorm
 
     domains = list(document["sets"])
     size = 0.75 * len(domains) + 1.8
     figure = blank(2 * size, 1.75 * size)
     axes = figure.subplots(2, 2)
-    for column, name in enumerate(("nll", "ece")):
+    figures: tuple[ComparedFigure, ...] = ("nll", "ece")
+    for column, name in enumerate(figures):
         gaps = {method: _gaps(document, method, name) for method in ("temperature", "ats")}
         reach = max(float(np.abs(list(gaps.values())).max()), 1e-6)
         for row, (method, values) in enumerate(gaps.items()):
@@ -220,19 +225,19 @@ def transfer_figure(document: Mapping[str, Any]) -> "Figure":
             for i, source in enumerate(domains):
                 for j, target in enumerate(domains):
                     own = document["sets"][target]["methods"][row_name(method, source)]
-                    text = _short(own[name]["value"], ".3f") if i == j else _short(values[i, j], "+.3f")
+                    text = short(own[name]["value"], ".3f") if i == j else short(values[i, j], "+.3f")
                     dark = abs(values[i, j]) > 0.6 * reach
                     axis.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if dark else INK)
             axis.set_xticks(range(len(domains)), domains, rotation=30, ha="right", fontsize="small")
             axis.set_yticks(range(len(domains)), domains, fontsize="small")
             axis.set(xlabel="tested on", ylabel="fitted on", title=f"{title_of(method)}: {name.upper()}")
             plain(axis)
-    note = "diagonal: fitted on the domain itself; elsewhere the gap to that (red: worse)"
+    note = "diagonal: fitted on the domain itself; elsewhere the difference from that (red: worse)"
     figure.suptitle(f"{document['question']}\n{note}", fontsize=10, color=INK)
     return figure
 
 
-def _gaps(document: Mapping[str, Any], method: str, figure: str) -> np.ndarray:
+def _gaps(document: StudyDocument, method: str, figure: ComparedFigure) -> np.ndarray:
     """`[source, target]`; 0 on the diagonal."""
     domains = list(document["sets"])
     return np.array(
@@ -240,7 +245,7 @@ def _gaps(document: Mapping[str, Any], method: str, figure: str) -> np.ndarray:
             [
                 0.0
                 if source == target
-                else document["sets"][target]["methods"][row_name(method, source)]["against"][figure]["difference"]
+                else _against(document["sets"][target]["methods"][row_name(method, source)])[figure]["difference"]
                 for target in domains
             ]
             for source in domains

@@ -1,21 +1,20 @@
 """The subjects of a benchmark as a table: accuracy, and confidence and calibration error with each method."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from calibjax.eval.report.layers import interval
 from calibjax.eval.report.rows import TextTable, title_of
+from calibjax.eval.report.schema import TasksDocument
 
 
-def subjects_name(document: Mapping[str, Any], task: str) -> str:
-    """Of the figure of a task's subjects: by the task's name, or its number where that cannot be in a file's name."""
-    fits = re.fullmatch(r"\w[\w.-]{,79}", task, re.ASCII)
-    return f"subjects-{task if fits else list(document['tasks']).index(task)}"
+def subjects_name(document: TasksDocument, task: str) -> str:
+    """The file name of the figure of a task's subjects: with the task's name, or its number if that is no file name."""
+    is_file_name = re.fullmatch(r"\w[\w.-]{,79}", task, re.ASCII)
+    return f"subjects-{task if is_file_name else list(document['tasks']).index(task)}"
 
 
-def subject_table(document: Mapping[str, Any], task: str) -> TextTable:
-    """A row for every subject of a task, the most over-confident as the model is first."""
+def subject_table(document: TasksDocument, task: str) -> TextTable:
+    """A row for every subject of a task, first the one on which the uncalibrated model is the most overconfident."""
     results = document["tasks"][task]
     methods = list(results["methods"])
     columns = [f"{what}, {title_of(name)}" for name in methods for what in ("confidence", "ECE")]
@@ -32,5 +31,5 @@ def subject_table(document: Mapping[str, Any], task: str) -> TextTable:
         ]
         for row in results["subjects"]
     ]
-    title = f"subjects of {task} [95% interval: of the accuracy Wilson's, of the ECE over questions]"
+    title = f"subjects of {task} [95% interval: Wilson's for accuracy, over questions for ECE]"
     return TextTable(title, ["subject", "questions", "accuracy, uncalibrated", *columns], rows)

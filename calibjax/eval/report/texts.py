@@ -1,13 +1,14 @@
-"""What a report says of a run of `calibjax train lhts`: how likely and how varied each model's text is."""
+"""The part of a report on `calibjax train lhts`: the likelihood and diversity of each model's text."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from calibjax.eval.report.rows import TextTable
+from calibjax.eval.report.schema import LhtsDocument
 
 
-def findings(document: Mapping[str, Any]) -> list[str]:
-    """A sentence for every model beside the pretrained one, at the first myopic temperature."""
+def findings(document: LhtsDocument) -> list[str]:
+    """A sentence for each model but the pretrained one, at the first myopic temperature."""
     texts, methods = document["texts"], document["held_out"]["methods"]
     temperature = next(iter(texts["pretrained"]))
     base = texts["pretrained"][temperature]
@@ -21,7 +22,7 @@ def findings(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def tables(document: Mapping[str, Any]) -> list[TextTable]:
+def tables(document: LhtsDocument) -> list[TextTable]:
     """A row for every model, a column for every myopic temperature."""
     texts = document["texts"]
 
@@ -38,14 +39,14 @@ def tables(document: Mapping[str, Any]) -> list[TextTable]:
             lambda x: f"{x['log_prob']:.3f} ± {x['log_prob_error']:.3f}",
         ),
         *(table(f"distinct-{n} of words", texts, lambda x, n=n: f"{x[f'distinct_{n}']:.3f}") for n in (1, 2, 3)),
-        table("4-grams of words that the text had before, share", texts, lambda x: f"{x['repetition']:.3f}"),
+        table("repeated 4-grams of words, fraction", texts, lambda x: f"{x['repetition']:.3f}"),
     ]
     if any(cell["self_bleu"] is not None for row in texts.values() for cell in row.values()):
         out.append(table("self-BLEU, 0 to 100", texts, lambda x: f"{x['self_bleu']:.1f}"))
     if document["analogies"]:
         out.append(
             table(
-                "analogies, % right ± standard error (chance 25)",
+                "analogies, % correct ± standard error (chance: 25)",
                 document["analogies"],
                 lambda x: f"{100 * x['accuracy']:.1f} ± {100 * x['error']:.1f}",
             )

@@ -1,4 +1,4 @@
-"""Analogies as multiple choice: a is to b as c is to one of four words, by the model's likelihood of each."""
+"""Analogies as multiple choice: a is to b as c is to one of four words, chosen by likelihood."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from calibjax.data import Sequences, eval_batches, read_source
+from calibjax.eval.report.schema import AnalogyRow
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import batch_hidden, freeze, vocab_sharding
@@ -24,8 +25,8 @@ class Analogies(NamedTuple):
     """Multiple-choice questions.
 
     Attributes:
-        sequences: one for each choice, `CHOICES` consecutive ones a question; only the choice's tokens count.
-        right: index of the right choice of each question, int64 `[Q]`.
+        sequences: one for each choice, `CHOICES` consecutive ones per question; only the choice's tokens are scored.
+        right: index of the correct choice of each question, int64 `[Q]`.
         categories: of each question.
     """
 
@@ -35,7 +36,7 @@ class Analogies(NamedTuple):
 
 
 class AnalogyQuestion(NamedTuple):
-    """What is asked, `CHOICES` words to choose from, the index of the right one, and the kind of analogy."""
+    """The prompt, `CHOICES` words to choose from, the index of the correct one, and the category."""
 
     prompt: str
     choices: tuple[str, ...]
@@ -46,12 +47,12 @@ class AnalogyQuestion(NamedTuple):
 def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, seed: int = 0) -> Analogies:
     """Reads the Google analogy set, or one with the same columns, as questions.
 
-    The wrong choices are fourth words of the same category, other than a question's own four words. A source with
-    fewer of them than needed in some category has those questions left out.
+    The wrong choices are fourth words of the same category other than the question's own four words. Questions of
+    a category with too few of them are left out.
 
     Args:
         source: file, directory or hub id with columns category, a, b, c, d.
-        lm: whose tokenizer and context are used.
+        lm: its tokenizer and context length are used.
         count: of questions, drawn without replacement; None: all.
         seed: of questions, wrong choices and their order.
 
@@ -73,7 +74,7 @@ def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, 
 def analogy_questions(
     rows: Sequence[Mapping[str, str]], *, count: int | None = None, seed: int = 0
 ) -> list[AnalogyQuestion]:
-    """Questions in a random order; arguments as `load_analogies`'s. What has too few wrong choices is left out."""
+    """Questions in a random order; arguments as `load_analogies`'s. Those with too few wrong choices are left out."""
     fourth: dict[str, list[str]] = {}
     for row in rows:
         fourth.setdefault(row["category"], []).append(row["d"])
@@ -103,9 +104,9 @@ def choice_log_probs(
     title: str = "analogies",
     context: RunContext | None = None,
 ) -> Float[np.ndarray, "Q C"]:
-    """log-probability of every choice's tokens where each next token's distribution has the temperature; float64.
+    """log-probability of every choice's tokens at a myopic temperature of each next token; float64.
 
-    At temperature 0 what is returned orders the choices as ever smaller temperatures do: Σ (z_y − max_v z_v).
+    At temperature 0 the values are Σ (z_y − max_v z_v), which orders the choices as the limit of small temperatures.
     """
     frozen = freeze(lm)
     scale = jnp.float32(1 / temperature if temperature else 1)
@@ -121,9 +122,9 @@ def choice_log_probs(
 def accuracy(
     log_probs: Float[np.ndarray, "Q C"], right: Int[np.ndarray, " Q"], temperature: float
 ) -> Float[np.ndarray, " Q"]:
-    """Probability that the right choice is drawn, given that one of the choices is; at temperature 0 the best is taken.
+    """Probability of drawing the correct choice among the choices; at temperature 0 the most likely one is taken.
 
-    Choices that tie share.
+    Ties are divided equally.
     """
     if temperature:
         chances = np.exp(log_probs - log_probs.max(axis=1, keepdims=True))
@@ -141,9 +142,9 @@ def evaluate_analogies(
     batch_size: int = 32,
     title: str = "analogies",
     context: RunContext | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, AnalogyRow]:
     """Accuracy at each myopic temperature: name -> accuracy, its standard error, and that of every category."""
-    results = {}
+    results: dict[str, AnalogyRow] = {}
     groups = np.array(analogies.categories)
     for temperature in temperatures:
         scores = choice_log_probs(
@@ -184,7 +185,7 @@ _scores = jax.jit(_score, static_argnums=(0, 1, 2))
 
 
 def _tokens(lm: LanguageModel, prompt: str, answer: str) -> tuple[list[int], int]:
-    """The ids of the whole, and how many of the first belong to the prompt."""
+    """The ids of prompt and answer, and the number of leading ids that belong to the prompt."""
     whole, alone = lm.tokenizer(f"{prompt} {answer}")["input_ids"], lm.tokenizer(prompt)["input_ids"]
     same = next((i for i, (x, y) in enumerate(zip(whole, alone, strict=False)) if x != y), min(len(whole), len(alone)))
     return whole, max(same, 1)

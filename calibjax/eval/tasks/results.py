@@ -1,7 +1,7 @@
-"""The figures of answers to a benchmark as plain data: all questions, and subject by subject."""
+"""The figures of the answers to a benchmark as plain data: over all questions, and per subject."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from calibjax import metrics
 from calibjax.eval.compare.contenders import Outcome, Result
 from calibjax.eval.compare.results import comparison_json
+from calibjax.eval.report.schema import AnswerRow, AnswerSet, MethodOnSubject, SubjectOfTask
 from calibjax.eval.tasks.evaluate import Answers
 from calibjax.eval.tasks.subjects import subject_rows
 from calibjax.eval.tokens import ece_json
@@ -20,16 +21,16 @@ _FURTHER = {
     "aurc": metrics.aurc,
     "excess_aurc": metrics.excess_aurc,
 }
-"""Figures of a row beside those of a comparison; of one number each, no interval."""
+"""Figures of a row beside those of a comparison, without intervals."""
 
 
 def answers_json(
     answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, resamples: int = 1000, seed: int = 0
-) -> dict[str, Any]:
+) -> AnswerSet:
     """A set of metrics.json: methods, each with the fields of `comparison_json` and those of `_FURTHER`.
 
-    Every question is a point of its own in the bootstrap. `harness` are the means of the harness's own metrics, of the
-    first method; `cut` counts the questions whose prompt lost its start, `too_long` those left out.
+    The bootstrap resamples questions. `harness` are the means of lm-eval's own metrics for the first method; `cut`
+    counts the questions whose prompt was cut at its start, `too_long` those left out.
     """
     results = {}
     for row, name in enumerate(names):
@@ -38,15 +39,15 @@ def answers_json(
         results[name] = Result(Outcome(answers.confidence[row], answers.correct[row], choice, log_prob), 0.0, 0)
     options = {"bins": bins, "closed": closed, "resamples": resamples, "seed": seed}
     compared = comparison_json(results, reference="temperature", **options)
-    methods = {}
+    methods: dict[str, AnswerRow] = {}
     for name, result in results.items():
         row = {key: value for key, value in compared[name].items() if key not in ("parameters", "fit_seconds")}
         pair = jnp.asarray(result.outcome.confidence), jnp.asarray(result.outcome.correct)
         sums = metrics.pooled_sums(*pair, bins=bins, closed=closed, seed=seed)
         low, high = metrics.bootstrap_interval(sums, _accuracy, resamples=resamples, seed=seed)
         values = {key: float(metric(*pair)) for key, metric in _FURTHER.items()}
-        methods[name] = row | {key: value if np.isfinite(value) else None for key, value in values.items()}
-        methods[name]["accuracy_interval"] = {"low": low, "high": high}
+        further = {key: value if np.isfinite(value) else None for key, value in values.items()}
+        methods[name] = cast(AnswerRow, {**row, **further, "accuracy_interval": {"low": low, "high": high}})
     return {
         "tokens": answers.confidence.shape[1],
         "unit": "questions",
@@ -63,15 +64,16 @@ def answers_json(
 
 def subjects_json(
     answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, resamples: int = 1000, seed: int = 0
-) -> list[dict[str, Any]]:
-    """`subject_rows` of the first method, each with `methods`: confidence and ECE with its interval under every one.
+) -> list[SubjectOfTask]:
+    """`subject_rows` of the first method, each with `methods`: confidence, and ECE with its interval, of every method.
 
-    None where all questions are of one subject.
+    Empty if all questions are of one subject.
     """
     if len(set(answers.subject)) < 2:
         return []
-    rows = subject_rows(answers.subject.tolist(), answers.confidence[0], answers.correct[0] > 0)
-    each = [  # one question a group, computed at once: a subject's are a slice
+    rows: list[SubjectOfTask] = []
+    of_subjects = subject_rows(answers.subject.tolist(), answers.confidence[0], answers.correct[0] > 0)
+    each = [  # one group per question, computed once: a subject is a slice
         CalibrationSums(
             *(
                 np.asarray(field, np.float64)
@@ -80,13 +82,15 @@ def subjects_json(
         )
         for confidence, correct in zip(answers.confidence, answers.correct, strict=True)
     ]
-    for row in rows:
-        mine = answers.subject == row["subject"]
-        row["methods"] = {}
+    for subject in of_subjects:
+        mine = answers.subject == subject["subject"]
+        row: SubjectOfTask = {**subject, "methods": {}}
+        rows.append(row)
         for name, sums in zip(names, each, strict=True):
             own = CalibrationSums(*(field[mine] for field in sums))
             ece = metrics.error_interval(own, resamples=resamples, seed=seed)
-            row["methods"][name] = {"confidence": metrics.summarise(own)["confidence"], **ece_json(ece)}
+            of_method = {"confidence": metrics.summarise(own)["confidence"], **ece_json(ece)}
+            row["methods"][name] = cast(MethodOnSubject, of_method)
     return rows
 
 

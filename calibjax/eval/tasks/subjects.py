@@ -1,38 +1,39 @@
-"""Confidence and accuracy apart for every subject of a benchmark."""
+"""Mean confidence and accuracy of every subject of a benchmark."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from calibjax.eval.report.schema import Interval, SubjectRow
+
 
 def subject_rows(
     subjects: Sequence[str], confidence: Float[np.ndarray, " N"], correct: Bool[np.ndarray, " N"]
-) -> list[dict[str, Any]]:
-    """Mean confidence and accuracy of each subject, the most over-confident first.
+) -> list[SubjectRow]:
+    """Mean confidence and accuracy of each subject, the most overconfident first.
 
-    Intervals of the accuracy are Wilson's (Wilson 1927, doi 10.1080/01621459.1927.10502953), 95%, for questions that
-    do not depend on each other.
+    Intervals of the accuracy are Wilson's (Wilson 1927, doi 10.1080/01621459.1927.10502953), 95%, for independent
+    questions.
 
     Args:
-        subjects: of each question; "" where it has none.
+        subjects: of each question; "" for none.
         confidence: of each answer, in [0, 1].
-        correct: whether it is right.
+        correct: whether each answer is correct.
 
     Returns:
-        Rows of subject, questions, confidence, accuracy (`{"value", "low", "high"}`) and gap, confidence less accuracy;
-        none where no question has a subject.
+        Rows of subject, questions, confidence, accuracy (`{"value", "low", "high"}`) and gap, confidence minus
+        accuracy; empty if no question has a subject.
     """
     from scipy.stats import binomtest
 
     names, of = np.unique(np.asarray(subjects, str), return_inverse=True)
-    rows = []
+    rows: list[SubjectRow] = []
     for number, name in enumerate(names):
         mine = of == number
         count, right = int(mine.sum()), int(correct[mine].sum())
         interval = binomtest(right, count).proportion_ci(method="wilson")
-        accuracy = {"value": right / count, "low": float(interval.low), "high": float(interval.high)}
+        accuracy: Interval = {"value": right / count, "low": float(interval.low), "high": float(interval.high)}
         mean = float(np.mean(confidence[mine], dtype=np.float64))
         gap = mean - accuracy["value"]
         rows.append({"subject": str(name), "questions": count, "confidence": mean, "accuracy": accuracy, "gap": gap})

@@ -1,0 +1,217 @@
+"""The first line of a result: one sentence in plain English, by one function for each kind of document.
+
+Where a method does not beat temperature scaling, the sentence says so.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from calibjax.eval.report.rows import is_higher, is_lower, signed, title_of
+from calibjax.eval.report.schema import (
+    AnyRow,
+    AnySet,
+    ComparisonSet,
+    Document,
+    LayersDocument,
+    LhtsDocument,
+    MethodRow,
+    StudyDocument,
+    StudyRow,
+    StudySet,
+)
+
+
+def verdict(document: Document) -> str:
+    """The sentence of a run's document; "" where it has nothing to compare."""
+    if "layers" in document:
+        return layers_verdict(document)
+    if "texts" in document:
+        return lhts_verdict(document)
+    return set_verdict(document["held_out"])
+
+
+def set_verdict(results: AnySet | Mapping[str, Any]) -> str:
+    """The sentence of one set: of a comparison, of fine-tuning, of ATS, or of temperature scaling alone.
+
+    A higher expected calibration error or negative log-likelihood (Brier score, where the answers have no likelihood)
+    counts as worse.
+    """
+    methods = results["methods"]
+    if "sort" in results:
+        return comparison_verdict(results)  # pyright: ignore[reportArgumentType]
+    if {"base", "fine_tuned"} <= methods.keys():
+        return _fine_tuning_verdict(methods)  # pyright: ignore[reportArgumentType]
+    if {"ats", "temperature", "uncalibrated"} <= methods.keys():
+        return _ats_verdict(methods)
+    if {"temperature", "uncalibrated"} <= methods.keys():
+        return _temperature_verdict(methods)
+    if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
+        return _base_verdict(methods["uncalibrated"])
+    return ""
+
+
+def _fine_tuning_verdict(methods: Mapping[str, MethodRow]) -> str:
+    before, after = methods["base"], methods["fine_tuned"]
+    figures = f"{_ece(after, before)}; NLL {after['nll']:.4f} against {before['nll']:.4f}"
+    if _is_worse(after, before, "nll"):
+        return f"WARNING: the fine-tuned model is worse than the base model here: {figures}."
+    scaled = methods.get("base_temperature")
+    line = f"The fine-tuned model is better calibrated than the base model: {figures}"
+    if scaled is None:
+        return f"{line}."
+    word = "higher" if after["ece"]["value"] > scaled["ece"]["value"] else "not higher"
+    return f"{line}; its ECE is {word} than the base model's with temperature scaling ({scaled['ece']['value']:.4f})."
+
+
+def _ats_verdict(methods: Mapping[str, AnyRow]) -> str:
+    ats, scaled, base = (methods[name] for name in ("ats", "temperature", "uncalibrated"))
+    key, title = _score_of(ats, scaled, base)
+    ece, score = _ece(ats, scaled), f"{title} {ats[key]:.4f} against {scaled[key]:.4f}"
+    worse = [
+        text
+        for text, is_worse in (
+            (ece, ats["ece"]["value"] > scaled["ece"]["value"]),
+            (score, ats[key] > scaled[key]),
+        )
+        if is_worse
+    ]
+    if worse:
+        return f"WARNING: ATS is worse than temperature scaling here: {'; '.join(worse)}."
+    if _is_worse(ats, base, key):
+        figures = f"{_ece(ats, base)}; {title} {ats[key]:.4f} against {base[key]:.4f}"
+        return f"WARNING: ATS is worse than the uncalibrated model here: {figures}."
+    before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
+    return f"ATS is better calibrated than temperature scaling: {ece}; {score} ({before})."
+
+
+def _temperature_verdict(methods: Mapping[str, AnyRow]) -> str:
+    scaled, base = methods["temperature"], methods["uncalibrated"]
+    key, title = _score_of(scaled, base)
+    figures = f"{_ece(scaled, base)}; {title} {scaled[key]:.4f} against {base[key]:.4f}"
+    if _is_worse(scaled, base, key):
+        return f"WARNING: temperature scaling is worse than the uncalibrated model here: {figures}."
+    return f"Temperature scaling is better calibrated than the uncalibrated model: {figures}."
+
+
+def _base_verdict(base: AnyRow) -> str:
+    word = "overconfident" if base["confidence"] > base["accuracy"] else "underconfident"
+    return (
+        f"The uncalibrated model is {word}: mean confidence {base['confidence']:.4f} at accuracy "
+        f"{base['accuracy']:.4f}, ECE {base['ece']['value']:.4f}. No temperature or head was given to compare with."
+    )
+
+
+def comparison_verdict(results: ComparisonSet) -> str:
+    """Of `compare`: the method with the lowest log loss, and whether it beats temperature scaling beyond noise."""
+    rows, reference = results["methods"], results["reference"]
+    finite = {name: row["log_loss"] for name, row in rows.items() if row["log_loss"] is not None}
+    if not finite:
+        return "WARNING: every method has an infinite log loss here: each gave 0 or 1 to a prediction that was not so."
+    best = min(finite, key=lambda name: finite[name])
+    title, of_best, of_reference = title_of(best), f"{finite[best]:.4f}", title_of(reference)
+    if reference not in finite:
+        return f"Lowest log loss: {title}, {of_best}; {of_reference} has no finite log loss to compare with."
+    if best == reference:
+        return f"WARNING: no method beats {title} here: it has the lowest log loss, {of_best}."
+    line = f"{title}, {of_best} against {finite[reference]:.4f}"
+    against = rows[best].get("against", {}).get("log_loss")
+    if against is not None and is_lower(against):
+        return f"Lowest log loss: {line} of {of_reference}, significantly lower ({signed(against)})."
+    noise = "" if against is None else f" ({signed(against)})"
+    return (
+        f"WARNING: no method beats {of_reference} beyond noise: the lowest log loss is that of {line}, not "
+        f"significantly lower{noise}."
+    )
+
+
+def lhts_verdict(document: LhtsDocument) -> str:
+    """Of `train lhts`: the text of the trained model beside the pretrained model's, at the first myopic temperature."""
+    texts = document["texts"]
+    temperature = next(iter(texts["pretrained"]))
+    trained = {name: rows[temperature] for name, rows in texts.items() if name.startswith("lhts")}
+    if not trained:
+        return ""
+    base = texts["pretrained"][temperature]
+    name = max(trained, key=lambda name: trained[name]["log_prob"])
+    row = trained[name]
+    gain = row["log_prob"] - base["log_prob"]
+    noise = 2 * (row["log_prob_error"] ** 2 + base["log_prob_error"] ** 2) ** 0.5
+    varied = "less" if row["distinct_2"] < base["distinct_2"] else "not less"
+    figures = (
+        f"log p of a token {row['log_prob']:.3f} against {base['log_prob']:.3f}, distinct-2 {row['distinct_2']:.3f} "
+        f"against {base['distinct_2']:.3f}"
+    )
+    at = f"at myopic temperature {temperature}"
+    if gain <= noise:
+        word = "lies within two standard errors of" if gain >= -noise else "is lower than"
+        return f"WARNING: the likelihood of {name}'s text {at} {word} that of the pretrained model's: {figures}."
+    return f"{name} writes text {at} that is more likely and {varied} varied than the pretrained model's: {figures}."
+
+
+def layers_verdict(document: LayersDocument) -> str:
+    """Of `eval layers`: the effect of the chosen edit on the half of the data that did not choose it."""
+    methods, difference = document["held_out"]["methods"], document["direction"]["difference"]
+    before, after = methods["uncalibrated"], methods.get("edited")
+    if after is None:
+        return (
+            "No edit along the direction lowered the ECE of the half that chooses: the model is left unedited, ECE "
+            f"{before['ece']['value']:.4f} on the held-out half."
+        )
+    figures = f"{_ece(after, before)}, accuracy {after['accuracy']:.4f} against {before['accuracy']:.4f}"
+    if after["ece"]["value"] > before["ece"]["value"]:
+        return f"WARNING: the edit chosen on one half makes the held-out half worse: {figures}."
+    word = "significantly" if is_lower(difference) else "but not significantly"
+    return f"The edit chosen on one half lowers the ECE of the held-out half, {word}: {figures}."
+
+
+def study_verdict(document: StudyDocument) -> str:
+    """Of a study: the paired differences in NLL on its first set; of transfer, on all domains."""
+    if document["study"] == "transfer":
+        return _transfer_verdict(document)
+    title, of_set = next(iter(document["sets"].items()))
+    trained = _trained(of_set)
+    if not trained:
+        return ""
+    best = min(trained, key=lambda name: trained[name]["nll"]["value"])
+    figures = f"{best} has the lowest NLL, {trained[best]['nll']['value']:.4f}"
+    scaled = of_set["methods"]["temperature"]["nll"]["value"]
+    if trained[best]["nll"]["value"] >= scaled:
+        return f"WARNING: no variant beats temperature scaling on {title}: of them {figures}, against {scaled:.4f}."
+    compared = {name: row["against"]["nll"] for name, row in trained.items() if "against" in row}
+    better = sum(map(is_lower, compared.values()))
+    worse = sum(map(is_higher, compared.values()))
+    return (
+        f"On {title} {figures} (temperature scaling {scaled:.4f}); {better} of {len(compared)} variants are "
+        f"significantly better than the row they are compared with, and {worse} significantly worse."
+    )
+
+
+def _trained(of_set: StudySet) -> dict[str, StudyRow]:
+    return {name: row for name, row in of_set["methods"].items() if name not in ("uncalibrated", "temperature")}
+
+
+def _transfer_verdict(document: StudyDocument) -> str:
+    parts = []
+    for method in ("ats", "temperature"):
+        gaps = [
+            row["against"]["nll"]
+            for target, of_set in document["sets"].items()
+            for name, row in of_set["methods"].items()
+            if name.startswith(f"{method} from ") and name != f"{method} from {target}" and "against" in row
+        ]
+        higher = sum(map(is_higher, gaps))
+        parts.append(f"{higher} of {len(gaps)} pairs of domains for {title_of(method)}")
+    return f"Fitting on another domain than the tested one raises NLL significantly in {' and in '.join(parts)}."
+
+
+def _score_of(*rows: AnyRow) -> tuple[str, str]:
+    """Field and title of the proper score: Brier where a row has no likelihood, as written answers have none."""
+    return ("brier", "Brier") if any(row["nll"] is None for row in rows) else ("nll", "NLL")
+
+
+def _ece(row: AnyRow, other: AnyRow) -> str:
+    return f"ECE {row['ece']['value']:.4f} against {other['ece']['value']:.4f}"
+
+
+def _is_worse(row: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    return row["ece"]["value"] > other["ece"]["value"] or row[key] > other[key]
