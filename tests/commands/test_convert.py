@@ -284,7 +284,7 @@ def test_generate(tmp_path, source, converted, capsys):
         texts.append([text["text"] for text in json.loads(capsys.readouterr().out)["texts"]])
     assert texts[0] == texts[1] != texts[2]
     assert main([*arguments, "--model", str(source), "--top-p", "0.5"]) == 2
-    assert "give a temperature above 0" in capsys.readouterr().err
+    assert "need a temperature above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

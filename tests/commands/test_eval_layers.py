@@ -229,7 +229,7 @@ def test_sweep_is_one_program_and_chooses_without_losing_accuracy():
     outputs = evaluate_layers(LM, SEQUENCES, read, batch_size=8, context=silent())
     sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
     directions = find_directions(LM, SEQUENCES, read, sets, batch_size=8, context=silent())
-    options = {"batch_size": 8, "bins": 5, "quiet": True}
+    options = {"batch_size": 8, "bins": 5, "context": silent()}
     done = sweep(LM, SEQUENCES, read, directions, (1, 3), (-0.5, 0.0, 0.5), **options)
     assert list(done) == [Edit(0, 0.0), Edit(1, -0.5), Edit(1, 0.5), Edit(3, -0.5), Edit(3, 0.5)]
     # Dense, for one of them.

@@ -198,12 +198,12 @@ def test_a_run_does_not_go_on_with_other_questions(run, tmp_path):
         ({"tasks": ("hellaswag",)}, "hellaswag_val.jsonl.gz does not exist"),
         ({"tasks": ("arc_easy",), "judge": "no.such:judge"}, "--judge no.such:judge: expected string-match"),
         ({"tasks": ("arc_easy",), "limit": 0}, "--limit: expected at least 1, got 0"),
-        ({"tasks": ("arc_easy",), "temperature": -1.0}, "--temperature: expected a positive number"),
+        ({"tasks": ("arc_easy",), "temperature": -1.0}, "--temperature: expected above 0, got -1.0"),
     ],
 )
 def test_mistakes_are_said_in_one_line(material, monkeypatch, changes, message):
     if changes["tasks"] == ("arc_easi",):  # without reading the harness's ten thousand definitions
-        from calibjax.eval import local_data
+        from calibjax.eval.tasks import local_data
 
         few = local_data.task_manager(())
         monkeypatch.setattr(local_data, "task_manager", lambda *_: few)

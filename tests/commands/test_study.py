@@ -172,7 +172,7 @@ def test_an_ablation(files, tmp_path, monkeypatch, capsys, name, kept):
     assert study(files, tmp_path / "out", name, *options, "--learning-rate", "1e-3") == 2
     assert "learning_rate" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "out")]) == 2
-    assert "is a study" in capsys.readouterr().err
+    assert "is of a study" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_a_token_beyond_the_vocabulary_is_not_clamped():
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        (np.zeros((1, 17), np.int32), {}, "17 positions.*at most 16"),
+        (np.zeros((1, 17), np.int32), {}, "at most 16 positions.*got 17"),
         (np.zeros(4, np.int32), {}, r"expected integers \[B, T\]"),
         (np.zeros((1, 4), np.float32), {}, "expected integers"),
         (np.zeros((1, 4), np.int32), {"segment_ids": np.ones((1, 3), np.int32)}, "segment_ids: expected the tokens'"),

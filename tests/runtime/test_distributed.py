@@ -241,10 +241,10 @@ def test_two_processes_evaluate_as_one_does(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"coordinator": "127.0.0.1:1"}, "--processes, --process-id: not given"),
-        ({"processes": 2, "process_id": 0}, "--coordinator: not given"),
+        ({"coordinator": "127.0.0.1:1"}, "--processes, --process-id: missing"),
+        ({"processes": 2, "process_id": 0}, "--coordinator: missing"),
         ({"coordinator": "127.0.0.1:1", "processes": 2, "process_id": 2}, "--process-id: expected 0 to 1, got 2"),
-        ({"heartbeat_timeout": 0}, "--heartbeat-timeout: expected at least 1 second, got 0"),
+        ({"heartbeat_timeout": 0}, "--heartbeat-timeout: expected at least 1, got 0"),
         ({"distributed": True}, "cannot join the processes of the job"),
     ],
     ids=str,

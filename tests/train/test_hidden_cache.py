@@ -93,7 +93,7 @@ def test_file_is_used_again_only_where_it_fits(tmp_path):
     del first, second  # maps of the file that is written over now
     changes = (
         {"lm": make_lm(seed=4)},
-        {"windows": ragged(make_sequences(21, seed=1))},
+        {"sequences": ragged(make_sequences(21, seed=1))},
         {"lm": make_lm(dtype="bfloat16")},
     )
     for change in changes:
