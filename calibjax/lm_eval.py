@@ -22,16 +22,16 @@ from calibjax.train import load_head
 
 @register_model("calibjax")
 class CalibjaxLM(HarnessLM):
-    """What `--model_args` names; see `HarnessLM`.
+    """The model of `--model calibjax`; see `HarnessLM`.
 
     Args:
         pretrained: directory or hub id, as `load_model` takes it.
-        head: directory of a fitted head, or of the run that holds it; None for the model as it is.
+        head: directory of a fitted head, or of the run that holds it; None for the base model.
         batch_size, max_length, max_gen_toks, seed: as `HarnessLM`'s.
-        dtype: to compute in.
+        dtype: compute dtype.
         data, fsdp, tensor: devices along each axis of the mesh.
-        device: passed by the harness ("cuda:0" by default) and left aside: JAX_PLATFORMS chooses the device.
-        max_batch_size: not taken.
+        device: passed by the harness ("cuda:0" by default) and ignored: JAX_PLATFORMS selects the device.
+        max_batch_size: ignored.
 
     Raises:
         UserError: an argument is out of range, or model and head cannot be loaded together.

@@ -164,7 +164,7 @@ def test_models_that_are_wrong(capsys, tmp_path, made, name, message):
         (["--seq-len", "33"], "longer than the model's context of 32 tokens"),
         (["--seq-len", "1"], "--seq-len: expected at least 2, got 1"),
         (["--seq-len", "20"], "no sequence of 20 tokens has anything to predict"),
-        (["--alpha", "1.5"], "--alpha: expected from 0 to 1, finite, got 1.5"),
+        (["--alpha", "1.5"], "--alpha: expected from 0 to 1, got 1.5"),
         (["--fit-fraction", "1"], "--fit-fraction: expected above 0 and below 1"),
         (["--validation-fraction", "0.001"], "fraction=0.001 of 36 sequences is none"),
         (["--examples", "1"], "fit_fraction=0.6 of 1 sequence is none"),

@@ -276,5 +276,7 @@ def checked_alpha(loss: str, alpha: float | None) -> float | None:
             raise UserError(f"--alpha: --loss {loss} has no such weight; leave it out, or choose another loss.")
         return None
     if alpha is not None and not (math.isfinite(alpha) and weight.limits.holds(alpha)):
-        raise UserError(f"--alpha: expected {weight.limits}, finite, got {alpha} ({weight.meaning} of --loss {loss}).")
+        raise UserError(
+            f"--alpha: expected {weight.limits.expected(alpha)}, got {alpha} ({weight.meaning} of --loss {loss})."
+        )
     return weight.default if alpha is None else alpha

@@ -236,7 +236,7 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
         (["--batch-size", "12"], "does not divide among the 8 devices"),
         (["--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),
         (["--alpha", "0.2"], "the weight of --loss label-smoothing is --label-smoothing"),
-        (["--loss", "focal", "--alpha", "-1"], "--alpha: expected at least 0, finite, got -1.0 (focusing exponent"),
+        (["--loss", "focal", "--alpha", "-1"], "--alpha: expected at least 0, got -1.0"),
         (["--loss", "brier", "--alpha", "0.2"], "--alpha: --loss brier has no such weight"),
         (["--loss", "brier", "--label-smoothing", "0.2"], "--label-smoothing: --loss brier has none"),
         (["--loss", "focal", "--z-loss", "0.2"], "--z-loss: expected 0 with --loss focal, got 0.2"),

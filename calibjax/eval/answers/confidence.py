@@ -1,15 +1,15 @@
-"""The confidence of an answer: one function, and one vocabulary for what is meant by it.
+"""The confidence of an answer: one function, and a name for each definition.
 
 | name | confidence of | read from |
 |---|---|---|
-| options | the option that was chosen, if one of the options it is (letters only, where they are letters) | options |
-| full_vocabulary | the same option, among everything that the model could have written | options |
+| options | the chosen option, given that it is one of the options (letters only, where they are letters) | options |
+| full_vocabulary | the chosen option, in the distribution over the whole vocabulary | options |
 | arithmetic_mean | a text: the mean of its tokens' probabilities | tokens |
 | product | a text: their product, the probability of the text | tokens |
 | minimum | a text: the smallest of them | tokens |
 | length_normalised | a text: their geometric mean, product^(1/n) | tokens |
-| agreement | the most frequent of several drawn answers: its share | samples |
-| entropy | the same: 1 − H / log K, H the entropy of the shares of the K different answers | samples |
+| agreement | the most frequent of several sampled answers: its frequency | samples |
+| entropy | the same answer: 1 − H / log K, H the entropy of the frequencies of the K different answers | samples |
 | first_second | the same: its share less that of the next most frequent | samples |
 """
 

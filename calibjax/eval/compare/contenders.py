@@ -18,13 +18,13 @@ _BLOCK = 2**24  # log-probabilities held at once
 
 
 class Outcome(NamedTuple):
-    """What a method says of N held-out predictions, and whether they were right.
+    """The output of a method for N held-out predictions, and whether they are correct.
 
     Attributes:
-        confidence: float32, of the prediction made.
-        correct: 0/1, or the share of attempts that were right.
-        choice: the class predicted; None where only confidences are known.
-        log_prob: of the true class, nats; None where a method gives no distribution.
+        confidence: float32, of the predicted class.
+        correct: 0/1, or the fraction of correct attempts.
+        choice: the predicted class; None where only confidences are known.
+        log_prob: log-probability of the true class, nats; None where a method returns no distribution.
     """
 
     confidence: Float[np.ndarray, " N"]
@@ -64,12 +64,12 @@ def with_confidence(data: Predictions) -> Predictions:
 
 
 def uncalibrated(data: Predictions) -> Outcome:
-    """The predictions as they are."""
+    """The uncalibrated predictions."""
     if data.logits is None:
         assert data.confidence is not None
         return Outcome(np.asarray(data.confidence, np.float32), np.asarray(data.correct, np.float32))
-    as_they_are = jax.jit(lambda block: jax.nn.log_softmax(jnp.asarray(block.logits, jnp.float32), axis=-1))
-    return _distribution(as_they_are, ("logits",), data, np.asarray(data.logits).argmax(axis=1))
+    uncalibrated_log_probs = jax.jit(lambda block: jax.nn.log_softmax(jnp.asarray(block.logits, jnp.float32), axis=-1))
+    return _distribution(uncalibrated_log_probs, ("logits",), data, np.asarray(data.logits).argmax(axis=1))
 
 
 def contenders(
@@ -85,9 +85,9 @@ def contenders(
     Args:
         calibration: to fit on.
         held_out: to test on, with the same fields.
-        base: the held-out predictions as they are.
-        names: of `METHODS`.
-        however_large: False leaves out what has a parameter for every pair of classes and fewer predictions than those.
+        base: the uncalibrated held-out predictions.
+        names: names in `METHODS`.
+        however_large: False skips methods with a parameter per pair of classes where there are fewer predictions.
 
     Returns:
         (name -> contender; name -> why it cannot run on this data)

@@ -24,17 +24,17 @@ _ROWS = 16_384  # of the unembedding, in float32, that are centred at a time
 
 @dataclasses.dataclass(frozen=True)
 class HeadBound:
-    """What the last layer of a model allows.
+    """The smallest entropy that the last layer of a model can express.
 
     Attributes:
-        model: its name.
+        model: name of the model.
         vocab_size, hidden_size: V and D.
-        spectral_norm: largest singular value of the unembedding less its mean row, times the final norm's scale.
-        logit_norm: the largest norm s that logits less their mean can have, at most `spectral_norm`·√D (and the share
-            of a LayerNorm's bias).
-        softcap: of the logits, or None.
-        bound: the least entropy that both allow.
-        log_miss: logarithm of the least possible 1 − max p, by the longest row in place of the spectral norm.
+        spectral_norm: largest singular value of the unembedding minus its mean row, times the final norm's scale.
+        logit_norm: the largest norm s of the logits minus their mean, at most `spectral_norm`·√D (plus the term of a
+            LayerNorm's bias).
+        softcap: soft-cap of the logits, or None.
+        bound: the smallest entropy under both.
+        log_miss: logarithm of the smallest 1 − max p, from the longest row instead of the spectral norm.
     """
 
     model: str
@@ -55,13 +55,13 @@ class HeadBound:
 def head_bound(lm: LanguageModel, name: str) -> HeadBound:
     """The least entropy that a model can express, over all inputs (arXiv 2508.00264, eq. 5).
 
-    A final RMSNorm gives h = γ ⊙ x with |x| ≤ √D, so that logits less their mean have a norm of at most
+    A final RMSNorm gives h = γ ⊙ x with |x| ≤ √D, so that logits minus their mean have a norm of at most
     s = σ_max((W − mean row) diag(γ)) √D; a LayerNorm's x also sums to 0, and its bias b adds |(W − mean row) b|. With a
     soft-cap the logits lie within ±cap too; the larger of the two bounds counts.
 
     The spectral norm is a loose bound where one row matters. By Jensen's inequality Σ_{u≠v} e^{z_u − z_v} is at least
     (V−1) e^{−(z_v − mean of the others)}, and z_v − mean z ≤ |(W_v − mean row) diag(γ)| √D, so the longest such row
-    bounds how sure any prediction can be; it never says less than the spectral norm.
+    bounds the confidence of any prediction; it is never looser than the bound by the spectral norm.
 
     Raises:
         UserError: the model adds a bias to its logits.
@@ -132,7 +132,7 @@ def centred_gram(unembedding: Float[Array, "V D"]) -> Float[np.ndarray, "D D"]:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _longest_row(unembedding: Array, norm: Mapping[str, Array], centred: bool) -> Float[Array, ""]:
-    """max_v |(W_v − mean row) diag(γ)| √D, and for a LayerNorm the share of its bias: the largest z_v − mean z."""
+    """max_v |(W_v − mean row) diag(γ)| √D, plus the term of a LayerNorm's bias: the largest z_v − mean z."""
     rows = unembedding.astype(jnp.float32) - jnp.mean(unembedding, axis=0, dtype=jnp.float32)[None, :]
     scaled = rows * norm["scale"].astype(jnp.float32)[None, :]
     if centred:
@@ -148,7 +148,9 @@ def print_head_bounds(bounds: Sequence[HeadBound]) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 140
-    table = Table(title="How sure a model can get, from its final norm and unembedding alone", title_justify="left")
+    table = Table(
+        title="Largest confidence that a model can express, from its final norm and unembedding", title_justify="left"
+    )
     table.add_column("model", no_wrap=True)
     columns = ("V", "D", "log V", "|logits| at most", "soft-cap", "least entropy, nats", "1 - largest confidence")
     for column in columns:
@@ -167,9 +169,9 @@ def print_head_bounds(bounds: Sequence[HeadBound]) -> None:
     console.print(table)
     console.print(
         "|logits|: the largest singular value of the centred unembedding times the final norm's scale, times √D; the "
-        "least entropy follows from it (eq. 5). 1 - largest confidence: by the longest row, which is sharper. Models "
-        "grow surer with D and less sure with V: a small D under a large V cannot become very sure, and leaves label "
-        "smoothing less over-confidence to prevent (arXiv 2508.00264, section 4)."
+        "smallest entropy follows from it (eq. 5). 1 - largest confidence: from the longest row, a tighter bound. "
+        "Confidence can grow with D and is limited by V: a model with small D and large V cannot become very "
+        "confident, so that label smoothing has less overconfidence to prevent (arXiv 2508.00264, section 4)."
     )
 
 

@@ -53,14 +53,14 @@ def continue_contexts(
 ) -> Iterator[tuple[int, Continued]]:
     """(number of the context, what follows it), batch by batch; arguments are checked at once.
 
-    Contexts keep their last `max_length - max_new_tokens` tokens. A row goes on until a stop sequence, a stop token of
-    the model or `max_new_tokens`; rows that have ended are not run again.
+    Contexts keep their last `max_length - max_new_tokens` tokens. A row ends at a stop sequence, a stop token of the
+    model or `max_new_tokens`; rows that have ended are not run again.
 
     Args:
-        lm: the model as it is; a head would not change which token is the most likely.
+        lm: the base model; a head does not change the most likely token.
         contexts: token ids, none empty.
         until: texts that end the continuation.
-        max_new_tokens: at most so many.
+        max_new_tokens: largest number of new tokens.
         max_length: of context and continuation together; None: the model's `max_positions`.
         batch_size: rows a step.
         temperature, top_k, top_p, key: as `Sampling`'s; temperature 0 takes the most likely token.

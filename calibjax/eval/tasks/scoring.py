@@ -1,4 +1,4 @@
-"""The log-probability of given continuations, under the model as it is and under heads, one forward pass for all."""
+"""The log-probability of given continuations, under the base model and under heads, in one forward pass."""
 
 import contextlib
 import functools
@@ -54,9 +54,9 @@ class Scorer:
     Args:
         lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes, and each process reads those of
             its own devices. Of several processes all score the same requests, and have all scores.
-        heads: name -> head; `identity_head` for the model as it is.
-        batch_size: rows a step.
-        max_length: tokens that the model reads at most; None: `max_positions`.
+        heads: name -> head; `identity_head` for the base model.
+        batch_size: rows per step.
+        max_length: largest number of tokens of a row; None: `max_positions`.
     """
 
     def __init__(
