@@ -1,8 +1,8 @@
 """One process of several, for test_distributed.py: `python worker.py WORK FOLDER COORDINATOR PROCESSES PROCESS_ID`."""
 
+import dataclasses
 import json
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -82,6 +82,15 @@ def evaluate(out: Path, announce):
     (out / f"layers{jax.process_index()}.json").write_text(json.dumps(document))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    work: str
+    folder: Path
+    out: Path
+    devices: DeviceOptions
+    json: bool = False
+
+
 def work(run, announce):
     if run.work == "eval":
         evaluate(run.out, announce)
@@ -104,5 +113,5 @@ if __name__ == "__main__":
     name, folder, out, coordinator, processes, number = sys.argv[1:]
     named = {"coordinator": coordinator, "processes": int(processes), "process_id": int(number)}
     devices = DeviceOptions(heartbeat_timeout=10, **{"distributed": True} if coordinator == "slurm" else named)
-    run = types.SimpleNamespace(work=name, folder=Path(folder), out=Path(out), json=False, devices=devices)
+    run = WorkerOptions(work=name, folder=Path(folder), out=Path(out), devices=devices)
     sys.exit(execute(run, work))
