@@ -300,7 +300,7 @@ else:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Everything that makes a head, as it is stored beside its parameters. Hashable: a static argument of `jax.jit`.
+    """The configuration of a head, stored beside its parameters. Hashable: a static argument of `jax.jit`.
 
     Attributes:
         kind: name of an entry of `HEADS`: "constant", "linear", "mlp" or "transformer".

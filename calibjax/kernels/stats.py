@@ -101,7 +101,7 @@ class VocabStats(NamedTuple):
 
 
 def _short(x: object) -> str:
-    """Dtype and shape of an array, a tracer or a `jax.ShapeDtypeStruct`; anything else as it is."""
+    """Dtype and shape of an array, a tracer or a `jax.ShapeDtypeStruct`; the repr of anything else."""
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     return repr(x) if shape is None else f"{dtype}[{','.join(map(str, shape))}]"
 

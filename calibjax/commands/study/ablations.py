@@ -19,7 +19,7 @@ class Ablation(NamedTuple):
     """A question, and the heads that answer it.
 
     Attributes:
-        question: as it is printed.
+        question: the question, as printed.
         variants: name -> what is changed in `StudyOptions.variant`: of an MLP that reads the hidden state of each
             token, fitted by the joint loss, in all that is not named.
         against: name -> name of the row it is compared with; the others with temperature scaling.
