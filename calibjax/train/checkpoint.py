@@ -1,6 +1,5 @@
 """Orbax checkpoints of a run, and the finished head on disk."""
 
-import dataclasses
 import functools
 import json
 import logging
@@ -26,9 +25,9 @@ from calibjax.runtime.checksums import (
 from calibjax.runtime.distributed import is_first, on_first, together
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import check_orbax_path, new_directory, write_file
+from calibjax.train.portable import HEAD_SCHEMA, PORTABLE, describe_head, read_portable
 from calibjax.train.state import TrainState
 
-_HEAD_SCHEMA = 1
 _HEAD_REMEDY = "Restore the head from a copy, or fit it again."
 _log = logging.getLogger(__name__)
 
@@ -170,14 +169,7 @@ def save_head(directory: str | Path, head: FittedHead, *, notes: dict[str, Any] 
     directory = Path(directory)
     check_orbax_path(directory)
     digests = array_digests(head.params)
-    description = {
-        "schema": _HEAD_SCHEMA,
-        "head": dataclasses.asdict(head.config),
-        "log_factor": head.log_factor,
-        "base_fingerprint": head.fingerprint,
-        "checksums": CHECKSUMS,
-        "notes": notes or {},
-    }
+    description = describe_head(head, notes)
     with new_directory(directory, replace=True) as fresh:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(fresh / "params", head.params)
@@ -190,7 +182,7 @@ def save_head(directory: str | Path, head: FittedHead, *, notes: dict[str, Any] 
 
 
 def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
-    """Reads a head that `calibjax train ats` or `save_head` wrote.
+    """Reads a head that `calibjax train ats`, `calibjax export` or `save_head` wrote.
 
     Args:
         path: the head's directory, or the run's directory that holds it as `head`.
@@ -207,9 +199,9 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
     digests = read_checksums(directory, _HEAD_REMEDY)
     try:
         description = json.loads(file.read_text())
-        if description["schema"] != _HEAD_SCHEMA:
+        if description["schema"] != HEAD_SCHEMA:
             raise UserError(
-                f"{file}: written with schema {description['schema']}, this calibjax reads {_HEAD_SCHEMA}: use the "
+                f"{file}: written with schema {description['schema']}, this calibjax reads {HEAD_SCHEMA}: use the "
                 "version that wrote it, or fit the head again."
             )
         config = HeadConfig(**description["head"])
@@ -232,8 +224,11 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
         )
     on_host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(directory.absolute() / "params", on_host)
+        if (directory / PORTABLE).exists():
+            params = read_portable(directory / PORTABLE, on_host)
+        else:
+            with ocp.StandardCheckpointer() as checkpointer:
+                params = checkpointer.restore(directory.absolute() / "params", on_host)
         found, expected = (jax.tree.map(np.shape, tree) for tree in (params, on_host))
         if found != expected:  # onto the host, Orbax does not look
             raise ValueError(f"expected arrays of the shapes {expected}, found {found}")

@@ -1,0 +1,176 @@
+"""Exported heads: read back by JAX to the same bits, and in PyTorch equal to JAX for every head and family."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity import LLAMA_JSON, VARIANTS, random_tokens, settings_of, torch_model
+from tiny import make_lm
+
+from calibjax.heads import FEATURES, HEADS, FittedHead, HeadConfig
+from calibjax.models import load_model
+from calibjax.models.calibrated import calibrated_confidence, calibrated_logprobs
+from calibjax.models.generate import Sampling, generate
+from calibjax.runtime.errors import UserError
+from calibjax.train.checkpoint import load_head
+from calibjax.train.portable import export_head
+
+FAMILIES = [family for family in VARIANTS if family != "qwen"]  # transformers does not run Qwen v1
+
+
+def random_head(lm, kind, features=("hidden_states",), **options):
+    config = HeadConfig(
+        kind=kind, hidden_size=lm.config.hidden_size, features=features, identity_start=False, num_heads=2, **options
+    )
+    params = config.init(jax.random.key(3))
+    if kind == "constant":
+        params = {"log_scale": jnp.float32(-0.3)}
+    return FittedHead(config, params, 0.1, lm.fingerprint)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("llama")
+    theirs, _ = torch_model(folder, LLAMA_JSON)
+    return theirs, load_model(folder)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_export_is_read_back_to_the_same_bits(tmp_path, kind):
+    lm = make_lm()
+    head = random_head(lm, kind)
+    export_head(tmp_path / "out", head, lm, notes={"loss": "cross-entropy"})
+    again = load_head(tmp_path / "out", lm)
+    assert again.config == head.config and again.log_factor == head.log_factor
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+
+
+def test_a_head_is_exported_with_its_own_model_alone(tmp_path):
+    head = random_head(make_lm(), "linear")
+    with pytest.raises(UserError, match="another base model"):
+        export_head(tmp_path / "out", head, make_lm(seed=1))
+
+
+def padded(tokens, fills=(3, 0)):
+    """Left-padded rows, and their mask."""
+    mask = np.stack([np.arange(tokens.shape[1]) >= fill for fill in fills]).astype(np.int64)
+    return np.where(mask, tokens, 0), mask
+
+
+def compare(theirs, lm, head, folder):
+    """Largest difference of calibrated log-probabilities and of temperatures between PyTorch and JAX."""
+    import torch
+
+    from calibjax.torch import attach
+
+    export_head(folder, head, lm)
+    tokens, mask = padded(random_tokens({"vocab_size": lm.config.vocab_size}))
+    attached = attach(theirs, folder)
+    try:
+        with torch.no_grad():
+            positions = torch.from_numpy((mask.cumsum(1) - 1).clip(0))
+            out = theirs(torch.from_numpy(tokens), attention_mask=torch.from_numpy(mask), position_ids=positions)
+    finally:
+        attached.detach()
+    real = mask.astype(bool)
+    got = out.logits.log_softmax(-1).numpy()[real]
+    expected = np.asarray(calibrated_logprobs(lm, head, tokens, segment_ids=mask))[real]
+    temperature = np.asarray(calibrated_confidence(lm, head, tokens, segment_ids=mask).temperature)[real]
+    return np.abs(got - expected).max(), np.abs(np.exp(-out.log_scale.numpy()[real]) / temperature - 1).max()
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_parity_of_every_head(tmp_path, llama, kind):
+    theirs, lm = llama
+    features = ("hidden_states",) if kind == "constant" else FEATURES
+    for read in {("hidden_states",), features}:
+        error = max(compare(theirs, lm, random_head(lm, kind, read), tmp_path / f"{len(read)}"))
+        assert error <= 1e-5, (kind, read, error)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES[:2], *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[2:])])
+def test_parity_of_every_family(tmp_path, family):
+    pytest.importorskip("torch")
+    theirs, _ = torch_model(tmp_path, settings_of(family, next(iter(VARIANTS[family]))))
+    lm = load_model(tmp_path)
+    for kind in HEADS:
+        features = ("hidden_states",) if kind in ("constant", "transformer") else FEATURES
+        error = max(compare(theirs, lm, random_head(lm, kind, features), tmp_path / kind))
+        print(f"{family} {kind}: {error:.1e}")
+        assert error <= 1e-5, kind
+
+
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_decoding_with_a_cache_and_padding(tmp_path, llama, kind):
+    """Greedy text of JAX and PyTorch is equal, and scores of generated tokens are those of one pass without a cache."""
+    import torch
+
+    from calibjax.torch import attach
+
+    theirs, lm = llama
+    head = random_head(lm, kind)
+    export_head(tmp_path / "head", head, lm)
+    prompts = [[3, 5, 7], [9, 2, 4, 6, 8]]
+    ours = generate(lm, prompts, head=head, max_new_tokens=6, sampling=Sampling(temperature=0.0), stop_tokens=())
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    attached = attach(theirs, tmp_path / "head", logits="unchanged")
+    try:
+        found = attached.generate(tokens, mask, **options)
+        np.testing.assert_array_equal(found.sequences[:, width:].numpy(), np.asarray(ours.tokens))
+        np.testing.assert_allclose(found.scores.confidence[:, width - 1 :].numpy(), ours.confidence, rtol=1e-4)
+        np.testing.assert_allclose(found.scores.temperature[:, width - 1 :].numpy(), ours.temperature, rtol=1e-4)
+    finally:
+        attached.detach()
+    attached = attach(theirs, tmp_path / "head")
+    try:
+        cached = theirs.generate(tokens, attention_mask=mask, num_beams=3, **options)
+        anew = theirs.generate(tokens, attention_mask=mask, num_beams=3, use_cache=False, **options)
+    finally:
+        attached.detach()
+    np.testing.assert_array_equal(cached.numpy(), anew.numpy())
+
+
+def test_errors(tmp_path, llama):
+    import torch
+
+    from calibjax.torch import HeadError, attach
+
+    theirs, lm = llama
+    export_head(tmp_path / "head", random_head(lm, "linear"), lm)
+    other = type(theirs)(theirs.config)
+    with pytest.raises(HeadError, match="another base model"):
+        attach(other, tmp_path / "head")
+    with pytest.raises(HeadError, match="hidden size 16, the model given has 12"):
+        small = make_lm()
+        export_head(tmp_path / "small", random_head(small, "linear"), small)
+        attach(theirs, tmp_path / "small")
+    export_head(tmp_path / "pooled", random_head(lm, "linear", pooling="sequence"), lm)
+    with pytest.raises(HeadError, match="pooling"):
+        attach(theirs, tmp_path / "pooled")
+    file = tmp_path / "head" / "head.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    for read in (lambda path: attach(theirs, path), lambda path: load_head(path, lm)):
+        with pytest.raises(ValueError, match="damaged"):
+            read(tmp_path / "head")
+    with pytest.raises(HeadError, match="not a head"):
+        attach(theirs, tmp_path)
+    assert torch.equal(theirs(torch.ones(1, 2, dtype=torch.long)).logits.isnan().any(), torch.tensor(False))
+
+
+def test_serving_imports_no_jax(tmp_path, llama):
+    _, lm = llama
+    export_head(tmp_path / "head", random_head(lm, "mlp"), lm)
+    code = f"import sys, calibjax.torch as t; h = t.load_head({str(tmp_path / 'head')!r}); print(h.kind, "
+    code += "[m for m in ('jax', 'flax', 'transformers') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "mlp []\n", json.dumps(found.stdout)
