@@ -48,6 +48,7 @@ COMMANDS: dict[str, Command] = {
     "report": Command("report", "ReportOptions", "Draws the report of one run or of several again."),
     "generate": Command("generate", "GenerateOptions", "Continues a text, with the confidence of each token."),
     "convert": Command("convert", "ConvertOptions", "Converts a model to Orbax or to safetensors."),
+    "export": Command("export", "ExportOptions", "Exports a fitted head for PyTorch and for serving."),
     "plan": Command("plan.command", "PlanOptions", "Memory and time of a step on given devices, before a run."),
     "study pooling": Command("study.ablations", "AblationOptions", "A temperature for each token, or each sequence?"),
     "study losses": Command("study.ablations", "AblationOptions", "Which loss should a head be trained with?"),

@@ -1,4 +1,4 @@
-"""Exported heads in PyTorch, for serving: needs torch and safetensors, and imports neither JAX nor the rest of calibjax.
+"""Exported heads in PyTorch, for serving: needs torch and safetensors, and imports neither JAX nor Flax.
 
 `calibjax export RUN --out DIR` writes the directory that these functions read. `attach` calibrates a model of
 transformers:
@@ -68,9 +68,7 @@ class TemperatureHead(nn.Module):
         """Whether the scale of a token depends on earlier tokens: then decoding needs keys and values of the head."""
         return self.kind == "transformer"
 
-    def forward(
-        self, features: Tensor, mask: Tensor | None = None, past: tuple[Any, int] | None = None
-    ) -> Tensor:
+    def forward(self, features: Tensor, mask: Tensor | None = None, past: tuple[Any, int] | None = None) -> Tensor:
         """Computes log inverse temperatures.
 
         Args:
@@ -176,7 +174,7 @@ def _read(directory: str | Path) -> _Export:
 
 
 class TokenScores(NamedTuple):
-    """Scores of given tokens by `Attached.score`, each float32 `[B, T - 1]`, for every token but the first; 0 on padding.
+    """Scores of all tokens but the first by `Attached.score`, float32 `[B, T - 1]` each; 0 on padding.
 
     Attributes:
         log_probs: calibrated log-probability of the token, nats.
@@ -275,7 +273,9 @@ class Attached:
         if hidden is None or not hasattr(output, "logits"):
             raise HeadError("the head needs a forward pass of the whole model that returns a ModelOutput.")
         logits, keep = output.logits, kwargs.get("logits_to_keep", 0)
-        rows = slice(-keep, None) if isinstance(keep, int) and keep else keep if isinstance(keep, Tensor) else slice(None)
+        rows = (
+            slice(-keep, None) if isinstance(keep, int) and keep else keep if isinstance(keep, Tensor) else slice(None)
+        )
         all_logits = logits
         if self.head.reads_sequence and logits.shape[1] != hidden.shape[1] and len(self.head.features) > 1:
             all_logits = self._logits(hidden)

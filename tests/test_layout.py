@@ -14,7 +14,7 @@ from tiny import write_model
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"runtime"},
+    {"runtime", "torch"},
     {"kernels"},
     {"nn", "heads", "losses", "metrics", "recalibrate"},
     {"data", "models"},

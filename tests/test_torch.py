@@ -1,8 +1,10 @@
 """Exported heads: read back by JAX to the same bits, and in PyTorch equal to JAX for every head and family."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +13,13 @@ import pytest
 from parity import LLAMA_JSON, VARIANTS, random_tokens, settings_of, torch_model
 from tiny import make_lm
 
+from calibjax.cli import main
 from calibjax.heads import FEATURES, HEADS, FittedHead, HeadConfig
 from calibjax.models import load_model
 from calibjax.models.calibrated import calibrated_confidence, calibrated_logprobs
 from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.errors import UserError
-from calibjax.train.checkpoint import load_head
+from calibjax.train.checkpoint import load_head, save_head
 from calibjax.train.portable import export_head
 
 FAMILIES = [family for family in VARIANTS if family != "qwen"]  # transformers does not run Qwen v1
@@ -46,7 +49,7 @@ def test_an_export_is_read_back_to_the_same_bits(tmp_path, kind):
     head = random_head(lm, kind)
     export_head(tmp_path / "out", head, lm, notes={"loss": "cross-entropy"})
     again = load_head(tmp_path / "out", lm)
-    assert again.config == head.config and again.log_factor == head.log_factor
+    assert (again.config, again.log_factor) == (head.config, head.log_factor)
     jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
 
 
@@ -138,6 +141,23 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama, kind):
     np.testing.assert_array_equal(cached.numpy(), anew.numpy())
 
 
+def test_command(tmp_path):
+    """`calibjax export` finds the base model of a run, and writes its head or its temperature."""
+    pytest.importorskip("torch")
+    (tmp_path / "model").mkdir()
+    torch_model(tmp_path / "model", LLAMA_JSON)
+    lm = load_model(tmp_path / "model")
+    head = random_head(lm, "linear")
+    save_head(tmp_path / "run" / "head", head, notes={"temperature": 1.25})
+    (tmp_path / "run" / "metrics.json").write_text(json.dumps({"run": {"model": str(tmp_path / "model")}}))
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "ats"), "--json"]) == 0
+    assert load_head(tmp_path / "ats", lm).log_factor == head.log_factor
+    args = ["export", str(tmp_path / "run" / "head"), "--out", str(tmp_path / "t"), "--method", "temperature"]
+    assert main(args) == 0
+    assert load_head(tmp_path / "t", lm).params["log_scale"] == np.float32(-np.log(1.25))
+    assert main(["export", str(tmp_path / "t"), "--out", str(tmp_path / "x")]) == 2  # names no model
+
+
 def test_errors(tmp_path, llama):
     import torch
 
@@ -148,9 +168,9 @@ def test_errors(tmp_path, llama):
     other = type(theirs)(theirs.config)
     with pytest.raises(HeadError, match="another base model"):
         attach(other, tmp_path / "head")
+    small = make_lm()
+    export_head(tmp_path / "small", random_head(small, "linear"), small)
     with pytest.raises(HeadError, match="hidden size 16, the model given has 12"):
-        small = make_lm()
-        export_head(tmp_path / "small", random_head(small, "linear"), small)
         attach(theirs, tmp_path / "small")
     export_head(tmp_path / "pooled", random_head(lm, "linear", pooling="sequence"), lm)
     with pytest.raises(HeadError, match="pooling"):
@@ -174,3 +194,19 @@ def test_serving_imports_no_jax(tmp_path, llama):
     code += "[m for m in ('jax', 'flax', 'transformers') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "mlp []\n", json.dumps(found.stdout)
+
+
+def test_the_guide(tmp_path, monkeypatch):
+    """Every Python block of docs/serving.md, one after the other."""
+    pytest.importorskip("torch")
+    for path in ("path/to/model", "runs/x"):
+        (tmp_path / path).mkdir(parents=True)
+    torch_model(tmp_path / "path/to/model", LLAMA_JSON)
+    lm = load_model(tmp_path / "path/to/model")
+    export_head(tmp_path / "runs/x/export", random_head(lm, "mlp"), lm)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    scope: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(block, scope)
+    assert scope["generated"].scores.confidence.shape == (1, scope["generated"].sequences.shape[1] - 1)
