@@ -52,7 +52,7 @@ LOOPS = {
 
 def refused(template):
     began = time.monotonic()
-    with pytest.raises(UserError, match="chat template (was stopped: it took more than|rejects)"):
+    with pytest.raises(UserError, match=r"chat template (was stopped: it took more than|rejects)"):
         render_chat(make_tokenizer(template), TURNS[:1])
     assert time.monotonic() - began < 60
 
