@@ -3,7 +3,6 @@
 A setting that changes the numbers and is not implemented here raises an error that names the field.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from calibjax.models.config import MOST_LAYERS, DecoderConfig
 from calibjax.nn.blocks import ACTIVATIONS, Rope
 from calibjax.runtime.errors import LARGEST_SIZE, UserError
+from calibjax.runtime.files import read_json
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -33,10 +33,10 @@ def read_settings(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise ValueError(f"larger than {_MOST_BYTES:,} bytes")
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = read_json(file)
         if not isinstance(settings, dict):
             raise ValueError(f"found {str(settings)[:60]!r}")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{file}: not a JSON object ({error}).") from error
     for names, largest in ((_SIZES, LARGEST_SIZE), (_LAYERS, MOST_LAYERS)):
         for name in names:

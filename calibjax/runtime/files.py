@@ -1,13 +1,14 @@
-"""Atomic writes of files and directories, which replace only earlier results."""
+"""Atomic writes of files and directories, which replace only earlier results; and reading of JSON files."""
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -15,6 +16,18 @@ from calibjax.runtime.distributed import from_first, is_first, on_first
 from calibjax.runtime.errors import UserError
 
 _TOKEN = 8  # random bytes in a temporary name
+
+
+def read_json(path: Path) -> Any:
+    """Returns the value of a JSON file in UTF-8.
+
+    Raises:
+        ValueError: if the file cannot be read, is not JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError) as error:
+        raise ValueError(str(error)) from error
 
 
 def write_file(path: Path, content: str | bytes) -> None:

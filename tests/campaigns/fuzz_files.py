@@ -3,7 +3,8 @@
     PYTHONPATH=$PWD python tests/campaigns/fuzz_files.py --seed 0 --seconds 600
 
 Reported as lost: another exception, a process that died, more than 10 s of CPU time, memory beyond 2 GiB, or a file
-that was written outside the directory of the case. A case is drawn from (seed, number) alone: `--case NUMBER` repeats one.
+that was written outside the directory of the case. A case is drawn from (seed, number): `--case NUMBER`
+repeats one.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def read_config(directory: Path, name: str) -> None:
 
     folder = directory / "one"
     folder.mkdir()
-    shutil.copy(directory / name, folder / "config.json")
+    (directory / name).rename(folder / "config.json")
     config = config_from_hf(folder)
     assert hash(config) is not None
     abstract_params(config)
