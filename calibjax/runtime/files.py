@@ -108,6 +108,16 @@ def check_orbax_path(path: Path) -> None:
         raise UserError(f"{path}: Orbax cannot write below a path with {found[0]}: choose another directory.")
 
 
+def check_plain_files(directory: Path) -> None:
+    """Raises `UserError` if anything below a directory is neither a file nor a directory.
+
+    Orbax reads whatever a link names: from a device, without end.
+    """
+    for entry in directory.rglob("*"):
+        if not (entry.is_file() or entry.is_dir()) and os.path.lexists(entry):  # others may remove some meanwhile
+            raise UserError(f"{entry}: expected a file or a directory, found a device, a pipe or a broken link.")
+
+
 def _begin(path: Path, replace: bool) -> np.ndarray:
     _entries(path, replace)
     token = secrets.token_bytes(_TOKEN)

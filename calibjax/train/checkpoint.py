@@ -26,7 +26,7 @@ from calibjax.runtime.checksums import (
 )
 from calibjax.runtime.distributed import is_first, on_first, together
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import check_orbax_path, new_directory, read_json, write_file
+from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
 from calibjax.train.state import TrainState
 
 _HEAD_SCHEMA = 1
@@ -52,6 +52,7 @@ class Checkpoints:
         check_orbax_path(directory)
         if directory.exists() and not directory.is_dir():
             raise UserError(f"{directory}: expected a directory of checkpoints, found a file. Remove or rename it.")
+        check_plain_files(directory)
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
         self._run = json.loads(json.dumps(run))
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
@@ -59,7 +60,7 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise UserError(
-                f"{directory}: cannot be read ({_first_line(error)}). Remove this directory to train from the first step."
+                f"{directory}: cannot be read ({_first_line(error)}). Remove it to train from the first step."
             ) from error
 
     def save(self, state: TrainState, data_state: dict[str, Any], *, step: int) -> None:
@@ -211,6 +212,7 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
     """
     file = _head_file(path)
     directory = file.parent
+    check_plain_files(directory)
     digests = read_checksums(directory, _HEAD_REMEDY)
     try:
         description = read_json(file)
