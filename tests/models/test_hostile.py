@@ -5,6 +5,7 @@ such files at random; what it found is here.
 """
 
 import dataclasses
+import gc
 import json
 import shutil
 import struct
@@ -102,7 +103,7 @@ def test_tensors_that_are_not_those_of_the_model(tmp_path):
             {"weight_map": {"a": name}}
             for name in ("../x", "/etc/passwd", "a/b", "..", ".", "", "\x00", 5, None, ["x"])
         ),
-        *({"weight_map": value} for value in (None, [], "x", {}, 3)),
+        *({"weight_map": value} for value in (None, [], "x", 3)),
         *([], None, 3, "{", DEEP, '{"weight_map":' * 9_999),
     ],
     ids=lambda index: str(index)[:40],
@@ -239,6 +240,7 @@ def test_orbax_metadata_that_was_edited(tmp_path, head):
                 continue
             jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
     assert refused >= len(files)
+    gc.collect()  # the warnings of Orbax belong here
 
 
 def test_directory_of_checkpoints_that_was_edited(tmp_path):
