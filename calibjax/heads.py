@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.kernels import VocabSharding, vocab_stats
 from calibjax.nn.blocks import Block, BlockConfig, Dense, segment_positions, sequence_context
 from calibjax.nn.kv_cache import Cache, empty_cache, fill, reserve
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, check_fields
 from calibjax.runtime.sharding import lookup
 
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
@@ -330,6 +330,7 @@ class HeadConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "features", tuple(self.features))
+        check_fields(self)
         unknown = [name for name in self.features if name not in FEATURES]
         if unknown or not self.features or len(set(self.features)) != len(self.features):
             raise ValueError(f"features: expected distinct names among {list(FEATURES)}, got {list(self.features)}.")

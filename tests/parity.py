@@ -226,9 +226,9 @@ def write_files(folder, family, settings, shapes):
     (folder / "config.json").write_text(json.dumps(settings))
 
 
-def as_qwen1(settings, tensors):
-    """A Qwen2 model's configuration and tensors as Qwen v1 would have them."""
-    config = {
+def qwen1_settings(settings):
+    """A Qwen2 model's configuration as Qwen v1 would have it."""
+    return {
         "model_type": "qwen",
         "vocab_size": settings["vocab_size"],
         "hidden_size": settings["hidden_size"],
@@ -247,6 +247,10 @@ def as_qwen1(settings, tensors):
         "tie_word_embeddings": False,
         "auto_map": {"AutoConfig": "configuration_qwen.QWenConfig"},
     }
+
+
+def as_qwen1(settings, tensors):
+    """A Qwen2 model's configuration and tensors as Qwen v1 would have them."""
     renamed = {
         "transformer.wte.weight": tensors["model.embed_tokens.weight"],
         "transformer.ln_f.weight": tensors["model.norm.weight"],
@@ -267,7 +271,7 @@ def as_qwen1(settings, tensors):
         for kind in ("weight", "bias"):
             parts = [tensors[f"{new}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
             renamed[f"{old}.attn.c_attn.{kind}"] = np.concatenate(parts)
-    return config, renamed
+    return qwen1_settings(settings), renamed
 
 
 def torch_model(folder, settings):

@@ -1,6 +1,20 @@
 """Documents with everything that a page can show, as benign or as hostile as the names given to them."""
 
+import importlib.util
 from collections.abc import Callable
+
+import numpy as np
+from tiny import make_lm, make_sequences, ragged
+
+from calibjax.eval.compare.contenders import Outcome, Result
+from calibjax.eval.compare.repeats import repeats_json
+from calibjax.eval.compare.results import comparison_json
+from calibjax.eval.layers.layers import LayerOutputs, layers_json
+from calibjax.eval.report.schema import SCHEMA
+from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
+from calibjax.runtime.context import RunContext
+
+N = 60
 
 
 def interval(value):
@@ -110,3 +124,67 @@ def sample(named: Callable[[str], str] = str):
         return {**scored, **pair, **changes}
 
     return {"windows": [[{"text": named("first"), "scored": False}, token(" word"), token("right", right=True)]]}
+
+
+def outcome(rng):
+    correct = rng.random(N) < 0.6
+    confidence = np.clip(0.3 + 0.4 * correct + 0.2 * rng.standard_normal(N), 0.01, 0.99)
+    choice = rng.integers(0, 3, N)
+    return Outcome(confidence.astype(np.float32), correct.astype(np.float32), choice, np.log(confidence))
+
+
+def documents():
+    """One document of each kind, made by the functions that the commands call."""
+    rng, lm, sequences = np.random.default_rng(0), make_lm(), ragged(make_sequences(6))
+    heads = {name: identity_head(lm) for name in ("uncalibrated", "temperature", "ats")}
+    quiet = RunContext(progress=False)
+    evaluated = evaluate_tokens(lm, sequences, heads, bins=2, keep_tokens=True, context=quiet)
+    tokens = results_json(evaluated, resamples=20)
+    results = {name: Result(outcome(rng), 0.5, 1) for name in ("uncalibrated", "temperature", "histogram")}
+    rows = comparison_json(results, reference="temperature", bins=2, resamples=20)
+    held_out = {"tokens": N, "unit": "predictions", "clusters": "rows", "reference": "temperature", "sort": "ece"}
+    held_out |= {"methods": rows, "failed": {"beta": "no reason"}, "left_out": {"lore": "no features"}}
+    repeats, against = {name: [result] for name, result in evaluated.items()}, {"ats": "temperature"}
+    study = repeats_json(repeats, sequences, against=against, bins=2, resamples=20)
+    for row in study["methods"].values():
+        row |= {"parameters": 3, "loss": "joint", "alpha": None}
+    drawn = document()
+    outputs = LayerOutputs(
+        *(rng.random((2, N)), rng.integers(0, 5, (2, N)), rng.random((2, N)) < 0.5),
+        *(-rng.random((3, 2, N))),
+        np.arange(N, dtype=np.int32) // 4,
+    )
+    layers = {"tokens": N, "readout": "letters only", **layers_json(outputs, bins=2, resamples=20)}
+    base = {"schema": SCHEMA, "run": {"command": "train ats", "seed": 0}}
+    of_models = {**tokens, "methods": dict.fromkeys(("pretrained", "lhts-T0.9"), tokens["methods"]["ats"])}
+    text = next(iter(drawn["texts"].values()))
+    tuned = dict.fromkeys(("base", "fine_tuned", "base_temperature"), tokens["methods"]["ats"])
+    edited = {**tokens, "methods": dict.fromkeys(("uncalibrated", "edited"), tokens["methods"]["ats"])}
+    parts = {name: drawn[name] for name in ("direction", "sweep", "neurons", "subjects")}
+    return {
+        "tokens": {**base, "held_out": tokens, "transfer": {"other": {**tokens, "methods": tuned}}},
+        "compare": {**base, "held_out": held_out},
+        "lhts": {
+            **base,
+            "held_out": of_models,
+            "texts": {"pretrained": text, "lhts-T0.9": text},
+            "analogies": drawn["analogies"],
+        },
+        "layers": {**base, "held_out": edited, "layers": layers, **parts},
+        "study": {**base, "study": "heads", "question": "?", "sets": {"held out": study}, "bins": 2, "closed": "right"},
+        **({"tasks": {**base, **tasks(results)}} if importlib.util.find_spec("lm_eval") else {}),
+    }
+
+
+def tasks(results):
+    from calibjax.eval.tasks import evaluate
+    from calibjax.eval.tasks.results import answers_json, subjects_json
+
+    outcomes = [result.outcome for result in results.values()]
+    fields = [np.stack(part) for part in zip(*outcomes, strict=True)]
+    subjects = np.array(["law", "art"] * (N // 2))
+    answers = evaluate.Answers(*fields, subjects, {"acc": np.ones(N)}, np.zeros(N, int), 0)
+    names, options = ["uncalibrated", "temperature", "ats"], {"bins": 2, "closed": "right", "resamples": 20}
+    of_task = answers_json(answers, names, **options)
+    own = {"shots": 5, "source": "hub", "subjects": subjects_json(answers, names, **options)}
+    return {"held_out": of_task, "tasks": {"mmlu": {**of_task, **own}}}

@@ -21,7 +21,7 @@ from calibjax.nn.attention import cudnn_attention, cudnn_takes
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import check_orbax_path, is_temporary, write_file
+from calibjax.runtime.files import check_orbax_path, is_temporary, read_json, write_file
 from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, Range, Seed, check_options, run_identity
 from calibjax.runtime.sharding import describe_mesh, make_mesh
 
@@ -298,7 +298,7 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
         held = set()  # a run that ended before any work, by an invalid option: nothing would be lost
     if file.name in held:
         try:
-            stored = json.loads(file.read_text())
+            stored = read_json(file)
         except ValueError as error:
             raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
         if stored != identity:

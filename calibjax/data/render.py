@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from calibjax.data.chat_template import render_chat
 from calibjax.data.formats import Format, string_at
 from calibjax.runtime.errors import UserError
 
@@ -143,9 +144,9 @@ def _with_chat_template(messages: list[dict[str, str]], tokenizer: "PreTrainedTo
 
     def apply(part: list[dict[str, str]], *, prompt: bool) -> str:
         try:
-            return str(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=prompt))
-        except Exception as error:
-            raise UserError(f"row {index}: the tokenizer's chat template rejects the conversation: {error}") from error
+            return render_chat(tokenizer, part, add_generation_prompt=prompt)
+        except UserError as error:
+            raise UserError(f"row {index}: {error}") from error
 
     text = apply(messages, prompt=False)
     answers = []

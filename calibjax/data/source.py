@@ -76,7 +76,7 @@ def read_source(source: str | Path, *, split: str | None = None, rows: int | Non
     elif path.exists():
         if split is not None:
             raise UserError(f"split={split!r}: the file {path} has no splits. Leave `split` out.")
-        if _suffix(path) not in _BUILDERS:
+        if _suffix(path) not in _BUILDERS or not path.is_file():
             raise UserError(f"{path}: expected a file ending in {_EXPECTED}.")
         files = [path]
     elif _suffix(path) in _BUILDERS or str(source).startswith(("/", ".", "~")):

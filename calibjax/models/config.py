@@ -6,6 +6,8 @@ from typing import Literal
 from calibjax.nn.blocks import BlockConfig, Rope
 from calibjax.runtime.errors import UserError
 
+MOST_LAYERS = 10_000
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(BlockConfig):
@@ -46,17 +48,14 @@ class DecoderConfig(BlockConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("vocab_size", "num_layers", "max_positions"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}: expected at least 1, got {getattr(self, name)}.")
+        if self.num_layers > MOST_LAYERS:
+            raise UserError(f"num_layers: expected at most {MOST_LAYERS}, got {self.num_layers}.")
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise UserError(f"logit_softcap: expected None or a positive number, got {self.logit_softcap}.")
         if self.logit_divisor is not None and not self.logit_divisor > 0:
             raise UserError(f"logit_divisor: expected None or a positive number, got {self.logit_divisor}.")
         if self.local_layers and len(self.local_layers) != self.num_layers:
             raise UserError(f"local_layers: expected {self.num_layers} values, got {len(self.local_layers)}.")
-        if self.window is not None and self.window < 1:
-            raise UserError(f"window: expected None or at least 1, got {self.window}.")
         if self.local_rope is not None and (self.rope is None or self.local_rope.fraction != self.rope.fraction):
             raise UserError(
                 "local_rope: expected the same fraction of rotated channels as rope, "

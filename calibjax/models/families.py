@@ -5,7 +5,6 @@ raises an error.
 """
 
 import dataclasses
-import json
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from calibjax.models.hf_config import (
     equal_heads,
     everywhere_local,
     local_layers,
+    read_settings,
     refuse,
     rope,
 )
@@ -73,36 +73,34 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
     refuse(hf, "is_causal", getattr(hf, "is_causal", True), allowed=(True,))
     try:
         return family.read_config(hf)
-    except AttributeError as error:
-        if family.native:
-            raise
-        raise UserError(f"{hf.model_type} configuration: {error.name} is missing.") from error
+    except UserError:
+        raise
+    except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        missing = isinstance(error, AttributeError) and error.obj is hf
+        reason = f"{error.name} is missing" if missing else f"cannot be used ({error!r})"
+        raise UserError(f"{hf.model_type} configuration: {reason}.") from error
 
 
 def _read_hf_config(folder: Path) -> Any:
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"{folder}: expected a Hugging Face model, but there is no config.json.")
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        model_type = settings.get("model_type")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{file}: not a JSON object ({error}).") from error
-    if model_type not in FAMILIES:
+    settings = read_settings(file)
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"{file}: {_unsupported(model_type)}")
     if not FAMILIES[model_type].native:
         return types.SimpleNamespace(**settings)
 
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, OSError) as error:
-        raise UserError(f"{file}: transformers cannot read it: {error}") from error
+    except Exception as error:  # transformers computes with settings before, and while, it checks them
+        raise UserError(f"{file}: transformers cannot read it: {error!r}") from error
 
 
-def _unsupported(model_type: str | None) -> str:
+def _unsupported(model_type: object) -> str:
     return f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}."
 
 

@@ -7,7 +7,6 @@ on the cached keys and values of those before. The head runs in the same step.
 import contextlib
 import dataclasses
 import functools
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +23,8 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, freeze
 from calibjax.models.model import LanguageModel
 from calibjax.nn.kv_cache import Cache, empty_cache
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import LARGEST_SIZE, UserError
+from calibjax.runtime.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -342,9 +342,12 @@ def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
     stops: Any = None
     if file is not None and file.is_file():
         try:
-            stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            stops = read_json(file).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise UserError(f"{file}: not a JSON object ({error}).") from error
+        for stop in stops if isinstance(stops, list) else [] if stops is None else [stops]:
+            if type(stop) is not int or not 0 <= stop <= LARGEST_SIZE:
+                raise UserError(f"{file}: eos_token_id: expected token ids, got {str(stops)[:60]}.")
     if stops is None and lm.has_tokenizer:
         stops = lm.tokenizer.eos_token_id
     if stops is None:

@@ -5,16 +5,50 @@ A setting that changes the numbers and is not implemented here raises an error t
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from calibjax.models.config import DecoderConfig
+from calibjax.models.config import MOST_LAYERS, DecoderConfig
 from calibjax.nn.blocks import ACTIVATIONS, Rope
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import LARGEST_SIZE, UserError
+from calibjax.runtime.files import read_json
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "original_max_position_embeddings", "sliding_window"),
+    *("n_embd", "n_inner", "n_head", "n_positions", "seq_length", "kv_channels"),
+)
+_LAYERS = ("num_hidden_layers", "n_layer")
+_MOST_BYTES = 2**24
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Returns the settings of a config.json, before anything interprets them.
+
+    Sizes must be positive and fit: transformers makes lists as long as the number of layers.
+
+    Raises:
+        UserError: if the file is not a JSON object, too large, or a size is out of range.
+    """
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"larger than {_MOST_BYTES:,} bytes")
+        settings = read_json(file)
+        if not isinstance(settings, dict):
+            raise ValueError(f"found {str(settings)[:60]!r}")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not a JSON object ({error}).") from error
+    for names, largest in ((_SIZES, LARGEST_SIZE), (_LAYERS, MOST_LAYERS)):
+        for name in names:
+            value = settings.get(name)
+            if value is not None and not (type(value) is int and 1 <= value <= largest):
+                raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {str(value)[:60]}.")
+    return settings
 
 
 def refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:
     """Raises `UserError` if the value of a field is not in `allowed`."""
-    if value not in allowed:
+    if not any(value == one for one in allowed):  # by ==, because a value of JSON may have no hash
         choices = ", ".join(map(repr, allowed))
         raise UserError(f"{hf.model_type} configuration: {field} = {value!r} is not supported; expected {choices}.")
 

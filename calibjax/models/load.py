@@ -1,7 +1,6 @@
 """Loading of a `LanguageModel` from a directory or the Hugging Face hub, without unpickling or running any file."""
 
 import functools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from calibjax.models.model import LanguageModel, check_tokenizer
 from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
 from calibjax.runtime.distributed import is_first, together
 from calibjax.runtime.errors import UserError, require_directory
+from calibjax.runtime.files import read_json
 from calibjax.runtime.sharding import param_sharding
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _find_weights(folder: Path) -> list[Path]:
 
 def _read_index(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: expected a JSON object with a weight_map ({error!r}).") from error
     outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
@@ -172,9 +172,12 @@ def _load_tokenizer(folder: Path, native: bool) -> "PreTrainedTokenizerBase | No
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        if not native:
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if native:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        else:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        tokenizer("a", verbose=False)  # some settings are read only now
+        return tokenizer
     except Exception as error:  # the tokenizers package raises bare Exception for damaged files
         raise UserError(f"{folder}: transformers cannot read the tokenizer files: {error}") from error
 

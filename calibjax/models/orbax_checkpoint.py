@@ -34,7 +34,7 @@ from calibjax.models.hf_export import DESCRIPTION, copy_settings
 from calibjax.models.model import LanguageModel
 from calibjax.runtime.checksums import CHECKSUMS, different_arrays, read_checksums, write_checksums
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import check_orbax_path, new_directory, write_file
+from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
 from calibjax.runtime.sharding import param_sharding
 
 _SCHEMA = 1
@@ -96,9 +96,10 @@ def read_description(folder: Path) -> dict[str, Any]:
         UserError: if the description is invalid or has another schema, or a file of the checkpoint has changed.
     """
     file = folder / DESCRIPTION
+    check_plain_files(folder)
     checksums = read_checksums(folder, _REMEDY)
     try:
-        description = json.loads(file.read_text(encoding="utf-8"))
+        description = read_json(file)
         schema = description["schema"]
         complete = {"fingerprint", "dtype", "config"} <= description.keys()
         dtypes = {description.get("dtype"), *description.get("tensor_dtypes", {}).values()}

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from calibjax.nn.attention import Visible, attend
-from calibjax.runtime.errors import UserError, require_finite
+from calibjax.runtime.errors import UserError, check_fields
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": nn.silu,
@@ -72,7 +72,7 @@ class Rope:
     amplitude: float = 1.0
 
     def __post_init__(self):
-        require_finite(self)
+        check_fields(self)
         if self.scaling not in (None, *ROPE_SCALINGS):
             raise UserError(f"Rope.scaling: expected None, {', '.join(ROPE_SCALINGS)}; got {self.scaling!r}.")
         if not (self.theta > 0 and self.factor > 0):
@@ -151,15 +151,12 @@ class BlockConfig:
     residual_scale: float | None = None
 
     def __post_init__(self):
-        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}: expected at least 1, got {getattr(self, name)}.")
-        if not 0 <= self.norm_eps <= 1:
+        if not (isinstance(self.norm_eps, int | float) and 0 <= self.norm_eps <= 1):
             raise UserError(
                 f"norm_eps: expected a number from 0 to 1, got {self.norm_eps}; correct it in config.json "
                 "(rms_norm_eps, layer_norm_eps or layer_norm_epsilon)."
             )
-        require_finite(self)
+        check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}."

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import write_file
+from calibjax.runtime.files import read_json, write_file
 
 CHECKSUMS = "checksums.json"
 """Name of the file that `write_checksums` writes beside the files it covers."""
@@ -139,9 +139,9 @@ def read_checksums(directory: Path, remedy: str) -> dict[str, str] | None:
     if not file.exists():
         return None
     try:
-        content = unseal(json.loads(file.read_text(encoding="utf-8")))
+        content = unseal(read_json(file))
         files, arrays = dict(content["files"]), dict(content["arrays"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: damaged or edited ({error}). {remedy}") from error
     for name, expected in files.items():
         if not (directory / name).is_file():

@@ -1,8 +1,8 @@
 """The error type for invalid input, and the checks that raise it."""
 
 import dataclasses
-import math
 import os
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,39 @@ def user_path(path: str | Path) -> Path:
     return Path(path) if os.path.exists(path) else Path(os.path.expanduser(path))
 
 
-def require_finite(config: Any) -> None:
-    """Raises `UserError` for the first field of a dataclass that is, or is a tuple that contains, NaN or infinity."""
+LARGEST_SIZE = 2**31 - 1
+"""Largest size in a configuration: JAX indexes with int32."""
+
+
+def check_fields(config: Any) -> None:
+    """Checks the numbers of a configuration, a dataclass, against the annotations of its fields.
+
+    Every `int` is a size, from 1 to `LARGEST_SIZE`; every `float` is finite; `bool` is no number. Tuples are checked
+    entry by entry, and `None` is valid where the annotation has it. Other types are not checked.
+
+    Raises:
+        UserError: names the first field that is invalid.
+    """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not math.isfinite(number):
-                raise UserError(f"{field.name}: expected finite numbers, got {number}.")
+        kinds = set(typing.get_args(field.type) or (field.type,))
+        if kinds & {int, float, bool} and not (value is None and type(None) in kinds):
+            in_tuple = typing.get_origin(field.type) is tuple
+            if in_tuple and not isinstance(value, tuple):
+                raise UserError(f"{field.name}: expected a tuple, got {value!r}.")
+            for entry in value if in_tuple else (value,):
+                if problem := _problem(entry, kinds):
+                    raise UserError(f"{field.name}: expected {problem}, got {str(entry)[:60]!s}.")
+
+
+def _problem(value: Any, kinds: set[Any]) -> str | None:
+    if bool in kinds:
+        return None if isinstance(value, bool | np.bool_) else "true or false"
+    if int in kinds:
+        fits = isinstance(value, int | np.integer) and not isinstance(value, bool) and 1 <= value <= LARGEST_SIZE
+        return None if fits else f"a whole number from 1 to {LARGEST_SIZE}"
+    fits = isinstance(value, int | float | np.number) and not isinstance(value, bool) and abs(value) <= 1e300
+    return None if fits else "a finite number"
 
 
 def host_indices(values: Any) -> Any:

@@ -1,13 +1,14 @@
-"""Atomic writes of files and directories, which replace only earlier results."""
+"""Atomic writes of files and directories, which replace only earlier results; and reading of JSON files."""
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -15,6 +16,18 @@ from calibjax.runtime.distributed import from_first, is_first, on_first
 from calibjax.runtime.errors import UserError
 
 _TOKEN = 8  # random bytes in a temporary name
+
+
+def read_json(path: Path) -> Any:
+    """Returns the value of a JSON file in UTF-8.
+
+    Raises:
+        ValueError: if the file cannot be read, is not JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError) as error:
+        raise ValueError(str(error)) from error
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -93,6 +106,16 @@ def check_orbax_path(path: Path) -> None:
     """
     if found := [character for character in "[\\" if character in str(path.absolute())]:
         raise UserError(f"{path}: Orbax cannot write below a path with {found[0]}: choose another directory.")
+
+
+def check_plain_files(directory: Path) -> None:
+    """Raises `UserError` if anything below a directory is neither a file nor a directory.
+
+    Orbax reads whatever a link names: from a device, without end.
+    """
+    for entry in directory.rglob("*"):
+        if not (entry.is_file() or entry.is_dir()) and os.path.lexists(entry):  # others may remove some meanwhile
+            raise UserError(f"{entry}: expected a file or a directory, found a device, a pipe or a broken link.")
 
 
 def _begin(path: Path, replace: bool) -> np.ndarray:

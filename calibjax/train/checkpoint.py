@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from calibjax.runtime.checksums import (
 )
 from calibjax.runtime.distributed import is_first, on_first, together
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import check_orbax_path, new_directory, write_file
+from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
 from calibjax.train.portable import HEAD_SCHEMA, PORTABLE, describe_head, read_portable
 from calibjax.train.state import TrainState
 
+_MOST_PARAMETERS = 2**31
 _HEAD_REMEDY = "Restore the head from a copy, or fit it again."
 _log = logging.getLogger(__name__)
 
@@ -49,10 +51,16 @@ class Checkpoints:
         check_orbax_path(directory)
         if directory.exists() and not directory.is_dir():
             raise UserError(f"{directory}: expected a directory of checkpoints, found a file. Remove or rename it.")
+        check_plain_files(directory)
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
         self._run = json.loads(json.dumps(run))
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        try:
+            self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UserError(
+                f"{directory}: cannot be read ({_first_line(error)}). Remove it to train from the first step."
+            ) from error
 
     def save(self, state: TrainState, data_state: dict[str, Any], *, step: int) -> None:
         """Starts a save; it is on disk when the next one starts or `close` returns."""
@@ -196,25 +204,25 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
     """
     file = _head_file(path)
     directory = file.parent
+    check_plain_files(directory)
     digests = read_checksums(directory, _HEAD_REMEDY)
     try:
-        description = json.loads(file.read_text())
-        if description["schema"] != HEAD_SCHEMA:
+        description = read_json(file)
+        if (schema := description["schema"]) != HEAD_SCHEMA:
             raise UserError(
-                f"{file}: written with schema {description['schema']}, this calibjax reads {HEAD_SCHEMA}: use the "
-                "version that wrote it, or fit the head again."
+                f"written with schema {schema}, this calibjax reads {HEAD_SCHEMA}: use the version that wrote it, or "
+                "fit the head again."
             )
         config = HeadConfig(**description["head"])
         log_factor, fingerprint = float(description["log_factor"]), str(description["base_fingerprint"])
-        abstract = jax.eval_shape(config.init, jax.random.key(0))
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
-    try:
         check_log_factor(log_factor)
+        abstract = jax.eval_shape(config.init, jax.random.key(0))
+        if (count := sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))) > _MOST_PARAMETERS:
+            raise UserError(f"a head of {count:,} parameters; expected at most {_MOST_PARAMETERS:,}.")
     except UserError as error:
-        raise UserError(f"{file}: {error}") from None
+        raise UserError(f"{file}: {error}") from error
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
     if digests is None and "checksums" in description:
         raise UserError(f"{directory / CHECKSUMS} is missing. {_HEAD_REMEDY}")
     if lm is not None and lm.fingerprint != fingerprint:
@@ -232,6 +240,8 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
         found, expected = (jax.tree.map(np.shape, tree) for tree in (params, on_host))
         if found != expected:  # onto the host, Orbax does not look
             raise ValueError(f"expected arrays of the shapes {expected}, found {found}")
+        if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
+            raise ValueError("they are not finite")
     except Exception as error:  # Orbax raises bare Exception for damaged files
         reason = _first_line(error)
         raise UserError(f"{directory / 'params'}: cannot read the head's parameters ({reason}).") from error
@@ -248,7 +258,7 @@ def head_notes(path: str | Path) -> dict[str, Any]:
     """What `save_head` was given as notes: of `calibjax train ats`, the report of the fit. Raises as `load_head`."""
     file = _head_file(path)
     try:
-        return dict(json.loads(file.read_text())["notes"])
+        return dict(read_json(file)["notes"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
 

@@ -15,7 +15,7 @@ from calibjax.models.frozen import Frozen, batch_hidden
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import write_file
+from calibjax.runtime.files import read_json, write_file
 
 CacheMode = Literal["auto", "memory", "disk", "off"]
 _MEMORY_FRACTION = 0.25  # of the free host memory, that "auto" takes at most
@@ -142,8 +142,8 @@ def _on_disk(
 def _stored(note: Path) -> Any:
     """The contents of a note; None if it is missing or incomplete."""
     try:
-        return json.loads(note.read_text())
-    except (OSError, ValueError):
+        return read_json(note)
+    except ValueError:
         return None
 
 

@@ -225,14 +225,14 @@ def test_bad_inputs(tokens, options, message):
 
 
 def test_bad_configurations():
-    with pytest.raises(UserError, match="vocab_size: expected at least 1"):
+    with pytest.raises(UserError, match="vocab_size: expected a whole number from 1"):
         dataclasses.replace(LLAMA, vocab_size=0)
     for changes, message in (
         ({"logit_softcap": -1.0}, "logit_softcap"),
         ({"attention_softcap": 0.0}, "attention_softcap"),
         ({"logit_divisor": 0.0}, "logit_divisor"),
         ({"local_layers": (True,)}, "local_layers: expected 3 values, got 1"),
-        ({"window": 0}, "window: expected None or at least 1"),
+        ({"window": 0}, "window: expected a whole number from 1 to"),
         ({"local_rope": Rope(fraction=0.5)}, "same fraction of rotated channels as rope"),
         ({"rope": Rope(fraction=0.2)}, "even number of channels, got 1 of 6"),
         ({"norm": "layer", "norm_offset": 1.0}, "only RMS norms"),

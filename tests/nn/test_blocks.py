@@ -166,7 +166,7 @@ def test_norms_keep_their_digits():
         ({"head_dim": 5}, "even number of channels"),
         ({"activation": "xielu"}, "expected one of silu.*got 'xielu'"),
         ({"norm": "batch"}, "norm: expected one of rms, layer"),
-        ({"hidden_size": 0}, "hidden_size: expected at least 1"),
+        ({"hidden_size": 0}, "hidden_size: expected a whole number from 1 to"),
     ],
 )
 def test_bad_block_configurations(change, message):

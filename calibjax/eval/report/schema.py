@@ -13,6 +13,7 @@ from typing import Any, Literal, NotRequired, TypedDict, final
 
 from calibjax.metrics import Closed
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import read_json
 
 SCHEMA = 1
 """Version of metrics.json."""
@@ -520,8 +521,8 @@ _KINDS: dict[str, type] = {
 
 def _load(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(file)
+    except ValueError as error:
         raise UserError(f"{file} is not readable ({error}).") from error
 
 

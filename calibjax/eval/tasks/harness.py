@@ -13,6 +13,7 @@ from lm_eval.models.utils import _add_special_kwargs, has_bos_prefix, normalize_
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from calibjax.data.chat_template import render_chat
 from calibjax.eval.tasks.continuation import continue_contexts
 from calibjax.eval.tasks.scoring import Continuation, Scorer
 from calibjax.heads import FittedHead
@@ -84,9 +85,9 @@ class HarnessLM(TemplateLM):
         return Continuation(tokens[:1], tokens[1:]) if tokens[:1] == [first] else Continuation([first], tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
+        return render_chat(
+            self.tokenizer,
             chat_history,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )

@@ -1,0 +1,101 @@
+"""Chat templates, rendered in a process with limited time and memory.
+
+A chat template is a program from the model's directory. The sandbox of transformers keeps it from reading files, but
+not from looping or from allocating memory without end.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from calibjax.data import template_process
+from calibjax.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], **options: bool | str
+) -> str:
+    """Returns `tokenizer.apply_chat_template(messages, tokenize=False, **options)`.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        messages: at least one message, of JSON values.
+        options: `add_generation_prompt`, `continue_final_message`.
+
+    Raises:
+        UserError: if the template raises an error, or takes more than `template_process.SECONDS` of time or `MEMORY`
+            bytes.
+    """
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise UserError(f"the tokenizer has no usable chat template: {error}") from error
+    given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    tokens = tokenizer.special_tokens_map
+    return _renderer.render({"conversations": [given], "chat_template": template, **tokens, **options})
+
+
+class _Renderer:
+    """The process, which is started with the first request and again after one that ended it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def render(self, request: Mapping[str, Any]) -> str:
+        line = json.dumps([template_process.SECONDS, request]) + "\n"
+        with self._lock:
+            answer = self._answer(line)
+        if answer is None:
+            raise UserError(
+                "the tokenizer's chat template was stopped: it took more than "
+                f"{template_process.SECONDS} s or {template_process.MEMORY / 2**30:g} GiB. Correct chat_template in "
+                "the model's tokenizer_config.json or chat_template.jinja."
+            )
+        if "error" in answer:
+            raise UserError(f"the tokenizer's chat template rejects the conversation: {answer['error']}")
+        return answer["text"]
+
+    def _answer(self, line: str) -> dict[str, str] | None:
+        """The answer of the process; None if it ended instead."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", template_process.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            )
+            assert self._process.stdout is not None
+            if not self._process.stdout.readline():
+                raise RuntimeError(f"{template_process.__file__}: cannot be started.")
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+            found = self._process.stdout.readline()
+        except BrokenPipeError:
+            found = ""
+        if not found:
+            self.close()
+            return None
+        return json.loads(found)
+
+    def close(self) -> None:
+        """Ends the process; the next request starts another."""
+        if self._process is not None:
+            with self._process as process:
+                process.kill()
+            self._process = None
+
+
+_renderer = _Renderer()

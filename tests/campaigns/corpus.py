@@ -1,0 +1,131 @@
+"""Valid files of every kind that the commands read; the campaigns start from them."""
+
+import functools
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity
+import report_documents
+import tiny
+from safetensors.numpy import save_file
+
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.models import load_model
+from calibjax.models.orbax_checkpoint import save_checkpoint
+from calibjax.train.checkpoint import Checkpoints, save_head
+from calibjax.train.state import OptimizerConfig, TrainState
+
+
+def make_corpus(directory: Path) -> None:
+    """Writes the corpus below a new directory."""
+    for name in ("configs", "sharded", "rows", "tables", "reports"):
+        (directory / name).mkdir(parents=True)
+    _write_models(directory)
+    _write_reports(directory / "reports")
+    _write_rows(directory / "rows")
+    _write_tables(directory / "tables")
+
+
+def checkpoint_run() -> dict[str, Any]:
+    return {"fingerprint": "0" * 64, "options": {"learning_rate": 0.1, "seed": 0}}
+
+
+def new_state(step: int = 0) -> TrainState:
+    params = HeadConfig(kind="linear", hidden_size=12).init(jax.random.key(step))
+    return TrainState(jnp.asarray(step, jnp.int32), params, OptimizerConfig().build(10).init(params))
+
+
+@functools.cache
+def character_tokenizer() -> Any:
+    """Characters as tokens, with an end of sequence and a chat template."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["?!", "</s>", *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="?!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?!", eos_token="</s>", chat_template=template)
+
+
+def _write_models(directory: Path) -> None:
+    for family, name in parity.CASES:
+        settings = parity.settings_of(family, name)
+        settings = parity.qwen1_settings(settings) if family == "qwen" else settings
+        (directory / "configs" / f"{family}-{name}.json").write_text(json.dumps(settings))
+    tensors = tiny.model_tensors()
+    tiny.write_model(directory / "model")
+    shards = {f"model-{part}.safetensors": dict(list(tensors.items())[part::2]) for part in (0, 1)}
+    for file, shard in shards.items():
+        save_file(shard, directory / "sharded" / file)
+    weight_map = {name: file for file, shard in shards.items() for name in shard}
+    (directory / "sharded" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "sharded" / "config.json").write_text(json.dumps(tiny.CONFIG_JSON))
+    lm = load_model(directory / "model")
+    save_checkpoint(directory / "converted", lm, dtype="float32")
+    config = HeadConfig(kind="mlp", hidden_size=12, intermediate_size=4)
+    save_head(directory / "head", FittedHead(config, config.init(jax.random.key(0)), 0.1, lm.fingerprint))
+    checkpoints = Checkpoints(directory / "checkpoints", checkpoint_run())
+    checkpoints.save(new_state(1), {"epoch": 0, "position": 3}, step=1)
+    checkpoints.close()
+
+
+def _write_reports(directory: Path) -> None:
+    documents = report_documents.documents()
+    for name, document in documents.items():
+        (directory / f"{name}-metrics.json").write_text(json.dumps(document))
+    (directory / "tokens.json").write_text(json.dumps(report_documents.sample()))
+
+
+def _write_rows(directory: Path) -> None:
+    turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d e"}]
+    kinds = {
+        "text": [{"text": f"words {number} of a row"} for number in range(5)],
+        "prompt": [{"prompt": f"ask {number}", "completion": "an answer"} for number in range(5)],
+        "instruction": [{"instruction": "do", "input": str(number), "output": "done"} for number in range(5)],
+        "chat": [{"messages": turns}] * 3,
+    }
+    for kind, rows in kinds.items():
+        (directory / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "list.json").write_text(json.dumps(kinds["prompt"]))
+    (directory / "some.csv").write_text("prompt,completion\n" + "".join(f"ask {n},say {n}\n" for n in range(5)))
+    (directory / "words.txt").write_text("all the words of a text\n" * 5)
+    (directory / "words.txt.gz").write_bytes(gzip.compress(b"all the words of a text\n" * 5, mtime=0))
+
+
+def _write_tables(directory: Path) -> None:
+    import pyarrow.parquet
+
+    rng = np.random.default_rng(0)
+    n = 12
+    confidence, correct = rng.random(n).round(3), rng.integers(0, 2, n)
+    correct[:2], labels = (0, 1), rng.integers(0, 3, n)
+    logits, groups = rng.normal(size=(n, 3)).round(3), np.array(list("aabbccddeeff"))
+    labels[:2] = 0, 1
+    pairs = {"confidence": confidence.tolist(), "correct": correct.tolist(), "group": groups.tolist()}
+    classes = {**{f"logit_{k}": logits[:, k].tolist() for k in range(3)}, "label": labels.tolist()}
+    chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    for name, columns in (
+        ("pairs", pairs),
+        ("classes", classes),
+        ("chances", {**{f"p_{k}": chances[:, k].tolist() for k in range(3)}, "label": labels.tolist()}),
+    ):
+        rows = list(zip(*columns.values(), strict=True))
+        lines = [",".join(columns), *(",".join(map(str, row)) for row in rows)]
+        (directory / f"{name}.csv").write_text("\n".join(lines) + "\n")
+        jsons = (json.dumps(dict(zip(columns, row, strict=True))) for row in rows)
+        (directory / f"{name}.jsonl").write_text("\n".join(jsons) + "\n")
+        pyarrow.parquet.write_table(pyarrow.table(columns), directory / f"{name}.parquet")
+    np.savez(directory / "pairs.npz", confidence=confidence, correct=correct, group=groups)
+    np.savez(
+        directory / "classes.npz",
+        logits=logits,
+        labels=labels,
+        features=rng.normal(size=(n, 4)),
+        unembedding=rng.normal(size=(3, 4)),
+    )

@@ -1,0 +1,254 @@
+"""Model directories of strangers: attacks on safetensors, indexes, configurations, heads and Orbax's metadata.
+
+Each ends in one `UserError`, soon, and without the memory that the file names. `tests/campaigns/fuzz_files.py` mutates
+such files at random; what it found is here.
+"""
+
+import dataclasses
+import gc
+import json
+import shutil
+import struct
+
+import jax
+import numpy as np
+import pytest
+from tiny import CONFIG_JSON, write_model
+
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.models import config_from_hf
+from calibjax.models.generate import default_stop_tokens
+from calibjax.models.hf_tensors import plan_tensors
+from calibjax.models.load import _find_weights, _load_tokenizer, _read_headers
+from calibjax.runtime.errors import UserError
+from calibjax.train.checkpoint import Checkpoints, load_head, save_head
+
+HUGE = 10**12
+DEEP = "[" * 100_000
+
+# --- safetensors: its own attacks, and malformed headers ---
+
+
+def entry(begin=0, end=8, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def safetensors_file(header, values=b"\x00" * 8, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + values
+
+
+GOOD = safetensors_file({"a": entry()})
+MANY = b"{" + b",".join(b'"%d":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}' % n for n in range(20_000)) + b"}"
+TWICE = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
+ATTACKS = {
+    "empty file": b"",
+    "less than a length": GOOD[:5],
+    "cut short": GOOD[:-1],
+    "a length of 0": safetensors_file({"a": entry()}, length=0),
+    "a length beyond the file": safetensors_file({"a": entry()}, length=10**6),
+    "a length of 2^63": safetensors_file({"a": entry()}, length=2**63),
+    "a length of 2^64 - 1": safetensors_file({"a": entry()}, length=2**64 - 1),
+    "a length that is too small": safetensors_file({"a": entry()}, length=20),
+    "a header above 100 MB": safetensors_file({"a": entry()}, length=100_000_001),
+    "no JSON": safetensors_file(b"{'a': 1}"),
+    "a list": safetensors_file([entry()]),
+    "deep JSON": safetensors_file(DEEP.encode()),
+    "invalid UTF-8": safetensors_file(b'{"\xff":' + json.dumps(entry()).encode() + b"}"),
+    "20,000 tensors over the same bytes": safetensors_file(MANY),
+    "overlap": safetensors_file({"a": entry(), "b": entry(4, 12)}, b"\x00" * 12),
+    "hole": safetensors_file({"a": entry(), "b": entry(12, 20)}, b"\x00" * 20),
+    "hole at the start": safetensors_file({"a": entry(4, 12)}, b"\x00" * 12),
+    "bytes after the last tensor": safetensors_file({"a": entry()}, b"\x00" * 12),
+    "one name twice": safetensors_file(TWICE),
+    "end before begin": safetensors_file({"a": entry(8, 0)}),
+    "negative offsets": safetensors_file({"a": entry(-8, 0)}),
+    "offsets beyond the file": safetensors_file({"a": entry(0, 2**62, (2**60,))}),
+    "a shape of other size": safetensors_file({"a": entry(shape=(3,))}),
+    "a shape that overflows": safetensors_file({"a": entry(shape=(2**32, 2**32))}),
+    "a negative shape": safetensors_file({"a": entry(shape=(-2,))}),
+    "an unknown dtype": safetensors_file({"a": entry(dtype="O")}),
+    "no dtype": safetensors_file({"a": {"shape": [2], "data_offsets": [0, 8]}}),
+    "three offsets": safetensors_file({"a": entry() | {"data_offsets": [0, 8, 8]}}),
+    "metadata that is no text": safetensors_file({"a": entry(), "__metadata__": {"x": [1]}}),
+}
+
+
+def test_safetensors_that_are_attacks(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(GOOD)
+    assert [entry.shape for entry in _read_headers([file])] == [(2,)]
+    for name, content in ATTACKS.items():
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"model\.safetensors: damaged or cut short"):
+            pytest.fail(f"{name}: {list(_read_headers([file]))}")
+
+
+def test_tensors_that_are_not_those_of_the_model(tmp_path):
+    """The header is whole; names, shapes and dtypes are compared before a weight is read."""
+    config = config_from_hf(write_model(tmp_path / "model"))
+    entries = list(_read_headers([tmp_path / "model" / "model.safetensors"]))
+    assert plan_tensors(config, entries)
+    first, *rest = entries
+    narrow = dataclasses.replace(first, shape=(first.shape[0], HUGE))
+    for changed in ([first, *entries], rest, [narrow, *rest], [dataclasses.replace(first, dtype="I64"), *rest]):
+        with pytest.raises(UserError, match="The weights do not match"):
+            plan_tensors(config, changed)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *(
+            {"weight_map": {"a": name}}
+            for name in ("../x", "/etc/passwd", "a/b", "..", ".", "", "\x00", 5, None, ["x"])
+        ),
+        *({"weight_map": value} for value in (None, [], "x", 3)),
+        *([], None, 3, "{", DEEP, '{"weight_map":' * 9_999),
+    ],
+    ids=lambda index: str(index)[:40],
+)
+def test_indexes(tmp_path, index):
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text(index if isinstance(index, str) else json.dumps(index))
+    with pytest.raises(UserError, match=r"index\.json"):
+        _find_weights(tmp_path)
+
+
+# --- configurations ---
+
+ANY = (None, "x", [], {}, True, -1, 0, HUGE, 10**400, float("nan"), 1.5, [1], {"a": DEEP[:900]})
+FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_parameters"),
+    *("rope_theta", "tie_word_embeddings", "attention_bias", "mlp_bias", "model_type", "rope_scaling", "dtype"),
+    *("bos_token_id", "quantization_config", "layer_types", "auto_map", "is_causal", "architectures"),
+)
+
+
+def test_configurations_of_strangers(tmp_path):
+    """Any value in any field: a `UserError`, or a configuration whose sizes are sizes."""
+    refused = 0
+    for field in FIELDS:
+        for value in ANY:
+            (tmp_path / "config.json").write_text(json.dumps(CONFIG_JSON | {field: value}))
+            try:
+                config = config_from_hf(tmp_path)
+            except UserError as error:
+                refused += len(str(error)) < 2000
+                continue
+            sizes = (config.vocab_size, config.hidden_size, config.num_layers, config.head_dim, config.max_positions)
+            assert all(type(size) is int and 1 <= size < 2**31 for size in sizes), (field, value)
+            assert config.num_layers <= 10_000
+    assert refused > 0.4 * len(FIELDS) * len(ANY), refused
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "null", "[]", "3", "{", DEEP, '{"a":' * 100_000, "\ud800", '{"model_type": {}}', '{"model_type": ["llama"]}'],
+    ids=lambda text: text[:10],
+)
+def test_files_that_are_no_configuration(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(UserError, match=r"config\.json: (not a JSON object|model_type)"):
+        config_from_hf(tmp_path)
+
+
+def test_files_that_are_no_files(tmp_path):
+    for target in ("/dev/zero", "config.json", str(tmp_path)):
+        (tmp_path / "config.json").symlink_to(target)
+        with pytest.raises(UserError, match=r"there is no config\.json"):
+            config_from_hf(tmp_path)
+        (tmp_path / "config.json").unlink()
+
+
+def test_settings_beside_the_configuration(tmp_path):
+    lm = type("Model", (), {"path": tmp_path, "has_tokenizer": False})()
+    for stop in ("x", [None], [1, "x"], HUGE, -1, 1.5, True, [[1]]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+        with pytest.raises(UserError, match="eos_token_id: expected token ids"):
+            default_stop_tokens(lm)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    assert default_stop_tokens(lm) == (1, 2)
+    write_model(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for value in ([], "x", {}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": value}))
+        with pytest.raises(UserError, match="cannot read the tokenizer files"):
+            _load_tokenizer(tmp_path, native=True)
+
+
+# --- heads and checkpoints ---
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("head") / "head"
+    config = HeadConfig(kind="mlp", hidden_size=6, intermediate_size=4)
+    save_head(directory, FittedHead(config, config.init(jax.random.key(0)), 0.1, "0" * 64))
+    return directory
+
+
+def test_heads_of_strangers(tmp_path, head):
+    """Without checksums, as whoever makes a head can leave them out."""
+    shutil.copytree(head, tmp_path / "head")
+    (tmp_path / "head" / "checksums.json").unlink()
+    description = json.loads((head / "head.json").read_text())
+    del description["checksums"]
+    file = tmp_path / "head" / "head.json"
+    file.write_text(json.dumps(description))
+    assert load_head(file.parent).config.hidden_size == 6
+    for field in description["head"]:
+        for value in (None, "x", [], {}, -1, HUGE, 2**31 - 1, float("nan"), [["x"]]):
+            if (field, value) in (("intermediate_size", None), ("num_heads", None), ("num_heads", 2**31 - 1)):
+                continue
+            file.write_text(json.dumps(description | {"head": description["head"] | {field: value}}))
+            with pytest.raises(UserError, match="head"):
+                pytest.fail(f"{field}={value}: {load_head(file.parent)}")
+    for changes in ({"head": []}, {"head": {"x": 1}}, {"log_factor": 1e9}, {"log_factor": []}, {"schema": []}):
+        file.write_text(json.dumps(description | changes))
+        with pytest.raises(UserError, match=r"head\.json"):
+            load_head(file.parent)
+    for text in (DEEP, "null", '{"schema": 1}'):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"head\.json"):
+            load_head(file.parent)
+
+
+def test_orbax_metadata_that_was_edited(tmp_path, head):
+    """Refused, or without effect: checksums are those of the arrays."""
+    expected = load_head(head)
+    files = [file for file in sorted((head / "params").rglob("*")) if file.is_file()]
+    assert len(files) > 3
+    refused = 0
+    for number, original in enumerate(files):
+        content = original.read_bytes()
+        edits = [b"", b"{}", DEEP.encode(), content[: len(content) // 2], content.replace(b"4", b"9"), None]
+        for count, edit in enumerate(edits):
+            directory = tmp_path / f"{number}-{count}"
+            shutil.copytree(head, directory)
+            file = directory / original.relative_to(head)
+            file.unlink()
+            if edit is None:
+                file.symlink_to("/dev/zero")
+            else:
+                file.write_bytes(edit)
+            try:
+                found = load_head(directory)
+            except UserError:
+                refused += 1
+                continue
+            jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    assert refused >= len(files)
+    gc.collect()  # the warnings of Orbax belong here
+
+
+def test_directory_of_checkpoints_that_was_edited(tmp_path):
+    directory = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(directory, {})
+    checkpoints.save(({"w": np.ones(3, np.float32)},), {"at": 1}, step=1)
+    checkpoints.close()
+    for text in ("3", "[]", '{"item_handlers": 3}', "null"):
+        (directory / "1" / "_CHECKPOINT_METADATA").write_text(text)
+        with pytest.raises(UserError, match=r"cannot be read|no checkpoint is whole"):
+            Checkpoints(directory, {}).restore(({"w": np.ones(3, np.float32)},))
