@@ -50,9 +50,11 @@ class Checkpoints:
         check_orbax_path(directory)
         if directory.exists() and not directory.is_dir():
             raise UserError(f"{directory}: expected a directory of checkpoints, found a file. Remove or rename it.")
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save, and failures that it raises
         self._run = json.loads(json.dumps(run))
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
+        )
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
     def save(self, state: TrainState, data_state: dict[str, Any], *, step: int) -> None:
