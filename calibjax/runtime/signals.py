@@ -67,7 +67,7 @@ def share_sigterm() -> None:
     """Makes SIGTERM reach this module and JAX, which has set a handler of its own in C when the processes joined."""
     import jax
 
-    if not _State.handled or not jax.config.read("jax_enable_preemption_service"):
+    if not _State.handled or not getattr(jax.config, "jax_enable_preemption_service", False):
         return
     c_signal = ctypes.CDLL(None).signal
     c_signal.argtypes, c_signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p

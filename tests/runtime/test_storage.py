@@ -11,6 +11,8 @@ from calibjax.runtime.errors import UserError, storage_failure
 from calibjax.train import OptimizerConfig, create_state
 from calibjax.train.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, after a failure
+
 
 def raised(error, *causes):
     """`error`, raised from the first of `causes`, that one from the second, and so on."""
