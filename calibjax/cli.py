@@ -69,7 +69,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `calibjax`.
 
     Returns:
-        0; 1 where training diverged or a method failed; 2 on invalid input; 130 after Ctrl-C; 143 after SIGTERM.
+        0; 1 where training diverged, a method failed or the disk is full; 2 on invalid input; 130 after Ctrl-C; 143
+        after SIGTERM.
     """
     given = list(sys.argv[1:] if args is None else args)
     return _until_stopped(lambda: _run_command(given), shlex.join(["calibjax", *given]))
@@ -98,6 +99,8 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     import jax
 
     if jax.process_count() > 1:
+        if signals.agreed():
+            jax.distributed.shutdown()  # all leave together
         os._exit(code)  # the others may wait for this one, and its clean-up for them
     return code
 
@@ -158,8 +161,9 @@ def _execute(options: Any, run: Run) -> int:
     """
     import jax
 
+    from calibjax.runtime import locks
     from calibjax.runtime.distributed import is_first
-    from calibjax.runtime.errors import UserError
+    from calibjax.runtime.errors import UserError, storage_failure
     from calibjax.runtime.options import check_options
     from calibjax.train.loop import NonFiniteLossError
 
@@ -172,16 +176,27 @@ def _execute(options: Any, run: Run) -> int:
             options = dataclasses.replace(options, quiet=True)
         log = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
         document = run(options, log if prints else _discard)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except NonFiniteLossError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
-    except Exception:
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _exit_code(storage_failure(error))
+    except Exception as error:
+        failure = storage_failure(error)
+        if failure is not None:
+            where = failure.filename or getattr(options, "out", None)
+            print(
+                f"stopped: {failure.strerror}{f' ({where})' if where else ''}. What was complete before is unchanged; "
+                "with the same options, a run resumes.",
+                file=sys.stderr,
+            )
         if jax.process_count() == 1:
-            raise
-        traceback.print_exc()
+            if failure is None:
+                raise
+            return _exit_code(failure)
+        if failure is None:
+            traceback.print_exc()
         print(
             f"stopped: process {jax.process_index()} of {jax.process_count()} failed, or lost another one (see above, "
             "and the output of the others). Start all of them again with the same options: the run resumes from what "
@@ -190,9 +205,18 @@ def _execute(options: Any, run: Run) -> int:
             flush=True,
         )
         os._exit(1)
+    finally:
+        locks.release()
     if options.json and prints:
         print(json.dumps(document, indent=2))
     return 1 if document.get("held_out", {}).get("failed") else 0
+
+
+def _exit_code(failure: OSError | None) -> int:
+    """2 after invalid input, among it a path that must not be written, 1 where the storage failed."""
+    from calibjax.runtime.errors import DENIED
+
+    return 2 if failure is None or failure.errno in DENIED else 1
 
 
 def _discard(line: str) -> None:

@@ -22,6 +22,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import check_orbax_path, is_temporary, read_json, write_file
+from calibjax.runtime.locks import RUN_LOCK, hold
 from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, Range, Seed, check_options, run_identity
 from calibjax.runtime.sharding import describe_mesh, make_mesh
 
@@ -278,22 +279,35 @@ def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
 
 
 def claim_directory(out: Path, identity: dict[str, Any]) -> None:
-    """Makes `out` the directory of the run that `identity` describes, or finds that it already is.
+    """Makes `out` the directory of the run that `identity` describes, or finds that it already is, and locks it.
 
     Raises:
-        UserError: it holds another run, or something that is no run at all; or as `check_orbax_path`.
+        UserError: it holds another run, or something that is no run at all; another process uses it; or as
+            `check_orbax_path`.
     """
     on_first(functools.partial(_claim, out, identity))
 
 
 def _claim(out: Path, identity: dict[str, Any]) -> None:
-    file = out / "run.json"
     identity = json.loads(json.dumps(identity))
     check_orbax_path(out)
+    _holds_run(out, identity)  # before anything is made
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        hold(out)
+        if not _holds_run(out, identity):
+            write_file(out / "run.json", json.dumps(identity, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot write there ({error}).") from error
+
+
+def _holds_run(out: Path, identity: dict[str, Any]) -> bool:
+    """Whether `out` is the directory of this run; if not, a run can begin in it."""
+    file = out / "run.json"
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
     held = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
-    held = {name for name in held if not is_temporary(name, file.name)}  # a kill may leave one
+    held = {name for name in held if name != RUN_LOCK and not is_temporary(name, file.name)}  # a kill may leave them
     if held == {file.name}:
         held = set()  # a run that ended before any work, by an invalid option: nothing would be lost
     if file.name in held:
@@ -307,14 +321,10 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
                 f"--out {out} holds another run (different: {different}). Choose another directory, remove this one, "
                 "or give the same options to resume it."
             )
-        return
+        return True
     if held:
         raise UserError(f"--out {out} is not empty and holds no run of calibjax: choose another directory.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps(identity, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot write there ({error}).") from error
+    return False
 
 
 def _differences(a: Any, b: Any, path: str = "") -> list[str]:

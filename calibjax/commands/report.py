@@ -12,6 +12,7 @@ from calibjax.eval.compare.results import print_comparison
 from calibjax.eval.report import Run, print_report, save_report
 from calibjax.eval.report.schema import read_metrics, read_tokens
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.locks import hold
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
     out = next(iter(options.runs)) if options.out is None else options.out
     try:
         out.mkdir(parents=True, exist_ok=True)
+        hold(out)
         files = save_report(runs, out)
     except OSError as error:
         raise UserError(f"--out {out}: cannot write there ({error}).") from error

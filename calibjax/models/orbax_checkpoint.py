@@ -60,7 +60,7 @@ def save_checkpoint(
         UserError: if `directory` is not empty or cannot be written, or as for `copy_settings`.
     """
     assert lm.path is not None
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs many lines for every save
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every save, and failures that it raises
     check_orbax_path(directory)
     dtypes = dict(tensor_dtypes or {})
     digests = {}

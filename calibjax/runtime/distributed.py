@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from calibjax.runtime import signals
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import INT_MAX, Count, Range, check_options
 from calibjax.runtime.sharding import parse_mesh
@@ -75,6 +76,7 @@ class DeviceOptions:
                 f"cannot join the processes of the job ({reason}). --distributed finds them on Cloud TPU, SLURM, Open "
                 "MPI and Kubernetes; elsewhere start every process with --coordinator, --processes and --process-id."
             ) from error
+        signals.share_sigterm()
 
     def make_mesh(self) -> Mesh:
         """Makes the mesh of all devices of all processes; for errors see `parse_mesh`."""

@@ -1,7 +1,10 @@
 """The error type for invalid input, and the checks that raise it."""
 
 import dataclasses
+import errno
+import math
 import os
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,31 @@ class UserError(ValueError):
     The message states what was expected, what was found, and what to do next. The command line prints it without a
     traceback and exits with code 2.
     """
+
+
+DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+"""Error numbers of storage that must not be written."""
+_BROKEN = {getattr(errno, f"E{name}") for name in ("NOSPC", "DQUOT", "FBIG", "IO", "STALE", "MFILE", "NFILE", "NOMEM")}
+
+
+def storage_failure(error: BaseException) -> OSError | None:
+    """Returns the failure of the storage that an exception came from, such as a full disk; None if there is none.
+
+    It is the exception itself, one that it was raised from, or named in it, as TensorStore does.
+    """
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        if isinstance(at, OSError):
+            found = at
+        else:
+            code = re.search(r"\[os_error_code='(\d+)'\]", str(at))
+            found = OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
+        if found is not None and found.errno in _BROKEN | DENIED:
+            return found
+        at = at.__cause__ or at.__context__
+    return None
 
 
 def require_directory(path: str | Path, what: str) -> Path:

@@ -14,6 +14,7 @@ import numpy as np
 
 from calibjax.runtime.distributed import from_first, is_first, on_first
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.locks import locked
 
 _TOKEN = 8  # random bytes in a temporary name
 
@@ -65,7 +66,9 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yields an empty directory with a unique name beside `path`, which is renamed to `path` if the block succeeds.
 
     All processes of a job enter the block together with the same path; the first one creates, renames and removes.
-    Between the two renames of a replacement, `path` briefly does not exist, but it is never incomplete.
+    Between the two renames of a replacement, `path` briefly does not exist, but it is never incomplete. The first one
+    also locks `path` and first clears up after a process of this host that was killed in such a block: its directory is
+    removed, and an earlier result that it had moved aside is put back. The file of the lock names them.
 
     Args:
         path: a new path or an empty directory; parents are created.
@@ -73,19 +76,20 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
             one has all of its entries, so that foreign files are never removed.
 
     Raises:
-        UserError: if `path` is a file, a symbolic link or a directory that must not be replaced, or its parent cannot
-            be written.
+        UserError: if `path` is a file, a symbolic link or a directory that must not be replaced, another process
+            writes it, or its parent cannot be written.
     """
     path = path.absolute()
-    token = from_first(lambda: _begin(path, replace), np.zeros(_TOKEN, np.uint8)).tobytes()
-    fresh = _beside(path, token, "new")
-    try:
-        yield fresh
-        on_first(lambda: _finish(path, token, replace))
-    except BaseException:
-        if is_first():
-            shutil.rmtree(fresh, ignore_errors=True)
-        raise
+    with contextlib.ExitStack() as lock:
+        token = from_first(lambda: _begin(path, replace, lock), np.zeros(_TOKEN, np.uint8)).tobytes()
+        fresh = _beside(path, token, "new")
+        try:
+            yield fresh
+            on_first(lambda: _finish(path, token, replace))
+        except BaseException:
+            if is_first():
+                shutil.rmtree(fresh, ignore_errors=True)
+            raise
 
 
 def check_new_directory(path: Path) -> None:
@@ -118,15 +122,29 @@ def check_plain_files(directory: Path) -> None:
             raise UserError(f"{entry}: expected a file or a directory, found a device, a pipe or a broken link.")
 
 
-def _begin(path: Path, replace: bool) -> np.ndarray:
+def _begin(path: Path, replace: bool, lock: contextlib.ExitStack) -> np.ndarray:
     _entries(path, replace)
     token = secrets.token_bytes(_TOKEN)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_name(f".{path.name[:50]}.calibjax.lock")
+        left = lock.enter_context(locked(file, path, record=token.hex()))
+        if re.fullmatch(rf"[0-9a-f]{{{2 * _TOKEN}}}", left):
+            _clear_up(path, bytes.fromhex(left))
         _beside(path, token, "new").mkdir()
     except OSError as error:
         raise UserError(f"{path}: cannot write there ({error}).") from error
     return np.frombuffer(token, np.uint8)
+
+
+def _clear_up(path: Path, token: bytes) -> None:
+    """Removes the directories of a block of `new_directory` whose process was killed."""
+    fresh, old = (_beside(path, token, kind) for kind in ("new", "old"))
+    if old.is_dir() and not path.exists():
+        old.rename(path)  # killed between the two renames
+    for directory in (fresh, old):
+        if directory.is_dir() and not directory.is_symlink():
+            shutil.rmtree(directory)
 
 
 def _finish(path: Path, token: bytes, replace: bool) -> None:

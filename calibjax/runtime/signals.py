@@ -1,11 +1,12 @@
 """Ctrl-C and SIGTERM: a run ends so that it can be resumed.
 
-SIGTERM in training ends with a checkpoint of the current step. Ctrl-C ends at once; nothing is lost either, as a run
-resumes from its newest checkpoint whenever it was killed. Of several processes only one may get the signal, and they
-save together or not at all: there, both signals end the process as they would without this module.
+SIGTERM in training ends with a checkpoint of the current step. Of several processes perhaps only one gets the signal:
+JAX's notice of preemption reaches all of them, and they agree on the step to end with. Ctrl-C ends at once; nothing is
+lost either, as a run resumes from its newest checkpoint whenever it was killed.
 """
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -26,7 +27,9 @@ class Terminated(BaseException):
 class _State:
     handled = False
     requested = False
+    agreed = False
     in_step = False
+    notice: Callable[[int], None] | None = None  # JAX's handler of SIGTERM
 
 
 @contextlib.contextmanager
@@ -51,7 +54,7 @@ def handled(on_interrupt: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        _State.handled = _State.requested = False
+        _State.handled = _State.requested = _State.agreed = False
         signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, before_interrupt)
@@ -60,7 +63,27 @@ def handled(on_interrupt: Callable[[], None]) -> Iterator[None]:
         os.close(reader)
 
 
+def share_sigterm() -> None:
+    """Makes SIGTERM reach this module and JAX, which has set a handler of its own in C when the processes joined."""
+    import jax
+
+    if not _State.handled or not getattr(jax.config, "jax_enable_preemption_service", False):
+        return
+    c_signal = ctypes.CDLL(None).signal
+    c_signal.argtypes, c_signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    handler = c_signal(signal.SIGTERM, None)
+    signal.signal(signal.SIGTERM, _on_terminate)
+    _State.notice = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler) if handler else None
+
+
+def agreed() -> bool:
+    """Whether all processes of a job have ended training at the same step."""
+    return _State.agreed
+
+
 def _on_terminate(number: int, frame: Any) -> None:
+    if not _State.requested and _State.notice is not None:
+        _State.notice(number)
     _State.requested = True
     if not _State.in_step:
         raise Terminated
@@ -81,18 +104,27 @@ def _watch(reader: int, on_interrupt: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def finishing_steps() -> Iterator[Callable[[], bool]]:
-    """For a training loop: SIGTERM waits.
+def finishing_steps() -> Iterator[Callable[[int], bool]]:
+    """For a training loop, until its last checkpoint is written: SIGTERM waits.
 
-    After each step the loop calls what this yields; where that returns True it saves and leaves the block, which raises
-    `Terminated`.
+    After each step the loop calls what this yields with the number of the step, in all processes; where that returns
+    True it saves and leaves the block, which raises `Terminated`.
     """
     import jax  # here, so that Ctrl-C is handled while it is imported
+    from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-    _State.in_step = _State.handled and jax.process_count() == 1
+    several = jax.process_count() > 1
+
+    def stop_requested(step: int) -> bool:
+        if several and _State.notice is not None:
+            _State.agreed = reached_preemption_sync_point(step)
+            return _State.agreed
+        return _State.requested and not several
+
+    _State.in_step = _State.handled and (not several or _State.notice is not None)
     try:
-        yield lambda: _State.in_step and _State.requested
+        yield stop_requested
     finally:
         _State.in_step = False
-    if _State.requested:
+    if _State.requested or _State.agreed:
         raise Terminated

@@ -52,9 +52,11 @@ class Checkpoints:
         if directory.exists() and not directory.is_dir():
             raise UserError(f"{directory}: expected a directory of checkpoints, found a file. Remove or rename it.")
         check_plain_files(directory)
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save, and failures that it raises
         self._run = json.loads(json.dumps(run))
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
+        )
         try:
             self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
         except (TypeError, ValueError, LookupError, AttributeError) as error:

@@ -1,7 +1,9 @@
 """Hidden states of the frozen model, computed once and kept, so that later epochs cost no forward pass."""
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -118,8 +120,13 @@ def _on_disk(
             directory.mkdir(parents=True, exist_ok=True)
             note.unlink(missing_ok=True)
             file.unlink(missing_ok=True)
-            np.memmap(file, lm.dtype, "w+", shape=shape)
+            with file.open(
+                "xb"
+            ) as fresh:  # on a full disk, a write to a mapped page without its block ends the process
+                os.posix_fallocate(fresh.fileno(), 0, int(np.prod(shape)) * lm.dtype.itemsize)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                file.unlink()
             raise UserError(
                 f"cannot cache hidden states in {file}: {error}. Use --cache-hidden off or memory."
             ) from error

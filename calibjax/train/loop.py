@@ -1,5 +1,6 @@
 """The loop: batches in, steps out, progress shown, everything resumable."""
 
+import contextlib
 import json
 import math
 import sys
@@ -22,6 +23,7 @@ from calibjax.train.state import TrainState
 from calibjax.train.step import StepMetrics, TrainStep
 
 LOG_EVERY = 10
+_FLUSH_EVERY = 30.0  # seconds between writes of events to the disk
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -37,10 +39,12 @@ class TrainLog:
     """
 
     def __init__(self, directory: Path, *, first_step: int):
-        self._file = self._writer = None
+        self._file = self._events = None
         if not is_first():
             return
-        from tensorboardX import SummaryWriter
+        # SummaryWriter writes in a thread of its own, which hides a failure and then waits forever.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
 
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / "train.jsonl"
@@ -55,20 +59,30 @@ class TrainLog:
                     kept.append(line + "\n")
         write_file(file, "".join(kept))
         self._file = file.open("a")
-        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step + 1)
+        (directory / "tensorboard").mkdir(exist_ok=True)
+        self._events = EventsWriter(str(directory / "tensorboard" / "events"))
+        restart = SessionLog(status=SessionLog.START)
+        self._events.write_event(Event(wall_time=time.time(), step=first_step + 1, session_log=restart))
+        self._next_flush = 0.0
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        if self._file is None or self._writer is None:
+        if self._file is None or self._events is None:
             return
+        from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
+        from tensorboardX.summary import scalar
+
         self._file.write(json.dumps({"step": step, **scalars}) + "\n")
         self._file.flush()
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            self._events.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+        if time.monotonic() >= self._next_flush:
+            self._events.flush()
+            self._next_flush = time.monotonic() + _FLUSH_EVERY
 
     def close(self) -> None:
-        if self._file is not None and self._writer is not None:
+        if self._file is not None and self._events is not None:
             self._file.close()
-            self._writer.close()
+            self._events.close()
 
 
 class Evaluation(NamedTuple):
@@ -151,15 +165,17 @@ def train(
         if number % LOG_EVERY == 0 or number == steps:
             log.write(number, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
 
-    try:
+    with finishing_steps() as stop_requested:
         pending: tuple[int, StepMetrics] | None = None
-        with finishing_steps() as stop_requested:
+        with contextlib.ExitStack() as ended:
+            for close in (checkpoints.close, log.close, bar.close):
+                ended.callback(close)
             for number in range(start + 1, steps + 1):
                 state, metrics = step_fn(state, frozen, place_rows(context.mesh, next(batches)), hyper)
                 if pending is not None:
                     settle(*pending)
                 pending = (number, metrics)
-                last, stopping = number == steps, stop_requested()
+                last, stopping = number == steps, stop_requested(number)
                 due = evaluation is not None and (last or number % evaluation.every == 0)
                 keep = last or stopping or number % checkpoint_every == 0
                 if due or keep:
@@ -175,8 +191,4 @@ def train(
                     checkpoints.save(state, batches.get_state(), step=number)
                 if stopping:
                     break
-    finally:
-        bar.close()
-        log.close()
-        checkpoints.close()
     return state

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from calibjax.commands.common import claim_directory
+from calibjax.runtime import locks
 from calibjax.runtime.errors import UserError, user_path
 from calibjax.runtime.files import check_new_directory, new_directory, new_file, write_file
 
@@ -55,6 +56,7 @@ def test_what_a_kill_leaves_of_a_claim(tmp_path):
         left = Path(fresh.name).name
     (tmp_path / "run.json").rename(tmp_path / left)
     claim_directory(tmp_path, {"seed": 1})
+    locks.release()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["run.json", left])
     (tmp_path / "run.json").unlink()
     (tmp_path / "run.json.new").write_text("mine")

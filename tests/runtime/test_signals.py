@@ -111,9 +111,9 @@ def test_signals_in_training(tmp_path, number, code):
 
 def terminated_in_a_step():
     with signals.handled(lambda: None), signals.finishing_steps() as stop_requested:
-        assert not stop_requested()
+        assert not stop_requested(1)
         signal.raise_signal(signal.SIGTERM)
-        assert stop_requested()
+        assert stop_requested(2)
 
 
 def test_sigterm_waits_for_a_step():

@@ -1,0 +1,112 @@
+"""Locks of output paths: files that one process at a time holds with flock, which ends with the process."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from calibjax.runtime.errors import UserError
+
+RUN_LOCK = "run.lock"
+"""Name of the lock of a run, in its directory."""
+
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_held = contextlib.ExitStack()
+_held_files: set[Path] = set()
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def locked(file: Path, target: Path, record: str = "") -> Iterator[str]:
+    """Holds a lock and removes its file at the end. A process that is killed leaves the file, without the lock.
+
+    Where the file system has no locks, a warning is logged and the block runs without one.
+
+    Args:
+        file: file of the lock; not a symbolic link. Its directory exists.
+        target: path that the lock protects, for the error message.
+        record: what the file holds for the next process, if this one is killed.
+
+    Yields:
+        The record of a process of this host that was killed while it held the lock; empty if there is none.
+
+    Raises:
+        UserError: another process holds the lock.
+        OSError: the file cannot be written.
+    """
+    descriptor = _acquire(file, target)
+    try:
+        left = _read(descriptor)
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "record": record}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        yield str(left["record"]) if left.get("host") == owner["host"] else ""
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()  # before the lock is given up, so that no other process can hold a file without a name
+        os.close(descriptor)
+
+
+def hold(directory: Path) -> None:
+    """Locks a directory of results until `release` or the end of the process; does nothing if it is held already.
+
+    Raises:
+        UserError: another process holds it.
+        OSError: the lock cannot be written.
+    """
+    file = Path(os.path.realpath(directory)) / RUN_LOCK
+    if file not in _held_files:
+        _held.enter_context(locked(file, directory))
+        _held_files.add(file)
+
+
+def release() -> None:
+    """Gives up every lock of `hold`."""
+    _held_files.clear()
+    _held.close()
+
+
+def _acquire(file: Path, target: Path) -> int:
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same(descriptor, file):
+                return descriptor
+            os.close(descriptor)  # the holder has removed the file in between
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                owner = _read(descriptor)
+                os.close(descriptor)
+                who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+                raise UserError(
+                    f"{target}: in use by {who}. Wait until it has ended, or choose another directory."
+                ) from None
+            if error.errno not in _UNSUPPORTED:
+                os.close(descriptor)
+                raise
+            _log.warning("%s: this file system has no locks (%s); do not write there twice at once.", target, error)
+            os.ftruncate(descriptor, 0)  # without locks, nothing is known of an earlier owner
+            return descriptor
+
+
+def _is_same(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    """The owner that a lock names; empty if the file is new or incomplete."""
+    try:
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        return {"host": str(owner["host"]), "pid": int(owner["pid"]), "record": str(owner["record"])}
+    except (ValueError, KeyError, TypeError):
+        return {}

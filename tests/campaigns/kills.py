@@ -1,0 +1,216 @@
+"""Kills training at random moments and checks that every run ends bit-identical: `python tests/campaigns/kills.py`.
+
+A server process imports calibjax once; each start of a command is a fork of it, a process of its own that is killed
+with SIGKILL. A run is killed several times, each time at another moment: after a random time, or at the first sight of
+a checkpoint, a head, a model or a report that is being written. It is then started once more, and what it writes is
+compared, byte for byte, with what a run wrote that nobody killed. Prints one JSON line for each run, and the totals.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[2] / ".pytest_cache" / "compiled"))
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+
+from tiny import write_model, write_text
+
+SHARED = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "2")
+SHARED += ("--learning-rate", "0.01", "--quiet")
+OPTIONS = {
+    "ats": [*SHARED, "--loss", "joint", "--head-kind", "linear"],
+    "sft": [*SHARED],
+    "lhts": [
+        *(*SHARED, "--temperatures", "0.9", "--samples", "0.5", "--no-partition"),
+        *("--texts", "4", "--text-prompt-tokens", "2", "--myopic", "1"),
+    ],
+}
+WRITING = re.compile(r"orbax-checkpoint-tmp|\.[0-9a-f]{16}\.(new|old)$|calibjax\.lock$")
+RESULTS = ("metrics.json", "tokens.json", "*.safetensors", "train.jsonl", "head.json", "checksums.json")
+LIMIT = 300  # seconds of one start
+
+
+def start(folder, out, command, number, processes, port):
+    """Forks one process of a job; returns its id."""
+    child = os.fork()
+    if child:
+        return child
+    arguments = ["train", command, "--model", str(folder / "model"), "--data", str(folder / "data.jsonl")]
+    arguments += ["--out", str(out), *OPTIONS[command]]
+    if processes > 1:
+        arguments += ["--coordinator", f"127.0.0.1:{port}", "--processes", str(processes), "--process-id", str(number)]
+        arguments += ["--heartbeat-timeout", "10"]
+    code = 70
+    try:
+        with (folder / f"log{number}").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        from calibjax.cli import main
+
+        code = main(arguments)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def import_all():
+    """What a start would import, once for all forks. JAX starts its threads only when it is used."""
+    for name in ("train_ats", "train_sft", "train_lhts", "parser"):
+        importlib.import_module(f"calibjax.commands.{name}")
+    for name in ("transformers.models.auto", "tokenizers", "matplotlib.pyplot", "tensorboardX.event_file_writer"):
+        importlib.import_module(name)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Job:
+    """The processes of one start of a command."""
+
+    def __init__(self, folder, out, command, processes):
+        port = free_port()
+        self.began, self.folder = time.monotonic(), folder
+        self.running = {start(folder, out, command, n, processes, port): n for n in range(processes)}
+        self.codes = {}
+
+    def ended(self):
+        """Whether all have ended."""
+        for child, number in list(self.running.items()):
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                self.codes[number] = os.waitstatus_to_exitcode(status)
+                del self.running[child]
+        return not self.running
+
+    def kill(self, number=None):
+        """SIGKILL to one of the processes or to all of them."""
+        for child, n in self.running.items():
+            if number in (None, n):
+                os.kill(child, signal.SIGKILL)
+
+    def wait(self):
+        while not self.ended():
+            if time.monotonic() - self.began > LIMIT:
+                self.kill()
+            time.sleep(0.005)
+        return [self.codes[n] for n in sorted(self.codes)]
+
+    def output(self):
+        return "".join(f.read_text()[-2000:] for f in sorted(self.folder.glob("log*")))
+
+
+def writing(out):
+    """Names of what is being written below a directory."""
+    try:
+        return {path.name for path in out.rglob("*") if WRITING.search(path.name)}
+    except OSError:  # renamed meanwhile
+        return set()
+
+
+def contents(out):
+    """What a run is compared by, by path; of the log without the rate."""
+    found = {}
+    for pattern in RESULTS:
+        for file in out.rglob(pattern):
+            if "checkpoints" in file.parts:
+                continue
+            data = file.read_bytes()
+            if file.suffix == ".jsonl":
+                rows = [json.loads(line) for line in data.splitlines()]
+                data = [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+            found[str(file.relative_to(out))] = data
+    return found
+
+
+def killed_run(folder, out, command, processes, whole, seconds, rng, kills):
+    """A run that is killed `kills` times and then finished; returns the moments, and what differs."""
+    moments = []
+    for _ in range(kills):
+        job = Job(folder, out, command, processes)
+        inside = rng.random() < 0.5
+        seen, now = writing(out), set()
+        at = time.monotonic() + rng.uniform(0.2, 0.9) * seconds
+        while not job.ended():
+            if time.monotonic() >= at and (not inside or (now := writing(out) - seen)):
+                break
+            time.sleep(0.001)
+        if job.ended():
+            job.wait()
+            break  # it was done first
+        number = rng.choice([None, None, None, *range(processes)]) if processes > 1 else None
+        state = "writing " + re.sub(r"[0-9a-f]{16}|\d+", "N", min(now)) if inside else "at random"
+        job.kill(number)
+        codes = job.wait()
+        assert -signal.SIGKILL in codes, (codes, job.output())
+        moments.append(f"{state}{'' if number is None else f', process {number} of {processes}'}")
+    job = Job(folder, out, command, processes)
+    codes = job.wait()
+    different = [] if codes == [0] * processes else [f"exit codes {codes}: {job.output()}"]
+    if not different:
+        found = contents(out)
+        different = sorted(name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name))
+    left = sorted(writing(out))
+    return moments, different, left
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--per-run", type=int, default=4, help="kills of one run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=30, help="stop after this long")
+    given = parser.parse_args()
+    import_all()
+    rng, began = random.Random(given.seed), time.monotonic()
+    totals, lost = Counter(), []
+    with tempfile.TemporaryDirectory(prefix="kills-") as name:
+        folder = Path(name)
+        write_model(folder / "model")
+        write_text(folder / "data.jsonl", rows=60, words=16)
+        whole = {}
+        kinds = [(command, processes) for processes in (1, 2) for command in OPTIONS]
+        for number in range(10**6):
+            command, processes = kinds[number % len(kinds)]
+            if sum(totals.values()) >= given.kills or time.monotonic() - began > 60 * given.minutes:
+                break
+            if (command, processes) not in whole:
+                out = folder / f"whole-{command}-{processes}"
+                job = Job(folder, out, command, processes)
+                codes = job.wait()
+                assert codes == [0] * processes, (codes, job.output())
+                whole[command, processes] = contents(out), time.monotonic() - job.began
+            expected, seconds = whole[command, processes]
+            out = folder / f"run{number}"
+            moments, different, left = killed_run(
+                folder, out, command, processes, expected, seconds, rng, given.per_run
+            )
+            for moment in moments:
+                totals[f"{command}, {processes} process{'es' * (processes > 1)}: {moment}"] += 1
+            row = {"command": command, "processes": processes, "kills": moments, "different": different, "left": left}
+            print(json.dumps(row), flush=True)
+            if different:
+                lost.append(row)
+    print(json.dumps({"kills": sum(totals.values()), "lost": len(lost), "seconds": time.monotonic() - began}))
+    for moment, count in sorted(totals.items()):
+        print(f"{count:4} {moment}")
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

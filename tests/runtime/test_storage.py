@@ -1,0 +1,83 @@
+"""A storage that fails: every write, until none does, and what is there afterwards."""
+
+import errno
+import resource
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibjax.runtime.errors import UserError, storage_failure
+from calibjax.train import OptimizerConfig, create_state
+from calibjax.train.checkpoint import Checkpoints
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, after a failure
+
+
+def raised(error, *causes):
+    """`error`, raised from the first of `causes`, that one from the second, and so on."""
+    try:
+        if causes:
+            try:
+                raise raised(*causes)
+            except BaseException as cause:
+                raise error from cause
+        raise error
+    except BaseException as found:
+        return found
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/a"), errno.ENOSPC),
+        (PermissionError(errno.EACCES, "Permission denied"), errno.EACCES),
+        (ValueError("RESOURCE_EXHAUSTED: Failed to write [tensorstore_spec='{}'] [os_error_code='28']"), errno.ENOSPC),
+        (raised(UserError("a: cannot write there"), RuntimeError(), OSError(errno.EFBIG, "")), errno.EFBIG),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), None),
+        (ValueError("os_error_code"), None),
+        (raised(UserError("a"), ValueError("28")), None),
+    ],
+    ids=str,
+)
+def test_failures_of_the_storage_and_others(error, number):
+    found = storage_failure(error)
+    assert (found and found.errno) == number
+
+
+@pytest.fixture
+def file_size():
+    """Sets the largest size of a file that this process can write, in bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_checkpoint_that_cannot_be_written(tmp_path, file_size):
+    """The save, or the next one, raises what `storage_failure` names; the earlier checkpoint is read."""
+    state = create_state({"w": jnp.ones((64, 64))}, OptimizerConfig().build(9))
+    run = {"rate": 0.1}
+    checkpoints = Checkpoints(tmp_path / "c", run)
+    checkpoints.save(state, {"next": 1}, step=1)
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path / "c", run)
+    file_size(512)
+
+    def save_two():
+        for step in (2, 3):
+            checkpoints.save(state, {"next": step}, step=step)
+
+    with pytest.raises((OSError, ValueError)) as failed:
+        save_two()
+    file_size(10**12)
+    failure = storage_failure(failed.value)
+    assert failure is not None
+    assert failure.errno == errno.EFBIG
+    again = Checkpoints(tmp_path / "c", run)
+    restored = again.restore(state)
+    assert restored is not None
+    assert restored[1] == {"next": 1}
+    np.testing.assert_array_equal(restored[0].params["w"], state.params["w"])
+    again.save(state, {"next": 2}, step=2)
+    again.close()
+    assert sorted(entry.name for entry in (tmp_path / "c").iterdir()) == ["1", "2"]
