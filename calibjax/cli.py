@@ -5,6 +5,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -161,9 +162,10 @@ def _execute(options: Any, run: Run) -> int:
     """
     import jax
 
+    from calibjax.commands.common import leaving_nothing
     from calibjax.runtime import locks
     from calibjax.runtime.distributed import is_first
-    from calibjax.runtime.errors import UserError, storage_failure
+    from calibjax.runtime.errors import UserError, printable, storage_failure
     from calibjax.runtime.options import check_options
     from calibjax.train.loop import NonFiniteLossError
 
@@ -174,13 +176,18 @@ def _execute(options: Any, run: Run) -> int:
         prints = not hasattr(options, "devices") or is_first()
         if not prints and hasattr(options, "quiet"):
             options = dataclasses.replace(options, quiet=True)
-        log = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-        document = run(options, log if prints else _discard)
+        write = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+        def log(line: str) -> None:
+            write(printable(line))
+
+        with leaving_nothing(getattr(options, "out", None)):
+            document = run(options, log if prints else _discard)
     except NonFiniteLossError as error:
-        print(f"stopped: {error}", file=sys.stderr)
+        print(f"stopped: {_one_line(error, options)}", file=sys.stderr)
         return 1
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_one_line(error, options)}", file=sys.stderr)
         return _exit_code(storage_failure(error))
     except Exception as error:
         failure = storage_failure(error)
@@ -217,6 +224,18 @@ def _exit_code(failure: OSError | None) -> int:
     from calibjax.runtime.errors import DENIED
 
     return 2 if failure is None or failure.errno in DENIED else 1
+
+
+def _one_line(error: Exception, options: Any) -> str:
+    """The message, with the library's name of an argument at its start as the option that gave it."""
+    from calibjax.commands.parser import list_options
+    from calibjax.runtime.errors import printable
+
+    flags = {option.path[-1]: option.flag for option in list_options(type(options))} | {"model": "--model"}
+    message = " ".join(str(error).split())
+    if (found := re.match(r"(--[\w-]+: )?([a-z_]+)(=|: )", message)) and found[2] in flags:
+        message = f"{flags[found[2]]}{': ' if found[3] == ': ' else ' '}{message[found.end() :]}"
+    return printable(message)
 
 
 def _discard(line: str) -> None:

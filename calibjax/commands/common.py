@@ -1,9 +1,10 @@
 """What commands share: groups of options, the checks before a run, and what is written and printed at its end."""
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -12,7 +13,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from calibjax.data import Sequences, load_sequences, read_source
+from calibjax.data import (
+    Rows,
+    Sequences,
+    count_repeats,
+    is_hub_id,
+    is_multiple_choice,
+    load_sequences,
+    read_source,
+    recognise,
+    split_sequences,
+)
 from calibjax.eval.report import print_report, write_report
 from calibjax.eval.report.schema import SCHEMA as SCHEMA
 from calibjax.eval.report.schema import Document
@@ -20,10 +31,22 @@ from calibjax.models import LanguageModel, load_model
 from calibjax.nn.attention import cudnn_attention, cudnn_takes
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_orbax_path, is_temporary, read_json, write_file
 from calibjax.runtime.locks import RUN_LOCK, hold
-from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, Range, Seed, check_options, run_identity
+from calibjax.runtime.options import (
+    IDENTITY_IF_CHANGED,
+    INT_MAX,
+    NOT_IDENTITY,
+    AnyText,
+    Bins,
+    Count,
+    Fraction,
+    Range,
+    Seed,
+    check_options,
+    run_identity,
+)
 from calibjax.runtime.sharding import describe_mesh, make_mesh
 
 Work = TypeVar("Work", bound=Callable[..., Any])
@@ -107,7 +130,7 @@ class BinningOptions:
     """
 
     heading: ClassVar[str] = "evaluation"
-    bins: Count = presentation(15)
+    bins: Bins = presentation(15)
     closed: Literal["right", "left", "none"] = presentation("right")
 
 
@@ -160,6 +183,7 @@ class DataOptions:
             answer, or chat, with the loss on the answers only.
         prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", in place of the chat template.
         rows: read only the first so many rows.
+        skip_broken: leave out rows that cannot be read, instead of stopping at the first; they are counted.
         seq_len: tokens per sequence.
         full_sequences: cut each row to exactly --seq-len tokens and drop shorter rows; nothing is packed or padded.
         packing: pack several short examples into one sequence, each attending to itself alone; --no-packing pads.
@@ -169,8 +193,9 @@ class DataOptions:
     heading: ClassVar[str] = "data"
 
     text_column: str | None = None
-    prompt_template: str | None = None
+    prompt_template: Annotated[str, AnyText()] | None = None
     rows: Count | None = None
+    skip_broken: bool = dataclasses.field(default=False, metadata=IDENTITY_IF_CHANGED)
     seq_len: Annotated[int, Range(2, INT_MAX)] = 128
     full_sequences: bool = False
     packing: bool = True
@@ -190,13 +215,20 @@ class DataOptions:
         column_optional: bool = False,
     ) -> Sequences:
         """Reads a source and logs what it gave; arguments as `load_sequences`'."""
-        rows = read_source(source, split=split, rows=self.rows)
+        with about("--data"):
+            return self._read(self.open(source, split), lm, log, column_optional)
+
+    def open(self, source: str, split: str | None = None) -> Rows:
+        """The rows of a source, of which the first was read."""
+        return read_source(source, split=split, rows=self.rows, skip_broken=self.skip_broken)
+
+    def _read(self, rows: Rows, lm: LanguageModel, log: Callable[[str], None], column_optional: bool) -> Sequences:
         sequences, description = load_sequences(
             rows,
             lm.tokenizer,
             seq_len=self.seq_len,
             layout=self.layout,
-            text_column=None if column_optional and self.text_column not in rows[0] else self.text_column,
+            text_column=None if column_optional and self.text_column not in rows.first else self.text_column,
             prompt_template=self.prompt_template,
             max_sequences=self.examples,
         )
@@ -246,7 +278,8 @@ def load_placed(
     Raises:
         UserError: as `load_model`; or `cudnn_attention` is set and cuDNN has none for this model.
     """
-    lm = load_model(path, dtype=dtype if stored is None else stored, mesh=mesh if mesh.size > 1 else None)
+    with about("--model"):
+        lm = load_model(path, dtype=dtype if stored is None else stored, mesh=mesh if mesh.size > 1 else None)
     lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))
     if cudnn_attention.value and not cudnn_takes(lm.config.head_dim, dtype, lm.config.attention_softcap):
         raise UserError(
@@ -259,12 +292,13 @@ def load_placed(
 
 
 def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
-    """Checks the options of a command, makes its mesh and claims its output directory.
+    """Checks the options of a command, makes its mesh, opens its data and claims its output directory.
 
     Options are checked by their ranges, then by their own `check` and those of the groups in them, where there is one.
+    Of data that is at hand the first row is read, so that a wrong path or column is found before the model is loaded.
 
     Raises:
-        UserError: an option is out of range, or the directory holds something else.
+        UserError: an option is out of range, data cannot be read, or the directory holds something else.
     """
     check_options(options)
     if hasattr(options, "check"):
@@ -273,9 +307,63 @@ def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
     for group in vars(options).values():
         if hasattr(group, "check"):  # of training: whether batches divide among the devices
             group.check(mesh)
+    check_sources(options)
     if options.out is not None:
         claim_directory(options.out, run_identity(command, options))
     return RunContext(directory=options.out, mesh=mesh, seed=options.seed, log=log, progress=not options.quiet)
+
+
+def split_text(sequences: Sequences, fit_fraction: float, log: Callable[[str], None]) -> tuple[Sequences, Sequences]:
+    """`split_sequences`; logs how much of the held-out part occurs in the other one too."""
+    fit, held_out = split_sequences(sequences, fit_fraction)
+    repeated, total = count_repeats(fit, held_out)
+    if repeated:
+        log(
+            f"WARNING: {repeated:,} of {total:,} held-out texts ({repeated / total:.1%}) are in the fitting part as "
+            "well: remove duplicate rows, or the figures are better than they should be"
+        )
+    return fit, held_out
+
+
+def check_sources(options: Any) -> None:
+    """Opens the text that the options name, unless it is on the hub, and recognises its format.
+
+    Raises:
+        UserError: it cannot be read, or has not the columns that are expected.
+    """
+    sources = [("--data", getattr(options, "data", None), getattr(options, "split", None))]
+    sources += [("--eval-data", source, None) for source in getattr(options, "eval_data", ())]
+    for option, source, split in sources:
+        if source is not None:
+            check_source(option, source, options.text, split)
+
+
+def check_source(option: str, source: str, text: DataOptions, split: str | None = None) -> None:
+    """`check_sources` for one of them; `option` names it."""
+    if is_hub_id(source):
+        return
+    with about(option):
+        rows = text.open(source, split)
+        if not is_multiple_choice(rows):
+            recognise(rows, text.text_column if option == "--data" or text.text_column in rows.first else None)
+
+
+@contextlib.contextmanager
+def leaving_nothing(out: Path | None) -> Iterator[None]:
+    """Removes the directories and the run.json that a run has made where it ends by a `UserError` without a result."""
+    made = [] if out is None else [path for path in (out, *out.parents) if not path.exists()]
+    empty = out is not None and (bool(made) or (out.is_dir() and not any(out.iterdir())))
+    try:
+        yield
+    except UserError:
+        if out is not None and empty and is_first():
+            with contextlib.suppress(OSError):
+                if {entry.name for entry in out.iterdir()} == {"run.json"}:
+                    (out / "run.json").unlink()
+            with contextlib.suppress(OSError):
+                for path in made:
+                    path.rmdir()  # fails where it is not empty
+        raise
 
 
 def claim_directory(out: Path, identity: dict[str, Any]) -> None:

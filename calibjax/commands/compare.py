@@ -18,9 +18,10 @@ from calibjax.commands.common import (
     begin,
     finish,
     presentation,
+    split_text,
 )
 from calibjax.commands.train_ats import fit_ats
-from calibjax.data import Sequences, check_context, eval_batches, read_table, split_sequences, split_table
+from calibjax.data import Sequences, check_context, eval_batches, read_table, split_table
 from calibjax.eval.compare.contenders import (
     Contender,
     Outcome,
@@ -38,7 +39,7 @@ from calibjax.models import LanguageModel, load_model
 from calibjax.models.frozen import freeze
 from calibjax.recalibrate import METHODS, Predictions
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.options import Count, run_identity
 from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.temperature import fit_single_temperature
@@ -159,7 +160,8 @@ def _all(asked: tuple[str, ...]) -> bool:
 
 def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[str], None]) -> _Material:
     assert options.table is not None
-    table = read_table(options.table)
+    with about("--table"):
+        table = read_table(options.table)
     parts = split_table(table, options.fit_fraction, options.seed)
     calibration, held_out = (_with_slices(with_confidence(part.predictions), part.groups) for part in parts)
     groups = parts[1].groups
@@ -196,10 +198,11 @@ def _with_slices(data: Predictions, groups: np.ndarray | None) -> Predictions:
 def _from_model(options: CompareOptions, names: tuple[str, ...], fits: Path, log: Callable[[str], None]) -> _Material:
     assert options.model is not None
     assert options.data is not None
-    lm = load_model(options.model, dtype=jnp.dtype(options.dtype))
+    with about("--model"):
+        lm = load_model(options.model, dtype=jnp.dtype(options.dtype))
     log(f"model: {lm!r}")
     check_context(options.text.seq_len, lm.config.max_positions)
-    parts = split_sequences(options.text.read(options.data, lm, log, split=options.split), options.fit_fraction)
+    parts = split_text(options.text.read(options.data, lm, log, split=options.split), options.fit_fraction, log)
     plan = make_plan(AtsOptions(), lm.config.hidden_size)
     batch_size = plan.batch_size
 

@@ -13,7 +13,7 @@ from calibjax.models import load_model
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.models.load import stored_dtype, tensor_dtypes
 from calibjax.models.orbax_checkpoint import save_checkpoint
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_directory, check_orbax_path
 from calibjax.runtime.sharding import make_mesh
 
@@ -46,13 +46,16 @@ def run(options: ConvertOptions, log: Callable[[str], None] = print) -> dict[str
                 f"--out {options.out}, --model {options.model}: expected directories of which neither is in the other."
             )
         settings_files(model)
-    check_new_directory(options.out)
-    if options.to == "orbax":
-        check_orbax_path(options.out)
+    with about("--out"):
+        check_new_directory(options.out)
+        if options.to == "orbax":
+            check_orbax_path(options.out)
     devices = jax.device_count()
     mesh = make_mesh((1, devices, 1)) if devices > 1 else None
-    dtype = stored_dtype(options.model)
-    lm = load_model(options.model, dtype="bfloat16" if dtype == "bfloat16" else "float32", mesh=mesh)
+    with about("--model"):
+        dtype = stored_dtype(options.model)
+    with about("--model"):
+        lm = load_model(options.model, dtype="bfloat16" if dtype == "bfloat16" else "float32", mesh=mesh)
     assert lm.path is not None
     if options.to == "orbax":
         save_checkpoint(options.out, lm, dtype=dtype, tensor_dtypes=tensor_dtypes(options.model))

@@ -9,8 +9,8 @@ from typing import Any
 from calibjax.commands.common import JsonOptions
 from calibjax.eval.layers.bounds import head_bound, print_head_bounds
 from calibjax.models import load_model
-from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import write_file
+from calibjax.runtime.errors import UserError, about
+from calibjax.runtime.files import check_new_file, write_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,11 @@ def run(options: EvalBoundsOptions, log: Callable[[str], None] = print) -> dict[
     """Runs the command; returns the figures."""
     if not options.model:
         raise UserError("--model: expected at least one directory or hub id, got none.")
-    bounds = [head_bound(load_model(model), Path(model.rstrip("/")).name) for model in options.model]
+    if options.out is not None:
+        with about("--out"):
+            check_new_file(options.out)
+    with about("--model"):
+        bounds = [head_bound(load_model(model), Path(model.rstrip("/")).name) for model in options.model]
     document = {"models": [bound.to_json() for bound in bounds]}
     if not options.json:
         print_head_bounds(bounds)

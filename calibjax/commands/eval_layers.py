@@ -21,14 +21,13 @@ from calibjax.commands.common import (
     load_placed,
     on_devices,
     presentation,
+    split_text,
 )
 from calibjax.data import (
     Sequences,
     check_context,
     choice_sequences,
     is_multiple_choice,
-    read_source,
-    split_sequences,
 )
 from calibjax.eval.layers.directions import (
     Recipe,
@@ -49,7 +48,7 @@ from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, together
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Range, run_identity
+from calibjax.runtime.options import BatchSize, Count, Range, run_identity
 from calibjax.runtime.sharding import check_batch
 
 
@@ -84,7 +83,7 @@ class EvalLayersOptions(BinningOptions, OutputOptions, SourceOptions, ModelOptio
     sweep_layers: tuple[Count, ...] = ()
     settled: Annotated[float, Range(0, 1, open="low")] = 0.9
     neuron_layers: Count = 1
-    batch_size: Count = presentation(16)
+    batch_size: BatchSize = presentation(16)
     devices: DeviceOptions = presentation(DeviceOptions())
 
 
@@ -203,23 +202,23 @@ def _with_intervals(sums: metrics.CalibrationSums, seed: int) -> HeldOutFigures:
 
 
 def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], None]) -> _Material:
-    rows = read_source(options.data, split=options.split, rows=options.text.rows)
+    rows = options.text.open(options.data, options.split)
     if not is_multiple_choice(rows):
         check_context(options.text.seq_len, lm.config.max_positions)
         sequences = options.text.read(options.data, lm, log, split=options.split)
-        return _Material(split_sequences(sequences, 0.5), "tokens", "whole vocabulary")
+        return _Material(split_text(sequences, 0.5, log), "tokens", "whole vocabulary")
     asked = choice_sequences(
         rows, lm.tokenizer, lm.config.max_positions, limit=options.text.examples, seed=options.seed
     )
     names = lm.tokenizer.convert_ids_to_tokens(list(asked.letters))
     log(
-        f"data: {rows.name}: multiple choice, {len(rows):,} questions read, {asked.too_long:,} of them longer than "
+        f"data: {rows.name}: multiple choice, {asked.read:,} questions read, {asked.too_long:,} of them longer than "
         f"{lm.config.max_positions} tokens and left out; {len(asked.subjects):,} used, answers {', '.join(names)} "
         f"after {asked.cue!r}"
     )
     # Questions of one subject stand together in most files: the halves should be alike.
     order = np.random.default_rng(options.seed).permutation(len(asked.subjects))
-    halves = split_sequences(asked.sequences.take(order), 0.5)
+    halves = split_text(asked.sequences.take(order), 0.5, log)
     letters = asked.letters if options.letters_only else None
     readout = "letters only" if options.letters_only else "whole vocabulary"
     subjects = tuple(asked.subjects[index] for index in order)

@@ -31,13 +31,14 @@ from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, together
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about, require_directory
 from calibjax.runtime.files import new_file
-from calibjax.runtime.options import INT_MAX, Count, Positive, Range, named, run_identity
+from calibjax.runtime.options import INT_MAX, BatchSize, Bins, Count, Positive, Range, named, run_identity
 from calibjax.train import head_notes, load_head
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks import TaskManager
 
     from calibjax.eval.tasks.evaluate import Answers, How
 
@@ -105,9 +106,9 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
     judge: str = STRING_MATCH
     max_new_tokens: Count | None = None
     limit: Count | None = None
-    batch_size: Count = presentation(32)
+    batch_size: BatchSize = presentation(32)
     max_length: Count | None = None
-    bins: Count | None = presentation(None)
+    bins: Bins | None = presentation(None)
     closed: Literal["right", "left", "none"] | None = presentation(None)
     devices: DeviceOptions = presentation(DeviceOptions())
 
@@ -124,9 +125,16 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a line for every task, of what is meant here
     judge = find_judge(options.judge)
     assets = assets_folder(options.assets)
+    if options.assets is not None:
+        with about("--assets"):
+            require_directory(options.assets, "assets")
+    if options.head is not None:
+        with about("--head"):
+            head_notes(options.head)
     options = dataclasses.replace(options, tasks=names, assets=assets)
+    manager = together(functools.partial(_check_tasks, names, assets))
     context = begin("eval tasks", options, log)
-    tasks = together(functools.partial(_load_tasks, names, assets, log))
+    tasks = together(functools.partial(_load_tasks, names, manager, assets, log))
     lm = load_placed(options.model, context.mesh, options.dtype, log=log)
     heads = _heads(options, lm, log)
     preset = PRESETS[options.preset]
@@ -163,7 +171,8 @@ class _Task(NamedTuple):
     source: str
 
 
-def _load_tasks(names: tuple[str, ...], assets: Path | None, log: Callable[[str], None]) -> dict[str, _Task]:
+def _check_tasks(names: tuple[str, ...], assets: Path | None) -> "TaskManager":
+    """lm-eval's tasks; raises `UserError` for names that are none of them."""
     from calibjax.eval.tasks.local_data import task_manager
 
     manager = task_manager(names, assets)
@@ -174,6 +183,13 @@ def _load_tasks(names: tuple[str, ...], assets: Path | None, log: Callable[[str]
             f"--tasks {', '.join(unknown)}: expected names of lm-eval's tasks, such as mmlu, arc_easy, hellaswag, "
             "truthfulqa_mc1, triviaqa; `lm_eval ls tasks` lists them."
         )
+    return manager
+
+
+def _load_tasks(
+    names: tuple[str, ...], manager: "TaskManager", assets: Path | None, log: Callable[[str], None]
+) -> dict[str, _Task]:
+    known = set(manager.all_tasks)
     tasks = {}
     for name in names:
         local = f"{name}_local" if f"{name}_local" in known and assets_folder(assets) is not None else name

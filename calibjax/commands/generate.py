@@ -14,9 +14,9 @@ from rich.text import Text
 from calibjax.commands.common import JsonOptions, ModelOptions
 from calibjax.models import load_model
 from calibjax.models.generate import Sampling, generate
-from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, NonNegative, Range, Seed, check_options
-from calibjax.train import load_head
+from calibjax.runtime.errors import UserError, about, printable
+from calibjax.runtime.options import AnyText, Count, NonNegative, Range, Seed, check_options
+from calibjax.train import head_notes, load_head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class GenerateOptions(JsonOptions, ModelOptions):
         json: print one JSON document instead of text and tables.
     """
 
-    prompt: tuple[str, ...]
+    prompt: tuple[Annotated[str, AnyText()], ...]
     head: Path | None = None
     max_new_tokens: Count = 100
     temperature: NonNegative = 0.0
@@ -57,7 +57,11 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
         calibrated=options.sample_calibrated,
         key=jax.random.key(options.seed),
     )
-    lm = load_model(options.model, dtype=options.dtype)
+    if options.head is not None:
+        with about("--head"):
+            head_notes(options.head)
+    with about("--model"):
+        lm = load_model(options.model, dtype=options.dtype)
     generated = generate(
         lm,
         options.prompt,
@@ -90,7 +94,7 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
 def _print(texts: list[dict[str, Any]], calibrated: bool) -> None:
     console = Console()
     for text in texts:
-        console.print(Text.assemble(text["prompt"], (" → ", "bold"), text["text"]))
+        console.print(Text.assemble(printable(text["prompt"]), (" → ", "bold"), printable(text["text"])))
         table = Table("token", "confidence", *(("uncalibrated", "temperature") if calibrated else ()))
         for token in text["tokens"]:
             row = [Text(repr(token["token"])), f"{token['confidence']:.3f}"]

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from calibjax.runtime.options import flag_of
+from calibjax.runtime.errors import printable
+from calibjax.runtime.options import AnyText, flag_of, marks, shortened
 
 Options = TypeVar("Options")
 Path = tuple[str, ...]
@@ -68,10 +69,11 @@ def parse(
         default: values of options that are not given, in place of the fields' own.
 
     Raises:
-        SystemExit: with code 0 after --help, 2 on an unknown option or a value that cannot be read.
+        SystemExit: with code 0 after --help, 2 after one line on an unknown or missing option, or a value that
+            cannot be read.
     """
     found = list(list_options(options_type, default))
-    _check_names(args, found, prog)
+    _check_args(args, found, prog)
     groups = {heading: [option for option in found if option.heading == heading] for heading in HEADINGS}
     given = tyro.cli(
         dataclasses.make_dataclass(
@@ -174,18 +176,13 @@ def _shown_default(option: Option) -> str:
 
 
 def _number(option: Option) -> PrimitiveConstructorSpec:
-    """Reads a number; ends with one line where the text is none."""
+    """Reads a number, or None where the option takes it."""
     (kind,) = _alternatives(option.annotation)
 
     def read(texts: list[str]) -> Any:
         if texts == ["None"] and _takes_none(option):
             return None
-        try:
-            return kind(texts[0])
-        except ValueError:
-            expected = "a whole number" if kind is int else "a number"
-            print(f"error: {option.flag}: expected {expected}, got {texts[0]!r}.", file=sys.stderr)
-            raise SystemExit(2) from None
+        return kind(texts[0])  # `_check_value` was here before
 
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -207,20 +204,92 @@ def _wrapped(text: str) -> str:
     return "\n".join(textwrap.fill(" ".join(part.split()), **form) for part in text.split("\n\n"))
 
 
-def _check_names(args: Sequence[str], options: Sequence[Option], prog: str) -> None:
-    """Ends with one line on the first option that there is not, before any that is missing."""
-    known = [name for option in options for name in option.names]
+def _check_args(args: Sequence[str], options: Sequence[Option], prog: str) -> None:
+    """Ends with one line on the first argument that is not as the options declare it, or on missing options."""
+    by_name = {name: option for option in options for name in option.names}
+    positional = next((option for option in options if any(marks(option.annotation, type(tyro.conf.Positional)))), None)
     for arg in args:
-        name = arg.partition("=")[0].replace("_", "-")
-        if arg.startswith("--") and name not in (*known, "--", "--help") and not name.startswith("--tyro-"):
-            fail(f"{name}: {prog} has no such option", name, known, f"{prog} --help lists them")
+        name = _name(arg)
+        if name and name not in by_name and not _of_tyro(name):
+            fail(f"{name}: {prog} has no such option", name, list(by_name), f"{prog} --help lists them")
+    if any(arg in ("-h", "--help") or _of_tyro(arg) for arg in args):
+        return
+    given, option, values = set(), positional, -1  # of a positional option any number
+    for arg in (*args, "--"):
+        name, _, value = arg.partition("=")
+        if not _name(arg) and arg != "--":
+            if option is None or values == 0:
+                stop(f"{shortened(ascii(arg))}: {prog} takes no such argument; {prog} --help lists its options.")
+            _check_value(option, arg)
+            given.add(option.flag)
+            values -= 1
+            continue
+        if option is not None and option.flag not in given and values > 0:
+            stop(f"{option.flag}: expected a value, got none.")
+        if arg == "--":
+            continue
+        option = by_name[_name(arg)]
+        values = _arity(option)
+        if values != 1:
+            given.add(option.flag)
+        if value or arg.endswith("="):
+            if values == 0:
+                stop(f"{option.flag}: expected no value, got {shortened(ascii(value))}.")
+            _check_value(option, value)
+            given.add(option.flag)
+            values -= 1
+    missing = [option.flag for option in options if option.default is dataclasses.MISSING and option.flag not in given]
+    if missing:
+        stop(f"{', '.join(missing)}: missing; {prog} needs {'it' if len(missing) == 1 else 'them'}.")
+
+
+def _name(arg: str) -> str:
+    """The option that an argument names, "" if it is a value."""
+    return arg.partition("=")[0].replace("_", "-") if arg.startswith("--") and arg != "--" else ""
+
+
+def _of_tyro(name: str) -> bool:
+    return name == "--help" or name.startswith("--tyro-")
+
+
+def _arity(option: Option) -> int:
+    """Number of values: -1 for any."""
+    alternatives = _alternatives(option.annotation)
+    return 0 if alternatives == (bool,) else -1 if any(typing.get_origin(x) is tuple for x in alternatives) else 1
+
+
+def _check_value(option: Option, text: str) -> None:
+    """Ends with one line on a text that is no number, no choice, or empty."""
+    (kind,) = _alternatives(option.annotation)
+    if typing.get_origin(kind) is tuple:
+        (kind,) = _alternatives(typing.get_args(kind)[0])
+    if text == "None" and _takes_none(option):
+        return
+    expected = ""
+    if typing.get_origin(kind) is Literal:
+        choices = [str(choice) for choice in typing.get_args(kind)]
+        expected = "" if text in choices else f"one of {', '.join(choices)}"
+    elif kind in (int, float):
+        try:
+            kind(text)
+        except ValueError:
+            expected = "a whole number" if kind is int else "a number"
+    elif not text and not any(marks(option.annotation, AnyText)):
+        expected = "a name"
+    if expected:
+        stop(f"{option.flag}: expected {expected}, got {shortened(ascii(text))}.")
 
 
 def fail(message: str, given: str, known: Sequence[str], otherwise: str) -> NoReturn:
     """Prints one line with the nearest of the `known` names and exits with code 2."""
     near = difflib.get_close_matches(given, known)
     near.sort(key=lambda name: sorted(name) != sorted(given))  # of equal letters first: "ats" for "ast"
-    print(f"error: {message}; {f'did you mean {near[0]}?' if near else f'{otherwise}.'}", file=sys.stderr)
+    stop(f"{message}; {f'did you mean {near[0]}?' if near else f'{otherwise}.'}")
+
+
+def stop(message: str) -> NoReturn:
+    """Prints one line and exits with code 2."""
+    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -19,8 +19,9 @@ from calibjax.commands.common import (
     load_placed,
     on_devices,
     presentation,
+    split_text,
 )
-from calibjax.data import Sequences, check_context, split_sequences
+from calibjax.data import Sequences, check_context
 from calibjax.eval.report.schema import TokensDocument
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
@@ -53,10 +54,6 @@ class TrainAtsOptions(BinningOptions, OutputOptions, EvalDataOptions, TextOption
     devices: DeviceOptions = presentation(DeviceOptions())
     ats: AtsOptions = AtsOptions()
 
-    def check(self) -> None:
-        """Raises `UserError` where options of the head do not fit together, whatever the model."""
-        make_plan(self.ats, hidden_size=64)
-
 
 class AtsFit(NamedTuple):
     """What `fit_ats` returns.
@@ -87,10 +84,9 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> TokensD
     lm = load_placed(options.model, context.mesh, options.dtype, log=log)
     check_context(options.text.seq_len, lm.config.max_positions)
     plan = make_plan(options.ats, lm.config.hidden_size)
-    check_batch(context.mesh, plan.batch_size, plan.accumulate)
 
     sequences = options.text.read(options.data, lm, log, split=options.split)
-    fit, held_out = split_sequences(sequences, options.fit_fraction)
+    fit, held_out = split_text(sequences, options.fit_fraction, log)
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     log(f"split: {len(fit.tokens):,} sequences to fit on, {len(held_out.tokens):,} held out")

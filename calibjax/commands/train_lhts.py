@@ -18,17 +18,18 @@ from calibjax.commands.common import (
     load_placed,
     on_devices,
     presentation,
+    split_text,
 )
-from calibjax.data import Sequences, check_context, split_sequences
+from calibjax.data import Sequences, check_context, is_hub_id
 from calibjax.eval.report.schema import AnalogyRow, LhtsDocument, TextRow
-from calibjax.eval.tasks.analogies import evaluate_analogies, load_analogies
+from calibjax.eval.tasks.analogies import evaluate_analogies, load_analogies, read_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, NonNegative, Range, named, run_identity
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
@@ -80,6 +81,9 @@ class TrainLhtsOptions(OutputOptions, TextOptions, ModelOptions):
             raise UserError(
                 f"--text-prompt-tokens: expected less than --seq-len {self.text.seq_len}, got {self.text_prompt}."
             )
+        if self.analogies is not None and not is_hub_id(self.analogies):
+            with about("--analogies"):
+                read_analogies(self.analogies)
         if self.self_bleu:
             load_bleu()
 
@@ -92,8 +96,8 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> LhtsDo
     check_context(options.text.seq_len, base.config.max_positions)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
-    fit, held_out = split_sequences(
-        options.text.read(options.data, base, log, split=options.split), options.fit_fraction
+    fit, held_out = split_text(
+        options.text.read(options.data, base, log, split=options.split), options.fit_fraction, log
     )
     questions = None
     if options.analogies is not None:

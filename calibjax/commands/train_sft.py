@@ -19,8 +19,9 @@ from calibjax.commands.common import (
     load_placed,
     on_devices,
     presentation,
+    split_text,
 )
-from calibjax.data import Sequences, check_context, split_sequences
+from calibjax.data import Sequences, check_context
 from calibjax.eval.report.schema import TokensDocument
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
@@ -66,11 +67,13 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensD
     stored = compute if adapters else jnp.dtype("float32")
     base = load_placed(options.model, context.mesh, compute, stored=stored, log=log)
     check_context(options.text.seq_len, base.config.max_positions)
+    if options.sft.lora is not None:
+        options.sft.lora.check(base.config.hidden_size)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
 
-    fit, held_out = split_sequences(
-        options.text.read(options.data, base, log, split=options.split), options.fit_fraction
+    fit, held_out = split_text(
+        options.text.read(options.data, base, log, split=options.split), options.fit_fraction, log
     )
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}

@@ -1,13 +1,13 @@
 """Text, chat and tables to batches: source -> rows -> examples -> sequences -> batches."""
 
-from calibjax.data.choices import Choices, choice_sequences, is_multiple_choice
+from calibjax.data.choices import Choices, choice_sequences, is_multiple_choice, right_choice
 from calibjax.data.examples import Example, tokenize_rows
 from calibjax.data.formats import Format, recognise
 from calibjax.data.load import load_sequences
 from calibjax.data.pipeline import batches, eval_batches
 from calibjax.data.sequences import Layout, Sequences, check_context, make_sequences
-from calibjax.data.source import Rows, read_source
-from calibjax.data.splits import check_fraction, hold_back, split_sequences
+from calibjax.data.source import Rows, is_hub_id, read_source
+from calibjax.data.splits import check_fraction, count_repeats, hold_back, split_sequences
 from calibjax.data.table import read_table, split_table
 
 __all__ = [
@@ -21,14 +21,17 @@ __all__ = [
     "check_context",
     "check_fraction",
     "choice_sequences",
+    "count_repeats",
     "eval_batches",
     "hold_back",
+    "is_hub_id",
     "is_multiple_choice",
     "load_sequences",
     "make_sequences",
     "read_source",
     "read_table",
     "recognise",
+    "right_choice",
     "split_sequences",
     "split_table",
     "tokenize_rows",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from calibjax.data.sequences import Sequences
-from calibjax.data.source import Rows
+from calibjax.data.source import Rows, is_text
 from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Choices(NamedTuple):
         cue: text before the letter.
         subjects: subject of each question from the column "subject", "" if there is none.
         too_long: number of questions dropped because they exceed the model's context.
+        read: number of questions read.
     """
 
     sequences: Sequences
@@ -34,11 +35,12 @@ class Choices(NamedTuple):
     cue: str
     subjects: tuple[str, ...]
     too_long: int
+    read: int
 
 
 def is_multiple_choice(rows: Rows) -> bool:
     """Whether rows have the columns question, choices (a list) and answer (the index of the right one)."""
-    return all(name in rows[0] for name in _COLUMNS)
+    return all(name in rows.first for name in _COLUMNS)
 
 
 def choice_sequences(
@@ -63,19 +65,24 @@ def choice_sequences(
     Raises:
         UserError: if a row is not a question, a letter is never a single token, or no question is short enough.
     """
-    count = len(_choices(rows[0], 0))
+    count = len(_choices(rows.first, rows.name))
     cue, letters = _letter_ids(tokenizer, count)
-    texts, answers = [], []
-    for index, row in enumerate(rows):
-        choices, answer = _choices(row, index), row["answer"]
+    texts, answers, places, subjects = [], [], [], []
+    for place, row in rows.placed():
+        choices, answer = _choices(row, place), row.get("answer")
         if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
             raise UserError(
-                f"{rows.name}, row {index}: expected {count} choices, as in the first row, and an answer from 0 to "
+                f"{place}: expected {count} choices, as in the first row, and an answer from 0 to "
                 f"{count - 1}; got {len(choices)} and {answer!r}."
             )
         lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
-        texts.append("\n".join([str(row["question"]), *lines, cue + string.ascii_uppercase[answer]]))
+        text = "\n".join([str(row.get("question")), *lines, cue + string.ascii_uppercase[answer]])
+        if not is_text(text):
+            raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
+        texts.append(text)
         answers.append(answer)
+        places.append(place)
+        subjects.append(str(row.get("subject", "")))
     encoded: Any = tokenizer(texts, verbose=False)
     ids = [np.asarray(tokens, np.int32) for tokens in encoded["input_ids"]]
     short = np.flatnonzero([len(tokens) - 1 <= max_tokens for tokens in ids])
@@ -90,18 +97,30 @@ def choice_sequences(
         kept = np.sort(np.random.default_rng(seed).choice(short, limit, replace=False))
     for index in kept:
         if ids[index][-1] != letters[answers[index]]:
-            raise UserError(f"{rows.name}, row {index}: the last token of the question is not the letter.")
-    subjects = tuple(str(rows[int(index)].get("subject", "")) for index in kept)
-    return Choices(_sequences([ids[i] for i in kept], kept), letters, cue, subjects, len(ids) - len(short))
+            raise UserError(f"{places[index]}: the last token of the question is not the letter.")
+    return Choices(
+        sequences=_sequences([ids[i] for i in kept], kept),
+        letters=letters,
+        cue=cue,
+        subjects=tuple(subjects[index] for index in kept),
+        too_long=len(ids) - len(short),
+        read=len(ids),
+    )
 
 
-def _choices(row: Mapping[str, Any], index: int) -> Sequence[str]:
+def _choices(row: Mapping[str, Any], place: str) -> Sequence[str]:
     choices = row.get("choices")
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
-        raise UserError(
-            f"row {index}, column 'choices': expected a list of 2 to 26 answers, got {str(choices)[:60]!r}."
-        )
+        raise UserError(f"{place}, column 'choices': expected a list of 2 to 26 answers, got {str(choices)[:60]!r}.")
     return choices
+
+
+def right_choice(row: Mapping[str, Any], place: str) -> str:
+    """The text of the right answer of a question; raises `UserError` with its `place` if the row is not a question."""
+    choices, answer = _choices(row, place), row.get("answer")
+    if not isinstance(answer, int) or not 0 <= answer < len(choices):
+        raise UserError(f"{place}: expected an answer from 0 to {len(choices) - 1}, got {answer!r}.")
+    return str(choices[answer])
 
 
 def _letter_ids(tokenizer: "PreTrainedTokenizerBase", count: int) -> tuple[str, tuple[int, ...]]:

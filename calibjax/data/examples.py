@@ -9,13 +9,16 @@ from tqdm import tqdm
 
 from calibjax.data.formats import Format
 from calibjax.data.render import Rendered, make_render
+from calibjax.data.source import Rows, Skipped
 from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_PER_CALL = 1000
-_ROWS_WORTH_A_PROGRESS_BAR = 5000
+_CHARACTERS_PER_CALL = 2**20
+_PART, _OVERLAP = 2**19, 2**12  # characters of the parts in which a longer text is tokenised
+_AGREED = 16  # tokens in which two parts must agree to be joined
 
 
 class Example(NamedTuple):
@@ -35,15 +38,18 @@ class Example(NamedTuple):
 
 
 def tokenize_rows(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Rows | Sequence[Mapping[str, Any]],
     format: Format,
     tokenizer: "PreTrainedTokenizerBase",
     *,
     prompt_template: str | None = None,
+    max_tokens: int | None = None,
+    skipped: Skipped | None = None,
 ) -> Iterator[Example]:
-    """Tokenises rows lazily, in batches of 1,000.
+    """Tokenises rows lazily, in batches of at most 1,000 rows and a million characters.
 
-    Plain text gives exactly `tokenizer(text)["input_ids"]`, and the loss includes every token but the first.
+    Plain text gives exactly `tokenizer(text)["input_ids"]`, and the loss includes every token but the first. A text of
+    more than a million characters is tokenised in parts that overlap and are joined where both give the same tokens.
 
     For prompts and conversations (see `make_render` for their text), the loss includes the answers of the assistant and
     the special token that ends each of them. If nothing follows the last answer, the tokenizer's end-of-sequence token
@@ -55,6 +61,9 @@ def tokenize_rows(
         tokenizer: tokenizer of `transformers`; it must be a fast one unless the rows are plain text.
         prompt_template: format string over the columns of the row, such as "{instruction} {input} ", which replaces the
             chat template. Only for instructions and prompts.
+        max_tokens: tokens of a row that are needed; the rest of a text of more than a million characters is not
+            tokenised where it is plain text.
+        skipped: counts the rows that are left out, if `rows.skip_broken`.
 
     Returns:
         An iterator over one example per row, in order.
@@ -67,52 +76,138 @@ def tokenize_rows(
             f"{type(tokenizer).__name__} is not a fast tokenizer, which is required to find the tokens of a response. "
             "Use a model with a tokenizer.json, or read one column as plain text (text_column)."
         )
+    source = rows if isinstance(rows, Rows) else Rows(rows, "the data")
+    skipped = Skipped() if skipped is None else skipped
     render = make_render(format, tokenizer, prompt_template)
     # The output of a chat template already holds the special tokens.
     add_special_tokens = format.is_plain or prompt_template is not None or not tokenizer.chat_template
 
+    def rendered() -> Iterator[Rendered]:
+        for place, row in source.placed(skipped):
+            try:
+                yield render(place, row)
+            except UserError as error:
+                if not source.skip_broken:
+                    raise
+                skipped.add(error)
+
     def examples() -> Iterator[Example]:
-        encode = _encode_plain if format.is_plain else _encode_answers
-        bar_off = None if len(rows) > _ROWS_WORTH_A_PROGRESS_BAR else True  # None: on a terminal only
-        with tqdm(total=len(rows), desc="tokenising", unit="row", leave=False, disable=bar_off) as bar:
-            for start in range(0, len(rows), _ROWS_PER_CALL):
-                indices = range(start, min(start + _ROWS_PER_CALL, len(rows)))
-                rendered = [render(index, rows[index]) for index in indices]
-                encoded = encode(rendered, tokenizer, add_special_tokens)
-                for index, (tokens, loss_mask) in zip(indices, encoded, strict=True):
+        index = 0
+        with tqdm(desc="tokenising", unit="row", leave=False, delay=2, disable=None) as bar:  # None: on a terminal only
+            for batch in _batches(rendered()):
+                if len(batch) == 1 and tokenizer.is_fast and len(batch[0].text) > 2 * _PART:
+                    limit = max_tokens if format.is_plain else None
+                    encoded = [_encode_long(batch[0].text, tokenizer, add_special_tokens, limit)]
+                else:
+                    encoded = _encode(batch, tokenizer, add_special_tokens, offsets=not format.is_plain)
+                for tokens, loss_mask in _with_masks(batch, encoded, tokenizer):
                     yield Example(tokens, loss_mask, index, format.kind == "document")
-                bar.update(len(indices))
+                    index += 1
+                bar.update(len(batch))
 
     return examples()
 
 
-def _encode_plain(
-    rendered: list[Rendered], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _batches(rendered: Iterator[Rendered]) -> Iterator[list[Rendered]]:
+    """Groups texts for calls of the tokenizer; a long one is alone."""
+    held: list[Rendered] = []
+    characters = 0
+    for item in rendered:
+        if held and (len(held) == _ROWS_PER_CALL or characters + len(item.text) > _CHARACTERS_PER_CALL):
+            yield held
+            held, characters = [], 0
+        held.append(item)
+        characters += len(item.text)
+    if held:
+        yield held
+
+
+_Encoded = tuple[Int32[np.ndarray, " n"], Int[np.ndarray, "n 2"] | None]
+"""Token ids, and the half-open ranges of characters that they stand for."""
+
+
+def _encode(
+    rendered: list[Rendered], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool, *, offsets: bool
+) -> Iterator[_Encoded]:
     # verbose=False suppresses warnings about texts beyond the model's context, which are cut into sequences later.
-    encoded: Any = tokenizer([item.text for item in rendered], add_special_tokens=add_special_tokens, verbose=False)
-    for ids in encoded["input_ids"]:
-        yield np.asarray(ids, np.int32), np.arange(len(ids)) > 0
+    options: Any = {"return_offsets_mapping": True} if offsets else {}
+    texts = [item.text for item in rendered]
+    encoded: Any = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False, **options)
+    ranges = encoded["offset_mapping"] if offsets else [None] * len(texts)
+    for ids, of_text in zip(encoded["input_ids"], ranges, strict=True):
+        yield np.asarray(ids, np.int32), None if of_text is None else np.asarray(of_text, np.int64).reshape(-1, 2)
 
 
-def _encode_answers(
-    rendered: list[Rendered], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool
+def _encode_long(
+    text: str, tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool, max_tokens: int | None
+) -> _Encoded:
+    """Tokenises a text in parts, as far as its first `max_tokens` tokens; the result is that of the whole text.
+
+    Each part begins within the one before it. In the middle of their overlap both have enough context to give the same
+    tokens, and there they are joined; where they differ, a longer overlap is tried.
+    """
+
+    def encode(text: str, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        ((ids, offsets),) = _encode([Rendered(text, None)], tokenizer, special, offsets=True)
+        assert offsets is not None
+        return ids, offsets
+
+    before, after = _special_tokens(encode) if add_special_tokens else (np.zeros(0, np.int32),) * 2
+    ids, offsets = encode(text[:_PART])
+    kept, count, end, overlap = [], len(before), min(_PART, len(text)), _OVERLAP
+    while end < len(text) and (max_tokens is None or count + len(ids) < max_tokens):
+        start = end - overlap
+        more, more_offsets = encode(text[start : start + _PART])
+        more_offsets = more_offsets + start
+        low, high = start + overlap // 2, end - overlap // 4
+        (first, last), (other, other_last) = (np.searchsorted(o[:, 0], (low, high)) for o in (offsets, more_offsets))
+        agree = last - first == other_last - other >= _AGREED and (
+            (ids[first:last] == more[other:other_last]).all()
+            and (offsets[first:last] == more_offsets[other:other_last]).all()
+        )
+        if not agree:
+            overlap *= 4
+            if overlap >= _PART:  # such as a single word: it has no boundary to join parts at
+                ids, offsets = encode(text, add_special_tokens)
+                return ids[:max_tokens], offsets[:max_tokens]
+            continue
+        kept.append((ids[:first], offsets[:first]))
+        count += int(first)
+        ids, offsets, overlap, end = more[other:], more_offsets[other:], _OVERLAP, min(start + _PART, len(text))
+    around = [np.zeros((len(x), 2), np.int64) for x in (before, after)]
+    parts = [(before, around[0]), *kept, (ids, offsets), (after, around[1])]
+    ids, offsets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return ids[:max_tokens], offsets[:max_tokens]
+
+
+def _special_tokens(encode: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that the tokenizer adds before and after any text."""
+    (plain, _), (whole, _) = encode("a"), encode("a", True)
+    for start in range(len(whole) - len(plain) + 1):
+        if np.array_equal(whole[start : start + len(plain)], plain):
+            return whole[:start], whole[start + len(plain) :]
+    raise UserError("the tokenizer changes a text where it adds special tokens: give shorter texts.")
+
+
+def _with_masks(
+    rendered: list[Rendered], encoded: Any, tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    encoded: Any = tokenizer(
-        [item.text for item in rendered],
-        add_special_tokens=add_special_tokens,
-        return_offsets_mapping=True,
-        verbose=False,
-    )
     special: set[Any] = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     special |= set(tokenizer.all_special_ids)
     special.discard(tokenizer.unk_token_id)  # it encodes text
-    for item, ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        yield _find_answers(item, ids, np.asarray(offsets, np.int64).reshape(-1, 2), special, tokenizer.eos_token_id)
+    for item, (ids, offsets) in zip(rendered, encoded, strict=True):
+        if item.answers is None:
+            yield ids, np.arange(len(ids)) > 0
+        else:
+            yield _find_answers(item, ids, offsets, special, tokenizer.eos_token_id)
 
 
 def _find_answers(
-    rendered: Rendered, ids: list[int], offsets: Int[np.ndarray, "n 2"], special: set[int], end_of_sequence: Any
+    rendered: Rendered,
+    ids: Int32[np.ndarray, " n"],
+    offsets: Int[np.ndarray, "n 2"],
+    special: set[int],
+    end_of_sequence: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     begin, end = offsets.T
     loss_mask = np.zeros(len(ids), bool)
@@ -124,9 +219,9 @@ def _find_answers(
         loss_mask |= inside
         if after < len(ids):
             between = rendered.text[last : max(begin[after], last)]
-            loss_mask[after] |= ids[after] in special and not between.strip()
-        elif last == len(rendered.text) and end_of_sequence is not None and ids[-1:] != [end_of_sequence]:
-            ids, loss_mask = [*ids, end_of_sequence], np.append(loss_mask, True)
+            loss_mask[after] |= int(ids[after]) in special and not between.strip()
+        elif last == len(rendered.text) and end_of_sequence is not None and ids[-1:].tolist() != [end_of_sequence]:
+            ids, loss_mask = np.append(ids, np.int32(end_of_sequence)), np.append(loss_mask, True)
             break  # no answer follows the end of the text
     loss_mask[:1] = False
-    return np.asarray(ids, np.int32), loss_mask
+    return ids, loss_mask

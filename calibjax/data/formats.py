@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from calibjax.data.source import Rows
+from calibjax.data.source import Rows, is_text
 from calibjax.runtime.errors import UserError
 
 _CHAT = ("messages", "conversations")
@@ -46,7 +46,7 @@ class Format:
         return f"{names[self.kind]} (column{'s'[: len(self.columns) > 1]} {', '.join(self.columns)})"
 
 
-def recognise(rows: Sequence[Mapping[str, Any]], text_column: str | None = None) -> Format:
+def recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None = None) -> Format:
     """Recognises the format of rows.
 
     The first format that matches the columns of the first row is used: chat, instructions, prompts, plain text.
@@ -61,9 +61,7 @@ def recognise(rows: Sequence[Mapping[str, Any]], text_column: str | None = None)
     Raises:
         UserError: if there are no rows, `text_column` is missing, or no format matches the columns.
     """
-    if len(rows) == 0:
-        raise UserError("expected at least one row, got none.")
-    columns = list(rows[0])
+    columns = list((rows if isinstance(rows, Rows) else Rows(rows, "the data")).first)
     plain = "document" if isinstance(rows, Rows) and rows.documents else "text"
     if text_column is not None:
         if text_column not in columns:
@@ -88,12 +86,14 @@ def recognise(rows: Sequence[Mapping[str, Any]], text_column: str | None = None)
     )
 
 
-def string_at(row: Mapping[str, Any], column: str, index: int, *, optional: bool = False) -> str:
-    """Returns the string in `column`. A missing one gives "" if `optional`, else raises `UserError`."""
+def string_at(row: Mapping[str, Any], column: str, place: str, *, optional: bool = False) -> str:
+    """Returns the string in `column`. A missing one gives "" if `optional`, else raises `UserError` with the place."""
     value = row.get(column)
     if value is None and optional:
         return ""
     if not isinstance(value, str):
         came = "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
-        raise UserError(f"row {index} (the first is row 0), column {column!r}: expected a string, got {came}.")
+        raise UserError(f"{place}, column {column!r}: expected a string, got {came}.")
+    if not is_text(value):
+        raise UserError(f"{place}, column {column!r}: expected Unicode text, got half of a surrogate pair.")
     return value

@@ -7,8 +7,8 @@ import numpy as np
 
 from calibjax.data.examples import Example, tokenize_rows
 from calibjax.data.formats import recognise
-from calibjax.data.sequences import Layout, Sequences, make_sequences
-from calibjax.data.source import Rows
+from calibjax.data.sequences import Layout, Sequences, make_sequences, tokens_needed
+from calibjax.data.source import Rows, Skipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,21 +36,32 @@ def load_sequences(
         max_sequences: keep only the first `max_sequences` sequences.
 
     Returns:
-        The sequences, and a one-line description with the format and the counts of rows, sequences and tokens.
+        The sequences, and a one-line description with the format and the counts of rows, sequences, tokens and
+        skipped rows.
 
     Raises:
         UserError: as for `recognise`, `tokenize_rows` and `make_sequences`.
     """
     format = recognise(rows, text_column)
-    count = _Count()
-    examples = count.watch(tokenize_rows(rows, format, tokenizer, prompt_template=prompt_template))
+    count, skipped = _Count(), Skipped()
+    tokenised = tokenize_rows(
+        rows,
+        format,
+        tokenizer,
+        prompt_template=prompt_template,
+        max_tokens=tokens_needed(seq_len, layout, max_sequences, format.kind == "document"),
+        skipped=skipped,
+    )
+    examples = count.watch(tokenised)
     sequences = make_sequences(examples, seq_len, layout=layout, max_sequences=max_sequences)
     kept = len(np.unique(sequences.source)) if layout == "full" else count.predicted
     description = (
-        f"{rows.name}: {format}, {count.rows:,} of {len(rows):,} rows read, {count.rows - kept:,} of them dropped "
+        f"{rows.name}: {format}, {count.rows:,} rows read, {count.rows - kept:,} of them dropped "
         f"({'too short' if layout == 'full' else 'nothing to predict'}); {len(sequences.source):,} sequences of "
         f"{seq_len} tokens ({layout}), {int(sequences.where.sum()):,} tokens to predict"
     )
+    if skipped.count:
+        description += f"; {skipped.count:,} broken rows skipped, the first: {skipped.first}"
     return sequences, description
 
 

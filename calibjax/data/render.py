@@ -22,11 +22,11 @@ class Rendered(NamedTuple):
     answers: tuple[tuple[int, int], ...] | None
 
 
-Render = Callable[[int, Mapping[str, Any]], Rendered]
+Render = Callable[[str, Mapping[str, Any]], Rendered]
 
 
 def make_render(format: Format, tokenizer: "PreTrainedTokenizerBase", prompt_template: str | None = None) -> Render:
-    """Returns a function `(index, row) -> Rendered`.
+    """Returns a function `(place, row) -> Rendered`; a place, such as "line 7", is for messages.
 
     Prompts and conversations are rendered with the tokenizer's chat template. Without one, or with a `prompt_template`,
     the text is prompt + response. The default prompt is the instruction and, if there is one, the input, each followed
@@ -44,20 +44,20 @@ def make_render(format: Format, tokenizer: "PreTrainedTokenizerBase", prompt_tem
     if prompt_template is not None:
         _check_template(prompt_template, format)
     if format.is_plain:
-        return lambda index, row: Rendered(string_at(row, format.columns[0], index), None)
+        return lambda place, row: Rendered(string_at(row, format.columns[0], place), None)
 
     if prompt_template is not None:
 
-        def render_template(index: int, row: Mapping[str, Any]) -> Rendered:
-            prompt = _fill(prompt_template, row, index)
-            response = string_at(row, format.columns[-1], index)
+        def render_template(place: str, row: Mapping[str, Any]) -> Rendered:
+            prompt = _fill(prompt_template, row, place)
+            response = string_at(row, format.columns[-1], place)
             return Rendered(prompt + response, ((len(prompt), len(prompt) + len(response)),))
 
         return render_template
 
     render_messages = _with_chat_template if tokenizer.chat_template else _without_chat_template
     read = _messages if format.kind == "chat" else _pair
-    return lambda index, row: render_messages(read(row, format, index), tokenizer, index)
+    return lambda place, row: render_messages(read(row, format, place), tokenizer, place)
 
 
 def _check_template(template: str, format: Format) -> None:
@@ -76,31 +76,31 @@ def _check_template(template: str, format: Format) -> None:
         raise UserError(f"prompt_template={template!r} contains the response {format.columns[-1]!r}. Leave it out.")
 
 
-def _fill(template: str, row: Mapping[str, Any], index: int) -> str:
+def _fill(template: str, row: Mapping[str, Any], place: str) -> str:
     fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     if missing := fields - row.keys():
         raise UserError(
-            f"prompt_template: row {index} has no column {', '.join(sorted(missing))}. It has: {', '.join(row)}."
+            f"prompt_template: {place} has no column {', '.join(sorted(missing))}. It has: {', '.join(row)}."
         )
-    return template.format_map({field: string_at(row, field, index, optional=True) for field in fields})
+    return template.format_map({field: string_at(row, field, place, optional=True) for field in fields})
 
 
-def _pair(row: Mapping[str, Any], format: Format, index: int) -> list[dict[str, str]]:
+def _pair(row: Mapping[str, Any], format: Format, place: str) -> list[dict[str, str]]:
     prompt, *inputs, response = format.columns
-    text = string_at(row, prompt, index)
+    text = string_at(row, prompt, place)
     for column in inputs:
-        if more := string_at(row, column, index, optional=True):
+        if more := string_at(row, column, place, optional=True):
             text += _SEPARATOR + more
     return [
         {"role": "user", "content": text},
-        {"role": "assistant", "content": string_at(row, response, index)},
+        {"role": "assistant", "content": string_at(row, response, place)},
     ]
 
 
-def _messages(row: Mapping[str, Any], format: Format, index: int) -> list[dict[str, str]]:
+def _messages(row: Mapping[str, Any], format: Format, place: str) -> list[dict[str, str]]:
     (column,) = format.columns
     turns = row.get(column)
-    where = f"row {index} (the first is row 0), column {column!r}"
+    where = f"{place}, column {column!r}"
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise UserError(f"{where}: expected a list of messages, got {str(turns)[:60]!r}.")
     messages = []
@@ -123,9 +123,9 @@ def _messages(row: Mapping[str, Any], format: Format, index: int) -> list[dict[s
 
 
 def _without_chat_template(
-    messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", index: int
+    messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", place: str
 ) -> Rendered:
-    del index
+    del place
     text, answers = "", []
     for position, message in enumerate(messages):
         start = len(text)
@@ -139,14 +139,14 @@ def _without_chat_template(
     return Rendered(text, tuple(answers))
 
 
-def _with_chat_template(messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", index: int) -> Rendered:
+def _with_chat_template(messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", place: str) -> Rendered:
     """Locates answers: each begins where the messages before it end, rendered with the generation prompt."""
 
     def apply(part: list[dict[str, str]], *, prompt: bool) -> str:
         try:
             return render_chat(tokenizer, part, add_generation_prompt=prompt)
         except UserError as error:
-            raise UserError(f"row {index}: {error}") from error
+            raise UserError(f"{place}: {error}") from error
 
     text = apply(messages, prompt=False)
     answers = []
@@ -161,7 +161,7 @@ def _with_chat_template(messages: list[dict[str, str]], tokenizer: "PreTrainedTo
             found = text.find(content, len(before))
         if not text.startswith(before) or found < 0:
             raise UserError(
-                f"row {index}: the tokenizer's chat template changes the text around message {position}, so the "
+                f"{place}: the tokenizer's chat template changes the text around message {position}, so the "
                 "answer cannot be located. Use single-turn rows, or a chat template that renders the first messages "
                 "of a conversation as a prefix of the whole."
             )

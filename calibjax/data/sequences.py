@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
-import grain
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
@@ -13,8 +12,8 @@ from calibjax.runtime.errors import UserError
 
 Layout = Literal["pack", "pad", "full"]
 _LAYOUTS = ("pack", "pad", "full")
-# Number of open bins. More bins give less padding and take longer; with 256, padding is 3% on Alpaca.
-_OPEN_BINS = 256
+# Sequences that are packed together. More give less padding and take longer; with 256, padding is 3% on Alpaca.
+_GROUP = 256
 
 
 class Sequences(NamedTuple):
@@ -55,6 +54,13 @@ def check_context(seq_len: int, max_positions: int | None) -> None:
         )
 
 
+def tokens_needed(seq_len: int, layout: Layout, max_sequences: int | None, is_document: bool) -> int | None:
+    """Returns how many tokens of a row of plain text `make_sequences` can use at most; None for all of them."""
+    if layout == "full" and not is_document:
+        return seq_len
+    return None if max_sequences is None else -(-max_sequences // _GROUP) * _GROUP * (seq_len - 1) + 1
+
+
 def make_sequences(
     examples: Iterable[Example],
     seq_len: int,
@@ -68,13 +74,13 @@ def make_sequences(
       cut into consecutive full sequences.
     - "pad": every token of every example is predicted once. A longer example continues in the next sequence, whose
       first input is the last target of the previous one. The end is padded.
-    - "pack": as "pad", but pieces shorter than a sequence are packed by first fit. A target always belongs to the
-      example of its input; `segment_ids` must keep attention within examples.
+    - "pack": as "pad", but pieces shorter than a sequence are packed by first fit, into 256 sequences at a time. A
+      target always belongs to the example of its input; `segment_ids` must keep attention within examples.
 
     A sequence or piece without a target in the loss is dropped, such as a prompt whose answer was cut off.
 
     Args:
-        examples: result of `tokenize_rows`; "pad" and "full" read only as many as needed.
+        examples: result of `tokenize_rows`; only as many are read as `max_sequences` needs.
         seq_len: tokens per sequence, at least 2.
         layout: "pack", "pad" or "full".
         max_sequences: keep only the first `max_sequences` sequences, at least 1.
@@ -93,7 +99,10 @@ def make_sequences(
         raise UserError(f"max_sequences: expected at least 1, got {max_sequences}.")
     length = seq_len - 1
     pieces = (piece for example in examples for piece in _cut(example, length, full=layout == "full"))
-    sequences = _pack(list(pieces), length) if layout == "pack" else _pad(list(islice(pieces, max_sequences)), length)
+    if layout == "pack":
+        sequences = _pack(pieces, length, max_sequences)
+    else:
+        sequences = _pad(list(islice(pieces, max_sequences)), length)
     if len(sequences.tokens) == 0:
         raise UserError(
             f"no sequence of {seq_len} tokens has anything to predict (layout {layout!r}). "
@@ -108,14 +117,15 @@ class _Piece(NamedTuple):
 
 
 def _cut(example: Example, length: int, *, full: bool) -> Iterator[_Piece]:
-    pairs = np.stack([example.tokens[:-1], example.tokens[1:], example.loss_mask[1:]], axis=1).astype(np.int32)
-    stop = len(pairs)
+    stop = len(example.tokens) - 1
     if full:
         stop = stop // length * length if example.is_document else length * (stop >= length)
     for start in range(0, stop, length):
-        piece = pairs[start : min(start + length, stop)]
-        if piece[:, 2].any():
-            yield _Piece(piece, example.row)
+        end = min(start + length, stop)
+        where = example.loss_mask[start + 1 : end + 1]
+        if where.any():
+            inputs, targets = example.tokens[start:end], example.tokens[start + 1 : end + 1]
+            yield _Piece(np.stack([inputs, targets, where], axis=1).astype(np.int32), example.row)
 
 
 def _pad(pieces: Sequence[_Piece], length: int) -> Sequences:
@@ -128,37 +138,48 @@ def _pad(pieces: Sequence[_Piece], length: int) -> Sequences:
     return _sequences(pairs, real, positions, np.array([piece.row for piece in pieces], np.int32))
 
 
-def _pack(pieces: Sequence[_Piece], length: int) -> Sequences:
-    if not pieces:
-        return _pad(pieces, length)
-    # Each token carries its row, so that the rows of a packed sequence are known.
-    elements = [
-        {"pair": np.column_stack([piece.pairs, np.full(len(piece.pairs), piece.row, np.int32)])} for piece in pieces
-    ]
-    stream = grain.MapDataset.source(elements).to_iter_dataset(grain.ReadOptions(num_threads=0))
-    packed = list(
-        grain.experimental.FirstFitPackIterDataset(
-            stream, length_struct={"pair": length}, num_packing_bins=_OPEN_BINS, shuffle_bins=False
-        )
-    )
-    pairs, segment_ids, positions = (
-        np.stack([sequence[key] for sequence in packed]) for key in ("pair", "pair_segment_ids", "pair_positions")
-    )
-    source = _row_groups(pairs[..., 3], segment_ids > 0)
-    order = np.argsort(source, kind="stable")
-    return _sequences(*(array[order] for array in (pairs, segment_ids, positions, source)))
+def _pack(pieces: Iterator[_Piece], length: int, max_sequences: int | None) -> Sequences:
+    """Packs pieces in groups, as many as `max_sequences` needs: no sequence of a later group comes before them."""
+    groups, sizes, source, leader = [], [], [], {}
+    for group in _groups(pieces, length):
+        arrays = np.zeros((len(group), length, 5), np.int32)  # inputs, targets, where; segment ids, positions
+        for index, packed in enumerate(group):
+            end, smallest = 0, min(piece.row for piece in packed)
+            for segment, piece in enumerate(packed, 1):
+                start, end = end, end + len(piece.pairs)
+                arrays[index, start:end, :3], arrays[index, start:end, 3] = piece.pairs, segment
+                arrays[index, start:end, 4] = np.arange(len(piece.pairs))
+                leader[piece.row] = min(leader.get(piece.row, smallest), smallest)
+            source.append(smallest)
+        groups.append(arrays)
+        sizes.append(len(group))
+        if max_sequences is not None and sum(sizes) >= max_sequences:
+            break
+    if not groups:
+        return _pad([], length)
+    # Sequences that rows connect are of one group. A row has at most one piece shorter than a sequence, so it is in at
+    # most one sequence with other rows, and one step to the smallest row of that sequence is enough.
+    row = np.array([leader[smallest] for smallest in source], np.int32)
+    order = np.argsort(row, kind="stable")[:max_sequences]
+    arrays = np.concatenate(groups)[order]
+    return _sequences(arrays[..., :3], arrays[..., 3].copy(), arrays[..., 4].copy(), row[order])
 
 
-def _row_groups(rows: Int32[np.ndarray, "S T"], real: Bool[np.ndarray, "S T"]) -> Int32[np.ndarray, " S"]:
-    """Returns for each sequence the smallest row among those that sequences connect to its rows.
-
-    A row has at most one piece shorter than a sequence, so it is in at most one sequence with other rows. One step from
-    a row to the smallest row of that sequence is therefore enough.
-    """
-    smallest = np.where(real, rows, np.iinfo(np.int32).max).min(axis=1)
-    leader = np.full(rows.max() + 1, np.iinfo(np.int32).max, np.int32)
-    np.minimum.at(leader, rows[real], np.broadcast_to(smallest[:, None], rows.shape)[real])
-    return leader[smallest]
+def _groups(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Piece]]]:
+    """First fit: a piece goes to the first sequence with room, and the first that finds none begins a new group."""
+    packed: list[list[_Piece]] = []
+    free = np.full(_GROUP, length)
+    for piece in pieces:
+        at = int(np.argmax(free >= len(piece.pairs)))
+        if free[at] < len(piece.pairs):
+            yield packed
+            packed, at, free = [], 0, np.full(_GROUP, length)
+        if at == len(packed):
+            packed.append([])
+        packed[at].append(piece)
+        free[at] -= len(piece.pairs)
+    if packed:
+        yield packed
 
 
 def _sequences(

@@ -1,94 +1,143 @@
-"""Rows of a file, a directory or a Hugging Face Hub dataset, in their order."""
+"""Rows of a file, a directory or a Hugging Face Hub dataset, in their order, read as they are needed."""
 
 import contextlib
-import glob
+import csv
+import gzip
+import io
+import json
 import os
+import re
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, BinaryIO, cast
 
 from calibjax.runtime.errors import UserError, user_path
 
-# Builder of `datasets` and its options by suffix. In CSV, "NA" and "" are text instead of nulls.
-_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".csv": ("csv", {"keep_default_na": False}),
-    ".parquet": ("parquet", {}),
-    ".txt": ("text", {"sample_by": "document"}),
-}
-_EXPECTED = f"one of {', '.join(_BUILDERS)} (each but .parquet may end in .gz as well)"
+Row = Mapping[str, Any]
+Placed = tuple[str, Row | UserError]
+"""Where a row is, such as "line 7", and the row, or what is wrong with it."""
 
 
 @dataclass(frozen=True)
-class Rows(Sequence[Mapping[str, Any]]):
-    """Rows of one source: an indexable sequence of dicts.
+class Rows(Iterable[Row]):
+    """Rows of one source. Each iteration reads the source anew, and only as far as it is iterated.
 
     Attributes:
-        data: rows, a list or a `datasets.Dataset`.
+        data: rows, in memory or as a function that reads them with their places.
         name: source as the user wrote it, for messages.
         documents: whether each row is a whole text file, which continues from sequence to sequence.
+        skip_broken: whether `placed` leaves out rows that cannot be read, instead of raising their error.
     """
 
-    data: Sequence[Mapping[str, Any]]
+    data: Sequence[Row] | Callable[[], Iterator[Placed]]
     name: str
     documents: bool = False
+    skip_broken: bool = False
 
-    def __len__(self) -> int:
-        return len(self.data)
+    def placed(self, skipped: "Skipped | None" = None) -> Iterator[tuple[str, Row]]:
+        """Yields each row with its place; rows that are left out are counted in `skipped`.
 
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Rows": ...
-    def __getitem__(self, index: int | slice) -> "Mapping[str, Any] | Rows":
-        if isinstance(index, slice):
-            return Rows([self.data[i] for i in range(*index.indices(len(self)))], self.name, self.documents)
-        return self.data[index]
+        Raises:
+            UserError: for a row that cannot be read, unless it is left out, or a file that is damaged.
+        """
+        skipped = Skipped() if skipped is None else skipped
+        for place, row in self.data() if callable(self.data) else _enumerated(self.data):
+            if not isinstance(row, UserError):
+                yield place, row
+            elif self.skip_broken:
+                skipped.add(row)
+            else:
+                raise row
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for _, row in self.placed())
+
+    @property
+    def first(self) -> Row:
+        """The first row, whose columns stand for those of all. Raises `UserError` if there is none."""
+        for row in self:
+            return row
+        raise UserError(f"{self.name} holds no rows. Give at least one.")
 
 
-def read_source(source: str | Path, *, split: str | None = None, rows: int | None = None) -> Rows:
-    """Reads a source of text.
+@dataclass
+class Skipped:
+    """Rows that were left out.
+
+    Attributes:
+        count: how many.
+        first: what was wrong with the first.
+    """
+
+    count: int = 0
+    first: str = field(default="")
+
+    def add(self, error: UserError) -> None:
+        self.first = self.first or str(error)
+        self.count += 1
+
+
+def _enumerated(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
+    return ((f"row {index} (the first is row 0)", row) for index, row in enumerate(rows))
+
+
+def read_source(
+    source: str | Path, *, split: str | None = None, rows: int | None = None, skip_broken: bool = False
+) -> Rows:
+    """Opens a source of text and reads its first row.
 
     Args:
         source: a `.jsonl`, `.json`, `.csv`, `.parquet` or `.txt` file (each but Parquet also with `.gz`); a directory
             of such files, read in the order of their names (other files are ignored); or the id of a dataset on the
-            Hugging Face Hub, with its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`). A `.txt` file is
-            one row, `{"text": <the whole file>}`.
+            Hugging Face Hub, with its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`). A `.json` file is
+            an array of objects, or one object per line; values of CSV are text; a `.txt` file is one row,
+            `{"text": <the whole file>}`.
         split: split of a Hub dataset, "train" by default. In a directory, only files whose names begin with `split` are
             read. A single file has no splits.
         rows: keep only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
+        skip_broken: leave out lines of JSON and rows of CSV that cannot be read, instead of raising their error.
 
     Returns:
         The rows, at least one.
 
     Raises:
-        UserError: if the source is missing, empty, damaged or of an unknown kind, or an option does not apply.
+        UserError: if the source is missing, empty, damaged or of an unknown kind, or an option does not apply. A broken
+            row raises when it is reached; the message names its file and line.
     """
     if rows is not None and rows < 1:
         raise UserError(f"rows: expected at least 1, got {rows}.")
     path = user_path(source)
-    if path.is_dir():
-        files = _files_in(path, split)
-    elif path.exists():
-        if split is not None:
-            raise UserError(f"split={split!r}: the file {path} has no splits. Leave `split` out.")
-        if _suffix(path) not in _BUILDERS or not path.is_file():
-            raise UserError(f"{path}: expected a file ending in {_EXPECTED}.")
-        files = [path]
-    elif _suffix(path) in _BUILDERS or str(source).startswith(("/", ".", "~")):
-        raise UserError(f"{path} does not exist. Check the path (the current directory is {Path.cwd()}).")
-    else:
+    if is_hub_id(source):
         return _read_hub(str(source), split or "train", rows)
-    data: list[Mapping[str, Any]] = []
-    for file in files:
-        data += _read_file(file, None if rows is None else rows - len(data))
-    if not data:
-        raise UserError(f"{path} holds no rows. Give a file with at least one.")
-    return Rows(data, name=str(source), documents=_suffix(files[0]) == ".txt")
+    with _readable(path, "data"):
+        if path.is_dir():
+            files = _files_in(path, split)
+        elif not path.exists():
+            raise UserError(f"{path} does not exist. Check the path (the current directory is {Path.cwd()}).")
+        else:
+            if split is not None:
+                raise UserError(f"split={split!r}: the file {path} has no splits. Leave `split` out.")
+            if _suffix(path) not in _READERS or not path.is_file():
+                raise UserError(f"{path}: expected a file ending in {_EXPECTED}.")
+            files = [path]
+
+    def read() -> Iterator[Placed]:
+        return islice((placed for file in files for placed in _read_file(file)), rows)
+
+    found = Rows(read, name=str(source), documents=_suffix(files[0]) == ".txt", skip_broken=skip_broken)
+    _ = found.first
+    return found
+
+
+def is_hub_id(source: str | Path) -> bool:
+    """Whether `read_source` looks for a source on the hub: nothing has this path, and it has the form of an id."""
+    text = str(source)
+    return not user_path(source).exists() and _suffix(Path(text)) not in _READERS and bool(_HUB_ID.fullmatch(text))
 
 
 def _suffix(path: Path) -> str:
@@ -96,7 +145,7 @@ def _suffix(path: Path) -> str:
 
 
 def _files_in(directory: Path, split: str | None) -> list[Path]:
-    files = sorted(file for file in directory.iterdir() if file.is_file() and _suffix(file) in _BUILDERS)
+    files = sorted(file for file in directory.iterdir() if file.is_file() and _suffix(file) in _READERS)
     if not files:
         raise UserError(f"{directory} holds no data file. Expected files ending in {_EXPECTED}.")
     names = ", ".join(file.name for file in files)
@@ -109,36 +158,124 @@ def _files_in(directory: Path, split: str | None) -> list[Path]:
     return files
 
 
-def _read_file(path: Path, rows: int | None) -> list[Mapping[str, Any]]:
-    import datasets
+# --- files ---
 
-    builder, options = _BUILDERS[_suffix(path)]
+
+def _read_file(path: Path) -> Iterator[Placed]:
+    kind, read = _READERS[_suffix(path)]
     zipped = path.name.endswith(".gz")
-    # `datasets` expands *, ? and [ in paths and interprets "::" and "://" as in URLs, so it gets a link with a plain
-    # name.
-    with tempfile.TemporaryDirectory(prefix="calibjax-data-") as directory:
-        link = Path(directory, f"data{_suffix(path)}{'.gz' if zipped else ''}")
-        link.symlink_to(path.absolute())
-        try:
-            with _quiet():
-                # Streaming reads the file instead of a copy in the cache, but requires the cache directory.
-                data = datasets.load_dataset(
-                    builder,
-                    data_files=glob.escape(str(link)),
-                    split="train",
-                    streaming=True,
-                    cache_dir=_cache_directory(),
-                    **options,
-                )
-                return list(islice(data, rows))
-        except StopIteration:  # raised by `datasets` for an empty JSON file
-            return []
-        except Exception as error:
-            reason = str(error).replace(str(link), str(path))
-            kind = f"gzipped {builder}" if zipped else builder
-            raise UserError(
-                f"{path} cannot be read as {kind}: {reason}. Check that it is complete and has the right suffix."
-            ) from error
+    opened = gzip.open if zipped else open
+    with _readable(path, f"gzipped {kind}" if zipped else kind), opened(path, "rb") as file:
+        for at, row in read(cast(BinaryIO, file)):
+            place = f"{path}, {at}"
+            yield place, UserError(f"{place}: {row}.") if isinstance(row, str) else row
+
+
+@contextlib.contextmanager
+def _readable(path: Path, kind: str) -> Iterator[None]:
+    """Turns what the readers raise for a damaged file into a `UserError`."""
+    import pyarrow
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError, csv.Error, RecursionError, pyarrow.ArrowException) as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{path} cannot be read as {kind}: {reason}. Check that it is complete and has the right suffix."
+        ) from error
+
+
+_Found = Iterator[tuple[str, Row | str]]
+"""Places and rows; a string describes what is wrong with a row."""
+
+
+def _json_lines(file: BinaryIO) -> _Found:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield f"line {number}", _json_object(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+
+
+def _json_object(line: bytes) -> Row | str:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return f"invalid UTF-8 at byte {error.start} of the line"
+    except (ValueError, RecursionError) as error:
+        return f"cannot be read as json ({str(error)[:60]}): {_shown(line)}"
+    return value if isinstance(value, dict) else f"expected a JSON object, got {_shown(line)}"
+
+
+def _shown(line: bytes) -> str:
+    return repr(line[:60].decode("utf-8", "replace").strip())
+
+
+def _json(file: BinaryIO) -> _Found:
+    """An array of objects, which is read whole; or one object per line."""
+    if not file.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):  # type: ignore[attr-defined]
+        yield from _json_lines(file)
+        return
+    for number, value in enumerate(json.loads(file.read().decode("utf-8-sig"))):
+        place = f"row {number} (the first is row 0)"
+        yield place, value if isinstance(value, dict) else f"expected a JSON object, got {str(value)[:60]!r}"
+
+
+def _csv(file: BinaryIO) -> _Found:
+    csv.field_size_limit(sys.maxsize)
+    # Bytes that are not UTF-8 become surrogates, so that the row that holds them can be named.
+    rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=""))
+    columns = next(rows, [])
+    if repeated := {name for name in columns if columns.count(name) > 1}:
+        raise ValueError(f"several columns are named {', '.join(sorted(repeated))}")
+    start = rows.line_num + 1
+    for cells in rows:
+        place, start = f"line {start}", rows.line_num + 1
+        if not cells:
+            continue
+        if len(cells) != len(columns):
+            yield place, f"expected {len(columns)} cells, as in the first line, got {len(cells)}"
+        elif not is_text("".join(cells)):
+            yield place, "invalid UTF-8"
+        else:
+            yield place, dict(zip(columns, cells, strict=True))
+
+
+def is_text(text: str) -> bool:
+    """Whether a string is Unicode text; it is not where it holds half of a surrogate pair."""
+    try:
+        return text.isascii() or bool(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False
+
+
+def _parquet(file: BinaryIO) -> _Found:
+    import pyarrow.parquet
+
+    number = 0
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000):
+        for row in batch.to_pylist():
+            yield f"row {number} (the first is row 0)", row
+            number += 1
+
+
+def _document(file: BinaryIO) -> _Found:
+    yield "the file", {"text": io.TextIOWrapper(file, encoding="utf-8").read()}
+
+
+_READERS: dict[str, tuple[str, Callable[[BinaryIO], _Found]]] = {
+    ".jsonl": ("json", _json_lines),
+    ".json": ("json", _json),
+    ".csv": ("csv", _csv),
+    ".parquet": ("parquet", _parquet),
+    ".txt": ("text", _document),
+}
+_EXPECTED = f"one of {', '.join(_READERS)} (each but .parquet may end in .gz as well)"
+
+
+# --- the hub ---
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
 
 
 def _read_hub(name: str, split: str, rows: int | None) -> Rows:
@@ -146,14 +283,15 @@ def _read_hub(name: str, split: str, rows: int | None) -> Rows:
     from datasets import config
 
     repository, _, configuration = name.partition(":")
-    # Streaming fetches only what is read, but does not work offline from the cache.
-    streaming = rows is not None and not config.HF_HUB_OFFLINE
     try:
-        data: Any = datasets.load_dataset(
-            repository, configuration or None, split=split, streaming=streaming, cache_dir=_cache_directory()
-        )
-        if rows is not None:
-            data = list(islice(data, rows))
+        with _offline_if_unreachable(repository):
+            # Streaming fetches only what is read, but does not work offline from the cache.
+            streaming = rows is not None and not config.HF_HUB_OFFLINE
+            data: Any = datasets.load_dataset(
+                repository, configuration or None, split=split, streaming=streaming, cache_dir=_cache_directory()
+            )
+            if rows is not None:
+                data = list(islice(data, rows))
     except Exception as error:
         raise UserError(
             f"{name!r} is neither a local file or directory nor an available dataset of the Hugging Face Hub "
@@ -162,6 +300,28 @@ def _read_hub(name: str, split: str, rows: int | None) -> Rows:
     if len(data) == 0:
         raise UserError(f"{name!r}, split {split!r}, holds no rows. Choose another split.")
     return Rows(data, name=name)
+
+
+@contextlib.contextmanager
+def _offline_if_unreachable(repository: str) -> Iterator[None]:
+    """Where the hub does not answer a first request, only the cache is read: `datasets` would retry for 30 s."""
+    import huggingface_hub
+    from datasets import config
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    try:
+        if not any(before):
+            try:
+                huggingface_hub.HfApi().dataset_info(repository, timeout=10)
+            except HfHubHTTPError:
+                pass  # it answered; `datasets` describes what is wrong with the name
+            except Exception:
+                config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 _temporary_cache: tempfile.TemporaryDirectory | None = None
@@ -180,16 +340,3 @@ def _cache_directory() -> str | None:
     if _temporary_cache is None:
         _temporary_cache = tempfile.TemporaryDirectory(prefix="calibjax-datasets-")
     return _temporary_cache.name
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps `datasets` from logging errors that it also raises."""
-    from datasets.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

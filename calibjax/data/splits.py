@@ -1,10 +1,15 @@
 """Disjoint splits of sequences for fitting, validation and evaluation. A row is never on both sides."""
 
+import hashlib
+from collections.abc import Iterator
+
 import numpy as np
 from jaxtyping import Int, Int32
 
 from calibjax.data.sequences import Sequences
 from calibjax.runtime.errors import UserError
+
+_SHORTEST_TEXT = 8  # predictions; shorter texts are equal by chance
 
 
 def split_sequences(sequences: Sequences, fit_fraction: float) -> tuple[Sequences, Sequences]:
@@ -27,6 +32,31 @@ def split_sequences(sequences: Sequences, fit_fraction: float) -> tuple[Sequence
     ends = np.flatnonzero(np.diff(_groups(sequences))) + 1
     cut = int(ends[np.argmin(np.abs(ends - cut))])
     return sequences.take(slice(cut)), sequences.take(slice(cut, None))
+
+
+def count_repeats(fit: Sequences, held_out: Sequences) -> tuple[int, int]:
+    """Counts texts of the held-out part that the fitting part has as well, so that they were not held out.
+
+    A text is the part of a row within one sequence. Rows are cut from their start, so equal rows give equal texts.
+
+    Args:
+        fit: sequences to fit on.
+        held_out: sequences to evaluate on.
+
+    Returns:
+        (texts of `held_out` with an equal text in `fit`, texts of `held_out`), of those with at least 8 predictions.
+    """
+    seen = set(_texts(fit))
+    found = [text in seen for text in _texts(held_out)]
+    return sum(found), len(found)
+
+
+def _texts(sequences: Sequences) -> Iterator[bytes]:
+    for tokens, targets, segments in zip(sequences.tokens, sequences.targets, sequences.segment_ids, strict=True):
+        ends = np.flatnonzero(np.diff(segments, append=0))
+        for start, end in zip([0, *(ends[:-1] + 1)], ends + 1, strict=True):
+            if segments[start] and end - start >= _SHORTEST_TEXT:
+                yield hashlib.blake2b(tokens[start:end].tobytes() + targets[end - 1].tobytes(), digest_size=16).digest()
 
 
 def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from calibjax.data.source import read_source
 from calibjax.data.splits import check_fraction
 from calibjax.recalibrate import Predictions
 from calibjax.runtime.errors import UserError, user_path
@@ -79,6 +80,8 @@ def read_table(path: str | Path) -> PredictionTable:
         if name in arrays:
             matrix = _finite(path, name, arrays[name], axes=2).astype(np.float32)
             predictions = predictions._replace(**{name: matrix})
+    if "group" in arrays and np.ndim(arrays["group"]) != 1:
+        raise UserError(f"{path}: group: expected one label per row, got shape {np.shape(arrays['group'])}.")
     groups = _numbered(np.asarray(arrays["group"])) if "group" in arrays else None
     lengths = {name: np.shape(x)[:1] for name, x in arrays.items() if name != "unembedding"}
     if len(set(lengths.values())) != 1:
@@ -134,12 +137,11 @@ def _read_npz(path: Path) -> tuple[dict[str, Any], list[str]]:
 def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
     import pyarrow
     import pyarrow.csv
-    import pyarrow.json
     import pyarrow.parquet
 
     readers = {
         ".csv": pyarrow.csv.read_csv,
-        ".jsonl": pyarrow.json.read_json,
+        ".jsonl": lambda file: pyarrow.Table.from_pylist([dict(row) for row in read_source(file)]),
         ".parquet": pyarrow.parquet.read_table,
     }
     kind = Path(path.name.removesuffix(".gz")).suffix
@@ -147,13 +149,16 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise UserError(f"--table {path}: expected a file ending in {_KINDS}.")
     try:
         table = readers[kind](str(path.absolute()))  # absolute, because pyarrow expands a leading ~
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = _first_bad_row(path, kind) if isinstance(error, pyarrow.ArrowInvalid) and kind != ".parquet" else None
+    except (pyarrow.ArrowException, OSError, OverflowError) as error:
+        reason = None if kind == ".parquet" or isinstance(error, OSError) else _first_bad_row(path, kind)
         raise UserError(f"{path} cannot be read: {reason or str(error).splitlines()[0]}.") from error
-    columns = {name: table.column(name) for name in dict.fromkeys(table.column_names)}
+    names = table.column_names
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{path}: expected columns with names of their own, got several named {', '.join(repeated)}.")
+    columns = {name: table.column(name) for name in names}
     arrays: dict[str, Any] = {name: columns[name] for name in ("confidence", "correct") if name in columns}
     if "group" in columns:
-        arrays["group"] = np.asarray(columns["group"].to_pylist()).astype(str)
+        arrays["group"] = np.asarray([_group_label(path, *cell) for cell in enumerate(columns["group"].to_pylist())])
     if "label" in columns:
         arrays["labels"] = columns["label"]
     for prefix in ("logit", "p"):
@@ -170,6 +175,13 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
         if name in arrays:
             arrays[name] = _numbers(path, column, arrays[name])
     return arrays, list(columns)
+
+
+def _group_label(path: Path, row: int, label: Any) -> str:
+    try:
+        return label.decode("utf-8") if isinstance(label, bytes) else str(label)
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: group: row {row} holds {label!r}, expected text in UTF-8.") from None
 
 
 def _first_bad_row(path: Path, kind: str) -> str | None:

@@ -300,6 +300,11 @@ def generate(
         _check_head(lm, head)
     longest = max(map(len, ids))
     if max_new_tokens < 1 or longest + max_new_tokens > lm.config.max_positions:
+        if longest >= lm.config.max_positions:
+            raise UserError(
+                f"prompt: the longest has {longest} tokens, and the model has {lm.config.max_positions} positions: "
+                "expected a shorter one."
+            )
         raise UserError(
             f"max_new_tokens: expected 1 to {lm.config.max_positions - longest}, what the model's "
             f"{lm.config.max_positions} positions leave beside a prompt of {longest} tokens; got {max_new_tokens}."

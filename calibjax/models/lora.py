@@ -44,6 +44,11 @@ class LoraConfig:
         if self.targets not in _TARGETS:
             raise UserError(f"LoRA: targets must be one of {', '.join(_TARGETS)}, got {self.targets!r}.")
 
+    def check(self, hidden_size: int) -> None:
+        """Raises `UserError` for a rank above the width of the model, where adapters are larger than its weights."""
+        if self.rank > hidden_size:
+            raise UserError(f"--lora-rank: expected 1 to {hidden_size}, the width of the model, got {self.rank}.")
+
     def adapt(self, module: Module) -> Module:
         """Returns the module with adapters, as further parameters, beside the kernels of its blocks."""
         import qwix

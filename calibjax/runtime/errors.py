@@ -1,11 +1,12 @@
 """The error type for invalid input, and the checks that raise it."""
 
+import contextlib
 import dataclasses
 import errno
-import math
 import os
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,30 @@ def storage_failure(error: BaseException) -> OSError | None:
             return found
         at = at.__cause__ or at.__context__
     return None
+
+
+@contextlib.contextmanager
+def about(option: str) -> Iterator[None]:
+    """Names an option in every `UserError` of the block that names none."""
+    try:
+        yield
+    except UserError as error:
+        if str(error).startswith("--") or re.match(r"\w+(=|: expected)", str(error)):
+            raise
+        raise UserError(f"{option}: {error}") from error
+
+
+def printable(text: str) -> str:
+    """A text without characters that control a terminal, or that have no encoding: they are shown as escapes.
+
+    Example:
+        >>> printable("red: \\x1b[31m")
+        'red: \\\\x1b[31m'
+    """
+    return "".join(
+        character if character.isprintable() or character in " \n" else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def require_directory(path: str | Path, what: str) -> Path:

@@ -92,6 +92,14 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
             raise
 
 
+def check_new_file(path: Path) -> None:
+    """Raises `UserError` if `new_file(path)` would: if there is a directory or device, or no directory to hold it."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: expected a file or a new path, but this is a directory or a device.")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path}: cannot write there ({path.parent} is not a directory that can be written).")
+
+
 def check_new_directory(path: Path) -> None:
     """Raises `UserError` if `new_directory(path)` would."""
     _entries(path, replace=False)

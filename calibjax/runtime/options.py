@@ -3,11 +3,14 @@
 import dataclasses
 import math
 import typing
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from calibjax.runtime.errors import UserError
+
+Mark = TypeVar("Mark")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Range:
     def holds(self, value: float) -> bool:
         above = self.low < value if self.open in ("low", "both") or math.isinf(self.low) else self.low <= value
         below = value < self.high if self.open in ("high", "both") else value <= self.high
-        return above and below and (self.infinite or math.isfinite(value))
+        return above and below and (self.infinite or isinstance(value, int) or math.isfinite(value))
 
     def __str__(self) -> str:
         low = f"{'above' if self.open in ('low', 'both') else 'at least'} {self.low:.12g}"
@@ -43,14 +46,20 @@ class Range:
         """The range in words, for a value outside it."""
         if self.high == INT_MAX and value > self.high:
             return f"at most {INT_MAX}"
-        return (
-            f"{self}, finite" if math.isinf(value) and math.isinf(self.high) and math.isfinite(self.low) else f"{self}"
-        )
+        if isinstance(value, float) and math.isinf(value) and math.isinf(self.high) and math.isfinite(self.low):
+            return f"{self}, finite"
+        return str(self)
+
+
+class AnyText:
+    """Marks a text that may be empty and of several lines, as a prompt. Any other text is a name, such as a path."""
 
 
 INT_MAX = 2**31 - 1
 """The largest count: arrays are indexed by int32."""
 Count = Annotated[int, Range(1, INT_MAX)]
+BatchSize = Annotated[int, Range(1, 2**16)]
+Bins = Annotated[int, Range(1, 10_000)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Positive = Annotated[float, Range(0, open="low")]
 NonNegative = Annotated[float, Range(0)]
@@ -75,10 +84,13 @@ def flag_of(field: dataclasses.Field) -> str:
 
 
 def check_options(options: Any) -> None:
-    """Checks every value against the `Range` in its annotation, in groups of options too.
+    """Checks every number against the `Range` in its annotation, and every text, in groups of options too.
+
+    Text must be Unicode without NUL. If it is not marked `AnyText`, it is a name: not empty, without control
+    characters, and its parts between slashes are at most 255 bytes long, as in a path.
 
     Raises:
-        UserError: names the option, the range and the value.
+        UserError: names the option, what was expected and the value.
     """
     hints = typing.get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
@@ -86,10 +98,39 @@ def check_options(options: Any) -> None:
         if dataclasses.is_dataclass(value):
             check_options(value)
             continue
-        for limits in _ranges(annotation):
-            for number in value if isinstance(value, tuple) else (value,):
+        values = value if isinstance(value, tuple) else (value,)
+        for limits in marks(annotation, Range):
+            for number in values:
                 if isinstance(number, int | float) and not limits.holds(number):
-                    raise UserError(f"{name}: expected {limits.expected(number)}, got {number}.")
+                    raise UserError(f"{name}: expected {limits.expected(number)}, got {shortened(number)}.")
+        is_name = not any(marks(annotation, AnyText))
+        for text in values:
+            if isinstance(text, str | Path) and (expected := _expected_text(str(text), is_name)):
+                raise UserError(f"{name}: expected {expected}, got {shortened(ascii(str(text)))}.")
+
+
+def shortened(value: Any) -> str:
+    """A value for a message, at most 80 characters of it."""
+    try:
+        text = str(value)
+    except ValueError:  # an integer of thousands of digits
+        text = f"a number of about {value.bit_length() * 3 // 10} digits"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
+
+
+def _expected_text(text: str, is_name: bool) -> str | None:
+    """What is expected of a text that is not as `check_options` describes; None if it is."""
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        return "Unicode text without NUL"
+    if not is_name:
+        return None
+    if not text:
+        return "a name, which is not empty"
+    if any(unicodedata.category(character) == "Cc" for character in text):
+        return "a name without control characters"
+    if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
+        return "a name of at most 255 bytes, or a path of such names"
+    return None
 
 
 def run_identity(command: str, options: Any) -> dict[str, Any]:
@@ -115,9 +156,9 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _ranges(annotation: Any) -> Iterator[Range]:
-    """Every `Range` in an annotation such as `Count`, `Count | None` or `tuple[Positive, ...]`."""
-    yield from (extra for extra in getattr(annotation, "__metadata__", ()) if isinstance(extra, Range))
+def marks(annotation: Any, kind: type[Mark]) -> Iterator[Mark]:
+    """Every mark of a kind, such as `Range`, in an annotation such as `Count | None` or `tuple[Count, ...]`."""
+    yield from (extra for extra in getattr(annotation, "__metadata__", ()) if isinstance(extra, kind))
     for part in typing.get_args(annotation):
-        if not isinstance(part, Range):
-            yield from _ranges(part)
+        if not isinstance(part, kind):
+            yield from marks(part, kind)

@@ -5,10 +5,13 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+from jax.sharding import Mesh
+
 from calibjax.heads import HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
 from calibjax.losses import LOSSES, Hyperparameter
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Fraction, NonNegative, Positive, Range, check_options, named
+from calibjax.runtime.options import BatchSize, Count, Fraction, NonNegative, Positive, Range, check_options, named
+from calibjax.runtime.sharding import check_batch
 from calibjax.train.hidden_cache import CacheMode
 from calibjax.train.state import OptimizerConfig
 
@@ -68,13 +71,18 @@ class AtsOptions:
     refit_temperature: bool | None = None
     validation_fraction: Fraction = 0.1
     epochs: Count | None = None
-    batch_size: Count | None = None
+    batch_size: BatchSize | None = None
     accumulate: Count | None = None
     learning_rate: Positive | None = None
     warmup_fraction: Annotated[float, Range(0, 1, open="high")] | None = None
     weight_decay: NonNegative = 0.0
     cache_hidden: CacheMode = "auto"
     checkpoint_every: Count = 200
+
+    def check(self, mesh: Mesh) -> None:
+        """Raises `UserError` where options do not fit together, or batches do not divide among the devices."""
+        plan = make_plan(self, hidden_size=64)
+        check_batch(mesh, plan.batch_size, plan.accumulate)
 
     @classmethod
     def unset_value(cls, name: str) -> Any:

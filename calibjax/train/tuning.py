@@ -14,7 +14,7 @@ from calibjax.data import batches, eval_batches
 from calibjax.models import decoder
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Fraction, NonNegative, Positive, Range, check_options
+from calibjax.runtime.options import BatchSize, Count, Fraction, NonNegative, Positive, Range, check_options
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
 from calibjax.train.loop import Evaluation, train
 from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, TrainState, create_state
@@ -41,7 +41,7 @@ class TuningOptions:
     """
 
     epochs: Count = 2
-    batch_size: Count = 16
+    batch_size: BatchSize = 16
     accumulate: Count = 1
     optimizer: OptimizerKind = "adamw"
     learning_rate: Positive | None = None

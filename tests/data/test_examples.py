@@ -8,6 +8,7 @@ import pytest
 from assets import model_path
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
+from calibjax.data import examples as examples_module
 from calibjax.data import recognise, tokenize_rows
 from calibjax.data.examples import _find_answers
 from calibjax.data.render import Rendered
@@ -158,14 +159,14 @@ def test_mask_with_real_tokenizers(name):
 def test_tokens_without_width():
     """A begin token at the very start is not of the answer; a space made up before the answer is."""
     offsets = np.array([(0, 0), (0, 2), (2, 2), (2, 4), (4, 5)])
-    _, mask = _find_answers(Rendered("Q:yes", ((2, 5),)), [1, 5, 6, 7, 8], offsets, {1, 2}, None)
+    _, mask = _find_answers(Rendered("Q:yes", ((2, 5),)), np.array([1, 5, 6, 7, 8]), offsets, {1, 2}, None)
     assert mask.tolist() == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
-        ({"messages": TURNS}, FORGETFUL, "row 0: the tokenizer's chat template changes the text"),
+        ({"messages": TURNS}, FORGETFUL, "row 0 .*: the tokenizer's chat template changes the text"),
         ({"messages": TURNS}, "{{ raise_exception('no system role') }}", "rejects the conversation: no system role"),
         ({"messages": TURNS[:2]}, CHATML, "no message of role assistant.* Roles: system, user"),
         ({"messages": "hello"}, CHATML, "row 0 .*expected a list of messages"),
@@ -188,7 +189,7 @@ def test_bad_rows(row, template, message):
         ({"prompt": "a", "response": "b"}, "{prompt", "not a format string"),
         ({"prompt": "a", "response": "b"}, "{}", "expected column names in braces, such as '{prompt}'"),
         ({"prompt": "a", "response": "b"}, "{prompt}{response}", "contains the response"),
-        ({"prompt": "a", "response": "b"}, "{question}", "row 0 has no column question. It has: prompt, response"),
+        ({"prompt": "a", "response": "b"}, "{question}", "row 0 .* has no column question. It has: prompt, response"),
     ],
 )
 def test_bad_prompt_template(row, template, message):
@@ -209,3 +210,43 @@ def test_many_rows_keep_their_order():
     examples = tokenize(rows, tokenizer)
     assert [tokenizer.decode(e.tokens).replace(" ", "") for e in examples] == [row["text"] for row in rows]
     assert [e.row for e in examples] == list(range(2500))
+
+
+@pytest.mark.parametrize("name", ["stories260K", "tinystories-656k", "craftgpt-5M"])
+def test_long_texts_are_tokenised_in_parts(name, monkeypatch):
+    """The tokens are those of the whole text, with special tokens; a limit gives its first tokens."""
+    tokenizer = tokenizer_of(name)
+    text = " ".join(f"Once upon a time, there were {n} cats\nand \u00e9\U0001f600 dogs." for n in range(1500))
+    answer = text[len(text) // 2 :]
+    monkeypatch.setattr("calibjax.data.examples._PART", 4096)
+    monkeypatch.setattr("calibjax.data.examples._OVERLAP", 256)
+    whole = tokenizer(text, verbose=False)["input_ids"]
+    calls = []
+    monkeypatch.setattr(
+        "calibjax.data.examples._encode",
+        lambda rendered, *args, real=examples_module._encode, **options: (
+            calls.append(max(len(item.text) for item in rendered)) or real(rendered, *args, **options)
+        ),
+    )
+    (example,) = tokenize([{"text": text}], tokenizer)
+    assert example.tokens.tolist() == whole
+    assert max(calls) <= 4096
+    (short,) = tokenize([{"text": text}], tokenizer, max_tokens=999)
+    assert short.tokens.tolist() == whole[:999]
+    (pair,) = tokenize([{"prompt": "Who?", "response": answer}], tokenizer)
+    monkeypatch.undo()
+    (expected,) = tokenize([{"prompt": "Who?", "response": answer}], tokenizer)
+    assert pair.tokens.tolist() == expected.tokens.tolist()
+    assert pair.loss_mask.tolist() == expected.loss_mask.tolist()
+
+
+def test_a_long_text_without_a_boundary(monkeypatch):
+    """A word as long as the text: there is no place to join parts at."""
+    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    from transformers import PreTrainedTokenizerFast
+
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
+    monkeypatch.setattr("calibjax.data.examples._PART", 4096)
+    (example,) = tokenize([{"text": "a" * 20_000 + " b"}], fast)
+    assert example.tokens.tolist() == [0, 0]

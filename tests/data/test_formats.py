@@ -40,17 +40,19 @@ def test_errors_list_what_is_there():
         recognise([{"alpha": 1, "beta": 2}])
     with pytest.raises(UserError, match=r"text_column='txt' is missing. The columns are: alpha, beta"):
         recognise([{"alpha": 1, "beta": 2}], "txt")
-    with pytest.raises(UserError, match="at least one row"):
+    with pytest.raises(UserError, match="holds no rows"):
         recognise([])
 
 
 def test_entries():
-    assert string_at({"text": "x"}, "text", 0) == "x"
-    assert string_at({"text": None}, "text", 0, optional=True) == ""
-    with pytest.raises(UserError, match=r"row 7 .*'text': expected a string, got int '3'"):
-        string_at({"text": 3}, "text", 7)
-    with pytest.raises(UserError, match=r"row 7 .*got nothing"):
-        string_at({}, "text", 7)
+    assert string_at({"text": "x"}, "text", "line 1") == "x"
+    assert string_at({"text": None}, "text", "line 1", optional=True) == ""
+    with pytest.raises(UserError, match=r"line 7.*'text': expected a string, got int '3'"):
+        string_at({"text": 3}, "text", "line 7")
+    with pytest.raises(UserError, match=r"line 7.*got nothing"):
+        string_at({}, "text", "line 7")
+    with pytest.raises(UserError, match=r"line 7, column 'text': expected Unicode text, got half of a surrogate pair"):
+        string_at({"text": "a\ud800"}, "text", "line 7")
 
 
 def test_description():

@@ -33,7 +33,7 @@ def test_alpaca_outputs_cut_to_128_tokens():
     for sequence in (0, 1, 777, 1599):
         assert [*sequences.tokens[sequence], sequences.targets[sequence, -1]] == ids[sequence][:128]
     assert description == (
-        f"{file}: plain text (column output), 3,569 of 6,000 rows read, 1,969 of them dropped (too short); "
+        f"{file}: plain text (column output), 3,569 rows read, 1,969 of them dropped (too short); "
         "1,600 sequences of 128 tokens (full), 203,200 tokens to predict"
     )
 
@@ -61,4 +61,4 @@ def test_chat_from_file(tmp_path, layout):
     )
     assert len(sequences.tokens) == (5 if layout == "pad" else 1)
     assert int(sequences.where.sum()) == 5 * 5  # four tokens and the end
-    assert "chat (column messages), 5 of 5 rows read, 0 of them dropped" in description
+    assert "chat (column messages), 5 rows read, 0 of them dropped" in description

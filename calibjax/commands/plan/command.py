@@ -18,7 +18,7 @@ from calibjax.models.decoder import Remat
 from calibjax.models.families import config_from_hf
 from calibjax.models.shapes import SHAPES
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Weight, check_options
+from calibjax.runtime.options import BatchSize, Count, Weight, check_options
 from calibjax.runtime.sharding import AXES, mesh_shape
 from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version
 from calibjax.train.options import AtsOptions
@@ -54,7 +54,7 @@ class PlanOptions(JsonOptions, ModelOptions):
 
     topology: str
     objective: ObjectiveName = "ats"
-    batch_size: Count = 64
+    batch_size: BatchSize = 64
     seq_len: Count = 1024
     mesh: str | None = None
     suggest: bool = False

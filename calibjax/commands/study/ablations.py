@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from calibjax.commands.common import EvalDataOptions, claim_directory
+from calibjax.commands.common import EvalDataOptions, claim_directory, split_text
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked, parameters_of
-from calibjax.data import split_sequences
 from calibjax.eval.compare.repeats import evaluate_repeats
 from calibjax.eval.report.schema import StudyDocument
 from calibjax.eval.tokens import identity_head
@@ -96,7 +95,7 @@ class AblationOptions(EvalDataOptions, StudyOptions):
 def run(name: str, options: AblationOptions, log: Callable[[str], None] = print) -> StudyDocument:
     """Carries out `AblationOptions` for one of `ABLATIONS`; returns what it wrote to metrics.json."""
     study, lm = ABLATIONS[name], load_checked(options, log)
-    fit, held_out = split_sequences(options.text.read(options.data, lm, log), options.fit_fraction)
+    fit, held_out = split_text(options.text.read(options.data, lm, log), options.fit_fraction, log)
     sets = {"held out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     claim_directory(options.out, options.identity(name, {"fit": fit}))
     variants = {variant: options.variant(**changes) for variant, changes in study.variants.items()}

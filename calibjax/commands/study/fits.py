@@ -5,12 +5,20 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from calibjax.commands.common import SCHEMA, BinningOptions, DataOptions, DirectoryOptions, ModelOptions, presentation
+from calibjax.commands.common import (
+    SCHEMA,
+    BinningOptions,
+    DataOptions,
+    DirectoryOptions,
+    ModelOptions,
+    check_sources,
+    presentation,
+)
 from calibjax.data import Sequences, check_context
 from calibjax.eval.report import print_study, write_study
 from calibjax.eval.report.schema import StudyDocument
@@ -18,8 +26,9 @@ from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
 from calibjax.models.frozen import freeze
 from calibjax.runtime.context import RunContext
+from calibjax.runtime.errors import about
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import Count, Fraction, Positive, check_options, run_identity
+from calibjax.runtime.options import BatchSize, Count, Fraction, Positive, Range, check_options, run_identity
 from calibjax.runtime.sharding import replicated
 from calibjax.train import AtsOptions, load_head, save_head
 from calibjax.train.ats import train_head
@@ -46,9 +55,9 @@ class StudyOptions(BinningOptions, DirectoryOptions, ModelOptions):
     """
 
     fit_fraction: Fraction = 0.6
-    seeds: Count = presentation(3)
+    seeds: Annotated[int, Range(1, 1000)] = presentation(3)
     epochs: Count = 6
-    batch_size: Count = 16
+    batch_size: BatchSize = 16
     learning_rate: Positive = 2e-3
     text: DataOptions = DataOptions()
 
@@ -66,10 +75,12 @@ class StudyOptions(BinningOptions, DirectoryOptions, ModelOptions):
 def load_checked(options: StudyOptions, log: Callable[[str], None]) -> LanguageModel:
     """The model, and the checks that can be made without the data."""
     check_options(options)
-    lm = load_model(options.model, dtype=jnp.dtype(options.dtype))
+    make_plan(options.variant(), hidden_size=64)
+    check_sources(options)
+    with about("--model"):
+        lm = load_model(options.model, dtype=jnp.dtype(options.dtype))
     log(f"model: {lm!r}")
     check_context(options.text.seq_len, lm.config.max_positions)
-    make_plan(options.variant(), lm.config.hidden_size)
     return lm
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from calibjax.commands.common import claim_directory
+from calibjax.commands.common import check_source, claim_directory, split_text
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked
 from calibjax.data import (
     Rows,
@@ -16,7 +16,7 @@ from calibjax.data import (
     make_sequences,
     read_source,
     recognise,
-    split_sequences,
+    right_choice,
     tokenize_rows,
 )
 from calibjax.eval.compare.repeats import evaluate_repeats
@@ -25,7 +25,7 @@ from calibjax.eval.report.schema import StudyDocument
 from calibjax.eval.tokens import identity_head
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about
 
 SUBJECTS = {
     "medical": (
@@ -80,13 +80,18 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDo
                 "--domains: expected names of 1 to 50 letters, digits, spaces and _ . + -, that begin with a letter or "
                 f"digit and are not 'uncalibrated', got {name[:80]!r}. Each names a directory in --out."
             )
+    for _, _, source in named:
+        check_source("--domains", source, options.text)
+    if options.mmlu is not None:
+        with about("--mmlu"):
+            _questions(options.mmlu)
     lm = load_checked(options, log)
     domains = {name: options.text.read(source, lm, log, column_optional=True) for name, _, source in named}
     if options.mmlu is not None:
         domains |= _subject_domains(options, options.mmlu, lm, log)
     smallest = min(len(sequences.tokens) for sequences in domains.values())
     parts = {
-        name: split_sequences(sequences.take(slice(smallest)), options.fit_fraction)
+        name: split_text(sequences.take(slice(smallest)), options.fit_fraction, log)
         for name, sequences in domains.items()
     }
     claim_directory(options.out, options.identity("transfer", {name: fit for name, (fit, _) in parts.items()}))
@@ -127,24 +132,33 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDo
 def _subject_domains(
     options: TransferOptions, source: str, lm: LanguageModel, log: Callable[[str], None]
 ) -> dict[str, Sequences]:
-    rows = read_source(source)
-    if not is_multiple_choice(rows) or "subject" not in rows[0]:
-        raise UserError(f"--mmlu {source}: expected the columns question, choices, answer and subject.")
+    rows = _questions(source)
     domains = {}
     for name, subjects in SUBJECTS.items():
-        texts = answered_questions(rows, subjects)
-        if not texts:
+        questions = answered_questions(rows, subjects)
+        texts = Rows(questions, rows.name)
+        if not questions:
             raise UserError(f"--mmlu {source}: no row has one of the {name} subjects {', '.join(subjects)}.")
         examples = tokenize_rows(texts, recognise(texts), lm.tokenizer)
         domains[name] = make_sequences(
             examples, options.text.seq_len, layout=options.text.layout, max_sequences=options.text.examples
         )
-        log(f"data: {name}: {len(texts):,} questions, {len(domains[name].tokens):,} sequences")
+        log(f"data: {name}: {len(questions):,} questions, {len(domains[name].tokens):,} sequences")
     return domains
 
 
-def answered_questions(rows: Rows, subjects: tuple[str, ...]) -> Rows:
+def _questions(source: str) -> Rows:
+    rows = read_source(source)
+    if not is_multiple_choice(rows) or "subject" not in rows.first:
+        raise UserError(f"--mmlu {source}: expected the columns question, choices, answer and subject.")
+    return rows
+
+
+def answered_questions(rows: Rows, subjects: tuple[str, ...]) -> list[dict[str, str]]:
     """Questions of some subjects with their right answers, as text, in an order that mixes the subjects."""
-    kept = [row for row in rows if row["subject"] in subjects]
-    texts = [{"text": f"{row['question']}\n{row['choices'][row['answer']]}"} for row in kept]
-    return Rows([texts[i] for i in np.random.default_rng(0).permutation(len(texts))], rows.name)
+    texts = [
+        {"text": f"{row.get('question')}\n{right_choice(row, place)}"}
+        for place, row in rows.placed()
+        if row.get("subject") in subjects
+    ]
+    return [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]

@@ -71,4 +71,6 @@ def find_judge(name: str) -> Judge:
             f"--judge {name}: expected {STRING_MATCH}, or package.module:function, (prompt, answer, right answers) -> "
             f"0 to 1 ({error})."
         ) from error
+    if not callable(judge):
+        raise UserError(f"--judge {name}: expected a function, got {type(judge).__name__}.")
     return judge

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from calibjax.data import Sequences, eval_batches, read_source
+from calibjax.data import Rows, Sequences, eval_batches, read_source
 from calibjax.eval.report.schema import AnalogyRow
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
@@ -59,16 +59,21 @@ def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, 
     Raises:
         UserError: columns are missing, or no question is left.
     """
-    rows = read_source(source)
-    missing = {"category", "a", "b", "c", "d"} - set(rows[0])
-    if missing:
-        raise UserError(f"{source}: expected analogies with columns category, a, b, c, d; missing {sorted(missing)}.")
-    questions = analogy_questions(rows, count=count, seed=seed)
+    questions = analogy_questions(list(read_analogies(source)), count=count, seed=seed)
     if not questions:
         raise UserError(f"{source}: no question with {CHOICES} different choices.")
     pieces = [_tokens(lm, question.prompt, choice) for question in questions for choice in question.choices]
     right, categories = [question.right for question in questions], [question.category for question in questions]
     return Analogies(_sequences(lm, pieces), np.array(right), categories)
+
+
+def read_analogies(source: str) -> Rows:
+    """The rows of analogies; raises `UserError` if columns are missing."""
+    rows = read_source(source)
+    missing = {"category", "a", "b", "c", "d"} - set(rows.first)
+    if missing:
+        raise UserError(f"{source}: expected analogies with columns category, a, b, c, d; missing {sorted(missing)}.")
+    return rows
 
 
 def analogy_questions(
