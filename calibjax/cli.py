@@ -182,7 +182,10 @@ def _execute(options: Any, run: Run) -> int:
             write(printable(line))
 
         with leaving_nothing(getattr(options, "out", None)):
-            document = run(options, log if prints else _discard)
+            try:
+                document = run(options, log if prints else _discard)
+            finally:
+                locks.release()
     except NonFiniteLossError as error:
         print(f"stopped: {_one_line(error, options)}", file=sys.stderr)
         return 1
@@ -212,8 +215,6 @@ def _execute(options: Any, run: Run) -> int:
             flush=True,
         )
         os._exit(1)
-    finally:
-        locks.release()
     if options.json and prints:
         print(json.dumps(document, indent=2))
     return 1 if document.get("held_out", {}).get("failed") else 0
