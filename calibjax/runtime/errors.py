@@ -1,13 +1,10 @@
-"""The error type for invalid input, and the checks that raise it."""
+"""The error type for invalid input, and the checks that raise it. It imports no JAX: the parser needs it at once."""
 
 import dataclasses
 import math
 import os
 from pathlib import Path
 from typing import Any
-
-import jax
-import numpy as np
 
 
 class UserError(ValueError):
@@ -40,17 +37,3 @@ def require_finite(config: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{field.name}: expected finite numbers, got {number}.")
-
-
-def host_indices(values: Any) -> Any:
-    """Clips host integers to the range of int32, because JAX would wrap 2³² + 1 to 1.
-
-    An index out of range therefore stays out of range. JAX arrays are returned unchanged.
-    """
-    if isinstance(values, jax.Array):
-        return values
-    values = np.asarray(values)
-    if values.dtype.kind not in "iu" or values.dtype.itemsize < 4:
-        return values
-    limits = np.iinfo(np.int32)
-    return np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max).astype(np.int32)
