@@ -202,7 +202,14 @@ def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4) 
 
 
 def _by_blocks(
-    loss: _Loss, hidden, unembedding, bias, scale, targets, where, differentiated: list[str]
+    loss: _Loss,
+    hidden: Array,
+    unembedding: Array,
+    bias: Array | None,
+    scale: Array,
+    targets: Array,
+    where: Array,
+    differentiated: list[str],
 ) -> tuple[Array, dict[str, Array]]:
     """The reduced loss and its gradients in `differentiated`, formed block by block."""
     shapes = {"hidden": hidden.shape, "unembedding": unembedding.shape, "bias": unembedding.shape[:1]}
