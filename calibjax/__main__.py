@@ -1,8 +1,22 @@
-"""`python -m calibjax` is the command `calibjax`."""
+"""The command `calibjax`, also as `python -m calibjax`: Ctrl-C is handled before anything else is imported."""
 
+import os
+import signal
 import sys
 
-from calibjax.cli import main
+
+def main() -> int:
+    """Runs `calibjax.cli.main`; Ctrl-C while that module is imported ends with exit code 130 and one line."""
+    signal.signal(signal.SIGINT, _stop)
+    from calibjax import cli
+
+    return cli.main()
+
+
+def _stop(number: int, frame: object) -> None:
+    os.write(2, b"\nstopped by Ctrl-C\n")
+    os._exit(130)
+
 
 if __name__ == "__main__":
     sys.exit(main())

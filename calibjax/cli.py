@@ -85,28 +85,36 @@ def execute(options: Any, run: Run) -> int:
 def _until_stopped(work: Callable[[], int], resume: str) -> int:
     """The exit code of `work`, or of the signal that ended it, with a line that gives the command to resume."""
 
-    def report(name: str = "Ctrl-C") -> None:
+    def report(name: str) -> None:
         print(f"\nstopped by {name}; to resume: {resume}", file=sys.stderr, flush=True)
 
     try:
         with signals.handled(report):
             return work()
     except KeyboardInterrupt:
-        report()
+        report("Ctrl-C")
         code = signals.INTERRUPTED
     except signals.Terminated:
         report("SIGTERM")
         code = signals.TERMINATED
-    import jax
+    if "calibjax.runtime.distributed" in sys.modules:  # otherwise the signal came while the command was imported
+        import jax
 
-    if jax.process_count() > 1:
-        if signals.agreed():
-            jax.distributed.shutdown()  # all leave together
-        os._exit(code)  # the others may wait for this one, and its clean-up for them
+        if jax.process_count() > 1:
+            if signals.agreed():
+                jax.distributed.shutdown()  # all leave together
+            os._exit(code)  # the others may wait for this one, and its clean-up for them
     return code
 
 
 def _run_command(args: list[str]) -> int:
+    with signals.ending_at_once():
+        options, run = _parse(args)
+    return _execute(options, run)
+
+
+def _parse(args: list[str]) -> tuple[Any, Run]:
+    """The options that the arguments give, and the function that takes them; imports the command."""
     name = _command_of(args)
     command = COMMANDS[name]
     from calibjax.commands.parser import parse
@@ -119,7 +127,7 @@ def _run_command(args: list[str]) -> int:
         prog=f"calibjax {name}",
         description=module.ABLATIONS[study[0]].question if study else None,
     )
-    return _execute(options, functools.partial(module.run, *study))
+    return options, functools.partial(module.run, *study)
 
 
 def _command_of(args: list[str]) -> str:

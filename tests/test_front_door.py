@@ -1,6 +1,8 @@
 """What `import calibjax` offers: its names, and a head fitted and evaluated without a directory."""
 
+import ast
 import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences,
 
 import calibjax
 
+STUB = Path(calibjax.__file__).with_suffix(".pyi")
 LM = make_lm()
 SEQUENCES = answered(LM, ragged(make_sequences(40)))
 QUICK = calibjax.AtsOptions(loss="cross-entropy", head="linear", epochs=2, batch_size=8, learning_rate=1e-2)
@@ -22,6 +25,8 @@ def test_names():
     more = "load_model load_text save_head split_sequences vocab_stats __version__"
     expected = " ".join([types, heads, rooms, functions, more]).split()
     assert sorted(dir(calibjax)) == sorted(expected)
+    (declared,) = (node.value for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.Assign))
+    assert ast.literal_eval(declared) == sorted(expected)  # what type checkers and `from calibjax import *` see
     for name in expected:
         assert getattr(calibjax, name) is not None
 

@@ -121,8 +121,7 @@ def _train_decoder(
         {},
         batches(sequences._asdict(), batch_size, seed=options.seed, epochs=options.epochs),
         steps=steps,
-        context=context,
+        context=context.titled("decoder"),
         identity={"epochs": options.epochs, "seed": options.seed},
-        title="decoder",
     )
     return LanguageModel.from_params(config, state.params)

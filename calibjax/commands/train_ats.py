@@ -174,8 +174,7 @@ def evaluate(
                 sequences,
                 heads,
                 batch_size=plan.batch_size,
-                title=f"evaluating {name.replace('_', ' ')}",
-                context=context,
+                context=context.titled(f"evaluating {name.replace('_', ' ')}"),
                 **options,
             )
             for name, sequences in sets.items()

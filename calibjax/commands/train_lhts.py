@@ -130,8 +130,7 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> LhtsDo
                 held_out,
                 {name: identity_head(lm)},
                 batch_size=options.lhts.batch_size,
-                title=f"evaluating {name}",
-                context=context,
+                context=context.titled(f"evaluating {name}"),
             )
             texts[name] = _texts(lm, base, held_out, name, options, context)
             if questions is not None:
@@ -140,8 +139,7 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> LhtsDo
                     questions,
                     options.myopic,
                     batch_size=options.lhts.batch_size,
-                    title=f"{name}: analogies",
-                    context=context,
+                    context=context.titled(f"{name}: analogies"),
                 )
     document: LhtsDocument = {
         "schema": SCHEMA,
@@ -173,8 +171,7 @@ def _texts(
             prompt=options.text_prompt,
             batch_size=options.lhts.batch_size,
             with_self_bleu=options.self_bleu,
-            title=f"{name} at {temperature:g}",
-            context=context,
+            context=context.titled(f"{name} at {temperature:g}"),
         )
         for temperature in options.myopic
     }

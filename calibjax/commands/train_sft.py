@@ -126,8 +126,7 @@ def _evaluate(
             batch_size=options.sft.batch_size,
             bins=options.bins,
             closed=options.closed,
-            title=f"evaluating {name}: {title}".replace("_", " "),
-            context=context,
+            context=context.titled(f"evaluating {name}: {title}".replace("_", " ")),
         )
         for title, sequences in sets.items()
     }

@@ -74,7 +74,6 @@ def evaluate_text(
     prompt: int,
     batch_size: int = 16,
     with_self_bleu: bool = False,
-    title: str = "text",
     context: RunContext | None = None,
 ) -> TextRow:
     """Lets a model continue the first tokens of sequences, and evaluates its text.
@@ -87,8 +86,7 @@ def evaluate_text(
         prompt: tokens.
         batch_size: sequences per step.
         with_self_bleu: needs sacrebleu.
-        title: of the progress bar.
-        context: seed of the draws, and progress.
+        context: seed of the draws, progress and its title.
 
     Returns:
         log_prob: mean log p of a token under the scorer, nats, with its standard error over texts `log_prob_error`;
@@ -100,7 +98,6 @@ def evaluate_text(
         prompt=prompt,
         temperature=temperature,
         batch_size=batch_size,
-        title=title,
         context=context,
     )
     sums = log_probs(scorer, drawn, batch_size=batch_size).sum(axis=1, dtype=np.float64)

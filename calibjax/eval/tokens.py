@@ -93,7 +93,6 @@ def evaluate_tokens(
     bins: int = 15,
     closed: metrics.Closed = "right",
     keep_tokens: bool = False,
-    title: str = "evaluation",
     context: RunContext | None = None,
 ) -> dict[str, MethodResult]:
     """Evaluates several heads on the tokens of the sequences; the frozen model runs once for all of them.
@@ -107,8 +106,7 @@ def evaluate_tokens(
         batch_size: sequences per step.
         bins, closed: of the reliability bins; see `calibjax.metrics`.
         keep_tokens: keep per-token outputs.
-        title: of the progress bar.
-        context: progress.
+        context: progress and its title.
 
     Returns:
         name -> `MethodResult`.
@@ -122,7 +120,7 @@ def evaluate_tokens(
     sums_of: dict[str, list[Any]] = {name: [] for name in names}
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
-    bar = context.bar(title=title, unit="sequence", total=len(sequences.tokens))
+    bar = context.bar(title=context.title or "evaluation", unit="sequence", total=len(sequences.tokens))
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         results = to_host(evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch))
         for name, (sums, of_tokens, valid) in zip(names, results, strict=True):

@@ -14,7 +14,7 @@ from calibjax.kernels.operator import Call
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
-from calibjax.runtime.errors import host_indices
+from calibjax.runtime.indices import as_indices
 
 IMPLEMENTATIONS: dict[str, Implementation | None] = {
     "pallas_tpu": pallas_tpu.IMPLEMENTATION,
@@ -114,7 +114,7 @@ def vocab_stats(
         [-1.0986, 0.0]
     """
     hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
-    targets = None if targets is None else jnp.asarray(host_indices(targets))
+    targets = None if targets is None else as_indices(targets)
     if sharding is not None and sharding.explicit_axes:
         options = {"softcap": softcap, "ignore_index": ignore_index, "statistics": statistics, **execution}
 

@@ -25,7 +25,7 @@ from calibjax.kernels.operator import Call, Outputs
 from calibjax.kernels.platforms import platform
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import VocabStats
-from calibjax.runtime.errors import host_indices
+from calibjax.runtime.indices import as_indices
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -122,7 +122,7 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing: expected a number from 0 to 1, got {label_smoothing}.")
     if not z_loss >= 0:
         raise ValueError(f"z_loss: expected a number of at least 0, got {z_loss}.")
-    hidden, unembedding, targets = map(jnp.asarray, (hidden, unembedding, host_indices(targets)))
+    hidden, unembedding, targets = jnp.asarray(hidden), jnp.asarray(unembedding), as_indices(targets)
     bias = None if bias is None else jnp.asarray(bias)
     arrays = (hidden, unembedding, targets, bias, where)
     statistics = ("log_normalizer", "target_logit", *(("mean_logit",) if label_smoothing else ()))
@@ -202,7 +202,14 @@ def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4) 
 
 
 def _by_blocks(
-    loss: _Loss, hidden, unembedding, bias, scale, targets, where, differentiated: list[str]
+    loss: _Loss,
+    hidden: Array,
+    unembedding: Array,
+    bias: Array | None,
+    scale: Array,
+    targets: Array,
+    where: Array,
+    differentiated: list[str],
 ) -> tuple[Array, dict[str, Array]]:
     """The reduced loss and its gradients in `differentiated`, formed block by block."""
     shapes = {"hidden": hidden.shape, "unembedding": unembedding.shape, "bias": unembedding.shape[:1]}

@@ -1,21 +1,26 @@
 """`explain`: which implementation of `vocab_stats` runs for some arguments, and what it costs."""
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
+
+import jax
+from jax.typing import ArrayLike
 
 from calibjax.kernels import api
 from calibjax.kernels.operator import Call, takes_rows
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import STATISTICS
 
+_ArrayOrShape = ArrayLike | jax.ShapeDtypeStruct
+
 
 def explain(
-    hidden: Any,
-    unembedding: Any,
-    targets: Any = None,
+    hidden: _ArrayOrShape,
+    unembedding: _ArrayOrShape,
+    targets: _ArrayOrShape | None = None,
     *,
-    bias: Any = None,
-    where: Any = None,
+    bias: _ArrayOrShape | None = None,
+    where: _ArrayOrShape | None = None,
     softcap: float | None = None,
     statistics: Sequence[str] | None = None,
     sharding: VocabSharding | None = None,

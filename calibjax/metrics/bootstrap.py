@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from calibjax.metrics import errors, scores
 from calibjax.metrics._points import check
@@ -228,11 +229,11 @@ def _select(arrays: tuple, groups: Any, where: Any, resamples: int, seed: int) -
 
 def _error_sums(
     metric: Callable,
-    confidence: Any,
-    correct: Any,
+    confidence: ArrayLike,
+    correct: ArrayLike,
     *,
-    groups: Any = None,
-    where: Any = None,
+    groups: ArrayLike | None = None,
+    where: ArrayLike | None = None,
     resamples: int = 1000,
     seed: int = 0,
     bins: int = 15,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from calibjax.metrics._points import divisor, is_known, metric, points
 from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
 from calibjax.metrics.sums import CalibrationSums, sums_of_index
-from calibjax.runtime.errors import host_indices
+from calibjax.runtime.indices import as_indices
 
 Norm = Literal["l1", "l2", "max"]
 
@@ -212,7 +212,7 @@ def classwise_calibration_error(
         float32 scalar in [0, 1]; NaN where no point counts.
     """
     if jnp.ndim(labels) == 1:
-        labels, classes = jnp.asarray(host_indices(labels)), jnp.shape(probabilities)[-1]
+        labels, classes = as_indices(labels), jnp.shape(probabilities)[-1]
         known = (labels >= 0) & (labels < classes)
         labels = jnp.where(known[:, None], jax.nn.one_hot(labels, classes), jnp.nan)  # NaN raises if the point counts
     return _classwise(probabilities, labels, bins=bins, closed=closed, where=where)

@@ -163,95 +163,57 @@ def sampling_logits(
     return logits
 
 
-@functools.partial(jax.jit, static_argnames=("config", "head", "dtype", "max_new_tokens", "top_k", "sample_calibrated"))
-def _generate(
-    config: DecoderConfig,
-    head: HeadConfig,
-    dtype: DTypeLike,
-    frozen: Frozen,
-    head_params,
-    log_factor: Float[Array, ""],
-    tokens: Int[Array, "B T"],
-    segment_ids: Int[Array, "B T"],
-    stop_tokens: Int[Array, " E"],
-    key: PRNGKeyArray,
-    temperature: Float[Array, ""] | None,
-    top_p: Float[Array, ""] | None,
-    *,
-    max_new_tokens: int,
-    top_k: int | None,
-    sample_calibrated: bool,
-) -> Generation:
-    rows, width = tokens.shape
-    module, unembedding = head.build(), frozen.unembedding.astype(dtype)
-    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
-    assert frozen.params is not None
-    params = frozen.params
+class _Program(NamedTuple):
+    """What one compiled program of `_generate` depends on."""
 
-    def run(tokens: Array, segment_ids: Array, cache: Cache, head_cache: Cache | None):
-        """Runs model and head; returns the last column's logits and log_scale, and the caches."""
-        hidden, cache = decoder.extend(config, params, tokens, cache, segment_ids=segment_ids, dtype=dtype)
-        features = head_features(
-            head.features,
-            hidden,
-            unembedding,
-            covariance=frozen.covariance,
-            bias=frozen.bias,
-            softcap=config.logit_softcap,
-        )
-        apply: Any = functools.partial(module.apply, {"params": head_params})
-        if head_cache is None:
-            log_scale = apply(features)
-        else:
-            log_scale, head_cache = apply(features, segment_ids=segment_ids, cache=head_cache)
-        logits = decoder.unembed(config, params, hidden[:, -1])
-        return logits, log_scale[:, -1] + log_factor, cache, head_cache
+    config: DecoderConfig
+    head: HeadConfig
+    dtype: DTypeLike
+    max_new_tokens: int
+    top_k: int | None
+    sample_calibrated: bool
 
-    def choose(logits: Array, log_scale: Array, state: _State) -> _State:
-        """Adds a token to every row that has not ended."""
-        calibrated = jnp.exp(log_scale)[:, None] * logits
-        if temperature is None:
-            token = jnp.argmax(logits, axis=-1)
-        else:
-            drawn_from = sampling_logits(calibrated if sample_calibrated else logits, temperature, top_k, top_p)
-            # A row's draws are its own: they do not depend on the rows beside it.
-            keys = jax.vmap(lambda key: jax.random.fold_in(key, state.count))(row_keys)
-            token = jax.vmap(jax.random.categorical)(keys, drawn_from)
-        token = token.astype(jnp.int32)
 
-        def log_prob(z: Array) -> Array:
-            return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
+class _Inputs(NamedTuple):
+    """Arrays that `_generate` reads, of JAX or on the host.
 
-        alive = ~state.done
-        columns = Generation(
-            jnp.where(alive, token, -1),
-            jnp.where(alive, log_prob(logits), 0.0),
-            jnp.where(alive, jnp.exp(log_prob(calibrated)), 0.0),
-            jnp.where(alive, jnp.exp(-log_scale), 1.0),
-            alive,
-        )
-        generated = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.count, axis=1),
-            state.generated,
-            columns,
-        )
-        done = state.done | jnp.any(token[:, None] == stop_tokens[None, :], axis=-1)
-        return state._replace(count=state.count + 1, done=done, generated=generated)
+    Attributes:
+        frozen, head_params, log_factor: the model and its head.
+        tokens, segment_ids: int32 [B, T], the prompts.
+        stop_tokens: int32 [E], filled up with -1.
+        key, temperature, top_p: of the draws; a temperature of None takes the most likely token.
+    """
+
+    frozen: Frozen
+    head_params: Any
+    log_factor: Any
+    tokens: Any
+    segment_ids: Any
+    stop_tokens: Any
+    key: PRNGKeyArray
+    temperature: Any
+    top_p: Any
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _generate(program: _Program, inputs: _Inputs) -> Generation:
+    rows, width = inputs.tokens.shape
+    unembedding = inputs.frozen.unembedding.astype(program.dtype)
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(inputs.key, row))(jnp.arange(rows))
 
     def step(state: _State) -> _State:
         last = jax.lax.dynamic_slice_in_dim(state.generated.tokens, state.count - 1, 1, axis=1)
-        logits, log_scale, cache, head_cache = run(
-            jnp.maximum(last, 0), (last >= 0).astype(jnp.int32), state.cache, state.head_cache
+        logits, log_scale, cache, head_cache = _run(
+            program, inputs, unembedding, jnp.maximum(last, 0), (last >= 0).astype(jnp.int32), state
         )
-        return choose(logits, log_scale, state._replace(cache=cache, head_cache=head_cache))
+        state = state._replace(cache=cache, head_cache=head_cache)
+        return _choose(program, inputs, row_keys, logits, log_scale, state)
 
     def unfinished(state: _State) -> Array:
-        return (state.count < max_new_tokens) & ~jnp.all(state.done)
+        return (state.count < program.max_new_tokens) & ~jnp.all(state.done)
 
-    columns = width + max_new_tokens - 1  # the last token is not run
-    cache = empty_cache(config, rows, columns, layers=config.num_layers, dtype=dtype)
-    logits, log_scale, cache, head_cache = run(tokens, segment_ids, cache, head.empty_cache(rows, columns))
-    shape = (rows, max_new_tokens)
+    columns = width + program.max_new_tokens - 1  # the last token is not run
+    config, shape = program.config, (rows, program.max_new_tokens)
     nothing = Generation(
         jnp.full(shape, -1, jnp.int32),
         jnp.zeros(shape),
@@ -259,8 +221,85 @@ def _generate(
         jnp.ones(shape),
         jnp.zeros(shape, bool),
     )
-    start = _State(jnp.int32(0), jnp.zeros(rows, bool), nothing, cache, head_cache)
-    return jax.lax.while_loop(unfinished, step, choose(logits, log_scale, start)).generated
+    state = _State(
+        jnp.int32(0),
+        jnp.zeros(rows, bool),
+        nothing,
+        empty_cache(config, rows, columns, layers=config.num_layers, dtype=program.dtype),
+        program.head.empty_cache(rows, columns),
+    )
+    logits, log_scale, cache, head_cache = _run(program, inputs, unembedding, inputs.tokens, inputs.segment_ids, state)
+    state = state._replace(cache=cache, head_cache=head_cache)
+    start = _choose(program, inputs, row_keys, logits, log_scale, state)
+    return jax.lax.while_loop(unfinished, step, start).generated
+
+
+def _run(
+    program: _Program,
+    inputs: _Inputs,
+    unembedding: Float[Array, "V D"],
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    state: _State,
+) -> tuple[Float[Array, "B V"], Float[Array, " B"], Cache, Cache | None]:
+    """Runs model and head on the caches of `state`; returns the last column's logits and log_scale, and the caches."""
+    config, head, frozen = program.config, program.head, inputs.frozen
+    assert frozen.params is not None
+    hidden, cache = decoder.extend(
+        config, frozen.params, tokens, state.cache, segment_ids=segment_ids, dtype=program.dtype
+    )
+    features = head_features(
+        head.features, hidden, unembedding, covariance=frozen.covariance, bias=frozen.bias, softcap=config.logit_softcap
+    )
+    apply: Any = functools.partial(head.build().apply, {"params": inputs.head_params})
+    head_cache = state.head_cache
+    if head_cache is None:
+        log_scale = apply(features)
+    else:
+        log_scale, head_cache = apply(features, segment_ids=segment_ids, cache=head_cache)
+    logits = decoder.unembed(config, frozen.params, hidden[:, -1])
+    return logits, log_scale[:, -1] + inputs.log_factor, cache, head_cache
+
+
+def _choose(
+    program: _Program,
+    inputs: _Inputs,
+    row_keys: PRNGKeyArray,
+    logits: Float[Array, "B V"],
+    log_scale: Float[Array, " B"],
+    state: _State,
+) -> _State:
+    """Adds a token to every row that has not ended."""
+    calibrated = jnp.exp(log_scale)[:, None] * logits
+    if inputs.temperature is None:
+        token = jnp.argmax(logits, axis=-1)
+    else:
+        drawn_from = sampling_logits(
+            calibrated if program.sample_calibrated else logits, inputs.temperature, program.top_k, inputs.top_p
+        )
+        # A row's draws are its own: they do not depend on the rows beside it.
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, state.count))(row_keys)
+        token = jax.vmap(jax.random.categorical)(keys, drawn_from)
+    token = token.astype(jnp.int32)
+
+    def log_prob(z: Array) -> Array:
+        return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
+
+    alive = ~state.done
+    columns = Generation(
+        jnp.where(alive, token, -1),
+        jnp.where(alive, log_prob(logits), 0.0),
+        jnp.where(alive, jnp.exp(log_prob(calibrated)), 0.0),
+        jnp.where(alive, jnp.exp(-log_scale), 1.0),
+        alive,
+    )
+    generated = jax.tree.map(
+        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.count, axis=1),
+        state.generated,
+        columns,
+    )
+    done = state.done | jnp.any(token[:, None] == inputs.stop_tokens[None, :], axis=-1)
+    return state._replace(count=state.count + 1, done=done, generated=generated)
 
 
 def generate(
@@ -312,32 +351,25 @@ def generate(
     stops = default_stop_tokens(lm) if stop_tokens is None else tuple(stop_tokens)
     mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
     groups = 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
-    width = -(-longest // _PROMPT_COLUMNS) * _PROMPT_COLUMNS
     rows = -(-len(ids) // groups) * groups
-    tokens, segment_ids = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
-    for row in range(rows):
-        prompt = ids[min(row, len(ids) - 1)]  # rows must divide among devices; what is added is cut off again
-        tokens[row, width - len(prompt) :] = prompt
-        segment_ids[row, width - len(prompt) :] = 1
+    tokens, segment_ids = _padded(ids, rows)
     head_config = _IDENTITY if head is None else head.config
+    program = _Program(lm.config, head_config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated)
+    inputs = _Inputs(
+        frozen=freeze(lm, head=head_config),
+        head_params={"log_scale": np.float32(0)} if head is None else head.params,
+        log_factor=np.float32(0 if head is None else head.log_factor),
+        tokens=tokens,
+        segment_ids=segment_ids,
+        stop_tokens=np.pad(
+            np.asarray(stops, np.int32), (0, _STOP_TOKENS - len(stops) % _STOP_TOKENS), constant_values=-1
+        ),
+        key=jax.random.key(0) if sampling.key is None else sampling.key,
+        temperature=np.float32(sampling.temperature) if sampling.temperature else None,
+        top_p=None if sampling.top_p is None else np.float32(sampling.top_p),
+    )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        generated = _generate(
-            lm.config,
-            head_config,
-            lm.dtype,
-            freeze(lm, head=head_config),
-            {"log_scale": np.float32(0)} if head is None else head.params,
-            np.float32(0 if head is None else head.log_factor),
-            tokens,
-            segment_ids,
-            np.pad(np.asarray(stops, np.int32), (0, _STOP_TOKENS - len(stops) % _STOP_TOKENS), constant_values=-1),
-            jax.random.key(0) if sampling.key is None else sampling.key,
-            np.float32(sampling.temperature) if sampling.temperature else None,
-            None if sampling.top_p is None else np.float32(sampling.top_p),
-            max_new_tokens=max_new_tokens,
-            top_k=sampling.top_k,
-            sample_calibrated=sampling.calibrated,
-        )
+        generated = _generate(program, inputs)
     return generated if rows == len(ids) else jax.tree.map(lambda x: x[: len(ids)], generated)
 
 
@@ -373,6 +405,17 @@ def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int
                 f"{lm.config.vocab_size}."
             )
     return ids
+
+
+def _padded(ids: Sequence[Sequence[int]], rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and segment ids of prompts, padded on the left; `rows` must divide among devices: the last is repeated."""
+    width = -(-max(map(len, ids)) // _PROMPT_COLUMNS) * _PROMPT_COLUMNS
+    tokens, segment_ids = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
+    for row in range(rows):
+        prompt = ids[min(row, len(ids) - 1)]
+        tokens[row, width - len(prompt) :] = prompt
+        segment_ids[row, width - len(prompt) :] = 1
+    return tokens, segment_ids
 
 
 def _check_head(lm: LanguageModel, head: FittedHead) -> None:

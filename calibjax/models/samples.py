@@ -27,7 +27,6 @@ def sample_sequences(
     prompt: int = 1,
     temperature: float = 1.0,
     batch_size: int = 16,
-    title: str = "sampling",
     context: RunContext | None = None,
 ) -> Sequences:
     """Continues the first tokens of every sequence with the model's samples, up to its length or the end of the text.
@@ -38,8 +37,7 @@ def sample_sequences(
         prompt: number of tokens at least 1; `where` is False for them in the result.
         temperature: sampling temperature; 1 for the model's own distribution, 0 for the most likely token.
         batch_size: sequences per batch.
-        title: title of the progress bar.
-        context: seed of the samples, and progress.
+        context: seed of the samples, progress and its title.
 
     Returns:
         Sequences of the same shape, one text each, padded at the end.
@@ -60,7 +58,7 @@ def sample_sequences(
     tokens[:, :prompt] = sequences.tokens[:, :prompt]
     where = np.zeros((count, length + 1), bool)
     where[:, :prompt] = True
-    bar = context.bar(title=title, unit="sequence", total=count)
+    bar = context.bar(title=context.title or "sampling", unit="sequence", total=count)
     for number, begin in enumerate(range(0, count, batch_size)):
         rows = (
             np.arange(begin, begin + batch_size) % count

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
 from calibjax.recalibrate.optimize import minimize
 
 MAX_CLASSES = 1024
@@ -41,17 +41,13 @@ def _per_class(params: Any, x: Array) -> Array:
     return slope[None, :] * x + intercept[None, :]
 
 
-def _log_probs_of(x: Array) -> Array:
-    return jax.nn.log_softmax(x, axis=-1)
-
-
 def _start(classes: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ones(classes), np.zeros(classes)
 
 
 def _vector_loss(params, rows, extra):
     logits, labels = rows
-    return _nll(_log_probs_of(_per_class(params, logits)), labels)
+    return _nll(jax.nn.log_softmax(_per_class(params, logits)), labels)
 
 
 def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorState:
@@ -83,7 +79,7 @@ def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorStat
 
 def apply_vector(state: VectorState, data: Predictions) -> Float[Array, "N K"]:
     """log softmax(a ⊙ z + b)."""
-    return _log_probs_of(_per_class((state.slope, state.intercept), jnp.asarray(data.logits, jnp.float32)))
+    return log_probs_of(_per_class((state.slope, state.intercept), jnp.asarray(data.logits, jnp.float32)))
 
 
 def _logit(log_p: Array) -> Array:
@@ -93,7 +89,7 @@ def _logit(log_p: Array) -> Array:
 
 
 def _one_vs_rest_scores(params: Any, logits: Array) -> Array:
-    return _per_class(params, _logit(_log_probs_of(logits)))
+    return _per_class(params, _logit(jax.nn.log_softmax(logits)))
 
 
 def _one_vs_rest_loss(params, rows, extra):
@@ -129,7 +125,7 @@ def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> Vecto
 def apply_one_vs_rest(state: VectorState, data: Predictions) -> Float[Array, "N K"]:
     """log of the normalised σ(a_k log(p_k/(1 − p_k)) + b_k)."""
     scores = _one_vs_rest_scores((state.slope, state.intercept), jnp.asarray(data.logits, jnp.float32))
-    return _log_probs_of(jax.nn.log_sigmoid(scores))
+    return log_probs_of(jax.nn.log_sigmoid(scores))
 
 
 def _dense(params: Any, x: Array) -> Array:
@@ -150,7 +146,7 @@ def _matrix_loss(params, rows, extra):
     intercept = _intercept(params, extra["mean"])
     penalty = extra["off_diagonal"] * jnp.sum(jnp.square(off_diagonal)) / (classes * max(classes - 1, 1))
     penalty = penalty + extra["intercept"] * jnp.mean(jnp.square(intercept))
-    return _nll(_log_probs_of(_dense((matrix, intercept), x.astype(matrix.dtype))), labels) + penalty
+    return _nll(jax.nn.log_softmax(_dense((matrix, intercept), x.astype(matrix.dtype))), labels) + penalty
 
 
 def _intercept(params: Any, mean: Any) -> Any:
@@ -160,7 +156,7 @@ def _intercept(params: Any, mean: Any) -> Any:
 
 def _fit_dense(data, where, off_diagonal: float, intercept: float, of_log_probs: bool) -> MatrixState:
     logits, labels = select(data, ("logits", "labels"), where, MAX_CLASSES)
-    x = np.asarray(_log_probs_of(jnp.asarray(logits))) if of_log_probs else logits
+    x = np.asarray(jax.nn.log_softmax(jnp.asarray(logits))) if of_log_probs else logits
     mean = x.mean(axis=0, dtype=np.float64)
     extra = {"off_diagonal": off_diagonal, "intercept": intercept, "mean": mean}
     params, report = minimize(_matrix_loss, (np.eye(len(mean)), mean), (x, labels), extra)
@@ -192,7 +188,7 @@ def fit_matrix(
 
 def apply_matrix(state: MatrixState, data: Predictions) -> Float[Array, "N K"]:
     """log softmax(W z + b)."""
-    return _log_probs_of(_dense((state.matrix, state.intercept), jnp.asarray(data.logits, jnp.float32)))
+    return log_probs_of(_dense((state.matrix, state.intercept), jnp.asarray(data.logits, jnp.float32)))
 
 
 def fit_dirichlet(
@@ -220,8 +216,8 @@ def fit_dirichlet(
 
 def apply_dirichlet(state: MatrixState, data: Predictions) -> Float[Array, "N K"]:
     """log softmax(W log p + b)."""
-    log_p = _log_probs_of(jnp.asarray(data.logits, jnp.float32))
-    return _log_probs_of(_dense((state.matrix, state.intercept), log_p))
+    log_p = jax.nn.log_softmax(jnp.asarray(data.logits, jnp.float32))
+    return log_probs_of(_dense((state.matrix, state.intercept), log_p))
 
 
 METHODS = {

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.kernels import vocab_stats
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
 
 _CANDIDATES = 48
 
@@ -71,7 +71,7 @@ def apply(state: ClippingState, data: Predictions) -> Float[Array, "N K"]:
     """log softmax(clip(h, −c, c) Wᵀ)."""
     features = jnp.clip(jnp.asarray(data.features, jnp.float32), -state.limit, state.limit)
     unembedding = jnp.asarray(data.unembedding, jnp.float32)
-    return jax.nn.log_softmax(jnp.matmul(features, unembedding.T, precision=jax.lax.Precision.HIGHEST), axis=-1)
+    return log_probs_of(jnp.matmul(features, unembedding.T, precision=jax.lax.Precision.HIGHEST))
 
 
 METHODS = {

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -175,8 +177,15 @@ def _check_unembedding(unembedding: np.ndarray, features: np.ndarray | None) -> 
         raise UserError(f"features {features.shape} and unembedding {unembedding.shape} do not fit.")
 
 
+def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:
+    """log softmax of computed scores, at most 0.
+
+    XLA computes the scores once for their maximum and again for the difference from it, and may contract only one of
+    the two to a fused multiply-add: scores of 1,000 then exceed their maximum by 6e-5.
+    """
+    return jnp.minimum(jax.nn.log_softmax(scores, axis=-1), 0.0)
+
+
 def parameter_count(state: Any) -> int:
     """How many numbers a fitted state holds, its report aside."""
-    import jax
-
     return sum(np.size(leaf) for leaf in jax.tree.leaves(state._replace(report=())))

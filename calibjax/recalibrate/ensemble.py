@@ -72,7 +72,8 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> EnsembleState:
 
 def apply(state: EnsembleState, data: Predictions) -> Float[Array, "N K"]:
     """log(w₁ softmax(z/T) + w₂ softmax(z) + w₃/K)."""
-    return _mixed(jnp.asarray(state.weights), _parts(state.log_scale, jnp.asarray(data.logits, jnp.float32)))
+    parts = _parts(state.log_scale, jnp.asarray(data.logits, jnp.float32))
+    return jnp.minimum(_mixed(jnp.asarray(state.weights), parts), 0.0)  # rounding may exceed log 1
 
 
 METHODS = {

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.heads import MLPHead
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
 from calibjax.recalibrate.optimize import descend
 from calibjax.recalibrate.temperature import log_softmax_at
 
@@ -38,14 +38,14 @@ def _nll(log_probs: Array, labels: Array) -> Array:
     return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
 
 
-def _g_layers(params: Any, logits: Array, mean: Any, deviation: Any) -> Array:
+def _corrected(params: Any, logits: Array, mean: Any, deviation: Any) -> Array:
     inner, inner_bias, outer, outer_bias = params
     unit = jax.nn.relu(jnp.matmul((logits - mean) / deviation, inner) + inner_bias[None, :])
-    return jax.nn.log_softmax(logits + jnp.matmul(unit, outer) + outer_bias[None, :], axis=-1)
+    return logits + jnp.matmul(unit, outer) + outer_bias[None, :]
 
 
 def _g_layers_loss(params, rows, extra):
-    return _nll(_g_layers(params, rows[0], *extra), rows[1])
+    return _nll(jax.nn.log_softmax(_corrected(params, rows[0], *extra)), rows[1])
 
 
 def fit_g_layers(data: Predictions, where: np.ndarray | None = None, *, seed: int = 0) -> GLayersState:
@@ -85,7 +85,7 @@ def fit_g_layers(data: Predictions, where: np.ndarray | None = None, *, seed: in
 def apply_g_layers(state: GLayersState, data: Predictions) -> Float[Array, "N K"]:
     """log softmax of the logits and the network's correction."""
     *params, mean, deviation, _ = state
-    return _g_layers(tuple(params), jnp.asarray(data.logits, jnp.float32), mean, deviation)
+    return log_probs_of(_corrected(tuple(params), jnp.asarray(data.logits, jnp.float32), mean, deviation))
 
 
 def _tempered(params: Any, logits: Array, features: Array) -> Array:

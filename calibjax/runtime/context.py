@@ -26,6 +26,7 @@ class RunContext:
         seed: seed of all random numbers, at least 0.
         log: called with one line per event.
         progress: whether to show progress bars, in the first process only.
+        title: of the progress bar of the next step; None: the step's own.
     """
 
     directory: Path | None = None
@@ -33,6 +34,7 @@ class RunContext:
     seed: int = 0
     log: Callable[[str], None] = print
     progress: bool = True
+    title: str | None = None
 
     @property
     def shows_progress(self) -> bool:
@@ -41,6 +43,10 @@ class RunContext:
     def within(self, *parts: str) -> "RunContext":
         """Returns the context with a subdirectory of its directory."""
         return self if self.directory is None else dataclasses.replace(self, directory=self.directory.joinpath(*parts))
+
+    def titled(self, title: str) -> "RunContext":
+        """Returns the context with a title for the progress bar."""
+        return dataclasses.replace(self, title=title)
 
     def silent(self) -> "RunContext":
         """Returns the context without log lines and progress bars."""

@@ -1,17 +1,15 @@
-"""The error type for invalid input, and the checks that raise it."""
+"""The error type for invalid input, and the checks that raise it. It imports no JAX: the parser needs it at once."""
 
 import contextlib
 import dataclasses
 import errno
+import numbers
 import os
 import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import jax
-import numpy as np
 
 
 class UserError(ValueError):
@@ -113,23 +111,9 @@ def check_fields(config: Any) -> None:
 
 def _problem(value: Any, kinds: set[Any]) -> str | None:
     if bool in kinds:
-        return None if isinstance(value, bool | np.bool_) else "true or false"
+        return None if type(value).__name__ == "bool" else "true or false"
     if int in kinds:
-        fits = isinstance(value, int | np.integer) and not isinstance(value, bool) and 1 <= value <= LARGEST_SIZE
+        fits = isinstance(value, numbers.Integral) and not isinstance(value, bool) and 1 <= value <= LARGEST_SIZE
         return None if fits else f"a whole number from 1 to {LARGEST_SIZE}"
-    fits = isinstance(value, int | float | np.number) and not isinstance(value, bool) and abs(value) <= 1e300
+    fits = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= 1e300
     return None if fits else "a finite number"
-
-
-def host_indices(values: Any) -> Any:
-    """Clips host integers to the range of int32, because JAX would wrap 2³² + 1 to 1.
-
-    An index out of range therefore stays out of range. JAX arrays are returned unchanged.
-    """
-    if isinstance(values, jax.Array):
-        return values
-    values = np.asarray(values)
-    if values.dtype.kind not in "iu" or values.dtype.itemsize < 4:
-        return values
-    limits = np.iinfo(np.int32)
-    return np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max).astype(np.int32)

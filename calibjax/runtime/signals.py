@@ -26,6 +26,7 @@ class Terminated(BaseException):
 
 class _State:
     handled = False
+    at_once = False
     requested = False
     agreed = False
     in_step = False
@@ -33,21 +34,21 @@ class _State:
 
 
 @contextlib.contextmanager
-def handled(on_interrupt: Callable[[], None]) -> Iterator[None]:
+def handled(on_stop: Callable[[str], None]) -> Iterator[None]:
     """Within it, SIGTERM raises `Terminated`, and Ctrl-C ends the process even where its exception is swallowed.
 
     Args:
-        on_interrupt: called before a process ends that `KeyboardInterrupt` did not end within `PATIENCE` seconds, or at
-            a second Ctrl-C; in another thread.
+        on_stop: called in another thread, with the name of the signal, before a process ends without unwinding: in
+            `ending_at_once`, at a second Ctrl-C, or where `KeyboardInterrupt` did not end it within `PATIENCE` seconds.
     """
     if threading.current_thread() is not threading.main_thread() or _State.handled:
         yield
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    watcher = threading.Thread(target=_watch, args=(reader, on_interrupt), daemon=True)
+    watcher = threading.Thread(target=_watch, args=(reader, on_stop), daemon=True)
     before = signal.signal(signal.SIGTERM, _on_terminate)
-    before_interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before_interrupt = signal.signal(signal.SIGINT, _on_interrupt)
     woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     watcher.start()
     _State.handled = True
@@ -81,7 +82,27 @@ def agreed() -> bool:
     return _State.agreed
 
 
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """For the imports of a command: both signals end the process without unwinding.
+
+    Packages turn an exception that is raised in them into an `ImportError`, or swallow it.
+    """
+    _State.at_once = _State.handled
+    try:
+        yield
+    finally:
+        _State.at_once = False
+
+
+def _on_interrupt(number: int, frame: Any) -> None:
+    if not _State.at_once:
+        raise KeyboardInterrupt
+
+
 def _on_terminate(number: int, frame: Any) -> None:
+    if _State.at_once:
+        return
     if not _State.requested and _State.notice is not None:
         _State.notice(number)
     _State.requested = True
@@ -89,9 +110,13 @@ def _on_terminate(number: int, frame: Any) -> None:
         raise Terminated
 
 
-def _watch(reader: int, on_interrupt: Callable[[], None]) -> None:
+def _watch(reader: int, on_stop: Callable[[str], None]) -> None:
     """Reads the signals' numbers, which C writes at once; Python's own handler waits for the main thread."""
     while numbers := os.read(reader, 64):
+        if _State.at_once and (signal.SIGINT in numbers or signal.SIGTERM in numbers):
+            terminated = signal.SIGTERM in numbers
+            on_stop("SIGTERM" if terminated else "Ctrl-C")
+            os._exit(TERMINATED if terminated else INTERRUPTED)
         if signal.SIGINT not in numbers:
             continue
         ready, _, _ = select.select([reader], [], [], PATIENCE)
@@ -99,7 +124,7 @@ def _watch(reader: int, on_interrupt: Callable[[], None]) -> None:
             return
         elif ready and signal.SIGINT not in more:
             continue
-        on_interrupt()
+        on_stop("Ctrl-C")
         os._exit(INTERRUPTED)
 
 

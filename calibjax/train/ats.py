@@ -1,4 +1,4 @@
-"""Adaptive Temperature Scaling: what differs from any other training (arXiv 2409.19817)."""
+"""Adaptive Temperature Scaling (arXiv 2409.19817): objective, training of the candidates, choice and refit."""
 
 import dataclasses
 import functools
@@ -39,8 +39,8 @@ from calibjax.train.temperature import (
 class AtsObjective:
     """The `Objective` of a temperature head: frozen forward pass, head, statistics, loss. Hashable.
 
-    With the base model frozen only the scale is differentiated, so the step holds the forward pass, one product with
-    the unembedding, and the head: no backward product of the unembedding's size.
+    The base model is frozen, so that only the scale is differentiated: a step consists of the forward pass, one product
+    with the unembedding, and the head, without a backward product of the unembedding's size.
     """
 
     model: DecoderConfig
@@ -72,13 +72,13 @@ class AtsObjective:
 
 
 class FitData(NamedTuple):
-    """What heads are fitted on: sequences of a frozen model, split into a part to train on and one to choose on.
+    """Sequences of a frozen model, split into training and validation rows.
 
     Attributes:
-        arrays: of all sequences, as `batch_stats` reads them; see `sequence_arrays`.
-        frozen: the model's arrays.
-        train, validation: rows of `arrays`; `validation` is empty where nothing is chosen or refitted.
-        hash: identifies the sequences.
+        arrays: arrays of all sequences, as `batch_stats` reads them; see `sequence_arrays`.
+        frozen: arrays of the model.
+        train, validation: rows of `arrays`; `validation` is empty if nothing is chosen or refitted.
+        hash: hash of the sequences.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -89,7 +89,7 @@ class FitData(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A head trained with one loss, and its scores on validation data, nats per token (NaN without such data)."""
+    """A head trained with one loss, and its scores on validation data, in nats per token (NaN without such data)."""
 
     trial: Trial
     params: Any
@@ -99,7 +99,7 @@ class Candidate(NamedTuple):
 
 
 def prepare(lm: LanguageModel, sequences: Sequences, plan: AtsPlan, context: RunContext) -> FitData:
-    """Splits off validation data where a loss is chosen or a temperature refitted, and caches the hidden states."""
+    """Splits off validation data if a loss is chosen or a temperature refitted, and caches the hidden states."""
     train_rows, validation_rows = np.arange(len(sequences.tokens)), np.arange(0)
     if len(plan.trials) > 1 or plan.refit_temperature:
         train_rows, validation_rows = hold_back(sequences, plan.validation_fraction, context.seed)
@@ -111,7 +111,7 @@ def prepare(lm: LanguageModel, sequences: Sequences, plan: AtsPlan, context: Run
 
 
 def train_candidate(lm: LanguageModel, data: FitData, plan: AtsPlan, trial: Trial, context: RunContext) -> Candidate:
-    """Trains a head with one loss and scores it, with a refitted temperature where that is significant."""
+    """Trains a head with one loss and scores it on validation data, with the refitted temperature if significant."""
     params = train_head(
         lm,
         plan,
@@ -139,7 +139,7 @@ def train_candidate(lm: LanguageModel, data: FitData, plan: AtsPlan, trial: Tria
 
 
 def choose(candidates: Sequence[Candidate], context: RunContext) -> Candidate:
-    """The candidate with the best score on validation data."""
+    """Returns the candidate with the best score on validation data."""
     best = min(candidates, key=lambda c: c.validation_score)
     if len(candidates) > 1:
         others = ", ".join(f"{c.trial} {c.validation_score:.4f}" for c in candidates if c is not best)
@@ -148,7 +148,7 @@ def choose(candidates: Sequence[Candidate], context: RunContext) -> Candidate:
 
 
 def refitted_log_factor(best: Candidate, context: RunContext) -> tuple[float, dict[str, Any] | None]:
-    """The log of the factor that is applied on top of the head (0 where it is within its noise), and its report."""
+    """Returns the log of the factor applied on top of the head (0 if not significant), and its report."""
     if best.refit is None:
         return 0.0, None
     significant = _is_significant(best.refit)
@@ -171,16 +171,16 @@ def train_head(
     context: RunContext,
     identity: Mapping[str, Any],
 ) -> Any:
-    """Trains one head with one loss, from where a killed run left it; returns its parameters.
+    """Trains one head with one loss, from its newest checkpoint if there is one; returns its parameters.
 
     Args:
         lm: the frozen model.
         plan: the head, optimiser, batches and epochs.
         trial: the loss.
         frozen: the model's arrays, on `context.mesh`, which is set (`jax.set_mesh`); see `freeze`.
-        arrays: of the sequences; see `sequence_arrays`.
-        context: directory for checkpoints and logs; seed of the head's initial parameters and of the batches.
-        identity: what else makes this run another, kept with its checkpoints.
+        arrays: arrays of the sequences; see `sequence_arrays`.
+        context: directory for checkpoints and logs; its seed determines the initial parameters and the batches.
+        identity: further description of the run, stored with its checkpoints.
     """
     steps = max(1, plan.epochs * len(arrays["targets"]) // plan.batch_size)
     objective = AtsObjective(lm.config, plan.head, trial.loss, lm.dtype)
@@ -197,7 +197,7 @@ def train_head(
         {"alpha": jnp.float32(trial.alpha or 0.0), "top_label_weight": jnp.float32(plan.top_label_weight)},
         batches(arrays, plan.batch_size, seed=context.seed, epochs=plan.epochs, part=part),
         steps=steps,
-        context=context,
+        context=context.titled(f"ATS {trial}"),
         identity={
             "plan": dataclasses.asdict(plan),
             "seed": context.seed,
@@ -207,7 +207,6 @@ def train_head(
             "loss": trial.loss,
             "alpha": trial.alpha,
         },
-        title=f"ATS {trial}",
         checkpoint_every=plan.checkpoint_every,
     )
     return state.params
@@ -217,18 +216,18 @@ def train_head(
 def _step_of(
     objective: AtsObjective, optimizer: OptimizerConfig, steps: int, accumulate: int
 ) -> tuple[optax.GradientTransformation, TrainStep]:
-    """One program for all fits that differ in data, seed or alpha alone."""
+    """Returns the optimiser and the step: one program for fits that differ only in data, seed or alpha."""
     built = optimizer.build(steps)
     return built, make_train_step(objective, built, accumulate=accumulate, clip_norm=optimizer.clip_norm)
 
 
 def _is_significant(refit: recalibrate.TemperatureFit) -> bool:
-    """Whether the factor is known to be other than 1: within its noise, applying it would only add that noise."""
+    """Whether the factor differs from 1 by more than two standard errors; applying another one would add its noise."""
     return refit.converged and abs(refit.log_scale) > 2.0 * refit.standard_error
 
 
 class _Rows(Mapping[str, Any]):
-    """Some rows of arrays, without a copy of them: hidden states may fill the memory once."""
+    """Selected rows of arrays, without a copy: hidden states may take most of the memory."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], rows: np.ndarray):
         self._arrays = {name: _Selection(array, rows) for name, array in arrays.items()}
@@ -244,7 +243,7 @@ class _Rows(Mapping[str, Any]):
 
 
 class _Selection:
-    """array[rows], fetched when it is indexed."""
+    """`array[rows]`, read when it is indexed."""
 
     def __init__(self, array: np.ndarray, rows: np.ndarray):
         self._array, self._rows = array, rows

@@ -1,4 +1,4 @@
-"""Hidden states of the frozen model, computed once and kept, so that later epochs cost no forward pass."""
+"""Cache of the frozen model's hidden states: they are computed once, and epochs need no forward pass."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json, write_file
 
 CacheMode = Literal["auto", "memory", "disk", "off"]
-_MEMORY_FRACTION = 0.25  # of the free host memory, that "auto" takes at most
+_MEMORY_FRACTION = 0.25  # largest fraction of the free host memory that "auto" uses
 
 
 def sequence_arrays(
@@ -31,25 +31,25 @@ def sequence_arrays(
     batch_size: int,
     context: RunContext,
 ) -> tuple[dict[str, np.ndarray], bool]:
-    """The arrays that training reads: with `hidden` where the cache is on, with tokens where it is off.
+    """Returns the arrays that training reads: with hidden states if they are cached, otherwise with tokens.
 
-    Of several processes each holds them all, as an epoch's order takes rows from everywhere.
+    Each process holds all rows, because the order of an epoch mixes them.
 
     Args:
         lm: the frozen model.
         sequences: S sequences of T positions.
-        mode: "memory": hidden states as one host array; "disk": as a memory-mapped file in `context.directory`, used
-            again by a later run over the same model and sequences; "off": recomputed in every step; "auto": "memory"
-            where they take at most a quarter of the free host memory, else "off", decided once for the directory.
+        mode: "memory": hidden states as one host array; "disk": as a memory-mapped file in `context.directory`, which
+            later runs with the same model and sequences reuse; "off": recomputed in every step; "auto": "memory" if
+            they take at most a quarter of the free host memory, otherwise "off"; the choice is stored in the directory.
         batch_size: sequences per forward pass.
         context: directory of the cache, log and progress.
 
     Returns:
-        (arrays with S rows each: targets, where, segment_ids, and hidden or tokens and positions; whether hidden is
-        there)
+        Arrays with S rows each (targets, where, segment_ids, and either hidden, or tokens and positions), and whether
+        hidden states are among them.
 
     Raises:
-        UserError: where the file cannot be written.
+        UserError: if the file cannot be written.
     """
     directory = context.require_directory()
     shape = (*sequences.tokens.shape, lm.config.hidden_size)
@@ -69,7 +69,7 @@ def sequence_arrays(
 
 
 def _decide(size: int, note: Path) -> CacheMode:
-    """The mode that "auto" stands for; stored, since a resumed run must use the same one to round alike."""
+    """Chooses the mode for "auto" and stores it: a resumed run must use the same mode to get the same rounding."""
     stored = _stored(note)
     if stored in ("memory", "off"):
         return stored
@@ -82,7 +82,7 @@ def _decide(size: int, note: Path) -> CacheMode:
 def _compute(
     lm: LanguageModel, sequences: Sequences, out: np.ndarray | None, batch_size: int, context: RunContext
 ) -> None:
-    """Fills `out`; a process without one only takes part in the computation."""
+    """Computes hidden states into `out`, if given; every process takes part in the computation."""
     frozen = Frozen(lm.params, lm.unembedding)
     forward = jax.jit(batch_hidden, static_argnums=(0, 3))
     names = ("tokens", "segment_ids", "positions", "where")
@@ -105,7 +105,7 @@ def _on_disk(
     batch_size: int,
     context: RunContext,
 ) -> np.ndarray:
-    """A raw file of `shape` and the model's dtype, and a note beside it of what it holds, written last."""
+    """Computes or reuses a raw file of `shape` in the model's dtype. A note, written last, identifies its contents."""
     directory = context.require_directory()
     file, note = directory / "hidden.bin", directory / "hidden.json"
     identity = {
@@ -135,7 +135,7 @@ def _on_disk(
         write_file(note, json.dumps(identity))
 
     if on_first(lambda: file.is_file() and _stored(note) == identity):
-        context.log(f"found them in {file}")
+        context.log(f"reusing the hidden states in {file}")
     else:
         on_first(begin)
         hidden = np.memmap(file, lm.dtype, "r+", shape=shape) if is_first() else None
@@ -147,7 +147,7 @@ def _on_disk(
 
 
 def _stored(note: Path) -> Any:
-    """The contents of a note; None if it is missing or incomplete."""
+    """Returns the contents of a note; None if it is missing or incomplete."""
     try:
         return read_json(note)
     except ValueError:
@@ -165,7 +165,7 @@ def array_hash(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def host_memory_available() -> int:
-    """Bytes that can be taken now without swapping, as the kernel estimates; 0 without an estimate (not Linux)."""
+    """Returns the kernel's estimate of the bytes available without swapping; 0 if there is none (not Linux)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

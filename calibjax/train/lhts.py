@@ -39,27 +39,27 @@ from calibjax.train.state import Schedule
 from calibjax.train.tuning import TuningOptions, tune
 
 Method = Literal["lhts", "partition"]
-_CONDITION_RATE = 30.0  # a condition is learned as many times faster than weights, in units of the embedding's size
-_BLOCK_LOGITS = 2**24  # float32 logits of student and scorer that KL(q ‖ p) holds at a time, each
+_CONDITION_RATE = 30.0  # learning rate of a condition vector over that of weights, in units of the embedding's RMS
+_BLOCK_LOGITS = 2**24  # float32 logits of each model that KL(q ‖ p) stores at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LhtsOptions(TuningOptions):
-    """How a student of the long horizon is trained.
+    """Options of Long Horizon Temperature Scaling.
 
     Attributes:
-        temperatures: long-horizon temperatures T > 0. Several are learned by one student: each has a vector that is
-            added to the embeddings, and every sequence is used at one of them.
-        mode: objective that the options below change: paper (whole suffix), or official, that of the authors' code
-            (8 tokens, clipped, next token, KL term, every sequence of the same weight).
-        horizon: tokens of a suffix whose likelihood counts.
+        temperatures: long-horizon temperatures T > 0. One student learns several: each has a vector that is added to
+            the embeddings, and every sequence is trained on at one of them.
+        mode: objective, which the options below modify: paper (whole suffix), or official, that of the authors' code
+            (8 tokens, clipped, next token, KL term, equal weight for every sequence).
+        horizon: length in tokens of the suffix whose likelihood gives the weight.
         clip: largest log-weight; inf: none.
         baseline: subtracted from log-likelihoods: none, or a running mean, scalar or for each position.
         form: whether a weight applies to the whole suffix or to its first token.
         kl_weight: weight of KL(student ‖ scorer).
-        samples: fraction of the sequences that the model writes itself, from their first tokens; 0: corpus, 1: samples.
+        samples: fraction of the sequences that are sampled from the model, given their first tokens; 0: corpus only.
         prompt: number of first tokens of a sequence that a sample continues.
-        quantiles: of the baseline `partition`: groups of likelihood, the best of which is used.
+        quantiles: number of likelihood groups of the baseline `partition`, the best of which is used.
         epochs: passes over the sequences.
         learning_rate: peak learning rate; by default 1e-4.
         schedule: constant, as in the authors' code; linear or cosine decay to 0.
@@ -86,7 +86,7 @@ class LhtsOptions(TuningOptions):
 
     @classmethod
     def unset_value(cls, name: str) -> Any:
-        """What an option that is None comes to in the default mode; None where that does not say."""
+        """Returns the default mode's value of an option that is None; None if the mode has none."""
         return getattr(MODES["official"], name, None)
 
     @property
@@ -95,19 +95,19 @@ class LhtsOptions(TuningOptions):
 
     @property
     def objective(self) -> Horizon:
-        """The mode's, with what was asked for otherwise."""
+        """The objective of the mode, with the given options replaced."""
         given = {name: getattr(self, name) for name in ("horizon", "clip", "baseline", "form", "kl_weight")}
         return dataclasses.replace(MODES[self.mode], **{name: x for name, x in given.items() if x is not None})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LhtsObjective:
-    """The `CarryingObjective` of LHTS: the student's weighted likelihood, and the running means of the scorer's.
+    """The `CarryingObjective` of LHTS: the student's weighted likelihood, and running means of the scorer's. Hashable.
 
-    Beside what a decoder reads, a batch brings `temperature` [B] and, where the parameters hold a table `condition`
-    [K, D], the row of it for each sequence, `condition` [B]. `condition_scale` multiplies the table, as Adam steps by
-    the learning rate and vectors that are all that tells conditions apart need larger steps. A temperature of 1 has
-    weights of 1 (in the next-token form): plain likelihood, as the baseline `partition` trains. Hashable.
+    Beside the inputs of a decoder, a batch holds `temperature` [B] and, if the parameters hold a table `condition`
+    [K, D], the row of the table for each sequence, `condition` [B]. The table is multiplied by `condition_scale`: Adam
+    moves every entry by about the learning rate, and these vectors need larger steps than weights. In the next-token
+    form a temperature of 1 gives weights of 1, plain likelihood, which the baseline `partition` trains with.
     """
 
     model: DecoderConfig
@@ -158,7 +158,7 @@ class LhtsObjective:
         return jnp.sum(loss), (jnp.sum(where).astype(jnp.float32), carry)
 
     def likelihood(self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]):
-        """The `Objective` that scores the student alone, by its negative log-likelihood."""
+        """The `Objective` that evaluates the student: its negative log-likelihood."""
         where = batch["where"]
         nll = self._nll(params, self._hidden(params, batch), batch)
         return jnp.sum(jnp.where(where, nll, 0.0)), jnp.sum(where).astype(jnp.float32)
@@ -190,7 +190,7 @@ class LhtsObjective:
         )
 
     def _kl(self, params: Any, frozen: Any, hidden: Array, scored: Array) -> Float[Array, "B T"]:
-        """KL(q ‖ p) of every position, some columns at a time: both models' logits are never held for all of them."""
+        """KL(q ‖ p) of every position, in blocks of positions, so that logits are stored for one block only."""
         rows, length, _ = hidden.shape
         block = max(1, min(length, _BLOCK_LOGITS // (rows * self.model.vocab_size)))
         blocks = -(-length // block)
@@ -209,9 +209,9 @@ class LhtsObjective:
 
 
 def conditioned(params: decoder.Params, index: int, scale: float = 1.0) -> dict[str, Any]:
-    """The plain decoder of one condition: `scale` times its vector is added to every row of the embedding table.
+    """Returns the plain decoder of one condition, with `scale` times its vector added to every row of the embedding.
 
-    Where embeddings are tied that adds the same to all logits of a position, and changes no probability.
+    With tied embeddings this adds the same constant to all logits of a position, which changes no probability.
     """
     plain = {name: value for name, value in params.items() if name != "condition"}
     if "condition" in params:
@@ -220,17 +220,17 @@ def conditioned(params: decoder.Params, index: int, scale: float = 1.0) -> dict[
 
 
 def likelihood_quantiles(mean_log_p: Float[np.ndarray, " S"], count: int) -> Int[np.ndarray, " S"]:
-    """The group of each sequence, 0 to count − 1, groups of equal size (± 1) from least to most likely."""
+    """Returns the group of each sequence, 0 (least likely) to count − 1; group sizes differ by at most 1."""
     rank = np.argsort(np.argsort(mean_log_p, kind="stable"), kind="stable")
     return (rank * count // len(mean_log_p)).astype(np.int32)
 
 
 class LhtsFit(NamedTuple):
-    """What `fit_lhts` returns.
+    """Result of `fit_lhts`.
 
     Attributes:
         params: name -> parameters of a plain decoder, float32: `lhts-T0.9` for each temperature, or `partition`.
-        report: JSON-able: options, steps, and the likelihood on the sequences kept from training.
+        report: JSON-able: options, steps, and the likelihood on the validation sequences.
     """
 
     params: dict[str, decoder.Params]
@@ -246,38 +246,36 @@ def fit_lhts(
     method: Method = "lhts",
     samples: Path | None = None,
 ) -> LhtsFit:
-    """Trains a student of a model's long-horizon temperatures; the model itself is the frozen scorer.
+    """Trains a student at long-horizon temperatures of a model; the model itself is the frozen scorer.
 
     The baseline `partition` sorts the sequences into quantiles of their mean log-likelihood under the scorer and trains
-    the student on all of them, each quantile with its own vector added to the embeddings; used is the best quantile's.
-    (Quark, arXiv 2205.13636, puts a control token before the text instead, and repeats sampling and training.)
+    the student on all of them, with a vector per quantile that is added to the embeddings; that of the most likely
+    quantile is used. (Quark, arXiv 2205.13636, instead prepends a control token and alternates sampling and training.)
 
-    Everything is kept in `context.directory`: killed and called again with the same arguments, it resumes and ends with
-    the same parameters, bit for bit.
+    Checkpoints are stored in `context.directory`: a killed run that is started again with the same arguments resumes
+    and ends with bit-identical parameters.
 
     Args:
-        lm: scorer, and what the student starts from; `lm.dtype` is the compute dtype.
-        sequences: to train on; a part of them, chosen by the seed, is kept for validation.
+        lm: scorer and initial student; `lm.dtype` is the compute dtype.
+        sequences: training sequences, of which a part, chosen by the seed, is held out for validation.
         options: see `LhtsOptions`.
-        context: directory for checkpoints and logs, devices, log and progress; seed of samples, temperatures, the order
-            of the sequences, and the part kept for validation.
+        context: directory for checkpoints and logs, devices, log and progress; its seed determines samples,
+            temperatures, the order of the sequences and the validation part.
         method: `lhts` or `partition`.
-        samples: directory for the model's own text, which several fits may share; None: `context.directory`.
+        samples: directory of the sampled text, which several fits can share; None: `context.directory`.
 
     Raises:
-        UserError: options that do not fit, nothing to predict, or a directory with another run.
+        UserError: inconsistent options, no valid token, or a directory that holds another run.
         NonFiniteLossError: training diverged.
     """
-    mesh, seed = context.mesh, context.seed
-    options.check(mesh)
+    options.check(context.mesh)
     if not sequences.where.any():
-        raise UserError("LHTS: no token of the sequences counts; check the format of the data and the masks.")
+        raise UserError("LHTS: the sequences have no token to predict; check the format of the data and the masks.")
     conditions = options.quantiles if method == "partition" else len(options.temperatures)
-    conditional = conditions > 1
-    if conditional and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
+    if conditions > 1 and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
         raise UserError(
-            f"{conditions} conditions of one student: not for a model with tied embeddings and a soft-cap, whose "
-            "probabilities a vector added to the table would change; train one temperature at a time."
+            f"{conditions} conditions of one student: expected a model without a soft-cap or with untied embeddings; "
+            "for this one, a vector added to the embeddings changes probabilities. Train one temperature at a time."
         )
     sequences = mix_samples(
         lm,
@@ -288,24 +286,58 @@ def fit_lhts(
         batch_size=options.batch_size,
         context=context,
     )
-    count, length = sequences.tokens.shape
     if method == "partition":
-        tokens = np.maximum(sequences.where.sum(axis=1), 1)
-        scores = log_probs(lm, sequences, batch_size=options.batch_size).sum(axis=1) / tokens
-        condition = likelihood_quantiles(scores, conditions)
-        temperature = np.ones(count, np.float32)
+        temperature, condition = _by_quantile(lm, sequences, options)
         objective = Horizon(form="next_token", kl_weight=options.objective.kl_weight)
     else:
-        condition = np.random.default_rng([seed, 1]).permutation(count).astype(np.int32) % np.int32(conditions)
-        temperature = np.asarray(options.temperatures, np.float32)[condition]
+        temperature, condition = _by_temperature(len(sequences.tokens), options, context.seed)
         objective = options.objective
     arrays = {**sequences.arrays(), "temperature": temperature}
+    if conditions > 1:
+        arrays["condition"] = condition
+    params, scale, report = _fit_student(lm, objective, arrays, sequences, options, context, method)
+    used = (
+        {"partition": conditions - 1}
+        if method == "partition"
+        else {f"lhts-T{temperature:g}": index for index, temperature in enumerate(options.temperatures)}
+    )
+    return LhtsFit({name: conditioned(params, index, scale) for name, index in used.items()}, report)
+
+
+def _by_temperature(count: int, options: LhtsOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The long-horizon temperature of each of `count` sequences, drawn evenly, and its index."""
+    conditions = len(options.temperatures)
+    condition = np.random.default_rng([seed, 1]).permutation(count).astype(np.int32) % np.int32(conditions)
+    return np.asarray(options.temperatures, np.float32)[condition], condition
+
+
+def _by_quantile(lm: LanguageModel, sequences: Sequences, options: LhtsOptions) -> tuple[np.ndarray, np.ndarray]:
+    """Temperatures of 1, and the quantile of each sequence's mean log-likelihood under the scorer."""
+    tokens = np.maximum(sequences.where.sum(axis=1), 1)
+    scores = log_probs(lm, sequences, batch_size=options.batch_size).sum(axis=1) / tokens
+    return np.ones(len(scores), np.float32), likelihood_quantiles(scores, options.quantiles)
+
+
+def _fit_student(
+    lm: LanguageModel,
+    objective: Horizon,
+    arrays: Mapping[str, np.ndarray],
+    sequences: Sequences,
+    options: LhtsOptions,
+    context: RunContext,
+    method: Method,
+) -> tuple[Any, float, dict[str, Any]]:
+    """Trains a student, with a table of conditions where `arrays` have them.
+
+    Returns its parameters, the scale of its conditions and the report.
+    """
+    mesh = context.mesh
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     student = dict(placed)
-    if conditional:
-        arrays["condition"] = condition
+    if "condition" in arrays:
+        conditions = options.quantiles if method == "partition" else len(options.temperatures)
         student["condition"] = jax.device_put(jnp.zeros((conditions, lm.config.hidden_size)), replicated(mesh))
-    train_rows, validation_rows = hold_back(sequences, options.validation_fraction, seed)
+    train_rows, validation_rows = hold_back(sequences, options.validation_fraction, context.seed)
     size = float(jnp.sqrt(jnp.mean(jnp.square(lm.params["embedding"].astype(jnp.float32)))))
     trained = LhtsObjective(
         model=lm.config,
@@ -323,26 +355,20 @@ def fit_lhts(
         {name: array[train_rows] for name, array in arrays.items()},
         {name: array[validation_rows] for name, array in arrays.items()},
         options,
-        context=context,
+        context=context.titled(method),
         identity={
             "options": dataclasses.asdict(options),
             "method": method,
-            "seed": seed,
+            "seed": context.seed,
             "fingerprint": lm.fingerprint,
             "dtype": str(lm.dtype),
             "windows": array_hash(arrays),
         },
-        carry=RunningMean.empty(length),
-        title=method,
+        carry=RunningMean.empty(sequences.tokens.shape[1]),
     )
     context.log(
-        f"{method}: {steps:,} steps on {len(train_rows):,} sequences; NLL of the {len(validation_rows):,} kept for "
-        f"validation: {final['validation_nll']:.4f}"
-    )
-    used = (
-        {"partition": conditions - 1}
-        if method == "partition"
-        else {f"lhts-T{temperature:g}": index for index, temperature in enumerate(options.temperatures)}
+        f"{method}: {steps:,} steps on {len(train_rows):,} sequences; validation NLL "
+        f"{final['validation_nll']:.4f} on {len(validation_rows):,}"
     )
     report = {
         "options": dataclasses.asdict(options),
@@ -351,4 +377,4 @@ def fit_lhts(
         "windows": {"train": len(train_rows), "validation": len(validation_rows)},
         **final,
     }
-    return LhtsFit({name: conditioned(params, index, trained.condition_scale) for name, index in used.items()}, report)
+    return params, trained.condition_scale, report

@@ -1,4 +1,4 @@
-"""The loop: batches in, steps out, progress shown, everything resumable."""
+"""The training loop: steps, logs, evaluation and checkpoints. An interrupted run resumes."""
 
 import contextlib
 import json
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import grain
 import jax
 from jaxtyping import Array
+from tqdm import tqdm
 
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first
@@ -31,11 +32,12 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class TrainLog:
-    """Scalars of a run as JSON lines (`train.jsonl`) and TensorBoard events (`tensorboard/`), by the first process.
+    """Writes scalars of a run as JSON lines (`train.jsonl`) and TensorBoard events (`tensorboard/`), in process 0 only.
 
     Args:
-        directory: made if missing.
-        first_step: what an earlier, killed process logged from this step on is dropped: the steps are run again.
+        directory: created if missing.
+        first_step: step of the checkpoint that the run resumes from. Rows of later steps are removed, because the steps
+            are run again.
     """
 
     def __init__(self, directory: Path, *, first_step: int):
@@ -53,7 +55,7 @@ class TrainLog:
             for line in file.read_text().splitlines():
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError:  # the line that the kill cut short
+                except json.JSONDecodeError:  # incomplete: the run was killed while it was written
                     continue
                 if row["step"] <= first_step:
                     kept.append(line + "\n")
@@ -86,15 +88,39 @@ class TrainLog:
 
 
 class Evaluation(NamedTuple):
-    """What is measured during training.
+    """Evaluation during training.
 
     Attributes:
-        function: from parameters to scalars that are logged and shown.
-        every: steps between two evaluations; the last step is always followed by one.
+        function: maps parameters to the scalars to log.
+        every: steps between evaluations; the parameters after the last step are always evaluated.
     """
 
     function: Callable[[Any], dict[str, float]]
     every: int
+
+
+class _Settle:
+    """Waits for a step, checks and logs its metrics. Called one step late, so that the device is never idle."""
+
+    def __init__(self, context: RunContext, bar: tqdm, log: TrainLog, steps: int):
+        self._context, self._bar, self._log, self._steps = context, bar, log, steps
+        self._tokens, self._begin = 0.0, time.perf_counter()
+
+    def __call__(self, number: int, metrics: StepMetrics) -> None:
+        loss, count, norm = (float(x) for x in jax.device_get(metrics))
+        # With a finite loss and a non-finite gradient the parameters are already invalid: no checkpoint may hold them.
+        for name, value in (("loss", loss), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                raise NonFiniteLossError(
+                    f"{self._context.title}: the {name} at step {number} is {value}. Lower the learning rate or check "
+                    f"the data; checkpoints of earlier steps are in {self._context.directory}/checkpoints."
+                )
+        self._tokens += count
+        rate = self._tokens / (time.perf_counter() - self._begin)
+        self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+        self._bar.update()
+        if number % LOG_EVERY == 0 or number == self._steps:
+            self._log.write(number, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
 
 
 def train(
@@ -107,35 +133,35 @@ def train(
     steps: int,
     context: RunContext,
     identity: dict[str, Any],
-    title: str,
     checkpoint_every: int = 200,
     evaluation: Evaluation | None = None,
 ) -> TrainState:
-    """Takes `steps` steps, from the newest checkpoint in `context.directory` if there is one.
+    """Trains up to step `steps`, from the newest checkpoint in `context.directory` if there is one.
 
-    A run that was killed at any moment and is started again with the same arguments ends with bit-identical parameters:
+    A run that is killed at any moment and started again with the same arguments ends with bit-identical parameters:
     state, optimiser and position in the data come from the checkpoint, and every step is a pure function of them.
 
     Args:
-        step_fn: made by `make_train_step`.
+        step_fn: result of `make_train_step`.
         state: the state before the first step; donated.
         frozen: arrays that the objective reads.
         hyper: scalars that the objective reads.
-        batches: iterator over dicts of arrays with this process's rows of each batch; has `get_state` and `set_state`.
+        batches: iterator over this process's rows of each batch, dicts of arrays; has `get_state` and `set_state`.
         steps: total number of steps, counted from the state before the first.
-        context: directory of checkpoints and logs, mesh that batches are placed on, progress.
-        identity: JSON-able description of the run, kept with the checkpoints.
-        title: of the progress bar.
-        checkpoint_every: steps between checkpoints; the last step is always kept.
-        evaluation: what is measured during training; None: nothing.
+        context: directory of checkpoints and logs, mesh that batches are placed on, progress and its title.
+        identity: JSON-able description of the run, stored with the checkpoints.
+        checkpoint_every: steps between checkpoints; the last step is always saved.
+        evaluation: evaluation during training, if any.
 
     Returns:
         The state after the last step.
 
     Raises:
-        NonFiniteLossError: names the first step whose loss or gradient was not finite; checkpoints before it are kept.
+        NonFiniteLossError: names the first step whose loss or gradient was not finite; checkpoints of earlier
+            steps are kept.
         UserError: the directory holds checkpoints of another run.
     """
+    context = context.titled(context.title or "training")
     directory = context.require_directory()
     checkpoints = Checkpoints(directory / "checkpoints", identity)
     restored = checkpoints.restore(state)
@@ -144,26 +170,8 @@ def train(
         batches.set_state(data_state)
     start = int(state.step)
     log = TrainLog(directory, first_step=start)
-    bar = context.bar(title=title, unit="step", total=steps, initial=start, mininterval=0.2)
-    tokens, begin = 0.0, time.perf_counter()
-
-    def settle(number: int, metrics: StepMetrics) -> None:
-        """Waits for a step and looks at it; called one step late, so that the device is never idle."""
-        nonlocal tokens
-        loss, count, norm = (float(x) for x in jax.device_get(metrics))
-        # A finite loss with a gradient that is not has already spoilt the parameters, and must not reach a checkpoint.
-        for name, value in (("loss", loss), ("norm of the gradient", norm)):
-            if not math.isfinite(value):
-                raise NonFiniteLossError(
-                    f"{title}: the {name} at step {number} is {value}. Lower the learning rate or check the "
-                    f"data; checkpoints of earlier steps are in {directory / 'checkpoints'}."
-                )
-        tokens += count
-        rate = tokens / (time.perf_counter() - begin)
-        bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
-        bar.update()
-        if number % LOG_EVERY == 0 or number == steps:
-            log.write(number, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
+    bar = context.bar(title=str(context.title), unit="step", total=steps, initial=start, mininterval=0.2)
+    settle = _Settle(context, bar, log, steps)
 
     with finishing_steps() as stop_requested:
         pending: tuple[int, StepMetrics] | None = None
@@ -186,7 +194,7 @@ def train(
                     log.write(number, scalars)
                     text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
                     if context.shows_progress:
-                        bar.write(f"{title}: step {number:,} of {steps:,}: {text}", file=sys.stderr)
+                        bar.write(f"{context.title}: step {number:,} of {steps:,}: {text}", file=sys.stderr)
                 if keep:
                     checkpoints.save(state, batches.get_state(), step=number)
                 if stopping:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with label smoothing (arXiv 2508.00264): the model itself is trained, or adapters in it."""
+"""Supervised fine-tuning with label smoothing (arXiv 2508.00264), of all weights or of low-rank adapters."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,11 +34,11 @@ else:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SftOptions(TuningOptions):
-    """How a model is fine-tuned.
+    """Options of supervised fine-tuning.
 
     Attributes:
         loss: name of a loss; the docstrings of calibjax.losses have the formulas.
-        alpha: main weight of the loss, as `train ats --alpha`; of label-smoothing --label-smoothing is.
+        alpha: main weight of the loss, as in `train ats --alpha`; for label-smoothing use --label-smoothing.
         label_smoothing: weight of the uniform distribution in the target, 0 to 1.
         z_loss: weight of the squared log-normaliser; 1e-4 keeps logits from drifting.
         temperature: of the loss: logits are divided by it in training; the trained model is used at 1.
@@ -46,7 +46,7 @@ class SftOptions(TuningOptions):
         reduction: mean over the tokens of a batch, or their sum.
         lora_rank: train low-rank adapters of this rank instead of the weights.
         lora_alpha: adapters are weighted by lora_alpha / lora_rank.
-        lora_targets: kernels with an adapter: all of a block, or those of attention or of the MLP.
+        lora_targets: kernels with an adapter: all kernels of a block, or those of attention or of the MLP.
         learning_rate: peak learning rate; by default 2e-5, and 2e-4 for adapters.
     """
 
@@ -92,7 +92,7 @@ class SftOptions(TuningOptions):
         return self.learning_rate or (2e-5 if self.lora_rank is None else 2e-4)
 
     def configure(self, config: DecoderConfig) -> DecoderConfig:
-        """The configuration that is trained: the model's own, with the soft-cap that was asked for."""
+        """Returns the configuration to train: the model's own, with the soft-cap of the options."""
         return config if self.softcap is None else dataclasses.replace(config, logit_softcap=self.softcap)
 
 
@@ -100,7 +100,7 @@ class SftOptions(TuningOptions):
 class SftObjective:
     """The `Objective` of fine-tuning: `linear_cross_entropy` of the decoder's hidden states. Hashable.
 
-    Trained are the decoder's parameters, or adapters, with the decoder frozen; the logits are never held. With label
+    It trains the decoder's parameters, or adapters of a frozen decoder, without storing logits. With label
     smoothing β, the loss of a token with logits z/T is (1−β)(−log p_y) + β(−(1/V) Σ_v log p_v) + z_loss·lse²
     (arXiv 2508.00264, section 3); other losses are those of `losses.LOSSES`, of the logits z/T.
     """
@@ -158,19 +158,19 @@ class SftObjective:
         )
 
     def likelihood(self) -> "SftObjective":
-        """The same model scored by its negative log-likelihood."""
+        """Returns the objective that evaluates the same model by its negative log-likelihood."""
         return dataclasses.replace(
             self, loss="cross-entropy", alpha=None, label_smoothing=0.0, z_loss=0.0, temperature=1.0, remat="none"
         )
 
 
 class SftFit(NamedTuple):
-    """What `fit_sft` returns.
+    """Result of `fit_sft`.
 
     Attributes:
-        config: of the model, with the soft-cap it was trained with.
-        params: float32, or the frozen weights' dtype where adapters were trained; adapters are merged.
-        report: JSON-able: options, steps, and the likelihood on the sequences kept from training.
+        config: configuration of the model, with the soft-cap that it was trained with.
+        params: float32, or for adapters, which are merged, in the dtype of the frozen weights.
+        report: JSON-able: options, steps, and the likelihood on the validation sequences.
     """
 
     config: DecoderConfig
@@ -181,7 +181,7 @@ class SftFit(NamedTuple):
 def sft_objective(
     config: DecoderConfig, options: SftOptions, dtype: DTypeLike, mesh: Mesh | None = None
 ) -> SftObjective:
-    """What `fit_sft` minimises: the model of `options.configure`, computed in `dtype`, divided over `mesh`."""
+    """Returns the objective of `fit_sft`: the model of `options.configure` in `dtype`, sharded over `mesh`."""
     return SftObjective(
         model=options.configure(config),
         loss=options.loss,
@@ -197,7 +197,7 @@ def sft_objective(
 
 
 def split_validation(sequences: Sequences, options: SftOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that are trained on, and those kept for validation."""
+    """Returns the training rows and the validation rows."""
     return hold_back(sequences, options.validation_fraction, seed)
 
 
@@ -211,29 +211,30 @@ def fit_sft(
 ) -> SftFit:
     """Fine-tunes a model, or adapters in it, on sequences of tokens.
 
-    Everything is kept in `context.directory`: killed and called again with the same arguments, it resumes and ends with
-    the same parameters, bit for bit. Weights are trained in float32, whatever the compute dtype.
+    Checkpoints are stored in `context.directory`: a killed run that is started again with the same arguments resumes
+    and ends with bit-identical parameters. Weights are trained in float32, whatever the compute dtype.
 
     Args:
-        lm: the model to start from; `lm.dtype` is the compute dtype. For full fine-tuning its weights are best
-            float32, as they are stored.
-        sequences: to train on; a part of them, chosen by the seed, is kept for validation.
+        lm: the initial model; `lm.dtype` is the compute dtype. For full fine-tuning, load its weights in float32.
+        sequences: training sequences, of which a part, chosen by the seed, is held out for validation.
         options: see `SftOptions`.
-        context: directory for checkpoints and logs, devices, log and progress; seed of the adapters, the order of the
-            sequences, and the part kept for validation.
-        consume: give the weights of `lm` up to the training in place of a copy; `lm` cannot be used afterwards.
+        context: directory for checkpoints and logs, devices, log and progress; its seed determines the initial
+            adapters, the order of the sequences and the validation part.
+        consume: donate the weights of `lm` instead of copying them; `lm` cannot be used afterwards.
 
     Returns:
         `SftFit`.
 
     Raises:
-        UserError: options that do not fit, or a directory with another run.
+        UserError: inconsistent options, or a directory that holds another run.
         NonFiniteLossError: training diverged.
     """
     mesh = context.mesh
     options.check(mesh)
     if not sequences.where.any():
-        raise UserError("fine-tuning: no token of the sequences counts; check the format of the data and the masks.")
+        raise UserError(
+            "fine-tuning: the sequences have no token to predict; check the format of the data and the masks."
+        )
     config, lora = options.configure(lm.config), options.lora
     train_rows, validation_rows = split_validation(sequences, options, context.seed)
     objective = sft_objective(lm.config, options, lm.dtype, mesh)
@@ -249,7 +250,7 @@ def fit_sft(
         sequences.take(train_rows).arrays(),
         sequences.take(validation_rows).arrays(),
         options,
-        context=context,
+        context=context.titled("fine-tuning"),
         identity={
             "options": options_identity(options),
             "seed": context.seed,
@@ -261,8 +262,8 @@ def fit_sft(
         consume=lora is None and consume,
     )
     context.log(
-        f"fine-tuned for {steps:,} steps on {len(train_rows):,} sequences; NLL of the {len(validation_rows):,} for "
-        f"validation: {final['validation_nll']:.4f}"
+        f"fine-tuned for {steps:,} steps on {len(train_rows):,} sequences; validation NLL "
+        f"{final['validation_nll']:.4f} on {len(validation_rows):,}"
     )
     report = {
         "options": options_identity(options),

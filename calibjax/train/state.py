@@ -1,4 +1,4 @@
-"""What training carries from step to step, and the optimiser that moves it."""
+"""The state of training, and the optimiser."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -12,13 +12,13 @@ Schedule = Literal["cosine", "linear", "constant"]
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes.
+    """What a training step updates.
 
     Attributes:
-        step: int32 scalar, steps taken.
-        params: what is trained.
-        opt_state: of the optax transformation.
-        carry: what the objective keeps from batch to batch, such as running means; most keep nothing.
+        step: int32 scalar, number of steps taken.
+        params: trained parameters.
+        opt_state: state of the optax transformation.
+        carry: state of a `CarryingObjective`, such as running means; otherwise empty.
     """
 
     step: Int[Array, ""]
@@ -29,17 +29,17 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """An optimiser with gradient clipping, linear warm-up, and a schedule down to 0.
+    """Configuration of the optimiser: linear warm-up, schedule of the learning rate, clipping of the gradient.
 
     Attributes:
-        learning_rate: peak, > 0.
-        kind: adamw, or adafactor, whose second moments of a matrix are a row and a column (Shazeer & Stern 2018,
-            algorithm 4): no first moment, and hardly any memory beside the gradients.
-        schedule: after the warm-up: cosine or linear decay to 0, or constant.
-        warmup_fraction: of all steps, in [0, 1); the rate rises linearly from 0.
-        weight_decay: decoupled, >= 0.
-        clip_norm: largest global norm of the gradient, > 0; None: no clipping. The step clips (`make_train_step`).
-        b1, b2: of Adam.
+        learning_rate: peak learning rate, > 0.
+        kind: adamw, or adafactor (Shazeer & Stern 2018, algorithm 4), which factors the second moments of a matrix into
+            a row and a column and has no first moment, so that its state takes little memory.
+        schedule: after the warm-up: cosine or linear decay to 0, or a constant rate.
+        warmup_fraction: fraction of the steps, in [0, 1), in which the rate rises linearly from 0.
+        weight_decay: decoupled weight decay, >= 0.
+        clip_norm: largest global norm of the gradient, > 0; None: no clipping. `make_train_step` applies it.
+        b1, b2: decay rates of Adam's moments.
     """
 
     learning_rate: float = 2e-3
@@ -52,7 +52,7 @@ class OptimizerConfig:
     b2: float = 0.999
 
     def rate(self, steps: int) -> optax.Schedule:
-        """The learning rate at each of `steps` steps."""
+        """Returns the schedule of the learning rate over `steps` steps."""
         warmup = int(self.warmup_fraction * steps)
         left = max(steps - warmup, 1)
         after = {
@@ -65,10 +65,10 @@ class OptimizerConfig:
         return optax.join_schedules([optax.linear_schedule(0.0, self.learning_rate, warmup), after], [warmup])
 
     def build(self, steps: int) -> optax.GradientTransformation:
-        """The optax transformation for a run of `steps` steps."""
+        """Returns the optax transformation for a run of `steps` steps."""
         rate = self.rate(steps)
         if self.kind == "adafactor":
-            # Without steps relative to the parameters: a learning rate would mean something else than in AdamW.
+            # Updates are not scaled by the size of the parameters: the learning rate has the same meaning as in AdamW.
             return optax.chain(
                 optax.scale_by_factored_rms(),
                 optax.clip_by_block_rms(1.0),
@@ -79,5 +79,5 @@ class OptimizerConfig:
 
 
 def create_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = ()) -> TrainState:
-    """The state before the first step."""
+    """Returns the state before the first step."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), carry)

@@ -1,4 +1,4 @@
-"""One training step: pure, jitted once, its state donated."""
+"""The training step: a pure, jitted function that donates its state."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -14,11 +14,11 @@ Batch = Mapping[str, Array]
 
 
 class Objective(Protocol):
-    """What is minimised: the sum of a loss over the tokens that count, or its mean.
+    """A loss to minimise: its sum over a micro-batch, and the divisor that makes it a mean.
 
-    Called with what is trained, frozen arrays, a batch and hyper-parameters (float32 scalars: a change of their value
-    compiles nothing anew); returns the sum of the loss and what the sum over all micro-batches is divided by, float32
-    scalars: the number of tokens for a mean over tokens, the number of sequences for a mean over sequences.
+    Its arguments are the trained parameters, frozen arrays, a batch, and hyper-parameters (float32 scalars, whose
+    values can change without recompilation). It returns two float32 scalars: the sum of the loss, and the divisor,
+    which is summed over all micro-batches: the number of tokens for a mean over tokens, of sequences for one over them.
     """
 
     def __call__(
@@ -27,9 +27,9 @@ class Objective(Protocol):
 
 
 class CarryingObjective(Protocol):
-    """An `Objective` that keeps something from batch to batch, in the state of training.
+    """An `Objective` with a state of its own, which `TrainState.carry` holds.
 
-    Called with that too; returns the sum of the loss, and beside it the divisor and what is kept from here on.
+    Its last argument is that state; it returns the sum of the loss, and a pair of the divisor and the new state.
     """
 
     def __call__(
@@ -38,7 +38,7 @@ class CarryingObjective(Protocol):
 
 
 class StepMetrics(NamedTuple):
-    """Float32 scalars of one step: mean loss, number of tokens, global norm of the gradient unclipped."""
+    """Float32 scalars of one step: mean loss, number of tokens, global norm of the gradient before clipping."""
 
     loss: Float[Array, ""]
     tokens: Float[Array, ""]
@@ -57,18 +57,17 @@ def make_train_step(
     reduction: Literal["mean", "sum"] = "mean",
     clip_norm: float | None = None,
 ) -> TrainStep:
-    """The jitted step (state, frozen, batch, hyper) -> (state, metrics); the state given is donated.
+    """Returns the jitted step `(state, frozen, batch, hyper) -> (state, metrics)`, which donates the given state.
 
     Args:
         objective: see `Objective`.
-        optimizer: of the trained parameters.
-        carrying: the objective is a `CarryingObjective`; it goes through the micro-batches one after the other.
-        accumulate: micro-batches, one after the other, that a batch is cut into; divides the batch size. The gradient
-            is that of the objective's mean over the whole batch: over all its tokens, however they fall into the
-            micro-batches, where the objective divides by their number.
-        reduction: "sum" leaves the gradient that of the sum, so that a batch with more tokens moves the parameters
-            further; the loss of the metrics is the mean in either case.
-        clip_norm: largest global norm of the gradient, > 0; a longer one is shortened to it. None: no clipping.
+        optimizer: optax transformation.
+        carrying: whether the objective is a `CarryingObjective`; the micro-batches update its state in order.
+        accumulate: number of micro-batches per batch; a divisor of the batch size. The gradient is that of the mean
+            over the whole batch, whatever the numbers of tokens in the micro-batches.
+        reduction: "sum" takes the gradient of the sum instead of the mean, so that a batch with more tokens takes a
+            larger step. `StepMetrics.loss` is the mean in both cases.
+        clip_norm: largest global norm of the gradient, > 0; a larger gradient is scaled to it. None: no clipping.
     """
 
     def gradients(params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array], carry: Any):
@@ -95,8 +94,8 @@ def make_train_step(
 
             (((loss, divisor), grads), carry), _ = jax.lax.scan(add, (zeros, state.carry), micro)
         count = jnp.maximum(divisor, 1.0)
-        # One factor for mean and clipping, and a product: the compiler repeats it wherever the gradient is used; of a
-        # quotient it would hold a second copy of all gradients.
+        # Mean and clipping are one factor, applied by multiplication: XLA fuses it into every use of the gradients. The
+        # result of a division would be stored, as a second copy of all gradients.
         weight = 1.0 / count if reduction == "mean" else jnp.ones(())
         norm = weight * _global_norm(grads)
         if clip_norm is not None:
@@ -111,5 +110,5 @@ def make_train_step(
 
 
 def _global_norm(tree: Any) -> Float[Array, ""]:
-    """√Σ g² over all leaves, as inner products: XLA's CPU backend would hold the squares."""
+    """√Σ g² over all leaves, as inner products, because XLA's CPU backend would store the squares."""
     return jnp.sqrt(sum(jnp.tensordot(g, g, axes=g.ndim, precision="highest") for g in jax.tree.leaves(tree)))

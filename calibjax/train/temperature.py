@@ -1,4 +1,4 @@
-"""The likelihood of sequences as a function of one factor on all temperatures, and temperature scaling."""
+"""The likelihood of sequences as a function of one factor on all scales, and temperature scaling."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from calibjax.models.frozen import Frozen, batch_stats
 from calibjax.runtime.distributed import to_host
 
 LikelihoodPass = Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]
-"""A pass over the data at a factor e^u on every scale: u (float32 scalar) -> the sums of its batches."""
+"""A pass over the data with every scale multiplied by e^u: maps u (float32 scalar) to the sums of each batch."""
 
 
 def _likelihood_of_batch(model, head, dtype, top_label_weight, params, frozen, batch, log_factor):
@@ -47,15 +47,15 @@ def likelihood_pass(
     *,
     top_label_weight: float = 0.0,
 ) -> LikelihoodPass:
-    """The likelihood of sequences under a head, with every scale multiplied by a factor; on the current mesh.
+    """Returns the likelihood of sequences under a head as a function of a factor on every scale; on the current mesh.
 
     Args:
         lm: the model.
         head, params: the head.
-        frozen: the model's arrays; see `freeze`.
-        arrays: of sequences, as `batch_stats` reads them.
+        frozen: arrays of the model; see `freeze`.
+        arrays: arrays of the sequences, as `batch_stats` reads them.
         batch_size: sequences per step.
-        top_label_weight: of `losses.top_label`, added to the negative log-likelihood.
+        top_label_weight: weight of `losses.top_label`, which is added to the negative log-likelihood.
     """
 
     def sums_at(u: Float[Array, ""]) -> Iterator[recalibrate.LikelihoodSums]:
@@ -67,7 +67,7 @@ def likelihood_pass(
 
 
 def mean_likelihood(sums_at: LikelihoodPass) -> float:
-    """The mean negative log-likelihood per token at factor 1, in nats."""
+    """Returns the mean negative log-likelihood per token at factor 1, in nats."""
     parts = list(sums_at(jnp.float32(0.0)))
     return float(sum(part.nll.sum(dtype=np.float64) for part in parts) / sum(part.count.sum() for part in parts))
 
@@ -75,7 +75,7 @@ def mean_likelihood(sums_at: LikelihoodPass) -> float:
 def fit_single_temperature(
     lm: LanguageModel, frozen: Frozen, arrays: Mapping[str, np.ndarray], batch_size: int
 ) -> tuple[recalibrate.TemperatureFit, FittedHead]:
-    """One temperature for all tokens, within the bounds of every head; arguments as `likelihood_pass`'s."""
+    """Fits temperature scaling, within the bounds of every head; arguments as in `likelihood_pass`."""
     head = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
     identity = {"log_scale": jnp.zeros((), jnp.float32)}
     sums_at = likelihood_pass(lm, head, identity, frozen, arrays, batch_size)
@@ -84,7 +84,7 @@ def fit_single_temperature(
 
 
 def describe_temperature(fit: recalibrate.TemperatureFit, sequences: int) -> str:
-    """A log line on the fit."""
+    """Returns a log line that describes the fit."""
     note = "" if fit.converged else " (no finite optimum: the bound was used)"
     return (
         f"temperature scaling: {fit.temperature:.4f} on {sequences:,} sequences: NLL {fit.nll_before:.4f} -> "

@@ -1,4 +1,4 @@
-"""What every way to fine-tune a model shares: options of the optimisation, and the run from first to last step."""
+"""Fine-tuning, whatever the objective: options of the optimisation, and the run from the first to the last step."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,18 +23,18 @@ from calibjax.train.step import CarryingObjective, Objective, make_train_step
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningOptions:
-    """How weights are optimised.
+    """Options of the optimisation.
 
     Attributes:
         epochs: passes over the sequences.
         batch_size: sequences per step.
         accumulate: micro-batches per step.
-        optimizer: adamw, or adafactor, whose state is small.
+        optimizer: adamw, or adafactor, whose state takes little memory.
         learning_rate: peak learning rate; by default 2e-5.
         schedule: linear or cosine decay to 0, or constant.
         warmup_fraction: fraction of the steps in which the learning rate rises.
         weight_decay: decoupled weight decay.
-        clip_norm: largest norm of the gradient; None: not clipped.
+        clip_norm: largest norm of the gradient; None: no clipping.
         remat: what the backward pass recomputes of a block: all (full), all but its matrix products (dots), or none.
         validation_fraction: fraction of the sequences kept from training; their likelihood is logged every epoch.
         checkpoint_every: steps between checkpoints.
@@ -54,7 +54,7 @@ class TuningOptions:
     checkpoint_every: Count = 200
 
     def check(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raises `UserError` where a value is out of range, or batches do not divide among the devices of `mesh`."""
+        """Raises `UserError` if a value is out of range or batches do not divide among the devices of `mesh`."""
         check_options(self)
         if self.batch_size % self.accumulate:
             raise UserError(
@@ -80,7 +80,7 @@ class TuningOptions:
 
 
 def first_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = None) -> TrainState:
-    """The state that `tune` starts from: parameters in float32, whatever they were."""
+    """Returns the state that `tune` starts from, with float32 parameters."""
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     return create_state(params, optimizer, () if carry is None else carry)
 
@@ -98,26 +98,25 @@ def tune(
     identity: dict[str, Any],
     carry: Any = None,
     reduction: Literal["mean", "sum"] = "mean",
-    title: str = "fine-tuning",
     consume: bool = False,
 ) -> tuple[Any, int, dict[str, float]]:
     """Trains parameters in float32, with checkpoints and logs in `context.directory`.
 
     Args:
-        objective: what is minimised.
-        likelihood: of the tokens that count; evaluated on what was kept for validation.
-        source: a list of one tree, the parameters to start from, placed on `context.mesh`; it is emptied, so that they
-            can be freed.
-        frozen: arrays that both read.
-        train_arrays, validation_arrays: of sequences, one row each.
-        options: of the optimisation.
-        context, identity, title: as in `train`; the seed is that of the order of the sequences.
-        carry: what a `CarryingObjective` starts from; None: the objective is none.
+        objective: the objective to minimise.
+        likelihood: negative log-likelihood, evaluated on the validation sequences.
+        source: a list of one tree, the initial parameters, placed on `context.mesh`. It is emptied, so that they can be
+            freed.
+        frozen: arrays that objective and likelihood read.
+        train_arrays, validation_arrays: arrays of the sequences, one row each.
+        options: see `TuningOptions`.
+        context, identity: as in `train`; the seed determines the order of the sequences.
+        carry: initial state of a `CarryingObjective`; None for other objectives.
         reduction: as in `make_train_step`.
-        consume: give the parameters of `source` up in place of a copy.
+        consume: donate the initial parameters instead of copying them.
 
     Returns:
-        The parameters, the number of steps, and the last evaluation.
+        The trained parameters, the number of steps, and the last evaluation.
     """
     rows = len(next(iter(train_arrays.values())))
     steps = max(1, options.epochs * rows // options.batch_size)
@@ -160,7 +159,6 @@ def tune(
             steps=steps,
             context=context,
             identity=identity,
-            title=title,
             checkpoint_every=options.checkpoint_every,
             evaluation=Evaluation(evaluate, every=max(1, steps // options.epochs)),
         )

@@ -376,6 +376,17 @@ def test_hard_data(name, kind):
         assert not state.report.converged
 
 
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_no_probability_above_one(name, level):
+    """Exactly: also of separable data, whose scores reach 1,000, and however XLA contracts the arithmetic."""
+    method, data = METHODS[name], bundle()
+    far = data._replace(logits=data.logits * 400, features=data.features * 400, confidence=np.round(data.confidence))
+    apply = jax.jit(method.apply, compiler_options={"xla_backend_optimization_level": level})
+    out = np.asarray(apply(fitted(name), Predictions(**{field: getattr(far, field) for field in method.apply_reads})))
+    assert out.max() <= (0 if method.gives == "log_probs" else 1)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_laws(name):
     method, data, state = METHODS[name], bundle(), fitted(name)

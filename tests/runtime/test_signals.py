@@ -39,42 +39,56 @@ def wait_for(process, condition, seconds=240):
     raise AssertionError("timed out")
 
 
-IMPORTS = """
+STARTED = """
 import hashlib, sys, time
 from calibjax import cli
-def load(name):
-    print("loading", flush=True)
+def work(*args):
+    print("working", flush=True)
     {work}
-cli.importlib.import_module = load
+{replaced} = work
 sys.exit(cli.main(["convert", "--model", "a b", "--out", "c"]))
 """
-
-
 SWALLOW = """while True:
         try: time.sleep(60)
         except BaseException: pass"""
+IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
 
 
+@pytest.mark.parametrize("replaced", ["cli.importlib.import_module", "cli._execute"])
 @pytest.mark.parametrize(
     ("work", "number", "code"),
     [
         ("time.sleep(60)", signal.SIGINT, 130),
         ("time.sleep(60)", signal.SIGTERM, 143),
-        (f"cli.signals.PATIENCE = 0.1\n    {SWALLOW}", signal.SIGINT, 130),
-        ("cli.signals.PATIENCE = 0.1; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)", signal.SIGINT, 130),
+        (SWALLOW, signal.SIGINT, 130),
+        (IN_C, signal.SIGINT, 130),
     ],
     ids=["Ctrl-C", "SIGTERM", "Ctrl-C swallowed", "Ctrl-C in C"],
 )
-def test_signals_before_a_run(work, number, code):
-    """While the command is imported, also where the exception is swallowed, or C does not return to Python."""
-    with start(script=IMPORTS.format(work=work)) as process:
-        assert process.stdout.readline() == "loading\n"
+def test_signals_before_training(work, number, code, replaced):
+    """While the command is imported and while it runs, also where the exception is swallowed or C does not return."""
+    if replaced == "cli._execute":
+        replaced, work = f"cli._parse = lambda args: (None, None); {replaced}", f"cli.signals.PATIENCE = 0.1; {work}"
+        work = work.replace("; while", "\n    while")
+    with start(script=STARTED.format(work=work, replaced=replaced)) as process:
+        assert process.stdout.readline() == "working\n"
         time.sleep(0.2)
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
     name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
     assert error == f"\nstopped by {name}; to resume: calibjax convert --model 'a b' --out c\n"
     assert process.returncode == code
+
+
+def test_interrupt_while_jax_is_imported():
+    """Packages that are being imported swallow exceptions or turn them into an `ImportError`; one line is printed."""
+    with start("train", "ats", "--model", "a", "--data", "b", "--out", "c") as process:
+        loaded = Path(f"/proc/{process.pid}/maps")
+        wait_for(process, lambda: "jaxlib" in loaded.read_text(), seconds=20)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert error == "\nstopped by Ctrl-C; to resume: calibjax train ats --model a --data b --out c\n"
+    assert process.returncode == 130
 
 
 @pytest.mark.slow

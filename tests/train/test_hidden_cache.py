@@ -86,7 +86,7 @@ def test_file_is_used_again_only_where_it_fits(tmp_path):
     assert "found" not in " ".join(lines)
     stamp = (tmp_path / "hidden.bin").stat().st_mtime_ns
     second, _, lines = arrays(tmp_path, "disk")
-    assert lines[-1] == f"found them in {tmp_path / 'hidden.bin'}"
+    assert lines[-1] == f"reusing the hidden states in {tmp_path / 'hidden.bin'}"
     assert (tmp_path / "hidden.bin").stat().st_mtime_ns == stamp
     np.testing.assert_array_equal(first["hidden"], second["hidden"])
     before = np.array(first["hidden"])

@@ -55,9 +55,8 @@ def run(directory, *, steps=STEPS, step_fn=STEP, identity=None, progress=False, 
         {},
         batches(data(), 8, seed=3, epochs=2),  # 8 batches of 4 an epoch: the break falls inside one
         steps=steps,
-        context=RunContext(directory=directory, mesh=mesh, progress=progress),
+        context=RunContext(directory=directory, mesh=mesh, progress=progress, title="test"),
         identity=identity or {"plan": {"rate": 0.1}, "fingerprint": "abc"},
-        title="test",
         **options,
     )
 

@@ -267,7 +267,7 @@ def test_runs_from_before_there_was_a_choice_of_loss_resume():
 def test_nothing_to_learn(tmp_path):
     sequences = ragged(make_sequences(16))
     sequences = sequences._replace(where=np.zeros_like(sequences.where))
-    with pytest.raises(UserError, match="no token of the sequences counts"):
+    with pytest.raises(UserError, match="the sequences have no token to predict"):
         fit(tmp_path, sequences=sequences)
 
 

@@ -113,8 +113,7 @@ def run(name: str, options: AblationOptions, log: Callable[[str], None] = print)
             batch_size=options.batch_size,
             bins=options.bins,
             closed=options.closed,
-            title=f"evaluating {title}",
-            context=context,
+            context=context.titled(f"evaluating {title}"),
         )
         for variant, row in of_set["methods"].items():
             row["parameters"] = parameters_of(heads[variant][0]) if variant in heads else 0

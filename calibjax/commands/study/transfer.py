@@ -123,8 +123,7 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDo
             batch_size=options.batch_size,
             bins=options.bins,
             closed=options.closed,
-            title=f"evaluating on {target}",
-            context=context,
+            context=context.titled(f"evaluating on {target}"),
         )
     return finish_study(document, options, log)
 

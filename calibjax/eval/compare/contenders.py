@@ -1,4 +1,4 @@
-"""Recalibrators side by side: each is fitted on the calibration part, timed, and asked about the held-out part."""
+"""Comparison of recalibrators: each is fitted on the calibration part, timed, and applied to the held-out part."""
 
 import functools
 import time
@@ -14,7 +14,7 @@ from calibjax.recalibrate import METHODS, Method, Predictions, parameter_count
 from calibjax.runtime.context import RunContext
 
 _DENSE = ("matrix", "dirichlet")  # K² parameters
-_BLOCK = 2**24  # log-probabilities held at once
+_BLOCK = 2**24  # log-probabilities computed at a time
 
 
 class Outcome(NamedTuple):
@@ -37,9 +37,9 @@ class Contender(NamedTuple):
     """One row of a comparison.
 
     Attributes:
-        fit: on the calibration part -> state.
-        predict: state -> `Outcome` on the held-out part.
-        parameters: state -> how many numbers were fitted.
+        fit: fits on the calibration part and returns the state.
+        predict: maps the state to the `Outcome` on the held-out part.
+        parameters: maps the state to the number of fitted parameters.
     """
 
     fit: Callable[[], Any]
@@ -48,7 +48,7 @@ class Contender(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A contender that came through; `fit_seconds` with compilation."""
+    """Result of a contender that did not fail; `fit_seconds` includes compilation."""
 
     outcome: Outcome
     fit_seconds: float
@@ -56,7 +56,7 @@ class Result(NamedTuple):
 
 
 def with_confidence(data: Predictions) -> Predictions:
-    """Predictions with confidence and correctness filled in from logits and labels, where there are logits."""
+    """Returns predictions with confidence and correctness computed from logits and labels, if there are logits."""
     if data.logits is None:
         return data
     outcome = uncalibrated(data)
@@ -64,7 +64,7 @@ def with_confidence(data: Predictions) -> Predictions:
 
 
 def uncalibrated(data: Predictions) -> Outcome:
-    """The uncalibrated predictions."""
+    """Returns the outcome of the uncalibrated predictions."""
     if data.logits is None:
         assert data.confidence is not None
         return Outcome(np.asarray(data.confidence, np.float32), np.asarray(data.correct, np.float32))
@@ -80,17 +80,17 @@ def contenders(
     *,
     however_large: bool = True,
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Rows of `METHODS` for two sets of predictions.
+    """Makes the contenders of `METHODS` for two sets of predictions.
 
     Args:
-        calibration: to fit on.
-        held_out: to test on, with the same fields.
+        calibration: predictions to fit on.
+        held_out: predictions to evaluate on, with the same fields.
         base: the uncalibrated held-out predictions.
         names: names in `METHODS`.
-        however_large: False skips methods with a parameter per pair of classes where there are fewer predictions.
+        however_large: False skips methods with a parameter per pair of classes if there are fewer predictions.
 
     Returns:
-        (name -> contender; name -> why it cannot run on this data)
+        Contenders by name, and for each name that is left out the reason.
     """
     rows, left_out = {}, {}
     classes = next((np.shape(x)[k] for x, k in ((held_out.logits, 1), (held_out.unembedding, 0)) if x is not None), 0)
@@ -100,9 +100,11 @@ def contenders(
         if missing:
             left_out[name] = f"no {', '.join(dict.fromkeys(missing))} to read here"
         elif method.max_classes is not None and classes > method.max_classes:
-            left_out[name] = f"meant for at most {method.max_classes:,} classes, here are {classes:,}"
+            left_out[name] = f"takes at most {method.max_classes:,} classes, this data has {classes:,}"
         elif not however_large and name in _DENSE and classes**2 > len(np.asarray(calibration.labels)):
-            left_out[name] = f"{classes**2:,} parameters from fewer predictions; ask for it by name to fit it anyway"
+            left_out[name] = (
+                f"has {classes**2:,} parameters, more than predictions; name it in --methods to fit it anyway"
+            )
         else:
             rows[name] = _contender(method, calibration, held_out, base)
     return rows, left_out
@@ -124,7 +126,7 @@ def _contender(method: Method, calibration: Predictions, held_out: Predictions, 
 def _distribution(
     apply: Callable[[Predictions], Any], reads: tuple[str, ...], data: Predictions, choice: Int[np.ndarray, " N"]
 ) -> Outcome:
-    """The outcome of what gives log-probabilities, a block of rows at a time."""
+    """Computes the outcome of a method that returns log-probabilities, in blocks of rows."""
     assert data.labels is not None
     labels = np.asarray(data.labels)
     fields = {field: np.asarray(getattr(data, field)) for field in reads}
@@ -134,22 +136,22 @@ def _distribution(
         block = Predictions(**{name: x if name == "unembedding" else x[rows] for name, x in fields.items()})
         log_probs = np.asarray(apply(block))
         best = log_probs.max(axis=1)
-        # Rounding may make a tie of two classes: then the choice has not changed.
+        # Rounding can make two classes equal: the choice has not changed then.
         kept = log_probs[np.arange(len(rows)), choice[rows]] >= best
         chosen = np.where(kept, choice[rows], log_probs.argmax(axis=1))
         of_label = log_probs[np.arange(len(rows)), labels[rows]]
         right = (chosen == labels[rows]).astype(np.float32)
-        parts.append((np.minimum(np.exp(best), 1.0), right, chosen, of_label))
+        parts.append((np.exp(best), right, chosen, of_label))
     return Outcome(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
 def run_contenders(
     rows: Mapping[str, Contender], *, context: RunContext | None = None
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Fits and tests every row. One that fails does not stop the others.
+    """Fits and evaluates every contender. One that fails does not stop the others.
 
     Returns:
-        (name -> result; name -> why it failed)
+        Results by name, and for each name that failed the reason.
     """
     results, failed = {}, {}
     bar = (context or RunContext()).bar(rows.items(), title="comparing", unit="method")

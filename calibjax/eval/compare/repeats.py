@@ -30,7 +30,6 @@ def evaluate_repeats(
     batch_size: int = 16,
     bins: int = 15,
     closed: metrics.Closed = "right",
-    title: str = "evaluation",
     context: RunContext | None = None,
 ) -> StudySet:
     """Evaluates heads, each fitted with several seeds, on sequences; arguments of `evaluate_tokens` and `repeats_json`.
@@ -46,7 +45,6 @@ def evaluate_repeats(
         bins=bins,
         closed=closed,
         keep_tokens=True,
-        title=title,
         context=context,
     )
     results = {name: [outputs[f"{name} {index}"] for index in range(len(repeats))] for name, repeats in heads.items()}

@@ -106,7 +106,6 @@ def choice_log_probs(
     temperature: float,
     *,
     batch_size: int = 32,
-    title: str = "analogies",
     context: RunContext | None = None,
 ) -> Float[np.ndarray, "Q C"]:
     """log-probability of every choice's tokens at a myopic temperature of each next token; float64.
@@ -116,7 +115,8 @@ def choice_log_probs(
     frozen = freeze(lm)
     scale = jnp.float32(1 / temperature if temperature else 1)
     parts = []
-    bar = (context or RunContext()).bar(title=title, unit="choice", total=len(sequences.tokens))
+    context = context or RunContext()
+    bar = context.bar(title=context.title or "analogies", unit="choice", total=len(sequences.tokens))
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         parts.append(to_host(_scores(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
         bar.update(real)
@@ -145,10 +145,10 @@ def evaluate_analogies(
     temperatures: Sequence[float],
     *,
     batch_size: int = 32,
-    title: str = "analogies",
     context: RunContext | None = None,
 ) -> dict[str, AnalogyRow]:
     """Accuracy at each myopic temperature: name -> accuracy, its standard error, and that of every category."""
+    context = context or RunContext()
     results: dict[str, AnalogyRow] = {}
     groups = np.array(analogies.categories)
     for temperature in temperatures:
@@ -157,8 +157,7 @@ def evaluate_analogies(
             analogies.sequences,
             temperature,
             batch_size=batch_size,
-            title=f"{title} at {temperature:g}",
-            context=context,
+            context=context.titled(f"{context.title or 'analogies'} at {temperature:g}"),
         )
         each = accuracy(scores, analogies.right, temperature)
         results[f"{temperature:g}"] = {

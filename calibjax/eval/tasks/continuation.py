@@ -1,10 +1,10 @@
-"""Text after given contexts, up to a stop sequence: many contexts, in batches of few static shapes."""
+"""Continuations of contexts up to a stop sequence, in batches of few static shapes."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-from jaxtyping import PRNGKeyArray
 
 from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling, default_stop_tokens, generate
@@ -12,16 +12,16 @@ from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
 _AT_ONCE = 32
-"""Tokens generated before it is looked whether a stop sequence has come."""
+"""Tokens generated between checks for a stop sequence."""
 
 
 class Continued(NamedTuple):
-    """What follows a context.
+    """Continuation of a context.
 
     Attributes:
-        text: up to the first stop sequence, which is left out; without special tokens.
-        tokens: the ids of that text without the space at its end; at least the first token, also where the text is
-            empty. Where the stop sequence begins within a token that also ends the text, that token belongs to it.
+        text: text before the first stop sequence, without special tokens.
+        tokens: ids of that text without trailing space; at least the first token, even if the text is empty. A token
+            that holds the end of the text and the beginning of the stop sequence is included.
     """
 
     text: str
@@ -29,7 +29,7 @@ class Continued(NamedTuple):
 
 
 def room_for_context(max_new_tokens: int, max_length: int) -> int:
-    """Tokens of a context that can be read beside `max_new_tokens`; raises `UserError` where there are none."""
+    """Returns how many tokens of a context fit beside `max_new_tokens`; raises `UserError` if none do."""
     if not 1 <= max_new_tokens < max_length:
         raise UserError(
             f"max_gen_toks: expected 1 to {max_length - 1}, so that a context fits beside what is generated; got "
@@ -46,53 +46,57 @@ def continue_contexts(
     max_new_tokens: int = 256,
     max_length: int | None = None,
     batch_size: int = 16,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    key: PRNGKeyArray | None = None,
+    sampling: Sampling = Sampling(),
 ) -> Iterator[tuple[int, Continued]]:
-    """(number of the context, what follows it), batch by batch; arguments are checked at once.
+    """Yields the index of each context and its continuation, batch by batch; arguments are checked before the first.
 
-    Contexts keep their last `max_length - max_new_tokens` tokens. A row ends at a stop sequence, a stop token of the
-    model or `max_new_tokens`; rows that have ended are not run again.
+    Contexts are cut to their last `max_length - max_new_tokens` tokens. A row ends at a stop sequence, at a stop token
+    of the model or after `max_new_tokens`; rows that have ended are not computed further.
 
     Args:
-        lm: the base model; a head does not change the most likely token.
+        lm: base model; a head does not change the most likely token.
         contexts: token ids, none empty.
-        until: texts that end the continuation.
+        until: stop sequences.
         max_new_tokens: largest number of new tokens.
         max_length: of context and continuation together; None: the model's `max_positions`.
-        batch_size: rows a step.
-        temperature, top_k, top_p, key: as `Sampling`'s; temperature 0 takes the most likely token.
+        batch_size: rows per step.
+        sampling: how tokens are chosen; by default the most likely one.
 
     Raises:
-        UserError: there is no room for a context beside `max_new_tokens`, or a context is empty.
+        UserError: no context fits beside `max_new_tokens`, or a context is empty.
     """
     room = room_for_context(max_new_tokens, max_length or lm.config.max_positions)
     if any(not len(context) for context in contexts):
-        raise UserError("expected contexts of at least one token; the tokenizer makes none of an empty text.")
+        raise UserError("expected contexts of at least one token; an empty text has none.")
     prompts = [list(context)[-room:] for context in contexts]
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
     def batches() -> Iterator[tuple[int, Continued]]:
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
-            found = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, options, key)
+            found = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, sampling)
             yield from zip(numbers, found, strict=True)
 
     return batches()
 
 
-def _continue(lm, prompts, until, max_new_tokens, rows, options, key) -> list[Continued]:
+def _continue(
+    lm: LanguageModel,
+    prompts: list[list[int]],
+    until: Sequence[str],
+    max_new_tokens: int,
+    rows: int,
+    sampling: Sampling,
+) -> list[Continued]:
+    """Continues at most `rows` prompts together."""
     written: list[list[int]] = [[] for _ in prompts]
     open_rows, done, stops = list(range(len(prompts))), 0, default_stop_tokens(lm)
     while open_rows and done < max_new_tokens:
         step = min(_AT_ONCE, max_new_tokens - done)
         given = [prompts[row] + written[row] for row in open_rows]
-        given += [given[-1]] * (rows - len(given))  # one shape, however many rows are left
-        step_key = None if key is None else jax.random.fold_in(key, done)
-        out = generate(lm, given, max_new_tokens=step, sampling=Sampling(key=step_key, **options))
+        given += [given[-1]] * (rows - len(given))  # one shape, whatever the number of unfinished rows
+        key = None if sampling.key is None else jax.random.fold_in(sampling.key, done)
+        out = generate(lm, given, max_new_tokens=step, sampling=dataclasses.replace(sampling, key=key))
         tokens, where = to_host((out.tokens, out.where))
         for place, row in enumerate(open_rows):
             written[row] += tokens[place][where[place]].tolist()

@@ -1,4 +1,4 @@
-"""A task of lm-eval asked of a model: the answer to every question, and its confidence under each head."""
+"""Evaluation of a model on a task of lm-eval: the answer to every question, and its confidence under each head."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -14,16 +14,17 @@ from calibjax.eval.answers.judges import Judge, references
 from calibjax.eval.tasks.continuation import continue_contexts, room_for_context
 from calibjax.eval.tasks.harness import HarnessLM
 from calibjax.eval.tasks.scoring import Continuation, Score
+from calibjax.models.generate import Sampling
 from calibjax.runtime.distributed import check_same, from_first
 from calibjax.runtime.errors import UserError
 
 _AT_ONCE = 256
-"""Questions that are held in full at one time."""
+"""Questions whose log-probabilities are stored at a time."""
 _confidence = jax.jit(answer_confidence, static_argnums=0)
 
 
 class Answers(NamedTuple):
-    """The answers to N questions, under M heads.
+    """Answers to N questions under M heads.
 
     Attributes:
         confidence: float32 `[M, N]`.
@@ -110,7 +111,7 @@ def _writing(lm: HarnessLM, task: ConfigurableTask, how: How) -> dict[str, Any]:
     if how.max_new_tokens is not None:
         asked = {name: value for name, value in asked.items() if not name.startswith("max_")}
         asked["max_gen_toks"] = how.max_new_tokens
-    return {**lm.generation_options(asked), "temperature": 0.0, "top_k": None, "top_p": None, "key": None}
+    return {**lm.generation_options(asked), "sampling": Sampling()}
 
 
 def ask(lm: HarnessLM, task: ConfigurableTask, how: How, *, subject: str, tick: Callable[[int], Any]) -> Answers:
@@ -222,7 +223,9 @@ def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
     options = _writing(lm, task, how)
     whole = [lm.tok_encode(prompt) for prompt in prompts]
     room = room_for_context(options["max_new_tokens"], lm.max_length)
-    contexts = [context[-room:] for context in whole]  # what is written is scored as it was read
+    contexts = [
+        context[-room:] for context in whole
+    ]  # continuations are scored in the context that they were generated in
     written = dict(continue_contexts(lm.lm, contexts, **options))
     texts = [written[number] for number in range(len(contexts))]
     scored = lm.scorer.score([Continuation(*pair) for pair in zip(contexts, (t.tokens for t in texts), strict=True)])
@@ -233,7 +236,7 @@ def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
     there = np.isfinite(log_probs)
     confidence = np.stack([_confidence(how.text, *pair) for pair in zip(log_probs, there, strict=True)])[:, :n]
     rows = list(zip(prompts, [t.text for t in texts], map(references, documents), strict=True))
-    # By one process alone: a judge may cost money, or say something else the next time.
+    # In one process only: a judge may cost money, and may judge differently when it is called again.
     correct = from_first(lambda: [how.judge(*row) for row in rows], np.zeros(n, np.float32))
     harness = [task.process_results(document, [t.text.strip()]) for document, t in zip(documents, texts, strict=True)]
     return Answers(
@@ -249,6 +252,6 @@ def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
 
 
 def _numbers(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """The metrics that are one number a question."""
+    """Returns the metrics that have one number per question."""
     names = [name for name in (rows[0] if rows else {}) if all(np.ndim(row[name]) == 0 for row in rows)]
     return {name: np.array([float(row[name]) for row in rows]) for name in names}

@@ -1,4 +1,4 @@
-"""A language model of calibjax as EleutherAI's lm-eval sees one: log-likelihoods and text for its requests.
+"""A calibjax model behind the interface of EleutherAI's lm-eval: log-likelihoods and generated text.
 
 It needs `pip install calibjax[lm-eval]`, and no PyTorch. `calibjax.lm_eval` is what the command line names.
 """
@@ -18,15 +18,16 @@ from calibjax.eval.tasks.continuation import continue_contexts
 from calibjax.eval.tasks.scoring import Continuation, Scorer
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
+from calibjax.models.generate import Sampling
 from calibjax.runtime.errors import UserError
 
 
 class HarnessLM(TemplateLM):
-    """A model and its heads for lm-eval; the harness hears of the first head alone.
+    """A model and its heads for lm-eval; the harness receives the results of the first head only.
 
     Log-likelihoods are those of the harness's own Hugging Face backend on the same model; with a head, those of its
     calibrated distribution log softmax(s_t z_t). Greedy text is the same either way. The harness's cache is filled
-    batch by batch, so that a killed run goes on.
+    batch by batch, so that an interrupted run resumes.
 
     Args:
         lm: the frozen model, with its tokenizer.
@@ -58,7 +59,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context: the tokenizer's first token, or else its last."""
+        """The token before a text without context: the tokenizer's first token, or else its last."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else first
 
@@ -77,7 +78,7 @@ class HarnessLM(TemplateLM):
         return self.tokenizer.encode(string, verbose=False, **options)
 
     def encode(self, context: str, continuation: str) -> Continuation:
-        """A request as the harness cuts it: spaces at the end of the context belong to the continuation."""
+        """Splits a request as the harness does: spaces at the end of the context belong to the continuation."""
         if context:
             return Continuation(*self._encode_pair(context, continuation))
         tokens = self.tok_encode(continuation, add_special_tokens=False)
@@ -105,7 +106,7 @@ class HarnessLM(TemplateLM):
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, each token predicted once, with windows as the harness cuts them."""
+        """Returns the log-likelihood of whole texts: each token is predicted once, in the harness's rolling windows."""
         totals = []
         for request in tqdm(requests, desc="rolling log-likelihoods", disable=disable_tqdm):
             (text,) = request.args
@@ -121,7 +122,7 @@ class HarnessLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Text up to a stop sequence; greedy, or drawn where a task asks for it."""
+        """Generates text up to a stop sequence: greedily, or by sampling if the task requests it."""
         arguments: list[Any] = [request.args for request in requests]
         answers: dict[int, str] = {}
         bar = tqdm(total=len(requests), desc="generating", disable=disable_tqdm)
@@ -140,17 +141,19 @@ class HarnessLM(TemplateLM):
         return [answers[number] for number in range(len(requests))]
 
     def generation_options(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The options of `continue_contexts` for a task's generation_kwargs."""
+        """Returns the arguments of `continue_contexts` for the generation_kwargs of a task."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
         drawn = options.pop("do_sample") and options["temperature"] > 0
         taken = {
             "until": [*options.pop("until"), self.tokenizer.decode([self.eot_token_id])],
             "max_new_tokens": options.pop("max_gen_toks"),
-            "temperature": float(options.pop("temperature", 0.0)) if drawn else 0.0,
-            "top_k": options.pop("top_k", None) if drawn else None,
-            "top_p": options.pop("top_p", None) if drawn else None,
+            "max_length": self.max_length,
+            "batch_size": self.scorer.batch_size,
         }
-        if drawn and options:
+        if not drawn:
+            return taken
+        temperature = float(options.pop("temperature"))
+        top_k, top_p = options.pop("top_k", None), options.pop("top_p", None)
+        if options:
             raise UserError(f"generation options that calibjax does not take: {', '.join(options)}.")
-        common = {"max_length": self.max_length, "batch_size": self.scorer.batch_size}
-        return {**taken, **common, "key": self._key if drawn else None}
+        return {**taken, "sampling": Sampling(temperature=temperature, top_k=top_k, top_p=top_p, key=self._key)}

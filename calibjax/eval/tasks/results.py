@@ -1,4 +1,4 @@
-"""The figures of the answers to a benchmark as plain data: over all questions, and per subject."""
+"""Figures of a benchmark as plain data: over all questions, and per subject."""
 
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""The log-probability of given continuations, under the base model and under heads, in one forward pass."""
+"""Log-probabilities of given continuations under the base model and under heads, from one forward pass."""
 
 import contextlib
 import functools
@@ -20,19 +20,19 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import context_mesh, local_rows, place_rows, take_states
 
 _READS = 256
-"""Predictions read off the hidden states at once."""
+"""Positions whose logits are computed at a time."""
 _SHORTEST = 16
 
 
 class Continuation(NamedTuple):
-    """What is scored: `tokens`, read after `context`; neither is empty."""
+    """Tokens to score, and the context before them; neither is empty."""
 
     context: Sequence[int]
     tokens: Sequence[int]
 
 
 class Score(NamedTuple):
-    """Of one continuation of n tokens.
+    """Score of one continuation of n tokens.
 
     Attributes:
         log_probs: float32 `[M, n]`, nats, of each token given what stands before it, for each of M heads.
@@ -84,7 +84,7 @@ class Scorer:
         self._frozens: list[Frozen] = [freeze(lm, head=config) for config in self._configs]
 
     def check(self, requests: Sequence[Continuation]) -> None:
-        """Raises `UserError` where a continuation has no token, no context, or more tokens than the model reads."""
+        """Raises `UserError` if a continuation has no token, no context, or more tokens than the model's context."""
         for number, request in enumerate(requests):
             if not len(request.context) or not 1 <= len(request.tokens) <= self.max_length:
                 raise UserError(
@@ -93,12 +93,12 @@ class Scorer:
                 )
 
     def score(self, requests: Sequence[Continuation]) -> list[Score]:
-        """`stream`'s scores, in the order of the requests."""
+        """Returns the scores of `stream` in the order of the requests."""
         found = dict(self.stream(requests))
         return [found[number] for number in range(len(requests))]
 
     def stream(self, requests: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
-        """(number of the request, its score), batch by batch, the longest first. Arguments are checked at once."""
+        """Yields the index of each request and its score, batch by batch, longest first; checks arguments first."""
         self.check(requests)
         return self._stream(requests)
 
@@ -117,7 +117,7 @@ class Scorer:
                     yield from self._batch(requests, entries[start : start + self.batch_size], width)
 
     def _width(self, length: int) -> int:
-        """The next of 16, 24, 32, 48, 64, ...: at most half as long again, and few programs."""
+        """Rounds up to one of 16, 24, 32, 48, 64, ...: at most 50% of padding, and few compiled programs."""
         width = _SHORTEST
         while width < length:
             width = width * 3 // 2 if width & (width - 1) == 0 else width * 4 // 3
@@ -160,7 +160,7 @@ class Scorer:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _states(model, dtype, configs, params, factors, frozens, batch):
-    """Hidden states `[B, T, D]`, and log_scale `[M, B, T]` of every head."""
+    """Returns hidden states `[B, T, D]`, and the log_scale of every head, `[M, B, T]`."""
     hidden = batch_hidden(model, frozens[0], batch, dtype)
     given = {**batch, "hidden": hidden}
     scales = [
@@ -172,7 +172,7 @@ def _states(model, dtype, configs, params, factors, frozens, batch):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _read(model, dtype, frozen: Frozen, hidden, log_scales, places):
-    """log p `[M, R]` and whether it is the most likely token `[R]`, at (row, position, token) `[R, 3]`."""
+    """Returns log p `[M, R]` and whether the token is the most likely `[R]`, at (row, position, token) `[R, 3]`."""
     row, position, token = places.T
     states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
 

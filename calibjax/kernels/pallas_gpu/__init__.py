@@ -14,5 +14,6 @@ A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 5
 `implementation=None` does not choose it: nothing here was timed on a GPU yet (`kernels/RESULTS.md`).
 """
 
-from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION as IMPLEMENTATION
-from calibjax.kernels.pallas_gpu.implementation import make as make
+from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION, make
+
+__all__ = ["IMPLEMENTATION", "make"]

@@ -12,7 +12,7 @@ logits of 0.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,13 +57,77 @@ def biased(z: Array, bias_ref, first: Array) -> Array:
     return z + jax.lax.broadcast_in_dim(bias, z.shape, (1,))
 
 
+class _Ring(NamedTuple):
+    """Arrays in global memory, the ring of their blocks in shared memory, and its barriers."""
+
+    hidden_ref: Any
+    weights_ref: Any
+    hidden: Any
+    weights: Any
+    full: Any
+    empty: Any
+
+
+def _fill(ring: _Ring, schedule: Schedule, tokens, start, end, step) -> Array:
+    """Loads the blocks of the tiles `start` to `end` of a unit; returns the step after them."""
+    blocks = schedule.blocks
+
+    def tile(columns, step):
+        def load(k, step):
+            slot = jax.lax.rem(step, blocks.stages)
+            pl.when(step >= blocks.stages)(lambda: plgpu.barrier_wait(ring.empty.at[slot]))
+            depth = pl.ds(k * blocks.depth, blocks.depth)
+            for ref, target, rows, shared in (
+                (ring.hidden_ref, ring.hidden, pl.ds(tokens * TOKENS, TOKENS), ()),
+                (ring.weights_ref, ring.weights, pl.ds(columns * blocks.columns, blocks.columns), "pair"),
+            ):
+                axes = shared if blocks.cluster > 1 else ()
+                plgpu.copy_gmem_to_smem(ref.at[rows, depth], target.at[slot], ring.full.at[slot], collective_axes=axes)
+            return step + 1
+
+        return jax.lax.fori_loop(0, pl.cdiv(ring.hidden_ref.shape[1], blocks.depth), load, step)
+
+    return jax.lax.fori_loop(start, end, tile, step)
+
+
+def _multiply(ring: _Ring, schedule: Schedule, warpgroup: Array, first_step: Array) -> Array:
+    """The logits of a warp group's rows, `[64, columns]`, from the blocks of the ring that begin at `first_step`."""
+    blocks = schedule.blocks
+    steps = pl.cdiv(ring.hidden_ref.shape[1], blocks.depth)
+
+    def multiply(accumulator):
+        def product(step):
+            slot = jax.lax.rem(step, blocks.stages)
+            plgpu.barrier_wait(ring.full.at[slot])
+            own = ring.hidden.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
+            plgpu.wgmma(accumulator, own, ring.weights.at[slot].transpose((1, 0)))
+
+        def release(step):
+            plgpu.barrier_arrive(ring.empty.at[jax.lax.rem(step, blocks.stages)])
+
+        def following(step, _):
+            product(step)
+            plgpu.wgmma_wait(1)  # the product before this one is done with its block
+            release(step - 1)
+
+        last_step = first_step + steps - 1
+        product(first_step)
+        jax.lax.fori_loop(first_step + 1, last_step + 1, following, None)
+        plgpu.wgmma_wait(0)
+        release(last_step)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, blocks.columns), jnp.float32))
+
+
 def _kernel(body, refs: Callable[..., Any], *references, names: Sequence[str], schedule: Schedule) -> None:
     hidden_ref, weights_ref, *others, hidden_ring, weights_ring, full, empty = references
+    ring = _Ring(hidden_ref, weights_ref, hidden_ring, weights_ring, full, empty)
     of_body = refs(**dict(zip(names, others, strict=True)))
-    blocks, paired = schedule.blocks, schedule.blocks.cluster > 1
+    blocks = schedule.blocks
     steps = pl.cdiv(hidden_ref.shape[1], blocks.depth)
     warpgroup = jax.lax.axis_index("warpgroup")
-    of_pair = jax.lax.axis_index("pair") if paired else 0
+    of_pair = jax.lax.axis_index("pair") if blocks.cluster > 1 else 0
 
     def walk(unit) -> Array:
         """The steps of the ring after `unit(token tile, piece, first tile, last tile + 1, step)` of all our units."""
@@ -77,26 +141,7 @@ def _kernel(body, refs: Callable[..., Any], *references, names: Sequence[str], s
     @pl.when(warpgroup == WARPGROUPS)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-
-        def unit(tokens, _, start, end, step):
-            def tile(columns, step):
-                def load(k, step):
-                    slot = jax.lax.rem(step, blocks.stages)
-                    pl.when(step >= blocks.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                    depth = pl.ds(k * blocks.depth, blocks.depth)
-                    for ref, ring, rows, shared in (
-                        (hidden_ref, hidden_ring, pl.ds(tokens * TOKENS, TOKENS), ()),
-                        (weights_ref, weights_ring, pl.ds(columns * blocks.columns, blocks.columns), "pair"),
-                    ):
-                        axes = shared if paired else ()
-                        plgpu.copy_gmem_to_smem(ref.at[rows, depth], ring.at[slot], full.at[slot], collective_axes=axes)
-                    return step + 1
-
-                return jax.lax.fori_loop(0, steps, load, step)
-
-            return jax.lax.fori_loop(start, end, tile, step)
-
-        total = walk(unit)
+        total = walk(lambda tokens, _, start, end, step: _fill(ring, schedule, tokens, start, end, step))
 
         # Nobody leaves before all of its blocks were taken: the other of a pair still reports to our barriers.
         @pl.loop(jnp.maximum(total - blocks.stages, 0), total)
@@ -107,33 +152,6 @@ def _kernel(body, refs: Callable[..., Any], *references, names: Sequence[str], s
     def _():
         plgpu.set_max_registers(240, action="increase")
 
-        def logits(first_step: Array) -> Array:
-            """[64, columns], from the blocks of the ring that begin at `first_step`."""
-
-            def multiply(accumulator):
-                def product(step):
-                    slot = jax.lax.rem(step, blocks.stages)
-                    plgpu.barrier_wait(full.at[slot])
-                    own = hidden_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
-                    plgpu.wgmma(accumulator, own, weights_ring.at[slot].transpose((1, 0)))
-
-                def release(step):
-                    plgpu.barrier_arrive(empty.at[jax.lax.rem(step, blocks.stages)])
-
-                def following(step, _):
-                    product(step)
-                    plgpu.wgmma_wait(1)  # the product before this one is done with its block
-                    release(step - 1)
-
-                last_step = first_step + steps - 1
-                product(first_step)
-                jax.lax.fori_loop(first_step + 1, last_step + 1, following, None)
-                plgpu.wgmma_wait(0)
-                release(last_step)
-                return accumulator[...]
-
-            return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, blocks.columns), jnp.float32))
-
         def unit(tokens, piece, start, end, step):
             after = step
 
@@ -142,7 +160,10 @@ def _kernel(body, refs: Callable[..., Any], *references, names: Sequence[str], s
 
                 def tile(columns, carry):
                     step, *state = carry
-                    return (step + steps, *fold(columns * blocks.columns, logits(step), state))
+                    return (
+                        step + steps,
+                        *fold(columns * blocks.columns, _multiply(ring, schedule, warpgroup, step), state),
+                    )
 
                 after, *state = jax.lax.fori_loop(start, end, tile, (step, *initial))
                 return state

@@ -22,5 +22,6 @@ With `filter_threshold` the second product of dh and of dW is taken only for the
 of the forward pass, that is of dW alone.
 """
 
-from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION as IMPLEMENTATION
-from calibjax.kernels.pallas_tpu.implementation import make as make
+from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION, make
+
+__all__ = ["IMPLEMENTATION", "make"]

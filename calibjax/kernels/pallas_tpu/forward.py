@@ -171,27 +171,33 @@ def _statistics_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks
     def _():
         last = -(-left // unit) - 1
         absorb(last % 2, last * unit, left - last * unit)
-        best = state["best"][...]
-        scale = jnp.broadcast_to(refs.tokens[0:1, :], best.shape)
-        top = jnp.max(best, axis=0, keepdims=True)
-        delta = best - top
-        ratio = jnp.exp2(delta * scale)
-        weight = state["weight"][...]
-        moments = {"max_logit": top, "weight": jnp.sum(ratio * weight, axis=0, keepdims=True)}
-        if "first" in state:
-            first = state["first"][...]
-            moments["first"] = jnp.sum(ratio * (first + delta * weight), axis=0, keepdims=True)
-            if "second" in state:
-                second = state["second"][...] + delta * (2.0 * first + delta * weight)
-                moments["second"] = jnp.sum(ratio * second, axis=0, keepdims=True)
-        for name in ("total", "target"):
-            if name in state:
-                moments[name] = jnp.sum(state[name][...], axis=0, keepdims=True)
-        if "argmax" in state:
-            index = state["argmax"][...] + jax.lax.broadcasted_iota(jnp.int32, best.shape, 0)
-            index = jnp.where(best == top, index.astype(jnp.float32), float(vocab_size))
-            moments["argmax"] = jnp.min(index, axis=0, keepdims=True)
-        _write(refs.moments, moments)
+        _write_statistics(refs, vocab_size)
+
+
+def _write_statistics(refs: _Refs, vocab_size: int) -> None:
+    """The moments of a token from those of its eight sublanes."""
+    state = refs.state
+    best = state["best"][...]
+    scale = jnp.broadcast_to(refs.tokens[0:1, :], best.shape)
+    top = jnp.max(best, axis=0, keepdims=True)
+    delta = best - top
+    ratio = jnp.exp2(delta * scale)
+    weight = state["weight"][...]
+    moments = {"max_logit": top, "weight": jnp.sum(ratio * weight, axis=0, keepdims=True)}
+    if "first" in state:
+        first = state["first"][...]
+        moments["first"] = jnp.sum(ratio * (first + delta * weight), axis=0, keepdims=True)
+        if "second" in state:
+            second = state["second"][...] + delta * (2.0 * first + delta * weight)
+            moments["second"] = jnp.sum(ratio * second, axis=0, keepdims=True)
+    for name in ("total", "target"):
+        if name in state:
+            moments[name] = jnp.sum(state[name][...], axis=0, keepdims=True)
+    if "argmax" in state:
+        index = state["argmax"][...] + jax.lax.broadcasted_iota(jnp.int32, best.shape, 0)
+        index = jnp.where(best == top, index.astype(jnp.float32), float(vocab_size))
+        moments["argmax"] = jnp.min(index, axis=0, keepdims=True)
+    _write(refs.moments, moments)
 
 
 def _write(moments_ref, moments: dict[str, Array]):
@@ -210,13 +216,7 @@ def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Bloc
 
     @pl.when(step == 0)
     def _():
-        for name, ref in state.items():
-            ref[...] = _initial(name, ref.shape)
-        refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
-        refs.scale[...] = common.column(refs.tokens, 0)
-        if has_target:
-            lane = jax.lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1)
-            refs.target[...] = common.column(refs.tokens, 1).astype(jnp.int32) - lane
+        _begin_rows(refs, has_target)
 
     def multiply(c: int):
         of_unit = pl.ds(c * unit, unit)
@@ -286,19 +286,36 @@ def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Bloc
 
     @pl.when(step == steps - 1)
     def _():
-        turned = {name: ref[...].T for name, ref in state.items() if name not in _INTEGERS}
-        moments = {"max_logit": turned["top"][0:1]}
-        for name in ("weight", "first", "second", "total", "target"):
-            if name in state:
-                moments[name] = jnp.sum(turned[name], axis=0, keepdims=True)
-        if "argmax" in state:
-            lane = jax.lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1)
-            index = (state["argmax"][...] + lane).astype(jnp.float32).T
-            index = jnp.where(turned["best"] == moments["max_logit"], index, float(vocab_size))
-            moments["argmax"] = jnp.min(index, axis=0, keepdims=True)
-        _write(refs.moments, moments)
-        weight = jnp.sum(state["weight"][...], axis=1, keepdims=True)
-        refs.rows[...] = (refs.sums[...] / weight).astype(refs.rows.dtype)
+        _write_rows(refs, vocab_size)
+
+
+def _begin_rows(refs: _Refs, has_target: bool) -> None:
+    """Initial values of what the rows kernel accumulates."""
+    for name, ref in refs.state.items():
+        ref[...] = _initial(name, ref.shape)
+    refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
+    refs.scale[...] = common.column(refs.tokens, 0)
+    if has_target:
+        lane = jax.lax.broadcasted_iota(jnp.int32, (refs.hidden.shape[0], LANES), 1)
+        refs.target[...] = common.column(refs.tokens, 1).astype(jnp.int32) - lane
+
+
+def _write_rows(refs: _Refs, vocab_size: int) -> None:
+    """The moments of a token from those of its lanes, and its normalized sum of rows of the unembedding."""
+    state = refs.state
+    turned = {name: ref[...].T for name, ref in state.items() if name not in _INTEGERS}
+    moments = {"max_logit": turned["top"][0:1]}
+    for name in ("weight", "first", "second", "total", "target"):
+        if name in state:
+            moments[name] = jnp.sum(turned[name], axis=0, keepdims=True)
+    if "argmax" in state:
+        lane = jax.lax.broadcasted_iota(jnp.int32, state["weight"].shape, 1)
+        index = (state["argmax"][...] + lane).astype(jnp.float32).T
+        index = jnp.where(turned["best"] == moments["max_logit"], index, float(vocab_size))
+        moments["argmax"] = jnp.min(index, axis=0, keepdims=True)
+    _write(refs.moments, moments)
+    weight = jnp.sum(state["weight"][...], axis=1, keepdims=True)
+    refs.rows[...] = (refs.sums[...] / weight).astype(refs.rows.dtype)
 
 
 def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: Any) -> ForwardResult:

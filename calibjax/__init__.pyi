@@ -1,0 +1,59 @@
+from . import heads, kernels, losses, metrics, recalibrate
+from .commands.train_ats import AtsFit, fit_ats
+from .data import Sequences, split_sequences
+from .data.text import load_text
+from .eval.heads import Evaluation, evaluate
+from .heads import (
+    ConstantTemperature,
+    FittedHead,
+    HeadConfig,
+    LinearHead,
+    MLPHead,
+    TransformerHead,
+)
+from .kernels import VocabStats, linear_cross_entropy, vocab_stats
+from .models import LanguageModel, load_model
+from .models.calibrated import TokenConfidence, calibrated_confidence, calibrated_logprobs
+from .models.generate import Generation, Sampling, generate
+from .runtime.context import RunContext
+from .runtime.errors import UserError
+from .runtime.version import __version__
+from .train import AtsOptions, load_head, save_head
+
+__all__ = [
+    "AtsFit",
+    "AtsOptions",
+    "ConstantTemperature",
+    "Evaluation",
+    "FittedHead",
+    "Generation",
+    "HeadConfig",
+    "LanguageModel",
+    "LinearHead",
+    "MLPHead",
+    "RunContext",
+    "Sampling",
+    "Sequences",
+    "TokenConfidence",
+    "TransformerHead",
+    "UserError",
+    "VocabStats",
+    "__version__",
+    "calibrated_confidence",
+    "calibrated_logprobs",
+    "evaluate",
+    "fit_ats",
+    "generate",
+    "heads",
+    "kernels",
+    "linear_cross_entropy",
+    "load_head",
+    "load_model",
+    "load_text",
+    "losses",
+    "metrics",
+    "recalibrate",
+    "save_head",
+    "split_sequences",
+    "vocab_stats",
+]
