@@ -40,6 +40,18 @@ def test_modules_exist(page):
                 found = importlib.import_module(module)
 
 
+def test_diffs_are_the_files():
+    """What the diffs of CONTRIBUTING add, line for line and in their order, stands in the files that they name."""
+    diffs = "".join(re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL))
+    parts = re.split(r"^--- (.+)\n", diffs, flags=re.MULTILINE)[1:]
+    assert len(parts) >= 2 * 10
+    for name, diff in zip(parts[::2], parts[1::2], strict=True):
+        lines = iter((ROOT / name).read_text().splitlines())
+        for added in re.findall(r"^\+(.*)$", diff, flags=re.MULTILINE):
+            wanted = added.removesuffix(" ...")
+            assert any(line == wanted or (wanted != added and line.startswith(wanted)) for line in lines), (name, added)
+
+
 @functools.cache
 def help_of(command):
     with redirect_stdout(StringIO()) as out, pytest.raises(SystemExit):

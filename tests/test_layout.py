@@ -83,25 +83,29 @@ def depths(edges):
     return done
 
 
+def arrows_of_rooms():
+    """Room -> the other rooms that it imports."""
+    rooms = {}
+    for module in FILES:
+        rooms.setdefault(room(module), set()).update(room(name) for name in inner_imports(module))
+    return {here: there - {here} for here, there in rooms.items()}
+
+
 def test_rooms_floors_and_direction_of_imports():
     floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-    modules = {module: inner_imports(module) for module in FILES}
-    depths(modules)
-    rooms = {}
-    for module, names in modules.items():
+    depths({module: inner_imports(module) for module in FILES})
+    for module in FILES:
         here = room(module)
-        for name in names:
+        for name in inner_imports(module):
             there = room(name)
             assert there != PUBLIC, f"{module} imports the package's public names"
             assert {here, there} != {"train", "eval"}, f"{module} imports {name}"
             if here != PUBLIC:
                 assert floor_of[there] <= floor_of[here], f"{module} imports {name}, which is on a higher floor"
-        rooms.setdefault(here, set()).update({room(name) for name in names} - {here})
-    floors = 1 + max(depths(rooms).values())
-    print(f"{len(rooms) - 1} rooms, {floors} floors, {sum(map(len, rooms.values()))} arrows")
+    rooms = arrows_of_rooms()
     assert set(rooms) - {PUBLIC} <= set(floor_of)
     assert len(rooms) - 1 <= 16
-    assert floors <= 10
+    assert 1 + max(depths(rooms).values()) <= 10
 
 
 def test_heavy_packages_load_late():
@@ -205,17 +209,33 @@ def lines_of(function):
     return function.end_lineno - function.lineno + 1 - (text.end_lineno - text.lineno + 1 if text else 0)
 
 
-def test_signatures_and_lengths():
-    measured = {
+def measured():
+    """Every function of the package: full name -> (parameters beside arrays, lines)."""
+    return {
         name: (len(parameters_beside_arrays(function)), lines_of(function))
         for module in FILES
         for name, function in functions(ast.parse(FILES[module].read_text()), module)
     }
-    widest = max((name for name in measured if name not in WIDE), key=lambda name: measured[name][0])
-    longest = max(measured, key=lambda name: measured[name][1])
-    print(f"widest signature {measured[widest][0]} ({widest}), longest function {measured[longest][1]} ({longest})")
-    assert {name for name, (wide, _) in measured.items() if wide > WIDEST} == set(WIDE)
-    assert not {name for name, (_, long) in measured.items() if long > LONGEST}
+
+
+def test_signatures_and_lengths():
+    assert {name for name, (wide, _) in measured().items() if wide > WIDEST} == set(WIDE)
+    assert not {name for name, (_, long) in measured().items() if long > LONGEST}
+
+
+def figures():
+    """The figures of CONTRIBUTING.md; `python tests/test_layout.py` prints them."""
+    rooms, found = arrows_of_rooms(), measured()
+    width = {name: wide for name, (wide, _) in found.items() if name not in WIDE}
+    length = {name: long for name, (_, long) in found.items()}
+    return {
+        "rooms": str(len(rooms) - (PUBLIC in rooms)),
+        "floors": str(1 + max(depths(rooms).values())),
+        "arrows between rooms": str(sum(map(len, rooms.values()))),
+        "lines of code": f"{sum(len(file.read_text().splitlines()) for file in FILES.values()):,}",
+        "longest function": f"{max(length.values())} lines ({max(length, key=length.get)})",
+        "widest signature": f"{max(width.values())} parameters beside arrays ({max(width, key=width.get)})",
+    }
 
 
 WITH_EXAMPLES = [module for module, file in FILES.items() if ">>>" in file.read_text()]
@@ -230,3 +250,7 @@ def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+if __name__ == "__main__":
+    print("\n".join(f"{name}: {value}" for name, value in figures().items()))

@@ -54,11 +54,11 @@ def explain(
         chosen = dispatch.choose()
     except NotImplementedError:
         chosen = None
-    options, shapes, where = dispatch.options, dispatch.shapes, dispatch.platform()
+    options, shapes, machine = dispatch.options, dispatch.shapes, dispatch.platform()
     tokens, (vocab_size, width) = shapes.hidden.shape[0], shapes.unembedding.shape
     lines = [
         f"vocab_stats: {tokens} tokens, D = {width}, V = {vocab_size}, {shapes.hidden.dtype}, "
-        f"for {where.name} ({where.device_kind})"
+        f"for {machine.name} ({machine.device_kind})"
     ]
     lines += [] if sharding is None else [sharding.describe(tokens, vocab_size)]
     lines += ["implementations, best first:", *(_line(dispatch, name, chosen) for name in api.IMPLEMENTATIONS)]
@@ -71,7 +71,7 @@ def explain(
     if options.save_logits and implementation is not None:
         size = implementation.saved_bytes * tokens * vocab_size / 2**20
         lines.append(f"saved logits, where the backward pass needs them: {size:.0f} MiB over all devices")
-    shared = implementation is not None and implementation.shares_logits(options, shapes, where)
+    shared = implementation is not None and implementation.shares_logits(options, shapes, machine)
     lines.append("products N·D·V, forward + backward, by what is differentiated:")
     for what, of_hidden, of_unembedding in (
         ("nothing, scale", False, False),

@@ -1,7 +1,7 @@
-"""Text from a model, with the calibrated confidence of every token beside it.
+"""Generation of text, with the calibrated confidence of every token.
 
-One program for the whole of it: the prompts are run through the decoder once, then a loop adds one token to every row,
-on the cached keys and values of those before. The head runs in the same step.
+One compiled program: the decoder processes the prompts once, then a loop adds one token to every row, reading cached
+keys and values of earlier tokens. The head runs in the same step.
 """
 
 import contextlib
@@ -33,21 +33,20 @@ _IDENTITY = HeadConfig(kind="constant", hidden_size=1)
 # Prompts are padded to a multiple of this, so that those of similar lengths use one program.
 _PROMPT_COLUMNS = 32
 TEMPERATURES = (1e-4, 1e4)
-"""Of draws, the least and the largest: float32 holds a logit divided by either."""
-_STOP_TOKENS = 8  # likewise; filled up with -1, which is no token
+"""Smallest and largest sampling temperature: a logit divided by either is finite in float32."""
+_STOP_TOKENS = 8  # likewise; padded with -1, which is no token id
 
 
 class Generation(NamedTuple):
-    """Generated tokens, up to and with the first stop token of each row; `[B, N]` each.
+    """Generated tokens, up to and including the first stop token of each row; `[B, N]` each.
 
     Attributes:
         tokens: int32; -1 after the end of a row.
-        base_log_probs: log-probability of each token under the base model, uncalibrated, nats, whatever it was drawn
-            from; 0 after the end.
-        confidence: calibrated probability of each token, in [0, 1], out of the whole vocabulary; 0 after the end.
-            Without a head, that of the base model, exp(base_log_probs). Greedy: what `calibrated_confidence` returns
-            for the same text.
-        temperature: the head's, by which confidence was calibrated; 1 without a head and after the end.
+        base_log_probs: log-probability of each token under the uncalibrated base model, nats, whatever distribution it
+            was sampled from; 0 after the end.
+        confidence: calibrated probability of each token over the whole vocabulary, in [0, 1]; 0 after the end. Without
+            a head it is exp(base_log_probs). For greedy text it equals `calibrated_confidence` of the same text.
+        temperature: temperature of the head at each token; 1 without a head and after the end.
         where: which entries are tokens.
     """
 
@@ -72,16 +71,17 @@ class Sampling:
     """How `generate` chooses tokens: by default the most likely one.
 
     Attributes:
-        temperature: 0 for the most likely token; else of the draws, on top of the head's, within `TEMPERATURES`.
-        top_k: draw from the `top_k` most likely tokens, at least 1; None: from all. See `sampling_logits`.
-        top_p: draw from the fewest tokens that have this probability together, in (0, 1]; None: from all.
-        calibrated: draw from the calibrated distribution; otherwise from the base model's, so that a head changes the
+        temperature: 0 for the most likely token; otherwise the sampling temperature, within `TEMPERATURES`, which
+            applies on top of a head's.
+        top_k: sample from the `top_k` most likely tokens, at least 1; None: from all. See `sampling_logits`.
+        top_p: sample from the fewest tokens whose probabilities sum to `top_p`, in (0, 1]; None: from all.
+        calibrated: sample from the calibrated distribution; otherwise from the base model's, so that a head changes the
             confidence and not the text.
-        key: of `jax.random`; required where `temperature` is above 0. A row's draws depend on the key, its number and
-            its own text.
+        key: key of `jax.random`, required if `temperature` is above 0. The samples of a row depend only on the key, the
+            index of the row and its text.
 
     Raises:
-        UserError: a value is out of range, or belongs to draws where there are none.
+        UserError: a value is out of range, or is given without a temperature.
 
     Example:
         >>> Sampling(temperature=0.7, top_p=0.9, key=jax.random.key(0)).top_p
@@ -114,7 +114,7 @@ class Sampling:
 
 
 class _State(NamedTuple):
-    """What the loop carries: how many tokens there are, which rows have ended, and both caches."""
+    """State of the loop: the number of tokens, the rows that have ended, the tokens, and both caches."""
 
     count: Int[Array, ""]
     done: Bool[Array, " B"]
@@ -129,11 +129,11 @@ def sampling_logits(
     top_k: int | None = None,
     top_p: Float[Array, ""] | float | None = None,
 ) -> Float[Array, "B V"]:
-    """Returns the logits of the distribution that tokens are drawn from: `-inf` for those that cannot be drawn.
+    """Returns the logits of the distribution to sample from: `-inf` for tokens that are excluded.
 
     The order is that of transformers: divided by the temperature, cut to the `top_k` largest (Fan et al., 2018,
     https://arxiv.org/abs/1805.04833, section 5.4), then to the fewest whose probabilities sum to `top_p` at least
-    (Holtzman et al., 2020, https://arxiv.org/abs/1904.09751, section 3.1). What ties with the last one kept is kept.
+    (Holtzman et al., 2020, https://arxiv.org/abs/1904.09751, section 3.1). Ties with the last token kept are kept.
 
     Args:
         logits: `[B, V]`, float32.
@@ -164,7 +164,7 @@ def sampling_logits(
 
 
 class _Program(NamedTuple):
-    """What one compiled program of `_generate` depends on."""
+    """The static arguments of `_generate`."""
 
     config: DecoderConfig
     head: HeadConfig
@@ -181,7 +181,7 @@ class _Inputs(NamedTuple):
         frozen, head_params, log_factor: the model and its head.
         tokens, segment_ids: int32 [B, T], the prompts.
         stop_tokens: int32 [E], filled up with -1.
-        key, temperature, top_p: of the draws; a temperature of None takes the most likely token.
+        key, temperature, top_p: of the sampling; temperature None takes the most likely token.
     """
 
     frozen: Frozen
@@ -212,7 +212,7 @@ def _generate(program: _Program, inputs: _Inputs) -> Generation:
     def unfinished(state: _State) -> Array:
         return (state.count < program.max_new_tokens) & ~jnp.all(state.done)
 
-    columns = width + program.max_new_tokens - 1  # the last token is not run
+    columns = width + program.max_new_tokens - 1  # the last token needs no forward pass
     config, shape = program.config, (rows, program.max_new_tokens)
     nothing = Generation(
         jnp.full(shape, -1, jnp.int32),
@@ -277,7 +277,7 @@ def _choose(
         drawn_from = sampling_logits(
             calibrated if program.sample_calibrated else logits, inputs.temperature, program.top_k, inputs.top_p
         )
-        # A row's draws are its own: they do not depend on the rows beside it.
+        # Samples of a row do not depend on the other rows.
         keys = jax.vmap(lambda key: jax.random.fold_in(key, state.count))(row_keys)
         token = jax.vmap(jax.random.categorical)(keys, drawn_from)
     token = token.astype(jnp.int32)
@@ -313,15 +313,15 @@ def generate(
 ) -> Generation:
     """Continues prompts and returns the calibrated confidence of every token.
 
-    `base_log_probs` and `confidence` are of the whole distribution: `sampling` changes the choice of tokens alone.
+    `base_log_probs` and `confidence` refer to the whole distribution: `sampling` changes only the choice of tokens.
 
     Where the model was loaded on a mesh, rows are divided over its data and fsdp axes, weights and caches as described
     in `calibjax.runtime.sharding`.
 
     Args:
         lm: the base model.
-        prompts: texts, or token ids; none of them empty. Padded on the left to a common width.
-        head: fitted on the model, with a temperature per token; None for the uncalibrated model.
+        prompts: texts or lists of token ids, none empty; they are padded on the left to a common width.
+        head: head fitted on the model, with a temperature per token; None for the uncalibrated model.
         max_new_tokens: N, at least 1; with the longest prompt, at most the model's `max_positions`.
         sampling: how tokens are chosen; by default the most likely one.
         stop_tokens: ids that end a row, kept as its last token; None: those of the model's generation_config.json, or

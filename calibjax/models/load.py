@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES, config_from_hf
 from calibjax.models.fingerprint import combine_digests, join_digests, layer_name, tensor_digest
 from calibjax.models.hf_tensors import Piece, Plan, TensorEntry, plan_tensors
@@ -73,7 +72,7 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
         assert description is not None
         params, fingerprint = restore_params(folder, description, config, dtype, mesh)
     else:
-        params, digests = together(functools.partial(_read_params, config, plan, dtype, mesh))
+        params, digests = together(functools.partial(_read_params, plan, dtype, mesh))
         fingerprint = combine_digests(config, join_digests(digests, plan.names))
     return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
 
@@ -182,9 +181,7 @@ def _load_tokenizer(folder: Path, native: bool) -> "PreTrainedTokenizerBase | No
         raise UserError(f"{folder}: transformers cannot read the tokenizer files: {error}") from error
 
 
-def _read_params(
-    config: DecoderConfig, plan: Plan, dtype: np.dtype, mesh: Mesh | None
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the parameters and the digests of the tensors that this process has hashed.
 
     Tensors are read one at a time. The host holds one tensor, and the part of one parameter that belongs to the devices

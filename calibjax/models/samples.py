@@ -29,7 +29,7 @@ def sample_sequences(
     batch_size: int = 16,
     context: RunContext | None = None,
 ) -> Sequences:
-    """Continues the first tokens of every sequence with the model's samples, up to its length or the end of the text.
+    """Continues the first tokens of every sequence with samples of the model, up to its length or the end of the text.
 
     Args:
         lm: the model; on a mesh, rows are divided as by `generate`.
@@ -60,9 +60,7 @@ def sample_sequences(
     where[:, :prompt] = True
     bar = context.bar(title=context.title or "sampling", unit="sequence", total=count)
     for number, begin in enumerate(range(0, count, batch_size)):
-        rows = (
-            np.arange(begin, begin + batch_size) % count
-        )  # the last batch is filled up, so that one program serves all
+        rows = np.arange(begin, begin + batch_size) % count  # the last batch is filled up to one shape for all
         generated = generate(
             lm,
             tokens[rows, :prompt].tolist(),

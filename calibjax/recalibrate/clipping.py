@@ -76,13 +76,6 @@ def apply(state: ClippingState, data: Predictions) -> Float[Array, "N K"]:
 
 METHODS = {
     "feature_clipping": Method(
-        fit=fit,
-        apply=apply,
-        fit_reads=("features", "unembedding", "labels"),
-        apply_reads=("features", "unembedding"),
-        gives="log_probs",
-        keeps_argmax=False,
-        monotone=False,
-        source="Tao et al. 2025, arXiv 2410.19796",
+        fit, apply, fit_reads=("features", "unembedding", "labels"), source="Tao et al. 2025, arXiv 2410.19796"
     ),
 }

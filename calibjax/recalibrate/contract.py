@@ -55,30 +55,36 @@ class FitReport(NamedTuple):
 
 
 class Method(NamedTuple):
-    """One recalibrator: an entry of `METHODS`, written with keywords.
+    """One recalibrator: an entry of `METHODS`.
 
     Attributes:
         fit: `fit(data: Predictions, where=None, **options) -> state`, on the host; `where` bool `[N]` leaves rows out.
             A state is a NamedTuple of arrays with a field `report`.
         apply: `apply(state, data: Predictions) -> Array`, pure and jittable; what it returns is in `gives`.
-        fit_reads: the fields of `Predictions` that `fit` needs.
-        apply_reads: those that `apply` needs.
-        gives: "log_probs": float32 `[N, K]`; "confidence": float32 `[N]`.
-        keeps_argmax: the most likely class never changes (True for every method that gives a confidence).
-        monotone: a larger confidence never becomes a smaller one (a method that gives log_probs: within a prediction).
+        fit_reads: the fields of `Predictions` that `fit` needs, among them either `labels` or `correct`.
         source: the paper.
+        keeps_argmax: the most likely class never changes. A method that gives a confidence has no classes to change.
+        monotone: a larger confidence never becomes a smaller one (a method that gives log_probs: within a prediction).
         max_classes: the largest K that `fit` accepts, or None.
     """
 
     fit: Callable[..., Any]
     apply: Callable[[Any, Predictions], Array]
     fit_reads: tuple[str, ...]
-    apply_reads: tuple[str, ...]
-    gives: Literal["log_probs", "confidence"]
-    keeps_argmax: bool
-    monotone: bool
     source: str
+    keeps_argmax: bool = False
+    monotone: bool = False
     max_classes: int | None = None
+
+    @property
+    def apply_reads(self) -> tuple[str, ...]:
+        """The fields of `Predictions` that `apply` needs: all that `fit` reads but the truth."""
+        return tuple(field for field in self.fit_reads if field not in ("labels", "correct"))
+
+    @property
+    def gives(self) -> Literal["log_probs", "confidence"]:
+        """What `apply` returns: log_probs, float32 `[N, K]`, or confidence, float32 `[N]`."""
+        return "log_probs" if "labels" in self.fit_reads else "confidence"
 
 
 def select(

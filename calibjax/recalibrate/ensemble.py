@@ -78,13 +78,6 @@ def apply(state: EnsembleState, data: Predictions) -> Float[Array, "N K"]:
 
 METHODS = {
     "ensemble_temperature": Method(
-        fit=fit,
-        apply=apply,
-        fit_reads=("logits", "labels"),
-        apply_reads=("logits",),
-        gives="log_probs",
-        keeps_argmax=True,
-        monotone=True,
-        source="Zhang et al. 2020",
+        fit, apply, fit_reads=("logits", "labels"), keeps_argmax=True, monotone=True, source="Zhang et al. 2020"
     ),
 }

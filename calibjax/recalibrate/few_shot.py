@@ -107,13 +107,6 @@ def apply(state: FewShotState, data: Predictions) -> Float[Array, " N"]:
 
 METHODS = {
     "few_shot": Method(
-        fit=fit,
-        apply=apply,
-        fit_reads=("confidence", "correct", "slices"),
-        apply_reads=("confidence", "slices"),
-        gives="confidence",
-        keeps_argmax=True,
-        monotone=False,
-        source="Li et al. 2024, arXiv 2403.18286",
+        fit, apply, fit_reads=("confidence", "correct", "slices"), source="Li et al. 2024, arXiv 2403.18286"
     ),
 }

@@ -84,13 +84,6 @@ def apply(state: LocalState, data: Predictions) -> Float[Array, " N"]:
 
 METHODS = {
     "lore": Method(
-        fit=fit,
-        apply=apply,
-        fit_reads=("confidence", "correct", "features"),
-        apply_reads=("confidence", "features"),
-        gives="confidence",
-        keeps_argmax=True,
-        monotone=False,
-        source="Luo et al. 2022, arXiv 2102.10809",
+        fit, apply, fit_reads=("confidence", "correct", "features"), source="Luo et al. 2022, arXiv 2102.10809"
     ),
 }

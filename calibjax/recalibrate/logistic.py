@@ -209,33 +209,8 @@ def apply_beta(state: BetaState, data: Predictions) -> Float[Array, " N"]:
 
 METHODS = {
     "confidence_temperature": Method(
-        fit=fit_odds,
-        apply=apply_odds,
-        fit_reads=("confidence", "correct"),
-        apply_reads=("confidence",),
-        gives="confidence",
-        keeps_argmax=True,
-        monotone=True,
-        source="Guo et al. 2017",
+        fit_odds, apply_odds, fit_reads=("confidence", "correct"), monotone=True, source="Guo et al. 2017"
     ),
-    "platt": Method(
-        fit=fit_platt,
-        apply=apply_platt,
-        fit_reads=("confidence", "correct"),
-        apply_reads=("confidence",),
-        gives="confidence",
-        keeps_argmax=True,
-        monotone=True,
-        source="Platt 1999",
-    ),
-    "beta": Method(
-        fit=fit_beta,
-        apply=apply_beta,
-        fit_reads=("confidence", "correct"),
-        apply_reads=("confidence",),
-        gives="confidence",
-        keeps_argmax=True,
-        monotone=True,
-        source="Kull et al. 2017",
-    ),
+    "platt": Method(fit_platt, apply_platt, fit_reads=("confidence", "correct"), monotone=True, source="Platt 1999"),
+    "beta": Method(fit_beta, apply_beta, fit_reads=("confidence", "correct"), monotone=True, source="Kull et al. 2017"),
 }

@@ -131,22 +131,11 @@ def apply_ats(state: HeadState, data: Predictions) -> Float[Array, "N K"]:
 
 
 METHODS = {
-    "g_layers": Method(
-        fit=fit_g_layers,
-        apply=apply_g_layers,
-        fit_reads=("logits", "labels"),
-        apply_reads=("logits",),
-        gives="log_probs",
-        keeps_argmax=False,
-        monotone=False,
-        source="Rahimi et al. 2020",
-    ),
+    "g_layers": Method(fit_g_layers, apply_g_layers, fit_reads=("logits", "labels"), source="Rahimi et al. 2020"),
     "ats": Method(
-        fit=fit_ats,
-        apply=apply_ats,
+        fit_ats,
+        apply_ats,
         fit_reads=("logits", "features", "labels"),
-        apply_reads=("logits", "features"),
-        gives="log_probs",
         keeps_argmax=True,
         monotone=True,
         source="Xie et al. 2024, arXiv 2409.19817",

@@ -154,32 +154,19 @@ def apply_scaling_binning(state: ScalingBinningState, data: Predictions) -> Floa
 
 METHODS = {
     "isotonic": Method(
-        fit=fit_isotonic,
-        apply=apply_isotonic,
+        fit_isotonic,
+        apply_isotonic,
         fit_reads=("confidence", "correct"),
-        apply_reads=("confidence",),
-        gives="confidence",
-        keeps_argmax=True,
         monotone=True,
         source="Zadrozny and Elkan 2002",
     ),
     "histogram": Method(
-        fit=fit_histogram,
-        apply=apply_histogram,
-        fit_reads=("confidence", "correct"),
-        apply_reads=("confidence",),
-        gives="confidence",
-        keeps_argmax=True,
-        monotone=False,
-        source="Zadrozny and Elkan 2001",
+        fit_histogram, apply_histogram, fit_reads=("confidence", "correct"), source="Zadrozny and Elkan 2001"
     ),
     "scaling_binning": Method(
-        fit=fit_scaling_binning,
-        apply=apply_scaling_binning,
+        fit_scaling_binning,
+        apply_scaling_binning,
         fit_reads=("confidence", "correct"),
-        apply_reads=("confidence",),
-        gives="confidence",
-        keeps_argmax=True,
         monotone=True,
         source="Kumar et al. 2019",
     ),

@@ -214,13 +214,6 @@ def apply(state: TemperatureState, data: Predictions) -> Float[Array, "N K"]:
 
 METHODS = {
     "temperature": Method(
-        fit=fit,
-        apply=apply,
-        fit_reads=("logits", "labels"),
-        apply_reads=("logits",),
-        gives="log_probs",
-        keeps_argmax=True,
-        monotone=True,
-        source="Guo et al. 2017",
+        fit, apply, fit_reads=("logits", "labels"), keeps_argmax=True, monotone=True, source="Guo et al. 2017"
     ),
 }

@@ -96,9 +96,9 @@ def contenders(
     classes = next((np.shape(x)[k] for x, k in ((held_out.logits, 1), (held_out.unembedding, 0)) if x is not None), 0)
     for name in names:
         method = METHODS[name]
-        missing = [field for field in (*method.fit_reads, *method.apply_reads) if getattr(calibration, field) is None]
+        missing = [field for field in method.fit_reads if getattr(calibration, field) is None]
         if missing:
-            left_out[name] = f"no {', '.join(dict.fromkeys(missing))} to read here"
+            left_out[name] = f"no {', '.join(missing)} to read here"
         elif method.max_classes is not None and classes > method.max_classes:
             left_out[name] = f"takes at most {method.max_classes:,} classes, this data has {classes:,}"
         elif not however_large and name in _DENSE and classes**2 > len(np.asarray(calibration.labels)):

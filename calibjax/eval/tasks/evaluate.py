@@ -49,10 +49,10 @@ class Answers(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence["Answers"]) -> "Answers":
-        """All of them, in their order."""
+        """Concatenates answers in their order."""
         arrays = ("confidence", "correct", "choice", "log_prob", "subject", "cut")
         joined = {name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays}
-        told = [part for part in parts if part.harness]  # a part without a question has none
+        told = [part for part in parts if part.harness]  # a part without questions has no metrics
         names = [name for name in (told[0].harness if told else {}) if all(name in part.harness for part in told)]
         harness = {name: np.concatenate([part.harness[name] for part in told]) for name in names}
         return parts[0]._replace(**joined, harness=harness, too_long=sum(part.too_long for part in parts))
@@ -81,13 +81,13 @@ class How(NamedTuple):
 
 
 def question_count(task: ConfigurableTask, limit: int | None) -> int:
-    """How many questions `ask` asks."""
+    """Returns the number of questions that `ask` uses."""
     return min(len(task.eval_docs), limit or len(task.eval_docs))
 
 
 def check(lm: HarnessLM, task: ConfigurableTask, how: How) -> None:
-    """Raises `UserError` where a task is no multiple choice or free text, has too few examples to show, or asks for
-    longer answers than the model can write."""
+    """Raises `UserError` if a task is neither multiple choice nor free text, has too few few-shot examples, or allows
+    longer answers than the model's context."""
     kind = task.OUTPUT_TYPE
     if kind not in ("multiple_choice", "generate_until"):
         raise UserError(f"task {task.config.task}: expected multiple choice or free text, got {kind}.")
@@ -106,7 +106,7 @@ def _shots(task: ConfigurableTask, how: How) -> int:
 
 
 def _writing(lm: HarnessLM, task: ConfigurableTask, how: How) -> dict[str, Any]:
-    """The options of `continue_contexts` for written answers: greedy, whatever the task asks for."""
+    """Returns the arguments of `continue_contexts` for free text: greedy, whatever the task requests."""
     asked: dict[str, Any] = dict(task.config.generation_kwargs or {})
     if how.max_new_tokens is not None:
         asked = {name: value for name, value in asked.items() if not name.startswith("max_")}
@@ -122,7 +122,7 @@ def ask(lm: HarnessLM, task: ConfigurableTask, how: How, *, subject: str, tick: 
         task: of lm-eval, multiple choice or free text.
         how: see `How`.
         subject: of questions that have no column category.
-        tick: told how many questions were done.
+        tick: called with the number of questions done.
     """
     shots = _shots(task, how)
     task.set_fewshot_seed(how.seed)
@@ -140,7 +140,7 @@ def ask(lm: HarnessLM, task: ConfigurableTask, how: How, *, subject: str, tick: 
 
 
 def _examples(task: ConfigurableTask) -> int:
-    """How many examples a task has of its own; its test questions do not count."""
+    """Returns the number of few-shot examples of a task, not counting its test questions."""
     splits = (task.fewshot_cfg.split, task.config.training_split, task.config.validation_split)
     own = next((split for split in splits if split and split != task.config.test_split), None)
     evaluated = task.config.test_split or task.config.validation_split
@@ -200,7 +200,7 @@ def _ask_options(lm, task, how: How, documents, prompts, subject) -> Answers:
 
 
 def right_options(task: ConfigurableTask, document: dict[str, Any]) -> list[int]:
-    """Which options of a question are right; several in TruthfulQA's mc2."""
+    """Returns the correct options of a question; several in TruthfulQA's mc2."""
     if task.config.task == "truthfulqa_mc2":
         return np.flatnonzero(document["mc2_targets"]["labels"]).tolist()
     right: Any = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)

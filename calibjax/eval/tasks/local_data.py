@@ -1,8 +1,7 @@
-"""Benchmarks from files at hand, in the shape that lm-eval's own task definitions read from the hub.
+"""Benchmarks from local files, in the format that lm-eval's task definitions read from the hub.
 
-The files in `tasks/` name lm-eval's definitions, so that prompts, options and metrics are the harness's own, and put
-these functions in the place of the download. The files are those that `CALIBJAX_ASSETS` (or `--assets`) holds under
-data/.
+The files in `definitions/` include lm-eval's own, so that prompts, options and metrics are the harness's, and replace
+the download by these functions. They read the files under data/ of `CALIBJAX_ASSETS` or `--assets`.
 """
 
 import functools
@@ -24,12 +23,14 @@ TASKS = Path(__file__).parent / "definitions"
 
 
 _FOLDERS = ("mmlu/default", "arc", "hellaswag", "truthfulqa", "triviaqa")
-"""Of the harness's own definitions that `tasks/` builds on."""
+"""Folders of the harness's definitions that `definitions/` includes."""
 
 
 def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "TaskManager":
-    """The harness's task definitions and ours. Where `names` need no others, only the few that ours build on are read:
-    to read all ten thousand takes seconds."""
+    """Returns the harness's task definitions and ours.
+
+    If `names` need no others, only the definitions that ours include are read: reading all ten thousand takes seconds.
+    """
     import lm_eval.tasks
 
     metadata: dict[str, Any] = {} if assets is None else {"assets": str(assets)}
@@ -42,7 +43,7 @@ def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "Tas
 
 
 def find(name: str, assets: str | Path | None = None) -> Path:
-    """The file of a benchmark, such as "mmlu/mmlu.jsonl.gz", in the assets' folder data/.
+    """Returns the path of a benchmark's file, such as "mmlu/mmlu.jsonl.gz", in the folder data/ of the assets.
 
     Raises:
         UserError: neither `assets` nor CALIBJAX_ASSETS is given, or the file is not there.
@@ -57,7 +58,7 @@ def find(name: str, assets: str | Path | None = None) -> Path:
 
 
 def assets_folder(assets: str | Path | None = None) -> Path | None:
-    """The folder of local data that was named, here or by CALIBJAX_ASSETS; None where none was."""
+    """Returns the folder of local data: the argument, or that of CALIBJAX_ASSETS; None without either."""
     folder = assets or os.environ.get("CALIBJAX_ASSETS")
     return Path(folder) if folder else None
 
@@ -74,13 +75,13 @@ def _splits(**splits: Iterable[Mapping[str, Any]]) -> "DatasetDict":
 
 
 def mmlu(subject: str, assets: str | None = None, **_: Any) -> "DatasetDict":
-    """One subject: 5 questions in dev, the others in test."""
+    """Returns one subject of MMLU: 5 questions in dev, the others in test."""
     rows = [row for row in _rows(find("mmlu/mmlu.jsonl.gz", assets)) if row["subject"] == subject]
     return _splits(**{split: [row for row in rows if row["split"] == split] for split in ("dev", "test")})
 
 
 def arc(level: str, assets: str | None = None, **_: Any) -> "DatasetDict":
-    """`level` is "easy" or "challenge". Options are lettered in their order."""
+    """Returns ARC; `level` is "easy" or "challenge". Options are labelled A, B, ... in their order."""
     rows = _rows(find(f"llm_foundry_eval/arc_{level}.jsonl.gz", assets))
     return _splits(
         test=[
@@ -95,13 +96,13 @@ def arc(level: str, assets: str | None = None, **_: Any) -> "DatasetDict":
 
 
 def hellaswag(assets: str | None = None, **_: Any) -> "DatasetDict":
-    """Contexts and endings are cleaned in the file already, as lm-eval cleans them."""
+    """Returns HellaSwag; the file holds contexts and endings as lm-eval cleans them."""
     rows = _rows(find("hellaswag_val/hellaswag_val.jsonl.gz", assets))
     return _splits(validation=[{**row, "label": str(row["gold"])} for row in rows])
 
 
 def truthfulqa(assets: str | None = None, **_: Any) -> "DatasetDict":
-    """Multiple choice and generation. The options are made from the list of answers; the best one comes first."""
+    """Returns TruthfulQA, multiple choice or generation. Options are the listed answers, the best one first."""
     rows = _rows(find("truthfulqa/truthfulqa.jsonl.gz", assets))
     mc1 = [{"choices": row["mc1_choices"], "labels": _one_hot(row["mc1_label"], row["mc1_choices"])} for row in rows]
     mc2 = [{"choices": row["mc2_choices"], "labels": row["mc2_labels"]} for row in rows]
@@ -114,7 +115,7 @@ def _one_hot(index: int, choices: list[str]) -> list[int]:
 
 
 def triviaqa(assets: str | None = None, **_: Any) -> "DatasetDict":
-    """Questions without context, and all names of their answers."""
+    """Returns TriviaQA: questions without context, and all aliases of their answers."""
     rows = _rows(find("triviaqa/triviaqa_sm_sub.jsonl.gz", assets))
     return _splits(
         validation=[
@@ -128,7 +129,7 @@ def triviaqa(assets: str | None = None, **_: Any) -> "DatasetDict":
 
 
 def analogies(assets: str | None = None, seed: int = 0, **_: Any) -> "DatasetDict":
-    """The Google analogies, each with three wrong words of its category, drawn by `seed`."""
+    """Returns the Google analogies, each with three wrong words of its category, drawn by `seed`."""
     rows = _rows(find("analogies/analogies.jsonl.gz", assets))
     questions = analogy_questions(rows, seed=seed)
     return _splits(
