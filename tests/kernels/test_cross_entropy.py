@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+import chex
 import interpreted_gpu
 import jax
 import jax.numpy as jnp
@@ -200,7 +201,7 @@ def test_masked_tokens_give_exact_zeros_whatever_they_hold(reduction, block_size
     hidden = jnp.where(masked[:, None], jnp.nan, hidden)
     scale = jnp.where(masked, jnp.inf, scale)
     got = value_and_gradients(case, (hidden, unembedding, bias, scale), targets)
-    jax.tree.map(np.testing.assert_array_equal, got, clean)
+    chex.assert_trees_all_equal(got, clean)
     np.testing.assert_array_equal(np.asarray(got[1][0])[masked], 0.0)
     np.testing.assert_array_equal(np.asarray(got[1][3])[masked], 0.0)
 
@@ -363,7 +364,7 @@ def test_a_filter_leaves_out_what_is_below_it(threshold, way, softcap, small_blo
         got = through_statistics(inputs, targets, softcap, threshold)
         unfiltered = through_statistics(inputs, targets, softcap, None)
     if threshold == 0.0:
-        jax.tree.map(np.testing.assert_array_equal, got, unfiltered)
+        chex.assert_trees_all_equal(got, unfiltered)
         return
     dropped = threshold > 1
     _, weights, want, bound = expected(

@@ -5,6 +5,7 @@ import itertools
 import re
 from typing import NamedTuple
 
+import chex
 import interpreted
 import interpreted_gpu
 import jax
@@ -206,7 +207,7 @@ def test_statistics_and_gradients_match_float64(case):
     arguments = (dirty[0], unembedding, bias, dirty[1], targets, cotangents)
     got, grads = evaluate(options, *arguments)
     if case.chunk in ("tpu", "apart") and case.tokens > 128:  # two cores, sums of several blocks of tokens
-        jax.tree.map(np.testing.assert_array_equal, evaluate(options, *arguments), (got, grads))
+        chex.assert_trees_all_equal(evaluate(options, *arguments), (got, grads))
 
     safe = np.where(valid, targets, 0)
     counted = {name: f64(g) * valid for name, g in cotangents.items()}
@@ -571,11 +572,10 @@ def test_leading_dimensions():
 
 def test_jit_equals_eager_and_compiles_once():
     _, (hidden, unembedding, bias, scale, targets) = small()
-    traces = []
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def run(h, s):
-        traces.append(1)
         return vocab_stats(h, unembedding, targets, bias=bias, scale=s, chunk_size=4)
 
     jitted = run(hidden, scale)
@@ -584,7 +584,6 @@ def test_jit_equals_eager_and_compiles_once():
         if x is not None:
             assert_within(x, y, 8 * EPS * (1 + np.abs(f64(y))), name)
     run(hidden + 1, scale * 2)
-    assert len(traces) == 1
     assert run._cache_size() == 1
 
 

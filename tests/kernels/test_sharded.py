@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,8 +130,7 @@ def test_masked_tokens_and_removed_entries(name):
     masked = targets < 0
     np.testing.assert_array_equal(clean[0].argmax, np.where(masked, -1, 450))
     dirty = run(jnp.where(masked[:, None], jnp.nan, hidden), unembedding, bias, scale, targets)
-    for x, y in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(dirty, clean)
     np.testing.assert_array_equal(dirty[1][0][masked], 0.0)
 
 
