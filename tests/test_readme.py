@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, but for the two paths that only its reader knows, with one loss to choose from."""
+"""The README's Python runs as it stands, but for the two paths that only its reader knows, and with one loss."""
 
 import json
 import re

@@ -118,20 +118,24 @@ def block_size(monkeypatch):
     return lambda tokens: monkeypatch.setattr(cross_entropy, "choose_block_size", lambda *_: tokens)
 
 
+@functools.cache
+def program(case, argnums, options, block):
+    """One for all tests of the case with so many tokens a `block`."""
+
+    def loss(targets, *x):
+        values = linear_cross_entropy(
+            x[0], x[1], targets, bias=x[2], scale=x[3], reduction=case.reduction, **case.options, **dict(options)
+        )
+        return jnp.sum(values), values
+
+    return jax.jit(jax.value_and_grad(loss, tuple(i + 1 for i in argnums), has_aux=True))
+
+
 def value_and_gradients(case, inputs, targets, argnums=(0, 1, 2, 3), **options):
     """The loss and its gradients; for reduction "none" those of its sum."""
-
-    @jax.jit
-    def run(*inputs):
-        def loss(*x):
-            merged = {**case.options, "reduction": case.reduction, **options}
-            values = linear_cross_entropy(x[0], x[1], targets, bias=x[2], scale=x[3], **merged)
-            return jnp.sum(values), values
-
-        (_, values), gradients = jax.value_and_grad(loss, argnums, has_aux=True)(*inputs)
-        return values, gradients
-
-    return run(*inputs)
+    block = cross_entropy.choose_block_size(case.tokens, case.vocab)
+    (_, values), gradients = program(case, argnums, tuple(options.items()), block)(targets, *inputs)
+    return values, gradients
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))

@@ -92,7 +92,7 @@ CASES = [
     Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),
     Case(300, 130, 8, "apart", bias=True, softcap=5.0, scale=True),  # two blocks of tokens, three of the vocabulary
     Case(300, 400, 8, "tpu", bias=True, scale=True, size=30.0),  # four blocks of tokens: dh goes through HBM
-    Case(200, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
+    Case(70, 130, 72, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of everything, all three ragged
     Case(150, 7, 64, "gpu", dtype="bfloat16", softcap=20.0, save=True),
     slow(Case(2049, 7, 100, 500, size=0.01, dtype="bfloat16", scale=True)),
     slow(Case(2049, 7, 100, 2048, softcap=20.0, bias=True, scale=True, dtype="bfloat16")),
@@ -551,9 +551,9 @@ def test_wide_hidden_states_of_many_tokens(implementation):
     counted = dict(zip(names, g * (np.asarray(targets) != -100), strict=True))
     want, dz = oracle.gradients(counted, hidden, unembedding, np.maximum(targets, 0), scale)
     size = np.abs(dz) @ np.abs(f64(unembedding))
-    # p carries some 2 ε |s z|, and the sums over 40 entries a few ε more.
+    # One thread adds the D products in order, a random walk of ε √D |z|; the sums over 40 entries carry a few ε more.
     logits = np.abs(f64(scale)[:, None] * oracle.logits(hidden, unembedding)).max(axis=1, keepdims=True)
-    assert_within(grad(hidden), want[0], EPS * (20 + 8 * logits) * size + 1e-30)
+    assert_within(grad(hidden), want[0], EPS * (20 + case.width**0.5 * logits) * size + 1e-30)
 
 
 def test_leading_dimensions():

@@ -275,7 +275,7 @@ def test_command(tmp_path, capsys):
     """From files to files: the figures of the saved model are those that are printed, and the report shows them."""
     source, data = write_model(tmp_path / "model"), write_text(tmp_path / "data.jsonl", rows=120, words=16)
     out = tmp_path / "out"
-    options = ["--seq-len", "13", "--epochs", "3", "--learning-rate", "0.01", "--mesh", "data=2,fsdp=2,tensor=2"]
+    options = ["--seq-len", "13", "--epochs", "3", "--learning-rate", "0.01", "--mesh", "data=8"]
     command = ["train", "sft", "--model", str(source), "--data", str(data), "--out", str(out), *options, "--quiet"]
     assert main([*command, "--softcap", "20", "--eval-data", str(data)]) == 0
     printed = capsys.readouterr().out
