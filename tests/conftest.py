@@ -4,6 +4,7 @@ Compiled programs are kept in `.pytest_cache/compiled`, which workers, subproces
 holds the program, the flags and the versions; what is older than a week is removed.
 """
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -24,6 +25,8 @@ os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 import jax
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Imports and tracing make many small objects, and collections walk all that live: a fifth of a short run otherwise.
+gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture
@@ -57,6 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_fast(item.path) and not item.get_closest_marker("slow"):
             item.add_marker("fast")
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

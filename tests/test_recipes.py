@@ -51,17 +51,21 @@ def test_memory_is_what_the_docstring_says(name, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("data", ["alpaca", "tulu3", "openhermes"])
-def test_a_recipe_fits_its_mesh_and_runs(data, monkeypatch, tmp_path, capsys):
+def test_a_recipe_fits_its_mesh(data, monkeypatch):
     common = load("common", monkeypatch)
     run = common.recipe("some/model", data, accumulate=16)
     run.sft.check(make_mesh((1, 8, 1)))
     assert (run.sft.label_smoothing, run.sft.reduction, run.sft.learning_rate) == (0.1, "sum", 5e-6)
-    if data == "alpaca":
-        model, text = write_model(tmp_path / "model"), write_text(tmp_path / "data.jsonl", rows=300, words=12)
-        files = ["--model", str(model), "--data", str(text), "--out", str(tmp_path / "out"), "--split", "None"]
-        monkeypatch.setattr(sys, "argv", ["recipe", data, *files, "--seq-len", "12", "--quiet"])
-        assert common.main(lambda data: common.recipe("some/model", data, accumulate=16), "") == 0
-        assert "results in" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_recipe_runs(monkeypatch, tmp_path, capsys):
+    common = load("common", monkeypatch)
+    model, text = write_model(tmp_path / "model"), write_text(tmp_path / "data.jsonl", rows=300, words=12)
+    files = ["--model", str(model), "--data", str(text), "--out", str(tmp_path / "out"), "--split", "None"]
+    monkeypatch.setattr(sys, "argv", ["recipe", "alpaca", *files, "--seq-len", "12", "--quiet"])
+    assert common.main(lambda data: common.recipe("some/model", data, accumulate=16), "") == 0
+    assert "results in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "parameters", "layers", "width"), GPT2)

@@ -15,7 +15,7 @@ import calibjax.commands.compare as command
 from calibjax.cli import main
 from calibjax.data.table import PredictionTable, read_table, split_table
 from calibjax.eval.compare.results import COMPARED
-from calibjax.recalibrate import METHODS, Predictions
+from calibjax.recalibrate import METHODS, Predictions, optimize
 from calibjax.runtime.errors import UserError
 from calibjax.train import options as ats_options
 
@@ -416,7 +416,7 @@ def test_ten_rows(capsys, tmp_path):
 
 def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     """All rows, from statistics and from arrays, are of the same tokens; those that must agree, agree."""
-    monkeypatch.setattr(ats_options, "ALPHA_GRID", (0.1,))
+    monkeypatch.setattr(optimize, "STEPS", 100)
     monkeypatch.setattr(command, "AtsOptions", lambda: ats_options.AtsOptions(epochs=2, loss="joint", batch_size=6))
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=60, words=16)

@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,7 +109,7 @@ def test_a_head_of_a_study_is_that_of_train_ats(tmp_path):
     assert [len(repeats) for repeats in heads.values()] == [1, 2]
     alone = fit_ats(LM, SEQUENCES, options, silent(tmp_path / "b", seed=1))
     for got, expected in ((heads["v"][1], alone.head), (heads[fits.SINGLE][0], alone.temperature)):
-        jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
+        chex.assert_trees_all_equal(got.params, expected.params)
     assert any(np.any(a != b) for a, b in zip(*(jax.tree.leaves(h.params) for h in heads["v"]), strict=True))
 
 

@@ -3,6 +3,7 @@
 import json
 from itertools import islice
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ def test_on_a_mesh():
     assert [real for _, real in placed] == [real for _, real in host] == [4, 4, 2]
     for (one, _), (other, _) in zip(placed, host, strict=True):
         assert one["tokens"].sharding == batch_sharding(mesh)
-        jax.tree.map(np.testing.assert_array_equal, one, other)
+        chex.assert_trees_all_equal(one, other)
     assert local_rows(mesh, 8).tolist() == list(range(8))
 
 

@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+import chex
 import interpreted_gpu
 import jax
 import jax.numpy as jnp
@@ -117,20 +118,24 @@ def block_size(monkeypatch):
     return lambda tokens: monkeypatch.setattr(cross_entropy, "choose_block_size", lambda *_: tokens)
 
 
+@functools.cache
+def program(case, argnums, options, block):
+    """One for all tests of the case with so many tokens a `block`."""
+
+    def loss(targets, *x):
+        values = linear_cross_entropy(
+            x[0], x[1], targets, bias=x[2], scale=x[3], reduction=case.reduction, **case.options, **dict(options)
+        )
+        return jnp.sum(values), values
+
+    return jax.jit(jax.value_and_grad(loss, tuple(i + 1 for i in argnums), has_aux=True))
+
+
 def value_and_gradients(case, inputs, targets, argnums=(0, 1, 2, 3), **options):
     """The loss and its gradients; for reduction "none" those of its sum."""
-
-    @jax.jit
-    def run(*inputs):
-        def loss(*x):
-            merged = {**case.options, "reduction": case.reduction, **options}
-            values = linear_cross_entropy(x[0], x[1], targets, bias=x[2], scale=x[3], **merged)
-            return jnp.sum(values), values
-
-        (_, values), gradients = jax.value_and_grad(loss, argnums, has_aux=True)(*inputs)
-        return values, gradients
-
-    return run(*inputs)
+    block = cross_entropy.choose_block_size(case.tokens, case.vocab)
+    (_, values), gradients = program(case, argnums, tuple(options.items()), block)(targets, *inputs)
+    return values, gradients
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
@@ -200,7 +205,7 @@ def test_masked_tokens_give_exact_zeros_whatever_they_hold(reduction, block_size
     hidden = jnp.where(masked[:, None], jnp.nan, hidden)
     scale = jnp.where(masked, jnp.inf, scale)
     got = value_and_gradients(case, (hidden, unembedding, bias, scale), targets)
-    jax.tree.map(np.testing.assert_array_equal, got, clean)
+    chex.assert_trees_all_equal(got, clean)
     np.testing.assert_array_equal(np.asarray(got[1][0])[masked], 0.0)
     np.testing.assert_array_equal(np.asarray(got[1][3])[masked], 0.0)
 
@@ -363,7 +368,7 @@ def test_a_filter_leaves_out_what_is_below_it(threshold, way, softcap, small_blo
         got = through_statistics(inputs, targets, softcap, threshold)
         unfiltered = through_statistics(inputs, targets, softcap, None)
     if threshold == 0.0:
-        jax.tree.map(np.testing.assert_array_equal, got, unfiltered)
+        chex.assert_trees_all_equal(got, unfiltered)
         return
     dropped = threshold > 1
     _, weights, want, bound = expected(

@@ -5,6 +5,7 @@ import itertools
 import re
 from typing import NamedTuple
 
+import chex
 import interpreted
 import interpreted_gpu
 import jax
@@ -91,7 +92,7 @@ CASES = [
     Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),
     Case(300, 130, 8, "apart", bias=True, softcap=5.0, scale=True),  # two blocks of tokens, three of the vocabulary
     Case(300, 400, 8, "tpu", bias=True, scale=True, size=30.0),  # four blocks of tokens: dh goes through HBM
-    Case(200, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
+    Case(70, 130, 72, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of everything, all three ragged
     Case(150, 7, 64, "gpu", dtype="bfloat16", softcap=20.0, save=True),
     slow(Case(2049, 7, 100, 500, size=0.01, dtype="bfloat16", scale=True)),
     slow(Case(2049, 7, 100, 2048, softcap=20.0, bias=True, scale=True, dtype="bfloat16")),
@@ -206,7 +207,7 @@ def test_statistics_and_gradients_match_float64(case):
     arguments = (dirty[0], unembedding, bias, dirty[1], targets, cotangents)
     got, grads = evaluate(options, *arguments)
     if case.chunk in ("tpu", "apart") and case.tokens > 128:  # two cores, sums of several blocks of tokens
-        jax.tree.map(np.testing.assert_array_equal, evaluate(options, *arguments), (got, grads))
+        chex.assert_trees_all_equal(evaluate(options, *arguments), (got, grads))
 
     safe = np.where(valid, targets, 0)
     counted = {name: f64(g) * valid for name, g in cotangents.items()}
@@ -550,9 +551,9 @@ def test_wide_hidden_states_of_many_tokens(implementation):
     counted = dict(zip(names, g * (np.asarray(targets) != -100), strict=True))
     want, dz = oracle.gradients(counted, hidden, unembedding, np.maximum(targets, 0), scale)
     size = np.abs(dz) @ np.abs(f64(unembedding))
-    # p carries some 2 ε |s z|, and the sums over 40 entries a few ε more.
+    # One thread adds the D products in order, a random walk of ε √D |z|; the sums over 40 entries carry a few ε more.
     logits = np.abs(f64(scale)[:, None] * oracle.logits(hidden, unembedding)).max(axis=1, keepdims=True)
-    assert_within(grad(hidden), want[0], EPS * (20 + 8 * logits) * size + 1e-30)
+    assert_within(grad(hidden), want[0], EPS * (20 + case.width**0.5 * logits) * size + 1e-30)
 
 
 def test_leading_dimensions():
@@ -571,11 +572,10 @@ def test_leading_dimensions():
 
 def test_jit_equals_eager_and_compiles_once():
     _, (hidden, unembedding, bias, scale, targets) = small()
-    traces = []
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def run(h, s):
-        traces.append(1)
         return vocab_stats(h, unembedding, targets, bias=bias, scale=s, chunk_size=4)
 
     jitted = run(hidden, scale)
@@ -584,7 +584,6 @@ def test_jit_equals_eager_and_compiles_once():
         if x is not None:
             assert_within(x, y, 8 * EPS * (1 + np.abs(f64(y))), name)
     run(hidden + 1, scale * 2)
-    assert len(traces) == 1
     assert run._cache_size() == 1
 
 

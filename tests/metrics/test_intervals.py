@@ -1,5 +1,6 @@
 """Intervals of binned calibration errors: coverage, the estimate inside, and exact intervals where there is one bin."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,16 @@ def least(coverage=0.95):
     return binom.ppf(1e-4, DRAWS, coverage)
 
 
-@pytest.mark.parametrize("tokens", [1, 10], ids=["points", "sequences"])
-@pytest.mark.parametrize(("ece", "widest"), [(0.0, 0.04), (0.02, 0.05), (0.15, 0.06)])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ece", "widest"),
+    [
+        *((1, 0.0, 0.04), (1, 0.02, 0.05), (10, 0.15, 0.06)),
+        *(slow(10, 0.0, 0.04), slow(10, 0.02, 0.05), slow(1, 0.15, 0.06)),
+    ],
+)
 def test_coverage(tokens, ece, widest):
     rng = np.random.default_rng(0)
     found = np.array(
@@ -114,8 +123,10 @@ def test_the_estimate_is_inside(norm):
         assert apart.low <= apart.difference <= apart.high
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["the same answers", "own answers"])
-@pytest.mark.parametrize("errors", [(0.0, 0.05), (0.04, 0.04)])
+@pytest.mark.parametrize(
+    ("own", "errors"),
+    [(False, (0.0, 0.05)), (True, (0.04, 0.04)), slow(False, (0.04, 0.04)), slow(True, (0.0, 0.05))],
+)
 def test_coverage_of_differences(own, errors):
     """Percentiles of resampled differences cover 0 − .05 too rarely: the calibrated model's bias is larger."""
     rng = np.random.default_rng(2)

@@ -5,6 +5,7 @@ import gc
 import json
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,9 +119,7 @@ def test_written_and_read_back(tmp_path, name):
         got = load_head(path, LM)
         assert (got.config, got.log_factor, got.fingerprint) == (head.config, head.log_factor, head.fingerprint)
         assert jax.tree.structure(got.params) == jax.tree.structure(head.params)
-        for one, other in zip(jax.tree.leaves(got.params), jax.tree.leaves(head.params), strict=True):
-            assert one.dtype == other.dtype
-            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        chex.assert_trees_all_equal(got.params, head.params, strict=True)
     assert json.loads((tmp_path / "run" / "head" / "head.json").read_text())["notes"] == {"loss": "joint"}
     one, other = (calibrated_confidence(LM, h, SEQUENCES.tokens).confidence for h in (got, head))
     np.testing.assert_array_equal(one, other)

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -54,7 +55,7 @@ def write_shards(folder, *shards, **changes):
 
 
 def same_params(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    chex.assert_trees_all_equal(one.params, other.params)
 
 
 # --- files ---

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -358,14 +359,20 @@ def scenario(kind):
     return data
 
 
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Of networks: what holds at every step of a fit holds at its end."""
+    monkeypatch.setattr(optimize, "STEPS", 100)
+
+
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("kind", ["edges", "one class", "constant", "all correct", "all wrong", "ten"])
 @pytest.mark.parametrize("name", METHODS)
 def test_hard_data(name, kind):
     """Finite probabilities, whatever the data; where there is no finite optimum, it is said."""
     data = scenario(kind)
     state = METHODS[name].fit(data)
-    for leaf in jax.tree.leaves(state._replace(report=())):
-        assert np.isfinite(leaf).all(), (name, leaf)
+    chex.assert_tree_all_finite(state._replace(report=()))
     out = probabilities(name, state, data)
     if name in ("platt", "beta") and kind in ("all correct", "all wrong"):
         assert not state.report.converged
@@ -387,6 +394,7 @@ def test_no_probability_above_one(name, level):
     assert out.max() <= (0 if method.gives == "log_probs" else 1)
 
 
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("name", METHODS)
 def test_laws(name):
     method, data, state = METHODS[name], bundle(), fitted(name)
@@ -407,7 +415,7 @@ def test_laws(name):
         if field != "unembedding":
             value[~keep] = -7 if np.issubdtype(value.dtype, np.integer) else np.nan
     masked, subset = method.fit(Predictions(**spoilt), where=keep), method.fit(rows_of(data, keep))
-    jax.tree.map(np.testing.assert_array_equal, masked, subset)
+    chex.assert_trees_all_equal(masked, subset)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -498,10 +506,10 @@ def test_orbax_stores_every_state(tmp_path):
         checkpointer.save(tmp_path / "states", states)
         checkpointer.wait_until_finished()
         back = checkpointer.restore(tmp_path / "states", states)
-    assert jax.tree.structure(back) == jax.tree.structure(states)
-    jax.tree.map(np.testing.assert_array_equal, back, states)
+    chex.assert_trees_all_equal(back, states)
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_a_second_fit_compiles_nothing():
     programs = (optimize._value_and_grad, optimize._step, optimize._mean)
     names = ("platt", "vector", "g_layers", "ats")

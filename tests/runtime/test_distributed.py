@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ def test_four_processes_find_what_one_does(folder, tmp_path):
 
     # What four processes wrote, one reads: the model, and the checkpoint on meshes of 1, 2 and 8 devices.
     tuned = [found[0][name] for name in found[0] if name.startswith("tuned")]
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(load_model(many / "model").params), tuned)
+    chex.assert_trees_all_equal(jax.tree.leaves(load_model(many / "model").params), tuned)
     directory = many / "checkpoints"
     step = max(int(entry.name) for entry in directory.iterdir() if entry.name.isdigit())
     run = json.loads((directory / str(step) / "run/metadata").read_text())
@@ -170,7 +171,7 @@ def test_a_death_ends_the_job_and_a_restart_goes_on(folder, tmp_path):
     assert_close(one, whole)
     np.testing.assert_allclose(logged(tmp_path / "one/joint"), logged(tmp_path / "whole/joint"), rtol=1e-5)
     head = load_head(tmp_path / "killed", load_model(folder / "model"))
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(head.params), [whole[n] for n in whole if "head" in n])
+    chex.assert_trees_all_equal(jax.tree.leaves(head.params), [whole[n] for n in whole if "head" in n])
 
 
 def differences(one, other, path=""):

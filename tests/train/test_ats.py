@@ -3,6 +3,7 @@
 import json
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,7 +131,7 @@ def test_same_again_to_the_bit(auto, tmp_path):
     loss, _, alpha = auto[0].report["loss"].rpartition("-")
     options = {"loss": loss, "alpha": float(alpha)} if loss == "selective" else {"loss": auto[0].report["loss"]}
     again, other = (fit(tmp_path / str(seed), seed=seed, **options).head for seed in (0, 1))
-    jax.tree.map(np.testing.assert_array_equal, again.params, auto[0].head.params)
+    chex.assert_trees_all_equal(again.params, auto[0].head.params)
     assert again.log_factor == auto[0].head.log_factor
     assert np.abs(np.asarray(other.params["output"]["kernel"] - again.params["output"]["kernel"])).max() > 0
 

@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,7 +140,7 @@ def test_the_same_head_whichever(tmp_path):
     for mode in ("memory", "disk", "off"):
         options = AtsOptions(head="linear", loss="joint", epochs=3, batch_size=8, learning_rate=1e-2, cache_hidden=mode)
         heads[mode] = fit_ats(LM, sequences, options, silent(tmp_path / mode)).head
-    jax.tree.map(np.testing.assert_array_equal, heads["memory"].params, heads["disk"].params)
+    chex.assert_trees_all_equal(heads["memory"].params, heads["disk"].params)
     assert heads["memory"].log_factor == heads["disk"].log_factor
     for one, other in zip(*(jax.tree.leaves(heads[mode].params) for mode in ("memory", "off")), strict=True):
         error = float(jnp.abs(one - other).max())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -82,8 +83,7 @@ def lines_in(file):
 
 def assert_same(run, whole, trials):
     one, other = load_head(run.out), load_head(whole.out)
-    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    chex.assert_trees_all_equal(one.params, other.params, strict=True)
     assert one.log_factor == other.log_factor
     assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(one.params["output"])) > 1e-3
     first, second = (json.loads((r.out / "metrics.json").read_text()) for r in (run, whole))

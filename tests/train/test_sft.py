@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,7 +98,7 @@ def test_adapters_are_trained_and_nothing_else():
     assert_close(gradient, dense_gradient, 2e-5)
     untouched = decoder.init_adapters(lm.config, LORA, jax.random.key(5))
     same = LORA.merge(lm.params, untouched)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(lm.params), strict=True))
+    chex.assert_trees_all_equal(same, lm.params)
     assert jax.tree.structure(merged) == jax.tree.structure(lm.params)
     attention = decoder.init_adapters(lm.config, LoraConfig(targets="attention"), jax.random.key(0))
     assert set(attention["layers"]) == {"attention"}
@@ -176,8 +177,7 @@ def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
     with killed_at_step(6):
         fit(tmp_path / "killed", epochs=4, checkpoint_every=2)
     again = fit(tmp_path / "killed", epochs=4, checkpoint_every=2)
-    for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    chex.assert_trees_all_equal(again.params, whole.params, strict=True)
     np.testing.assert_array_equal(logged(tmp_path / "killed"), logged(tmp_path / "whole"))
 
 
@@ -275,7 +275,7 @@ def test_command(tmp_path, capsys):
     """From files to files: the figures of the saved model are those that are printed, and the report shows them."""
     source, data = write_model(tmp_path / "model"), write_text(tmp_path / "data.jsonl", rows=120, words=16)
     out = tmp_path / "out"
-    options = ["--seq-len", "13", "--epochs", "3", "--learning-rate", "0.01", "--mesh", "data=2,fsdp=2,tensor=2"]
+    options = ["--seq-len", "13", "--epochs", "3", "--learning-rate", "0.01", "--mesh", "data=8"]
     command = ["train", "sft", "--model", str(source), "--data", str(data), "--out", str(out), *options, "--quiet"]
     assert main([*command, "--softcap", "20", "--eval-data", str(data)]) == 0
     printed = capsys.readouterr().out

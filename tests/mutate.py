@@ -1,0 +1,469 @@
+"""Small mutations of the library, and the tests that must kill each: `python tests/mutate.py [WORD...]`.
+
+A mutation is one replacement in one file: a sign, a mask, an edge, a dtype, an index off by one, a missing step. It is
+made in a copy of the repository, where the tests named beside it run until the first failure. They are of the default
+suite, and few, so that the whole table takes minutes. WORD selects rows whose file or text contains it. Prints a row
+for each mutation, then how many each test file killed; the exit code is 1 if any survived.
+"""
+
+import collections
+import contextlib
+import io
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from assets import ASSETS
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 900  # a mutation may also make a loop endless
+# Every mutation gets a process, in which all that it imports but the library is there already.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["conftest", "flax.linen", "optax", "orbax.checkpoint", "grain", "qwix", "transformers", "scipy.optimize"]
+)
+
+
+class Mutation(NamedTuple):
+    """`old`, which stands once in calibjax/`file`, becomes `new`; `tests` are arguments of pytest below tests/."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+OPERATOR, METHODS = "kernels/test_operator.py", "recalibrate/test_methods.py"
+TABLE = [
+    # kernels
+    Mutation("kernels/stats.py", "(b.argmax < a.argmax)", "(b.argmax > a.argmax)", f"{OPERATOR} -k merge"),
+    Mutation("kernels/stats.py", "delta * (2.0 * piece.first", "delta * (1.0 * piece.first", f"{OPERATOR} -k merge"),
+    Mutation(
+        "kernels/stats.py",
+        "jnp.where(self.valid, jnp.minimum(value, 0.0), 0.0)",
+        "jnp.where(self.valid, value, 0.0)",
+        f"{OPERATOR} losses/test_per_token.py -k any_size or certainty or confidence",
+    ),
+    Mutation(
+        "kernels/operator.py",
+        "jnp.maximum(moments.second / moments.weight - shift * shift, 0.0)",
+        "moments.second / moments.weight - shift * shift",
+        f"{OPERATOR} -k any_size or variance",
+    ),
+    Mutation(
+        "kernels/operator.py", "jnp.where(jnp.isinf(centred), 0.0, centred)", "centred", f"{OPERATOR} -k any_size"
+    ),
+    Mutation(
+        "kernels/operator.py",
+        "inside = (ids >= 0) &",
+        "inside = (ids >= -1) &",
+        "kernels/test_sharded.py -k equals_one_device or do_not_divide",
+    ),
+    Mutation("kernels/chunked.py", "p = jnp.where(jnp.isinf(p), 1.0, p)", "p = p", f"{OPERATOR} -k 1e30"),
+    Mutation(
+        "kernels/chunked.py",
+        "jnp.any(~(p < options.filter_threshold))",
+        "jnp.any(p >= options.filter_threshold)",
+        "kernels/test_filter.py -k nan",
+    ),
+    Mutation(
+        "kernels/cross_entropy.py",
+        "broken = valid & ~in_range",
+        "broken = ~in_range",
+        "kernels/test_cross_entropy.py -k masked",
+    ),
+    Mutation(
+        "kernels/cross_entropy.py",
+        "jnp.sum(values) / (jnp.maximum(jnp.sum(stats.valid), 1)",
+        "jnp.sum(values) / (jnp.sum(stats.valid)",
+        "kernels/test_cross_entropy.py -k all_masked",
+    ),
+    Mutation(
+        "kernels/sharded.py",
+        "else moments.argmax + start",
+        "else moments.argmax",
+        "kernels/test_sharded.py -k equals_one_device",
+    ),
+    Mutation("kernels/top_k.py", "column + start], axis=1)", "column], axis=1)", "kernels/test_top_k.py"),
+    Mutation("kernels/pallas_tpu/forward.py", "larger = z > best", "larger = z >= best", f"{OPERATOR} -k ties and tpu"),
+    Mutation(
+        "kernels/pallas_tpu/forward.py",
+        "keep = None if count - k >= LANES else lane < count - k",
+        "keep = None if count - k >= LANES else lane <= count - k",
+        f"{OPERATOR} -k float64 and tpu",
+    ),
+    Mutation(
+        "kernels/pallas_tpu/backward.py",
+        "lane < tokens - group",
+        "lane <= tokens - group",
+        f"{OPERATOR} -k float64 and (tpu or apart)",
+    ),
+    Mutation(
+        "kernels/pallas_tpu/fused.py",
+        "jnp.where(p == 0, before,",
+        "jnp.where(p != 0, before,",
+        f"{OPERATOR} -k float64 and tpu",
+    ),
+    Mutation(
+        "kernels/logit_cotangents.py",
+        "else dz * slope_in_units(z, options.softcap)",
+        "else dz",
+        f"{OPERATOR} -k float64 and (tpu or apart)",
+    ),
+    Mutation(
+        "kernels/pallas_gpu/forward.py",
+        "column < vocab_size - first - offset",
+        "column <= vocab_size - first - offset",
+        f"{OPERATOR} -k float64 and gpu",
+    ),
+    # losses
+    Mutation(
+        "losses/per_token.py",
+        "jnp.maximum(-jnp.expm1(log_prob), 1e-12)",
+        "-jnp.expm1(log_prob)",
+        "losses/test_per_token.py -k certainty",
+    ),
+    Mutation(
+        "losses/per_token.py",
+        'jnp.where(right, 0.0, stats.require("mean_logit"))',
+        'stats.require("mean_logit")',
+        "losses/test_per_token.py -k removed_entries",
+    ),
+    Mutation("losses/per_token.py", "n_wrong = n - n_right", "n_wrong = n", "losses/test_per_token.py -k selective"),
+    Mutation("losses/bounds.py", "/ ((1.0 - label_smoothing) * vocab_size)", "/ vocab_size", "losses/test_bounds.py"),
+    Mutation(
+        "losses/long_horizon.py",
+        "backwards = None if segment_ids is None else segment_ids[:, ::-1]\n        weights",
+        "backwards = segment_ids\n        weights",
+        "losses/test_long_horizon.py -k definition",
+    ),
+    Mutation(
+        "losses/long_horizon.py",
+        "jax.lax.stop_gradient(weights)",
+        "weights",
+        "losses/test_long_horizon.py -k no_gradient",
+    ),
+    # metrics
+    Mutation(
+        "metrics/bins.py",
+        '_search(edges, confidence, "left")',
+        '_search(edges, confidence, "right")',
+        "metrics/test_laws.py metrics/test_metrics.py -k formulas or loop",
+    ),
+    Mutation(
+        "metrics/errors.py",
+        "/ (safe - 1)  #",
+        "/ safe  #",
+        "metrics/test_laws.py metrics/test_metrics.py -k formulas or loop",
+    ),
+    Mutation(
+        "metrics/sums.py",
+        "(high - (total - of_x)) + (x - of_x)",
+        "0.0 * low",
+        "metrics/test_bootstrap.py metrics/test_laws.py -k digits or million",
+    ),
+    Mutation(
+        "metrics/ranking.py",
+        "b.value_before + b.value / 2",
+        "b.value_before + b.value",
+        "metrics/test_laws.py metrics/test_metrics.py -k formulas or scikit",
+    ),
+    Mutation(
+        "metrics/local.py",
+        "/ jnp.maximum(n_b - 2, 1.0)",
+        "/ jnp.maximum(n_b - 1, 1.0)",
+        "metrics/test_laws.py -k formulas or grouping",
+    ),
+    Mutation(
+        "metrics/_points.py",
+        "~jnp.any((weight > 0) & ~known)",
+        "~jnp.any(~known)",
+        "metrics/test_laws.py metrics/test_metrics.py -k formulas or masks",
+    ),
+    Mutation(
+        "metrics/intervals.py",
+        "(groups / max(groups - 1, 1))",
+        "1.0",
+        "metrics/test_intervals.py -k folded_normal or coverage",
+    ),
+    Mutation(
+        "metrics/bootstrap.py",
+        "share_lower=float((below + equal / 2) / count)",
+        "share_lower=float((below + equal) / count)",
+        "metrics/test_bootstrap.py -k comparison",
+    ),
+    # recalibrate
+    Mutation(
+        "recalibrate/temperature.py",
+        "slope + jnp.square(stats.scale) *",
+        "slope + stats.scale *",
+        "recalibrate/test_temperature.py -k derivatives",
+    ),
+    Mutation(
+        "recalibrate/contract.py",
+        '(value >= high) if field == "labels"',
+        '(value > high) if field == "labels"',
+        f"{METHODS} -k mistakes",
+    ),
+    Mutation(
+        "recalibrate/steps.py",
+        "edges[edges < ordered[-1]]",
+        "edges[edges <= ordered[-1]]",
+        f"{METHODS} -k histogram and hard_data",
+    ),
+    Mutation(
+        "recalibrate/logistic.py",
+        "((confidence == 0) | (confidence == 1))",
+        "(confidence == 1)",
+        f"{METHODS} -k clip or ones or edges-platt",
+    ),
+    Mutation(
+        "recalibrate/affine.py", "jnp.where(jnp.eye(classes, dtype=bool), 0.0, matrix)", "matrix", f"{METHODS} -k odir"
+    ),
+    Mutation(
+        "recalibrate/optimize.py",
+        "finite_optimum = found.fun > _SEPARATED",
+        "finite_optimum = True",
+        f"{METHODS} -k hard_data and (platt or beta)",
+    ),
+    Mutation(
+        "recalibrate/clipping.py", "accuracy[0] - accuracy_loss", "accuracy[0] - 1.0", f"{METHODS} -k feature_clipping"
+    ),
+    Mutation(
+        "recalibrate/local.py", "jnp.maximum(jnp.max(score), jnp.finfo(jnp.float32).min)", "0.0", f"{METHODS} -k lore"
+    ),
+    # data
+    Mutation("data/pipeline.py", "self._part >= len(element)", "self._part > len(element)", "data/test_pipeline.py"),
+    Mutation("data/sequences.py", "example.loss_mask[1:]", "example.loss_mask[:-1]", "data/test_sequences.py"),
+    Mutation("data/splits.py", 'size, side="right"', 'size, side="left"', "data/test_splits.py"),
+    Mutation("data/examples.py", "np.maximum(end, begin + 1) > first", "end > first", "data/test_examples.py -k width"),
+    Mutation("data/choices.py", "len(tokens) - 1 <= max_tokens", "len(tokens) <= max_tokens", "data/test_choices.py"),
+    # nn and heads
+    Mutation(
+        "nn/attention.py", "seen &= distance < (", "seen &= distance <= (", "models/test_decoder.py -k golden or window"
+    ),
+    Mutation(
+        "nn/blocks.py", "self.offset + _last_axis(scale, x)", "_last_axis(scale, x)", "nn/test_blocks.py -k dense"
+    ),
+    Mutation(
+        "nn/blocks.py",
+        "(update.astype(jnp.float32) * cfg.residual_scale).astype(update.dtype)",
+        "update * jnp.asarray(cfg.residual_scale, update.dtype)",
+        "nn/test_blocks.py models/test_decoder.py -k dtype or digits or dtypes",
+    ),
+    Mutation(
+        "heads.py",
+        "segment_ids[:, None, :]) & counts[:, None, :]",
+        "segment_ids[:, None, :])",
+        "test_heads.py -k sequence",
+    ),
+    Mutation("heads.py", "/ max(unembedding.shape[0] - 1, 1)", "/ unembedding.shape[0]", "test_heads.py -k features"),
+    # models
+    Mutation("models/generate.py", "larger < top_p", "larger <= top_p", "models/test_generate.py -k cuts"),
+    Mutation(
+        "models/generate.py",
+        "width + max_new_tokens - 1  #",
+        "width + max_new_tokens - 2  #",
+        "models/test_generate.py -k without_cache",
+    ),
+    Mutation(
+        "models/decoder.py",
+        "not any(config.local_layers)",
+        "not all(config.local_layers)",
+        "models/test_decoder.py -k golden",
+    ),
+    Mutation(
+        "models/samples.py", "inputs & (np.arange(length) >= prompt - 1)", "inputs", "train/test_lhts.py -k samples"
+    ),
+    Mutation(
+        "models/calibrated.py",
+        "others & (log_probs >= top)",
+        "others & (log_probs > top)",
+        "models/test_calibrated.py -k ties",
+    ),
+    # train
+    Mutation("train/step.py", "count = jnp.maximum(divisor, 1.0)", "count = divisor", "train/test_step.py"),
+    Mutation(
+        "train/loop.py",
+        'row["step"] <= first_step',
+        'row["step"] < first_step',
+        "train/test_loop.py -k bit or interrupted or log",
+    ),
+    Mutation(
+        "train/checkpoint.py",
+        "all_steps(), reverse=True",
+        "all_steps(), reverse=False",
+        "train/test_loop.py -k bit or damaged",
+    ),
+    Mutation(
+        "train/ats.py",
+        "> 2.0 * refit.standard_error",
+        "> 0.0 * refit.standard_error",
+        "train/test_ats.py -k two_standard_errors",
+    ),
+    Mutation(
+        "train/ats.py",
+        "key=lambda c: c.validation_score",
+        "key=lambda c: c.validation_nll",
+        "train/test_ats.py -k auto",
+    ),
+    Mutation(
+        "train/sft.py",
+        "z_loss=0.0, temperature=1.0, remat",
+        "z_loss=0.0, remat",
+        "train/test_sft.py -k not command and not mistakes",
+    ),
+    Mutation(
+        "train/lhts.py",
+        "(rank * count // len(mean_log_p))",
+        "(rank * count // (len(mean_log_p) + 1))",
+        "train/test_lhts.py -k quantiles",
+    ),
+    Mutation(
+        "train/lhts.py",
+        "scored = jax.lax.stop_gradient(self._hidden(frozen, batch))",
+        "scored = self._hidden(frozen, batch)",
+        "train/test_lhts.py -k reaches",
+    ),
+    Mutation(
+        "train/tuning.py",
+        "jax.tree.map(lambda x: x.astype(jnp.float32), params)",
+        "params",
+        "train/test_sft.py -k not command and not mistakes",
+    ),
+    Mutation(
+        "train/state.py", "left = max(steps - warmup, 1)", "left = max(steps, 1)", "train/test_sft.py -k optimisers"
+    ),
+    # eval
+    Mutation(
+        "eval/tokens.py",
+        "np.clip(tokens.temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])",
+        "tokens.temperature[valid]",
+        "eval/test_tokens.py -k figures",
+    ),
+    Mutation(
+        "eval/tokens.py",
+        "np.asarray(x[:real], np.float64)",
+        "np.asarray(x[:real])",
+        "eval/test_tokens.py -k figures or batch_size",
+    ),
+    Mutation(
+        "eval/tasks/scoring.py",
+        "setdefault((read, len(tokens))",
+        "setdefault((read, 0)",
+        "eval/test_scoring.py -k dense_formula",
+    ),
+    Mutation(
+        "eval/answers/confidence.py",
+        "jnp.log(jnp.maximum(jnp.round(different), 2.0))",
+        "jnp.log(jnp.maximum(jnp.floor(different), 2.0))",
+        "eval/test_answers.py",
+    ),
+    # runtime
+    Mutation(
+        "runtime/files.py",
+        "- {entry.name for entry in fresh.iterdir()}",
+        "- _entries(path, replace)",
+        "runtime/test_files.py",
+    ),
+    Mutation(
+        "runtime/checksums.py",
+        "json.dumps([str(leaf.dtype), leaf.shape])",
+        "json.dumps([leaf.shape])",
+        "runtime/test_checksums.py -k counts",
+    ),
+    Mutation(
+        "runtime/sharding.py",
+        "beyond = (index < 0) | (index >= table.shape[0])",
+        "beyond = index >= table.shape[0]",
+        "runtime/test_sharding.py -k lookup",
+    ),
+    Mutation(
+        "runtime/errors.py",
+        "np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max)",
+        "values",
+        f"{OPERATOR} -k wrap",
+    ),
+]
+
+
+def check() -> None:
+    """Exits where a row does not fit the sources: its old text does not stand there exactly once."""
+    wrong = [m for m in TABLE if (ROOT / "calibjax" / m.file).read_text().count(m.old) != 1]
+    if wrong:
+        sys.exit("\n".join(f"{m.file}: expected exactly once: {m.old}" for m in wrong))
+
+
+class _FirstFailure:
+    """Plugin that keeps the name of the first test that fails."""
+
+    test = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.test = self.test or (report.nodeid if report.failed else "")
+
+
+def run_tests(copy: Path, tests: str, result: Connection) -> None:
+    """Sends pytest's exit code and the first test that fails; in a process of its own."""
+    del sys.modules["conftest"]
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    os.environ |= {"PYTHONPATH": str(copy), "CALIBJAX_ASSETS": str(ASSETS)}
+    names, *chosen = tests.split(" -k ")
+    first, output = _FirstFailure(), io.StringIO()
+    command = ["-x", "-q", "-n0", "--tb=short", "-pno:cacheprovider", *(f"tests/{name}" for name in names.split())]
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = pytest.main([*command, *(("-k", chosen[0]) if chosen else ())], plugins=[first])
+    result.send((int(code), first.test.removeprefix("tests/"), output.getvalue()))
+
+
+def run(mutation: Mutation, copy: Path) -> str:
+    """The first test that fails; "" where none does."""
+    file = copy / "calibjax" / mutation.file
+    sound = file.read_text()
+    file.write_text(sound.replace(mutation.old, mutation.new))
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=run_tests, args=(copy, mutation.tests, sender))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(SECONDS):
+            return f"{mutation.tests.split()[0]} (more than {SECONDS} s)"
+        code, test, output = receiver.recv()
+    except EOFError:
+        return f"{mutation.tests.split()[0]} (the process ended)"
+    finally:
+        process.kill()
+        process.join()
+        file.write_text(sound)
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        sys.exit(f"{mutation}: the tests cannot be run.\n{output}")
+    return test
+
+
+def main(words: list[str]) -> int:
+    check()
+    chosen = [m for m in TABLE if not words or any(word in f"{m.file} {m.old} {m.new}" for word in words)]
+    killed, survivors = collections.Counter(), []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        for mutation in chosen:
+            test = run(mutation, copy)
+            killed[test.split("::")[0]] += bool(test)
+            survivors += [] if test else [mutation]
+            print(f"{'killed' if test else 'SURVIVED':8} {mutation.file}: {mutation.new}   {test}", flush=True)
+    print(f"\n{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    for test, count in sorted((+killed).items()):
+        print(f"{count:3} {test}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
