@@ -7,7 +7,7 @@ Example:
     print(calibjax.evaluate(lm, held_out, fitted.heads))
 """
 
-from calibjax import heads, kernels, losses, metrics, recalibrate
+from calibjax import heads, kernels, losses, metrics, plot, recalibrate
 from calibjax.commands.train_ats import AtsFit, fit_ats
 from calibjax.data import Sequences, split_sequences
 from calibjax.data.text import load_text
@@ -61,6 +61,7 @@ __all__ = [
     "load_text",
     "losses",
     "metrics",
+    "plot",
     "recalibrate",
     "save_head",
     "split_sequences",

@@ -17,6 +17,7 @@ FLOORS = (
     {"runtime"},
     {"kernels"},
     {"nn", "heads", "losses", "metrics", "recalibrate"},
+    {"plot"},
     {"data", "models"},
     {"train", "eval"},
     {"commands", "lm_eval"},
