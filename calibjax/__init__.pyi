@@ -1,4 +1,4 @@
-from . import heads, kernels, losses, metrics, recalibrate
+from . import heads, kernels, losses, metrics, plot, recalibrate
 from .commands.train_ats import AtsFit, fit_ats
 from .data import Sequences, split_sequences
 from .data.text import load_text
@@ -52,6 +52,7 @@ __all__ = [
     "load_text",
     "losses",
     "metrics",
+    "plot",
     "recalibrate",
     "save_head",
     "split_sequences",

@@ -18,6 +18,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from calibjax.runtime import signals
+from calibjax.runtime.command_line import command_line
 from calibjax.runtime.version import __version__
 
 Run = Callable[..., Mapping[str, Any]]
@@ -88,6 +89,7 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     def report(name: str) -> None:
         print(f"\nstopped by {name}; to resume: {resume}", file=sys.stderr, flush=True)
 
+    typed = command_line.set(resume)
     try:
         with signals.handled(report):
             return work()
@@ -97,6 +99,8 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     except signals.Terminated:
         report("SIGTERM")
         code = signals.TERMINATED
+    finally:
+        command_line.reset(typed)
     if "calibjax.runtime.distributed" in sys.modules:  # otherwise the signal came while the command was imported
         import jax
 

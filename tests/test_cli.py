@@ -345,6 +345,6 @@ def test_quickstart(tmp_path, monkeypatch, capsys):
         assert ats[key] < single[key] < base[key], key
     assert single["ece"]["value"] < base["ece"]["low"]
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "decoder", "fit", "head", "metrics.json", "reliability.png", "report.html")
+        *("run.json", "decoder", "fit", "head", "metrics.json", "tokens.json", "reliability.png", "report.html")
     }
     assert load_head(out).config.kind == "mlp"

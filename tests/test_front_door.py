@@ -20,7 +20,7 @@ QUICK = calibjax.AtsOptions(loss="cross-entropy", head="linear", epochs=2, batch
 def test_names():
     types = "AtsFit AtsOptions Evaluation FittedHead Generation HeadConfig LanguageModel RunContext Sampling Sequences"
     heads = "ConstantTemperature LinearHead MLPHead TransformerHead TokenConfidence UserError VocabStats"
-    rooms = "heads kernels losses metrics recalibrate"
+    rooms = "heads kernels losses metrics plot recalibrate"
     functions = "calibrated_confidence calibrated_logprobs evaluate fit_ats generate linear_cross_entropy load_head"
     more = "load_model load_text save_head split_sequences vocab_stats __version__"
     expected = " ".join([types, heads, rooms, functions, more]).split()

@@ -18,6 +18,7 @@ FLOORS = (
     {"runtime", "torch"},
     {"kernels"},
     {"nn", "heads", "losses", "metrics", "recalibrate"},
+    {"plot"},
     {"data", "models"},
     {"train", "eval"},
     {"commands", "lm_eval"},

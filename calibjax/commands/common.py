@@ -26,7 +26,7 @@ from calibjax.data import (
 )
 from calibjax.eval.report import print_report, write_report
 from calibjax.eval.report.schema import SCHEMA as SCHEMA
-from calibjax.eval.report.schema import Document
+from calibjax.eval.report.schema import Document, TrainingCurve
 from calibjax.models import LanguageModel, load_model
 from calibjax.nn.attention import cudnn_attention, cudnn_takes
 from calibjax.runtime.context import RunContext
@@ -48,6 +48,7 @@ from calibjax.runtime.options import (
     run_identity,
 )
 from calibjax.runtime.sharding import describe_mesh, make_mesh
+from calibjax.train.loop import training_curves
 
 Work = TypeVar("Work", bound=Callable[..., Any])
 
@@ -447,6 +448,8 @@ def finish(document: Document, out: Path, *, holds: str = HEAD, show: bool = Tru
     """
     if not is_first():
         return
+    if curves := training_curves(out):
+        document["training"] = cast(dict[str, TrainingCurve], curves)
     write_file(out / "metrics.json", json.dumps(document, indent=2) + "\n")
     write_report(document, out)
     if show:

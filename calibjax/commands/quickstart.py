@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 
 from calibjax import losses
 from calibjax.commands.common import OutputOptions, begin, finish, presentation
-from calibjax.commands.train_ats import ats_document, evaluate, fit_ats
+from calibjax.commands.train_ats import ats_document, evaluate, fit_ats, write_tokens
 from calibjax.data import Sequences, batches
-from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample, true_probabilities
+from calibjax.data.synthetic import Syllables, TopicLanguage, as_sequences, make_language, sample, true_probabilities
 from calibjax.eval.report.schema import TokensDocument
 from calibjax.kernels import vocab_stats
 from calibjax.models import DecoderConfig, LanguageModel, hidden_states, init_params, unembedding
@@ -91,6 +91,7 @@ def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> Token
         of_argmax = np.take_along_axis(np.asarray(truth), method.tokens.argmax[..., None], axis=-1)[..., 0]
         error = np.abs(method.tokens.confidence - of_argmax)
         document["held_out"]["methods"][name]["exact_error"] = float(error.mean(dtype=np.float64))
+    write_tokens(lm, held_out, fitted, plan, context, options.out)
     finish(document, options.out, show=not options.json)
     return document
 
@@ -124,4 +125,4 @@ def _train_decoder(
         context=context.titled("decoder"),
         identity={"epochs": options.epochs, "seed": options.seed},
     )
-    return LanguageModel.from_params(config, state.params)
+    return LanguageModel.from_params(config, state.params, cast(Any, Syllables()))

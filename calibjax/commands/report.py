@@ -1,6 +1,7 @@
 """`calibjax report`: draws the report of a run again, or one of several runs, from their metrics.json."""
 
 import dataclasses
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ import tyro
 from calibjax.commands.common import JsonOptions
 from calibjax.eval.compare.results import print_comparison
 from calibjax.eval.report import Run, print_report, save_report
+from calibjax.eval.report.head import Origin
 from calibjax.eval.report.schema import read_metrics, read_tokens
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.locks import hold
@@ -63,7 +65,9 @@ def _load(directory: Path, name: str) -> Run:
     file, tokens = directory / "metrics.json", directory / "tokens.json"
     if not file.is_file():
         raise UserError(f"{directory}: expected the directory of a finished run, with metrics.json; found none.")
-    return Run(name, read_metrics(file), read_tokens(tokens) if tokens.is_file() else None)
+    date = datetime.date.fromtimestamp(file.stat().st_mtime).isoformat()
+    sample = read_tokens(tokens) if tokens.is_file() else None
+    return Run(name, read_metrics(file), sample, Origin(date, directory=directory))
 
 
 def _names(directories: tuple[Path, ...]) -> list[str]:

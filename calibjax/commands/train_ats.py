@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -95,10 +96,7 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> TokensD
     save_head(options.out / "head", fitted.head, notes=fitted.report)
 
     results = evaluate(lm, sets, fitted, plan, context, bins=options.bins, closed=options.closed)
-    with jax.set_mesh(context.mesh):
-        sample = token_sample(lm, held_out, identity_head(lm), fitted.head, batch_size=plan.batch_size)
-    if is_first():
-        write_file(options.out / "tokens.json", json.dumps(sample) + "\n")
+    write_tokens(lm, held_out, fitted, plan, context, options.out)
     identity = run_identity("train ats", options)
     document = ats_document(lm, results, fitted, identity, closed=options.closed, seed=options.seed)
     finish(document, options.out, show=not options.json)
@@ -179,6 +177,16 @@ def evaluate(
             )
             for name, sequences in sets.items()
         }
+
+
+def write_tokens(
+    lm: LanguageModel, held_out: Sequences, fitted: AtsFit, plan: AtsPlan, context: RunContext, out: Path
+) -> None:
+    """Writes tokens.json: a `token_sample` of the held-out text."""
+    with jax.set_mesh(context.mesh):
+        sample = token_sample(lm, held_out, identity_head(lm), fitted.head, batch_size=plan.batch_size)
+    if is_first():
+        write_file(out / "tokens.json", json.dumps(sample) + "\n")
 
 
 def ats_document(

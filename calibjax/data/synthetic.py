@@ -1,6 +1,7 @@
 """A small language whose true next-token probabilities are known exactly."""
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,14 @@ from jaxtyping import Array, Float, Int
 from calibjax.data.sequences import Sequences
 
 _VOCAB, _TOPICS, _DRIFT = 32, 3, 0.02
+
+
+class Syllables:
+    """Reads each of up to 32 tokens as a word of one syllable."""
+
+    def decode(self, ids: Iterable[int], **options: Any) -> str:
+        """The words of token ids, each with a space before it; options are those of transformers, and unused."""
+        return "".join(f" {'bdfgklmn'[i % 8]}{'aeio'[i // 8 % 4]}" for i in ids)
 
 
 class TopicLanguage(NamedTuple):

@@ -41,16 +41,18 @@ def token_sample(
     after: FittedHead,
     *,
     tokens: int = 400,
+    samples: int = 5,
     alternatives: int = 5,
     batch_size: int = 8,
 ) -> TokenSample:
-    """The first sequences, token by token, under two heads.
+    """Some sequences, token by token, under two heads, each cut between two words.
 
     Args:
         lm: the frozen model, with a tokenizer.
-        sequences: the first ones are used, until they hold `tokens` scored targets.
+        sequences: those of them are used that are nearest to an even spread and have enough scored targets.
         before, after: the two heads.
-        tokens: largest number of scored tokens; only the last sequence is cut.
+        tokens: largest number of scored tokens of all samples.
+        samples: number of sequences, at most.
         alternatives: number of most likely tokens to list.
         batch_size: sequences per step.
 
@@ -59,8 +61,11 @@ def token_sample(
         `confidence`, `probability` (of this token) and `entropy` (nats), each `[before, after]`; `temperature`
         (after); and `top`, rows of `[text, before, after]` of the most likely tokens.
     """
-    enough = np.cumsum(sequences.where.sum(axis=1))
-    sequences = sequences.take(slice(int(np.searchsorted(enough, tokens)) + 1))
+    scored = sequences.where.sum(axis=1)
+    each = -(-tokens // samples)
+    long = np.flatnonzero(scored >= min(each, scored.max()))
+    chosen = np.unique(long[np.linspace(0, len(long) - 1, samples).round().astype(int)])
+    sequences = sequences.take(chosen)
     count = min(alternatives, lm.config.vocab_size)
     outputs = []
     for head in (before, after):
@@ -73,9 +78,9 @@ def token_sample(
     (one, argmax, ids), (two, _, _) = outputs
 
     rows: list[list[Token]] = []
-    left = tokens
     for s in range(len(sequences.tokens)):
         row: list[Token] = []
+        left = tokens // len(sequences.tokens)
         for t in np.flatnonzero(sequences.segment_ids[s] > 0):
             if not left:
                 break
@@ -96,8 +101,17 @@ def token_sample(
                     "top": [[text_after(lm.tokenizer, previous, int(i)), _rounded(p), _rounded(q)] for i, p, q in top],
                 }
             row.append(entry)
-        rows.append(row)
+        rows.append(_whole_words(row))
     return {"windows": rows}
+
+
+def _whole_words(row: list[Token]) -> list[Token]:
+    """A text from the start of a word to the end of one; as it is where none of its tokens begins a word."""
+    starts = [place for place, token in enumerate(row) if token["text"][:1].isspace()]
+    first = starts[0] if starts and not row[0]["text"][:1].isupper() else 0
+    cut = [place for place in starts if place > first]
+    kept = row[first : cut[-1]] if cut else row
+    return kept if any(token["scored"] for token in kept) else row
 
 
 def _rounded(value: Any) -> float:

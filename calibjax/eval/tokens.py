@@ -11,8 +11,9 @@ from jaxtyping import Array
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
-from calibjax.eval.report.schema import MethodRow, Reliability, ResultSet
+from calibjax.eval.report.schema import Curve, MethodRow, Reliability, ResultSet
 from calibjax.heads import FittedHead, HeadConfig
+from calibjax.metrics.smooth import GROUPS, NODES
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import Frozen, batch_hidden, batch_stats, freeze
 from calibjax.runtime.context import RunContext
@@ -40,11 +41,13 @@ class MethodResult(NamedTuple):
     Attributes:
         sums: one group per sequence, float64.
         temperatures: int64 counts between `TEMPERATURE_EDGES`; values outside count in the end bins.
+        grid: `metrics.grid_sums` of every `GROUPS`-th sequence together, float64.
         tokens: per-token outputs, if `keep_tokens`.
     """
 
     sums: metrics.CalibrationSums
     temperatures: np.ndarray
+    grid: np.ndarray
     tokens: TokenOutputs | None
 
 
@@ -80,7 +83,8 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozens
             where=stats.valid,
         )
         tokens = (stats.confidence(), stats.require("argmax"), jnp.exp(-log_scale), stats.log_prob())
-        results.append((sums, tokens, stats.valid))
+        grid = metrics.grid_sums(stats.confidence(), stats.require("correct"), stats.valid)
+        results.append((sums, tokens, stats.valid, grid))
     return results
 
 
@@ -121,22 +125,28 @@ def evaluate_tokens(
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
     bar = context.bar(title=context.title or "evaluation", unit="sequence", total=len(sequences.tokens))
+    groups = min(len(sequences.tokens), GROUPS)
+    grids = {name: np.zeros((groups, NODES + 1, 2)) for name in names}
+    first = 0
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         results = to_host(evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch))
-        for name, (sums, of_tokens, valid) in zip(names, results, strict=True):
+        for name, (sums, of_tokens, valid, grid) in zip(names, results, strict=True):
             tokens = TokenOutputs(*of_tokens)
             sums_of[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
             inside = np.clip(tokens.temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
             histograms[name] += np.histogram(inside, TEMPERATURE_EDGES)[0]
+            np.add.at(grids[name], (first + np.arange(real)) % groups, np.asarray(grid[:real], np.float64))
             if keep_tokens:
                 tokens = tokens._replace(temperature=np.where(valid, tokens.temperature, 0))
                 outputs[name].append([x[:real] for x in tokens])
+        first += real
         bar.update(real)
     bar.close()
     return {
         name: MethodResult(
             sums=jax.tree.map(lambda *parts: np.concatenate(parts), *sums_of[name]),
             temperatures=histograms[name],
+            grid=grids[name],
             tokens=TokenOutputs(*(np.concatenate(part) for part in zip(*outputs[name], strict=True)))
             if keep_tokens
             else None,
@@ -152,8 +162,8 @@ def results_json(
 
     Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% interval, bins and edge
     convention, and `debiased_ece` (`metrics.error_interval`, sequences as groups); `reliability` per bin (count, mean
-    confidence, accuracy with the low and high end of its bootstrap interval; null where empty); and `temperatures`, the
-    histogram over `TEMPERATURE_EDGES`.
+    confidence, accuracy with the low and high end of its bootstrap interval; null where empty); `curve`
+    (`metrics.reliability_curve`); and `temperatures`, the histogram over `TEMPERATURE_EDGES`.
     """
     methods: dict[str, MethodRow] = {}
     tokens = 0
@@ -163,6 +173,7 @@ def results_json(
             "edges": [round(float(e), 6) for e in TEMPERATURE_EDGES],
             "count": [int(n) for n in result.temperatures],
         }
+        row["curve"] = curve_json(metrics.curve_from_sums(result.grid, seed=seed))
         methods[name] = row
         tokens = int(metrics.total(result.sums).whole()[0])
     return {"tokens": tokens, "methods": methods}
@@ -203,6 +214,21 @@ def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> Relia
         "accuracy": _ratio(whole.correct, whole.count),
         "low": [None if np.isnan(low) else low for low, _ in intervals],
         "high": [None if np.isnan(high) else high for _, high in intervals],
+    }
+
+
+def curve_json(curve: metrics.ReliabilityCurve) -> Curve:
+    """The curve as lists, rounded to 5 digits after the point; null where there are too few points."""
+
+    def numbers(values: np.ndarray) -> list[float | None]:
+        return [None if np.isnan(value) else round(float(value), 5) for value in values]
+
+    return {
+        "bandwidth": curve.bandwidth,
+        "density": [round(float(value), 5) for value in curve.density],
+        "accuracy": numbers(curve.accuracy),
+        "low": numbers(curve.low),
+        "high": numbers(curve.high),
     }
 
 

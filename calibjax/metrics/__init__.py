@@ -38,6 +38,7 @@ from calibjax.metrics.intervals import Comparison, ErrorInterval, Interval, erro
 from calibjax.metrics.local import GroupingParts, grouping_loss, grouping_parts, local_calibration_error
 from calibjax.metrics.ranking import aurc, auroc, ause, excess_aurc
 from calibjax.metrics.scores import BrierParts, brier_parts, brier_score, negative_log_likelihood, summarise
+from calibjax.metrics.smooth import ReliabilityCurve, curve_from_sums, grid_sums, reliability_curve
 from calibjax.metrics.sums import CalibrationSums, calibration_sums, total
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "GroupingParts",
     "Interval",
     "Norm",
+    "ReliabilityCurve",
     "adaptive_calibration_error",
     "aurc",
     "auroc",
@@ -62,6 +64,7 @@ __all__ = [
     "calibration_sums",
     "classwise_calibration_error",
     "compare_resamples",
+    "curve_from_sums",
     "debiased_calibration_error",
     "debiased_from_sums",
     "ece_from_sums",
@@ -70,6 +73,7 @@ __all__ = [
     "error_interval",
     "excess_aurc",
     "expected_calibration_error",
+    "grid_sums",
     "grouping_loss",
     "grouping_parts",
     "ks_calibration_error",
@@ -83,6 +87,7 @@ __all__ = [
     "percentile_interval",
     "pooled_sums",
     "predicted_pass_at_k",
+    "reliability_curve",
     "resample_metric",
     "resample_sums",
     "rmsce_from_sums",

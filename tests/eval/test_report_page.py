@@ -119,8 +119,8 @@ def test_the_policy_names_all_that_runs(clean):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert policy[directive] == f"'sha256-{digest}'"
     assert len(data) == 2
+    assert policy["img-src"] == "data:"
     assert not any("style" in names for _, names, _ in clean.elements), "no policy with a hash allows it"
-    assert "script-src 'none'" in Parsed(page([runs(str)[1]._replace(tokens=None)])).policy
 
 
 def test_numbers_that_are_not_finite():

@@ -16,7 +16,7 @@ from calibjax.eval.report.rows import ABSENT, binning, figure_of, short, signed,
 from calibjax.eval.report.schema import ComparedRow, ComparisonSet, Difference
 from calibjax.eval.report.terminal import print_verdict
 from calibjax.eval.report.verdicts import comparison_verdict
-from calibjax.eval.tokens import accuracy_of_bins, ece_json, reliability_json
+from calibjax.eval.tokens import accuracy_of_bins, curve_json, ece_json, reliability_json
 from calibjax.metrics import CalibrationSums, Closed
 
 SortKey = Literal[
@@ -74,6 +74,9 @@ def comparison_json(
         name: _row(result, resampled[name], base, {"bins": bins, "closed": closed}, options)
         for name, result in results.items()
     }
+    for name, result in results.items():
+        pair = result.outcome.confidence, result.outcome.correct
+        rows[name]["curve"] = curve_json(metrics.reliability_curve(*pair, groups=groups, seed=seed))
     if reference in rows:
         for name, row in rows.items():
             row["against"] = {}

@@ -1,4 +1,38 @@
 "use strict";
+
+// Definitions: on hover, focus or tap, from the list at the end of the page.
+{
+  const box = document.getElementById("definition");
+  const hide = () => { box.hidden = true; };
+  const define = (term) => {
+    box.textContent = document.getElementById(term.getAttribute("aria-describedby")).textContent;
+    box.hidden = false;
+    const at = term.getBoundingClientRect();
+    const below = at.bottom + 8 + box.offsetHeight < innerHeight;
+    box.style.left = `${Math.max(8, Math.min(at.left, document.documentElement.clientWidth - box.offsetWidth - 8))}px`;
+    box.style.top = `${below ? at.bottom + 8 : Math.max(8, at.top - 8 - box.offsetHeight)}px`;
+  };
+  for (const term of document.querySelectorAll(".term")) {
+    for (const event of ["pointerenter", "focus", "click"]) term.addEventListener(event, () => define(term));
+    for (const event of ["pointerleave", "blur"]) term.addEventListener(event, hide);
+  }
+  addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
+  addEventListener("scroll", hide, { passive: true });
+}
+
+for (const button of document.querySelectorAll(".copy")) {
+  button.addEventListener("click", async () => {
+    const code = button.parentElement.querySelector("code");
+    getSelection().selectAllChildren(code); // also where the clipboard is not allowed: the text is selected
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Selected";
+    }
+  });
+}
+
 for (const section of document.querySelectorAll(".heatmap")) {
   const data = JSON.parse(section.querySelector("script").textContent);
   const detail = section.querySelector(".detail");
@@ -37,6 +71,12 @@ for (const section of document.querySelectorAll(".heatmap")) {
     right.append(table(["", "before", "after"], one.top.map(([text, p, q]) => [shown(text), percent(p), percent(q)]), "text"));
     detail.replaceChildren(left, right);
   };
+
+  // A token is shown from the start: the wrong one whose confidence falls most.
+  const fall = (one) => (one && !one.right ? one.confidence[0] - one.confidence[1] : -Infinity);
+  const first = data.reduce((best, one, i) => (fall(one) > fall(data[best]) ? i : best), data.findIndex(Boolean));
+  const chosen = section.querySelector(`[data-i="${first}"]`);
+  if (chosen) show(chosen);
 
   for (const side of section.querySelectorAll(".tokens")) {
     const tokens = [...side.querySelectorAll(".t")];

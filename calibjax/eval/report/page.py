@@ -1,31 +1,41 @@
 """The report as one self-contained page: style, script, figures and data are within it, and no request leaves it."""
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from calibjax.eval.report.figures import figures_of, inline_svg, png, svg
+from calibjax.eval.report.figures import Drawing, Panel, figures_of, overlay
+from calibjax.eval.report.glossary import glossary
+from calibjax.eval.report.head import Origin, cards, data_of, facts, model_of, pair_of
 from calibjax.eval.report.heatmap import heatmap_html
 from calibjax.eval.report.markup import Content, Markup, element, joined
 from calibjax.eval.report.markup import document as html_document
+from calibjax.eval.report.notes import few, limitations, usage
 from calibjax.eval.report.parts import parts_of
-from calibjax.eval.report.rows import cells_of, described, remarks, sets_of, unit_of
-from calibjax.eval.report.schema import AnySet, Document, TokenSample, read_tokens
-from calibjax.eval.report.verdicts import set_verdict, verdict
+from calibjax.eval.report.rows import Part, cells_of, described, remarks, sets_of, title_of, unit_of
+from calibjax.eval.report.schema import AnySet, Document, StudyDocument, TokenSample, read_tokens
+from calibjax.eval.report.studies import study_figures, study_tables
+from calibjax.eval.report.svg import inline_svg, png, svg
+from calibjax.eval.report.tables import folded, set_tables, table
+from calibjax.eval.report.verdicts import set_verdict, study_verdict, verdict
+from calibjax.runtime.command_line import command_line
 from calibjax.runtime.files import write_file
 
 TOKENS = "tokens.json"
 """Beside metrics.json: a `token_sample`, if the run made one."""
+_OPEN_SETS = 3  # sets beside the first that are not folded, at most
 
 
 class Run(NamedTuple):
-    """The name of a run, the contents of its metrics.json, and those of its tokens.json or None."""
+    """The name of a run, the contents of its metrics.json, those of its tokens.json or None, and its origin."""
 
     name: str
     document: Document
     tokens: TokenSample | None = None
+    origin: Origin = Origin()
 
 
 def write_report(document: Document, directory: Path) -> None:
@@ -36,12 +46,13 @@ def write_report(document: Document, directory: Path) -> None:
         directory: exists; its tokens.json is read if there is one.
     """
     written = {"reliability", *(name for part in parts_of(document) for name in part.figures)}
-    for name, _, figure in figures_of(document):
-        if name in written:
-            write_file(directory / f"{name}.png", png(figure))
+    for drawing in figures_of(document):
+        if drawing.name in written:
+            write_file(directory / f"{drawing.name}.png", png(drawing.figure()))
     file = directory / TOKENS
     tokens = read_tokens(file) if file.is_file() else None
-    write_file(directory / "report.html", page([Run("", document, tokens)]))
+    origin = Origin(datetime.date.today().isoformat(), command_line.get(), directory)
+    write_file(directory / "report.html", page([Run("", document, tokens, origin)]))
 
 
 def save_report(runs: Sequence[Run], directory: Path) -> list[str]:
@@ -49,109 +60,260 @@ def save_report(runs: Sequence[Run], directory: Path) -> list[str]:
     files = {"report.html": page(runs).encode()}
     for number, run in enumerate(runs):
         prefix = f"{number + 1}-" if len(runs) > 1 else ""
-        for name, _, figure in figures_of(run.document):
-            files[f"{prefix}{name}.png"] = png(figure)
-            files[f"{prefix}{name}.svg"] = svg(figure, name).encode()
+        for drawing in figures_of(run.document):
+            figure = drawing.figure()
+            files[f"{prefix}{drawing.name}.png"] = png(figure)
+            files[f"{prefix}{drawing.name}.svg"] = svg(figure, drawing.name).encode()
     for name, content in files.items():
         write_file(directory / name, content)
     return list(files)
 
 
+def write_study(document: StudyDocument, directory: Path) -> list[str]:
+    """Writes the page of a study and every figure as PNG into a directory; returns the names of the files."""
+    figures = {f"{name}.png": figure for name, figure in study_figures(document)}
+    for name, figure in figures.items():
+        write_file(directory / name, png(figure))
+    run = document.get("run", {})
+    origin = Origin(datetime.date.today().isoformat(), command_line.get(), directory)
+    tokens = sum(of_set["tokens"] for of_set in document["sets"].values())
+    parts: list[Content] = [
+        _header(
+            "Study",
+            document["question"],
+            facts({"command": f"study {document['study']}", **run}, tokens, "tokens", origin),
+        ),
+        _paragraph(study_verdict(document)),
+        *(_drawn(name, figure, f"s{number}") for number, (name, figure) in enumerate(study_figures(document))),
+        element(
+            "p",
+            "Means over seeds, ± half their range; [95% intervals] over sequences, for the heads as fitted. + "
+            "significantly lower (better) than the row compared with, - significantly higher: the interval of the "
+            "paired difference excludes 0, not corrected for the number of rows.",
+        ),
+        *(table(*of_table) for of_table in study_tables(document)),
+        _details(document.get("run", {}), "All options"),
+    ]
+    write_file(directory / "report.html", _document("calibjax study", parts))
+    return ["report.html", *figures]
+
+
 def page(runs: Sequence[Run]) -> str:
-    """The page of one run, or of several side by side: one table of all rows first, then a section for each run."""
-    several = len(runs) > 1
-    verdicts = [(run.name, verdict(run.document)) for run in runs]
-    parts = [_paragraph(f"{name}: {line}" if several else line) for name, line in verdicts if line]
-    parts.append(element("h1", "Calibration report"))
-    if several:
-        parts.append(_overview(runs))
-    sections = [_run(run, f"r{number}", several) for number, run in enumerate(runs)]
-    parts += [element("div", sections, class_="runs")] if several else sections
-    parts.append(element("p", _conventions(runs[0].document["held_out"])))
-    for run in runs:
-        details = json.dumps(run.document.get("run", {}), indent=2)
-        title = f"The run {run.name}".strip()
-        parts.append(element("details", element("summary", title), element("pre", details)))
-    script = _resource("page.js") if any(run.tokens for run in runs) else None
-    return html_document("calibjax report", joined(parts, "\n"), _resource("page.css"), script)
+    """The page of one run, or of several: one table of all rows and their curves first, then each run."""
+    first = runs[0].document["held_out"]
+    parts = _one(runs[0]) if len(runs) == 1 else _several(runs)
+    parts.append(glossary(first))
+    parts += [_details(run.document.get("run", {}), f"All options of the run {run.name}".rstrip()) for run in runs]
+    return _document("calibjax report", parts)
 
 
-def _conventions(results: AnySet) -> str:
-    tokens = unit_of(results) == "tokens"
-    of, per = ("the top token's probability", "token") if tokens else ("the confidence", "row")
-    over = results.get("clusters", "sequences")
-    return (
-        f"ECE and MCE compare mean confidence and accuracy in equal-width bins of {of}; intervals are 95%, over "
-        f"{over}: that of ECE is of the population's ECE in these bins, others are bootstrap intervals. Debiased ECE: "
-        "corrected for the bias of bins with few points. In the diagrams a bar is the accuracy of a bin, a dot its "
-        f"mean confidence, a whisker the interval of the accuracy. NLL in nats per {per}; Brier score of the "
-        "prediction being correct."
-    )
+def _document(title: str, parts: Sequence[Content]) -> str:
+    box = element("div", "", id="definition", role="tooltip", hidden="")
+    body = element("main", joined(parts, "\n"), box)
+    return html_document(title, body, _resource("page.css"), _resource("page.js"))
 
 
 def _resource(name: str) -> str:
     return resources.files("calibjax.eval.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _paragraph(line: str) -> Markup:
-    return element("p", line, class_="verdict warning" if "WARNING" in line else "verdict")
+# --- one run ---
 
 
-def _run(run: Run, identity: str, several: bool) -> Markup:
-    parts: list[Content] = [element("h2", run.name)] if several else []
-    figures = {
-        name: (f"{identity}-f{number}", text, figure)
-        for number, (name, text, figure) in enumerate(figures_of(run.document))
-    }
-    for part in parts_of(run.document):
-        parts.append(element("h2", part.title))
-        parts += [element("p", line) for line in part.findings]
-        parts += [_figure(figures, name) for name in part.figures]
-        parts += [_table(*table) for table in part.tables]
-    for index, (title, results) in enumerate(sets_of(run.document)):
-        suffix = f"-{index}" if index else ""
-        parts.append(_set(title, results, with_verdict=index > 0))
-        parts += [_figure(figures, f"{name}{suffix}") for name in ("reliability", "temperatures")]
-        if index == 0 and run.tokens:
-            parts.append(heatmap_html(run.tokens, f"{identity}-tokens"))
-    return element("section", parts)
+def _one(run: Run) -> list[Content]:
+    document, held_out = run.document, run.document["held_out"]
+    told: Mapping[str, Any] = document.get("run", {})
+    subject = " on ".join(name for name in (model_of(told), data_of(told)) if name)
+    parts: list[Content] = [
+        _header("Calibration report", subject, facts(told, held_out["tokens"], unit_of(held_out), run.origin)),
+        _paragraph(verdict(document)),
+        _paragraph(few(sets_of(document)[0][0], held_out)),
+        cards(held_out),
+    ]
+    parts += _body(run, "r0")
+    code = usage(document, run.origin)
+    if code:
+        button = element("button", "Copy", type="button", class_="copy")
+        parts += [element("h2", "Use it"), element("div", button, element("pre", element("code", code)), class_="code")]
+    parts += [element("h2", "Limitations"), element("ul", (element("li", line) for line in limitations(document)))]
+    return parts
 
 
-def _set(title: str, results: AnySet, *, with_verdict: bool) -> Markup:
-    parts = [element("h2", title)]
-    if with_verdict and set_verdict(results):
-        parts.append(_paragraph(set_verdict(results)))
-    parts.append(element("p", described(results)))
-    parts.append(_table("", *cells_of(results)))
-    parts += [element("p", f"{line}.") for line in remarks(results)]
+def _header(kind: str, subject: str, known: Markup) -> Markup:
+    return element("header", element("p", kind, class_="kind"), element("h1", subject or "calibjax"), known)
+
+
+def _body(run: Run, identity: str) -> list[Content]:
+    """The sets, parts and figures of a run, the main set first."""
+    document = run.document
+    drawings = {drawing.name: drawing for drawing in figures_of(document)}
+    sets = sets_of(document)
+    others = sets[1:]
+
+    def draw(name: str) -> Content:
+        return _drawing(drawings[name], f"{identity}-{name_of(name)}") if name in drawings else None
+
+    order = list(drawings)
+
+    def name_of(name: str) -> str:
+        return f"f{order.index(name)}"
+
+    parts: list[Content] = [element("h2", title_of_set(*sets[0])), _set(*sets[0]), draw("reliability"), draw("forest")]
+    parts += [draw("risk"), draw("temperatures")]
+    if run.tokens:
+        parts.append(heatmap_html(run.tokens, f"{identity}-tokens"))
+    if others:
+        parts += [element("h2", "Tasks" if "tasks" in document else "Other domains"), _domains(others, identity)]
+        for index, (title, results) in enumerate(others, start=1):
+            shown = (
+                _paragraph(set_verdict(results)),
+                _set(title, results),
+                draw(f"reliability-{index}"),
+                draw(f"temperatures-{index}"),
+            )
+            parts.append(folded(title_of_set(title, results), *shown, opened=len(others) <= _OPEN_SETS))
+    for part in parts_of(document):
+        parts.append(_part(part, draw))
+    parts.append(_training(document, draw))
+    return parts
+
+
+def title_of_set(title: str, results: AnySet) -> str:
+    """The heading of a set."""
+    return f"{title[:1].upper()}{title[1:]}: {results['tokens']:,} {unit_of(results)}"
+
+
+def _set(title: str, results: AnySet) -> Markup:
+    known = element("p", described(results), class_="quiet") if "confidence" in results else None
+    parts: list[Content] = [known, *set_tables(results)]
+    parts += [element("p", f"{line}.", class_="quiet") for line in remarks(results)]
     for kind, word in (("failed", "Failed"), ("left_out", "Left out")):
-        for name, reason in results.get(kind, {}).items():
-            parts.append(element("p", f"{word}: {name}: {reason}."))
+        found: Mapping[str, str] = results.get(kind, {})
+        for reason in dict.fromkeys(found.values()):
+            names = ", ".join(name for name in found if found[name] == reason)
+            parts.append(element("p", f"{word}: {names}: {reason}.", class_="quiet"))
     return joined(parts, "\n")
 
 
-def _overview(runs: Sequence[Run]) -> Markup:
-    """The rows of all held-out sets in one table, with the columns of the first run."""
-    columns = [cells_of(run.document["held_out"]) for run in runs]
-    titles = columns[0][0][1:]
-    rows = [
-        [f"{run.name}: {cells[0]}", *(dict(zip(own, cells, strict=True)).get(title, "") for title in titles)]
-        for run, (own, lines) in zip(runs, columns, strict=True)
-        for cells in lines
-    ]
-    return _table("All runs, held out", ["run and method", *titles], rows)
+def _domains(sets: Sequence[tuple[str, AnySet]], identity: str) -> Markup:
+    """Before and after on every further set: one table, and a diagram each."""
+    rows, panels, warnings = [], [], []
+    for title, results in sets:
+        before, after = pair_of(results)
+        methods: Mapping[str, Any] = results["methods"]
+        old, new = methods[before], methods[after]
+        values = (
+            f"{row['ece']['value']:.4f} [{row['ece']['low']:.4f}, {row['ece']['high']:.4f}]" for row in (old, new)
+        )
+        rows.append(
+            [
+                title,
+                f"{results['tokens']:,}",
+                f"{new['accuracy']:.4f}",
+                *values,
+                f"{old['brier']:.4f}",
+                f"{new['brier']:.4f}",
+            ]
+        )
+        named = {title_of(name): methods[name] for name in dict.fromkeys((before, after))}
+        panels.append(overlay(title, named))
+        warnings.append(_paragraph(few(title, results)))
+    columns = ["", unit_of(sets[0][1]), "accuracy", "ECE before", "ECE after", "Brier before", "Brier after"]
+    drawing = Drawing("domains", "Reliability before and after", panels)
+    return joined([*warnings, table("", columns, rows), _drawing(drawing, f"{identity}-domains")], "\n")
 
 
-def _table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    head = element("tr", (element("th", title, scope="col") for title in titles))
-    body = (element("tr", (element("td", cell) for cell in cells)) for cells in rows)
-    title = element("caption", caption) if caption else None
-    table = element("table", title, element("thead", head), element("tbody", body))
-    return element("div", table, class_="wide", tabindex=0)  # a scrolling region must be reachable by keyboard
+def _part(part: Part, draw: Any) -> Markup:
+    tables = [folded(of_table.title, table("", of_table.columns, of_table.rows)) for of_table in part.tables]
+    findings = (element("p", line) for line in part.findings)
+    return joined([element("h2", part.title), findings, (draw(name) for name in part.figures), tables], "\n")
 
 
-def _figure(figures: Mapping[str, tuple[str, str, Any]], name: str) -> Markup | None:
-    if name not in figures:
+def _training(document: Document, draw: Any) -> Content:
+    """Curves, and what was compared to choose the loss."""
+    run: Mapping[str, Any] = document.get("run", {})
+    found = run.get("fit")
+    tried = found.get("candidates") if isinstance(found, dict) else None
+    if "training" not in document and not tried:
         return None
-    identity, text, figure = figures[name]
-    return element("figure", inline_svg(figure, identity, text), class_="drawing", tabindex=0)
+    parts: list[Content] = [element("h2", "Training"), draw("training")]
+    if tried and isinstance(found, dict):
+        rows = [
+            [
+                each["loss"] + (" (chosen)" if each["loss"] == found["loss"] else ""),
+                f"{each['validation_nll']:.4f}",
+                f"{each['validation_score']:.4f}",
+            ]
+            for each in sorted(tried, key=lambda each: each["validation_score"])
+        ]
+        parts.append(
+            element("p", f"Losses that were tried; the best score on validation data was chosen: {found['score']}.")
+        )
+        parts.append(table("", ["loss", "NLL, validation", "score, validation"], rows))
+    return joined(parts, "\n")
+
+
+# --- several runs ---
+
+
+def _several(runs: Sequence[Run]) -> list[Content]:
+    lines = [(run.name, verdict(run.document)) for run in runs]
+    overlays = []
+    for title, place in (("Before", 0), ("After", 1)):
+        rows = {run.name: run.document["held_out"]["methods"][pair_of(run.document["held_out"])[place]] for run in runs}
+        overlays.append(overlay(title, rows))
+    return [
+        _header("Calibration report", f"{len(runs)} runs", element("p", ", ".join(run.name for run in runs))),
+        *(_paragraph(f"{name}: {line}") for name, line in lines if line),
+        element("h2", "All runs, held out"),
+        _overview(runs),
+        _drawing(Drawing("runs", "Reliability of all runs", overlays), "runs"),
+        *(
+            folded(run.name, cards(run.document["held_out"]), *_body(run, f"r{number}"), opened=True)
+            for number, run in enumerate(runs)
+        ),
+    ]
+
+
+def _overview(runs: Sequence[Run]) -> Markup:
+    """The main figures of all rows, with the model and the data of their run."""
+    keys = ("ece", "nll", "brier", "accuracy", "confidence")
+    rows = []
+    titles: list[str] = []
+    for run in runs:
+        told: Mapping[str, Any] = run.document.get("run", {})
+        titles, lines = cells_of(run.document["held_out"], keys)
+        rows += [[run.name, model_of(told), data_of(told), *cells] for cells in lines]
+    return table("", ["run", "model", "data", *titles], rows)
+
+
+# --- what they share ---
+
+
+def _paragraph(line: str) -> Content:
+    if not line:
+        return None
+    return element("p", line, class_="verdict warning" if "WARNING" in line else "verdict")
+
+
+def _drawing(drawing: Drawing, identity: str) -> Markup:
+    """A figure with its panels side by side, or stacked on a narrow page."""
+    return element(
+        "div",
+        (_panel(panel, drawing, f"{identity}-{number}") for number, panel in enumerate(drawing.panels)),
+        class_="panels",
+    )
+
+
+def _panel(panel: Panel, drawing: Drawing, identity: str) -> Markup:
+    caption = element("figcaption", element("strong", panel.title), " ", element("span", panel.note))
+    text = f"{drawing.description}: {panel.title}" if panel.title else drawing.description
+    return element("figure", caption if panel.title else None, inline_svg(panel.figure(), identity, text))
+
+
+def _drawn(name: str, figure: Any, identity: str) -> Markup:
+    return element("figure", inline_svg(figure, identity, name), class_="wide")
+
+
+def _details(value: Any, title: str) -> Markup:
+    return folded(title, element("pre", json.dumps(value, indent=2)))

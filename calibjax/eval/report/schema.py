@@ -64,6 +64,16 @@ class Reliability(TypedDict):
     high: NotRequired[list[float | None]]
 
 
+class Curve(TypedDict):
+    """The smooth reliability curve at even steps of confidence from 0 to 1; see `metrics.ReliabilityCurve`."""
+
+    bandwidth: float
+    density: list[float]
+    accuracy: list[float | None]
+    low: list[float | None]
+    high: list[float | None]
+
+
 class Temperatures(TypedDict):
     """A histogram of temperatures: one count fewer than edges."""
 
@@ -83,6 +93,7 @@ class RowBase(TypedDict):
     mce: float
     ece: Ece
     reliability: Reliability
+    curve: NotRequired[Curve]
     bias: NotRequired[float]
     rmsce: NotRequired[float]
     debiased_ece: NotRequired[float]
@@ -335,11 +346,21 @@ class NeuronRow(TypedDict):
 # --- documents ---
 
 
+class TrainingCurve(TypedDict):
+    """The losses that were logged while something was trained: of batches, and the NLL of validation data."""
+
+    step: list[int]
+    loss: list[float]
+    validation_step: list[int]
+    validation_nll: list[float]
+
+
 class DocumentBase(TypedDict):
-    """What the metrics.json of every run holds."""
+    """What the metrics.json of every run holds; `training` by the name of what was trained."""
 
     schema: int
     run: NotRequired[dict[str, Any]]
+    training: NotRequired[dict[str, TrainingCurve]]
 
 
 @final
@@ -594,6 +615,10 @@ def _document_problems(document: Mapping[str, Any]) -> Iterator[str]:
             yield from _row_problems(row, f"{path}.methods.{name}")
         if path.startswith("tasks."):
             yield from _subject_problems(of_set, path)
+    for name, curve in document.get("training", {}).items():
+        for step, value in (("step", "loss"), ("validation_step", "validation_nll")):
+            if len(curve[step]) != len(curve[value]):
+                yield f"training.{name}: expected {step} and {value} of one length"
     if "layers" in document:
         yield from _layer_problems(document)
     if "texts" in document:
@@ -608,6 +633,10 @@ def _row_problems(row: Mapping[str, Any], path: str) -> Iterator[str]:
         for index, (accuracy, confidence) in enumerate(zip(bins["accuracy"], bins["confidence"], strict=False)):
             if (accuracy is None) != (confidence is None):
                 yield f"{path}.reliability: expected both accuracy and confidence of bin {index}, or neither"
+    if "curve" in row:
+        curve = {name: values for name, values in row["curve"].items() if isinstance(values, list)}
+        if len({len(values) for values in curve.values()}) != 1 or len(curve["density"]) < 2:
+            yield f"{path}.curve: expected lists of one length, at least 2"
     if "temperatures" in row:
         edges, count = row["temperatures"]["edges"], row["temperatures"]["count"]
         if len(edges) != len(count) + 1 or not count:

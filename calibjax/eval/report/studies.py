@@ -1,13 +1,11 @@
 """Tables and figures of a study, from the contents of its metrics.json."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from calibjax.eval.report.canvas import INK, LINES, MARKS, MUTED, blank, legend, plain
-from calibjax.eval.report.figures import png
+from calibjax.eval.report.figures import blank
 from calibjax.eval.report.rows import TextTable, short, signed, significance_mark, title_of
 from calibjax.eval.report.schema import (
     Against,
@@ -18,7 +16,7 @@ from calibjax.eval.report.schema import (
     StudyRow,
     StudySet,
 )
-from calibjax.runtime.files import write_file
+from calibjax.plot import INK, LINES, MARKS, MUTED, legend, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,15 +28,6 @@ _PANELS: tuple[tuple[str, tuple[StudyFigure, ...]], ...] = (
     ("ECE", ("ece",)),
     ("mean confidence of correct and wrong predictions", ("confidence_right", "confidence_wrong")),
 )
-
-
-def write_study(document: StudyDocument, directory: Path) -> list[str]:
-    """Draws every figure as PNG into a directory; returns their names."""
-    files = []
-    for name, figure in study_figures(document):
-        files.append(f"{name}.png")
-        write_file(directory / files[-1], png(figure))
-    return files
 
 
 def study_tables(document: StudyDocument) -> list[TextTable]:

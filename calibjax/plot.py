@@ -1,0 +1,354 @@
+"""Plots of calibration: matplotlib axes in, axes out, from arrays or from the results of a run.
+
+Results are what `calibjax.evaluate` returned, the contents of a metrics.json, one of its sets, or one row of a set.
+Axes that are not given are pyplot's current ones. Nothing global is changed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from calibjax.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["forest", "layers", "reliability", "risk_coverage", "temperature_histogram"]
+
+INK, MUTED = "#1c2530", "#7a838c"
+"""The colour of the text and a fainter one; a report replaces both by its own, light or dark."""
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
+"""Colours of lines: the colour-blind safe set of Okabe and Ito."""
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
+"""Markers of lines, so that colour is not the only difference."""
+_BLUE, _ORANGE, _GREEN = LINES[:3]
+_COLOURS = {
+    "uncalibrated": _ORANGE,
+    "base": _ORANGE,
+    "pretrained": _ORANGE,
+    "temperature": _BLUE,
+    "confidence_temperature": _BLUE,
+    "ats": _GREEN,
+    "base_temperature": "#e69f00",
+    "partition": "#e69f00",
+    "fine_tuned": _GREEN,
+    "fine_tuned_temperature": "#56b4e9",
+    "edited": _GREEN,
+    "lhts": _GREEN,
+}
+_NAMES = {"ece": "ECE", "mce": "MCE", "nll": "NLL", "kl": "KL from the last layer", "log_loss": "log loss"}
+
+
+def reliability(
+    confidence: Any,
+    correct: Any = None,
+    *,
+    method: str | None = None,
+    bins: int = 15,
+    label: str | None = None,
+    colour: str | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Accuracy by confidence: a smooth curve with its 95% band, bins with whiskers, and the density below.
+
+    A point is a bin's accuracy at its mean confidence, with its 95% interval; the curve is `metrics.reliability_curve`
+    (kernel regression with the reflected Gaussian kernel); the strip on the bottom is the density of the confidences.
+    Points below the diagonal are overconfident.
+
+    Args:
+        confidence: `[N]`, in [0, 1]; or results (see the module), which hold the intervals.
+        correct: `[N]`, 0 or 1, or fractions of correct samples. None with results.
+        method: of results with several, such as "ats"; by default the last one.
+        bins: of the points, equal-width, closed on the right; results have their own.
+        label: of the legend.
+        colour: of the curve; by default that of the method in a report.
+        ax: axes to draw in.
+
+    Returns:
+        The axes.
+
+    Raises:
+        UserError: neither arrays nor results with this method.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> reliability([0.9, 0.8, 0.3, 0.6], [1, 1, 0, 1], bins=5, ax=ax).get_xlabel()
+        'confidence'
+    """
+    ax = _axes(ax)
+    if correct is None:
+        name, row = _row(confidence, method)
+        points, curve = row["reliability"], row.get("curve")
+    else:
+        name, (points, curve) = method or "", _from_points(confidence, correct, bins)
+    colour = colour or _COLOURS.get(name.partition("-")[0], _BLUE)
+    ax.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle="--")
+    if curve is not None:
+        at = np.linspace(0, 1, len(curve["accuracy"]))
+        accuracy, low, high, density = (_numbers(curve[key]) for key in ("accuracy", "low", "high", "density"))
+        ax.fill_between(at, 0.13 * density / max(density.max(), 1e-30), color=colour, alpha=0.28, linewidth=0)
+        ax.fill_between(at, low, high, color=colour, alpha=0.22, linewidth=0)
+        ax.plot(at, accuracy, color=colour, linewidth=2, label=label)
+    full = [i for i, accuracy in enumerate(points["accuracy"]) if accuracy is not None]
+    x, y = (_numbers([points[key][i] for i in full]) for key in ("confidence", "accuracy"))
+    ends = [_numbers([points[end][i] for i in full]) if end in points else y for end in ("low", "high")]
+    reach = np.nan_to_num(np.stack([y - ends[0], ends[1] - y]).clip(min=0))
+    style = {"color": INK if curve is not None else colour, "linewidth": 1, "markersize": 3.5, "capsize": 2}
+    ax.errorbar(x, y, reach, fmt="o", label=label if curve is None else None, **style)
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
+    return plain(ax)
+
+
+def temperature_histogram(
+    temperatures: Any, fitted: float | None = None, *, method: str = "ats", ax: "Axes | None" = None
+) -> "Axes":
+    """Histogram of the temperatures of tokens, on a logarithmic axis, with the one of temperature scaling marked.
+
+    Args:
+        temperatures: of tokens, > 0, any shape, 0 where a token does not count; or results (see the module).
+        fitted: temperature of temperature scaling; by default that of the results, where they have it.
+        method: of the results.
+        ax: axes to draw in.
+
+    Returns:
+        The axes.
+
+    Raises:
+        UserError: no temperatures, or results without them.
+    """
+    ax = _axes(ax)
+    if isinstance(temperatures, Mapping) or hasattr(temperatures, "document"):
+        if fitted is None and isinstance(temperatures, Mapping):
+            fitted = temperatures.get("run", {}).get("fit", {}).get("temperature")
+        row = _row(temperatures, method)[1]
+        if "temperatures" not in row:
+            raise UserError(f"temperature_histogram: expected results with temperatures, {method} has none.")
+        edges, count = np.asarray(row["temperatures"]["edges"]), np.asarray(row["temperatures"]["count"])
+    else:
+        values = np.asarray(temperatures, np.float64).ravel()
+        values = values[values > 0]
+        if not len(values):
+            raise UserError("temperature_histogram: expected at least one temperature above 0, got none.")
+        count, edges = np.histogram(np.log(values), 40)
+        edges = np.exp(edges)
+    ax.stairs(count, edges, fill=True, color=_COLOURS.get(method, _GREEN), alpha=0.8)
+    ax.axvline(1.0, color=MUTED, linewidth=1, linestyle="--", label="1: unchanged")
+    if fitted is not None:
+        ax.axvline(fitted, color=_BLUE, linewidth=2, label=f"temperature scaling: {fitted:.3g}")
+    full = np.flatnonzero(count)
+    ends = (edges[full[0]], edges[full[-1] + 1]) if len(full) else (edges[0], edges[-1])
+    marked = [1.0, *([] if fitted is None else [fitted])]
+    low, high = min(ends[0], *marked) / 1.15, max(ends[1], *marked) * 1.15
+    ax.set(xscale="log", xlim=(low, high), xlabel="temperature of a token", ylabel="tokens")
+    grid = (0.1, 0.25, 0.5, 1, 2, 4, 10, 20) if high / low > 6 else (0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6)
+    ticks = [t for t in grid if low <= t <= high]
+    ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    ax.minorticks_off()
+    return legend(plain(ax), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+
+
+def layers(
+    curves: Mapping[str, Any], figures: Sequence[str] = ("accuracy", "confidence"), *, ax: "Axes | None" = None
+) -> "Axes":
+    """Figures of the prediction read from each layer, with their 95% bands.
+
+    Of results, a dotted line marks the layer where the decision settles; a confidence-correction phase is shaded.
+
+    Args:
+        curves: the contents of the metrics.json of `eval layers`; or figure -> `[L + 1]`, or `[L + 1, 3]` with the ends
+            of an interval behind each value.
+        figures: those to draw: of results accuracy, confidence, ece, mce, entropy, kl.
+        ax: axes to draw in.
+
+    Returns:
+        The axes.
+
+    Raises:
+        UserError: a figure that is not there.
+    """
+    ax = _axes(ax)
+    phase, last = None, 0
+    if "layers" in curves:
+        rows, phase = curves["layers"]["curves"], curves["layers"]["phase"]
+        keys = ("value", "low", "high")
+        curves = {name: [[row[name][key] for key in keys] for row in rows] for name in figures if name in rows[0]}
+    for name, colour, mark in zip(figures, LINES, MARKS, strict=False):
+        if name not in curves:
+            raise UserError(f"layers: expected some of {', '.join(curves)}, got {name}.")
+        values = _numbers(curves[name])
+        layer = np.arange(len(values))
+        last = max(last, len(values) - 1)
+        if values.ndim > 1:
+            ax.fill_between(layer, values[:, 1], values[:, 2], color=colour, alpha=0.2, linewidth=0)
+            values = values[:, 0]
+        ax.plot(layer, values, color=colour, marker=mark, markersize=4, label=_NAMES.get(name, name))
+    if phase is not None:
+        ax.axvline(phase["settled"], color=MUTED, linewidth=1.5, linestyle=":")
+        if phase["found"]:
+            ax.axvspan(phase["peak"], last, color=MUTED, alpha=0.2, linewidth=0)
+    ax.set(xlabel="layer (0: embeddings)", ylim=(0, None))
+    ax.locator_params(axis="x", integer=True)
+    return legend(plain(ax))
+
+
+def risk_coverage(
+    confidence: Any,
+    correct: Any = None,
+    *,
+    method: str | None = None,
+    label: str | None = None,
+    colour: str | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Error rate of the most confident predictions, by the fraction of predictions that they are.
+
+    Args:
+        confidence: `[N]`, in [0, 1]; or results (see the module), of which the curve has a point for each bin.
+        correct: `[N]`, 0 or 1, or fractions of correct samples. None with results.
+        method: of results with several; by default the last one.
+        label: of the legend.
+        colour: of the line.
+        ax: axes to draw in.
+
+    Returns:
+        The axes.
+
+    Raises:
+        UserError: neither arrays nor results with this method.
+    """
+    ax = _axes(ax)
+    if correct is None:
+        name, row = _row(confidence, method)
+        full = [i for i, count in enumerate(row["reliability"]["count"]) if count][::-1]
+        count = _numbers([row["reliability"]["count"][i] for i in full])
+        right = count * _numbers([row["reliability"]["accuracy"][i] for i in full])
+    else:
+        name, (points, right) = method or "", _points(confidence, correct)
+        order = np.argsort(-points, kind="stable")
+        ends = np.append(np.flatnonzero(np.diff(points[order])), len(order) - 1)  # equal confidences are one step
+        count = np.diff(ends, prepend=-1).astype(np.float64)
+        right = np.add.reduceat(right[order], np.append(0, ends[:-1] + 1))
+    covered = np.cumsum(count)
+    colour = colour or _COLOURS.get(name.partition("-")[0], _BLUE)
+    mark = "." if correct is None else None
+    ax.plot(covered / covered[-1], 1 - np.cumsum(right) / covered, color=colour, marker=mark, label=label)
+    ax.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage, most confident first", ylabel="error rate")
+    return plain(ax)
+
+
+def forest(
+    differences: Mapping[str, Any], figure: str = "ece", *, title: str | None = None, ax: "Axes | None" = None
+) -> "Axes":
+    """Differences from a reference, one line each with its 95% interval; filled where the interval excludes 0.
+
+    Args:
+        differences: name -> (difference, low, high), drawn from the top; or results (see the module) of which each row
+            has a difference from temperature scaling.
+        figure: of results: ece, brier, log_loss or nll.
+        title: of the horizontal axis.
+        ax: axes to draw in.
+
+    Returns:
+        The axes.
+
+    Raises:
+        UserError: no difference.
+    """
+    ax = _axes(ax)
+    if "methods" in (found := _set(differences)):
+        rows = {name: row.get("against", {}).get(figure) for name, row in found["methods"].items()}
+        differences = {
+            name: (row["difference"], row["low"], row["high"]) for name, row in rows.items() if row is not None
+        }
+        title = title or f"Δ {_NAMES.get(figure, figure)} against {found.get('reference', 'temperature')}"
+    if not differences:
+        raise UserError(f"forest: expected at least one difference, found none of {figure}.")
+    lines = np.arange(len(differences))[::-1]
+    for line, (value, low, high) in zip(lines, differences.values(), strict=True):
+        colour = _GREEN if high < 0 else _ORANGE if low > 0 else MUTED
+        ax.plot([low, high], [line, line], color=colour, linewidth=2)
+        ax.plot(value, line, "o", color=colour, markersize=6, markerfacecolor=colour if low > 0 or high < 0 else "none")
+    ax.axvline(0, color=MUTED, linewidth=1, linestyle="--")
+    ax.set_yticks(lines, [name.replace("_", " ") for name in differences], fontsize="small", parse_math=False)
+    ax.set(ylim=(-0.7, len(lines) - 0.3), xlabel=title or "difference")
+    ax.locator_params(axis="x", nbins=5)
+    return plain(ax)
+
+
+# --- what they share ---
+
+
+def plain(ax: "Axes") -> "Axes":
+    """Keeps the left and bottom spines only, in the colours that a report replaces."""
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(MUTED)
+    ax.tick_params(color=MUTED, labelcolor=INK)
+    for label in (ax.xaxis.label, ax.yaxis.label, ax.title):
+        label.set_color(INK)
+    return ax
+
+
+def legend(ax: "Axes", **options: Any) -> "Axes":
+    """Adds a legend without a frame."""
+    ax.legend(fontsize="small", frameon=False, labelcolor=INK, **options)
+    return ax
+
+
+def _axes(ax: "Axes | None") -> "Axes":
+    if ax is not None:
+        return ax
+    from matplotlib import pyplot
+
+    return pyplot.gca()
+
+
+def _set(results: Any) -> Any:
+    """The set of results: of an `Evaluation`, of a metrics.json, or itself."""
+    results = getattr(results, "document", results)
+    return results.get("held_out", results) if isinstance(results, Mapping) else results
+
+
+def _row(results: Any, method: str | None) -> tuple[str, Mapping[str, Any]]:
+    """(name, row) of a method."""
+    found = _set(results)
+    if not isinstance(found, Mapping):
+        raise UserError("expected confidence and correct, or results (of calibjax.evaluate, or of a metrics.json).")
+    if "methods" not in found:
+        return method or "", found
+    rows = found["methods"]
+    name = list(rows)[-1] if method is None else method
+    if name not in rows:
+        raise UserError(f"method: expected one of {', '.join(rows)}, got {name!r}.")
+    return name, rows[name]
+
+
+def _points(confidence: Any, correct: Any) -> tuple[np.ndarray, np.ndarray]:
+    confidence, correct = (np.asarray(x, np.float64).ravel() for x in (confidence, correct))
+    fine = len(confidence) == len(correct) > 0 and all(((x >= 0) & (x <= 1)).all() for x in (confidence, correct))
+    if not fine:
+        raise UserError("expected confidence and correct in [0, 1], of one length of at least 1.")
+    return confidence, correct
+
+
+def _from_points(confidence: Any, correct: Any, bins: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Bins with Wilson's intervals, and the curve."""
+    from calibjax import metrics
+
+    confidence, correct = _points(confidence, correct)
+    sums = metrics.total(metrics.calibration_sums(confidence, correct, bins=bins))
+    full = np.asarray(sums.count) > 0
+    n, p = np.where(full, sums.count, 1), np.where(full, sums.correct, 0) / np.where(full, sums.count, 1)
+    z = 1.959963984540054
+    middle, reach = p + z * z / (2 * n), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    ends = ((middle - reach) / (1 + z * z / n), (middle + reach) / (1 + z * z / n))
+    values = {"confidence": sums.confidence / n, "accuracy": p, "low": ends[0], "high": ends[1]}
+    points = {name: [x if is_full else None for x, is_full in zip(v, full, strict=True)] for name, v in values.items()}
+    return {"count": sums.count, **points}, metrics.reliability_curve(confidence, correct)._asdict()
+
+
+def _numbers(values: Any) -> np.ndarray:
+    """float64, NaN for None."""
+    return np.array(values, dtype=np.float64)
