@@ -44,7 +44,8 @@ COMMANDS: dict[str, Command] = {
     "eval tasks": Command("eval_tasks", "EvalTasksOptions", "Accuracy and calibration on benchmarks (lm-eval)."),
     "eval layers": Command("eval_layers", "EvalLayersOptions", "Calibration after each layer of a model."),
     "eval bounds": Command("eval_bounds", "EvalBoundsOptions", "The smallest entropy that predictions can have."),
-    "compare": Command("compare", "CompareOptions", "Compares all recalibration methods."),
+    "compare": Command("compare.command", "CompareOptions", "Compares all recalibration methods."),
+    "apply": Command("apply", "ApplyOptions", "Recalibrates new predictions by a method that compare saved."),
     "report": Command("report", "ReportOptions", "Draws the report of one run or of several again."),
     "generate": Command("generate", "GenerateOptions", "Continues a text, with the confidence of each token."),
     "convert": Command("convert", "ConvertOptions", "Converts a model to Orbax or to safetensors."),
@@ -104,13 +105,20 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
 def _run_command(args: list[str]) -> int:
     name = _command_of(args)
     command = COMMANDS[name]
+    from calibjax.commands.config import with_config
     from calibjax.commands.parser import parse
+    from calibjax.runtime.errors import UserError
 
+    try:
+        given = with_config(name, args[len(name.split()) :])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     module = importlib.import_module(f"calibjax.commands.{command.module}")
     study = name.split()[1:] if command.module == "study.ablations" else []
     options = parse(
         getattr(module, command.options),
-        args[len(name.split()) :],
+        given,
         prog=f"calibjax {name}",
         description=module.ABLATIONS[study[0]].question if study else None,
     )
@@ -130,6 +138,14 @@ def _command_of(args: list[str]) -> str:
     if words == ["--version"]:
         print(f"calibjax {__version__}")
         raise SystemExit(0)
+    if words == ["--completion"]:
+        from calibjax.commands.completion import SHELLS, completion_script
+
+        if len(args) != 2 or args[1] not in SHELLS:
+            print(f"error: --completion: expected one of {', '.join(SHELLS)}.", file=sys.stderr)
+            raise SystemExit(2)
+        print(completion_script(args[1], COMMANDS), end="")
+        raise SystemExit(0)
     if not words or words[-1] in ("-h", "--help", *GROUPS):
         asked = bool(words) and words[-1] in ("-h", "--help")
         print(_help(words[0] if words and words[0] in GROUPS else ""), file=sys.stdout if asked else sys.stderr)
@@ -146,7 +162,9 @@ def _help(group: str) -> str:
     lines += [GROUPS[group] if group else "Measures and repairs the calibration of large language models.", ""]
     lines += [f"  {name:<15} {command.summary}" for name, command in COMMANDS.items() if name.startswith(group)]
     lines += ["", f"calibjax {f'{group} ' if group else ''}COMMAND --help lists the options of a command."]
-    return "\n".join(lines if group else [*lines, "calibjax --version prints the version."])
+    return "\n".join(
+        lines if group else [*lines, "calibjax --version prints the version; --completion bash (or zsh) a script."]
+    )
 
 
 def _execute(options: Any, run: Run) -> int:
@@ -158,9 +176,8 @@ def _execute(options: Any, run: Run) -> int:
     import jax
 
     from calibjax.runtime.distributed import is_first
-    from calibjax.runtime.errors import UserError
+    from calibjax.runtime.errors import NonFiniteLossError, UserError
     from calibjax.runtime.options import check_options
-    from calibjax.train.loop import NonFiniteLossError
 
     try:
         check_options(options)

@@ -5,26 +5,31 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from calibjax.data import Sequences, load_sequences, read_source
-from calibjax.eval.report import print_report, write_report
+from calibjax.commands.config import NAME as CONFIG
+from calibjax.commands.config import write_config
 from calibjax.eval.report.schema import SCHEMA as SCHEMA
 from calibjax.eval.report.schema import Document
-from calibjax.models import LanguageModel, load_model
-from calibjax.nn.attention import cudnn_attention, cudnn_takes
+from calibjax.eval.report.terminal import print_report
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import check_orbax_path, is_temporary, write_file
 from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, Range, Seed, check_options, run_identity
 from calibjax.runtime.sharding import describe_mesh, make_mesh
+from calibjax.runtime.tracking import TrackerName, check_tracker
 
+if TYPE_CHECKING:
+    from calibjax.data import Sequences
+    from calibjax.models import LanguageModel
+
+# Models and data are imported where they are used: a command on a table needs neither, and they take two seconds.
 Work = TypeVar("Work", bound=Callable[..., Any])
 
 
@@ -94,6 +99,18 @@ class OutputOptions(DirectoryOptions):
 
     heading: ClassVar[str] = "output"
     seed: Seed = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingOutputOptions(OutputOptions):
+    """Where the result of training goes, and what follows its steps.
+
+    Attributes:
+        track: where the scalars of training go beside TensorBoard and train.jsonl.
+    """
+
+    heading: ClassVar[str] = "output"
+    track: TrackerName = presentation("tensorboard")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,13 +199,15 @@ class DataOptions:
     def read(
         self,
         source: str,
-        lm: LanguageModel,
+        lm: "LanguageModel",
         log: Callable[[str], None],
         *,
         split: str | None = None,
         column_optional: bool = False,
-    ) -> Sequences:
+    ) -> "Sequences":
         """Reads a source and logs what it gave; arguments as `load_sequences`'."""
+        from calibjax.data import load_sequences, read_source
+
         rows = read_source(source, split=split, rows=self.rows)
         sequences, description = load_sequences(
             rows,
@@ -202,7 +221,9 @@ class DataOptions:
         log(f"data: {description}")
         return sequences
 
-    def read_all(self, sources: tuple[str, ...], lm: LanguageModel, log: Callable[[str], None]) -> dict[str, Sequences]:
+    def read_all(
+        self, sources: tuple[str, ...], lm: "LanguageModel", log: Callable[[str], None]
+    ) -> dict[str, "Sequences"]:
         """Reads further sets to evaluate on, by short names; `text_column` counts where a set has that column."""
         return {_set_name(source, sources): self.read(source, lm, log, column_optional=True) for source in sources}
 
@@ -216,6 +237,8 @@ def on_devices(work: Work) -> Work:
 
     @functools.wraps(work)
     def carried_out(run: Any, *args: Any, **options: Any) -> Any:
+        from calibjax.nn.attention import cudnn_attention
+
         asked = run.devices.cudnn_attention or cudnn_attention.value
         if asked and run.dtype == "float32":
             raise UserError("--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16, or leave it out.")
@@ -232,7 +255,7 @@ def load_placed(
     *,
     stored: DTypeLike | None = None,
     log: Callable[[str], None] | None = None,
-) -> LanguageModel:
+) -> "LanguageModel":
     """Loads a model onto the devices of a run, each of them its part of the weights, and logs it.
 
     Args:
@@ -245,6 +268,9 @@ def load_placed(
     Raises:
         UserError: as `load_model`; or `cudnn_attention` is set and cuDNN has none for this model.
     """
+    from calibjax.models import load_model
+    from calibjax.nn.attention import cudnn_attention, cudnn_takes
+
     lm = load_model(path, dtype=dtype if stored is None else stored, mesh=mesh if mesh.size > 1 else None)
     lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))
     if cudnn_attention.value and not cudnn_takes(lm.config.head_dim, dtype, lm.config.attention_softcap):
@@ -268,13 +294,23 @@ def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
     check_options(options)
     if hasattr(options, "check"):
         options.check()
+    track = getattr(options, "track", "tensorboard")
+    check_tracker(track)
     mesh = options.devices.make_mesh() if hasattr(options, "devices") else make_mesh(devices=jax.devices()[:1])
     for group in vars(options).values():
         if hasattr(group, "check"):  # of training: whether batches divide among the devices
             group.check(mesh)
     if options.out is not None:
         claim_directory(options.out, run_identity(command, options))
-    return RunContext(directory=options.out, mesh=mesh, seed=options.seed, log=log, progress=not options.quiet)
+        leave_config(options.out, command, options)
+    return RunContext(
+        directory=options.out, mesh=mesh, seed=options.seed, log=log, progress=not options.quiet, track=track
+    )
+
+
+def leave_config(out: Path, command: str, options: Any) -> None:
+    """Writes run.yaml, which `--config` reads, into the directory of a run."""
+    on_first(functools.partial(write_config, out, command, options))
 
 
 def claim_directory(out: Path, identity: dict[str, Any]) -> None:
@@ -294,7 +330,7 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
     held = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
     held = {name for name in held if not is_temporary(name, file.name)}  # a kill may leave one
-    if held == {file.name}:
+    if file.name in held <= {file.name, CONFIG}:
         held = set()  # a run that ended before any work, by an invalid option: nothing would be lost
     if file.name in held:
         try:
@@ -342,15 +378,22 @@ def _set_name(source: str, sources: tuple[str, ...]) -> str:
 HEAD = "head/ (for calibjax.load_head)"
 
 
-def finish(document: Document, out: Path, *, holds: str = HEAD, show: bool = True) -> None:
-    """Writes metrics.json, then what is drawn from it; `show` prints the tables and, last, where the files are.
+def write_results(document: Document, out: Path) -> None:
+    """Writes metrics.json, then what is drawn from it."""
+    from calibjax.eval.report.page import write_report
 
-    `holds` names what else the run left in `out`. Of several processes the first does it.
+    write_file(out / "metrics.json", json.dumps(document, indent=2) + "\n")
+    write_report(document, out)
+
+
+def finish(document: Document, out: Path, *, holds: str = HEAD, show: bool = True, subjects: bool = False) -> None:
+    """Writes the results; `show` prints the verdict, the table and where the files are. The first process does it.
+
+    `holds` names what else the run left in `out`; `subjects` prints the table of subjects too.
     """
     if not is_first():
         return
-    write_file(out / "metrics.json", json.dumps(document, indent=2) + "\n")
-    write_report(document, out)
+    write_results(document, out)
     if show:
-        print_report(document)
-        print(f"results in {out}: report.html, metrics.json, reliability.png, {holds}")
+        files = f"results in {out}: report.html, metrics.json, reliability.png, {holds}"
+        print_report(document, files=files, subjects=subjects)

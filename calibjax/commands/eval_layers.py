@@ -30,6 +30,7 @@ from calibjax.data import (
     read_source,
     split_sequences,
 )
+from calibjax.eval.figures_json import row_json
 from calibjax.eval.layers.directions import (
     Recipe,
     choose_edit,
@@ -41,10 +42,9 @@ from calibjax.eval.layers.directions import (
 )
 from calibjax.eval.layers.layers import evaluate_layers, layers_json, make_readout
 from calibjax.eval.layers.neurons import entropy_neurons
-from calibjax.eval.report import print_report
 from calibjax.eval.report.schema import Difference, DirectionRow, HeldOutFigures, LayersDocument
+from calibjax.eval.report.terminal import print_report
 from calibjax.eval.tasks.subjects import subject_rows
-from calibjax.eval.tokens import row_json
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, together
@@ -72,6 +72,7 @@ class EvalLayersOptions(BinningOptions, OutputOptions, SourceOptions, ModelOptio
         sweep_layers: blocks after which to edit, from 1; all by default.
         settled: fraction of predictions equal to those of the last layer from which the decision counts as settled.
         neuron_layers: number of the last blocks in which to look for entropy neurons.
+        subjects: print the table of subjects too.
         batch_size: sequences per step.
         devices: devices of the run.
         text: how text becomes sequences; of questions, only `examples` counts, which are drawn at random.
@@ -85,6 +86,7 @@ class EvalLayersOptions(BinningOptions, OutputOptions, SourceOptions, ModelOptio
     settled: Annotated[float, Range(0, 1, open="low")] = 0.9
     neuron_layers: Count = 1
     batch_size: Count = presentation(16)
+    subjects: bool = presentation(False)
     devices: DeviceOptions = presentation(DeviceOptions())
 
 
@@ -114,9 +116,9 @@ def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Layer
     document = _analyse(options, lm, swept, material, context)
     if options.out is not None:
         figures = "layers.png, sweep.png" + (", subjects.png" if document["subjects"] else "")
-        finish(document, options.out, holds=figures, show=not options.json)
+        finish(document, options.out, holds=figures, show=not options.json, subjects=options.subjects)
     elif not options.json and is_first():
-        print_report(document)
+        print_report(document, subjects=options.subjects)
     return document
 
 

@@ -23,8 +23,8 @@ from calibjax.commands.common import (
 )
 from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfidence
 from calibjax.eval.answers.judges import STRING_MATCH, find_judge
-from calibjax.eval.report import print_report
 from calibjax.eval.report.schema import TasksDocument
+from calibjax.eval.report.terminal import print_report
 from calibjax.eval.tasks.local_data import assets_folder
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
@@ -88,6 +88,7 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
         limit: use only so many questions of each task (of MMLU: of each subject), drawn at random.
         batch_size: rows per step, rounded up to a multiple of the mesh axes data and fsdp.
         max_length: largest number of tokens that the model reads; longer prompts lose their start.
+        subjects: print the table of subjects too.
         bins: number of equal-width bins of the expected calibration error, in place of the preset's.
         closed: the bin of a confidence on an edge, in place of the preset's.
         devices: devices of the run.
@@ -109,6 +110,7 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
     max_length: Count | None = None
     bins: Count | None = presentation(None)
     closed: Literal["right", "left", "none"] | None = presentation(None)
+    subjects: bool = presentation(False)
     devices: DeviceOptions = presentation(DeviceOptions())
 
 
@@ -150,9 +152,11 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
     document = _document(options, list(heads), tasks, hows, answers)
     document["run"] = {**run_identity("eval tasks", options), "base_fingerprint": lm.fingerprint}
     if options.out is not None:
-        finish(document, options.out, holds="answers/ (every question)", show=not options.json)
+        finish(
+            document, options.out, holds="answers/ (every question)", show=not options.json, subjects=options.subjects
+        )
     elif not options.json and is_first():
-        print_report(document)
+        print_report(document, subjects=options.subjects)
     return document
 
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32
-from tqdm import tqdm
 
 from calibjax.data.formats import Format
 from calibjax.data.render import Rendered, make_render
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +74,7 @@ def tokenize_rows(
     def examples() -> Iterator[Example]:
         encode = _encode_plain if format.is_plain else _encode_answers
         bar_off = None if len(rows) > _ROWS_WORTH_A_PROGRESS_BAR else True  # None: on a terminal only
-        with tqdm(total=len(rows), desc="tokenising", unit="row", leave=False, disable=bar_off) as bar:
+        with progress_bar(None, title="tokenising", unit="row", disable=bar_off, total=len(rows), leave=False) as bar:
             for start in range(0, len(rows), _ROWS_PER_CALL):
                 indices = range(start, min(start + _ROWS_PER_CALL, len(rows)))
                 rendered = [render(index, rows[index]) for index in indices]

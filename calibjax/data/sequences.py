@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
-import grain
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
@@ -135,6 +134,8 @@ def _pack(pieces: Sequence[_Piece], length: int) -> Sequences:
     elements = [
         {"pair": np.column_stack([piece.pairs, np.full(len(piece.pairs), piece.row, np.int32)])} for piece in pieces
     ]
+    import grain
+
     stream = grain.MapDataset.source(elements).to_iter_dataset(grain.ReadOptions(num_threads=0))
     packed = list(
         grain.experimental.FirstFitPackIterDataset(

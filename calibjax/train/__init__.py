@@ -1,10 +1,10 @@
 """Training: state, step, loop and checkpoints, and the objectives over them."""
 
+from calibjax.runtime.errors import NonFiniteLossError as NonFiniteLossError
 from calibjax.train.ats import AtsObjective as AtsObjective
 from calibjax.train.checkpoint import head_notes as head_notes
 from calibjax.train.checkpoint import load_head as load_head
 from calibjax.train.checkpoint import save_head as save_head
-from calibjax.train.loop import NonFiniteLossError as NonFiniteLossError
 from calibjax.train.options import AtsOptions as AtsOptions
 from calibjax.train.state import OptimizerConfig as OptimizerConfig
 from calibjax.train.state import TrainState as TrainState

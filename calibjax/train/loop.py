@@ -1,5 +1,6 @@
 """The loop: batches in, steps out, progress shown, everything resumable."""
 
+import contextlib
 import json
 import math
 import sys
@@ -14,18 +15,16 @@ from jaxtyping import Array
 
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first
+from calibjax.runtime.errors import NonFiniteLossError
 from calibjax.runtime.files import write_file
 from calibjax.runtime.sharding import place_rows
 from calibjax.runtime.signals import finishing_steps
+from calibjax.runtime.tracking import TrackerName, make_tracker
 from calibjax.train.checkpoint import Checkpoints
 from calibjax.train.state import TrainState
 from calibjax.train.step import StepMetrics, TrainStep
 
 LOG_EVERY = 10
-
-
-class NonFiniteLossError(FloatingPointError):
-    """The loss of a step, or its gradient, was NaN or infinite."""
 
 
 class TrainLog:
@@ -34,10 +33,11 @@ class TrainLog:
     Args:
         directory: made if missing.
         first_step: what an earlier, killed process logged from this step on is dropped: the steps are run again.
+        track: a tracker that gets the scalars too.
     """
 
-    def __init__(self, directory: Path, *, first_step: int):
-        self._file = self._writer = None
+    def __init__(self, directory: Path, *, first_step: int, track: TrackerName = "tensorboard"):
+        self._file = self._writer = self._tracker = None
         if not is_first():
             return
         from tensorboardX import SummaryWriter
@@ -56,6 +56,7 @@ class TrainLog:
         write_file(file, "".join(kept))
         self._file = file.open("a")
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step + 1)
+        self._tracker = make_tracker(track, directory)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         if self._file is None or self._writer is None:
@@ -64,11 +65,16 @@ class TrainLog:
         self._file.flush()
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
+        if self._tracker is not None:
+            self._tracker.log(scalars, step=step)
 
     def close(self) -> None:
         if self._file is not None and self._writer is not None:
             self._file.close()
             self._writer.close()
+        if self._tracker is not None:
+            with contextlib.redirect_stdout(sys.stderr):
+                self._tracker.finish()
 
 
 class Evaluation(NamedTuple):
@@ -129,7 +135,7 @@ def train(
         state, data_state = restored
         batches.set_state(data_state)
     start = int(state.step)
-    log = TrainLog(directory, first_step=start)
+    log = TrainLog(directory, first_step=start, track=context.track)
     bar = context.bar(title=title, unit="step", total=steps, initial=start, mininterval=0.2)
     tokens, begin = 0.0, time.perf_counter()
 

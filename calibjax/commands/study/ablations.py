@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from calibjax.commands.common import EvalDataOptions, claim_directory
+from calibjax.commands.common import EvalDataOptions, claim_directory, leave_config
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked, parameters_of
 from calibjax.data import split_sequences
 from calibjax.eval.compare.repeats import evaluate_repeats
@@ -99,6 +99,7 @@ def run(name: str, options: AblationOptions, log: Callable[[str], None] = print)
     fit, held_out = split_sequences(options.text.read(options.data, lm, log), options.fit_fraction)
     sets = {"held out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     claim_directory(options.out, options.identity(name, {"fit": fit}))
+    leave_config(options.out, f"study {name}", options)
     variants = {variant: options.variant(**changes) for variant, changes in study.variants.items()}
     log(f"{len(variants)} variants, {options.seeds} seeds: {len(fit.tokens):,} sequences to fit on")
     context = RunContext(directory=options.out / "heads", log=log, progress=not options.quiet)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from calibjax.commands.common import claim_directory
+from calibjax.commands.common import claim_directory, leave_config
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked
 from calibjax.data import (
     Rows,
@@ -90,6 +90,7 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDo
         for name, sequences in domains.items()
     }
     claim_directory(options.out, options.identity("transfer", {name: fit for name, (fit, _) in parts.items()}))
+    leave_config(options.out, "study transfer", options)
     log(f"{len(parts)} domains of {smallest:,} sequences, {options.seeds} seeds")
     context = RunContext(directory=options.out / "heads", log=log, progress=not options.quiet)
     heads = {"uncalibrated": [identity_head(lm)]}

@@ -107,7 +107,7 @@ def _run(run: Run, identity: str, several: bool) -> Markup:
         parts.append(element("h2", part.title))
         parts += [element("p", line) for line in part.findings]
         parts += [_figure(figures, name) for name in part.figures]
-        parts += [_table(*table) for table in part.tables]
+        parts += [_table(table.title, table.columns, table.rows) for table in part.tables]
     for index, (title, results) in enumerate(sets_of(run.document)):
         suffix = f"-{index}" if index else ""
         parts.append(_set(title, results, with_verdict=index > 0))

@@ -22,6 +22,28 @@ def findings(document: LhtsDocument) -> list[str]:
     ]
 
 
+def text_table(document: LhtsDocument) -> TextTable:
+    """A row for every model at every myopic temperature: likelihood and diversity of its text, accuracy, NLL."""
+    texts, analogies, methods = document["texts"], document["analogies"], document["held_out"]["methods"]
+    with_bleu = any(cell["self_bleu"] is not None for row in texts.values() for cell in row.values())
+    columns = ["model, myopic temperature", "log p of a token", "distinct-2", "repeated 4-grams"]
+    columns += ["analogies, %"] * bool(analogies) + ["distinct-1", "distinct-3"] + ["self-BLEU"] * with_bleu
+    rows = []
+    for name, of_model in texts.items():
+        for temperature, cell in of_model.items():
+            row = [f"{name}, {temperature}", f"{cell['log_prob']:.3f} ± {cell['log_prob_error']:.3f}"]
+            row += [f"{cell['distinct_2']:.3f}", f"{cell['repetition']:.3f}"]
+            if analogies:
+                answered = analogies[name][temperature]
+                row.append(f"{100 * answered['accuracy']:.1f} ± {100 * answered['error']:.1f}")
+            row += [f"{cell['distinct_1']:.3f}", f"{cell['distinct_3']:.3f}"]
+            if with_bleu:
+                row.append(f"{cell['self_bleu']:.1f}")
+            rows.append([*row, f"{methods[name]['nll']:.4f}"])
+    columns.append("NLL, held-out text")
+    return TextTable("text of each model, ± standard error; log p under the pretrained model, nats", columns, rows)
+
+
 def tables(document: LhtsDocument) -> list[TextTable]:
     """A row for every model, a column for every myopic temperature."""
     texts = document["texts"]

@@ -11,13 +11,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import _add_special_kwargs, has_bos_prefix, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 
 from calibjax.eval.tasks.continuation import continue_contexts
 from calibjax.eval.tasks.scoring import Continuation, Scorer
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.progress import progress_bar
 
 
 class HarnessLM(TemplateLM):
@@ -97,7 +97,9 @@ class HarnessLM(TemplateLM):
         answers: dict[int, tuple[float, bool]] = {}
         given = [Continuation(context, tokens) for _, context, tokens in requests]
         stream = self.scorer.stream(given)
-        for number, score in tqdm(stream, total=len(given), desc="log-likelihoods", disable=disable_tqdm):
+        for number, score in progress_bar(
+            stream, title="log-likelihoods", unit="request", disable=disable_tqdm, total=len(given)
+        ):
             answers[number] = (float(score.log_probs[0].sum()), bool(score.greedy.all()))
             if requests[number][0] is not None:
                 self.cache_hook.add_partial("loglikelihood", requests[number][0], answers[number])
@@ -106,7 +108,7 @@ class HarnessLM(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, each token predicted once, with windows as the harness cuts them."""
         totals = []
-        for request in tqdm(requests, desc="rolling log-likelihoods", disable=disable_tqdm):
+        for request in progress_bar(requests, title="rolling log-likelihoods", unit="request", disable=disable_tqdm):
             (text,) = request.args
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(text),
@@ -123,7 +125,7 @@ class HarnessLM(TemplateLM):
         """Text up to a stop sequence; greedy, or drawn where a task asks for it."""
         arguments: list[Any] = [request.args for request in requests]
         answers: dict[int, str] = {}
-        bar = tqdm(total=len(requests), desc="generating", disable=disable_tqdm)
+        bar = progress_bar(None, title="generating", unit="request", disable=disable_tqdm, total=len(requests))
         groups: dict[str, list[int]] = {}
         for number in range(len(requests)):
             groups.setdefault(repr(arguments[number][1]), []).append(number)

@@ -9,10 +9,10 @@ import numpy as np
 from calibjax import metrics
 from calibjax.eval.compare.contenders import Outcome, Result
 from calibjax.eval.compare.results import comparison_json
+from calibjax.eval.figures_json import ece_json
 from calibjax.eval.report.schema import AnswerRow, AnswerSet, MethodOnSubject, SubjectOfTask
 from calibjax.eval.tasks.evaluate import Answers
 from calibjax.eval.tasks.subjects import subject_rows
-from calibjax.eval.tokens import ece_json
 from calibjax.metrics import CalibrationSums, Closed
 
 _FURTHER = {
