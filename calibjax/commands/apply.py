@@ -63,7 +63,7 @@ def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, 
     return document
 
 
-def _columns(recalibrator: Recalibrator, table: PredictionTable) -> dict[str, np.ndarray]:
+def _columns(recalibrator: Recalibrator, table: PredictionTable) -> dict[str, Any]:
     """What is written, by column: confidence; with log-probabilities also prediction and p `[N, K]`."""
     data = table.predictions
     if data.logits is not None and data.confidence is None:
@@ -100,12 +100,13 @@ def _figures(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def _write(out: Path, columns: dict[str, np.ndarray]) -> None:
+def _write(out: Path, columns: dict[str, Any]) -> None:
     if out.suffix == ".npz":
         with new_file(out) as file:
             np.savez_compressed(file, **columns)
         return
-    names, values = [], []
+    names: list[str] = []
+    values: list[list[float]] = []
     for name, column in columns.items():
         parts = column.T if column.ndim == 2 else [column]
         names += [f"{name}_{index}" for index in range(len(parts))] if column.ndim == 2 else [name]

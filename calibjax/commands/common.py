@@ -219,6 +219,11 @@ class DataOptions:
             max_sequences=self.examples,
         )
         log(f"data: {description}")
+        if self.rows is not None and self.examples is None and len(sequences.tokens) > self.rows:
+            log(
+                f"note: --rows {self.rows:,} counts rows of the file, which hold {int(sequences.where.sum()):,} tokens "
+                f"in {len(sequences.tokens):,} sequences; --examples limits the sequences."
+            )
         return sequences
 
     def read_all(
@@ -294,7 +299,7 @@ def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
     check_options(options)
     if hasattr(options, "check"):
         options.check()
-    track = getattr(options, "track", "tensorboard")
+    track: TrackerName = getattr(options, "track", "tensorboard")
     check_tracker(track)
     mesh = options.devices.make_mesh() if hasattr(options, "devices") else make_mesh(devices=jax.devices()[:1])
     for group in vars(options).values():

@@ -132,6 +132,12 @@ def _analyse(
     fit, held_out = material.halves
     counts = [int(half.where.sum()) for half in material.halves]
     context.log(f"split: {counts[0]:,} {material.unit} to find a direction and an edit on, {counts[1]:,} held out")
+    edits = 1 + len(swept) * len(options.strengths)
+    context.log(
+        f"work: {sum(int(half.segment_ids.astype(bool).sum()) for half in (fit, held_out)):,} tokens in "
+        f"{len(fit.tokens) + len(held_out.tokens):,} sequences, read once for {lm.config.num_layers + 1} layers and "
+        f"once for each of {edits} edits"
+    )
     both = Sequences(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
     steps: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
     with jax.set_mesh(context.mesh):

@@ -220,7 +220,7 @@ def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], No
 def _ask_all(
     options: EvalTasksOptions, model: Any, tasks: Mapping[str, _Task], hows: "Mapping[str, How]", context: RunContext
 ) -> dict[str, "Answers"]:
-    from calibjax.eval.tasks.evaluate import Answers, ask, check, question_count
+    from calibjax.eval.tasks.evaluate import Answers, Part, ask_parts, check, question_count
 
     for name, task in tasks.items():
         for part in task.parts.values():
@@ -229,20 +229,22 @@ def _ask_all(
     bar = context.bar(title="benchmarks", unit="question", total=sum(counts))
     answers = {}
     for name, task in tasks.items():
-        found = []
+        found: dict[str, Answers] = {}
+        parts: dict[str, Part] = {}
         for label, part in task.parts.items():
-            bar.set_postfix_str(label)
-            file = None if options.out is None else options.out / "answers" / f"{name}-{label}.npz"
+            file = _answers_file(options, name, label)
             if file is not None and on_first(file.is_file):
-                kept = _stored(file)
+                found[label] = _stored(file)
                 bar.update(question_count(part, options.limit))
             else:
-                subject = str(part.config.task_alias or label) if len(task.parts) > 1 else ""
-                kept = ask(model, part, hows[name], subject=subject, tick=bar.update)
-                if file is not None and is_first():
-                    _store(file, kept)
-            found.append(kept)
-        answers[name] = Answers.join(found)
+                parts[label] = Part(part, str(part.config.task_alias or label) if len(task.parts) > 1 else "")
+        for label, kept in ask_parts(model, parts, hows[name], tick=bar.update):
+            bar.set_postfix_str(label)
+            file = _answers_file(options, name, label)
+            if file is not None and is_first():
+                _store(file, kept)
+            found[label] = kept
+        answers[name] = Answers.join([found[label] for label in task.parts])
     bar.close()
     empty = [name for name, found in answers.items() if not found.confidence.shape[1]]
     if empty:
@@ -250,6 +252,10 @@ def _ask_all(
             f"--tasks {', '.join(empty)}: every question has an option that is longer than the model reads."
         )
     return answers
+
+
+def _answers_file(options: EvalTasksOptions, task: str, part: str) -> Path | None:
+    return None if options.out is None else options.out / "answers" / f"{task}-{part}.npz"
 
 
 def _store(file: Path, answers: "Answers") -> None:

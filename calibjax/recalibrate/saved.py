@@ -144,9 +144,9 @@ def _state_type(name: str) -> Any:
 
 def _flat(tree: Any, path: str = "") -> dict[str, np.ndarray]:
     """Arrays of a state by dotted path."""
-    if hasattr(tree, "_asdict") or isinstance(tree, Mapping):
-        items = tree._asdict() if hasattr(tree, "_asdict") else tree
-        parts = (_flat(value, f"{path}{name}.") for name, value in items.items())
+    tree = tree._asdict() if hasattr(tree, "_asdict") else tree
+    if isinstance(tree, Mapping):
+        parts = (_flat(value, f"{path}{name}.") for name, value in tree.items())
         return {name: leaf for part in parts for name, leaf in part.items()}
     return {path[:-1]: np.asarray(tree)}
 

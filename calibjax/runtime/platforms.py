@@ -49,5 +49,5 @@ def skip_absent_tpu() -> None:
         return
     import jax
 
-    if not jax.config.jax_platforms:
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", platforms)

@@ -93,7 +93,7 @@ class LineBar(standard_tqdm):
             return
         self.display()
         self.disable = True
-        self._decr_instances(self)
+        self._decr_instances(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @classmethod
     def write(cls, s: str, file: Any = None, end: str = "\n", nolock: bool = False) -> None:

@@ -47,13 +47,13 @@ def make_tracker(name: TrackerName, directory: Path) -> Tracker | None:
     title = "/".join(directory.absolute().parts[-3:])
     try:
         if name == "wandb":
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
 
             settings = wandb.Settings(console="off", silent=True)
             return wandb.init(
                 project=_PROJECT, name=title, id=identity, resume="allow", dir=directory, settings=settings
             )
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         given = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
         with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's

@@ -82,8 +82,8 @@ def comparison_json(
 def _correct(rows: Mapping[str, ComparedRow]) -> None:
     """Adds `holm_p` to every difference: corrected for all rows that are compared in the same figure."""
     for key in COMPARED:
-        compared = {name: row["against"][key] for name, row in rows.items() if key in row.get("against", {})}
-        corrected = metrics.holm({name: against["p_value"] for name, against in compared.items()})
+        compared = {name: against[key] for name, row in rows.items() if key in (against := row.get("against", {}))}
+        corrected = metrics.holm({name: against.get("p_value", math.nan) for name, against in compared.items()})
         for name, against in compared.items():
             against["holm_p"] = corrected[name]
 

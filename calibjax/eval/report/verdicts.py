@@ -119,13 +119,10 @@ def comparison_verdict(results: ComparisonSet) -> str:
     line = f"{title}, {of_best} against {finite[reference]:.4f}"
     if against is None:
         return f"Lowest log loss: {line} of {of_reference}."
-    corrected = holm(
-        {
-            name: row["against"]["log_loss"]["p_value"]
-            for name, row in rows.items()
-            if "p_value" in row.get("against", {}).get("log_loss", {})
-        }
-    )
+    compared = {
+        name: other["log_loss"] for name, row in rows.items() if "log_loss" in (other := row.get("against", {}))
+    }
+    corrected = holm({name: other.get("p_value", math.nan) for name, other in compared.items()})
     p = corrected.get(best, math.nan)
     tested = f"{signed(against)}, p = {short(p, '.3f')} after Holm's correction for {len(corrected)} comparisons"
     if is_lower(against) and p < 0.05:
