@@ -129,7 +129,7 @@ def one_error(capsys, code, out):
     assert lines[0].startswith("error: ")
     assert "Traceback" not in printed.err + printed.out
     if out.is_dir():
-        assert {entry.name for entry in out.iterdir()} <= {"run.json"}, "something was done"
+        assert {entry.name for entry in out.iterdir()} <= {"run.json", "run.yaml"}, "something was done"
     return lines[0]
 
 
@@ -258,7 +258,7 @@ def test_json_is_all_that_is_printed(done):
 def test_what_a_run_leaves(done, made):
     out = done[0]
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "fit", "head", "metrics.json", "tokens.json", "reliability.png", "report.html")
+        *("run.json", "run.yaml", "fit", "head", "metrics.json", "tokens.json", "reliability.png", "report.html")
     }
     lm = load_model(made / "model")
     head = load_head(out, lm)
@@ -345,6 +345,6 @@ def test_quickstart(tmp_path, monkeypatch, capsys):
         assert ats[key] < single[key] < base[key], key
     assert single["ece"]["value"] < base["ece"]["low"]
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "decoder", "fit", "head", "metrics.json", "reliability.png", "report.html")
+        *("run.json", "run.yaml", "decoder", "fit", "head", "metrics.json", "reliability.png", "report.html")
     }
     assert load_head(out).config.kind == "mlp"

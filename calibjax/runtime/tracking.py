@@ -6,7 +6,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import write_file
@@ -15,12 +15,18 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 _PROJECT = "calibjax"
 
 
-class Tracker(Protocol):
-    """Receives the scalars of steps."""
+class Tracker:
+    """Receives the scalars of steps; `run` is of the library. What the library prints goes to standard error."""
 
-    def log(self, scalars: Mapping[str, float], step: int) -> Any: ...
+    def __init__(self, run: Any):
+        self._run = run
 
-    def finish(self) -> Any: ...
+    def log(self, scalars: Mapping[str, float], *, step: int) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def finish(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
 
 
 def check_tracker(name: TrackerName) -> None:
@@ -50,14 +56,13 @@ def make_tracker(name: TrackerName, directory: Path) -> Tracker | None:
             import wandb  # pyright: ignore[reportMissingImports]
 
             settings = wandb.Settings(console="off", silent=True)
-            return wandb.init(
-                project=_PROJECT, name=title, id=identity, resume="allow", dir=directory, settings=settings
-            )
+            given: dict[str, Any] = {"id": identity, "resume": "allow", "dir": directory, "settings": settings}
+            return Tracker(wandb.init(project=_PROJECT, name=title, **given))
         import trackio  # pyright: ignore[reportMissingImports]
 
-        given = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
+        more: dict[str, Any] = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
         with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's
-            return trackio.init(project=_PROJECT, name=f"{title} {identity}", resume="allow", **given)
+            return Tracker(trackio.init(project=_PROJECT, name=f"{title} {identity}", resume="allow", **more))
     except Exception as error:  # of the network, of a missing login: whatever goes wrong is the tracker's
         raise UserError(f"--track {name}: {next(iter(str(error).splitlines()), type(error).__name__)}") from error
 

@@ -1,6 +1,5 @@
 """The loop: batches in, steps out, progress shown, everything resumable."""
 
-import contextlib
 import json
 import math
 import sys
@@ -73,8 +72,7 @@ class TrainLog:
             self._file.close()
             self._writer.close()
         if self._tracker is not None:
-            with contextlib.redirect_stdout(sys.stderr):
-                self._tracker.finish()
+            self._tracker.finish()
 
 
 class Evaluation(NamedTuple):

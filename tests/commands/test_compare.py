@@ -506,7 +506,7 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     # One by statistics of sequences, the other by arrays, of which it holds the former as a special case.
     assert rows["ensemble_temperature"]["nll"] < rows["uncalibrated"]["nll"]
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "fit", "metrics.json", "reliability.png", "report.html")
+        *("run.json", "run.yaml", "fit", "metrics.json", "reliability.png", "report.html")
     }
 
     # The temperature from arrays, in the file format for them: the same tokens give the same figures.

@@ -118,7 +118,7 @@ def test_layers_command(runs):
     folder, printed = runs
     out = folder / "text"
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "metrics.json", "report.html", "reliability.png", "layers.png", "sweep.png")
+        *("run.json", "run.yaml", "metrics.json", "report.html", "reliability.png", "layers.png", "sweep.png")
     }
     document = json.loads((out / "metrics.json").read_text())
     json.dumps(document, allow_nan=False)

@@ -41,8 +41,8 @@ class TextTable(NamedTuple):
         title: above the table.
         columns: titles of the columns.
         rows: cells of each row.
-        order: numbers of the columns but the first, the most important first; empty: from left to right. A terminal
-            that is too narrow drops columns from the end of this order.
+        order: numbers of columns but the first, the most important first; the others follow from left to right. A
+            terminal that is too narrow drops columns from the end of this order.
         best: numbers of the rows that are highlighted.
     """
 

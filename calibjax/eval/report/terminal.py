@@ -116,9 +116,7 @@ def print_study(document: StudyDocument, *, files: str = "") -> None:
     others = list(document["sets"])[1:]
     if others and document["study"] != "transfer":
         notes.append(f"Also evaluated on {', '.join(others)}: see the figures and metrics.json.")
-    console_line = f"{document['question']} {study_verdict(document)}"
-    warning = study_verdict(document).startswith("WARNING")
-    print_result(study_verdict(document) if warning else console_line, study_table(document), notes=notes, files=files)
+    print_result(study_verdict(document), study_table(document), notes=[document["question"], *notes], files=files)
 
 
 # --- one table ---
@@ -162,7 +160,7 @@ def _fit(table: TextTable, width: int) -> tuple[list[int], int] | None:
     longest = max(map(cell_len, names), default=0)
     word = max((cell_len(word) for name in names for word in name.split()), default=0)
     of_header = max(map(cell_len, table.columns[0].split()), default=0)
-    order = [index for index in table.order or range(1, len(table.columns)) if index]
+    order = list(dict.fromkeys((*table.order, *range(1, len(table.columns)))))
     widths = {index: _width(table, index) for index in order}
     best: tuple[list[int], int] | None = None
     for name_width in sorted({longest, min(longest, max(word, _NARROWEST_NAME))}, reverse=True):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from calibjax.eval.report.rows import TextTable
+from calibjax.eval.report.rows import ABSENT, TextTable
 from calibjax.eval.report.schema import LhtsDocument
 
 
@@ -34,8 +34,8 @@ def text_table(document: LhtsDocument) -> TextTable:
             row = [f"{name}, {temperature}", f"{cell['log_prob']:.3f} ± {cell['log_prob_error']:.3f}"]
             row += [f"{cell['distinct_2']:.3f}", f"{cell['repetition']:.3f}"]
             if analogies:
-                answered = analogies[name][temperature]
-                row.append(f"{100 * answered['accuracy']:.1f} ± {100 * answered['error']:.1f}")
+                answered = analogies.get(name, {}).get(temperature)
+                row.append(_percent(answered) if answered else ABSENT)
             row += [f"{cell['distinct_1']:.3f}", f"{cell['distinct_3']:.3f}"]
             if with_bleu:
                 row.append(f"{cell['self_bleu']:.1f}")
@@ -70,7 +70,11 @@ def tables(document: LhtsDocument) -> list[TextTable]:
             table(
                 "analogies, % correct ± standard error (chance: 25)",
                 document["analogies"],
-                lambda x: f"{100 * x['accuracy']:.1f} ± {100 * x['error']:.1f}",
+                _percent,
             )
         )
     return out
+
+
+def _percent(answered: Mapping[str, Any]) -> str:
+    return f"{100 * answered['accuracy']:.1f} ± {100 * answered['error']:.1f}"
