@@ -280,8 +280,12 @@ def test_finished_run_again(done, made, capsys):
     assert lines[-1].startswith(f"results in {out}: ")
     assert any(line.startswith(("ATS is better calibrated", "WARNING: ATS is worse")) for line in lines)
     assert any("transfer to other" in line for line in lines)
-    for name in ("uncalibrated", "temperature scaling", "ATS"):
-        assert sum(f"│ {name} " in line for line in lines) == 2
+    document = json.loads(stdout)
+    for of_set in (document["held_out"], *document["transfer"].values()):
+        for row in of_set["methods"].values():
+            cell = f"{row['ece']['value']:.4f} [{row['ece']['low']:.4f}, {row['ece']['high']:.4f}]"
+            assert any(cell in line and f"{row['nll']:.4f}" in line for line in lines), cell
+    assert max(map(len, (line for line in lines if "[" in line))) <= 80
 
 
 def test_other_run_in_the_same_place(done, made, capsys):

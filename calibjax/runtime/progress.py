@@ -47,7 +47,7 @@ class LineBar(standard_tqdm):
         options |= {
             "mininterval": _EVERY,
             "miniters": 1,
-            "bar_format": "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}]",
+            "bar_format": "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}{postfix}]",
         }
         self._updates, self._timed = 0, (0.0, 0.0)
         super().__init__(items, **options)

@@ -82,8 +82,8 @@ ABLATIONS = {"pooling": _pooling(), "losses": _losses(), "alpha": _alpha(), "hea
 class AblationOptions(EvalDataOptions, StudyOptions):
     """Fits every variant of a study on one set of text, with several seeds, and evaluates them on held-out text.
 
-    Prints a table for each set, with the base model and temperature scaling beside the variants, and writes to --out:
-    metrics.json, a figure for each set (PNG), and heads/.
+    Prints a table of the held-out set, with the base model and temperature scaling beside the variants, and writes to
+    --out: metrics.json, a figure for each set (PNG), and heads/.
 
     Attributes:
         data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id.

@@ -50,7 +50,7 @@ class TransferOptions(StudyOptions):
 
     Fits temperature scaling and an ATS head (MLP on hidden states, joint loss, several seeds) on each domain and
     evaluates them on the held-out sequences of all. All domains are cut to as many sequences as the smallest has.
-    Prints the matrices of NLL and ECE, and writes to --out: metrics.json, transfer.png and heads/.
+    Prints the matrix of the NLL of ATS, and writes to --out: metrics.json, transfer.png and heads/.
 
     Attributes:
         domains: NAME=SOURCE each, a source being a file, directory or hub id. A name is of at most 50 letters, digits,

@@ -60,8 +60,14 @@ def print_result(
 
 
 def print_report(document: Document, *, files: str = "", subjects: bool = False) -> None:
-    """Prints the verdict of a run, its table, notes on it, and `files`; `subjects`: also the table of subjects."""
+    """Prints the verdict of a run, its table, notes on it, and `files`; `subjects`: also the table of subjects.
+
+    Where there are no files, nothing else would hold the other tables of a run over layers: they are printed first.
+    """
     table, notes, more = _table_of(document), [], []
+    if "layers" in document and not files:
+        for further in layers.tables(document)[1:4]:
+            print_result("", further)
     if "layers" in document:
         notes += layers.findings(document)
         if document["subjects"]:
