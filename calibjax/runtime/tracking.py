@@ -62,7 +62,8 @@ def make_tracker(name: TrackerName, directory: Path) -> Tracker | None:
 
         more: dict[str, Any] = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
         with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's
-            return Tracker(trackio.init(project=_PROJECT, name=f"{title} {identity}", resume="allow", **more))
+            trackio.init(project=_PROJECT, name=f"{title} {identity}", resume="allow", **more)
+        return Tracker(trackio)  # the module's own `finish` also ends what it would do at exit
     except Exception as error:  # of the network, of a missing login: whatever goes wrong is the tracker's
         raise UserError(f"--track {name}: {next(iter(str(error).splitlines()), type(error).__name__)}") from error
 

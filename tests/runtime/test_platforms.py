@@ -45,10 +45,10 @@ def test_without_libtpu_there_is_nothing_to_leave_out(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="libtpu is not installed")
-@pytest.mark.parametrize("first", ["", "import jax;"])
+@pytest.mark.parametrize("first", ["", "import jax; "])
 def test_no_noise(first):
     """A notebook's first cell: nothing on standard error."""
-    code = f"{first} from calibjax.runtime.errors import UserError; import jax; print(jax.devices()[0].platform)"
+    code = f"{first}from calibjax.runtime.errors import UserError; import jax; print(jax.devices()[0].platform)"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_PLATFORMS", "TPU_"))}
     done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "cpu", "")
