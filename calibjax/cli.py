@@ -46,7 +46,8 @@ COMMANDS: dict[str, Command] = {
     "eval tasks": Command("eval_tasks", "EvalTasksOptions", "Accuracy and calibration on benchmarks (lm-eval)."),
     "eval layers": Command("eval_layers", "EvalLayersOptions", "Calibration after each layer of a model."),
     "eval bounds": Command("eval_bounds", "EvalBoundsOptions", "The smallest entropy that predictions can have."),
-    "compare": Command("compare", "CompareOptions", "Compares all recalibration methods."),
+    "compare": Command("compare.command", "CompareOptions", "Compares all recalibration methods."),
+    "apply": Command("apply", "ApplyOptions", "Recalibrates new predictions by a method that compare saved."),
     "report": Command("report", "ReportOptions", "Draws the report of one run or of several again."),
     "generate": Command("generate", "GenerateOptions", "Continues a text, with the confidence of each token."),
     "convert": Command("convert", "ConvertOptions", "Converts a model to Orbax or to safetensors."),
@@ -121,13 +122,20 @@ def _parse(args: list[str]) -> tuple[Any, Run]:
     """The options that the arguments give, and the function that takes them; imports the command."""
     name = _command_of(args)
     command = COMMANDS[name]
+    from calibjax.commands.config import with_config
     from calibjax.commands.parser import parse
+    from calibjax.runtime.errors import UserError
 
+    try:
+        given = with_config(name, args[len(name.split()) :])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     module = importlib.import_module(f"calibjax.commands.{command.module}")
     study = name.split()[1:] if command.module == "study.ablations" else []
     options = parse(
         getattr(module, command.options),
-        args[len(name.split()) :],
+        given,
         prog=f"calibjax {name}",
         description=module.ABLATIONS[study[0]].question if study else None,
     )
@@ -147,6 +155,14 @@ def _command_of(args: list[str]) -> str:
     if words == ["--version"]:
         print(f"calibjax {__version__}")
         raise SystemExit(0)
+    if words == ["--completion"]:
+        from calibjax.commands.completion import SHELLS, completion_script
+
+        if len(args) != 2 or args[1] not in SHELLS:
+            print(f"error: --completion: expected one of {', '.join(SHELLS)}.", file=sys.stderr)
+            raise SystemExit(2)
+        print(completion_script(args[1], COMMANDS), end="")
+        raise SystemExit(0)
     if not words or words[-1] in ("-h", "--help", *GROUPS):
         asked = bool(words) and words[-1] in ("-h", "--help")
         print(_help(words[0] if words and words[0] in GROUPS else ""), file=sys.stdout if asked else sys.stderr)
@@ -163,7 +179,9 @@ def _help(group: str) -> str:
     lines += [GROUPS[group] if group else "Measures and repairs the calibration of large language models.", ""]
     lines += [f"  {name:<15} {command.summary}" for name, command in COMMANDS.items() if name.startswith(group)]
     lines += ["", f"calibjax {f'{group} ' if group else ''}COMMAND --help lists the options of a command."]
-    return "\n".join(lines if group else [*lines, "calibjax --version prints the version."])
+    return "\n".join(
+        lines if group else [*lines, "calibjax --version prints the version; --completion bash (or zsh) a script."]
+    )
 
 
 def _execute(options: Any, run: Run) -> int:
@@ -177,9 +195,8 @@ def _execute(options: Any, run: Run) -> int:
     from calibjax.commands.common import leaving_nothing
     from calibjax.runtime import locks
     from calibjax.runtime.distributed import is_first
-    from calibjax.runtime.errors import UserError, printable, storage_failure
+    from calibjax.runtime.errors import NonFiniteLossError, UserError, printable, storage_failure
     from calibjax.runtime.options import check_options
-    from calibjax.train.loop import NonFiniteLossError
 
     try:
         check_options(options)

@@ -129,7 +129,7 @@ def one_error(capsys, code, out):
     assert lines[0].startswith("error: ")
     assert "Traceback" not in printed.err + printed.out
     if out.is_dir():
-        assert {entry.name for entry in out.iterdir()} <= {"run.json"}, "something was done"
+        assert {entry.name for entry in out.iterdir()} <= {"run.json", "run.yaml"}, "something was done"
     return lines[0]
 
 
@@ -258,7 +258,7 @@ def test_json_is_all_that_is_printed(done):
 def test_what_a_run_leaves(done, made):
     out = done[0]
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "fit", "head", "metrics.json", "tokens.json", "reliability.png", "report.html")
+        *("run.json", "run.yaml", "fit", "head", "metrics.json", "tokens.json", "reliability.png", "report.html")
     }
     lm = load_model(made / "model")
     head = load_head(out, lm)
@@ -280,8 +280,12 @@ def test_finished_run_again(done, made, capsys):
     assert lines[-1].startswith(f"results in {out}: ")
     assert any(line.startswith(("ATS is better calibrated", "WARNING: ATS is worse")) for line in lines)
     assert any("transfer to other" in line for line in lines)
-    for name in ("uncalibrated", "temperature scaling", "ATS"):
-        assert sum(f"│ {name} " in line for line in lines) == 2
+    document = json.loads(stdout)
+    for of_set in (document["held_out"], *document["transfer"].values()):
+        for row in of_set["methods"].values():
+            cell = f"{row['ece']['value']:.4f} [{row['ece']['low']:.4f}, {row['ece']['high']:.4f}]"
+            assert any(cell in line and f"{row['nll']:.4f}" in line for line in lines), cell
+    assert max(map(len, (line for line in lines if "[" in line))) <= 80
 
 
 def test_other_run_in_the_same_place(done, made, capsys):
@@ -346,5 +350,6 @@ def test_quickstart(tmp_path, monkeypatch, capsys):
     assert single["ece"]["value"] < base["ece"]["low"]
     assert {entry.name for entry in out.iterdir()} == {
         *("run.json", "decoder", "fit", "head", "metrics.json", "tokens.json", "reliability.png", "report.html")
+        * ("run.json", "run.yaml", "decoder", "fit", "head", "metrics.json", "reliability.png", "report.html")
     }
     assert load_head(out).config.kind == "mlp"

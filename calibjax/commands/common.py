@@ -6,29 +6,18 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from calibjax.data import (
-    Rows,
-    Sequences,
-    count_repeats,
-    is_hub_id,
-    is_multiple_choice,
-    load_sequences,
-    read_source,
-    recognise,
-    split_sequences,
-)
-from calibjax.eval.report import print_report, write_report
+from calibjax.commands.config import NAME as CONFIG
+from calibjax.commands.config import write_config
 from calibjax.eval.report.schema import SCHEMA as SCHEMA
 from calibjax.eval.report.schema import Document, TrainingCurve
-from calibjax.models import LanguageModel, load_model
-from calibjax.nn.attention import cudnn_attention, cudnn_takes
+from calibjax.eval.report.terminal import print_report
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first
 from calibjax.runtime.errors import UserError, about
@@ -48,8 +37,13 @@ from calibjax.runtime.options import (
     run_identity,
 )
 from calibjax.runtime.sharding import describe_mesh, make_mesh
-from calibjax.train.loop import training_curves
+from calibjax.runtime.tracking import TrackerName, check_tracker
 
+if TYPE_CHECKING:
+    from calibjax.data import Rows, Sequences
+    from calibjax.models import LanguageModel
+
+# Models and data are imported where they are used: a command on a table needs neither, and they take two seconds.
 Work = TypeVar("Work", bound=Callable[..., Any])
 
 
@@ -119,6 +113,18 @@ class OutputOptions(DirectoryOptions):
 
     heading: ClassVar[str] = "output"
     seed: Seed = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingOutputOptions(OutputOptions):
+    """Where the result of training goes, and what follows its steps.
+
+    Attributes:
+        track: where the scalars of training go beside TensorBoard and train.jsonl.
+    """
+
+    heading: ClassVar[str] = "output"
+    track: TrackerName = presentation("tensorboard")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,21 +215,27 @@ class DataOptions:
     def read(
         self,
         source: str,
-        lm: LanguageModel,
+        lm: "LanguageModel",
         log: Callable[[str], None],
         *,
         split: str | None = None,
         column_optional: bool = False,
-    ) -> Sequences:
+    ) -> "Sequences":
         """Reads a source and logs what it gave; arguments as `load_sequences`'."""
         with about("--data"):
             return self._read(self.open(source, split), lm, log, column_optional)
 
-    def open(self, source: str, split: str | None = None) -> Rows:
+    def open(self, source: str, split: str | None = None) -> "Rows":
         """The rows of a source, of which the first was read."""
+        from calibjax.data import read_source
+
         return read_source(source, split=split, rows=self.rows, skip_broken=self.skip_broken)
 
-    def _read(self, rows: Rows, lm: LanguageModel, log: Callable[[str], None], column_optional: bool) -> Sequences:
+    def _read(
+        self, rows: "Rows", lm: "LanguageModel", log: Callable[[str], None], column_optional: bool
+    ) -> "Sequences":
+        from calibjax.data import load_sequences
+
         sequences, description = load_sequences(
             rows,
             lm.tokenizer,
@@ -234,9 +246,16 @@ class DataOptions:
             max_sequences=self.examples,
         )
         log(f"data: {description}")
+        if self.rows is not None and self.examples is None and len(sequences.tokens) > self.rows:
+            log(
+                f"note: --rows {self.rows:,} counts rows of the file, which hold {int(sequences.where.sum()):,} tokens "
+                f"in {len(sequences.tokens):,} sequences; --examples limits the sequences."
+            )
         return sequences
 
-    def read_all(self, sources: tuple[str, ...], lm: LanguageModel, log: Callable[[str], None]) -> dict[str, Sequences]:
+    def read_all(
+        self, sources: tuple[str, ...], lm: "LanguageModel", log: Callable[[str], None]
+    ) -> dict[str, "Sequences"]:
         """Reads further sets to evaluate on, by short names; `text_column` counts where a set has that column."""
         return {_set_name(source, sources): self.read(source, lm, log, column_optional=True) for source in sources}
 
@@ -250,6 +269,8 @@ def on_devices(work: Work) -> Work:
 
     @functools.wraps(work)
     def carried_out(run: Any, *args: Any, **options: Any) -> Any:
+        from calibjax.nn.attention import cudnn_attention
+
         asked = run.devices.cudnn_attention or cudnn_attention.value
         if asked and run.dtype == "float32":
             raise UserError("--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16, or leave it out.")
@@ -266,7 +287,7 @@ def load_placed(
     *,
     stored: DTypeLike | None = None,
     log: Callable[[str], None] | None = None,
-) -> LanguageModel:
+) -> "LanguageModel":
     """Loads a model onto the devices of a run, each of them its part of the weights, and logs it.
 
     Args:
@@ -279,6 +300,9 @@ def load_placed(
     Raises:
         UserError: as `load_model`; or `cudnn_attention` is set and cuDNN has none for this model.
     """
+    from calibjax.models import load_model
+    from calibjax.nn.attention import cudnn_attention, cudnn_takes
+
     with about("--model"):
         lm = load_model(path, dtype=dtype if stored is None else stored, mesh=mesh if mesh.size > 1 else None)
     lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))
@@ -304,6 +328,8 @@ def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
     check_options(options)
     if hasattr(options, "check"):
         options.check()
+    track: TrackerName = getattr(options, "track", "tensorboard")
+    check_tracker(track)
     mesh = options.devices.make_mesh() if hasattr(options, "devices") else make_mesh(devices=jax.devices()[:1])
     for group in vars(options).values():
         if hasattr(group, "check"):  # of training: whether batches divide among the devices
@@ -311,11 +337,23 @@ def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
     check_sources(options)
     if options.out is not None:
         claim_directory(options.out, run_identity(command, options))
-    return RunContext(directory=options.out, mesh=mesh, seed=options.seed, log=log, progress=not options.quiet)
+        leave_config(options.out, command, options)
+    return RunContext(
+        directory=options.out, mesh=mesh, seed=options.seed, log=log, progress=not options.quiet, track=track
+    )
 
 
-def split_text(sequences: Sequences, fit_fraction: float, log: Callable[[str], None]) -> tuple[Sequences, Sequences]:
+def leave_config(out: Path, command: str, options: Any) -> None:
+    """Writes run.yaml, which `--config` reads, into the directory of a run."""
+    on_first(functools.partial(write_config, out, command, options))
+
+
+def split_text(
+    sequences: "Sequences", fit_fraction: float, log: Callable[[str], None]
+) -> tuple["Sequences", "Sequences"]:
     """`split_sequences`; logs how much of the held-out part occurs in the other one too."""
+    from calibjax.data import count_repeats, split_sequences
+
     fit, held_out = split_sequences(sequences, fit_fraction)
     repeated, total = count_repeats(fit, held_out)
     if repeated:
@@ -341,6 +379,8 @@ def check_sources(options: Any) -> None:
 
 def check_source(option: str, source: str, text: DataOptions, split: str | None = None) -> None:
     """`check_sources` for one of them; `option` names it."""
+    from calibjax.data import is_hub_id, is_multiple_choice, recognise
+
     if is_hub_id(source):
         return
     with about(option):
@@ -351,7 +391,7 @@ def check_source(option: str, source: str, text: DataOptions, split: str | None 
 
 @contextlib.contextmanager
 def leaving_nothing(out: Path | None) -> Iterator[None]:
-    """Removes the directories and the run.json that a run has made where it ends by a `UserError` without a result."""
+    """Removes what a run has made (directories, run.json, run.yaml), where it ends by a `UserError` without results."""
     made = [] if out is None else [path for path in (out, *out.parents) if not path.exists()]
     empty = out is not None and (bool(made) or (out.is_dir() and not any(out.iterdir())))
     try:
@@ -359,8 +399,10 @@ def leaving_nothing(out: Path | None) -> Iterator[None]:
     except UserError:
         if out is not None and empty and is_first():
             with contextlib.suppress(OSError):
-                if {entry.name for entry in out.iterdir()} == {"run.json"}:
-                    (out / "run.json").unlink()
+                names = {entry.name for entry in out.iterdir()}
+                if names <= {"run.json", CONFIG}:
+                    for name in names:
+                        (out / name).unlink()
             with contextlib.suppress(OSError):
                 for path in made:
                     path.rmdir()  # fails where it is not empty
@@ -397,7 +439,7 @@ def _holds_run(out: Path, identity: dict[str, Any]) -> bool:
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
     held = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
     held = {name for name in held if name != RUN_LOCK and not is_temporary(name, file.name)}  # a kill may leave them
-    if held == {file.name}:
+    if file.name in held <= {file.name, CONFIG}:
         held = set()  # a run that ended before any work, by an invalid option: nothing would be lost
     if file.name in held:
         try:
@@ -441,17 +483,25 @@ def _set_name(source: str, sources: tuple[str, ...]) -> str:
 HEAD = "head/ (for calibjax.load_head)"
 
 
-def finish(document: Document, out: Path, *, holds: str = HEAD, show: bool = True) -> None:
-    """Writes metrics.json, then what is drawn from it; `show` prints the tables and, last, where the files are.
+def write_results(document: Document, out: Path) -> None:
+    """Writes metrics.json, then what is drawn from it."""
+    from calibjax.eval.report.page import write_report
+    from calibjax.train.loop import training_curves
 
-    `holds` names what else the run left in `out`. Of several processes the first does it.
-    """
-    if not is_first():
-        return
     if curves := training_curves(out):
         document["training"] = cast(dict[str, TrainingCurve], curves)
     write_file(out / "metrics.json", json.dumps(document, indent=2) + "\n")
     write_report(document, out)
+
+
+def finish(document: Document, out: Path, *, holds: str = HEAD, show: bool = True, subjects: bool = False) -> None:
+    """Writes the results; `show` prints the verdict, the table and where the files are. The first process does it.
+
+    `holds` names what else the run left in `out`; `subjects` prints the table of subjects too.
+    """
+    if not is_first():
+        return
+    write_results(document, out)
     if show:
-        print_report(document)
-        print(f"results in {out}: report.html, metrics.json, reliability.png, {holds}")
+        files = f"results in {out}: report.html, metrics.json, reliability.png, {holds}"
+        print_report(document, files=files, subjects=subjects)

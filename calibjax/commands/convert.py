@@ -61,5 +61,6 @@ def run(options: ConvertOptions, log: Callable[[str], None] = print) -> dict[str
         save_checkpoint(options.out, lm, dtype=dtype, tensor_dtypes=tensor_dtypes(options.model))
     else:
         save_model(options.out, lm.config, lm.params, like=lm.path, dtype=dtype)
-    log(f"{lm!r} in {options.out}: {options.to}, {dtype}")
+    log(f"The model was converted to {options.to} in {dtype}: {lm!r}.")
+    log(f"model in {options.out}, for --model")
     return {"out": str(options.out), "format": options.to, "dtype": dtype, "fingerprint": lm.fingerprint}

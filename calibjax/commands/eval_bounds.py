@@ -40,9 +40,12 @@ def run(options: EvalBoundsOptions, log: Callable[[str], None] = print) -> dict[
     with about("--model"):
         bounds = [head_bound(load_model(model), Path(model.rstrip("/")).name) for model in options.model]
     document = {"models": [bound.to_json() for bound in bounds]}
-    if not options.json:
-        print_head_bounds(bounds)
+    files = ""
     if options.out is not None:
         write_file(options.out, json.dumps(document, indent=2) + "\n")
-        log(f"figures in {options.out}")
+        files = f"figures in {options.out}"
+    if not options.json:
+        print_head_bounds(bounds, files=files)
+    elif files:
+        log(files)
     return document

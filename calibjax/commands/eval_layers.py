@@ -29,6 +29,7 @@ from calibjax.data import (
     choice_sequences,
     is_multiple_choice,
 )
+from calibjax.eval.figures_json import row_json
 from calibjax.eval.layers.directions import (
     Recipe,
     choose_edit,
@@ -40,10 +41,9 @@ from calibjax.eval.layers.directions import (
 )
 from calibjax.eval.layers.layers import evaluate_layers, layers_json, make_readout
 from calibjax.eval.layers.neurons import entropy_neurons
-from calibjax.eval.report import print_report
 from calibjax.eval.report.schema import Difference, DirectionRow, HeldOutFigures, LayersDocument
+from calibjax.eval.report.terminal import print_report
 from calibjax.eval.tasks.subjects import subject_rows
-from calibjax.eval.tokens import row_json
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, together
@@ -71,6 +71,7 @@ class EvalLayersOptions(BinningOptions, OutputOptions, SourceOptions, ModelOptio
         sweep_layers: blocks after which to edit, from 1; all by default.
         settled: fraction of predictions equal to those of the last layer from which the decision counts as settled.
         neuron_layers: number of the last blocks in which to look for entropy neurons.
+        subjects: print the table of subjects too.
         batch_size: sequences per step.
         devices: devices of the run.
         text: how text becomes sequences; of questions, only `examples` counts, which are drawn at random.
@@ -84,6 +85,7 @@ class EvalLayersOptions(BinningOptions, OutputOptions, SourceOptions, ModelOptio
     settled: Annotated[float, Range(0, 1, open="low")] = 0.9
     neuron_layers: Count = 1
     batch_size: BatchSize = presentation(16)
+    subjects: bool = presentation(False)
     devices: DeviceOptions = presentation(DeviceOptions())
 
 
@@ -113,9 +115,9 @@ def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Layer
     document = _analyse(options, lm, swept, material, context)
     if options.out is not None:
         figures = "layers.png, sweep.png" + (", subjects.png" if document["subjects"] else "")
-        finish(document, options.out, holds=figures, show=not options.json)
+        finish(document, options.out, holds=figures, show=not options.json, subjects=options.subjects)
     elif not options.json and is_first():
-        print_report(document)
+        print_report(document, subjects=options.subjects)
     return document
 
 
@@ -129,6 +131,12 @@ def _analyse(
     fit, held_out = material.halves
     counts = [int(half.where.sum()) for half in material.halves]
     context.log(f"split: {counts[0]:,} {material.unit} to find a direction and an edit on, {counts[1]:,} held out")
+    edits = 1 + len(swept) * len(options.strengths)
+    context.log(
+        f"work: {sum(int(half.segment_ids.astype(bool).sum()) for half in (fit, held_out)):,} tokens in "
+        f"{len(fit.tokens) + len(held_out.tokens):,} sequences, read once for {lm.config.num_layers + 1} layers and "
+        f"once for each of {edits} edits"
+    )
     both = Sequences(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
     steps: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
     with jax.set_mesh(context.mesh):

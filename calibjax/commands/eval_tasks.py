@@ -23,8 +23,8 @@ from calibjax.commands.common import (
 )
 from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfidence
 from calibjax.eval.answers.judges import STRING_MATCH, find_judge
-from calibjax.eval.report import print_report
 from calibjax.eval.report.schema import TasksDocument
+from calibjax.eval.report.terminal import print_report
 from calibjax.eval.tasks.local_data import assets_folder
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
@@ -89,6 +89,7 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
         limit: use only so many questions of each task (of MMLU: of each subject), drawn at random.
         batch_size: rows per step, rounded up to a multiple of the mesh axes data and fsdp.
         max_length: largest number of tokens that the model reads; longer prompts lose their start.
+        subjects: print the table of subjects too.
         bins: number of equal-width bins of the expected calibration error, in place of the preset's.
         closed: the bin of a confidence on an edge, in place of the preset's.
         devices: devices of the run.
@@ -110,6 +111,7 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
     max_length: Count | None = None
     bins: Bins | None = presentation(None)
     closed: Literal["right", "left", "none"] | None = presentation(None)
+    subjects: bool = presentation(False)
     devices: DeviceOptions = presentation(DeviceOptions())
 
 
@@ -158,9 +160,11 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
     document = _document(options, list(heads), tasks, hows, answers)
     document["run"] = {**run_identity("eval tasks", options), "base_fingerprint": lm.fingerprint}
     if options.out is not None:
-        finish(document, options.out, holds="answers/ (every question)", show=not options.json)
+        finish(
+            document, options.out, holds="answers/ (every question)", show=not options.json, subjects=options.subjects
+        )
     elif not options.json and is_first():
-        print_report(document)
+        print_report(document, subjects=options.subjects)
     return document
 
 
@@ -232,7 +236,7 @@ def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], No
 def _ask_all(
     options: EvalTasksOptions, model: Any, tasks: Mapping[str, _Task], hows: "Mapping[str, How]", context: RunContext
 ) -> dict[str, "Answers"]:
-    from calibjax.eval.tasks.evaluate import Answers, ask, check, question_count
+    from calibjax.eval.tasks.evaluate import Answers, Part, ask_parts, check, question_count
 
     for name, task in tasks.items():
         for part in task.parts.values():
@@ -241,20 +245,22 @@ def _ask_all(
     bar = context.bar(title="benchmarks", unit="question", total=sum(counts))
     answers = {}
     for name, task in tasks.items():
-        found = []
+        found: dict[str, Answers] = {}
+        parts: dict[str, Part] = {}
         for label, part in task.parts.items():
-            bar.set_postfix_str(label)
-            file = None if options.out is None else options.out / "answers" / f"{name}-{label}.npz"
+            file = _answers_file(options, name, label)
             if file is not None and on_first(file.is_file):
-                kept = _stored(file)
+                found[label] = _stored(file)
                 bar.update(question_count(part, options.limit))
             else:
-                subject = str(part.config.task_alias or label) if len(task.parts) > 1 else ""
-                kept = ask(model, part, hows[name], subject=subject, tick=bar.update)
-                if file is not None and is_first():
-                    _store(file, kept)
-            found.append(kept)
-        answers[name] = Answers.join(found)
+                parts[label] = Part(part, str(part.config.task_alias or label) if len(task.parts) > 1 else "")
+        for label, kept in ask_parts(model, parts, hows[name], tick=bar.update):
+            bar.set_postfix_str(label)
+            file = _answers_file(options, name, label)
+            if file is not None and is_first():
+                _store(file, kept)
+            found[label] = kept
+        answers[name] = Answers.join([found[label] for label in task.parts])
     bar.close()
     empty = [name for name, found in answers.items() if not found.confidence.shape[1]]
     if empty:
@@ -262,6 +268,10 @@ def _ask_all(
             f"--tasks {', '.join(empty)}: every question has an option that is longer than the model reads."
         )
     return answers
+
+
+def _answers_file(options: EvalTasksOptions, task: str, part: str) -> Path | None:
+    return None if options.out is None else options.out / "answers" / f"{task}-{part}.npz"
 
 
 def _store(file: Path, answers: "Answers") -> None:

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from calibjax.commands.common import JsonOptions, ModelOptions
+from calibjax.eval.report.rows import TextTable
+from calibjax.eval.report.terminal import print_result
 from calibjax.models import load_model
 from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.errors import UserError, about, printable
@@ -92,13 +91,11 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
 
 
 def _print(texts: list[dict[str, Any]], calibrated: bool) -> None:
-    console = Console()
     for text in texts:
-        console.print(Text.assemble(printable(text["prompt"]), (" → ", "bold"), printable(text["text"])))
-        table = Table("token", "confidence", *(("uncalibrated", "temperature") if calibrated else ()))
+        columns = ["token", "confidence", *(("uncalibrated", "temperature") if calibrated else ())]
+        rows = []
         for token in text["tokens"]:
-            row = [Text(repr(token["token"])), f"{token['confidence']:.3f}"]
+            rows.append([repr(token["token"]), f"{token['confidence']:.3f}"])
             if calibrated:
-                row += [f"{np.exp(token['log_prob']):.3f}", f"{token['temperature']:.2f}"]
-            table.add_row(*row)
-        console.print(table)
+                rows[-1] += [f"{np.exp(token['log_prob']):.3f}", f"{token['temperature']:.2f}"]
+        print_result(printable(f"{text['prompt']} → {text['text']}"), TextTable("", columns, rows))

@@ -25,6 +25,9 @@ HEADINGS = ("model", "data", "method", "evaluation", "output", "device")
 """In the order of the help. An options class names its own by a class variable `heading`; without one it is method."""
 
 
+_CONFIG_HELP = "--config FILE reads options from a YAML file, such as the run.yaml that every run leaves in --out."
+
+
 class Option(NamedTuple):
     """One flag.
 
@@ -74,13 +77,14 @@ def parse(
     """
     found = list(list_options(options_type, default))
     _check_args(args, found, prog)
+    described = description or inspect.cleandoc(options_type.__doc__ or "").split("\n\nAttributes:")[0]
     groups = {heading: [option for option in found if option.heading == heading] for heading in HEADINGS}
     given = tyro.cli(
         dataclasses.make_dataclass(
             "options", [(heading, _group(heading, of_group)) for heading, of_group in groups.items() if of_group]
         ),
         prog=prog,
-        description=_wrapped(description or inspect.cleandoc(options_type.__doc__ or "").split("\n\nAttributes:")[0]),
+        description=_wrapped(f"{described}\n\n{_CONFIG_HELP}"),
         args=list(args),
         config=(tyro.conf.OmitArgPrefixes,),
     )
@@ -155,6 +159,12 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
         parts = (_alternatives(part) for part in typing.get_args(annotation) if part is not type(None))
         return tuple(alternative for part in parts for alternative in part)
     return (annotation,)
+
+
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """The words that an option accepts, of one with fixed choices."""
+    kinds = _alternatives(annotation)
+    return tuple(str(word) for kind in kinds if typing.get_origin(kind) is Literal for word in typing.get_args(kind))
 
 
 def _metavar(option: Option) -> str | None:

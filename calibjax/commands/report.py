@@ -26,11 +26,13 @@ class ReportOptions(JsonOptions):
     Attributes:
         runs: directories with a metrics.json.
         out: where to write; by default the run's own directory, where there is one run.
+        subjects: print the table of subjects too, where a run has one.
         json: print the list of the files written as JSON, and no tables.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     out: Path | None = None
+    subjects: bool = False
 
 
 def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
@@ -49,15 +51,15 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
     except OSError as error:
         raise UserError(f"--out {out}: cannot write there ({error}).") from error
     if not options.json:
-        for loaded in runs:
+        for number, loaded in enumerate(runs, 1):
             if len(runs) > 1:
                 print(f"\n{loaded.name}")
             held_out = loaded.document["held_out"]
+            line = f"report in {out}: {', '.join(files)}" if number == len(runs) else ""
             if "sort" in held_out:
-                print_comparison(held_out, f"{loaded.name}, held out")
+                print_comparison(held_out, f"{loaded.name}, held out", files=line)
             else:
-                print_report(loaded.document)
-        print(f"report in {out}: {', '.join(files)}")
+                print_report(loaded.document, files=line, subjects=options.subjects)
     return {"out": str(out), "files": files}
 
 

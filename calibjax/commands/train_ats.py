@@ -13,8 +13,8 @@ from calibjax.commands.common import (
     BinningOptions,
     EvalDataOptions,
     ModelOptions,
-    OutputOptions,
     TextOptions,
+    TrainingOutputOptions,
     begin,
     finish,
     load_placed,
@@ -40,7 +40,7 @@ from calibjax.train.temperature import describe_temperature, fit_single_temperat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainAtsOptions(BinningOptions, OutputOptions, EvalDataOptions, TextOptions, ModelOptions):
+class TrainAtsOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, TextOptions, ModelOptions):
     """Fits Adaptive Temperature Scaling to a frozen language model and evaluates it on held-out text.
 
     Prints the calibration of the base model, of temperature scaling and of ATS, and writes to --out: head/,

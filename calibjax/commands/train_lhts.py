@@ -11,8 +11,8 @@ from calibjax.commands.common import (
     SCHEMA,
     DataOptions,
     ModelOptions,
-    OutputOptions,
     TextOptions,
+    TrainingOutputOptions,
     begin,
     finish,
     load_placed,
@@ -35,7 +35,7 @@ from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainLhtsOptions(OutputOptions, TextOptions, ModelOptions):
+class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
     """Fine-tunes a language model to a long-horizon temperature and compares it with other ways to sharpen text.
 
     The model is its own frozen scorer. Prints, for the base model, the baseline `partition` and every long-horizon

@@ -12,8 +12,8 @@ from calibjax.commands.common import (
     BinningOptions,
     EvalDataOptions,
     ModelOptions,
-    OutputOptions,
     TextOptions,
+    TrainingOutputOptions,
     begin,
     finish,
     load_placed,
@@ -35,7 +35,7 @@ from calibjax.train.temperature import fit_single_temperature
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainSftOptions(BinningOptions, OutputOptions, EvalDataOptions, TextOptions, ModelOptions):
+class TrainSftOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, TextOptions, ModelOptions):
     """Fine-tunes a language model with label smoothing and evaluates it on held-out text.
 
     The loss counts the answers only and never holds the logits. Prints the calibration of the base model and of the

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32
-from tqdm import tqdm
 
 from calibjax.data.formats import Format
 from calibjax.data.render import Rendered, make_render
 from calibjax.data.source import Rows, Skipped
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +93,7 @@ def tokenize_rows(
 
     def examples() -> Iterator[Example]:
         index = 0
-        with tqdm(desc="tokenising", unit="row", leave=False, delay=2, disable=None) as bar:  # None: on a terminal only
+        with progress_bar(None, title="tokenising", unit="row", disable=None, leave=False, delay=2) as bar:
             for batch in _batches(rendered()):
                 if len(batch) == 1 and tokenizer.is_fast and len(batch[0].text) > 2 * _PART:
                     limit = max_tokens if format.is_plain else None

@@ -2,19 +2,18 @@
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import context_mesh, local_rows, place_rows
 
+if TYPE_CHECKING:
+    import grain  # otherwise imported where batches are read: it takes more than a second
+
 Arrays = Mapping[str, np.ndarray]
 Batch = dict[str, np.ndarray]
-
-# All arrays are in memory, so threads and prefetching bring nothing.
-_READ = grain.ReadOptions(num_threads=0)
 
 
 def batches(
@@ -26,7 +25,7 @@ def batches(
     steps: int | None = None,
     shuffle: bool = True,
     part: np.ndarray | None = None,
-) -> grain.DatasetIterator[Batch]:
+) -> "grain.DatasetIterator[Batch]":
     """Iterates over batches for training.
 
     Batches continue across epochs, so every row occurs once per epoch for any batch size. Rows after the last whole
@@ -50,6 +49,8 @@ def batches(
     Raises:
         UserError: if an argument is out of range, or the arrays differ in their number of rows.
     """
+    import grain
+
     rows = _check(arrays, batch_size)
     if (epochs is None) == (steps is None):
         raise UserError(f"expected either epochs or steps, got epochs={epochs} and steps={steps}.")
@@ -61,8 +62,9 @@ def batches(
         steps = max(epochs * rows // batch_size, 1)
     last = steps * batch_size if epochs is None else epochs * rows  # total number of rows
     order = _Order(rows, batch_size, last, seed if shuffle else None)
-    indices = grain.MapDataset.range(steps).map(order)
-    return iter(indices.map(_Gather(arrays, batch_size, part)).to_iter_dataset(_READ))
+    indices = grain.MapDataset.range(steps).map(order.map)
+    read = grain.ReadOptions(num_threads=0)  # all arrays are in memory: threads and prefetching bring nothing
+    return iter(indices.map(_Gather(arrays, batch_size, part).map).to_iter_dataset(read))
 
 
 def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -81,15 +83,17 @@ def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, An
     Raises:
         UserError: as for `batches`, or if `where` is missing.
     """
+    import grain
+
     rows, mesh = _check(arrays, batch_size), context_mesh()
-    gather = _Gather(arrays, batch_size, local_rows(mesh, batch_size))
+    gather = _Gather(arrays, batch_size, local_rows(mesh, batch_size)).map
     dataset: Any = grain.MapDataset.range(rows).batch(batch_size, batch_fn=np.asarray).map(gather)
     return (
         (place_rows(mesh, dataset[step]), min(rows - step * batch_size, batch_size)) for step in range(len(dataset))
     )
 
 
-class _Order(grain.transforms.Map):
+class _Order:
     """Maps the number of a batch to its rows, with one permutation per epoch.
 
     It maps whole batches because grain's shuffle works row by row, which is slow next to the step of a small model.
@@ -111,7 +115,7 @@ class _Order(grain.transforms.Map):
         return np.concatenate(parts)
 
 
-class _Gather(grain.transforms.Map):
+class _Gather:
     """Gathers the rows of a batch with one indexing operation per array."""
 
     def __init__(self, arrays: Arrays, batch_size: int, part: np.ndarray | None):

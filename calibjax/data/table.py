@@ -44,7 +44,7 @@ class PredictionTable(NamedTuple):
         return next(len(np.asarray(field)) for field in fields if field is not None)
 
 
-def read_table(path: str | Path) -> PredictionTable:
+def read_table(path: str | Path, *, outcomes: bool = True) -> PredictionTable:
     """Reads a table of predictions.
 
     Args:
@@ -53,6 +53,7 @@ def read_table(path: str | Path) -> PredictionTable:
             1) and `label` (0 to K − 1); optionally `group`, labels of dependent rows (questions, users, domains). Or
             `.npz` with arrays `confidence` and `correct`, or `logits` `[N, K]` and `labels`, and optionally `features`
             `[N, D]`, `unembedding` `[K, D]`, `group`. Logits take precedence over confidences.
+        outcomes: False accepts a table without `correct` or `label`, and of any number of rows: it is not fitted to.
 
     Returns:
         `PredictionTable`.
@@ -66,13 +67,13 @@ def read_table(path: str | Path) -> PredictionTable:
     if not path.is_file():
         raise UserError(f"--table {path}: there is no such file.")
     arrays, names = _read_npz(path) if path.suffix == ".npz" else _read_columns(path)
-    if "logits" in arrays and "labels" in arrays:
+    if "logits" in arrays and ("labels" in arrays or not outcomes):
         logits = _logits(path, arrays["logits"])
-        labels = _labels(path, arrays["labels"], logits.shape[1])
-        predictions, truth = Predictions(logits=logits, labels=labels), labels
-    elif "confidence" in arrays and "correct" in arrays:
-        columns = {name: _fraction(path, name, arrays[name]) for name in ("confidence", "correct")}
-        predictions, truth = Predictions(**columns), columns["correct"]
+        truth = _labels(path, arrays["labels"], logits.shape[1]) if "labels" in arrays else None
+        predictions = Predictions(logits=logits, labels=truth)
+    elif "confidence" in arrays and ("correct" in arrays or not outcomes):
+        columns = {name: _fraction(path, name, arrays[name]) for name in ("confidence", "correct") if name in arrays}
+        predictions, truth = Predictions(**columns), columns.get("correct")
     else:
         known = _EXPECTED_ARRAYS if path.suffix == ".npz" else _EXPECTED
         raise UserError(f"{path}: {known}; got: {', '.join(names[:12]) or 'none'}.")
@@ -87,6 +88,8 @@ def read_table(path: str | Path) -> PredictionTable:
     if len(set(lengths.values())) != 1:
         raise UserError(f"{path}: expected the same number of rows in every array, got {lengths}.")
     table = PredictionTable(predictions, groups)
+    if not outcomes or truth is None:
+        return table
     if len(table) < FEWEST_ROWS:
         raise UserError(f"{path}: {len(table)} rows are too few to fit and evaluate: expected at least {FEWEST_ROWS}.")
     if (truth == truth[0]).all():
@@ -235,15 +238,21 @@ def _numbers(path: Path, name: str, column: Any) -> np.ndarray:
     import pyarrow
 
     if pyarrow.types.is_integer(column.type) and not column.null_count:
-        return column.to_numpy()
+        return _values(column)
     try:
-        return np.asarray(column.cast(pyarrow.float64(), safe=False).to_numpy(zero_copy_only=False), np.float64)
+        values = column.cast(pyarrow.float64(), safe=False)
+        return _values(values.fill_null(float("nan")) if values.null_count else values)
     except (pyarrow.ArrowException, TypeError):
         cells = column.to_pylist()
     row = next((row for row, cell in enumerate(cells) if cell is not None and _kind(cell) != "a number"), None)
     if row is None:
         raise UserError(f"{path}: {name}: expected numbers, got {column.type}.")
     raise UserError(f"{path}: {name}: row {row} holds {cells[row]!r}, expected a number.")
+
+
+def _values(column: Any) -> np.ndarray:
+    """The numbers of an Arrow column without nulls; `to_numpy` would import pandas."""
+    return np.concatenate([np.empty(0, column.type.to_pandas_dtype()), *map(np.from_dlpack, column.chunks)])
 
 
 def _finite(path: Path, name: str, values: Any, axes: int) -> np.ndarray:

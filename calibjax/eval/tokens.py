@@ -2,16 +2,16 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
-from calibjax.eval.report.schema import Curve, MethodRow, Reliability, ResultSet
+from calibjax.eval.figures_json import row_json
+from calibjax.eval.report.schema import MethodRow, ResultSet
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics.smooth import GROUPS, NODES
 from calibjax.models import LanguageModel
@@ -177,60 +177,3 @@ def results_json(
         methods[name] = row
         tokens = int(metrics.total(result.sums).whole()[0])
     return {"tokens": tokens, "methods": methods}
-
-
-def row_json(
-    sums: metrics.CalibrationSums, *, closed: metrics.Closed = "right", resamples: int = 1000, seed: int = 0
-) -> MethodRow:
-    """The figures of one method: those of `results_json` without temperatures. `sums` has groups `[G]`."""
-    row: dict[str, Any] = metrics.summarise(sums)
-    whole = metrics.total(sums)
-    row |= ece_json(metrics.error_interval(sums, resamples=resamples, seed=seed), bins=len(whole.count), closed=closed)
-    drawn = metrics.resample_sums(sums, accuracy_of_bins, resamples=resamples, seed=seed)
-    row["reliability"] = reliability_json(whole, drawn)
-    return cast(MethodRow, row)
-
-
-def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:
-    """The fields `ece`, with its interval and convention, and `debiased_ece` of a row."""
-    return {"ece": {"value": ece.value, "low": ece.low, "high": ece.high, **convention}, "debiased_ece": ece.debiased}
-
-
-def accuracy_of_bins(sums: metrics.CalibrationSums) -> np.ndarray:
-    """The accuracy of each bin (NaN where it is empty): `[R, bins]`, for `resample_sums`."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(sums.correct) / np.asarray(sums.count)
-
-
-def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> Reliability:
-    """Count, mean confidence, accuracy and its 95% interval per bin; None where the bin is empty.
-
-    `drawn` are the accuracies on resamples, `[R, bins]`.
-    """
-    intervals = [metrics.percentile_interval(values) for values in drawn.T]
-    return {
-        "count": [int(n) for n in whole.count],
-        "confidence": _ratio(whole.confidence, whole.count),
-        "accuracy": _ratio(whole.correct, whole.count),
-        "low": [None if np.isnan(low) else low for low, _ in intervals],
-        "high": [None if np.isnan(high) else high for _, high in intervals],
-    }
-
-
-def curve_json(curve: metrics.ReliabilityCurve) -> Curve:
-    """The curve as lists, rounded to 5 digits after the point; null where there are too few points."""
-
-    def numbers(values: np.ndarray) -> list[float | None]:
-        return [None if np.isnan(value) else round(float(value), 5) for value in values]
-
-    return {
-        "bandwidth": curve.bandwidth,
-        "density": [round(float(value), 5) for value in curve.density],
-        "accuracy": numbers(curve.accuracy),
-        "low": numbers(curve.low),
-        "high": numbers(curve.high),
-    }
-
-
-def _ratio(total: Array | np.ndarray, count: Array | np.ndarray) -> list[float | None]:
-    return [float(t / n) if n else None for t, n in zip(total, count, strict=True)]

@@ -34,7 +34,7 @@ from calibjax.metrics.errors import (
     rmsce_from_sums,
     root_mean_square_calibration_error,
 )
-from calibjax.metrics.intervals import Comparison, ErrorInterval, Interval, error_comparison, error_interval
+from calibjax.metrics.intervals import Comparison, ErrorInterval, Interval, error_comparison, error_interval, holm
 from calibjax.metrics.local import GroupingParts, grouping_loss, grouping_parts, local_calibration_error
 from calibjax.metrics.ranking import aurc, auroc, ause, excess_aurc
 from calibjax.metrics.scores import BrierParts, brier_parts, brier_score, negative_log_likelihood, summarise
@@ -76,6 +76,7 @@ __all__ = [
     "grid_sums",
     "grouping_loss",
     "grouping_parts",
+    "holm",
     "ks_calibration_error",
     "local_calibration_error",
     "maximum_calibration_error",

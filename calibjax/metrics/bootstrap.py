@@ -12,7 +12,7 @@ together, which makes a comparison paired.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,11 +39,17 @@ def _pools(groups: int, seed: int) -> np.ndarray:
     return np.random.default_rng((seed, 1)).permutation(groups) % POOLS
 
 
-def _draws(pools: int, resamples: int, seed: int, rows: int) -> Iterator[np.ndarray]:
-    """Yields how often each pool is drawn, float32 `[rows, pools]`, for at least `resamples` rows in all."""
+@functools.lru_cache(maxsize=1)
+def _draws(pools: int, resamples: int, seed: int, rows: int) -> tuple[np.ndarray, ...]:
+    """How often each pool is drawn, uint16 `[rows, pools]`, for at least `resamples` rows in all.
+
+    Kept for the next call: the methods of a comparison have the same pools, and drawing takes longer than summing.
+    """
     rng = np.random.default_rng(seed)
-    for _ in range(0, resamples, rows):
-        yield rng.multinomial(pools, np.full(pools, 1.0 / pools), size=rows).astype(np.float32)
+    return tuple(
+        rng.multinomial(pools, np.full(pools, 1.0 / pools), size=rows).astype(np.uint16)
+        for _ in range(0, resamples, rows)
+    )
 
 
 def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
@@ -198,7 +204,8 @@ def resample_metric(
     arrays = [jnp.asarray(x) for x in (confidence, correct, *others)]
     rows = max(1, min(resamples, _DRAWS // max(len(confidence), pools)))
     for draws in _draws(pools, resamples, seed, rows):
-        values.append(np.asarray(mapped(jnp.asarray(draws), jnp.asarray(pool), *arrays), np.float64))
+        counts = jnp.asarray(draws, jnp.float32)
+        values.append(np.asarray(mapped(counts, jnp.asarray(pool), *arrays), np.float64))
     return np.concatenate(values)[:resamples]
 
 

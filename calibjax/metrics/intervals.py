@@ -18,7 +18,7 @@ The target is the error of the population in the same bins: Σ_b |E[(confidence 
 `eval/study_intervals.py` simulates the coverage; `docs/metrics.md` has its table.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +72,30 @@ class Comparison(NamedTuple):
     high: float
     share_lower: float
     p_value: float
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """p-values corrected for their number by Holm's step-down method (Holm 1979, Scandinavian Journal of Statistics 6).
+
+    Of m p-values in ascending order, the corrected p₍ᵢ₎ is max over j <= i of min(1, (m − j + 1) p₍ⱼ₎). Rejecting those
+    below a level bounds the probability of any false rejection by that level, for dependent tests too.
+
+    Args:
+        p_values: name -> p-value in [0, 1]; NaN stays NaN and does not count.
+
+    Returns:
+        name -> corrected p-value, in the same order.
+
+    Example:
+        >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
+        {'a': 0.03, 'b': 0.06, 'c': 0.06}
+    """
+    known = sorted((name for name, p in p_values.items() if not np.isnan(p)), key=lambda name: p_values[name])
+    corrected, largest = dict(p_values), 0.0
+    for rank, name in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p_values[name]))
+        corrected[name] = largest
+    return corrected
 
 
 def error_interval(

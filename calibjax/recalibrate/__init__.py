@@ -3,6 +3,7 @@
 from calibjax.recalibrate.agreement import sample_agreement
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, parameter_count
 from calibjax.recalibrate.methods import METHODS
+from calibjax.recalibrate.saved import Recalibrator, load, save
 from calibjax.recalibrate.temperature import (
     NEEDED_STATISTICS,
     LikelihoodSums,
@@ -18,9 +19,12 @@ __all__ = [
     "LikelihoodSums",
     "Method",
     "Predictions",
+    "Recalibrator",
     "TemperatureFit",
     "fit_temperature",
     "likelihood_sums",
+    "load",
     "parameter_count",
     "sample_agreement",
+    "save",
 ]

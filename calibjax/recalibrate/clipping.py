@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.kernels import vocab_stats
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
 
 _CANDIDATES = 48
@@ -22,6 +21,8 @@ class ClippingState(NamedTuple):
 
 @jax.jit
 def _scores(limit: Array, features: Array, unembedding: Array, labels: Array) -> tuple[Array, Array]:
+    from calibjax.kernels import vocab_stats  # imports Pallas, which the other methods do not need
+
     stats = vocab_stats(
         jnp.clip(features, -limit, limit),
         unembedding,

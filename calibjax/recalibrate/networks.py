@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.heads import MLPHead
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
 from calibjax.recalibrate.optimize import descend
 from calibjax.recalibrate.temperature import log_softmax_at
@@ -88,10 +87,17 @@ def apply_g_layers(state: GLayersState, data: Predictions) -> Float[Array, "N K"
     return log_probs_of(_corrected(tuple(params), jnp.asarray(data.logits, jnp.float32), mean, deviation))
 
 
+def _head(width: int) -> Any:
+    """An `MLPHead`; flax is imported where one is fitted or applied."""
+    from calibjax.heads import MLPHead
+
+    return MLPHead(intermediate_size=width)
+
+
 def _tempered(params: Any, logits: Array, features: Array) -> Array:
     # The width is in the parameters; the head is a pure function of both.
     width = params["params"]["gate_up"]["kernel"].shape[1] // 2
-    log_scale = MLPHead(intermediate_size=width).apply(params, features[None])
+    log_scale = _head(width).apply(params, features[None])
     return log_softmax_at(jnp.exp(jnp.asarray(log_scale)[0])[:, None], logits)
 
 
@@ -120,7 +126,7 @@ def fit_ats(data: Predictions, where: np.ndarray | None = None, *, units: int = 
         UserError: see `select`.
     """
     logits, features, labels = select(data, ("logits", "features", "labels"), where)
-    start = MLPHead(intermediate_size=units).init(jax.random.key(seed), jnp.asarray(features[None, :1]))
+    start = _head(units).init(jax.random.key(seed), jnp.asarray(features[None, :1]))
     params, report = descend(_ats_loss, start, (logits, features, labels), seed=seed)
     return HeadState(params, report)
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport
@@ -84,13 +83,21 @@ def minimize(
 
 STEPS, BATCH = 2000, 256
 _LOOK, _PATIENCE = 50, 300  # steps between looks at the loss kept from training; without a better one before it stops
-_OPTIMIZER = optax.adam(optax.cosine_decay_schedule(3e-3, STEPS))
+
+
+@functools.cache
+def _optimizer() -> Any:
+    import optax
+
+    return optax.adam(optax.cosine_decay_schedule(3e-3, STEPS))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _step(loss: Loss, params: Any, moments: Any, rows: tuple[Array, ...], extra: Any) -> tuple[Any, Any]:
+    import optax
+
     grad = jax.grad(lambda p: jnp.mean(loss(p, rows, extra)))(params)
-    updates, moments = _OPTIMIZER.update(grad, moments)
+    updates, moments = _optimizer().update(grad, moments)
     return optax.apply_updates(params, updates), moments
 
 
@@ -145,7 +152,7 @@ def descend(
     def score(params: Any) -> float:
         return float(np.mean([_mean(loss, params, take(index), extra) for index in tests]))
 
-    params, moments = start, _OPTIMIZER.init(start)
+    params, moments = start, _optimizer().init(start)
     best, best_score, best_step = params, score(params), 0
     for step in range(STEPS):
         params, moments = _step(loss, params, moments, take(training[rng.integers(0, len(training), BATCH)]), extra)

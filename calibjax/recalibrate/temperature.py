@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.kernels import VocabStats
-from calibjax.losses import top_label
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+
+if TYPE_CHECKING:
+    from calibjax.kernels import VocabStats
 
 
 class TemperatureFit(NamedTuple):
@@ -51,7 +52,7 @@ NEEDED_STATISTICS = ("log_normalizer", "target_logit", "expected_logit", "logit_
 """What `likelihood_sums` needs of `vocab_stats(statistics=...)`."""
 
 
-def likelihood_sums(stats: VocabStats, top_label_weight: float = 0.0) -> LikelihoodSums:
+def likelihood_sums(stats: "VocabStats", top_label_weight: float = 0.0) -> LikelihoodSums:
     """Negative log-likelihood and its derivatives in a common factor e^u of the scale, summed over the last axis.
 
     nll = log_normalizer − s z_y, so ∂nll/∂u = s (E_p[z] − z_y) and ∂²nll/∂u² = s (E_p[z] − z_y) + s² Var_p[z].
@@ -69,6 +70,8 @@ def likelihood_sums(stats: VocabStats, top_label_weight: float = 0.0) -> Likelih
     slope = stats.scale * (stats.require("expected_logit") - stats.require("target_logit"))
     curvature = slope + jnp.square(stats.scale) * stats.require("logit_variance")
     if top_label_weight:
+        from calibjax.losses import top_label  # imports Pallas, which recalibration of a table does not need
+
         log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
         miss = -jnp.expm1(log_confidence)
         confidence = jnp.exp(log_confidence)

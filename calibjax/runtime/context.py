@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.progress import progress_bar
 from calibjax.runtime.sharding import make_mesh
+from calibjax.runtime.tracking import TrackerName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class RunContext:
         log: called with one line per event.
         progress: whether to show progress bars, in the first process only.
         title: of the progress bar of the next step; None: the step's own.
+        track: where the scalars of training go beside TensorBoard; see `calibjax.runtime.tracking`.
     """
 
     directory: Path | None = None
@@ -35,6 +38,7 @@ class RunContext:
     log: Callable[[str], None] = print
     progress: bool = True
     title: str | None = None
+    track: TrackerName = "tensorboard"
 
     @property
     def shows_progress(self) -> bool:
@@ -78,8 +82,8 @@ class RunContext:
         return self.directory
 
     def bar(self, items: Iterable[Any] | None = None, *, title: str, unit: str, **options: Any) -> tqdm:
-        """Makes a progress bar over `items`, or one to update manually up to `total`."""
-        return tqdm(items, desc=title, unit=unit, disable=not self.shows_progress, **options)
+        """Makes a progress bar over `items`, or one to update manually up to `total`: see `progress_bar`."""
+        return progress_bar(items, title=title, unit=unit, disable=not self.shows_progress, **options)
 
 
 def _discard(line: str) -> None:

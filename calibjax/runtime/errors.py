@@ -69,6 +69,10 @@ def printable(text: str) -> str:
     )
 
 
+class NonFiniteLossError(FloatingPointError):
+    """The loss of a step of training, or its gradient, was NaN or infinite."""
+
+
 def require_directory(path: str | Path, what: str) -> Path:
     """Returns `path` as a `Path`; raises `UserError` if it is not an existing directory. `what` names its role."""
     path = Path(path)

@@ -1,8 +1,8 @@
 """Training: state, step, loop and checkpoints, and the objectives over them."""
 
+from calibjax.runtime.errors import NonFiniteLossError
 from calibjax.train.ats import AtsObjective
 from calibjax.train.checkpoint import head_notes, load_head, save_head
-from calibjax.train.loop import NonFiniteLossError
 from calibjax.train.options import AtsOptions
 from calibjax.train.state import OptimizerConfig, TrainState, create_state
 from calibjax.train.step import make_train_step

@@ -16,19 +16,17 @@ from tqdm import tqdm
 
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first
+from calibjax.runtime.errors import NonFiniteLossError
 from calibjax.runtime.files import write_file
 from calibjax.runtime.sharding import place_rows
 from calibjax.runtime.signals import finishing_steps
+from calibjax.runtime.tracking import TrackerName, make_tracker
 from calibjax.train.checkpoint import Checkpoints
 from calibjax.train.state import TrainState
 from calibjax.train.step import StepMetrics, TrainStep
 
 LOG_EVERY = 10
 _FLUSH_EVERY = 30.0  # seconds between writes of events to the disk
-
-
-class NonFiniteLossError(FloatingPointError):
-    """The loss of a step, or its gradient, was NaN or infinite."""
 
 
 class TrainLog:
@@ -38,10 +36,11 @@ class TrainLog:
         directory: created if missing.
         first_step: step of the checkpoint that the run resumes from. Rows of later steps are removed, because the steps
             are run again.
+        track: a tracker that gets the scalars too.
     """
 
-    def __init__(self, directory: Path, *, first_step: int):
-        self._file = self._events = None
+    def __init__(self, directory: Path, *, first_step: int, track: TrackerName = "tensorboard"):
+        self._file = self._events = self._tracker = None
         if not is_first():
             return
         # SummaryWriter writes in a thread of its own, which hides a failure and then waits forever.
@@ -66,6 +65,7 @@ class TrainLog:
         restart = SessionLog(status=SessionLog.START)
         self._events.write_event(Event(wall_time=time.time(), step=first_step + 1, session_log=restart))
         self._next_flush = 0.0
+        self._tracker = make_tracker(track, directory)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         if self._file is None or self._events is None:
@@ -80,11 +80,15 @@ class TrainLog:
         if time.monotonic() >= self._next_flush:
             self._events.flush()
             self._next_flush = time.monotonic() + _FLUSH_EVERY
+        if self._tracker is not None:
+            self._tracker.log(scalars, step=step)
 
     def close(self) -> None:
         if self._file is not None and self._events is not None:
             self._file.close()
             self._events.close()
+        if self._tracker is not None:
+            self._tracker.finish()
 
 
 def training_curves(directory: Path) -> dict[str, dict[str, list[Any]]]:
@@ -186,7 +190,7 @@ def train(
         state, data_state = restored
         batches.set_state(data_state)
     start = int(state.step)
-    log = TrainLog(directory, first_step=start)
+    log = TrainLog(directory, first_step=start, track=context.track)
     bar = context.bar(title=str(context.title), unit="step", total=steps, initial=start, mininterval=0.2)
     settle = _Settle(context, bar, log, steps)
 

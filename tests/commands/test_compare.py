@@ -1,5 +1,6 @@
 """calibjax compare: figures against scikit-learn and numpy, the same from every format, on a model, mistakes."""
 
+import itertools
 import json
 import re
 import shutil
@@ -11,11 +12,12 @@ from pyarrow import csv as pa_csv
 from pyarrow import parquet
 from tiny import write_model, write_text
 
-import calibjax.commands.compare as command
+import calibjax.commands.compare.text as command
 from calibjax.cli import main
 from calibjax.data.table import PredictionTable, read_table, split_table
 from calibjax.eval.compare.results import COMPARED
-from calibjax.recalibrate import METHODS, Predictions, optimize
+from calibjax.eval.report.verdicts import comparison_verdict
+from calibjax.recalibrate import METHODS, Predictions, load, optimize
 from calibjax.runtime.errors import UserError
 from calibjax.train import options as ats_options
 
@@ -222,6 +224,12 @@ def test_order_of_rows(files, capsys, sort, sign):
     assert len(known) == (3 if sort == "nll" else 5)
 
 
+def closed_bonferroni(p):
+    """Holm's method is the closed test of Bonferroni's: the largest corrected p-value of all sets with a hypothesis."""
+    sets = [s for size in range(1, len(p) + 1) for s in itertools.combinations(range(len(p)), size)]
+    return [max(min(1.0, len(s) * min(p[j] for j in s)) for s in sets if i in s) for i in range(len(p))]
+
+
 def test_tables_report_and_what_is_left_out(files, capsys, tmp_path):
     out = tmp_path / "out"
     code = main(["compare", *QUICK, "--table", str(files / "binary.csv"), "--out", str(out)])
@@ -234,26 +242,82 @@ def test_tables_report_and_what_is_left_out(files, capsys, tmp_path):
     assert not set(held_out["methods"]) & set(held_out["left_out"])
     assert "few_shot" in held_out["methods"]  # the groups are its slices
     assert "left out: lore: no features to read here." in shown
-    assert "by ece" in shown
-    assert "in these bins, over groups" in shown
+    assert "by log loss" in shown
+    assert "paired over resamples of groups" in " ".join(shown.split())
     assert "…" not in shown
     lines = shown.splitlines()
-    first = next(iter(held_out["methods"]))
-    best = next(line for line in lines if line.strip().startswith(first))
-    assert best.split("]")[1].startswith(" *") or best.split("]")[1].startswith("+*")
-    base = next(line for line in lines if line.strip().startswith("uncalibrated"))
-    assert base.split("]")[1].startswith("-"), "significantly worse"
+    assert max(map(len, lines[1:-1])) <= 80, "a pipe has 80 columns; the first and the last line are not of the end"
+    first, reference = next(iter(held_out["methods"])), held_out["reference"]
+    compared = {name: row["against"]["log_loss"] for name, row in held_out["methods"].items() if name != reference}
+    corrected = closed_bonferroni([row["p_value"] for row in compared.values()])
+    np.testing.assert_allclose([row["holm_p"] for row in compared.values()], corrected, rtol=1e-12)
+    losses = [row["log_loss"] for row in held_out["methods"].values()]
+    assert losses == sorted(losses)
+    best = next(line for line in lines[2:] if line.startswith(f"{first} "))
+    accuracy, loss = (f"{held_out['methods'][first][key]:.4f}".lstrip("0") for key in ("accuracy", "log_loss"))
+    assert best.split()[1] == loss
+    assert accuracy in best.split()
     page = (out / "report.html").read_text()
     for name, row in held_out["methods"].items():
         assert f"<td>{row['brier']:.4f}</td>" in page, name
         assert len(row["reliability"]["count"]) == BINS
         assert sum(row["reliability"]["count"]) == held_out["tokens"]
+    assert f"{'WARNING: no method beats' if compared.get(first, {}).get('holm_p', 1) >= 0.05 else first}" in lines[1]
     assert "Left out: lore" in page
     assert (out / "reliability.png").read_bytes().startswith(b"\x89PNG")
 
     assert main(["report", str(out)]) == 0
     again = capsys.readouterr().out.splitlines()
     assert [line for line in again if "[" in line] == [line for line in lines if "[" in line]
+
+
+def test_platt_wins_on_its_own_map(tmp_path, capsys):
+    """Data of an exact Platt map: it has the lowest log loss, is saved, and maps new data by one call and command."""
+    rng = np.random.default_rng(0)
+    confidence = rng.beta(4, 2, 8000)
+    truth = 1 / (1 + np.exp(0.8 - 0.6 * np.log(confidence / (1 - confidence))))
+    correct = rng.random(8000) < truth
+    table, saved = tmp_path / "x.csv", tmp_path / "saved"
+    pa_csv.write_csv(pa.table({"confidence": confidence, "correct": correct.astype(int)}), table)
+    options = ["--table", table, "--methods", "platt", "histogram", "isotonic", "--save", saved]
+    code, document, error = compare(capsys, *options)
+    assert code == 0, error
+    assert next(iter(document["held_out"]["methods"])) == "platt"
+    assert comparison_verdict(document["held_out"]).startswith("platt wins: its log loss, ")
+    new = np.linspace(0.01, 0.99, 25)
+    wanted = 1 / (1 + np.exp(0.8 - 0.6 * np.log(new / (1 - new))))
+    got = load(saved)(confidence=new)
+    np.testing.assert_allclose(got, wanted, atol=0.05)
+
+    pa_csv.write_csv(pa.table({"confidence": new}), tmp_path / "new.csv")
+    apply = ["apply", "--method", str(saved), "--table", str(tmp_path / "new.csv")]
+    assert main([*apply, "--out", str(tmp_path / "out.csv")]) == 0
+    assert "their outcomes are not known" in capsys.readouterr().out
+    np.testing.assert_allclose(pa_csv.read_csv(tmp_path / "out.csv")["confidence"].to_numpy(), got, rtol=1e-6)
+    assert main(["apply", "--method", str(saved), "--table", str(table), "--out", str(tmp_path / "out.jsonl")]) == 0
+    assert "The recalibrated predictions are better: log loss " in " ".join(capsys.readouterr().out.split())
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 8000
+    assert main([*apply, "--out", str(tmp_path / "out.xls")]) == 2
+    assert "expected a file ending in .csv, .jsonl, .npz" in capsys.readouterr().err
+
+
+def test_apply_to_a_distribution(files, tmp_path, capsys):
+    options = ["--table", files / "logits.npz", "--methods", "vector", "--save", tmp_path / "saved"]
+    code, document, _ = compare(capsys, *options)
+    assert code == 0
+    first = next(iter(document["held_out"]["methods"]))
+    out = tmp_path / "out.npz"
+    new = ["--table", str(files / "logits.csv"), "--out", str(out), "--json"]
+    assert main(["apply", "--method", str(tmp_path / "saved"), *new]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    z, labels, _ = made()
+    log_p = np.asarray(METHODS[first].apply(load(tmp_path / "saved").state, Predictions(logits=z)))
+    with np.load(out) as found:
+        np.testing.assert_allclose(found["p"], np.exp(log_p), rtol=1e-5, atol=1e-7)
+        np.testing.assert_array_equal(found["prediction"], log_p.argmax(axis=1))
+        np.testing.assert_allclose(found["confidence"], np.exp(log_p.max(axis=1)), rtol=1e-5)
+    np.testing.assert_allclose(figures[first]["accuracy"], np.mean(log_p.argmax(axis=1) == labels))
+    assert figures[first]["log_loss"] < figures["uncalibrated"]["log_loss"]
 
 
 def test_a_method_that_fails_does_not_stop_the_others(files, capsys, monkeypatch):
@@ -273,7 +337,7 @@ def test_a_method_that_fails_does_not_stop_the_others(files, capsys, monkeypatch
     assert failed["platt"].startswith("ValueError: it gave nan as a confidence")
     assert set(document["held_out"]["methods"]) == {"uncalibrated", "confidence_temperature", "histogram"}
     assert main(["compare", *QUICK, *map(str, options)]) == 1
-    assert "failed: FloatingPointError: no" in capsys.readouterr().out
+    assert "beta failed: FloatingPointError: no." in capsys.readouterr().out
 
 
 BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 10)) + "0.5,1\n"
@@ -442,7 +506,7 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     # One by statistics of sequences, the other by arrays, of which it holds the former as a special case.
     assert rows["ensemble_temperature"]["nll"] < rows["uncalibrated"]["nll"]
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "fit", "metrics.json", "reliability.png", "report.html")
+        *("run.json", "run.yaml", "fit", "metrics.json", "reliability.png", "report.html")
     }
 
     # The temperature from arrays, in the file format for them: the same tokens give the same figures.

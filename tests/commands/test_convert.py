@@ -81,7 +81,7 @@ def test_there_and_back(tmp_path, capsys, dtype):
     model = write_model(tmp_path / "model", tensors)
     assert main(["convert", "--model", str(model), "--out", str(there)]) == 0
     assert main(["convert", "--model", str(there), "--out", str(back), "--to", "safetensors", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out.split("orbax, ", 1)[1].split("\n", 1)[1])
+    document = json.loads(capsys.readouterr().out.split("for --model", 1)[1].split("\n", 1)[1])
     assert (document["format"], document["dtype"]) == ("safetensors", np.dtype(dtype).name)
     assert {load_model(path).fingerprint for path in (model, there, back)} == {document["fingerprint"]}
     assert not (back / "calibjax.json").exists()

@@ -26,8 +26,8 @@ from calibjax.commands.study.ablations import ABLATIONS
 from calibjax.commands.study.transfer import SUBJECTS, answered_questions
 from calibjax.commands.train_ats import fit_ats
 from calibjax.data import Rows
-from calibjax.eval import identity_head
 from calibjax.eval.compare.repeats import FIGURES, evaluate_repeats
+from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.train import AtsOptions
 from calibjax.train.options import make_plan

@@ -15,11 +15,11 @@ from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, 
 
 from calibjax.cli import main
 from calibjax.commands.common import finish
-from calibjax.eval import identity_head
 from calibjax.eval.report import Run, page, save_report
 from calibjax.eval.report.heatmap import heatmap_html
 from calibjax.eval.tasks.subjects import subject_rows
 from calibjax.eval.token_sample import _whole_words, text_after, token_sample
+from calibjax.eval.tokens import identity_head
 from calibjax.models import LanguageModel, load_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -134,7 +134,7 @@ def test_layers_command(runs):
     folder, printed = runs
     out = folder / "text"
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "metrics.json", "report.html", "reliability.png", "layers.png", "sweep.png")
+        *("run.json", "run.yaml", "metrics.json", "report.html", "reliability.png", "layers.png", "sweep.png")
     }
     document = json.loads((out / "metrics.json").read_text())
     json.dumps(document, allow_nan=False)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
-from calibjax.eval import evaluate_tokens, identity_head, print_report, results_json, write_report
+from calibjax.eval.report import print_report, write_report
 from calibjax.eval.report.verdicts import set_verdict as verdict
+from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead, HeadConfig
 
 LM = make_lm()

@@ -17,7 +17,16 @@ import recalibration_data
 from oracle import EPS, assert_within
 
 from calibjax import UserError
-from calibjax.recalibrate import METHODS, FitReport, Predictions, optimize, parameter_count, sample_agreement
+from calibjax.recalibrate import (
+    METHODS,
+    FitReport,
+    Predictions,
+    load,
+    optimize,
+    parameter_count,
+    sample_agreement,
+    save,
+)
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "recalibration_goldens.json").read_text())
 OPTIONS = {
@@ -507,6 +516,60 @@ def test_orbax_stores_every_state(tmp_path):
         checkpointer.wait_until_finished()
         back = checkpointer.restore(tmp_path / "states", states)
     chex.assert_trees_all_equal(back, states)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_saved_and_loaded(tmp_path, name):
+    """Every state comes back bit for bit, with its type, and gives the same from one call."""
+    state = fitted(name)
+    save(tmp_path / "x", name, state, notes={"data": "x.csv"})
+    back = load(tmp_path / "x")
+    assert (back.name, back.notes, type(back.state)) == (name, {"data": "x.csv"}, type(state))
+    assert jax.tree.structure(back.state) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, back.state, state)
+    assert {file.name for file in (tmp_path / "x").iterdir()} == {
+        *("state.safetensors", "recalibrator.json", "checksums.json")
+    }
+
+
+def test_one_call_on_new_data(tmp_path):
+    save(tmp_path / "x", "platt", fitted("platt"))
+    data, platt = bundle(seed=33), load(tmp_path / "x")
+    expected = METHODS["platt"].apply(fitted("platt"), Predictions(confidence=data.confidence))
+    for got in (platt(data), platt(confidence=data.confidence)):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    with pytest.raises(UserError, match="platt reads confidence; missing: confidence"):
+        platt(logits=data.logits)
+    save(tmp_path / "x", "vector", fitted("vector"))  # replaces what is there
+    assert load(tmp_path / "x")(data).shape == data.logits.shape
+
+
+@pytest.mark.parametrize("file", ["state.safetensors", "recalibrator.json", "checksums.json"])
+def test_damage_is_refused(tmp_path, file):
+    save(tmp_path / "x", "platt", fitted("platt"))
+    content = (tmp_path / "x" / file).read_bytes()
+    (tmp_path / "x" / file).write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    with pytest.raises(UserError, match=r"damaged or edited|cannot be read"):
+        load(tmp_path / "x")
+    (tmp_path / "x" / file).unlink()
+    with pytest.raises(UserError, match=r"missing|found none"):
+        load(tmp_path / "x")
+
+
+def test_what_cannot_be_saved_or_loaded(tmp_path):
+    with pytest.raises(UserError, match="expected a PlattState for platt, got a BetaState"):
+        save(tmp_path / "x", "platt", fitted("beta"))
+    with pytest.raises(UserError, match="'plat': expected one of"):
+        save(tmp_path / "x", "plat", fitted("platt"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(UserError, match="holds"):
+        save(tmp_path / "mine", "platt", fitted("platt"))
+    assert (tmp_path / "mine" / "file").exists()
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "head.json").touch()
+    with pytest.raises(UserError, match=r"calibjax\.load_head reads it"):
+        load(tmp_path / "head")
 
 
 @pytest.mark.usefixtures("few_steps")

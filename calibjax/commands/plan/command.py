@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.table import Column, Table
-
 from calibjax.commands.common import JsonOptions, ModelOptions
 from calibjax.commands.plan.chips import GIB, Topology, parse_topology
 from calibjax.commands.plan.program import Job, ObjectiveName
 from calibjax.commands.plan.result import plan_job
+from calibjax.eval.report.rows import TextTable
+from calibjax.eval.report.terminal import print_result
 from calibjax.heads import HeadKind
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Remat
@@ -181,57 +180,60 @@ def _cost(plan: dict[str, Any]) -> tuple[float, ...]:
 
 
 def _print(document: dict[str, Any], options: PlanOptions, topology: Topology) -> None:
-    console = Console()
-    console.print(
+    job = (
         f"{options.model}, {options.objective}, {options.batch_size} x {options.seq_len} tokens per step, "
         f"{options.dtype}, on {topology.devices} devices ({options.topology})"
     )
     plans = document["plans"] if options.suggest else [document]
-    if any(plan["compiled"] for plan in plans):
-        console.print(f"The step was compiled by libtpu {document['libtpu']}; nothing was run.")
-    elif document["libtpu"]:
-        console.print("From the shapes alone.")
-    elif topology.chip.platform == "gpu" or not options.compile:
-        console.print("From the shapes alone: nothing was compiled, so temporaries and collectives are not known.")
-    else:
-        console.print(
-            "From the shapes alone: the TPU compiler is not installed, so temporaries and collectives are not known. "
-            'Install it with: pip install "jax[tpu]"'
-        )
+    notes = [_source(document, plans, options, topology), *([document["note"]] if document.get("note") else [])]
     if options.suggest:
-        parts = ("compute", "memory", "interconnect")
-        table = Table(
-            Column("mesh", no_wrap=True),
-            "per device",
-            "fits",
-            "compute",
-            "memory",
-            "moved",
-            title="at least so many ms a step",
-        )
-        for plan in plans:
-            seconds = (plan["roofline_seconds"][name] for name in parts)
-            milliseconds = ("" if x is None else f"{1e3 * x:,.0f}" for x in seconds)
-            fits = {None: "not known", True: "yes", False: "no"}[plan["fits"]]
-            table.add_row(plan["mesh"], _size(plan["bytes_per_device"]["total"]), fits, *milliseconds)
-        console.print(table)
         if document["best"] is None:
-            console.print("none of these meshes fits")
+            line = f"None of these meshes fits: {job}."
         else:
-            console.print(f"best{'' if document['fits'] else ', if it fits'}: --mesh {document['best']}")
+            line = f"Best{'' if document['fits'] else ', if it fits'}: --mesh {document['best']} for {job}."
+        print_result(line, _mesh_table(plans, document["best"]), notes=notes)
         return
-    table = Table("per device", "", title=f"mesh {document['mesh']}", title_justify="left")
-    for name, size in document["bytes_per_device"].items():
-        table.add_row(name.replace("_", " "), _size(size))
-    table.add_row("fits", _verdict(document))
-    table.add_row("operations", f"{document['flops_per_device']:.3g} FLOP of {document['flops_per_step']:.3g} a step")
+    word = {None: "It is not known whether this fits", True: "This fits", False: "This does not fit"}[document["fits"]]
+    print_result(f"{word}, at {_bound_words(document)}: {job}.", _plan_table(document), notes=notes)
+
+
+def _source(document: dict[str, Any], plans: list[dict[str, Any]], options: PlanOptions, topology: Topology) -> str:
+    """Where the figures come from."""
+    if any(plan["compiled"] for plan in plans):
+        return f"The step was compiled by libtpu {document['libtpu']}; nothing was run."
+    if document["libtpu"]:
+        return "From the shapes alone."
+    unknown = "From the shapes alone: {}, so temporaries and collectives are not known."
+    if topology.chip.platform == "gpu" or not options.compile:
+        return unknown.format("nothing was compiled")
+    return unknown.format("the TPU compiler is not installed") + ' Install it with: pip install "jax[tpu]"'
+
+
+def _mesh_table(plans: list[dict[str, Any]], best: str | None) -> TextTable:
+    rows = []
+    for plan in plans:
+        seconds = (plan["roofline_seconds"][name] for name in ("compute", "memory", "interconnect"))
+        milliseconds = ("" if x is None else f"{1e3 * x:,.0f}" for x in seconds)
+        fits = {None: "not known", True: "yes", False: "no"}[plan["fits"]]
+        rows.append([plan["mesh"], _size(plan["bytes_per_device"]["total"]), fits, *milliseconds])
+    columns = ["mesh", "per device", "fits", "compute", "memory", "moved"]
+    chosen = tuple(index for index, plan in enumerate(plans) if plan["mesh"] == best)
+    return TextTable("at least so many ms a step", columns, rows, (2, 1, 3, 4, 5), chosen)
+
+
+def _plan_table(document: dict[str, Any]) -> TextTable:
+    rows = [[name.replace("_", " "), _size(size)] for name, size in document["bytes_per_device"].items()]
+    rows.append(["fits", _verdict(document)])
+    rows.append(["operations, FLOP", f"{document['flops_per_device']:.3g}"])
+    rows.append(["operations of a step, FLOP", f"{document['flops_per_step']:.3g}"])
     for kind, of_kind in (document["collectives"] or {}).items():
-        text = f"{of_kind['count']:,} x, {_size(of_kind['bytes'])} received, the largest {_size(of_kind['largest'])}"
-        table.add_row(kind, text)
-    table.add_row("roofline", _bound(document))
-    console.print(table)
-    if document["note"]:
-        console.print(document["note"])
+        rows.append([f"{kind}, {of_kind['count']:,} x: received", _size(of_kind["bytes"])])
+        rows.append([f"{kind}: the largest", _size(of_kind["largest"])])
+    seconds = document["roofline_seconds"]
+    for name in ("compute", "memory", "interconnect", "bound"):
+        if seconds[name] is not None:
+            rows.append([f"roofline, {name}", f"{1e3 * seconds[name]:,.0f} ms"])
+    return TextTable(f"mesh {document['mesh']}", ["per device", ""], rows)
 
 
 def _size(size: int) -> str:
@@ -247,8 +249,5 @@ def _verdict(plan: dict[str, Any]) -> str:
     return f"yes, with {_size(margin)} to spare" if plan["fits"] else f"no: {_size(-margin)} too much"
 
 
-def _bound(plan: dict[str, Any]) -> str:
-    seconds = plan["roofline_seconds"]
-    parts = ((name, seconds[name]) for name in ("compute", "memory", "interconnect"))
-    text = ", ".join(f"{name} {1e3 * x:,.0f} ms" for name, x in parts if x is not None)
-    return f"{1e3 * seconds['bound']:,.0f} ms ({text})"
+def _bound_words(plan: dict[str, Any]) -> str:
+    return f"{1e3 * plan['roofline_seconds']['bound']:,.0f} ms a step at the least"

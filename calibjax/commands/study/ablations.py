@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from calibjax.commands.common import EvalDataOptions, claim_directory, split_text
+from calibjax.commands.common import EvalDataOptions, claim_directory, leave_config, split_text
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked, parameters_of
 from calibjax.eval.compare.repeats import evaluate_repeats
 from calibjax.eval.report.schema import StudyDocument
@@ -81,8 +81,8 @@ ABLATIONS = {"pooling": _pooling(), "losses": _losses(), "alpha": _alpha(), "hea
 class AblationOptions(EvalDataOptions, StudyOptions):
     """Fits every variant of a study on one set of text, with several seeds, and evaluates them on held-out text.
 
-    Prints a table for each set, with the base model and temperature scaling beside the variants, and writes to --out:
-    metrics.json, a figure for each set (PNG), and heads/.
+    Prints a table of the held-out set, with the base model and temperature scaling beside the variants, and writes to
+    --out: metrics.json, a figure for each set (PNG), and heads/.
 
     Attributes:
         data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id.
@@ -98,6 +98,7 @@ def run(name: str, options: AblationOptions, log: Callable[[str], None] = print)
     fit, held_out = split_text(options.text.read(options.data, lm, log), options.fit_fraction, log)
     sets = {"held out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     claim_directory(options.out, options.identity(name, {"fit": fit}))
+    leave_config(options.out, f"study {name}", options)
     variants = {variant: options.variant(**changes) for variant, changes in study.variants.items()}
     log(f"{len(variants)} variants, {options.seeds} seeds: {len(fit.tokens):,} sequences to fit on")
     context = RunContext(directory=options.out / "heads", log=log, progress=not options.quiet)

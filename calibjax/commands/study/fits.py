@@ -152,7 +152,9 @@ def finish_study(study: dict[str, Any], options: StudyOptions, log: Callable[[st
     document = cast(StudyDocument, {"schema": SCHEMA, **study, **convention, "run": described})
     write_file(options.out / "metrics.json", json.dumps(document, indent=2) + "\n")
     files = write_study(document, options.out)
+    where = f"results in {options.out}: metrics.json, {', '.join(files)}, heads/"
     if not options.json:
-        print_study(document)
-    log(f"results in {options.out}: metrics.json, {', '.join(files)}, heads/")
+        print_study(document, files=where)
+    else:
+        log(where)
     return document

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from calibjax.commands.common import check_source, claim_directory, split_text
+from calibjax.commands.common import check_source, claim_directory, leave_config, split_text
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked
 from calibjax.data import (
     Rows,
@@ -50,7 +50,7 @@ class TransferOptions(StudyOptions):
 
     Fits temperature scaling and an ATS head (MLP on hidden states, joint loss, several seeds) on each domain and
     evaluates them on the held-out sequences of all. All domains are cut to as many sequences as the smallest has.
-    Prints the matrices of NLL and ECE, and writes to --out: metrics.json, transfer.png and heads/.
+    Prints the matrix of the NLL of ATS, and writes to --out: metrics.json, transfer.png and heads/.
 
     Attributes:
         domains: NAME=SOURCE each, a source being a file, directory or hub id. A name is of at most 50 letters, digits,
@@ -95,6 +95,7 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDo
         for name, sequences in domains.items()
     }
     claim_directory(options.out, options.identity("transfer", {name: fit for name, (fit, _) in parts.items()}))
+    leave_config(options.out, "study transfer", options)
     log(f"{len(parts)} domains of {smallest:,} sequences, {options.seeds} seeds")
     context = RunContext(directory=options.out / "heads", log=log, progress=not options.quiet)
     heads = {"uncalibrated": [identity_head(lm)]}

@@ -48,11 +48,12 @@ class Contender(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Result of a contender that did not fail; `fit_seconds` includes compilation."""
+    """Result of a contender that did not fail; `fit_seconds` includes compilation, `state` is what `fit` returned."""
 
     outcome: Outcome
     fit_seconds: float
     parameters: int
+    state: Any
 
 
 def with_confidence(data: Predictions) -> Predictions:
@@ -165,7 +166,7 @@ def run_contenders(
             bad = _bad(outcome)
             if bad.any():
                 raise ValueError(f"it gave {outcome.confidence[bad][0]} as a confidence, {bad.sum():,} such values")
-            results[name] = Result(outcome, seconds, contender.parameters(state))
+            results[name] = Result(outcome, seconds, contender.parameters(state), state)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
     return results, failed

@@ -1,22 +1,18 @@
 """The figures of a comparison: one row per method, each compared with temperature scaling; as data, and printed."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, cast, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, cast
 
-import jax.numpy as jnp
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from calibjax import metrics
 from calibjax.eval.compare.contenders import Outcome, Result
-from calibjax.eval.report.rows import ABSENT, binning, figure_of, short, signed, significance_mark, title_of
+from calibjax.eval.figures_json import accuracy_of_bins, curve_json, ece_json, reliability_json
+from calibjax.eval.report.rows import ABSENT, TextTable, binning, figure_of, short, signed, title_of
 from calibjax.eval.report.schema import ComparedRow, ComparisonSet, Difference
-from calibjax.eval.report.terminal import print_verdict
+from calibjax.eval.report.terminal import print_result
 from calibjax.eval.report.verdicts import comparison_verdict
-from calibjax.eval.tokens import accuracy_of_bins, curve_json, ece_json, reliability_json
 from calibjax.metrics import CalibrationSums, Closed
 
 SortKey = Literal[
@@ -32,7 +28,6 @@ SortKey = Literal[
     "parameters",
     "fit_seconds",
 ]
-_WIDTH = 160  # of the wider table; a narrower terminal wraps its lines
 COMPARED = ("ece", "brier", "log_loss", "nll")
 """Figures that are compared with those of temperature scaling, on the same resamples."""
 
@@ -46,7 +41,7 @@ def comparison_json(
     closed: Closed = "right",
     resamples: int = 1000,
     seed: int = 0,
-    sort: SortKey = "ece",
+    sort: SortKey = "log_loss",
 ) -> dict[str, ComparedRow]:
     """The rows of a comparison, best first: the fields of `results_json` and those that a comparison adds.
 
@@ -55,7 +50,8 @@ def comparison_json(
     infinite, because `certain_and_wrong` predictions were given 0 or 1 and were not so. Further: debiased_ece
     (`metrics.error_interval`), adaptive_ece, smooth_ece, auroc; `changed`, the number of predictions that the method
     changed; parameters, fit_seconds. `against` holds, for each of `COMPARED`, the difference from `reference`:
-    difference, 95% interval, fraction of resamples in which it is lower, p-value (`metrics.Comparison`).
+    difference, 95% interval, fraction of resamples in which it is lower, p-value (`metrics.Comparison`), and that
+    p-value corrected for the number of rows compared (`metrics.holm`).
 
     Args:
         results: name -> result, with "uncalibrated" among them.
@@ -82,7 +78,17 @@ def comparison_json(
             row["against"] = {}
             if name != reference:
                 row["against"] = _differences((row, rows[reference]), (resampled[name], resampled[reference]), options)
+        _correct(rows)
     return dict(sorted(rows.items(), key=lambda item: _order(item[1], sort)))
+
+
+def _correct(rows: Mapping[str, ComparedRow]) -> None:
+    """Adds `holm_p` to every difference: corrected for all rows that are compared in the same figure."""
+    for key in COMPARED:
+        compared = {name: against[key] for name, row in rows.items() if key in (against := row.get("against", {}))}
+        corrected = metrics.holm({name: against.get("p_value", math.nan) for name, against in compared.items()})
+        for name, against in compared.items():
+            against["holm_p"] = corrected[name]
 
 
 class _Resampled(NamedTuple):
@@ -113,7 +119,7 @@ def _row(
     outcome, (sums, likelihood, draws) = result.outcome, resampled
     row: dict[str, Any] = metrics.summarise(sums)
     log_loss = row.pop("nll")
-    pair = jnp.asarray(outcome.confidence), jnp.asarray(outcome.correct)
+    pair = np.asarray(outcome.confidence), np.asarray(outcome.correct)
     unknown = base.choice is None or outcome.choice is None
     row |= {
         "nll": None if likelihood is None else _finite(metrics.summarise(likelihood)["nll"]),
@@ -169,111 +175,86 @@ def _order(row: Mapping[str, Any], sort: SortKey) -> tuple[bool, float]:
 
 # --- printed ---
 
-_SCORES = {
-    "ece": "ECE [95% interval]",
-    "debiased_ece": "debiased",
-    "adaptive_ece": "adaptive",
-    "smooth_ece": "smooth",
-    "mce": "MCE",
-    "brier": "Brier",
-    "log_loss": "log loss",
+_FIGURES = {
     "nll": "NLL",
+    "brier": "Brier",
+    "debiased_ece": "debiased ECE",
+    "adaptive_ece": "adaptive ECE",
+    "smooth_ece": "smooth ECE",
+    "mce": "MCE",
     "auroc": "AUROC",
 }
-assert set(_SCORES) <= set(get_args(SortKey))
 
 
-def print_comparison(held_out: ComparisonSet, where: str) -> None:
-    """Prints the verdict and the two tables of a comparison: the figures, and the differences from the reference.
+def print_comparison(held_out: ComparisonSet, where: str, *, files: str = "") -> None:
+    """Prints the verdict of a comparison, its table and its conventions.
 
     Args:
         held_out: of metrics.json.
         where: a few words on the data.
+        files: where the files are.
     """
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.width = max(console.width, _WIDTH)
-    print_verdict(console, comparison_verdict(held_out))
-    console.print(_score_table(held_out, where))
-    console.print(_difference_table(held_out))
-    console.print(_conventions(held_out), style="dim")
+    print_result(
+        comparison_verdict(held_out),
+        comparison_table(held_out, where),
+        notes=[*_failures(held_out), _conventions(held_out)],
+        files=files,
+    )
+
+
+def comparison_table(held_out: ComparisonSet, where: str) -> TextTable:
+    """A row for every method, best first: log loss and its difference from the reference, accuracy, ECE, and more."""
+    columns = ["method", "log loss", "Δ log loss [95% interval]", "p (Holm)", "accuracy", "ECE", "ECE, 95% interval"]
+    columns += [*_FIGURES.values(), "Δ ECE [95% interval]", "Δ Brier [95% interval]", "changed", "parameters", "fit s"]
+    rows = [
+        [
+            title_of(name),
+            "inf" if row["log_loss"] is None else short(row["log_loss"]),
+            _difference(row, "log_loss"),
+            _p_value(row),
+            short(row["accuracy"]),
+            short(row["ece"]["value"]),
+            f"[{short(row['ece']['low'])}, {short(row['ece']['high'])}]",
+            *(_figure(row, key) for key in _FIGURES),
+            *(_difference(row, key) for key in ("ece", "brier")),
+            *(f"{row['changed']:,}", f"{row['parameters']:,}", f"{row['fit_seconds']:.2f}"),
+        ]
+        for name, row in held_out["methods"].items()
+    ]
+    title = f"{where}: {held_out['tokens']:,} {held_out['unit']}, by {held_out['sort'].replace('_', ' ')}"
+    return TextTable(title, columns, rows, best=(0,))
+
+
+def _failures(held_out: ComparisonSet) -> list[str]:
+    lines = [f"{title_of(name)} failed: {reason}." for name, reason in held_out["failed"].items()]
     reasons = held_out["left_out"]
     for reason in dict.fromkeys(reasons.values()):
-        console.print(f"left out: {', '.join(name for name in reasons if reasons[name] == reason)}: {reason}.")
-
-
-def _score_table(held_out: ComparisonSet, where: str) -> Table:
-    rows, sort = held_out["methods"], held_out["sort"]
-    best = {key: _best(rows, key) for key in _SCORES}
-    table = _table(f"{where}: {held_out['tokens']:,} {held_out['unit']}, by {sort}", _SCORES.values())
-    for name, row in rows.items():
-        cells = [_score(row, key) + _mark(row, key) + ("*" if name in best[key] else " ") for key in _SCORES]
-        table.add_row(title_of(name), *cells, style="bold" if name in best.get(sort, ()) else None)
-    for name, reason in held_out["failed"].items():
-        table.add_row(title_of(name), f"failed: {reason}", style="red")
-    return table
-
-
-def _difference_table(held_out: ComparisonSet) -> Table:
-    table = _table(
-        f"Δ against {title_of(held_out['reference'])}: difference [95% interval], fraction of resamples in which it is "
-        "lower",
-        ("ECE", "Brier", "NLL (log loss)", "changed", "parameters", "fit s"),
-    )
-    for name, row in held_out["methods"].items():
-        against = row.get("against", {})
-        likelihood = _difference(against.get("nll"))
-        if likelihood == ABSENT and "log_loss" in against:
-            likelihood = f"({_difference(against['log_loss'])})"
-        table.add_row(
-            title_of(name),
-            *(_difference(against.get(key)) for key in ("ece", "brier")),
-            likelihood,
-            *(f"{row['changed']:,}", f"{row['parameters']:,}", f"{row['fit_seconds']:.2f}"),
-        )
-    return table
+        lines.append(f"left out: {', '.join(name for name in reasons if reasons[name] == reason)}: {reason}.")
+    return lines
 
 
 def _conventions(held_out: ComparisonSet) -> str:
     some = next(iter(held_out["methods"].values()))["ece"]
     return (
-        f"* best. + significantly lower (better) than {title_of(held_out['reference'])}, - significantly higher: the "
-        "95% interval of the difference excludes 0 (paired, not corrected for the number of methods).\n"
-        f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the confidence; adaptive: bins of "
-        f"equal mass. Interval: of the population's ECE in these bins, over {held_out['clusters']}; debiased: ECE "
-        "corrected for the bias of bins with few points. Brier, log loss: of the prediction being correct. NLL: of the "
-        "true class, for methods that give a distribution.\n"
-        "changed: predictions that the method changed. fit s: with compilation."
+        "Log loss, Brier: of the prediction being correct. "
+        f"Δ: from {title_of(held_out['reference'])}, paired over resamples of {held_out['clusters']}; p: corrected by "
+        f"Holm's method for the rows compared. ECE: plug-in estimate in {some['bins']} equal-width bins "
+        f"{binning(some['closed'])}; its interval, of the population's ECE in these bins, inverts a test at that "
+        "estimate and contains it."
     )
 
 
-def _table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("method", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _best(rows: Mapping[str, Mapping[str, Any]], key: str) -> set[str]:
-    values = {name: value for name, row in rows.items() if (value := figure_of(row, key)) is not None}
-    if not values:
-        return set()
-    first = (max if key == "auroc" else min)(values.values())
-    return {name for name, value in values.items() if value == first}
-
-
-def _score(row: Mapping[str, Any], key: str) -> str:
+def _figure(row: Mapping[str, Any], key: str) -> str:
     value = figure_of(row, key)
-    if value is None:
-        return "inf" if key == "log_loss" else ABSENT
-    interval = f" [{short(row['ece']['low'])}, {short(row['ece']['high'])}]" if key == "ece" else ""
-    return f"{short(value)}{interval}"
+    return ABSENT if value is None else short(value)
 
 
-def _mark(row: Mapping[str, Any], key: str) -> str:
-    against = row.get("against", {}).get(key)
-    return " " if against is None else significance_mark(against)
+def _difference(row: Mapping[str, Any], key: str) -> str:
+    against: Difference | None = row.get("against", {}).get(key)
+    return ABSENT if against is None else signed(against)
 
 
-def _difference(against: Difference | None) -> str:
-    return ABSENT if against is None else f"{signed(against)} {against.get('share_lower', math.nan):4.0%}"
+def _p_value(row: Mapping[str, Any]) -> str:
+    against = row.get("against", {}).get("log_loss", {})
+    p = against.get("holm_p", math.nan)
+    return ABSENT if math.isnan(p) else short(p, ".3f")

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 from jaxtyping import Array, Float
-from rich.console import Console
-from rich.table import Table
 
+from calibjax.eval.report.rows import TextTable
+from calibjax.eval.report.terminal import print_result
 from calibjax.losses.bounds import EntropyBound, capped_entropy_lower_bound, entropy_lower_bound
 from calibjax.models import LanguageModel
 from calibjax.runtime.distributed import to_host
@@ -143,35 +143,35 @@ def _longest_row(unembedding: Array, norm: Mapping[str, Array], centred: bool) -
     return jnp.max(length)
 
 
-def print_head_bounds(bounds: Sequence[HeadBound]) -> None:
-    """Prints a table, one row a model, and how to read it."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 140
-    table = Table(
-        title="Largest confidence that a model can express, from its final norm and unembedding", title_justify="left"
-    )
-    table.add_column("model", no_wrap=True)
-    columns = ("V", "D", "log V", "|logits| at most", "soft-cap", "least entropy, nats", "1 - largest confidence")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for b in bounds:
-        table.add_row(
+def print_head_bounds(bounds: Sequence[HeadBound], *, files: str = "") -> None:
+    """Prints which model is limited the most, a table with one row a model, how to read it, and `files`."""
+    columns = ["model", "V", "D", "least entropy, nats", "1 - largest confidence", "|logits| at most", "log V"]
+    rows = [
+        [
             b.model,
             f"{b.vocab_size:,}",
             f"{b.hidden_size:,}",
-            f"{math.log(b.vocab_size):.3f}",
-            f"{b.logit_norm:.4g}",
-            "-" if b.softcap is None else f"{b.softcap:g}",
             _scientific(b.bound.log_entropy),
             _scientific(b.log_miss),
-        )
-    console.print(table)
-    console.print(
-        "|logits|: the largest singular value of the centred unembedding times the final norm's scale, times √D; the "
-        "smallest entropy follows from it (eq. 5). 1 - largest confidence: from the longest row, a tighter bound. "
-        "Confidence can grow with D and is limited by V: a model with small D and large V cannot become very "
-        "confident, so that label smoothing has less overconfidence to prevent (arXiv 2508.00264, section 4)."
+            f"{b.logit_norm:.4g}",
+            f"{math.log(b.vocab_size):.3f}",
+            "-" if b.softcap is None else f"{b.softcap:g}",
+        ]
+        for b in bounds
+    ]
+    tightest = max(bounds, key=lambda b: b.bound.log_entropy)
+    print_result(
+        f"{'The model with the tightest bound' if len(bounds) > 1 else 'The model'}, {tightest.model}, cannot have an "
+        f"entropy below {_scientific(tightest.bound.log_entropy)} nats, nor a confidence above 1 - "
+        f"{_scientific(tightest.log_miss)}, on any text.",
+        TextTable("bounds from the final norm and the unembedding", [*columns, "soft-cap"], rows, (3, 4, 1, 2, 5, 6)),
+        notes=[
+            "|logits|: the largest singular value of the centred unembedding times the final norm's scale, times √D; "
+            "the smallest entropy follows from it (eq. 5). 1 - largest confidence: from the longest row, a tighter "
+            "bound. Confidence can grow with D and is limited by V: a model with small D and large V cannot become "
+            "very confident, so that label smoothing has less overconfidence to prevent (arXiv 2508.00264, section 4)."
+        ],
+        files=files,
     )
 
 

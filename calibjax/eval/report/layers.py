@@ -43,11 +43,11 @@ def _difference(change: Difference) -> str:
 
 def tables(document: LayersDocument) -> list[TextTable]:
     """The layers; the direction after each block; the sweep on the held-out half; neurons; subjects."""
-    out = [_layer_table(document), _direction_table(document), _sweep_table(document), _neuron_table(document)]
-    return [*out, _subject_table(document)] if document["subjects"] else out
+    out = [layer_table(document), _direction_table(document), _sweep_table(document), _neuron_table(document)]
+    return [*out, subject_table(document)] if document["subjects"] else out
 
 
-def _layer_table(document: LayersDocument) -> TextTable:
+def layer_table(document: LayersDocument) -> TextTable:
     layers, unit = document["layers"], unit_of(document["held_out"])
     names = ("accuracy", "confidence", "ece", "mce", "entropy", "kl")
     return TextTable(
@@ -57,6 +57,8 @@ def _layer_table(document: LayersDocument) -> TextTable:
             [str(row["layer"]), *(interval(row[name]) for name in names), f"{row['agreement']:.3f}"]
             for row in layers["curves"]
         ],
+        order=(3, 2, 7, 1, 5, 6, 4),
+        best=(layers["phase"]["settled"],),
     )
 
 
@@ -112,7 +114,7 @@ def _neuron_table(document: LayersDocument) -> TextTable:
     )
 
 
-def _subject_table(document: LayersDocument) -> TextTable:
+def subject_table(document: LayersDocument) -> TextTable:
     return TextTable(
         "subjects, at the last layer, the most overconfident first [95% interval, Wilson]",
         ["subject", unit_of(document["held_out"]), "confidence", "accuracy", "confidence - accuracy"],

@@ -1,7 +1,7 @@
 """The rows of a report, in the terminal and on the page: titles, colours, columns and cells."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from calibjax.eval.report.schema import AnySet, Difference, Document
@@ -35,11 +35,22 @@ ABSENT = "\N{EN DASH}"
 
 
 class TextTable(NamedTuple):
-    """A table before it is drawn; all but the first column are numbers."""
+    """A table before it is drawn; all but the first column are numbers.
+
+    Attributes:
+        title: above the table.
+        columns: titles of the columns.
+        rows: cells of each row.
+        order: numbers of columns but the first, the most important first; the others follow from left to right. A
+            terminal that is too narrow drops columns from the end of this order.
+        best: numbers of the rows that are highlighted.
+    """
 
     title: str
     columns: list[str]
     rows: list[list[str]]
+    order: tuple[int, ...] = ()
+    best: tuple[int, ...] = ()
 
 
 class Part(NamedTuple):
@@ -146,7 +157,12 @@ def unit_of(results: Mapping[str, Any]) -> str:
 def described(results: Mapping[str, Any]) -> str:
     """The number of predictions of a set, and the definition of their confidence if the document has it."""
     definition = f"; confidence: {results['confidence']}" if "confidence" in results else ""
-    return f"{results['tokens']:,} {unit_of(results)}{definition}"
+    return f"{counted(results)}{definition}"
+
+
+def counted(results: Mapping[str, Any]) -> str:
+    """The number of predictions of a set."""
+    return f"{results['tokens']:,} {unit_of(results)}"
 
 
 def remarks(results: Mapping[str, Any]) -> list[str]:
@@ -164,23 +180,40 @@ def remarks(results: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-NARROW = tuple(key for key, *_ in _COLUMNS if key not in ("rmsce", "debiased_ece"))
-"""Columns of a table of tokens in a terminal of 120 columns; the page has all."""
-
-SHORT = ("nll", "brier", "ece", "rmsce", "confidence", "accuracy", "against", "auroc")
-"""Columns of a benchmark in a terminal."""
+_IMPORTANCE = ("ece", "nll", "brier", "accuracy", "exact_error", "against", "mce", "confidence", "auroc")
+"""The columns that a narrow terminal keeps the longest; the others follow in the order of `_COLUMNS`."""
 
 
-def cells_of(results: Mapping[str, Any], columns: Collection[str] | None = None) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the table of a set; `columns` are the fields to show, None for all."""
-    methods = results["methods"]
-    shown = [
-        (title, cell)
-        for key, title, cell in _COLUMNS
-        if any(key in row for row in methods.values()) and (columns is None or key in columns)
+def cells_of(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of the table of a set."""
+    shown = _columns_of([results])
+    rows = [[title_of(name), *(cell(row) for _, _, cell in shown)] for name, row in results["methods"].items()]
+    return ["method", *(title for _, title, _ in shown)], rows
+
+
+def _columns_of(sets: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, Callable[[Mapping[str, Any]], str]]]:
+    found = {key for results in sets for row in results["methods"].values() for key in row}
+    return [column for column in _COLUMNS if column[0] in found]
+
+
+def held_out_table(document: Document) -> TextTable:
+    """The rows of all sets of a run in one table: the held-out set first."""
+    sets = sets_of(document)
+    shown = _columns_of(results for _, results in sets)
+    several = len(sets) > 1
+    rows = [
+        [f"{title}: {title_of(name)}" if several else title_of(name), *(cell(row) for _, _, cell in shown)]
+        for title, results in sets
+        for name, row in results["methods"].items()
     ]
-    rows = [[title_of(name), *(cell(row) for _, cell in shown)] for name, row in methods.items()]
-    return ["method", *(title for title, _ in shown)], rows
+    keys = [key for key, *_ in shown]
+    order = sorted(range(len(keys)), key=lambda i: (keys[i] not in _IMPORTANCE, _rank(keys[i])))
+    counts = ", ".join(f"{title}: {counted(results)}" for title, results in sets)
+    return TextTable(counts, ["method", *(title for _, title, _ in shown)], rows, tuple(i + 1 for i in order))
+
+
+def _rank(key: str) -> int:
+    return _IMPORTANCE.index(key) if key in _IMPORTANCE else [name for name, *_ in _COLUMNS].index(key)
 
 
 def sets_of(document: Document) -> list[tuple[str, AnySet]]:

@@ -45,13 +45,14 @@ class Ece(Interval):
 
 
 class Difference(TypedDict):
-    """A paired difference of two figures; see `metrics.Comparison`."""
+    """A paired difference of two figures; see `metrics.Comparison`. `holm_p`: corrected for the number of methods."""
 
     difference: float
     low: float
     high: float
     share_lower: NotRequired[float]
     p_value: NotRequired[float]
+    holm_p: NotRequired[float]
 
 
 class Reliability(TypedDict):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from calibjax.eval.report.figures import blank
-from calibjax.eval.report.rows import TextTable, short, signed, significance_mark, title_of
+from calibjax.eval.report.rows import ABSENT, TextTable, short, signed, significance_mark, title_of
 from calibjax.eval.report.schema import (
     Against,
     ComparedFigure,
@@ -31,12 +31,18 @@ _PANELS: tuple[tuple[str, tuple[StudyFigure, ...]], ...] = (
 
 
 def study_tables(document: StudyDocument) -> list[TextTable]:
-    """Two tables a set of sequences, figures and differences; of transfer, one a method and figure."""
+    """A table for each set of sequences; of transfer, one for each method and figure."""
     if document["study"] == "transfer":
         figures: tuple[ComparedFigure, ...] = ("nll", "ece")
-        return [_transfer_table(document, method, figure) for method in ("temperature", "ats") for figure in figures]
-    sets = document["sets"].items()
-    return [draw(title, of_set) for title, of_set in sets for draw in (_scores, _differences)]
+        return [transfer_table(document, method, figure) for method in ("temperature", "ats") for figure in figures]
+    return [variant_table(title, of_set) for title, of_set in document["sets"].items()]
+
+
+def study_table(document: StudyDocument) -> TextTable:
+    """The variants on the first set, with NLL compared; of transfer, ATS by NLL."""
+    if document["study"] == "transfer":
+        return transfer_table(document, "ats", "nll")
+    return variant_table(*next(iter(document["sets"].items())))
 
 
 def study_figures(document: StudyDocument) -> Iterator[tuple[str, "Figure"]]:
@@ -53,33 +59,33 @@ def study_figures(document: StudyDocument) -> Iterator[tuple[str, "Figure"]]:
 # --- one table and figure a set ---
 
 
-def _scores(title: str, of_set: StudySet) -> TextTable:
-    rows = [
-        [
-            title_of(name),
-            f"{row.get('parameters', 0):,}",
-            *(_mean(row[figure]) for figure in ("nll", "brier")),
-            f"{_mean(row['ece'])} [{short(row['ece']['low'])}, {short(row['ece']['high'])}]",
-            *(_mean(row[figure], ".3f") for figure in ("confidence_right", "confidence_wrong")),
-        ]
-        for name, row in of_set["methods"].items()
-    ]
+def variant_table(title: str, of_set: StudySet) -> TextTable:
+    """A row for every variant on a set: figures, and paired differences from the row that it is compared with."""
+    rows = []
+    for name, row in of_set["methods"].items():
+        against = row.get("against")
+        rows.append(
+            [
+                title_of(name),
+                *(_mean(row[figure]) for figure in ("nll", "brier", "ece")),
+                f"[{short(row['ece']['low'])}, {short(row['ece']['high'])}]",
+                *(_difference(against[f]) if against else ABSENT for f in COMPARED),
+                title_of(against["name"]) if against else ABSENT,
+                *(_mean(row[figure], ".3f") for figure in ("confidence_right", "confidence_wrong")),
+                f"{row.get('parameters', 0):,}",
+            ]
+        )
     accuracy = of_set["methods"]["uncalibrated"]["accuracy"]["value"]
+    columns = ["", "NLL", "Brier", "ECE", "ECE, 95% interval", "Δ NLL [95% interval]", "Δ Brier [95% interval]"]
+    columns += ["Δ ECE [95% interval]", "Δ against", "confidence, correct", "confidence, wrong", "parameters"]
+    trained = [row["nll"]["value"] for row in of_set["methods"].values()]
     return TextTable(
         f"{title}: {of_set['tokens']:,} tokens of {of_set['windows']:,} sequences, accuracy {accuracy:.4f} of all",
-        ["", "parameters", "NLL", "Brier", "ECE [95% interval]", "confidence, correct", "wrong"],
+        columns,
         rows,
+        order=(1, 5, 3, 8, 2, 4, 7, 6, 9, 10, 11),
+        best=(trained.index(min(trained)),),
     )
-
-
-def _differences(title: str, of_set: StudySet) -> TextTable:
-    rows = [
-        [title_of(name), title_of(row["against"]["name"]), *(_difference(row["against"][f]) for f in COMPARED)]
-        for name, row in of_set["methods"].items()
-        if "against" in row
-    ]
-    columns = ["", "Δ against", *({"brier": "Brier"}.get(figure, figure.upper()) for figure in COMPARED)]
-    return TextTable(f"{title}: paired differences [95% interval]", columns, rows)
 
 
 def _mean(figure: Mapping[str, Any], form: str = ".4f") -> str:
@@ -163,7 +169,7 @@ def _word(name: str) -> str:
 # --- transfer ---
 
 
-def _transfer_table(document: StudyDocument, method: str, figure: ComparedFigure) -> TextTable:
+def transfer_table(document: StudyDocument, method: str, figure: ComparedFigure) -> TextTable:
     """Fitted on (rows) by tested on (columns): the figure on the domain itself, and elsewhere Δ against it."""
     domains, rows = list(document["sets"]), []
     for source in ("uncalibrated", *domains):

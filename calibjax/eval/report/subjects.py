@@ -18,6 +18,7 @@ def subject_table(document: TasksDocument, task: str) -> TextTable:
     results = document["tasks"][task]
     methods = list(results["methods"])
     columns = [f"{what}, {title_of(name)}" for name in methods for what in ("confidence", "ECE")]
+    errors = tuple(4 + 2 * index for index in range(len(methods)))
     rows = [
         [
             row["subject"],
@@ -32,4 +33,4 @@ def subject_table(document: TasksDocument, task: str) -> TextTable:
         for row in results["subjects"]
     ]
     title = f"subjects of {task} [95% interval: Wilson's for accuracy, over questions for ECE]"
-    return TextTable(title, ["subject", "questions", "accuracy, uncalibrated", *columns], rows)
+    return TextTable(title, ["subject", "questions", "accuracy, uncalibrated", *columns], rows, (2, *errors, 1))

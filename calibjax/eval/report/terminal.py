@@ -1,87 +1,196 @@
-"""The report in the terminal."""
+"""What a command prints at its end: its verdict, the one table that matters, and where the files are.
 
+Tables fit the terminal, and 80 columns where the output is a file or a pipe; the environment variable COLUMNS overrides
+both. A table that is too wide loses its least important columns, and a line names them; no number is ever cut.
+"""
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from calibjax.eval.report.parts import parts_of
-from calibjax.eval.report.rows import NARROW, SHORT, binning, cells_of, described, remarks, sets_of, unit_of
-from calibjax.eval.report.schema import AnySet, Document, StudyDocument
-from calibjax.eval.report.studies import study_tables
+from calibjax.eval.report import layers, texts
+from calibjax.eval.report.rows import TextTable, binning, held_out_table, remarks, sets_of, unit_of
+from calibjax.eval.report.schema import Document, StudyDocument
+from calibjax.eval.report.studies import study_table
+from calibjax.eval.report.subjects import subject_table
 from calibjax.eval.report.verdicts import set_verdict, study_verdict, verdict
 
-_WIDEST = 240  # the table of a benchmark; a narrower terminal wraps its lines
+_GAP = 2  # spaces between columns
+_NARROWEST_NAME = 16  # of the first column, which is text and wraps
 
 
-def table(results: AnySet, title: str) -> Table:
-    """The figures of one set as a `rich` table, one row per method."""
-    titles, rows = cells_of(results, SHORT if "confidence" in results else NARROW)
-    return _table(f"{title}: {described(results)}", titles, rows)
+def terminal_width() -> int:
+    """Columns of the terminal; 80 where there is none, and COLUMNS where it is set."""
+    return max(shutil.get_terminal_size((80, 24)).columns, 1)
 
 
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
-    out = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        out.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
-    for cells in rows:
-        out.add_row(*cells)
-    return out
+def print_result(
+    line: str,
+    table: TextTable | None = None,
+    *,
+    notes: Iterable[str] = (),
+    more: Iterable[TextTable] = (),
+    files: str = "",
+) -> None:
+    """Prints the end of a command to standard output.
+
+    Args:
+        line: the verdict, one sentence; a warning is red.
+        table: the table that matters.
+        notes: conventions and remarks, below the table.
+        more: tables that were asked for beside it.
+        files: where the files are.
+    """
+    console = Console(highlight=False, markup=False, width=terminal_width())
+    if line:
+        console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
+    for one in (table, *more):
+        if one is not None:
+            _print_table(console, one)
+    for note in notes:
+        console.print(note, style="dim")
+    if files:
+        print(files)
 
 
-def print_report(document: Document) -> None:
-    """Prints the verdict, the tables of every set and part, and the findings, to standard output."""
-    console = _console(160 if "layers" in document else 120)
+def print_report(document: Document, *, files: str = "", subjects: bool = False) -> None:
+    """Prints the verdict of a run, its table, notes on it, and `files`; `subjects`: also the table of subjects.
+
+    Where there are no files, nothing else would hold the other tables of a run over layers: they are printed first.
+    """
+    table, notes, more = _table_of(document), [], []
+    if "layers" in document and not files:
+        for further in layers.tables(document)[1:4]:
+            print_result("", further)
+    if "layers" in document:
+        notes += layers.findings(document)
+        if document["subjects"]:
+            more.append(layers.subject_table(document))
+    elif "texts" in document:
+        notes += texts.findings(document)
+    else:
+        notes += _notes(document)
     if "tasks" in document:
-        console.width = max(console.width, _WIDEST)
-    print_verdict(console, verdict(document))
-    parts = parts_of(document)
-    for part in parts:
-        for rows in part.tables:
-            console.print(_table(*rows))
+        more += [subject_table(document, name) for name, of_task in document["tasks"].items() if of_task["subjects"]]
+    if more and not subjects:
+        count = sum(len(one.rows) for one in more)
+        notes.append(f"{count} subjects: --subjects prints them, and the report has them.")
+    print_result(verdict(document), table, notes=notes, more=more if subjects else (), files=files)
+
+
+def _table_of(document: Document) -> TextTable:
+    if "layers" in document:
+        return layers.layer_table(document)
+    if "texts" in document:
+        return texts.text_table(document)
+    return held_out_table(document)
+
+
+def _notes(document: Document) -> list[str]:
+    """The verdicts of further sets, remarks on benchmarks, and the conventions of the figures."""
+    notes = []
     for index, (title, results) in enumerate(sets_of(document)):
-        if index:
-            print_verdict(console, set_verdict(results))
-        console.print(table(results, title))
-        for line in remarks(results):
-            console.print(line)
-        some = next(iter(results["methods"].values()))["ece"]
-        of = ("top token's probability", "top token") if unit_of(results) == "tokens" else ("confidence", "answer")
-        clusters = results.get("clusters", "sequences")
-        console.print(
-            f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the {of[0]}; "
-            f"interval: of the population's ECE in these bins, over {clusters}. "
-            f"Brier: of the {of[1]}.",
-            style="dim",
-        )
-    for part in parts:
-        for line in part.findings:
-            console.print(line, style="bold")
+        if index and set_verdict(results):
+            notes.append(f"{title}: {set_verdict(results)}")
+        notes += [f"{title}: {line}." for line in remarks(results)]
+    results = document["held_out"]
+    some = next(iter(results["methods"].values()))["ece"]
+    of = ("top token's probability", "top token") if unit_of(results) == "tokens" else ("confidence", "answer")
+    clusters = results.get("clusters", "sequences")
+    definition = f" Confidence: {results['confidence']}." if "confidence" in results else ""
+    notes.append(
+        f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the {of[0]}; interval: 95%, of the "
+        f"population's ECE in these bins, over {clusters}. Brier: of the {of[1]}.{definition}"
+    )
+    return notes
 
 
-def print_study(document: StudyDocument) -> None:
-    """Prints the verdict of a study, its question and its tables to standard output."""
-    console = _console(160)
-    print_verdict(console, study_verdict(document))
-    console.print(document["question"], style="bold")
-    for of_study in study_tables(document):
-        console.print(_table(*of_study))
-    console.print(
+def print_study(document: StudyDocument, *, files: str = "") -> None:
+    """Prints the verdict of a study, the table of its first set (of transfer: of NLL), and `files`."""
+    notes = [
         f"Means over seeds, ± half their range; [95% intervals]: over sequences, for the heads as fitted. "
         f"ECE: {document['bins']} equal-width bins {binning(document['closed'])} of the top "
         "token's probability. + significantly lower (better) than the row compared with, - significantly higher: the "
-        "interval of the difference excludes 0 (paired, not corrected for the number of rows).",
-        style="dim",
-    )
+        "interval of the difference excludes 0 (paired, not corrected for the number of rows)."
+    ]
+    others = list(document["sets"])[1:]
+    if others and document["study"] != "transfer":
+        notes.append(f"Also evaluated on {', '.join(others)}: see the figures and metrics.json.")
+    print_result(study_verdict(document), study_table(document), notes=[document["question"], *notes], files=files)
 
 
-def print_verdict(console: Console, line: str) -> None:
-    """Prints a verdict, a warning in red; nothing if there is none."""
-    if line:
-        console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
+# --- one table ---
 
 
-def _console(width: int) -> Console:
-    """Standard output; `width` columns where it is a file or a pipe, which has no width. Names may hold brackets."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = width
-    return console
+def _print_table(console: Console, table: TextTable) -> None:
+    layout = _fit(table, console.width)
+    if table.title:
+        console.print(table.title)
+    if layout is None:
+        for cells in table.rows:
+            console.print(cells[0], style="bold")
+            for column, cell in zip(table.columns[1:], cells[1:], strict=True):
+                console.print(Text(f"  {column}: {cell}"))
+        return
+    shown, name_width = layout
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for position, index in enumerate(shown):
+        drawn.add_column(
+            Text("\n".join(_header(table, index, name_width))),
+            justify="right" if position else "left",
+            no_wrap=True,
+            vertical="bottom",
+        )
+    for row, cells in enumerate(table.rows):
+        style = "bold" if row in table.best else None
+        name = Text("\n".join(_wrapped(cells[0], name_width)))
+        drawn.add_row(name, *(Text(cells[index]) for index in shown[1:]), style=style)
+    console.print(drawn)
+    hidden = [column for index, column in enumerate(table.columns) if index not in shown]
+    if hidden:
+        console.print(f"Not shown at {console.width} columns: {', '.join(hidden)}.", style="dim")
+
+
+def _fit(table: TextTable, width: int) -> tuple[list[int], int] | None:
+    """Columns to show, in their order, and the width of the first; None where not even two columns fit.
+
+    The first column wraps only where that lets another column in.
+    """
+    names = [cells[0] for cells in table.rows]
+    longest = max(map(cell_len, names), default=0)
+    word = max((cell_len(word) for name in names for word in name.split()), default=0)
+    of_header = max(map(cell_len, table.columns[0].split()), default=0)
+    order = list(dict.fromkeys((*table.order, *range(1, len(table.columns)))))
+    widths = {index: _width(table, index) for index in order}
+    best: tuple[list[int], int] | None = None
+    for name_width in sorted({longest, min(longest, max(word, _NARROWEST_NAME))}, reverse=True):
+        left, shown = width - max(name_width, of_header), []
+        for index in order:
+            if widths[index] + _GAP > left:
+                break
+            left -= widths[index] + _GAP
+            shown.append(index)
+        if shown and (best is None or len(shown) >= len(best[0])):
+            best = [0, *sorted(shown)], name_width
+    return best
+
+
+def _width(table: TextTable, index: int) -> int:
+    """The least width of a column: of its longest cell, or the longest word of its title."""
+    words = [cell_len(word) for word in table.columns[index].split()]
+    return max([*words, *(cell_len(cells[index]) for cells in table.rows)], default=0)
+
+
+def _header(table: TextTable, index: int, name_width: int) -> Sequence[str]:
+    return _wrapped(table.columns[index], _width(table, index) if index else max(name_width, 1))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return lines or [""]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from calibjax.eval.report.rows import TextTable
+from calibjax.eval.report.rows import ABSENT, TextTable
 from calibjax.eval.report.schema import LhtsDocument
 
 
@@ -20,6 +20,28 @@ def findings(document: LhtsDocument) -> list[str]:
         for name, row in texts.items()
         if name != "pretrained"
     ]
+
+
+def text_table(document: LhtsDocument) -> TextTable:
+    """A row for every model at every myopic temperature: likelihood and diversity of its text, accuracy, NLL."""
+    texts, analogies, methods = document["texts"], document["analogies"], document["held_out"]["methods"]
+    with_bleu = any(cell["self_bleu"] is not None for row in texts.values() for cell in row.values())
+    columns = ["model, myopic temperature", "log p of a token", "distinct-2", "repeated 4-grams"]
+    columns += ["analogies, %"] * bool(analogies) + ["distinct-1", "distinct-3"] + ["self-BLEU"] * with_bleu
+    rows = []
+    for name, of_model in texts.items():
+        for temperature, cell in of_model.items():
+            row = [f"{name}, {temperature}", f"{cell['log_prob']:.3f} ± {cell['log_prob_error']:.3f}"]
+            row += [f"{cell['distinct_2']:.3f}", f"{cell['repetition']:.3f}"]
+            if analogies:
+                answered = analogies.get(name, {}).get(temperature)
+                row.append(_percent(answered) if answered else ABSENT)
+            row += [f"{cell['distinct_1']:.3f}", f"{cell['distinct_3']:.3f}"]
+            if with_bleu:
+                row.append(f"{cell['self_bleu']:.1f}")
+            rows.append([*row, f"{methods[name]['nll']:.4f}"])
+    columns.append("NLL, held-out text")
+    return TextTable("text of each model, ± standard error; log p under the pretrained model, nats", columns, rows)
 
 
 def tables(document: LhtsDocument) -> list[TextTable]:
@@ -48,7 +70,11 @@ def tables(document: LhtsDocument) -> list[TextTable]:
             table(
                 "analogies, % correct ± standard error (chance: 25)",
                 document["analogies"],
-                lambda x: f"{100 * x['accuracy']:.1f} ± {100 * x['error']:.1f}",
+                _percent,
             )
         )
     return out
+
+
+def _percent(answered: Mapping[str, Any]) -> str:
+    return f"{100 * answered['accuracy']:.1f} ± {100 * answered['error']:.1f}"

@@ -3,10 +3,11 @@
 Where a method does not beat temperature scaling, the sentence says so.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from calibjax.eval.report.rows import is_higher, is_lower, signed, title_of
+from calibjax.eval.report.rows import is_higher, is_lower, short, signed, title_of
 from calibjax.eval.report.schema import (
     AnyRow,
     AnySet,
@@ -19,6 +20,7 @@ from calibjax.eval.report.schema import (
     StudyRow,
     StudySet,
 )
+from calibjax.metrics import holm
 
 
 def verdict(document: Document) -> str:
@@ -113,14 +115,24 @@ def comparison_verdict(results: ComparisonSet) -> str:
         return f"Lowest log loss: {title}, {of_best}; {of_reference} has no finite log loss to compare with."
     if best == reference:
         return f"WARNING: no method beats {title} here: it has the lowest log loss, {of_best}."
-    line = f"{title}, {of_best} against {finite[reference]:.4f}"
     against = rows[best].get("against", {}).get("log_loss")
-    if against is not None and is_lower(against):
-        return f"Lowest log loss: {line} of {of_reference}, significantly lower ({signed(against)})."
-    noise = "" if against is None else f" ({signed(against)})"
+    line = f"{title}, {of_best} against {finite[reference]:.4f}"
+    if against is None:
+        return f"Lowest log loss: {line} of {of_reference}."
+    compared = {
+        name: other["log_loss"] for name, row in rows.items() if "log_loss" in (other := row.get("against", {}))
+    }
+    corrected = holm({name: other.get("p_value", math.nan) for name, other in compared.items()})
+    p = corrected.get(best, math.nan)
+    tested = f"{signed(against)}, p = {short(p, '.3f')} after Holm's correction for {len(corrected)} comparisons"
+    if is_lower(against) and p < 0.05:
+        return (
+            f"{title} wins: its log loss, {of_best}, is significantly below {finite[reference]:.4f} of {of_reference} "
+            f"({tested})."
+        )
     return (
         f"WARNING: no method beats {of_reference} beyond noise: the lowest log loss is that of {line}, not "
-        f"significantly lower{noise}."
+        f"significantly lower ({tested})."
     )
 
 

@@ -1,6 +1,6 @@
 """Evaluation of a model on a task of lm-eval: the answer to every question, and its confidence under each head."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -114,29 +114,89 @@ def _writing(lm: HarnessLM, task: ConfigurableTask, how: How) -> dict[str, Any]:
     return {**lm.generation_options(asked), "sampling": Sampling()}
 
 
-def ask(lm: HarnessLM, task: ConfigurableTask, how: How, *, subject: str, tick: Callable[[int], Any]) -> Answers:
-    """Asks the questions of a task, with its own prompts.
+class Part(NamedTuple):
+    """A part of a benchmark, such as a subject of MMLU; `subject` is of questions that have no column category."""
+
+    task: ConfigurableTask
+    subject: str
+
+
+def ask_parts(
+    lm: HarnessLM, parts: Mapping[str, Part], how: How, *, tick: Callable[[int], Any]
+) -> Iterator[tuple[str, Answers]]:
+    """Asks the questions of a benchmark, with its own prompts, and yields the answers to each part, in any order.
+
+    Small parts are scored together: a batch has one shape however few questions are in it, and 57 subjects of 5
+    questions would otherwise fill a sixth of their batches.
 
     Args:
         lm: the model with its heads; the first is that of the harness's metrics.
-        task: of lm-eval, multiple choice or free text.
+        parts: by name.
         how: see `How`.
         subject: of questions that have no column category.
         tick: called with the number of questions done.
     """
-    shots = _shots(task, how)
-    task.set_fewshot_seed(how.seed)
+    waiting: list[_Asked] = []
+    for name, part in parts.items():
+        count = question_count(part.task, how.limit)
+        pieces = (_asked(lm, name, part, how, piece) for piece in _pieces(_questions(part.task, how), _AT_ONCE))
+        if count > _AT_ONCE or part.task.OUTPUT_TYPE != "multiple_choice":
+            yield name, Answers.join([_answer_all(lm, how, [piece], tick)[0] for piece in pieces])
+            continue
+        if sum(len(asked.documents) for asked in waiting) + count > _AT_ONCE:
+            yield from zip((asked.name for asked in waiting), _answer_all(lm, how, waiting, tick), strict=True)
+            waiting = []
+        waiting += pieces
+    yield from zip((asked.name for asked in waiting), _answer_all(lm, how, waiting, tick), strict=True)
+
+
+class _Asked(NamedTuple):
+    """Up to `_AT_ONCE` questions of a part, with their prompts; of multiple choice also what is scored, by question."""
+
+    name: str
+    part: Part
+    documents: list[Any]
+    prompts: list[str]
+    options: list[list[Continuation]]
+
+
+def _questions(task: ConfigurableTask, how: How) -> Iterator[int]:
     count = question_count(task, how.limit)
-    order = np.sort(np.random.default_rng(how.seed).choice(len(task.eval_docs), count, replace=False))
-    asking = _ask_options if task.OUTPUT_TYPE == "multiple_choice" else _ask_texts
-    parts = []
-    for piece in _pieces(iter(order), _AT_ONCE):
-        documents = [task.eval_docs[int(index)] for index in piece]
-        prompts = [task.fewshot_context(document, num_fewshot=shots) for document in documents]
-        check_same([str(count), *prompts], f"the questions of {task.config.task}")
-        parts.append(asking(lm, task, how, documents, prompts, subject))
-        tick(len(piece))
-    return Answers.join(parts)
+    chosen = np.random.default_rng(how.seed).choice(len(task.eval_docs), count, replace=False)
+    return iter(np.sort(chosen).tolist())
+
+
+def _asked(lm: HarnessLM, name: str, part: Part, how: How, questions: Sequence[int]) -> _Asked:
+    task, shots = part.task, _shots(part.task, how)
+    task.set_fewshot_seed(how.seed)
+    documents = [task.eval_docs[index] for index in questions]
+    prompts = [task.fewshot_context(document, num_fewshot=shots) for document in documents]
+    check_same([str(len(documents)), *prompts], f"the questions of {task.config.task}")
+    options: list[list[Continuation]] = []
+    if task.OUTPUT_TYPE == "multiple_choice":
+        for document, prompt in zip(documents, prompts, strict=True):
+            requests: Any = task.construct_requests(document, prompt)
+            options.append([lm.encode(*request.args) for request in requests])
+    return _Asked(name, part, documents, prompts, options)
+
+
+def _answer_all(lm: HarnessLM, how: How, several: Sequence[_Asked], tick: Callable[[int], Any]) -> list[Answers]:
+    """The answers to each of some parts. Options that can be read are scored in the same batches."""
+    scored = [pair for asked in several for pairs in asked.options if _fit(lm, pairs) for pair in pairs]
+    scores = iter(lm.scorer.score(scored))
+    found = []
+    for asked in several:
+        if asked.part.task.OUTPUT_TYPE == "multiple_choice":
+            found.append(_choose(lm, how, asked, scores))
+        else:
+            found.append(_ask_texts(lm, asked.part.task, how, asked.documents, asked.prompts, asked.part.subject))
+        tick(len(asked.documents))
+    return found
+
+
+def _fit(lm: HarnessLM, pairs: Sequence[Continuation]) -> bool:
+    """Whether the model reads every option of a question."""
+    return all(len(pair.tokens) <= lm.max_length for pair in pairs)
 
 
 def _examples(task: ConfigurableTask) -> int:
@@ -152,19 +212,16 @@ def _pieces(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield piece
 
 
-def _ask_options(lm, task, how: How, documents, prompts, subject) -> Answers:
-    asked, owners = [], []
-    kept, too_long = [], 0
-    for document, prompt in zip(documents, prompts, strict=True):
-        pairs = [lm.encode(*request.args) for request in task.construct_requests(document, prompt)]
-        if any(len(pair.tokens) > lm.max_length for pair in pairs):
-            too_long += 1
-            continue
-        owners += [len(kept)] * len(pairs)
-        asked += pairs
-        kept.append(document)
-    scores = lm.scorer.score(asked)
-    most = max(np.bincount(np.asarray(owners, int), minlength=1))
+def _choose(lm: HarnessLM, how: How, asked: _Asked, all_scores: Iterator[Score]) -> Answers:
+    """The options chosen; takes the scores of this part's options from `all_scores`."""
+    task, subject = asked.part.task, asked.part.subject
+    readable = [_fit(lm, pairs) for pairs in asked.options]
+    kept = [document for document, fits in zip(asked.documents, readable, strict=True) if fits]
+    counts = [len(pairs) for pairs, fits in zip(asked.options, readable, strict=True) if fits]
+    too_long = len(asked.documents) - len(kept)
+    owners = np.repeat(np.arange(len(kept)), counts).tolist()
+    scores = list(islice(all_scores, len(owners)))
+    most = max(counts, default=1)
     heads, width = len(lm.scorer.names), max(-(-most // 4) * 4, 4)  # few shapes
     log_probs = np.full((heads, _AT_ONCE, width), -np.inf, np.float32)
     for question, options in _grouped(owners, scores):
@@ -209,7 +266,7 @@ def right_options(task: ConfigurableTask, document: dict[str, Any]) -> list[int]
     return [choices.index(answer) if isinstance(answer, str) else int(answer) for answer in found]
 
 
-def _grouped(owners: list[int], scores: list[Score]) -> Iterator[tuple[int, list[Score]]]:
+def _grouped(owners: Sequence[int], scores: list[Score]) -> Iterator[tuple[int, list[Score]]]:
     start = 0
     while start < len(owners):
         end = start

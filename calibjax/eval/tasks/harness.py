@@ -11,7 +11,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import _add_special_kwargs, has_bos_prefix, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 
 from calibjax.data.chat_template import render_chat
 from calibjax.eval.tasks.continuation import continue_contexts
@@ -20,6 +19,7 @@ from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.progress import progress_bar
 
 
 class HarnessLM(TemplateLM):
@@ -99,7 +99,9 @@ class HarnessLM(TemplateLM):
         answers: dict[int, tuple[float, bool]] = {}
         given = [Continuation(context, tokens) for _, context, tokens in requests]
         stream = self.scorer.stream(given)
-        for number, score in tqdm(stream, total=len(given), desc="log-likelihoods", disable=disable_tqdm):
+        for number, score in progress_bar(
+            stream, title="log-likelihoods", unit="request", disable=disable_tqdm, total=len(given)
+        ):
             answers[number] = (float(score.log_probs[0].sum()), bool(score.greedy.all()))
             if requests[number][0] is not None:
                 self.cache_hook.add_partial("loglikelihood", requests[number][0], answers[number])
@@ -108,7 +110,7 @@ class HarnessLM(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-likelihood of whole texts: each token is predicted once, in the harness's rolling windows."""
         totals = []
-        for request in tqdm(requests, desc="rolling log-likelihoods", disable=disable_tqdm):
+        for request in progress_bar(requests, title="rolling log-likelihoods", unit="request", disable=disable_tqdm):
             (text,) = request.args
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(text),
@@ -125,7 +127,7 @@ class HarnessLM(TemplateLM):
         """Generates text up to a stop sequence: greedily, or by sampling if the task requests it."""
         arguments: list[Any] = [request.args for request in requests]
         answers: dict[int, str] = {}
-        bar = tqdm(total=len(requests), desc="generating", disable=disable_tqdm)
+        bar = progress_bar(None, title="generating", unit="request", disable=disable_tqdm, total=len(requests))
         groups: dict[str, list[int]] = {}
         for number in range(len(requests)):
             groups.setdefault(repr(arguments[number][1]), []).append(number)

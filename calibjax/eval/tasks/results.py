@@ -9,10 +9,10 @@ import numpy as np
 from calibjax import metrics
 from calibjax.eval.compare.contenders import Outcome, Result
 from calibjax.eval.compare.results import comparison_json
+from calibjax.eval.figures_json import ece_json
 from calibjax.eval.report.schema import AnswerRow, AnswerSet, MethodOnSubject, SubjectOfTask
 from calibjax.eval.tasks.evaluate import Answers
 from calibjax.eval.tasks.subjects import subject_rows
-from calibjax.eval.tokens import ece_json
 from calibjax.metrics import CalibrationSums, Closed
 
 _FURTHER = {
@@ -36,7 +36,7 @@ def answers_json(
     for row, name in enumerate(names):
         choice = answers.choice[row] if (answers.choice[row] >= 0).all() else None
         log_prob = answers.log_prob[row] if not np.isnan(answers.log_prob[row]).any() else None
-        results[name] = Result(Outcome(answers.confidence[row], answers.correct[row], choice, log_prob), 0.0, 0)
+        results[name] = Result(Outcome(answers.confidence[row], answers.correct[row], choice, log_prob), 0.0, 0, None)
     options = {"bins": bins, "closed": closed, "resamples": resamples, "seed": seed}
     compared = comparison_json(results, reference="temperature", **options)
     methods: dict[str, AnswerRow] = {}

@@ -1,0 +1,1 @@
+"""`calibjax compare`: recalibration methods side by side, and the winner to keep."""

@@ -1,0 +1,138 @@
+"""`calibjax compare`: all recalibration methods, on a model and text or on a table of predictions."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibjax.commands.common import (
+    SCHEMA,
+    begin,
+    write_results,
+)
+from calibjax.commands.compare.material import CompareOptions, Material
+from calibjax.data.table import read_table, split_table
+from calibjax.eval.compare.contenders import Result, contenders, run_contenders, uncalibrated, with_confidence
+from calibjax.eval.compare.results import comparison_json, print_comparison
+from calibjax.eval.report.schema import CompareDocument
+from calibjax.recalibrate import METHODS, Predictions
+from calibjax.recalibrate.saved import save
+from calibjax.runtime.errors import UserError, about
+from calibjax.runtime.options import run_identity
+
+
+def run(options: CompareOptions, log: Callable[[str], None] = print) -> CompareDocument:
+    """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
+    names = _method_names(options.methods)
+    context = begin("compare", options, log)
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.table is not None:
+            material = _from_table(options, names, log)
+        else:
+            from calibjax.commands.compare.text import from_model  # imports models, which a table does not need
+
+            fits = Path(scratch) if options.out is None else options.out / "fit"
+            material = from_model(options, names, fits, log, however_large=not _all(options.methods))
+        results, failed = run_contenders(material.rows, context=context)
+    results = {"uncalibrated": Result(material.base, 0.0, 0, None), **results}
+    methods = comparison_json(
+        results,
+        reference=material.reference,
+        groups=material.groups,
+        bins=options.bins,
+        closed=options.closed,
+        seed=options.seed,
+        sort=options.sort,
+    )
+    document: CompareDocument = {
+        "schema": SCHEMA,
+        "held_out": {
+            "tokens": len(material.base.confidence),
+            "unit": material.unit,
+            "clusters": material.clusters,
+            "reference": material.reference,
+            "sort": options.sort,
+            "methods": methods,
+            "failed": failed,
+            "left_out": material.left_out,
+        },
+        "run": run_identity("compare", options),
+    }
+    files = []
+    if options.out is not None:
+        write_results(document, options.out)
+        files.append(f"results in {options.out}: report.html, metrics.json, reliability.png")
+    if options.save is not None:
+        files.append(_save_first(options.save, next(iter(methods)), results, material))
+    if not options.json:
+        print_comparison(document["held_out"], material.title, files="\n".join(files))
+    elif options.save is not None:
+        log(files[-1])
+    return document
+
+
+def _save_first(directory: Path, name: str, results: dict[str, Result], material: Material) -> str:
+    """Writes the fitted state of the first row; returns a line on it."""
+    state = results[name].state
+    if state is None:
+        return f"nothing saved in {directory}: the uncalibrated predictions are the first row"
+    if material.save_head is not None and name in ("temperature", "ats"):
+        material.save_head(directory, state)
+        return f"{name} saved in {directory}, for generate --head, eval tasks --head and calibjax.load_head"
+    notes: dict[str, Any] = {"data": material.title, "unit": material.unit}
+    save(directory, name, state, notes=notes)
+    return f"{name} saved in {directory}, for calibjax apply and calibjax.recalibrate.load"
+
+
+def _method_names(asked: tuple[str, ...]) -> tuple[str, ...]:
+    names = _split(asked)
+    unknown = [name for name in names if name not in (*METHODS, "all", "uncalibrated")]
+    if unknown or not names:
+        raise UserError(f"--methods: {', '.join(unknown) or 'nothing'}: expected all, or some of {', '.join(METHODS)}.")
+    return tuple(name for name in METHODS if _all(asked) or name in names)
+
+
+def _split(asked: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for part in asked for name in part.split(",") if name)
+
+
+def _all(asked: tuple[str, ...]) -> bool:
+    return "all" in _split(asked)
+
+
+# --- a table of predictions ---
+
+
+def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[str], None]) -> Material:
+    assert options.table is not None
+    with about("--table"):
+        table = read_table(options.table)
+    parts = split_table(table, options.fit_fraction, options.seed)
+    calibration, held_out = (_with_slices(with_confidence(part.predictions), part.groups) for part in parts)
+    groups = parts[1].groups
+    reference = "confidence_temperature" if table.predictions.logits is None else "temperature"
+    read = (name for name, value in table.predictions._asdict().items() if value is not None)
+    log(
+        f"table: {len(table):,} rows of {', '.join(read)}"
+        + (f" in {len(set(table.groups)):,} groups" if table.groups is not None else "")
+        + f"; {len(parts[0]):,} to fit on, {len(parts[1]):,} held out, drawn at random"
+    )
+    base = uncalibrated(held_out)
+    rows, left_out = contenders(
+        calibration, held_out, base, _with_reference(names, reference), however_large=not _all(options.methods)
+    )
+    clusters = "rows" if groups is None else "groups"
+    title = f"{options.table.name}, held out"
+    return Material(base, rows, left_out, reference, groups, "predictions", clusters, title)
+
+
+def _with_reference(names: tuple[str, ...], reference: str) -> tuple[str, ...]:
+    return tuple(name for name in METHODS if name in names or name == reference)
+
+
+def _with_slices(data: Predictions, groups: np.ndarray | None) -> Predictions:
+    if groups is None:
+        return data
+    return data._replace(slices=np.unique(groups, return_inverse=True)[1].astype(np.int32))

@@ -1,0 +1,81 @@
+"""The options of a comparison, and what it runs on, whether that came from a table or from a model and text."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from calibjax.commands.common import BinningOptions, ModelOptions, OutputOptions, TextOptions, presentation
+from calibjax.eval.compare.contenders import Contender, Outcome
+from calibjax.eval.compare.results import SortKey
+from calibjax.recalibrate.saved import check_directory
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
+    """Fits every recalibration method on one part of the data and compares them on the other.
+
+    On text: --model and --data; every next token is a prediction, and ATS is fitted as by `train ats` with its
+    defaults. On existing predictions: --table, a .csv, .parquet or .jsonl file with the columns confidence and correct
+    (0, 1, or a fraction of attempts), or logit_0, logit_1, ... (or p_0, ...) and label, and optionally group; or an
+    .npz file with arrays confidence and correct, or logits and labels, and optionally features, unembedding, group.
+    Prints which method has the lowest log loss, whether it beats temperature scaling (corrected for the number of
+    methods), and a table with intervals. Exit code 1 where a method failed.
+
+    Attributes:
+        data: text for the model: file, directory or hub id, as for `train ats`.
+        table: file of predictions, in place of --model and --data.
+        methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
+            are predictions; the base model and temperature scaling are always shown.
+        out: directory for metrics.json, report.html and reliability.png; without it only the table is printed.
+        save: new directory for the fitted first row of the table, for `calibjax apply` and `recalibrate.load`.
+        fit_fraction: fraction of the data to fit on; of sequences the first, of a table's rows (or groups) drawn at
+            random.
+        max_tokens: of text, predictions in each part at most, whole sequences drawn at random.
+        sort: figure that the rows are ordered by, best first.
+    """
+
+    model: str | None = None
+    data: str | None = None
+    table: Path | None = None
+    methods: tuple[str, ...] = ("all",)
+    out: Path | None = presentation(None)
+    max_tokens: Count = 10_000
+    sort: SortKey = presentation("log_loss")
+    save: Path | None = presentation(None)
+
+    def check(self) -> None:
+        """Raises `UserError` unless there is a model with its text, or else a table."""
+        if (self.model is None) != (self.data is None) or (self.table is None) == (self.model is None):
+            raise UserError("give either --model and --data, or --table.")
+        if self.save is not None:
+            check_directory(self.save)
+
+
+class Material(NamedTuple):
+    """What is compared, and on what.
+
+    Attributes:
+        base: the uncalibrated held-out predictions.
+        rows: name -> contender.
+        left_out: name -> why it cannot run.
+        reference: name of temperature scaling.
+        groups: labels `[N]` of rows that are resampled together, or None.
+        unit, clusters: names of the predictions and of what is resampled.
+        title: a few words on the data.
+        save_head: writes the state of a contender that is a head; None where there is none.
+    """
+
+    base: Outcome
+    rows: dict[str, Contender]
+    left_out: dict[str, str]
+    reference: str
+    groups: np.ndarray | None
+    unit: str
+    clusters: str
+    title: str
+    save_head: Callable[[Path, Any], None] | None = None

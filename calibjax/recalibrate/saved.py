@@ -1,0 +1,171 @@
+"""Fitted recalibrators on disk: the arrays as safetensors, a description as JSON, and checksums of both."""
+
+import json
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from calibjax.recalibrate.contract import Method, Predictions
+from calibjax.recalibrate.methods import METHODS
+from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_checksums
+from calibjax.runtime.errors import UserError, user_path
+from calibjax.runtime.files import new_directory, write_file
+
+_SCHEMA = 1
+_ARRAYS, _DESCRIPTION = "state.safetensors", "recalibrator.json"
+_REMEDY = "Restore the directory from a copy, or fit the method again."
+
+
+class Recalibrator(NamedTuple):
+    """A fitted method, as `load` returns it.
+
+    Attributes:
+        name: in `METHODS`.
+        state: what its `fit` returned.
+        notes: as given to `save`.
+    """
+
+    name: str
+    state: Any
+    notes: dict[str, Any]
+
+    @property
+    def method(self) -> Method:
+        return METHODS[self.name]
+
+    def __call__(self, data: Predictions | None = None, **fields: Any) -> np.ndarray:
+        """Recalibrates predictions.
+
+        Args:
+            data: with the fields that the method reads (`method.apply_reads`); or these fields by name.
+            **fields: fields of `Predictions`, in place of `data`.
+
+        Returns:
+            float32 `[N]`, calibrated confidences, or `[N, K]`, log-probabilities of the classes: see `method.gives`.
+
+        Raises:
+            UserError: a field that the method reads is missing.
+        """
+        data = Predictions(**fields) if data is None else data
+        missing = [field for field in self.method.apply_reads if getattr(data, field) is None]
+        if missing:
+            raise UserError(f"{self.name} reads {', '.join(self.method.apply_reads)}; missing: {', '.join(missing)}.")
+        reads = Predictions(**{field: getattr(data, field) for field in self.method.apply_reads})
+        if "slices" in self.method.apply_reads:
+            reads = reads._replace(slices=np.unique(np.asarray(reads.slices), return_inverse=True)[1])
+        return np.asarray(jax.jit(self.method.apply)(self.state, reads))
+
+
+def check_directory(directory: Path) -> None:
+    """Raises `UserError` where `save` would find a file, or a directory that holds something else."""
+    if directory.is_file() or directory.is_symlink():
+        raise UserError(f"{directory}: expected a new or an empty directory, but this is a file or a link.")
+    names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
+    if names and not names & {_DESCRIPTION, "head.json"}:
+        raise UserError(f"{directory}: expected a new or an empty directory, but it holds {min(names)}.")
+
+
+def save(directory: str | Path, name: str, state: Any, *, notes: Mapping[str, Any] | None = None) -> None:
+    """Writes a fitted method; one that is already there is replaced as a whole.
+
+    Args:
+        directory: of the files state.safetensors, recalibrator.json and checksums.json.
+        name: of the method in `METHODS`.
+        state: what its `fit` returned.
+        notes: further JSON-able values that `load` returns, such as the data of the fit.
+
+    Raises:
+        UserError: no such method, a state of another method, or a directory that holds something else.
+
+    Example:
+        >>> import tempfile
+        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save(directory + "/platt", "platt", METHODS["platt"].fit(data))
+        ...     load(directory + "/platt")(confidence=np.array([0.9])).round(3).tolist()
+        [0.75]
+    """
+    from safetensors.numpy import save as to_bytes
+
+    if name not in METHODS:
+        raise UserError(f"recalibrate.save: {name!r}: expected one of {', '.join(METHODS)}.")
+    if not isinstance(state, _state_type(name)):
+        raise UserError(
+            f"recalibrate.save: expected a {_state_type(name).__name__} for {name}, got a {type(state).__name__}."
+        )
+    arrays = {path: np.ascontiguousarray(leaf) for path, leaf in _flat(state).items()}
+    description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
+    with new_directory(Path(directory), replace=True) as fresh:
+        write_file(fresh / _ARRAYS, to_bytes(arrays))
+        write_file(fresh / _DESCRIPTION, json.dumps(description, indent=2) + "\n")
+        write_checksums(fresh, array_digests(arrays))
+
+
+def load(directory: str | Path) -> Recalibrator:
+    """Reads a fitted method that `save` or `calibjax compare --save` wrote.
+
+    Raises:
+        UserError: no such directory, a damaged or edited file, or a method that this version does not have.
+    """
+    from safetensors.numpy import load as from_bytes
+
+    directory = user_path(directory)
+    file = directory / _DESCRIPTION
+    if not file.is_file():
+        hint = (
+            " It holds a temperature head: calibjax.load_head reads it." if (directory / "head.json").is_file() else ""
+        )
+        raise UserError(f"{directory}: expected a fitted recalibrator with {_DESCRIPTION}, found none.{hint}")
+    digests = read_checksums(directory, _REMEDY)
+    if digests is None:
+        raise UserError(f"{directory}: checksums.json is missing. {_REMEDY}")
+    try:
+        description = json.loads(file.read_text(encoding="utf-8"))
+        name, notes = str(description["method"]), dict(description["notes"])
+        if description["schema"] != _SCHEMA or name not in METHODS:
+            raise ValueError(f"schema {description['schema']}, method {name}")
+        arrays = from_bytes((directory / _ARRAYS).read_bytes())
+        if different := different_arrays(array_digests(arrays), digests):
+            raise ValueError(f"the checksum of {', '.join(different[:5])} differs")
+        state = _built(_state_type(name), arrays, "")
+    except Exception as error:  # safetensors raises an exception of its own
+        raise UserError(f"{directory}: cannot be read ({type(error).__name__}: {error}). {_REMEDY}") from error
+    return Recalibrator(name, state, notes)
+
+
+def _state_type(name: str) -> Any:
+    """The class that `fit` of a method returns."""
+    return typing.get_type_hints(METHODS[name].fit)["return"]
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, np.ndarray]:
+    """Arrays of a state by dotted path."""
+    tree = tree._asdict() if hasattr(tree, "_asdict") else tree
+    if isinstance(tree, Mapping):
+        parts = (_flat(value, f"{path}{name}.") for name, value in tree.items())
+        return {name: leaf for part in parts for name, leaf in part.items()}
+    return {path[:-1]: np.asarray(tree)}
+
+
+def _built(kind: Any, arrays: Mapping[str, np.ndarray], path: str) -> Any:
+    """The state of `_flat`: fields that are NamedTuples by their types, nested dicts where a field is `Any`."""
+    if hasattr(kind, "_fields"):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _built(hints[name], arrays, f"{path}{name}.") for name in kind._fields})
+    if path[:-1] in arrays:
+        return arrays[path[:-1]]
+    below = {name[len(path) :]: array for name, array in arrays.items() if name.startswith(path)}
+    if not below:
+        raise ValueError(f"{path[:-1]} is missing")
+    tree: dict[str, Any] = {}
+    for name, array in below.items():
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = array
+    return tree

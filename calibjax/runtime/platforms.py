@@ -1,0 +1,53 @@
+"""Which platforms JAX tries: without the TPU plugin on a machine that has libtpu installed and no TPU.
+
+JAX initialises libtpu wherever it is installed, also where it only serves as a compiler (`calibjax plan`). Without a
+TPU this fails, after lines such as `Failed to find host bounds` on standard error and about a second.
+"""
+
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+_NODES = ("accel*", "vfio/[0-9]*", "vfio/devices/*")
+_ANNOUNCED = ("TPU_NAME", "TPU_WORKER_", "TPU_ACCELERATOR_TYPE", "TPU_PROCESS_", "TPU_VISIBLE_", "JAX_FORCE_TPU_INIT")
+_CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def platforms_without_tpu(environment: Mapping[str, str], devices: Path = Path("/dev")) -> str | None:
+    """A value of `JAX_PLATFORMS` that leaves out the TPU plugin; None where JAX is to choose.
+
+    JAX chooses where the variable is set, libtpu is absent, a plugin other than CUDA's is installed, or a TPU may be
+    present: the kernel shows one as /dev/accel* or /dev/vfio/N, and a variable such as `TPU_NAME` announces one.
+
+    Args:
+        environment: environment variables.
+        devices: directory of the device nodes.
+    """
+    if environment.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None:
+        return None
+    if any(any(devices.glob(pattern)) for pattern in _NODES) or any(
+        name.startswith(_ANNOUNCED) for name in environment
+    ):
+        return None
+    plugins = importlib.util.find_spec("jax_plugins")
+    found = {module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)} if plugins else set()
+    if not found <= {"xla_cuda12", "xla_cuda13"}:
+        return None
+    return "cuda,cpu" if any(importlib.util.find_spec(name) for name in _CUDA) else "cpu"
+
+
+def skip_absent_tpu() -> None:
+    """Leaves out the TPU plugin where there is no TPU. Effective until JAX initialises its devices."""
+    platforms = platforms_without_tpu(os.environ)
+    if platforms is None:
+        return
+    if "jax" not in sys.modules:
+        os.environ["JAX_PLATFORMS"] = platforms
+        return
+    import jax
+
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_platforms", platforms)

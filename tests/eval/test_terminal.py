@@ -1,0 +1,76 @@
+"""What commands print at their end: every width is kept, no number is cut, and nothing is dropped in silence."""
+
+import re
+
+import pytest
+import report_documents
+from rich.cells import cell_len
+
+from calibjax.eval.report.rows import ABSENT, TextTable, held_out_table
+from calibjax.eval.report.terminal import print_report, print_result
+
+TABLE = TextTable(
+    "a title that is longer than the narrowest of terminals",
+    ["method", "log loss", "Δ ECE [95% interval]", "parameters of the fit", "NLL"],
+    [
+        ["temperature scaling of the base model", ".1234", "-.0320 [-.0449, -.0203]", "1,234,567", "2.3281"],
+        ["ATS", "inf", "+.0001 [-.0002, +.0003]", "12", ABSENT],
+    ],
+    order=(4, 1, 2),
+)
+
+
+def printed(capsys, monkeypatch, width, call):
+    monkeypatch.setenv("COLUMNS", str(width))
+    call()
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("width", [*range(24, 100, 5), 240])
+def test_no_width_cuts_a_number(capsys, monkeypatch, width):
+    lines = printed(capsys, monkeypatch, width, lambda: print_result("A verdict of several words.", TABLE))
+    text = "\n".join(lines)
+    assert max(map(cell_len, lines)) <= width
+    assert "…" not in text
+    hidden = re.search(r"Not shown at \d+ columns: ([^.]*)\.", " ".join(text.split()))
+    named = hidden[1].split(", ") if hidden else []
+    for index, column in enumerate(TABLE.columns[1:], 1):
+        there = all(cells[index] in text for cells in TABLE.rows)
+        assert there != (column in named), (column, named)
+    shown = [column for column in TABLE.columns if column not in named]
+    assert set(shown) >= {"method", "NLL"}, "the most important column is never dropped"
+    if width == 240:
+        assert not named
+
+
+def test_importance_decides_and_not_the_place(capsys, monkeypatch):
+    text = "\n".join(printed(capsys, monkeypatch, 40, lambda: print_result("", TABLE)))
+    assert "2.3281" in text
+    assert ".1234" in text
+    assert "1,234,567" not in text
+
+
+KINDS = {
+    "tokens": ("held_out", "transfer"),
+    "tasks": ("held_out", "tasks"),
+    "layers": ("held_out", "layers", "direction", "sweep", "neurons", "subjects"),
+    "texts": ("held_out", "texts", "analogies"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_report_fits_a_pipe_of_80_columns(capsys, monkeypatch, kind):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = report_documents.document()
+    document = {name: value for name, value in whole.items() if name in (*KINDS[kind], "schema", "run")}
+    print_report(document, files="results in x: report.html")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    assert lines[-1] == "results in x: report.html"
+    if kind in ("tokens", "tasks"):
+        table = held_out_table(document)
+        assert sorted(table.order) == list(range(1, len(table.columns))), "every column has a rank"
+    if kind in ("tasks", "layers"):
+        assert "subjects: --subjects prints them" in " ".join(" ".join(lines).split())
+        print_report(document, subjects=True)
+        assert len(capsys.readouterr().out.splitlines()) > len(lines) + 2

@@ -1,0 +1,54 @@
+"""The TPU plugin is left out where it is installed and no TPU is, and nowhere else."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from calibjax.runtime.platforms import platforms_without_tpu
+
+INSTALLED = importlib.util.find_spec("libtpu") is not None
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """libtpu is there, whatever else is."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "libtpu" else real(name))
+
+
+def test_without_a_tpu(installed, tmp_path):
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()  # the control node, which machines without a TPU have too
+    (tmp_path / "nvidia0").touch()
+    assert platforms_without_tpu({"PATH": "/bin", "TPU_LIBRARY_PATH": "x"}, tmp_path) in ("cpu", "cuda,cpu")
+
+
+@pytest.mark.parametrize("node", ["accel0", "accel_x", "vfio/0", "vfio/devices/vfio0"])
+def test_a_tpu_vm_is_left_alone(installed, tmp_path, node):
+    (tmp_path / node).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / node).touch()
+    assert platforms_without_tpu({}, tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["JAX_PLATFORMS", "TPU_NAME", "TPU_WORKER_ID", "JAX_FORCE_TPU_INIT"])
+def test_what_the_user_sets_is_left_alone(installed, tmp_path, name):
+    assert platforms_without_tpu({name: "1"}, tmp_path) is None
+
+
+def test_without_libtpu_there_is_nothing_to_leave_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert platforms_without_tpu({}, tmp_path) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="libtpu is not installed")
+@pytest.mark.parametrize("first", ["", "import jax; "])
+def test_no_noise(first):
+    """A notebook's first cell: nothing on standard error."""
+    code = f"{first}from calibjax.runtime.errors import UserError; import jax; print(jax.devices()[0].platform)"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_PLATFORMS", "TPU_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "cpu", "")

@@ -1,0 +1,46 @@
+"""Progress where the output is no terminal: a line at the start, an estimate, and one at the end."""
+
+import time
+
+from calibjax.runtime import progress
+from calibjax.runtime.progress import progress_bar
+
+
+def test_lines(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    bar = progress_bar(None, title="evaluating", unit="sequence", disable=False, total=1000)
+    for seconds in (40.0, 1.0, 1.0, 1.0):  # the first step compiles
+        clock[0] += seconds
+        bar.update(10)
+    bar.set_postfix_str("layer 3")
+    bar.close()
+    bar.close()
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = shown.err.splitlines()
+    assert lines[0].startswith("evaluating: 0/1000 sequence")
+    assert lines[1] == "evaluating: about 01:38 from a timed step", "980 sequences at 10 a second"
+    assert lines[-1].startswith("evaluating: 40/1000 sequence")
+    assert len(lines) == 3
+    assert "\r" not in shown.err
+
+
+def test_short_work_has_no_estimate(capsys):
+    assert list(progress_bar(range(3), title="comparing", unit="method", disable=False)) == [0, 1, 2]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" [")[0] for line in lines] == ["comparing: 0/3 method", "comparing: 3/3 method"]
+
+
+def test_quiet(capsys):
+    assert list(progress_bar(range(3), title="comparing", unit="method", disable=True)) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_line_every_half_minute(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    bar = progress_bar(None, title="x", unit="step", disable=False, total=3)
+    for _ in range(3):
+        bar.update()
+    bar.close()
+    assert len(capsys.readouterr().err.splitlines()) == 5
