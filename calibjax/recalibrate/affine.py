@@ -11,9 +11,9 @@ from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_pr
 from calibjax.recalibrate.optimize import minimize
 
 MAX_CLASSES = 1024
-"""Of the methods with a K by K matrix: a million parameters, of which the optimiser holds some forty copies."""
+"""Most classes of the methods with a K by K matrix: of a million parameters the optimiser stores forty copies."""
 MAX_REGRESSIONS = 4096
-"""Of one-vs-rest Platt scaling: that many bounded logistic regressions in one problem take minutes beyond it."""
+"""Most classes of one-vs-rest Platt scaling: more bounded logistic regressions in one problem take minutes."""
 
 
 class VectorState(NamedTuple):

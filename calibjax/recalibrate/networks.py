@@ -101,7 +101,7 @@ def _ats_loss(params, rows, extra):
 
 
 def fit_ats(data: Predictions, where: np.ndarray | None = None, *, units: int = 64, seed: int = 0) -> HeadState:
-    """Adaptive temperature scaling of predictions that are at hand: softmax(s(h) z) (arXiv 2409.19817).
+    """Adaptive temperature scaling of given predictions: softmax(s(h) z) (arXiv 2409.19817).
 
     s(h) = exp of an `MLPHead` on the hidden state of each prediction, by cross-entropy, stopped as g-layers are. It is
     the row of a comparison in which every method has the same inputs; heads that see a sequence, the losses and the
