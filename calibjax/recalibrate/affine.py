@@ -134,7 +134,7 @@ def _dense(params: Any, x: Array) -> Array:
 
 
 def _matrix_loss(params, rows, extra):
-    """With ODIR, λ/(K(K−1)) Σ_{i≠j} W_ij² + μ/K Σ b_j², added to every prediction: the mean adds it once.
+    """NLL plus ODIR, λ/(K(K−1)) Σ_{i≠j} W_ij² + μ/K Σ b_j², added to every prediction: the mean adds it once.
 
     The parameters are W and c = b + W x̄, the intercept of centred inputs: log-probabilities lie far from 0 together,
     and W and b would pull at the same string.

@@ -1,4 +1,4 @@
-"""From confidence to the probability of being right by one to three parameters: temperature, Platt scaling, beta.
+"""Parametric maps from confidence to the probability of being correct: temperature, Platt scaling, beta.
 
 All of them read the log-odds of the confidence, of which an exact 0 or 1 has none. They read clip(c, ε, 1 − ε) in its
 place. With ε = 2⁻²⁴, half a float32 spacing below 1, the log-odds of a 1 are 16.6: right for the probability of a token

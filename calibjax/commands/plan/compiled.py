@@ -16,7 +16,7 @@ from calibjax.runtime.tpu_compiler import DoesNotCompile, slice_devices, with_co
 
 
 class Compiled(NamedTuple):
-    """Of one device.
+    """Result of compiling a step for one device.
 
     Attributes:
         arguments: bytes, with the padding of their layout.
@@ -24,7 +24,7 @@ class Compiled(NamedTuple):
         flops: of the matrix products as traced for this mesh, of all devices.
         collectives: by kind, see `hlo.collectives`; None where jaxlib cannot read the program that libtpu made.
         unknown_loops: loops that `collectives` counts once for want of their length.
-        seconds: that the compilation took.
+        seconds: duration of the compilation.
     """
 
     arguments: int

@@ -34,7 +34,7 @@ WORDS: dict[str, str] = {
     "minimum": "smallest probability of the answer's tokens",
     "length_normalised": "geometric mean of the probabilities of the answer's tokens",
     "agreement": "fraction of the samples that gave the answer",
-    "entropy": "1 − the normalised entropy of the sampled answers",
+    "entropy": "1 minus the normalised entropy of the sampled answers",
     "first_second": "fraction of the most frequent sampled answer minus that of the second",
 }
 """Descriptions of the confidences, as reports print them."""
