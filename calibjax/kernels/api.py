@@ -34,7 +34,7 @@ class CannotRun(NotImplementedError, ValueError):
 
 
 class Execution(TypedDict, total=False):
-    """Execution options of `vocab_stats`, described there; only `filter_threshold` changes the result."""
+    """Options of how `vocab_stats` runs, described there; `filter_threshold` also changes gradients."""
 
     implementation: str | None
     chunk_size: int | None
