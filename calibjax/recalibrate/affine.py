@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, nll_of, select
 from calibjax.recalibrate.optimize import minimize
 
 MAX_CLASSES = 1024
@@ -32,10 +32,6 @@ class MatrixState(NamedTuple):
     report: FitReport
 
 
-def _nll(log_probs: Float[Array, "N K"], labels: Array) -> Float[Array, " N"]:
-    return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
-
-
 def _per_class(params: Any, x: Array) -> Array:
     slope, intercept = params
     return slope[None, :] * x + intercept[None, :]
@@ -47,7 +43,7 @@ def _start(classes: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _vector_loss(params, rows, extra):
     logits, labels = rows
-    return _nll(jax.nn.log_softmax(_per_class(params, logits)), labels)
+    return nll_of(jax.nn.log_softmax(_per_class(params, logits)), labels)
 
 
 def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorState:
@@ -146,7 +142,7 @@ def _matrix_loss(params, rows, extra):
     intercept = _intercept(params, extra["mean"])
     penalty = extra["off_diagonal"] * jnp.sum(jnp.square(off_diagonal)) / (classes * max(classes - 1, 1))
     penalty = penalty + extra["intercept"] * jnp.mean(jnp.square(intercept))
-    return _nll(jax.nn.log_softmax(_dense((matrix, intercept), x.astype(matrix.dtype))), labels) + penalty
+    return nll_of(jax.nn.log_softmax(_dense((matrix, intercept), x.astype(matrix.dtype))), labels) + penalty
 
 
 def _intercept(params: Any, mean: Any) -> Any:
@@ -221,22 +217,12 @@ def apply_dirichlet(state: MatrixState, data: Predictions) -> Float[Array, "N K"
 
 
 METHODS = {
-    "vector": Method(fit_vector, apply_vector, fit_reads=("logits", "labels"), source="Guo et al. 2017"),
+    "vector": Method(fit_vector, apply_vector, ("logits", "labels"), "Guo et al. 2017"),
     "one_vs_rest_platt": Method(
-        fit_one_vs_rest,
-        apply_one_vs_rest,
-        fit_reads=("logits", "labels"),
-        max_classes=MAX_REGRESSIONS,
-        source="Zadrozny and Elkan 2002",
+        fit_one_vs_rest, apply_one_vs_rest, ("logits", "labels"), "Zadrozny and Elkan 2002", max_classes=MAX_REGRESSIONS
     ),
-    "matrix": Method(
-        fit_matrix, apply_matrix, fit_reads=("logits", "labels"), max_classes=MAX_CLASSES, source="Guo et al. 2017"
-    ),
+    "matrix": Method(fit_matrix, apply_matrix, ("logits", "labels"), "Guo et al. 2017", max_classes=MAX_CLASSES),
     "dirichlet": Method(
-        fit_dirichlet,
-        apply_dirichlet,
-        fit_reads=("logits", "labels"),
-        max_classes=MAX_CLASSES,
-        source="Kull et al. 2019",
+        fit_dirichlet, apply_dirichlet, ("logits", "labels"), "Kull et al. 2019", max_classes=MAX_CLASSES
     ),
 }

@@ -192,6 +192,11 @@ def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:
     return jnp.minimum(jax.nn.log_softmax(scores, axis=-1), 0.0)
 
 
+def nll_of(log_probs: Float[Array, "N K"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
+    """−log p of the labels."""
+    return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
+
+
 def parameter_count(state: Any) -> int:
     """Returns the number of fitted numbers in a state, without its report."""
     return sum(np.size(leaf) for leaf in jax.tree.leaves(state._replace(report=())))

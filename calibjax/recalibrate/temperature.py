@@ -213,7 +213,5 @@ def apply(state: TemperatureState, data: Predictions) -> Float[Array, "N K"]:
 
 
 METHODS = {
-    "temperature": Method(
-        fit, apply, fit_reads=("logits", "labels"), keeps_argmax=True, monotone=True, source="Guo et al. 2017"
-    ),
+    "temperature": Method(fit, apply, ("logits", "labels"), "Guo et al. 2017", keeps_argmax=True, monotone=True),
 }
