@@ -2,9 +2,8 @@
 
 A head returns log_scale `[B, T]`; the logits are multiplied by s = exp(log_scale) > 0, so no head can change which
 token is the most likely. log_scale is clipped to [log 1/20, log 10]: the upper end is that of the authors of Adaptive
-Temperature Scaling (exp(τ) <= 10), the lower end, which they do not have, keeps a distribution from going flat beyond
-repair. By default a head starts as the identity (s = 1 for every token), so an untrained one does no harm. `HEADS`
-lists the kinds.
+Temperature Scaling (exp(τ) <= 10), the lower end, which they do not have, prevents a distribution from becoming
+uniform. By default a head starts as the identity (s = 1 for every token). `HEADS` lists the kinds.
 
 "The authors" are those of arXiv 2409.19817, with their code at github.com/Johnathan-Xie/adaptive-temperature-scaling
 (src/llmtuner/model/calibration/head.py, commit f144309).
@@ -30,12 +29,12 @@ from calibjax.runtime.sharding import lookup
 
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
 MAX_LOG_FACTOR = 6.0
-"""Of the refitted temperature, either way: the bounds within which `fit_temperature` searches."""
+"""Largest absolute log of the refitted factor: the bounds of `fit_temperature`."""
 NO_MIN_SCALE = 1e-30
-"""Smallest lower end of s that a head may have: as good as none, for the distribution is uniform to every digit of
-float32 long before, but s stays a normal number, so that the most likely token can still be told from the others."""
+"""Smallest lower bound of s, in effect none: the distribution is uniform to every digit of float32 long before, but s
+stays a normal number, so that the most likely token remains distinct."""
 FEATURES = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
-"""What a head may read; widths D, 1, 1 and D (the ablation of arXiv 2409.19817, appendix)."""
+"""Features that a head can read, of widths D, 1, 1 and D (the ablation of arXiv 2409.19817, appendix)."""
 
 # U(−1/√F, 1/√F), F inputs: the start of torch.nn.Linear, which every matrix of the authors' heads has.
 _torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -49,7 +48,7 @@ def _output_log_scale(
     where: Bool[Array, "B T"] | None,
     segment_ids: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
-    """The last layer of every head that reads features: F -> 1, pooled over sequences on request, clipped."""
+    """The last layer of every head that reads features: F -> 1, optionally pooled over sequences, clipped."""
     if identity_start:
         kernel_init = bias_init = nn.initializers.zeros
     else:

@@ -1,7 +1,7 @@
 """calibjax as a model of EleutherAI's lm-eval: `--model calibjax --model_args pretrained=...,head=...`.
 
 lm-eval 0.4.13 looks for models in its own table alone and has no entry points, so that plain `lm_eval` cannot find this
-one. `python -m calibjax.lm_eval` is the same command with the model and our offline tasks known to it; in Python,
+one. `python -m calibjax.lm_eval` is the same command with the model and our offline tasks registered; in Python,
 importing this module is enough. It needs `pip install calibjax[lm-eval]`, and no PyTorch.
 """
 
@@ -66,7 +66,7 @@ class CalibjaxLM(HarnessLM):
 
 
 def main() -> None:
-    """lm-eval's own command line, with `--model calibjax` and the offline tasks made known."""
+    """Runs lm-eval's command line with `--model calibjax` and the offline tasks registered."""
     from lm_eval.__main__ import cli_evaluate
 
     if "--include_path" not in sys.argv and "--tasks" in sys.argv:

@@ -34,7 +34,7 @@ class CannotRun(NotImplementedError, ValueError):
 
 
 class Execution(TypedDict, total=False):
-    """How a call runs, not what it computes (but see `filter_threshold`): options of `vocab_stats`, described there."""
+    """Options of how `vocab_stats` runs, described there; `filter_threshold` also changes gradients."""
 
     implementation: str | None
     chunk_size: int | None
@@ -189,7 +189,7 @@ class Dispatch(NamedTuple):
         return sharded.implementation(implementation, self.sharding)
 
     def platform(self) -> Platform:
-        """What the call is compiled for."""
+        """Returns the platform that the call is compiled for."""
         return platform(None if self.sharding is None else self.sharding.mesh)
 
     def check(self, name: str) -> str:

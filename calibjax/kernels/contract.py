@@ -15,7 +15,7 @@ from calibjax.kernels.stats import Moments
 
 
 class Options(NamedTuple):
-    """What is static in both passes; see `vocab_stats`."""
+    """Static options of both passes; see `vocab_stats`."""
 
     softcap: float | None = None
     precision: jax.lax.PrecisionLike = None
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 
 
 class ForwardRequest(NamedTuple):
-    """What `Forward` computes. Static.
+    """Request to `Forward`: what it is to compute. Static.
 
     Attributes:
         needed: names of the optional fields of `Moments`.
@@ -71,7 +71,7 @@ class ForwardResult(NamedTuple):
 
 
 class BackwardRequest(NamedTuple):
-    """What `Backward` computes: `wanted` names fields of `Gradients`. Static."""
+    """Request to `Backward`: `wanted` names fields of `Gradients`. Static."""
 
     options: Options
     wanted: frozenset[str]
@@ -135,7 +135,7 @@ class Backward(Protocol):
 
 
 Check = Callable[[Options, Inputs, Platform], str]
-"""How a call would run, for `explain`; raises NotImplementedError with the reason where it cannot run."""
+"""Describes how a call runs, for `explain`; raises NotImplementedError with the reason if it cannot run."""
 
 
 def _shares_always(options: Options, inputs: Inputs, platform: Platform) -> bool:

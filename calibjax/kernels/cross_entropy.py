@@ -36,7 +36,7 @@ _ACCELERATOR = 16  # times as many bytes and tokens elsewhere
 
 
 class _Loss(NamedTuple):
-    """What is static in a call: `implementation` is the name of the one in `call`."""
+    """Static part of a call; `implementation` is the name of that in `call`."""
 
     reduction: Reduction
     label_smoothing: float

@@ -1,4 +1,4 @@
-"""How far the predictions of other hidden states are from given ones, without the logits of either."""
+"""KL divergences between predictions of different hidden states, without storing the logits of either."""
 
 import functools
 

@@ -26,7 +26,7 @@ def explain(
     sharding: VocabSharding | None = None,
     **execution: Unpack[api.Execution],
 ) -> str:
-    """Which implementation `vocab_stats` takes for these arguments, why, and what the call costs.
+    """Explains which implementation `vocab_stats` chooses for these arguments, why, and what the call costs.
 
     Args:
         hidden, unembedding, targets, bias, where: as in `vocab_stats`, or a `jax.ShapeDtypeStruct` each. Nothing is

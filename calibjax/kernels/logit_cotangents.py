@@ -24,7 +24,7 @@ def exact_uniform(options: Options, cotangents: Cotangents) -> Array | None:
 
 
 def token_values(options: Options, inputs: Inputs, cotangents: Cotangents) -> dict[str, Array]:
-    """What `dz_of_logits` needs except the ids, and "exact" (see `exact_uniform`): name -> float32 [N]."""
+    """Returns the inputs of `dz_of_logits` except the ids, and "exact" (see `exact_uniform`): name -> float32 [N]."""
     in_logits, exact = softcap_unit(options.softcap), exact_uniform(options, cotangents)
     centred, expected = cotangents.centred, cotangents.expected_logit
     values = {

@@ -40,7 +40,7 @@ from calibjax.kernels.stats import Moments
 
 
 class Call(NamedTuple):
-    """What is static in a call: `wanted` names fields of `Outputs`; implementation None is the dense formula."""
+    """Static part of a call: `wanted` names fields of `Outputs`; implementation None is the dense formula."""
 
     implementation: Implementation | None
     wanted: frozenset[str]
@@ -63,7 +63,7 @@ class Outputs(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the gradients in hidden, unembedding and bias need from the forward pass.
+    """Residuals of the forward pass for the gradients in hidden, unembedding and bias.
 
     Attributes:
         rows: `Moments.rows`, or None.

@@ -1,4 +1,4 @@
-"""What a program is compiled for."""
+"""The platform that a program is compiled for."""
 
 from typing import NamedTuple
 

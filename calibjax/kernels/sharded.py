@@ -166,7 +166,7 @@ def implementation(inner: Implementation, sharding: VocabSharding) -> Implementa
 
 
 def _check(inner: Implementation, sharding: VocabSharding, options: Options, inputs: Inputs, platform: Platform) -> str:
-    """Whether `inner` can run the parts that a device takes; its line about the main one."""
+    """Checks that `inner` can run the parts of a device; returns its description of the main one."""
     main, *rest = _parts(sharding, inputs)
     for part in rest:
         inner.check(options, part, platform)
@@ -222,7 +222,7 @@ def _input_specs(sharding: VocabSharding) -> Any:
 
 
 def _own_specs(sharding: VocabSharding) -> P:
-    """Of what never leaves its device: an axis in front, one entry a device."""
+    """Sharding of arrays that stay on their device: a leading axis with one entry per device."""
     return P((*sharding.vocab, *sharding.tokens))
 
 
@@ -374,7 +374,7 @@ def _backward(
         return None if x is None else jax.lax.psum(x.astype(jnp.float32), sharding.tokens)
 
     def stored(x: Array | None) -> Array | None:
-        """Of [rows, D] of this device's tokens, the columns that it stores, of all tokens."""
+        """Sums [rows, D] over all tokens and returns the columns that this device stores."""
         if x is None or not sharding.width:
             return over_tokens(x)
         mine = jax.lax.psum_scatter(x.astype(jnp.float32), sharding.width, scatter_dimension=1, tiled=True)

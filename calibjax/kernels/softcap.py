@@ -1,4 +1,4 @@
-"""The soft-cap of logits, z = cap·tanh(x / cap), and its slope. Everywhere cap None stands for no soft-cap: z = x."""
+"""The soft-cap of logits, z = cap·tanh(x / cap), and its slope. A cap of None means no soft-cap: z = x."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -20,5 +20,5 @@ def slope_in_units(u: Array, cap: float | None) -> Array | float:
 
 
 def softcap_unit(cap: float | None) -> float:
-    """What one unit of u is in logits."""
+    """Returns the size of one unit of u in logits."""
     return 1.0 if cap is None else cap

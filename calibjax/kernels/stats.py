@@ -1,4 +1,4 @@
-"""What the operator returns for each token, and the rule that merges two pieces of the vocabulary."""
+"""Statistics of a token, and the rule that merges those of two parts of the vocabulary."""
 
 from typing import NamedTuple
 

@@ -47,7 +47,7 @@ class Loss(NamedTuple):
     per_micro_batch: bool = False
 
     def weight(self) -> Hyperparameter | None:
-        """What `--alpha` sets; None where the loss has no such weight."""
+        """Returns the hyper-parameter that `--alpha` sets; None if the loss has none."""
         return None if self.alpha is None else self.hyperparameters[self.alpha]
 
     def arguments(self, hyper: Mapping[str, Any]) -> dict[str, Any]:

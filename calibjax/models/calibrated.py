@@ -16,7 +16,7 @@ from calibjax.runtime.errors import UserError
 
 
 class TokenConfidence(NamedTuple):
-    """Of each next token, `[B, T]`: the most likely one, its calibrated probability, and the temperature used."""
+    """The most likely next token, its calibrated probability, and the temperature used; `[B, T]` each."""
 
     argmax: Int[Array, "B T"]
     confidence: Float[Array, "B T"]

@@ -68,7 +68,7 @@ class Generation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sampling:
-    """How `generate` chooses tokens: by default the most likely one.
+    """Choice of tokens in `generate`: by default the most likely one.
 
     Attributes:
         temperature: 0 for the most likely token; otherwise the sampling temperature, within `TEMPERATURES`, which

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, nll_of, select
 from calibjax.recalibrate.optimize import minimize
 
 MAX_CLASSES = 1024
-"""Of the methods with a K by K matrix: a million parameters, of which the optimiser holds some forty copies."""
+"""Most classes of the methods with a K by K matrix: of a million parameters the optimiser stores forty copies."""
 MAX_REGRESSIONS = 4096
-"""Of one-vs-rest Platt scaling: that many bounded logistic regressions in one problem take minutes beyond it."""
+"""Most classes of one-vs-rest Platt scaling: more bounded logistic regressions in one problem take minutes."""
 
 
 class VectorState(NamedTuple):
@@ -32,10 +32,6 @@ class MatrixState(NamedTuple):
     report: FitReport
 
 
-def _nll(log_probs: Float[Array, "N K"], labels: Array) -> Float[Array, " N"]:
-    return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
-
-
 def _per_class(params: Any, x: Array) -> Array:
     slope, intercept = params
     return slope[None, :] * x + intercept[None, :]
@@ -47,7 +43,7 @@ def _start(classes: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _vector_loss(params, rows, extra):
     logits, labels = rows
-    return _nll(jax.nn.log_softmax(_per_class(params, logits)), labels)
+    return nll_of(jax.nn.log_softmax(_per_class(params, logits)), labels)
 
 
 def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorState:
@@ -134,7 +130,7 @@ def _dense(params: Any, x: Array) -> Array:
 
 
 def _matrix_loss(params, rows, extra):
-    """With ODIR, λ/(K(K−1)) Σ_{i≠j} W_ij² + μ/K Σ b_j², added to every prediction: the mean adds it once.
+    """NLL plus ODIR, λ/(K(K−1)) Σ_{i≠j} W_ij² + μ/K Σ b_j², added to every prediction: the mean adds it once.
 
     The parameters are W and c = b + W x̄, the intercept of centred inputs: log-probabilities lie far from 0 together,
     and W and b would pull at the same string.
@@ -146,7 +142,7 @@ def _matrix_loss(params, rows, extra):
     intercept = _intercept(params, extra["mean"])
     penalty = extra["off_diagonal"] * jnp.sum(jnp.square(off_diagonal)) / (classes * max(classes - 1, 1))
     penalty = penalty + extra["intercept"] * jnp.mean(jnp.square(intercept))
-    return _nll(jax.nn.log_softmax(_dense((matrix, intercept), x.astype(matrix.dtype))), labels) + penalty
+    return nll_of(jax.nn.log_softmax(_dense((matrix, intercept), x.astype(matrix.dtype))), labels) + penalty
 
 
 def _intercept(params: Any, mean: Any) -> Any:
@@ -221,22 +217,12 @@ def apply_dirichlet(state: MatrixState, data: Predictions) -> Float[Array, "N K"
 
 
 METHODS = {
-    "vector": Method(fit_vector, apply_vector, fit_reads=("logits", "labels"), source="Guo et al. 2017"),
+    "vector": Method(fit_vector, apply_vector, ("logits", "labels"), "Guo et al. 2017"),
     "one_vs_rest_platt": Method(
-        fit_one_vs_rest,
-        apply_one_vs_rest,
-        fit_reads=("logits", "labels"),
-        max_classes=MAX_REGRESSIONS,
-        source="Zadrozny and Elkan 2002",
+        fit_one_vs_rest, apply_one_vs_rest, ("logits", "labels"), "Zadrozny and Elkan 2002", max_classes=MAX_REGRESSIONS
     ),
-    "matrix": Method(
-        fit_matrix, apply_matrix, fit_reads=("logits", "labels"), max_classes=MAX_CLASSES, source="Guo et al. 2017"
-    ),
+    "matrix": Method(fit_matrix, apply_matrix, ("logits", "labels"), "Guo et al. 2017", max_classes=MAX_CLASSES),
     "dirichlet": Method(
-        fit_dirichlet,
-        apply_dirichlet,
-        fit_reads=("logits", "labels"),
-        max_classes=MAX_CLASSES,
-        source="Kull et al. 2019",
+        fit_dirichlet, apply_dirichlet, ("logits", "labels"), "Kull et al. 2019", max_classes=MAX_CLASSES
     ),
 }

@@ -76,7 +76,5 @@ def apply(state: ClippingState, data: Predictions) -> Float[Array, "N K"]:
 
 
 METHODS = {
-    "feature_clipping": Method(
-        fit, apply, fit_reads=("features", "unembedding", "labels"), source="Tao et al. 2025, arXiv 2410.19796"
-    ),
+    "feature_clipping": Method(fit, apply, ("features", "unembedding", "labels"), "Tao et al. 2025, arXiv 2410.19796"),
 }

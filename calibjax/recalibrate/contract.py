@@ -1,4 +1,4 @@
-"""What every recalibrator reads, what it is called by, and what is checked before a fit."""
+"""The contract of recalibrators: their inputs, their entries, and the checks before a fit."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -12,7 +12,7 @@ from calibjax.runtime.errors import UserError
 
 
 class Predictions(NamedTuple):
-    """What is known of N predictions. A method reads the fields that it names; the others may be None.
+    """Data on N predictions. A method reads the fields that it names; the others may be None.
 
     Attributes:
         logits: `[N, K]`, finite.
@@ -36,7 +36,7 @@ class Predictions(NamedTuple):
 
 
 class FitReport(NamedTuple):
-    """How a fit ended; scalars as arrays, so that a state is a pytree that Orbax stores.
+    """Outcome of a fit; scalars are arrays, so that a state is a pytree that Orbax stores.
 
     Attributes:
         loss: float32, the objective on the calibration data at the end, a mean per prediction. For networks, on the
@@ -98,7 +98,7 @@ def select(
     Args:
         data: as the user gave it.
         fields: names of `Predictions`.
-        where: bool `[N]`, False for rows that do not count; what they hold is not looked at.
+        where: bool `[N]`, False for rows that do not count, whose values are not read.
         max_classes: the largest K.
 
     Raises:
@@ -192,6 +192,11 @@ def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:
     return jnp.minimum(jax.nn.log_softmax(scores, axis=-1), 0.0)
 
 
+def nll_of(log_probs: Float[Array, "N K"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
+    """−log p of the labels."""
+    return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
+
+
 def parameter_count(state: Any) -> int:
-    """How many numbers a fitted state holds, its report aside."""
+    """Returns the number of fitted numbers in a state, without its report."""
     return sum(np.size(leaf) for leaf in jax.tree.leaves(state._replace(report=())))

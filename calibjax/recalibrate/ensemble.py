@@ -78,6 +78,6 @@ def apply(state: EnsembleState, data: Predictions) -> Float[Array, "N K"]:
 
 METHODS = {
     "ensemble_temperature": Method(
-        fit, apply, fit_reads=("logits", "labels"), keeps_argmax=True, monotone=True, source="Zhang et al. 2020"
+        fit, apply, ("logits", "labels"), "Zhang et al. 2020", keeps_argmax=True, monotone=True
     ),
 }

@@ -106,7 +106,5 @@ def apply(state: FewShotState, data: Predictions) -> Float[Array, " N"]:
 
 
 METHODS = {
-    "few_shot": Method(
-        fit, apply, fit_reads=("confidence", "correct", "slices"), source="Li et al. 2024, arXiv 2403.18286"
-    ),
+    "few_shot": Method(fit, apply, ("confidence", "correct", "slices"), "Li et al. 2024, arXiv 2403.18286"),
 }

@@ -83,7 +83,5 @@ def apply(state: LocalState, data: Predictions) -> Float[Array, " N"]:
 
 
 METHODS = {
-    "lore": Method(
-        fit, apply, fit_reads=("confidence", "correct", "features"), source="Luo et al. 2022, arXiv 2102.10809"
-    ),
+    "lore": Method(fit, apply, ("confidence", "correct", "features"), "Luo et al. 2022, arXiv 2102.10809"),
 }

@@ -1,4 +1,4 @@
-"""From confidence to the probability of being right by one to three parameters: temperature, Platt scaling, beta.
+"""Parametric maps from confidence to the probability of being correct: temperature, Platt scaling, beta.
 
 All of them read the log-odds of the confidence, of which an exact 0 or 1 has none. They read clip(c, ε, 1 − ε) in its
 place. With ε = 2⁻²⁴, half a float32 spacing below 1, the log-odds of a 1 are 16.6: right for the probability of a token
@@ -140,8 +140,7 @@ def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float
     Args:
         data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
         where: bool `[N]`, False for rows that do not count.
-        clip: ε in [2⁻²⁴, 0.5): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None: 2⁻²⁴, or where there
-            is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the calibration data are most likely.
+        clip: see `fit_odds`.
 
     Returns:
         `PlattState`; `report.converged` is False on separable data.
@@ -183,8 +182,7 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
     Args:
         data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
         where: bool `[N]`, False for rows that do not count.
-        clip: ε in [2⁻²⁴, 0.5): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None: 2⁻²⁴, or where there
-            is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the calibration data are most likely.
+        clip: see `fit_odds`.
 
     Returns:
         `BetaState`; `report.converged` is False on separable data.
@@ -208,9 +206,7 @@ def apply_beta(state: BetaState, data: Predictions) -> Float[Array, " N"]:
 
 
 METHODS = {
-    "confidence_temperature": Method(
-        fit_odds, apply_odds, fit_reads=("confidence", "correct"), monotone=True, source="Guo et al. 2017"
-    ),
-    "platt": Method(fit_platt, apply_platt, fit_reads=("confidence", "correct"), monotone=True, source="Platt 1999"),
-    "beta": Method(fit_beta, apply_beta, fit_reads=("confidence", "correct"), monotone=True, source="Kull et al. 2017"),
+    "confidence_temperature": Method(fit_odds, apply_odds, ("confidence", "correct"), "Guo et al. 2017", monotone=True),
+    "platt": Method(fit_platt, apply_platt, ("confidence", "correct"), "Platt 1999", monotone=True),
+    "beta": Method(fit_beta, apply_beta, ("confidence", "correct"), "Kull et al. 2017", monotone=True),
 }

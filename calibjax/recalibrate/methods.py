@@ -1,4 +1,4 @@
-"""All recalibrators under one contract. A comparison is a loop: those whose `fit_reads` are at hand are fitted.
+"""All recalibrators under one contract. A comparison fits those whose `fit_reads` are available.
 
 Example:
     >>> import numpy as np

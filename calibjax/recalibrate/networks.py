@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, nll_of, select
 from calibjax.recalibrate.optimize import descend
 from calibjax.recalibrate.temperature import log_softmax_at
 
@@ -33,10 +33,6 @@ class HeadState(NamedTuple):
     report: FitReport
 
 
-def _nll(log_probs: Array, labels: Array) -> Array:
-    return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
-
-
 def _corrected(params: Any, logits: Array, mean: Any, deviation: Any) -> Array:
     inner, inner_bias, outer, outer_bias = params
     unit = jax.nn.relu(jnp.matmul((logits - mean) / deviation, inner) + inner_bias[None, :])
@@ -44,7 +40,7 @@ def _corrected(params: Any, logits: Array, mean: Any, deviation: Any) -> Array:
 
 
 def _g_layers_loss(params, rows, extra):
-    return _nll(jax.nn.log_softmax(_corrected(params, rows[0], *extra)), rows[1])
+    return nll_of(jax.nn.log_softmax(_corrected(params, rows[0], *extra)), rows[1])
 
 
 def fit_g_layers(data: Predictions, where: np.ndarray | None = None, *, seed: int = 0) -> GLayersState:
@@ -103,11 +99,11 @@ def _tempered(params: Any, logits: Array, features: Array) -> Array:
 
 def _ats_loss(params, rows, extra):
     logits, features, labels = rows
-    return _nll(_tempered(params, logits, features), labels)
+    return nll_of(_tempered(params, logits, features), labels)
 
 
 def fit_ats(data: Predictions, where: np.ndarray | None = None, *, units: int = 64, seed: int = 0) -> HeadState:
-    """Adaptive temperature scaling of predictions that are at hand: softmax(s(h) z) (arXiv 2409.19817).
+    """Adaptive temperature scaling of given predictions: softmax(s(h) z) (arXiv 2409.19817).
 
     s(h) = exp of an `MLPHead` on the hidden state of each prediction, by cross-entropy, stopped as g-layers are. It is
     the row of a comparison in which every method has the same inputs; heads that see a sequence, the losses and the
@@ -137,13 +133,13 @@ def apply_ats(state: HeadState, data: Predictions) -> Float[Array, "N K"]:
 
 
 METHODS = {
-    "g_layers": Method(fit_g_layers, apply_g_layers, fit_reads=("logits", "labels"), source="Rahimi et al. 2020"),
+    "g_layers": Method(fit_g_layers, apply_g_layers, ("logits", "labels"), "Rahimi et al. 2020"),
     "ats": Method(
         fit_ats,
         apply_ats,
-        fit_reads=("logits", "features", "labels"),
+        ("logits", "features", "labels"),
+        "Xie et al. 2024, arXiv 2409.19817",
         keeps_argmax=True,
         monotone=True,
-        source="Xie et al. 2024, arXiv 2409.19817",
     ),
 }

@@ -154,20 +154,10 @@ def apply_scaling_binning(state: ScalingBinningState, data: Predictions) -> Floa
 
 METHODS = {
     "isotonic": Method(
-        fit_isotonic,
-        apply_isotonic,
-        fit_reads=("confidence", "correct"),
-        monotone=True,
-        source="Zadrozny and Elkan 2002",
+        fit_isotonic, apply_isotonic, ("confidence", "correct"), "Zadrozny and Elkan 2002", monotone=True
     ),
-    "histogram": Method(
-        fit_histogram, apply_histogram, fit_reads=("confidence", "correct"), source="Zadrozny and Elkan 2001"
-    ),
+    "histogram": Method(fit_histogram, apply_histogram, ("confidence", "correct"), "Zadrozny and Elkan 2001"),
     "scaling_binning": Method(
-        fit_scaling_binning,
-        apply_scaling_binning,
-        fit_reads=("confidence", "correct"),
-        monotone=True,
-        source="Kumar et al. 2019",
+        fit_scaling_binning, apply_scaling_binning, ("confidence", "correct"), "Kumar et al. 2019", monotone=True
     ),
 }

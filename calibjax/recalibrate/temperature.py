@@ -40,7 +40,7 @@ class TemperatureFit(NamedTuple):
 
 
 class LikelihoodSums(NamedTuple):
-    """Of each group of tokens at one u: Σ nll, Σ ∂nll/∂u, Σ ∂²nll/∂u², and the number of tokens; `[G]` each."""
+    """Sums over each group of tokens at one u: nll, ∂nll/∂u, ∂²nll/∂u², and the number of tokens; `[G]` each."""
 
     nll: Array | np.ndarray
     first: Array | np.ndarray
@@ -49,7 +49,7 @@ class LikelihoodSums(NamedTuple):
 
 
 NEEDED_STATISTICS = ("log_normalizer", "target_logit", "expected_logit", "logit_variance", "max_logit", "correct")
-"""What `likelihood_sums` needs of `vocab_stats(statistics=...)`."""
+"""The statistics of `vocab_stats` that `likelihood_sums` reads."""
 
 
 def likelihood_sums(stats: "VocabStats", top_label_weight: float = 0.0) -> LikelihoodSums:
@@ -216,7 +216,5 @@ def apply(state: TemperatureState, data: Predictions) -> Float[Array, "N K"]:
 
 
 METHODS = {
-    "temperature": Method(
-        fit, apply, fit_reads=("logits", "labels"), keeps_argmax=True, monotone=True, source="Guo et al. 2017"
-    ),
+    "temperature": Method(fit, apply, ("logits", "labels"), "Guo et al. 2017", keeps_argmax=True, monotone=True),
 }

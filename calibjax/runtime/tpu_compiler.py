@@ -91,7 +91,7 @@ def with_compiler(
 def slice_devices(topology: str) -> list[Any]:
     """Devices of a slice such as "v5e:4x4" as a compilation target; only in the process of `with_compiler`.
 
-    A host has 2 x 2 chips unless the slice has fewer, which libtpu must be told.
+    A host has 2 x 2 chips unless the slice has fewer, which libtpu needs as an option.
     """
     from jax.experimental import topologies
 

@@ -1,4 +1,4 @@
-"""How an ATS head is fitted: the options, the recipes, and the plan that follows from both."""
+"""Options of ATS, its recipes, and the plan that follows from both."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ ALPHA_GRID = (0.02, 0.1, 0.5)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AtsOptions:
-    """How a head is fitted. `None` takes the recipe's value.
+    """Options of fitting a head. `None` takes the recipe's value.
 
     Attributes:
         recipe: default, or paper: the paper's head, loss, schedule and batch (arXiv 2409.19817, section 4, and the
@@ -86,12 +86,12 @@ class AtsOptions:
 
     @classmethod
     def unset_value(cls, name: str) -> Any:
-        """What an option that is None comes to in the default recipe; None where that does not say."""
+        """Returns the default recipe's value of an option that is None; None if the recipe has none."""
         return getattr(RECIPES["default"], name, None)
 
 
 def describe_alphas() -> str:
-    """What `--alpha` is for each loss that has one, as its help lists it."""
+    """Describes `--alpha` for each loss that has it, for the help."""
     names: dict[Hyperparameter, list[str]] = {}
     for name, loss in LOSSES.items():
         if (weight := loss.weight()) is not None:

@@ -40,7 +40,7 @@ CHIPS = {
     "h100": Chip("gpu", int(80e9), 989e12, 3350e9, 450e9, "https://www.nvidia.com/en-us/data-center/h100/"),
     "h200": Chip("gpu", int(141e9), 989e12, 4800e9, 450e9, "https://www.nvidia.com/en-us/data-center/h200/"),
 }
-"""By the name that libtpu has for the generation; GPUs are the SXM models."""
+"""Chips by libtpu's name of the generation; GPUs are the SXM models."""
 
 
 class Topology(NamedTuple):
@@ -58,7 +58,7 @@ class Topology(NamedTuple):
 
 
 def parse_topology(text: str) -> Topology:
-    """From "v5e:4x4" (chips along each axis of a TPU slice) or "h100:8" (GPUs).
+    """Parses "v5e:4x4" (chips along each axis of a TPU slice) or "h100:8" (GPUs).
 
     Raises:
         UserError: another form, or an unknown chip.

@@ -155,7 +155,7 @@ def _meshes(devices: int) -> list[tuple[int, int, int]]:
 
 
 def _checked(jobs: list[Job]) -> list[Job]:
-    """Those that can run; raises the first one's `UserError` where none can."""
+    """Returns the plans that can run; raises the first one's `UserError` if none can."""
     able, errors = [], []
     for job in jobs:
         try:
@@ -169,7 +169,7 @@ def _checked(jobs: list[Job]) -> list[Job]:
 
 
 def mesh_text(mesh: tuple[int, int, int]) -> str:
-    """As `--mesh` has it."""
+    """Returns the mesh in the form of `--mesh`."""
     return ",".join(f"{axis}={n}" for axis, n in zip(AXES, mesh, strict=True) if n > 1) or "data=1"
 
 

@@ -16,7 +16,7 @@ from calibjax.runtime.tpu_compiler import DoesNotCompile, slice_devices, with_co
 
 
 class Compiled(NamedTuple):
-    """Of one device.
+    """Result of compiling a step for one device.
 
     Attributes:
         arguments: bytes, with the padding of their layout.
@@ -24,7 +24,7 @@ class Compiled(NamedTuple):
         flops: of the matrix products as traced for this mesh, of all devices.
         collectives: by kind, see `hlo.collectives`; None where jaxlib cannot read the program that libtpu made.
         unknown_loops: loops that `collectives` counts once for want of their length.
-        seconds: that the compilation took.
+        seconds: duration of the compilation.
     """
 
     arguments: int
@@ -39,7 +39,7 @@ class TooLarge(NamedTuple):
     """The compiler refused the step for its memory.
 
     Attributes:
-        total: bytes that it found to be needed, rounded as it says them; None where it did not say.
+        total: bytes needed, rounded as the compiler reports them; None if it reports none.
         reason: its own words.
     """
 
@@ -51,7 +51,7 @@ def compile_for_tpu(job: Job, topology: str) -> Compiled | TooLarge:
     """Compiles a job for the devices of a TPU topology such as "v5e:4x4", in a process of its own.
 
     Raises:
-        UserError: libtpu knows no such topology, or it has another number of devices.
+        UserError: libtpu has no such topology, or it has another number of devices.
         DoesNotCompile: for another reason than memory.
     """
     try:
@@ -63,7 +63,7 @@ def compile_for_tpu(job: Job, topology: str) -> Compiled | TooLarge:
 
 
 def too_large(message: str) -> TooLarge:
-    """Reads what the compiler says of a step that does not fit."""
+    """Reads the compiler's report on a step that does not fit."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
     found = re.search(r"(?:Used|required for [^()]*\(|requires?) ?([\d.]+)([KMGT]?)", message)
     total = None if found is None else round(float(found[1]) * units[found[2]])
@@ -86,7 +86,7 @@ def _compile(job: Job, topology: str) -> Compiled:
         found, unknown = collectives(compiled.as_text())
     except jax.errors.JaxRuntimeError:
         # The step has been compiled. But libtpu may be newer than jaxlib, and write what that does not read:
-        # jaxlib 0.10.2 knows no async-update with several operands, which libtpu 0.0.51 makes for v5p and v6e.
+        # jaxlib 0.10.2 cannot read an async-update with several operands, which libtpu 0.0.51 emits for v5p and v6e.
         found, unknown = None, 0
     beside = memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     return Compiled(

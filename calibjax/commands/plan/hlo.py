@@ -105,7 +105,7 @@ def _instruction(line: str) -> _Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` closes."""
+    """Returns the index of the bracket that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
@@ -131,7 +131,7 @@ def _arrays(shape: str) -> Iterator[int]:
 
 
 def _bytes(x: _Instruction, kind: str) -> tuple[int, int]:
-    """Of a collective: bytes of its result, and those that a device receives."""
+    """Returns the bytes of a collective's result, and those that a device receives."""
     arrays = list(_arrays(x.shape))
     # With -start of these two: operand, result, and what the transfer needs.
     size = arrays[1] if x.opcode in ("all-gather-start", "collective-permute-start") else sum(arrays)

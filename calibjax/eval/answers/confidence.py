@@ -33,11 +33,11 @@ WORDS: dict[str, str] = {
     "product": "product of the probabilities of the answer's tokens",
     "minimum": "smallest probability of the answer's tokens",
     "length_normalised": "geometric mean of the probabilities of the answer's tokens",
-    "agreement": "share of samples that gave the answer",
-    "entropy": "one less the normalised entropy of the sampled answers",
-    "first_second": "share of the most frequent sampled answer less that of the second",
+    "agreement": "fraction of the samples that gave the answer",
+    "entropy": "1 minus the normalised entropy of the sampled answers",
+    "first_second": "fraction of the most frequent sampled answer minus that of the second",
 }
-"""What a report says beside a number."""
+"""Descriptions of the confidences, as reports print them."""
 
 
 def answer_confidence(

@@ -1,4 +1,4 @@
-"""Who says whether a written answer is right."""
+"""Judges of free-text answers."""
 
 import importlib
 import re

@@ -47,7 +47,7 @@ class HeadBound:
     log_miss: float
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; entropies in nats."""
+        """Returns the bounds as plain data; entropies in nats."""
         bound = {**self.bound._asdict(), "uniform_entropy": math.log(self.vocab_size)}
         return {**dataclasses.asdict(self), "bound": bound}
 

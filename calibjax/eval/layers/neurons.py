@@ -37,7 +37,7 @@ class Neuron(NamedTuple):
     null_space_share: float
 
     def to_json(self) -> NeuronRow:
-        """As plain data."""
+        """Returns the figures as plain data."""
         return cast(NeuronRow, self._asdict())
 
 

@@ -59,14 +59,14 @@ class Answers(NamedTuple):
 
 
 class How(NamedTuple):
-    """How questions are asked and answers are read.
+    """Options of a benchmark: prompts, answers and confidences.
 
     Attributes:
-        shots: examples before a question; None: as the task says.
+        shots: few-shot examples before a question; None: the task's number.
         options: confidence of a chosen option.
         text: confidence of a written answer.
         judge: of written answers.
-        max_new_tokens: of written answers, at most; None: as the task says, or else what the model has by default.
+        max_new_tokens: largest number of tokens of a free-text answer; None: the task's, or else the model's default.
         limit: ask only so many questions of each task, drawn at random.
         seed: of that draw, and of examples.
     """

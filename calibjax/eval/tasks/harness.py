@@ -35,7 +35,7 @@ class HarnessLM(TemplateLM):
         batch_size: rows a step.
         max_length: tokens read at most; what is longer loses its start, as in the harness. None: the model's positions.
         max_gen_toks: tokens generated at most, where a task does not say.
-        seed: of what tasks ask to be drawn.
+        seed: seed of the samples that tasks request.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ def gradients(
     into: Gradients | None,
     launch: Launch,
 ) -> Gradients:
-    """Those wanted: dh float32 [N, D], dW [V, D] in the dtype of the unembedding, db float32 [V]; see `Backward`.
+    """Computes the wanted gradients: float32 dh [N, D] and db [V], dW [V, D] in the dtype of the unembedding.
 
     With `saved`, of `forward.moments`, no logits are computed again. db is the sum of dz as it was rounded for the
     products.

@@ -107,7 +107,7 @@ _Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 5)
 def _run(
     request: ForwardRequest, inputs: Inputs, power: Float[Array, " N"], fixed: bool, schedule: Schedule, interpret: Any
 ) -> _Results:
-    """By the kernel, the states in units of the soft-cap; with `save` also the exponentials."""
+    """Runs the kernel: the states in units of the soft-cap, and with `save` the exponentials."""
     options, needed, save = request
     hidden, unembedding, bias = inputs[:3]
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]

@@ -1,4 +1,4 @@
-"""Which multiprocessor computes which logits, and in which order, so that operands stay in the L2 cache."""
+"""Assignment of logits to multiprocessors, in an order that keeps operands in the L2 cache."""
 
 import functools
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How a kernel is made and run: `interpret` as in `plgpu.kernel`."""
+    """Parameters of a kernel's compilation and launch; `interpret` as in `plgpu.kernel`."""
 
     blocks: Blocks
     device_kind: str
@@ -116,20 +116,20 @@ def over_chunks(step: Callable[[Any, Array | int, int], Any], carry: Any, size: 
 
 
 def copied_bytes(vocab_size: int, width: int) -> int:
-    """Of the copy of an unembedding that is made where it has no whole tiles."""
+    """Returns the bytes of the copy of an unembedding that does not fill whole tiles; 0 if it does."""
     rows, columns = (-(-size // tile) * tile for size, tile in zip((vocab_size, width), TILE, strict=True))
     return 0 if (rows, columns) == (vocab_size, width) else 2 * rows * columns
 
 
 def multiprocessors(device_kind: str) -> int:
-    """Of a Hopper GPU, by the name that its driver gives it."""
+    """Returns the number of multiprocessors of a Hopper GPU, by the name that its driver reports."""
     if "PCIe" in device_kind:
         return 114
     return 78 if "H20" in device_kind.split() else 132
 
 
 def programs(blocks: Blocks, device_kind: str) -> int:
-    """That run at once, one for each multiprocessor."""
+    """Returns the number of programs that run at once: one per multiprocessor, unless `blocks` sets it."""
     return blocks.programs or multiprocessors(device_kind)
 
 

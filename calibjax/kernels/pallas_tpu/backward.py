@@ -1,4 +1,4 @@
-"""What the TPU kernels of the backward pass share: `d_hidden`, `d_unembedding`, and `fused`, which is both in one.
+"""Parts that the TPU kernels of the backward pass share: `d_hidden`, `d_unembedding`, and `fused`, which is both.
 
 Each computes the logits again, or reads the saved ones, forms dz (`logit_cotangents`) block by block in float32, rounds
 it to the inputs' dtype, and multiplies at once. No sum is split between grid steps that could run in another order:

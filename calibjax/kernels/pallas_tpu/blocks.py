@@ -152,7 +152,7 @@ def choose(
 
 
 def pieces(blocks: Blocks, width: int, itemsize: int, device_kind: str) -> int:
-    """How many times `blocks.columns` of the unembedding the fused kernel holds: 4 or 2 where they fit, or 1."""
+    """Returns how many blocks of `blocks.columns` rows of W the fused kernel stores: 4 or 2 if they fit, else 1."""
     for count in (4, 2):
         if vmem_bytes("fused", blocks, width, itemsize, pieces=count) <= capacity(device_kind):
             return count

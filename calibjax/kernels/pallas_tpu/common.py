@@ -1,4 +1,4 @@
-"""What the TPU kernels share: products, rows of per-token values, the launch."""
+"""Parts that the TPU kernels share: products, rows of per-token values, the launch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Which kernel runs, with which blocks: the two passes of `Implementation` for TPUs."""
+"""The two passes of `Implementation` for TPUs: the choice of kernels and of their blocks."""
 
 import functools
 from typing import Any, NamedTuple
