@@ -119,10 +119,13 @@ def test_accuracy_is_the_same_in_all_methods(results):
 
 
 def test_batch_size_changes_nothing():
+    heads = {**HEADS, "hot": dataclasses.replace(identity_head(LM), log_factor=-4.0)}  # a temperature of 55
     one, other = (
-        evaluate_tokens(LM, SEQUENCES, HEADS, batch_size=size, bins=BINS, context=silent()) for size in (8, 21)
+        evaluate_tokens(LM, SEQUENCES, heads, batch_size=size, bins=BINS, context=silent()) for size in (8, 21)
     )
+    assert other["hot"].temperatures[-1] == SEQUENCES.where.sum(), "beyond the last edge is in the last bin"
     for name in HEADS:
+        assert one[name].sums.nll.dtype == np.float64
         assert other[name].tokens is None
         np.testing.assert_array_equal(one[name].sums.count, other[name].sums.count)
         np.testing.assert_allclose(one[name].sums.nll, other[name].sums.nll, rtol=1e-5, atol=1e-5)

@@ -211,7 +211,7 @@ def test_masked_tokens_give_exact_zeros_whatever_they_hold(reduction, block_size
 
 
 @pytest.mark.parametrize(
-    ("reduction", "argnums"), [("none", (0, 1, 2, 3)), ("mean", (0, 1, 2, 3)), ("sum", (0, 3))], ids=str
+    ("reduction", "argnums"), [("none", (0, 1, 2, 3)), ("mean", (0, 1, 2, 3)), ("mean", (3,)), ("sum", (0, 3))], ids=str
 )
 def test_all_masked(reduction, argnums, block_size):
     block_size(BASE.block)

@@ -53,7 +53,9 @@ def gradients(inputs, targets, cotangents, **options):
     [
         (FLOATS, None, False, interpreted.NAME),
         pytest.param(FLOATS, 30.0, True, interpreted.NAME, marks=pytest.mark.slow),
-        (("log_normalizer", "target_logit", "mean_logit"), None, False, interpreted.NAME),
+        pytest.param(
+            ("log_normalizer", "target_logit", "mean_logit"), None, False, interpreted.NAME, marks=pytest.mark.slow
+        ),
         pytest.param(FLOATS, None, False, interpreted_gpu.WIDER, marks=pytest.mark.slow),
         pytest.param(FLOATS, 30.0, True, interpreted_gpu.WIDER, marks=pytest.mark.slow),
     ],

@@ -97,6 +97,7 @@ def test_paired_comparison():
     assert_within([worse.low, worse.high, worse.share_lower], [-better.high, -better.low, 0.0], 1e-12, "the other way")
     same = metrics.paired_comparison(ece, (c, y), (c, y), resamples=50)
     assert same == (0.0, 0.0, 0.0, 0.5, 1.0)
+    assert metrics.paired_comparison(metrics.brier_score, (c, y), (c, y), resamples=50) == same, "of percentiles, too"
     # Pairing takes away what both have in common: Brier scores of two models on the same answers.
     close = (np.clip(c - np.float32(0.01), 0, 1), y)
     paired = metrics.paired_comparison(metrics.brier_score, close, (c, y), resamples=500)

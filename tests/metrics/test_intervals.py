@@ -81,15 +81,15 @@ def folded(value, scale, level):
 
 
 @pytest.mark.parametrize("norm", FROM_SUMS)
-@pytest.mark.parametrize("right", [700, 760, 790])
-def test_one_bin_is_the_folded_normal(norm, right):
-    """Of 1,000 points with confidence .8: a gap of .1, .04 or .01 with a standard error of .013 to .014."""
-    correct = np.arange(1000)[:, None] < right
-    sums = sums_of(np.full((1000, 1), 0.8), correct)
+@pytest.mark.parametrize(("points", "right"), [(1000, 700), (1000, 760), (1000, 790), (5, 3)])
+def test_one_bin_is_the_folded_normal(norm, points, right):
+    """With confidence .8: a gap of .1, .04 or .01 with a standard error of .013 to .014; one of .2 with .245."""
+    correct = np.arange(points)[:, None] < right
+    sums = sums_of(np.full((points, 1), 0.8), correct)
     value, low, high, debiased = metrics.error_interval(sums, norm=norm, resamples=10_000, level=0.9)
-    scale = correct.std(ddof=1) / 1000**0.5
-    expected = folded(0.8 - right / 1000, scale, 0.9)
-    assert_within(value, 0.8 - right / 1000, 1e-12, "error")
+    scale, gap = correct.std(ddof=1) / points**0.5, 0.8 - right / points
+    expected = folded(gap, scale, 0.9)
+    assert_within(value, gap, 1e-12, "error")
     # 10,000 draws know a 5% quantile to 0.021 standard errors; the derivative of the median to the gap is small near 0.
     assert_within([low, debiased, high], expected, 0.1 * scale, "interval")
 

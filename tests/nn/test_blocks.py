@@ -97,6 +97,16 @@ def test_block_equals_dense_float64(config):
     np.testing.assert_allclose(got, dense_block(config, params, hidden), rtol=0, atol=2e-5)
 
 
+def test_the_factor_of_an_update_is_not_rounded():
+    """In bfloat16 it would be 1: an update of 3 by the bias of the attention alone."""
+    config = dataclasses.replace(CONFIG, output_bias=True, residual_scale=1.0038)
+    hidden, params = make_block(config, jnp.bfloat16, batch=1, length=1)
+    params = jax.tree.map(np.zeros_like, params)
+    params["params"]["attention"]["o"]["bias"] += 3
+    out = apply(config, params, jnp.zeros_like(hidden))
+    np.testing.assert_array_equal(out, jnp.full(out.shape, 3 * 1.0038, jnp.bfloat16))
+
+
 @pytest.mark.parametrize("config", [CONFIG, GPT2_LIKE], ids=["llama", "gpt2"])
 def test_block_keeps_dtype_and_passes_gradients(config):
     hidden, params = make_block(config, jnp.bfloat16)

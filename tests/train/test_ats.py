@@ -17,7 +17,7 @@ from calibjax.models.frozen import batch_stats, freeze
 from calibjax.recalibrate import TemperatureFit
 from calibjax.runtime.errors import UserError
 from calibjax.train import AtsOptions, ats
-from calibjax.train.options import make_plan
+from calibjax.train.options import Trial, make_plan
 
 QUICK = {"epochs": 6, "batch_size": 8, "learning_rate": 1e-2, "validation_fraction": 0.2}
 
@@ -100,6 +100,11 @@ def test_auto_keeps_the_best_score(auto):
     delivered = log_scale + fitted.head.log_factor
     expected = nll_of(LM, kept, delivered) + top_label_of(LM, kept, delivered)
     np.testing.assert_allclose(chosen["validation_score"], expected, rtol=1e-5)
+
+
+def test_the_score_chooses_and_not_the_likelihood():
+    of = {nll: ats.Candidate(Trial("joint", None), None, nll, 1 / nll, None) for nll in (1.0, 2.0)}
+    assert ats.choose(list(of.values()), silent()) is of[2.0]
 
 
 def test_the_head_finds_what_is_to_be_found(auto):

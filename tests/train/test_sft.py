@@ -22,6 +22,7 @@ from calibjax.runtime.options import options_identity
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import OptimizerConfig, create_state, make_train_step
 from calibjax.train.sft import SftObjective, SftOptions, fit_sft
+from calibjax.train.tuning import first_state
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 
@@ -103,6 +104,15 @@ def test_adapters_are_trained_and_nothing_else():
     attention = decoder.init_adapters(lm.config, LoraConfig(targets="attention"), jax.random.key(0))
     assert set(attention["layers"]) == {"attention"}
     assert set(attention["layers"]["attention"]) == {"q", "k", "v", "o"}
+
+
+def test_validation_is_the_likelihood_alone():
+    """Whatever the loss; and weights are trained in float32, whatever they were."""
+    config = make_lm().config
+    changes = {"label_smoothing": 0.3, "z_loss": 1e-2, "temperature": 1.7, "remat": "full", "alpha": 0.5}
+    assert SftObjective(model=config, **changes).likelihood() == SftObjective(model=config, loss="cross-entropy")
+    state = first_state({"w": jnp.ones(2, jnp.bfloat16)}, optax.sgd(1.0))
+    assert state.params["w"].dtype == jnp.float32
 
 
 def test_the_second_step_compiles_nothing():

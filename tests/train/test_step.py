@@ -196,6 +196,9 @@ def test_one_program_for_all_steps_and_hyper_parameters():
     for alpha in (0.1, 0.1, 0.5, 0.9):
         state, metrics = step(state, frozen, batch, hyper(alpha=alpha))
         values.append(float(metrics.loss))
+    state, metrics = step(state, frozen, {**batch, "where": jnp.zeros_like(batch["where"])}, hyper())
+    assert (float(metrics.loss), float(metrics.tokens)) == (0, 0)
+    chex.assert_tree_all_finite(state.params)
     assert step._cache_size() == 1
     assert len(set(values)) == 4
 
