@@ -1,7 +1,7 @@
 /* Fails the n-th call that opens, writes, syncs, renames, makes or maps a file below a directory, as SQLite's tests do.
  *
  * cc -shared -fPIC -o faults.so faults.c -ldl; LD_PRELOAD=faults.so python ...
- * fault_arm(prefix, n, and_later), then the work, then fault_disarm(): the number of calls that were counted.
+ * fault_arm(prefix, n, mode), then the work, then fault_disarm(): the number of calls that were counted.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -21,15 +21,15 @@
 
 static char prefix[PATH_MAX], failed[PATH_MAX + 64];
 static long target;
-static int and_later;
+static enum { ONCE, FULL, READ_ONLY } mode; /* READ_ONLY: from the n-th on, all calls that make something */
 static atomic_int armed;
 static atomic_long calls;
 
-void fault_arm(const char *directory, long n, int later) {
+void fault_arm(const char *directory, long n, int how) {
   snprintf(prefix, sizeof prefix, "%s", directory);
   failed[0] = 0;
   target = n;
-  and_later = later;
+  mode = how;
   atomic_store(&calls, 0);
   atomic_store(&armed, 1);
 }
@@ -45,8 +45,9 @@ static int below(const char *path) { return strncmp(path, prefix, strlen(prefix)
 
 static int hit(const char *name, const char *path) {
   long n = atomic_fetch_add(&calls, 1) + 1;
-  if (n != target && !(and_later && n > target)) return 0;
-  if (n == target) snprintf(failed, sizeof failed, "%s %s", name, path);
+  if (n != target && !(mode != ONCE && n > target)) return 0;
+  if (mode == READ_ONLY && strcmp(name, "create") && strcmp(name, "rename") && strcmp(name, "mkdir")) return 0;
+  if (!failed[0]) snprintf(failed, sizeof failed, "%s %s", name, path);
   return 1;
 }
 
@@ -80,7 +81,7 @@ static int on_file(const char *name, int file) {
   if (!next) next = (type(*)(__VA_ARGS__))dlsym(RTLD_NEXT, name)
 #define FAIL(number) \
   do { \
-    errno = number; \
+    errno = mode == READ_ONLY ? EROFS : number; \
     return -1; \
   } while (0)
 
@@ -89,10 +90,11 @@ static int on_file(const char *name, int file) {
     NEXT(int, #symbol, const char *, int, ...); \
     va_list rest; \
     va_start(rest, flags); \
-    mode_t mode = va_arg(rest, mode_t); \
+    mode_t bits = va_arg(rest, mode_t); \
     va_end(rest); \
-    if (on_path("open", AT_FDCWD, path)) FAIL(flags & (O_CREAT | O_WRONLY | O_RDWR) ? ENOSPC : EIO); \
-    return next(path, flags, mode); \
+    int writes = flags & (O_CREAT | O_WRONLY | O_RDWR); \
+    if (on_path(writes ? "create" : "open", AT_FDCWD, path)) FAIL(writes ? ENOSPC : EIO); \
+    return next(path, flags, bits); \
   }
 OPEN(open)
 OPEN(open64)
@@ -102,10 +104,11 @@ OPEN(open64)
     NEXT(int, #symbol, int, const char *, int, ...); \
     va_list rest; \
     va_start(rest, flags); \
-    mode_t mode = va_arg(rest, mode_t); \
+    mode_t bits = va_arg(rest, mode_t); \
     va_end(rest); \
-    if (on_path("open", at, path)) FAIL(flags & (O_CREAT | O_WRONLY | O_RDWR) ? ENOSPC : EIO); \
-    return next(at, path, flags, mode); \
+    int writes = flags & (O_CREAT | O_WRONLY | O_RDWR); \
+    if (on_path(writes ? "create" : "open", at, path)) FAIL(writes ? ENOSPC : EIO); \
+    return next(at, path, flags, bits); \
   }
 OPENAT(openat)
 OPENAT(openat64)
@@ -161,16 +164,16 @@ int renameat(int a, const char *from, int b, const char *to) {
   return next(a, from, b, to);
 }
 
-int mkdir(const char *path, mode_t mode) {
+int mkdir(const char *path, mode_t bits) {
   NEXT(int, "mkdir", const char *, mode_t);
   if (on_path("mkdir", AT_FDCWD, path)) FAIL(ENOSPC);
-  return next(path, mode);
+  return next(path, bits);
 }
 
-int mkdirat(int at, const char *path, mode_t mode) {
+int mkdirat(int at, const char *path, mode_t bits) {
   NEXT(int, "mkdirat", int, const char *, mode_t);
   if (on_path("mkdir", at, path)) FAIL(ENOSPC);
-  return next(at, path, mode);
+  return next(at, path, bits);
 }
 
 #define MMAP(symbol) \
