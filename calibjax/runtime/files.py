@@ -135,8 +135,8 @@ def _begin(path: Path, replace: bool, lock: contextlib.ExitStack) -> np.ndarray:
     token = secrets.token_bytes(_TOKEN)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.with_name(f".{path.name[:50]}.calibjax.lock")
-        left = lock.enter_context(locked(file, path, record=token.hex()))
+        file, old = path.with_name(f".{path.name[:50]}.calibjax.lock"), _beside(path, token, "old")
+        left = lock.enter_context(locked(file, path, record=token.hex(), is_needed=old.exists))
         if re.fullmatch(rf"[0-9a-f]{{{2 * _TOKEN}}}", left):
             _clear_up(path, bytes.fromhex(left))
         _beside(path, token, "new").mkdir()
@@ -146,7 +146,7 @@ def _begin(path: Path, replace: bool, lock: contextlib.ExitStack) -> np.ndarray:
 
 
 def _clear_up(path: Path, token: bytes) -> None:
-    """Removes the directories of a block of `new_directory` whose process was killed."""
+    """Removes the directories of a block of `new_directory` whose process was killed, or could not do so."""
     fresh, old = (_beside(path, token, kind) for kind in ("new", "old"))
     if old.is_dir() and not path.exists():
         old.rename(path)  # killed between the two renames

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def locked(file: Path, target: Path, record: str = "") -> Iterator[str]:
+def locked(file: Path, target: Path, record: str = "", is_needed: Callable[[], bool] = lambda: False) -> Iterator[str]:
     """Holds a lock and removes its file at the end. A process that is killed leaves the file, without the lock.
 
     Where the file system has no locks, a warning is logged and the block runs without one.
@@ -32,9 +32,10 @@ def locked(file: Path, target: Path, record: str = "") -> Iterator[str]:
         file: file of the lock; not a symbolic link. Its directory exists.
         target: path that the lock protects, for the error message.
         record: what the file holds for the next process, if this one is killed.
+        is_needed: whether the next process still needs the record at the end; the file then stays.
 
     Yields:
-        The record of a process of this host that was killed while it held the lock; empty if there is none.
+        The record that an earlier process of this host left; empty if there is none.
 
     Raises:
         UserError: another process holds the lock.
@@ -49,7 +50,8 @@ def locked(file: Path, target: Path, record: str = "") -> Iterator[str]:
         yield str(left["record"]) if left.get("host") == owner["host"] else ""
     finally:
         with contextlib.suppress(OSError):
-            file.unlink()  # before the lock is given up, so that no other process can hold a file without a name
+            if not is_needed():
+                file.unlink()  # before the lock is given up, so that no other process can hold a file without a name
         os.close(descriptor)
 
 

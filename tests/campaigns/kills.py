@@ -13,7 +13,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[2]
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
+from ports import free_port
 from tiny import write_model, write_text
 
 SHARED = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "2")
@@ -72,12 +72,6 @@ def import_all():
         importlib.import_module(f"calibjax.commands.{name}")
     for name in ("transformers.models.auto", "tokenizers", "matplotlib.pyplot", "tensorboardX.event_file_writer"):
         importlib.import_module(name)
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Job:

@@ -126,7 +126,33 @@ def flip_bits(directory, load, expected, *, count, seed):
     return outcomes
 
 
-def flip_head(folder, count, seed=1):
+def cut_files(directory, load, expected, *, count, seed):
+    """Removes every file, or cuts it in half, one at a time; outcomes as `flip_bits`'s."""
+    outcomes = Counter()
+    for file in [file for file in sorted(directory.rglob("*")) if file.is_file()]:
+        content = file.read_bytes()
+        for removed in (True, False):
+            file.unlink()
+            if not removed:
+                file.write_bytes(content[: len(content) // 2])
+            message = None
+            try:
+                got = load()
+            except UserError as error:
+                message = str(error)
+            if message is None:
+                assert got == expected, f"{file}: read with other contents"
+            else:
+                assert str(directory) in message
+            outcomes["harmless" if message is None else "found"] += 1
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+    assert load() == expected
+    gc.collect()  # the warnings of Orbax belong here
+    return outcomes
+
+
+def flip_head(folder, count, seed=1, harm=flip_bits):
     config = HeadConfig(hidden_size=16, kind="mlp")
     save_head(folder / "head", FittedHead(config, config.init(jax.random.key(0)), 1 / 3, "ab" * 32), notes={"a": 1})
 
@@ -134,10 +160,10 @@ def flip_head(folder, count, seed=1):
         head = load_head(folder / "head")
         return bits(head.params), head.config, head.log_factor, head.fingerprint
 
-    return flip_bits(folder / "head", load, load(), count=count, seed=seed)
+    return harm(folder / "head", load, load(), count=count, seed=seed)
 
 
-def flip_model(folder, count, seed=2):
+def flip_model(folder, count, seed=2, harm=flip_bits):
     write_model(folder / "source")
     save_checkpoint(folder / "model", load_model(folder / "source"), dtype="float32")
 
@@ -145,10 +171,10 @@ def flip_model(folder, count, seed=2):
         lm = load_model(folder / "model")
         return bits(lm.params), lm.config, lm.fingerprint
 
-    return flip_bits(folder / "model", load, load(), count=count, seed=seed)
+    return harm(folder / "model", load, load(), count=count, seed=seed)
 
 
-def flip_training_checkpoint(folder, count, seed=3):
+def flip_training_checkpoint(folder, count, seed=3, harm=flip_bits):
     """Of the newer of two steps: that one is found damaged and the one before is read, or it is read as it was."""
     run, optimizer, directory = {"rate": 0.1}, OptimizerConfig().build(9), folder / "checkpoints"
     params = {"w": RNG.normal(size=(8, 6)).astype(np.float32), "b": np.ones(6, np.float32)}
@@ -174,7 +200,7 @@ def flip_training_checkpoint(folder, count, seed=3):
         shutil.copytree(folder / "copy", directory)
         raise UserError(f"{directory}: step 4 was found damaged")
 
-    return flip_bits(
+    return harm(
         directory / "4", load_in(directory / "4", load), (bits(newer), {"next": [1, 7]}), count=count, seed=seed
     )
 
@@ -195,6 +221,14 @@ def load_in(directory, load):
 def test_a_flipped_bit_is_found_or_harmless(tmp_path, flip, count):
     outcomes = flip(tmp_path, count)
     assert outcomes.total() == count
+    assert outcomes["found"] >= 8, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flip", [flip_head, flip_model, flip_training_checkpoint])
+def test_a_file_that_is_missing_or_cut_is_found_or_harmless(tmp_path, flip):
+    outcomes = flip(tmp_path, 0, harm=cut_files)
+    print(outcomes)
     assert outcomes["found"] >= 8, outcomes
 
 

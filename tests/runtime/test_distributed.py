@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import worker
 from assets import data_path, model_path
+from ports import free_port
 from tiny import write_model
 
 from calibjax.cli import main
@@ -27,18 +27,6 @@ from calibjax.train import load_head
 from calibjax.train.checkpoint import Checkpoints
 from calibjax.train.sft import SftOptions
 from calibjax.train.state import create_state
-
-
-def free_port(least: int = 0) -> int:
-    """A free port; with `least`, the first from there on."""
-    for port in range(least, least + 4096):
-        with socket.socket() as free:
-            try:
-                free.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return free.getsockname()[1]
-    raise OSError("no free port")
 
 
 class Job:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from tiny import write_model, write_text
 
 from calibjax.runtime import signals
@@ -121,6 +122,30 @@ def test_signals_in_training(tmp_path, number, code):
             assert process.wait(timeout=400) == 0
         heads = [json.loads((tmp_path / name / "metrics.json").read_text())["held_out"] for name in ("out", "whole")]
         assert heads[0] == heads[1]
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_processes(tmp_path):
+    """Both end with a checkpoint of the same step, within seconds: a preempted TPU VM has thirty."""
+    write_model(tmp_path / "model")
+    write_text(tmp_path / "data.jsonl", rows=60, words=16)
+    options = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", 13, "--full-sequences"]
+    options += ["--loss", "joint", "--batch-size", 8, "--epochs", 4000, "--checkpoint-every", 10**6, "--quiet"]
+    options += ["--out", tmp_path / "out", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", 2]
+    with (
+        start("train", "ats", *options, "--process-id", 0) as first,
+        start("train", "ats", *options, "--process-id", 1) as second,
+    ):
+        log = tmp_path / "out" / "fit" / "joint" / "train.jsonl"
+        wait_for(first, lambda: log.is_file() and log.stat().st_size)
+        second.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        errors = [process.communicate(timeout=120)[1] for process in (first, second)]
+    print(f"ended after {time.monotonic() - began:.1f} s")
+    assert [first.returncode, second.returncode] == [143, 143], errors
+    assert all("stopped by SIGTERM; to resume: calibjax train ats" in error for error in errors)
+    (kept,) = [int(step.name) for step in log.parent.glob("checkpoints/*")]
+    assert kept >= json.loads(log.read_text().splitlines()[-1])["step"]
 
 
 def terminated_in_a_step():

@@ -1,0 +1,92 @@
+"""A long run: memory, compilations and checkpoints kept. `python tests/campaigns/long_run.py`, 10,000 steps by default.
+
+Trains a temperature head with a checkpoint every tenth step. Prints, as one JSON line, the memory of the process after
+every tenth of the run, the programs that were compiled after the first checkpoint, and the checkpoints at the end.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+import jax
+import jax.numpy as jnp
+from tiny import make_lm, make_sequences, silent
+
+from calibjax.data import batches
+from calibjax.heads import HeadConfig
+from calibjax.models.frozen import freeze
+from calibjax.train import AtsObjective, OptimizerConfig, create_state, make_train_step
+from calibjax.train.loop import train
+
+
+def resident():
+    """MiB of memory that the process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return round(pages * resource.getpagesize() / 2**20, 1)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--checkpoint-every", type=int, default=10)
+    given = parser.parse_args()
+    compiled, memory, began = [], [], time.monotonic()
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    lm, sequences = make_lm(), make_sequences(64)
+    head = HeadConfig(kind="mlp", hidden_size=lm.config.hidden_size)
+    optimizer = OptimizerConfig(learning_rate=1e-3).build(given.steps)
+    step_fn = make_train_step(AtsObjective(lm.config, head, "joint"), optimizer)
+    taken, first = 0, 0
+
+    def step(*arguments):
+        nonlocal taken, first
+        taken += 1
+        if taken == given.checkpoint_every + 2:
+            first = len(compiled)
+        if taken % (given.steps // 10) == 0:
+            memory.append(resident())
+        return step_fn(*arguments)
+
+    with tempfile.TemporaryDirectory(prefix="long-run-") as name:
+        context = silent(Path(name))
+        with jax.set_mesh(context.mesh):
+            train(
+                step,
+                create_state(head.init(jax.random.key(0)), optimizer),
+                freeze(lm),
+                {"alpha": jnp.float32(0), "top_label_weight": jnp.float32(1)},
+                batches(sequences.arrays(), 16, seed=0, epochs=given.steps // 4),
+                steps=given.steps,
+                context=context,
+                identity={},
+                title="long run",
+                checkpoint_every=given.checkpoint_every,
+            )
+        kept = sorted(int(entry.name) for entry in (Path(name) / "checkpoints").iterdir())
+    found = {
+        "steps": taken,
+        "checkpoints": given.steps // given.checkpoint_every,
+        "kept": kept,
+        "programs of the step": step_fn._cache_size(),
+        "compiled after the first checkpoint": len(compiled) - first,
+        "MiB": memory,
+        "seconds": round(time.monotonic() - began),
+    }
+    print(json.dumps(found))
+    flat = memory[-1] - memory[4] < 0.02 * memory[4]
+    fine = flat and found["programs of the step"] == 1 and kept == [given.steps - given.checkpoint_every, given.steps]
+    return 0 if fine and not found["compiled after the first checkpoint"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
