@@ -41,7 +41,7 @@ TESTS = Path(__file__).parent
 FAST = (
     *("data", "losses/test_bounds.py", "losses/test_long_horizon.py", "metrics/test_metrics.py"),
     *("metrics/test_goldens.py", "models/test_shapes.py", "nn/test_blocks.py", "recalibrate/test_temperature.py"),
-    *("runtime/test_files.py", "train/test_loop.py", "test_layout.py"),
+    *("runtime/test_files.py", "train/test_loop.py", "train/test_versions.py", "test_layout.py"),
 )
 """What `-m fast` runs: files and folders that touch every room and cost a second or few."""
 

@@ -204,8 +204,8 @@ def _accumulate(
             weights, z = _block_logits(options, inputs, start, width)
         else:
             weights = rows(unembedding, start, width)
-        p = jnp.exp(inputs.scale[:, None] * z - cotangents.log_normalizer[:, None])
-        p = jnp.where(jnp.isinf(p), 1.0, p)  # rounding of z times a scale of 1e30
+        # At most 1: with logits or scales of 1e30 the rounding of s·z is large.
+        p = jnp.exp(jnp.minimum(inputs.scale[:, None] * z - cotangents.log_normalizer[:, None], 0.0))
         dz = jnp.zeros_like(z)
         if cotangents.softmax is not None:
             factor = cotangents.softmax[:, None]

@@ -221,7 +221,7 @@ def input_gradients(call: Call, residuals: Residuals, g: Outputs, into: Gradient
     if residuals.rows is not None and inputs.targets is not None and softmax is not None:
         assert outputs.target_logit is not None
         # The rows leave out the target's, which would cancel against its one-hot where the model is nearly certain.
-        of_target = softmax * jnp.exp(scale * outputs.target_logit - log_normalizer)
+        of_target = softmax * jnp.exp(jnp.minimum(scale * outputs.target_logit - log_normalizer, 0.0))
         of_target = of_target if g.target_logit is None else of_target + g.target_logit
     flags = zip(Gradients._fields, residuals.differentiated, strict=True)
     wanted = frozenset(name for name, flag in flags if flag is not None)

@@ -12,13 +12,12 @@ import collections
 import contextlib
 import faulthandler
 import io
-import mmap
 import os
 import random
 import resource
 import shutil
 import signal
-import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -219,8 +218,9 @@ class TooLong(BaseException):
     """More CPU time than a case may take."""
 
 
-def work(numbers: range, options: argparse.Namespace, corpus: Path, shared: mmap.mmap, log: Path) -> None:
-    """Tries cases in this process; what it does not survive, the parent reads from `shared`."""
+def work(numbers: range, options: argparse.Namespace) -> None:
+    """Tries cases in this process; which one it did not survive, the parent reads from the file `at`."""
+    corpus, log, at = (options.directory / name for name in ("corpus", "log.tsv", "at"))
     if options.case is None:  # Orbax's threads write about what they lose
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     place = Path(tempfile.mkdtemp(prefix="cases-", dir=options.directory))
@@ -229,7 +229,7 @@ def work(numbers: range, options: argparse.Namespace, corpus: Path, shared: mmap
     outside: list[str] = []
     sys.addaudithook(lambda event, arguments: _watch(event, arguments, str(options.directory), outside))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for target in ("config", "rows"):  # what they import and start is no part of a case's memory
+    for target in ("config", "rows", "head"):  # what they import and start is no part of a case's memory
         with contextlib.suppress(Exception):
             number = next(n for n in range(10**6) if draw_case(0, n, corpus, list(TARGETS))[0].target == target)
             try_case(*draw_case(0, number, corpus, list(TARGETS)), place / "first")
@@ -242,7 +242,7 @@ def work(numbers: range, options: argparse.Namespace, corpus: Path, shared: mmap
 
     signal.signal(signal.SIGPROF, stop)
     for number in numbers:
-        shared[:8] = struct.pack("<q", number)
+        at.write_text(str(number))
         case, draw = draw_case(options.seed, number, corpus, options.targets)
         outside.clear()
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
@@ -264,7 +264,7 @@ def work(numbers: range, options: argparse.Namespace, corpus: Path, shared: mmap
         taken = time.process_time() - began
         with log.open("a") as file:
             file.write(f"{number}\t{case.target}\t{case.file.name}\t{result}\t{taken:.3f}\t{reason}\n")
-    shared[:8] = struct.pack("<q", -1)
+    at.write_text("-1")
 
 
 def _watch(event: str, arguments: tuple[Any, ...], allowed: str, outside: list[str]) -> None:
@@ -293,49 +293,33 @@ def _watch(event: str, arguments: tuple[Any, ...], allowed: str, outside: list[s
                 outside.append(f"{event} {real}")
 
 
-def forked(task: Callable[[], None]) -> int:
-    """Runs a task in a fork of this process; returns its exit status."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            task()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1]
+def started(options: argparse.Namespace, *arguments: Any) -> int:
+    """Runs this script in a new process, for a task of `main`; returns its exit code."""
+    own = ["--directory", options.directory, "--seed", options.seed, "--targets", *options.targets]
+    own += [] if options.case is None else ["--case", options.case]
+    return subprocess.run([sys.executable, __file__, *map(str, (*own, *arguments))], check=False).returncode
 
 
 def campaign(options: argparse.Namespace) -> Iterator[str]:
     """Yields lines of progress, then the summary."""
+    corpus, log, at = (options.directory / name for name in ("corpus", "log.tsv", "at"))
+    (options.directory / "cache").mkdir()
     cache = ("HF_HOME", "HF_DATASETS_CACHE", "MPLCONFIGDIR", "XDG_CACHE_HOME")
     os.environ |= dict.fromkeys(cache, str(options.directory / "cache"))
-    from campaigns.corpus import make_corpus
-
-    import calibjax.commands.report
-    import calibjax.data.table
-    import calibjax.models.load
-    import calibjax.train.checkpoint  # noqa: F401 (workers are forked, and import nothing themselves)
-
-    corpus, log = options.directory / "corpus", options.directory / "log.tsv"
-    (options.directory / "cache").mkdir()
-    if forked(lambda: make_corpus(corpus)):
+    if started(options, "--corpus"):
         raise SystemExit("the corpus could not be made")
     log.touch()
-    shared = mmap.mmap(-1, 8)
     began, number = time.monotonic(), options.case or 0
     last = number + 1 if options.case is not None else 10**9
     while number < last and (options.case is not None or time.monotonic() - began < options.seconds):
         numbers = range(number, min(number + BATCH, last))
-        status = forked(lambda numbers=numbers: work(numbers, options, corpus, shared, log))
-        (at,) = struct.unpack("<q", shared[:8])
-        if status and at >= 0:
-            case, _ = draw_case(options.seed, at, corpus, options.targets)
+        status = started(options, "--work", numbers.start, numbers.stop)
+        dead = int(at.read_text())
+        if status and dead >= 0:
+            case, _ = draw_case(options.seed, dead, corpus, options.targets)
             with log.open("a") as file:
-                file.write(f"{at}\t{case.target}\t{case.file.name}\tlost\t0\tthe process ended, status {status}\n")
-            number = at + 1
+                file.write(f"{dead}\t{case.target}\t{case.file.name}\tlost\t0\tthe process ended with {status}\n")
+            number = dead + 1
         else:
             number = numbers.stop
         yield f"{number} cases, {time.monotonic() - began:.0f} s"
@@ -366,7 +350,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--case", type=int, help="try this case alone, and print its traceback")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--corpus", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.corpus:
+        from campaigns.corpus import make_corpus
+
+        make_corpus(options.directory / "corpus")
+        return 0
+    if options.work:
+        work(range(*options.work), options)
+        return 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
         options.directory = Path(directory).resolve()
         lost = False
