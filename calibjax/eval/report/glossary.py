@@ -65,6 +65,6 @@ def _conventions(results: AnySet | Mapping[str, Any]) -> str:
     return (
         f"ECE and MCE: {ece['bins']} equal-width bins {closed} of {of}. Intervals are 95%, over "
         f"{results.get('clusters', 'sequences')}. In a reliability diagram a point is the accuracy of a bin at its "
-        "mean confidence, with its interval; the curve is a kernel regression with its 95% band; the strip on the bottom "
+        "mean confidence, with its interval; the curve is a kernel regression with its 95% band; the strip below "
         "is the density of the confidences. Below the diagonal: overconfident."
     )
