@@ -34,6 +34,15 @@ def document(named: Callable[[str], str] = str):
             "confidence": 0.7,
             "ece": {**interval(0.05), "bins": 2, "closed": named("right")},
             "reliability": {**counts, "low": [0.2, 0.7], "high": [0.3, 0.8]},
+            "curve": {
+                "bandwidth": 0.05,
+                "density": [0.5, 1.0, 1.5],
+                **{
+                    end: [None, 0.5 + shift, 0.9 + shift]
+                    for end, shift in (("accuracy", 0), ("low", -0.1), ("high", 0.1))
+                },
+            },
+            "against": {"ece": {"difference": -0.01, "low": -0.02, "high": 0.01}},
         }
 
     def results(*methods):
@@ -110,6 +119,9 @@ def document(named: Callable[[str], str] = str):
         "sweep": [edit(0, 0.0), edit(1, -0.5), edit(1, 0.5)],
         "neurons": [{"layer": 1, "index": 3, "norm": 1.5, **share}],
         "subjects": [subject("law"), subject("art")],
+        "training": {
+            named("joint"): {"step": [10, 20], "loss": [3.0, 2.5], "validation_step": [20], "validation_nll": [2.6]}
+        },
         "run": {named("command"): named("train ats"), "seed": 0, "text": {named("column"): [named("a"), None, True]}},
     }
 

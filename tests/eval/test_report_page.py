@@ -69,8 +69,13 @@ def runs(named):
 
 
 @pytest.fixture(scope="module")
-def clean():
-    return Parsed(page(runs(str)))
+def benign():
+    return page(runs(str))
+
+
+@pytest.fixture(scope="module")
+def clean(benign):
+    return Parsed(benign)
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +220,79 @@ def test_nothing_runs_in_a_browser(tmp_path, hostile):
     assert ran == []
     assert len(said) == 2
     assert all("Content Security Policy" in line for line in said), said
+
+
+CLIPPED = """() => {
+  for (const details of document.querySelectorAll('details')) details.open = true;
+  const found = [];
+  for (const e of document.querySelectorAll('html, body, body *')) {
+    if (e.closest('svg') || e.classList.contains('unseen')) continue;
+    if (e.clientWidth && e.scrollWidth > e.clientWidth + 1) found.push(`${e.tagName} ${e.className}: ${e.scrollWidth}`);
+  }
+  for (const text of document.querySelectorAll('svg text')) {
+    const a = text.getBoundingClientRect(), b = text.closest('svg').getBoundingClientRect();
+    const inside = a.left > b.left - 1 && a.right < b.right + 1 && a.top > b.top - 1 && a.bottom < b.bottom + 1;
+    if (a.width && !inside) found.push(text.textContent);
+  }
+  return found;
+}"""
+FAINT = """() => {
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const linear = (x) => (x /= 255) <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  const light = (c) => { const [r, g, b] = c.map(linear);
+                         return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const found = {};
+  for (const e of document.querySelectorAll('body *')) {
+    if (e.closest('svg') || ![...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())) continue;
+    let under = e, back = parse(getComputedStyle(e).backgroundColor);
+    while (back[3] === 0 && (under = under.parentElement)) back = parse(getComputedStyle(under).backgroundColor);
+    if (!under) continue;
+    const [a, b] = [light(parse(getComputedStyle(e).color).slice(0, 3)), light(back.slice(0, 3))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) found[`${e.tagName}.${e.className}`] = ratio.toFixed(2);
+  }
+  return found;
+}"""
+"""Text whose contrast is below that of WCAG AA, which is 4.5."""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium")
+def test_on_a_desktop_and_a_phone_light_and_dark(tmp_path, benign):
+    """Nothing is clipped, faint or without a name; nothing is requested or logged; definitions open and close."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    one = tmp_path / "one.html"
+    one.write_text(page(runs(str)[:1]), encoding="utf-8")
+    several = tmp_path / "several.html"
+    several.write_text(benign, encoding="utf-8")
+    assert max(file.stat().st_size for file in (one, several)) < 1e6
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        asked, said = [], []
+        for width, theme, file in (
+            (1280, "light", one),
+            (390, "dark", one),
+            (1280, "dark", several),
+            (390, "light", several),
+        ):
+            tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=theme)
+            tab.on("request", lambda request: asked.append(request.url))
+            tab.on("console", lambda message: said.append(message.text))
+            tab.on("pageerror", lambda error: said.append(str(error)))
+            tab.goto(file.as_uri())
+            assert tab.locator(".detail tr").count() > 0, "a token is shown from the start"
+            assert tab.evaluate(CLIPPED) == [], (file.name, width)
+            assert tab.evaluate(FAINT) == {}, (file.name, theme)
+            assert tab.locator("svg[role=img]:not([aria-label])").count() == 0
+            term, box = tab.locator(".term").first, tab.locator("#definition")
+            assert not box.is_visible()
+            term.focus()
+            assert "calibration error" in box.inner_text()
+            inside = box.bounding_box()
+            assert inside["x"] >= 0
+            assert inside["x"] + inside["width"] <= width
+            tab.keyboard.press("Escape")
+            assert not box.is_visible()
+            tab.close()
+        browser.close()
+    assert said == []
+    assert sorted(asked) == sorted([one.as_uri(), several.as_uri()] * 2)

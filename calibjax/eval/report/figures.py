@@ -26,6 +26,7 @@ class Panel(NamedTuple):
         note: a second line of the title, such as the main number.
         draw: draws in given axes.
         width, height: inches.
+        slanted: whether the labels below are, which takes matplotlib's layout engine.
     """
 
     title: str
@@ -33,20 +34,40 @@ class Panel(NamedTuple):
     draw: "Callable[[Axes], Any]"
     width: float = 3.5
     height: float = 3.1
+    slanted: bool = False
 
     def figure(self) -> "Figure":
-        """The panel alone, without its title."""
-        made = blank(self.width, self.height)
-        self.draw(made.subplots())
+        """The panel alone, without its title.
+
+        Margins follow from the lengths of the labels: matplotlib's layout engine would draw everything twice.
+        """
+        from matplotlib.figure import Figure
+
+        made = Figure(figsize=(self.width, self.height), layout="constrained" if self.slanted else None)
+        ax = made.subplots()
+        self.draw(ax)
+        if self.slanted:
+            return made
+        longest = max((len(label.get_text()) for label in ax.get_yticklabels()), default=0)
+        left = 0.25 + 0.075 * longest + (0.2 if ax.get_ylabel() else 0)
+        key = ax.get_legend()
+        above = key is not None and key.get_bbox_to_anchor().y0 > ax.bbox.y0
+        made.subplots_adjust(
+            left=min(left / self.width, 0.7),
+            right=1 - 0.2 / self.width,
+            bottom=0.5 / self.height,
+            top=1 - (0.35 if above else 0.12) / self.height,
+        )
         return made
 
 
 class Drawing(NamedTuple):
-    """A figure: the name of its file, a description for screen readers, and its panels."""
+    """A figure: the name of its file, a description for screen readers, its panels, and a note on all of them."""
 
     name: str
     description: str
     panels: Sequence[Panel]
+    note: str = ""
 
     def figure(self) -> "Figure":
         """All panels side by side, with their titles."""
@@ -57,6 +78,8 @@ class Drawing(NamedTuple):
             panel.draw(ax)
             title = "\n".join(line for line in (panel.title, panel.note) if line)
             ax.set_title(title, color=INK, fontsize=10, parse_math=False)
+        if self.note:
+            made.suptitle(f"{self.description}\n{self.note}", fontsize=10, color=INK, parse_math=False)
         return made
 
 
@@ -146,7 +169,7 @@ def _forest(results: AnySet) -> Iterator[Drawing]:
         if found:
             draw = functools.partial(plot.forest, found, title="difference")
             panels.append(Panel(f"Δ {title} against {reference}", "", _on(draw), 4.4, 1.0 + 0.24 * len(found)))
-    if panels:
+    if any(panel.height > 1.3 for panel in panels):  # more than one line
         yield Drawing("forest", f"Differences from {reference} with their 95% intervals; left: better", panels)
 
 

@@ -3,8 +3,10 @@
 // Definitions: on hover, focus or tap, from the list at the end of the page.
 {
   const box = document.getElementById("definition");
-  const hide = () => { box.hidden = true; };
+  let shown = null;
+  const hide = () => { box.hidden = true; shown = null; };
   const define = (term) => {
+    shown = term;
     box.textContent = document.getElementById(term.getAttribute("aria-describedby")).textContent;
     box.hidden = false;
     const at = term.getBoundingClientRect();
@@ -17,7 +19,7 @@
     for (const event of ["pointerleave", "blur"]) term.addEventListener(event, hide);
   }
   addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
-  addEventListener("scroll", hide, { passive: true });
+  addEventListener("scroll", () => { if (shown) define(shown); }, { passive: true });
 }
 
 for (const button of document.querySelectorAll(".copy")) {

@@ -71,9 +71,9 @@ def save_report(runs: Sequence[Run], directory: Path) -> list[str]:
 
 def write_study(document: StudyDocument, directory: Path) -> list[str]:
     """Writes the page of a study and every figure as PNG into a directory; returns the names of the files."""
-    figures = {f"{name}.png": figure for name, figure in study_figures(document)}
-    for name, figure in figures.items():
-        write_file(directory / name, png(figure))
+    drawings = list(study_figures(document))
+    for drawing in drawings:
+        write_file(directory / f"{drawing.name}.png", png(drawing.figure()))
     run = document.get("run", {})
     origin = Origin(datetime.date.today().isoformat(), command_line.get(), directory)
     tokens = sum(of_set["tokens"] for of_set in document["sets"].values())
@@ -84,7 +84,7 @@ def write_study(document: StudyDocument, directory: Path) -> list[str]:
             facts({"command": f"study {document['study']}", **run}, tokens, "tokens", origin),
         ),
         _paragraph(study_verdict(document)),
-        *(_drawn(name, figure, f"s{number}") for number, (name, figure) in enumerate(study_figures(document))),
+        *(_drawing(drawing, f"s{number}") for number, drawing in enumerate(drawings)),
         element(
             "p",
             "Means over seeds, ± half their range; [95% intervals] over sequences, for the heads as fitted. + "
@@ -95,7 +95,7 @@ def write_study(document: StudyDocument, directory: Path) -> list[str]:
         _details(document.get("run", {}), "All options"),
     ]
     write_file(directory / "report.html", _document("calibjax study", parts))
-    return ["report.html", *figures]
+    return ["report.html", *(f"{drawing.name}.png" for drawing in drawings)]
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -164,14 +164,10 @@ def _body(run: Run, identity: str) -> list[Content]:
         parts.append(heatmap_html(run.tokens, f"{identity}-tokens"))
     if others:
         parts += [element("h2", "Tasks" if "tasks" in document else "Other domains"), _domains(others, identity)]
-        for index, (title, results) in enumerate(others, start=1):
-            shown = (
-                _paragraph(set_verdict(results)),
-                _set(title, results),
-                draw(f"reliability-{index}"),
-                draw(f"temperatures-{index}"),
-            )
-            parts.append(folded(title_of_set(title, results), *shown, opened=len(others) <= _OPEN_SETS))
+        for title, results in others:
+            opened = len(others) <= _OPEN_SETS
+            shown = _paragraph(set_verdict(results)), _set(title, results)
+            parts.append(folded(title_of_set(title, results), *shown, opened=opened))
     for part in parts_of(document):
         parts.append(_part(part, draw))
     parts.append(_training(document, draw))
@@ -180,7 +176,8 @@ def _body(run: Run, identity: str) -> list[Content]:
 
 def title_of_set(title: str, results: AnySet) -> str:
     """The heading of a set."""
-    return f"{title[:1].upper()}{title[1:]}: {results['tokens']:,} {unit_of(results)}"
+    shown = {"held out": "Held out", "all tasks": "All tasks"}.get(title, title)
+    return f"{shown}: {results['tokens']:,} {unit_of(results)}"
 
 
 def _set(title: str, results: AnySet) -> Markup:
@@ -215,8 +212,7 @@ def _domains(sets: Sequence[tuple[str, AnySet]], identity: str) -> Markup:
                 f"{new['brier']:.4f}",
             ]
         )
-        named = {title_of(name): methods[name] for name in dict.fromkeys((before, after))}
-        panels.append(overlay(title, named))
+        panels.append(overlay(title, {title_of(name): methods[name] for name in dict.fromkeys((before, after))}))
         warnings.append(_paragraph(few(title, results)))
     columns = ["", unit_of(sets[0][1]), "accuracy", "ECE before", "ECE after", "Brier before", "Brier after"]
     drawing = Drawing("domains", "Reliability before and after", panels)
@@ -298,21 +294,15 @@ def _paragraph(line: str) -> Content:
 
 def _drawing(drawing: Drawing, identity: str) -> Markup:
     """A figure with its panels side by side, or stacked on a narrow page."""
-    return element(
-        "div",
-        (_panel(panel, drawing, f"{identity}-{number}") for number, panel in enumerate(drawing.panels)),
-        class_="panels",
-    )
+    panels = (_panel(panel, drawing, f"{identity}-{number}") for number, panel in enumerate(drawing.panels))
+    note = element("p", f"{drawing.description}: {drawing.note}", class_="quiet") if drawing.note else None
+    return joined([note, element("div", panels, class_="panels")])
 
 
 def _panel(panel: Panel, drawing: Drawing, identity: str) -> Markup:
     caption = element("figcaption", element("strong", panel.title), " ", element("span", panel.note))
     text = f"{drawing.description}: {panel.title}" if panel.title else drawing.description
     return element("figure", caption if panel.title else None, inline_svg(panel.figure(), identity, text))
-
-
-def _drawn(name: str, figure: Any, identity: str) -> Markup:
-    return element("figure", inline_svg(figure, identity, name), class_="wide")
 
 
 def _details(value: Any, title: str) -> Markup:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from calibjax.eval.report.figures import blank
+from calibjax.eval.report.figures import Drawing, Panel
 from calibjax.eval.report.rows import ABSENT, TextTable, short, signed, significance_mark, title_of
 from calibjax.eval.report.schema import (
     Against,
@@ -16,10 +16,10 @@ from calibjax.eval.report.schema import (
     StudyRow,
     StudySet,
 )
-from calibjax.plot import INK, LINES, MARKS, MUTED, legend, plain
+from calibjax.plot import LINES, MARKS, MUTED, legend, plain
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 COMPARED: tuple[ComparedFigure, ...] = ("nll", "brier", "ece")
 """Figures of a row that are compared with another row's."""
@@ -45,15 +45,15 @@ def study_table(document: StudyDocument) -> TextTable:
     return variant_table(*next(iter(document["sets"].items())))
 
 
-def study_figures(document: StudyDocument) -> Iterator[tuple[str, "Figure"]]:
-    """(name of a file, figure)."""
+def study_figures(document: StudyDocument) -> Iterator[Drawing]:
+    """Every figure of a study."""
     if document["study"] == "transfer":
-        yield "transfer", transfer_figure(document)
+        yield transfer_figure(document)
         return
     draw = alpha_figure if document["study"] == "alpha" else rows_figure
     for index, (title, of_set) in enumerate(document["sets"].items()):
         name = document["study"]
-        yield f"{name}-{index}" if index else name, draw(of_set, f"{document['question']} ({title})")
+        yield draw(of_set, f"{name}-{index}" if index else name, f"{document['question']} ({title})")
 
 
 # --- one table and figure a set ---
@@ -102,64 +102,60 @@ def _gap(against: Difference) -> str:
     return f"{short(against['difference'], '+.4f')} {significance_mark(against)}".rstrip()
 
 
-def rows_figure(of_set: StudySet, title: str) -> "Figure":
+def rows_figure(of_set: StudySet, name: str, title: str) -> Drawing:
     """A line for each row: NLL, ECE, and mean confidence of correct and wrong predictions, intervals, all seeds.
 
-    The uncalibrated model is named in the title: drawn to scale, it would squeeze the others together.
+    The uncalibrated model is named in the note: drawn to scale, it would squeeze the others together.
     """
     rows = dict(of_set["methods"])
     left_out = rows.pop("uncalibrated")
-    figure = blank(12.6, 1.4 + 0.32 * len(rows))
-    axes = figure.subplots(1, len(_PANELS), sharey=True)
     lines = np.arange(len(rows))[::-1]
-    for axis, (label, names) in zip(axes, _PANELS, strict=True):
-        for name, colour, mark in zip(names, LINES, MARKS, strict=False):
-            of_rows = [row[name] for row in rows.values()]
-            axis.hlines(lines, [f["low"] for f in of_rows], [f["high"] for f in of_rows], color=colour, linewidth=1.5)
-            axis.plot([f["value"] for f in of_rows], lines, mark, color=colour, markersize=6, label=_word(name))
+
+    def draw(ax: "Axes", names: tuple[StudyFigure, ...]) -> None:
+        for of_figure, colour, mark in zip(names, LINES, MARKS, strict=False):
+            of_rows = [row[of_figure] for row in rows.values()]
+            ax.hlines(lines, [f["low"] for f in of_rows], [f["high"] for f in of_rows], color=colour, linewidth=1.5)
+            ax.plot([f["value"] for f in of_rows], lines, mark, color=colour, markersize=6, label=_word(of_figure))
             for line, of_row in zip(lines, of_rows, strict=True):
-                seeds = of_row["seeds"]
-                axis.plot(seeds, [line - 0.25] * len(seeds), "|", color=colour, markersize=5, alpha=0.8)
-        scaled = rows["temperature"]
-        for name in names:
-            axis.axvline(scaled[name]["value"], color=MUTED, linewidth=1, linestyle="--")
-        axis.set_xlabel(label)
-        axis.locator_params(axis="x", nbins=5)
-        plain(axis)
+                ax.plot(of_row["seeds"], [line - 0.25] * len(of_row["seeds"]), "|", color=colour, markersize=5)
+            ax.axvline(rows["temperature"][of_figure]["value"], color=MUTED, linewidth=1, linestyle="--")
+        ax.set_yticks(lines, [title_of(row) for row in rows], fontsize="small", parse_math=False)
+        ax.set_ylim(-0.7, len(rows) - 0.3)
+        ax.locator_params(axis="x", nbins=5)
+        plain(ax)
         if len(names) > 1:
-            legend(axis)
-    axes[0].set_yticks(lines, [title_of(name) for name in rows], fontsize="small")
-    axes[0].set_ylim(-0.7, len(rows) - 0.3)
-    figures = ", ".join(f"{name.upper()} {short(left_out[name]['value'])}" for name in ("nll", "ece"))
+            legend(ax)
+
+    figures = ", ".join(f"{figure.upper()} {short(left_out[figure]['value'])}" for figure in ("nll", "ece"))
     note = f"bars: 95% interval; ticks: each seed; dashed: temperature scaling; not drawn: uncalibrated, {figures}"
-    figure.suptitle(f"{title}\n{note}", fontsize=10, color=INK)
-    return figure
+    height = 0.8 + 0.26 * len(rows)
+    panels = [Panel(label, "", lambda ax, names=names: draw(ax, names), 4.6, height) for label, names in _PANELS]
+    return Drawing(name, title, panels, note)
 
 
-def alpha_figure(of_set: StudySet, title: str) -> "Figure":
+def alpha_figure(of_set: StudySet, name: str, title: str) -> Drawing:
     """NLL, ECE, and mean confidence of correct (filled) and wrong predictions by alpha, a line for each loss."""
     rows = of_set["methods"]
-    figure = blank(12.6, 4.2)
-    axes = figure.subplots(1, len(_PANELS))
     losses = list(dict.fromkeys(row["loss"] for row in rows.values() if "loss" in row and row.get("alpha") is not None))
-    for axis, (label, names) in zip(axes, _PANELS, strict=True):
+
+    def draw(ax: "Axes", names: tuple[StudyFigure, ...]) -> None:
         for loss, colour, mark in zip(losses, LINES, MARKS, strict=False):
             curve = [row for row in rows.values() if row.get("alpha") is not None and row.get("loss") == loss]
             alphas = [row.get("alpha") for row in curve]
-            for name, fill in zip(names, (colour, "white"), strict=False):
-                value, low, high = ([row[name][key] for row in curve] for key in ("value", "low", "high"))
-                label_of = loss if name == names[0] else None
-                axis.plot(alphas, value, mark + "-", color=colour, markerfacecolor=fill, markersize=5, label=label_of)
-                axis.fill_between(alphas, low, high, color=colour, alpha=0.2, linewidth=0)
-        for name in names:
-            axis.axhline(rows["temperature"][name]["value"], color=MUTED, linewidth=1, linestyle="--")
-            axis.axhline(rows["uncalibrated"][name]["value"], color=MUTED, linewidth=1, linestyle=":")
-        axis.set(xlabel="alpha", ylabel=label)
-        plain(axis)
-    legend(axes[0])
+            for of_figure, fill in zip(names, (colour, "white"), strict=False):
+                value, low, high = ([row[of_figure][key] for row in curve] for key in ("value", "low", "high"))
+                label_of = loss if of_figure == names[0] else None
+                ax.plot(alphas, value, mark + "-", color=colour, markerfacecolor=fill, markersize=5, label=label_of)
+                ax.fill_between(alphas, low, high, color=colour, alpha=0.2, linewidth=0)
+        for of_figure in names:
+            ax.axhline(rows["temperature"][of_figure]["value"], color=MUTED, linewidth=1, linestyle="--")
+            ax.axhline(rows["uncalibrated"][of_figure]["value"], color=MUTED, linewidth=1, linestyle=":")
+        ax.set(xlabel="alpha")
+        legend(plain(ax))
+
     note = "dashed: temperature scaling; dotted: uncalibrated; hollow: wrong predictions; bands: 95% interval"
-    figure.suptitle(f"{title}\n{note}", fontsize=10, color=INK)
-    return figure
+    panels = [Panel(label, "", lambda ax, names=names: draw(ax, names), 4.2, 3.6) for label, names in _PANELS]
+    return Drawing(name, title, panels, note)
 
 
 def _word(name: str) -> str:
@@ -202,34 +198,44 @@ def row_name(method: str, source: str) -> str:
     return source if source == "uncalibrated" else f"{method} from {source}"
 
 
-def transfer_figure(document: StudyDocument) -> "Figure":
+def transfer_figure(document: StudyDocument) -> Drawing:
     """The differences of both methods in NLL and ECE: fitted on (rows) by tested on (columns)."""
-    from matplotlib.colors import TwoSlopeNorm
-
     domains = list(document["sets"])
-    size = 0.75 * len(domains) + 1.8
-    figure = blank(2 * size, 1.75 * size)
-    axes = figure.subplots(2, 2)
+    size = 0.75 * len(domains) + 1.6
     figures: tuple[ComparedFigure, ...] = ("nll", "ece")
-    for column, name in enumerate(figures):
-        gaps = {method: _gaps(document, method, name) for method in ("temperature", "ats")}
-        reach = max(float(np.abs(list(gaps.values())).max()), 1e-6)
-        for row, (method, values) in enumerate(gaps.items()):
-            axis = axes[row, column]
-            axis.imshow(values, cmap="RdBu_r", norm=TwoSlopeNorm(0.0, -reach, reach))
-            for i, source in enumerate(domains):
-                for j, target in enumerate(domains):
-                    own = document["sets"][target]["methods"][row_name(method, source)]
-                    text = short(own[name]["value"], ".3f") if i == j else short(values[i, j], "+.3f")
-                    dark = abs(values[i, j]) > 0.6 * reach
-                    axis.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if dark else INK)
-            axis.set_xticks(range(len(domains)), domains, rotation=30, ha="right", fontsize="small")
-            axis.set_yticks(range(len(domains)), domains, fontsize="small")
-            axis.set(xlabel="tested on", ylabel="fitted on", title=f"{title_of(method)}: {name.upper()}")
-            plain(axis)
+    methods = ("temperature", "ats")
+    gaps = {(name, method): _gaps(document, method, name) for name in figures for method in methods}
+
+    def draw(ax: "Axes", name: ComparedFigure, method: str) -> None:
+        from matplotlib.colors import TwoSlopeNorm
+
+        values = gaps[name, method]
+        reach = max(*(float(np.abs(gaps[name, each]).max()) for each in methods), 1e-6)
+        ax.imshow(values, cmap="RdBu_r", norm=TwoSlopeNorm(0.0, -reach, reach))
+        for i, source in enumerate(domains):
+            for j, target in enumerate(domains):
+                own = document["sets"][target]["methods"][row_name(method, source)]
+                text = short(own[name]["value"], ".3f") if i == j else short(values[i, j], "+.3f")
+                dark = abs(values[i, j]) > 0.6 * reach
+                ax.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+        ax.set_xticks(range(len(domains)), domains, rotation=30, ha="right", fontsize="small", parse_math=False)
+        ax.set_yticks(range(len(domains)), domains, fontsize="small", parse_math=False)
+        ax.set(xlabel="tested on", ylabel="fitted on")
+        plain(ax)
+
+    panels = [
+        Panel(
+            f"{title_of(method)}: {name.upper()}",
+            "",
+            lambda ax, at=(name, method): draw(ax, *at),
+            size,
+            size,
+            slanted=True,
+        )
+        for name, method in gaps
+    ]
     note = "diagonal: fitted on the domain itself; elsewhere the difference from that (red: worse)"
-    figure.suptitle(f"{document['question']}\n{note}", fontsize=10, color=INK)
-    return figure
+    return Drawing("transfer", document["question"], panels, note)
 
 
 def _gaps(document: StudyDocument, method: str, figure: ComparedFigure) -> np.ndarray:

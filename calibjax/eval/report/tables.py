@@ -60,7 +60,7 @@ def _set_table(results: AnySet, names: Sequence[str], keys: Sequence[str], base:
     columns = []
     for key in keys:
         titles, rows = cells_of(results, (key,))
-        if any(row[1] not in (ABSENT, "") for row in rows if len(titles) > 1):
+        if any(row[1] not in (ABSENT, "", "inf") for row in rows if len(titles) > 1):
             texts = dict(zip(methods, (row[1] for row in rows), strict=True))
             columns.append((key, titles[1], texts, best_of(methods, key)))
     head = ["method", *(title for _, title, _, _ in columns)]
