@@ -8,8 +8,10 @@ import os
 import re
 import sys
 from collections import _tuplegetter
+from pathlib import Path
 
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util import logging
 
 from calibjax.runtime.version import __version__
 
@@ -43,7 +45,7 @@ copybutton_prompt_is_regexp = True
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
-nb_execution_cache_path = os.path.join(os.path.dirname(__file__), "..", "build", "notebooks")
+nb_execution_cache_path = str(Path(__file__).parents[1] / "build" / "notebooks")
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_merge_streams = True
@@ -71,6 +73,7 @@ toc_object_entries = False
 def setup(app):
     app.connect("autodoc-process-docstring", _read_docstring, priority=100)
     app.connect("autodoc-skip-member", _skip)
+    app.connect("build-finished", _check_offline)
 
 
 _CODE = re.compile(r"(`[^`]*`|^[ ]*>>> (?:.*\n?)(?:[ ]*\S.*\n?)*)", flags=re.MULTILINE)
@@ -86,6 +89,16 @@ def _read_docstring(app, what, name, obj, options, lines):
         if parts[number - 1].startswith("`") and parts[number][:1].isalnum():
             parts[number] = "\\ " + parts[number]
     lines[:] = "".join(parts).split("\n")
+
+
+def _check_offline(app, error):
+    """A page loads nothing from elsewhere: no scripts, styles, fonts or images."""
+    if error is None and app.builder.format == "html":
+        for page in Path(app.outdir).rglob("*.html"):
+            for tag in re.findall(
+                r"<(?:script|link|img|iframe)[^>]*?(?:src|href)=.(?:https?:)?//[^>]*>", page.read_text()
+            ):
+                logging.getLogger(__name__).warning("%s loads from elsewhere: %s", page, tag)
 
 
 def _attribute_docstring(name):

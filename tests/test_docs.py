@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
 from contextlib import redirect_stdout
@@ -143,6 +144,43 @@ def test_times_of_the_llama_guide_follow_from_its_operations():
         expected = [number / (rate * float(utilisation.strip("%")) / 100) for number in operations]
         expected.append(sum(expected))
         assert [float(cell.split()[0]) for cell in times] == pytest.approx(expected, abs=1)
+
+
+def load_figures():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FIGURES = load_figures()
+
+
+@pytest.mark.parametrize("name", FIGURES.FIGURES)
+def test_figures_show_the_tables_of_their_page(name):
+    """A changed table needs `python docs/figures.py`: the file holds the checksum of what it shows."""
+    page = FIGURES.FIGURES[name][0]
+    shown = FIGURES.selected(name)
+    numbers = [FIGURES.number(cell) for table in shown for row in table.rows for cell in row[1:]]
+    assert sum(number == number for number in numbers) > len(shown)
+    image = ROOT / "docs" / "figures" / f"{name}.svg"
+    assert FIGURES.checksum(shown) in image.read_text(), f"python docs/figures.py: {page} has changed"
+    assert re.search(rf"!\[[^]]+\]\([./a-z]*figures/{name}\.svg\)", (ROOT / page).read_text()), page
+
+
+def test_numbers_of_cells():
+    cases = {
+        ".0140 [.012, .018]": 0.014,
+        "**3.271**": 3.271,
+        "+.027 -": 0.027,
+        "1,000": 1000.0,
+        "-1.462, 0.7, 28": -1.462,
+    }
+    assert {cell: FIGURES.number(cell) for cell in cases} == cases
+    assert FIGURES.interval(".0140 ±.0006 [.012, .018]") == (0.012, 0.018)
+    assert FIGURES.spread("3.275 ±.001") == 0.001
 
 
 def test_build_files():
