@@ -1,18 +1,27 @@
-"""The pages name files, modules, commands and options that exist."""
+"""The pages name files, modules, commands and options that exist, and the reference has every public name."""
 
 import functools
 import importlib
+import importlib.util
+import inspect
 import re
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import pytest
+import yaml
 
 from calibjax.cli import COMMANDS, main
+from calibjax.commands.plan.chips import CHIPS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [file for pattern in ("*.md", "*/*.md") for file in sorted(ROOT.glob(pattern)) if file.name != "CHANGELOG.md"]
+PAGES = [
+    file
+    for pattern in ("*.md", "*/*.md", "docs/*/*.md", ".github/*.md")
+    for file in sorted(ROOT.glob(pattern))
+    if file.name != "CHANGELOG.md"
+]
 PLACES = (ROOT, ROOT / "calibjax")
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -78,3 +87,123 @@ def test_commands_exist(page):
             continue
         unknown = [option for option in options if not re.search(rf"{option}(?![\w-])", help_of(command))]
         assert not unknown, f"calibjax {command}: {unknown}"
+
+
+ROOMS = (
+    "calibjax",
+    *(f"calibjax.{room}" for room in ("heads", "kernels", "losses", "metrics", "recalibrate", "data", "models")),
+)
+"""The front door, and the rooms whose names are public."""
+
+
+def public_names(room):
+    """`__all__`, or what a module defines itself; not the rooms of the front door."""
+    module = importlib.import_module(room)
+    exported = getattr(module, "__all__", None)
+    if exported is None:
+        exported = [
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_") and getattr(value, "__module__", None) == room
+        ]
+    return {name: getattr(module, name) for name in exported if not inspect.ismodule(getattr(module, name))}
+
+
+def documented_names():
+    """Room -> names of the autosummary tables of docs/reference."""
+    found = {}
+    for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        for room, table in re.findall(r"currentmodule:: (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            found.setdefault(room, []).extend(re.findall(r"^   (\w+)$", table, flags=re.MULTILINE))
+    return found
+
+
+def test_every_public_name_has_a_page():
+    """One page each: what the front door exports is documented there and not again with its room."""
+    documented = documented_names()
+    front = public_names("calibjax")
+    assert set(front) == {name for name in dir(importlib.import_module("calibjax")) if name in front}
+    for room in ROOMS:
+        names = public_names(room)
+        if room != "calibjax":
+            names = {name: value for name, value in names.items() if front.get(name) is not value}
+        extra = set(documented[room]) - set(names)
+        assert not set(names) - set(documented[room]), room
+        assert len(documented[room]) == len(set(documented[room])), room
+        # A module without __all__ may document its constants too.
+        assert all(hasattr(importlib.import_module(room), name) for name in extra), room
+        assert not extra or room == "calibjax.heads", extra
+    assert set(documented) == set(ROOMS)
+
+
+def test_every_command_is_in_the_reference():
+    table = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    groups = {command.split()[0] if command.startswith("study") else command for command in COMMANDS}
+    assert set(re.findall(r"^\| `calibjax ([a-z ]+)` \|", table, flags=re.MULTILINE)) == groups
+
+
+def test_times_of_the_llama_guide_follow_from_its_operations():
+    """Planned, not measured: operations / (devices x peak x utilisation), with the rates that `plan` has."""
+    text = (ROOT / "docs" / "guides" / "llama.md").read_text()
+    chips = {"H100": ("h100", 1), "v5e-8": ("v5e", 8), "v5e-16": ("v5e", 16)}
+    operations = [float(number) for number in re.findall(r"([\d.]+e\d+) FLOP \|", text)]
+    assert len(operations) == 2
+    for name, (chip, devices) in chips.items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| {name} |"))
+        peak, utilisation, *times = (cell.strip() for cell in row.strip("|").split("|")[1:])
+        rate = CHIPS[chip].flops * devices
+        assert float(peak) == pytest.approx(rate, rel=0.005)
+        expected = [number / (rate * float(utilisation.strip("%")) / 100) for number in operations]
+        expected.append(sum(expected))
+        assert [float(cell.split()[0]) for cell in times] == pytest.approx(expected, abs=1)
+
+
+def load_figures():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FIGURES = load_figures()
+
+
+@pytest.mark.parametrize("name", FIGURES.FIGURES)
+def test_figures_show_the_tables_of_their_page(name):
+    """A changed table needs `python docs/figures.py`: the file holds the checksum of what it shows."""
+    page = FIGURES.FIGURES[name][0]
+    shown = FIGURES.selected(name)
+    numbers = [FIGURES.number(cell) for table in shown for row in table.rows for cell in row[1:]]
+    assert sum(number == number for number in numbers) > len(shown)
+    image = ROOT / "docs" / "figures" / f"{name}.svg"
+    assert FIGURES.checksum(shown) in image.read_text(), f"python docs/figures.py: {page} has changed"
+    assert re.search(rf"!\[[^]]+\]\([./a-z]*figures/{name}\.svg\)", (ROOT / page).read_text()), page
+
+
+def test_numbers_of_cells():
+    cases = {
+        ".0140 [.012, .018]": 0.014,
+        "**3.271**": 3.271,
+        "+.027 -": 0.027,
+        "1,000": 1000.0,
+        "-1.462, 0.7, 28": -1.462,
+    }
+    assert {cell: FIGURES.number(cell) for cell in cases} == cases
+    assert FIGURES.interval(".0140 ±.0006 [.012, .018]") == (0.012, 0.018)
+    assert FIGURES.spread("3.275 ±.001") == 0.001
+
+
+def test_build_files():
+    """The files that GitHub reads parse, and the site is built by the command that the README names."""
+    for file in [*ROOT.glob(".github/**/*.yml"), ROOT / "CITATION.cff"]:
+        assert yaml.safe_load(file.read_text()), file
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    papers = {entry["identifiers"][0]["value"].removeprefix("arXiv:") for entry in citation["references"]}
+    assert papers == {"2409.19817", "2508.00264", "2302.03686", "2511.00280"}
+    conf = (ROOT / "docs" / "conf.py").read_text()
+    command = re.search(r"`(python -m sphinx -W [^`]*)`", (ROOT / "README.md").read_text())
+    assert command
+    assert command[1] in conf
+    assert "python -m sphinx -W" in (ROOT / ".ci" / "run").read_text()

@@ -49,7 +49,14 @@ FINE = (
 )
 PAGES = [
     file
-    for pattern in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "kernels/README.md", "[et]*/RESULTS.md")
+    for pattern in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "docs/**/*.md",
+        "kernels/README.md",
+        "[et]*/RESULTS.md",
+    )
     for file in sorted(ROOT.glob(pattern))
 ]
 
