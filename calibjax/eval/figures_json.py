@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array
 
 from calibjax import metrics
-from calibjax.eval.report.schema import MethodRow, Reliability
+from calibjax.eval.report.schema import Curve, MethodRow, Reliability
 
 
 def row_json(
