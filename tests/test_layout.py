@@ -41,9 +41,14 @@ def room(module):
 
 
 @functools.cache
+def tree_of(module):
+    return ast.parse(FILES[module].read_text())
+
+
+@functools.cache
 def imports(module):
     """Every import of a module: (full name, whether it runs when the module is imported)."""
-    tree = ast.parse(FILES[module].read_text())
+    tree = tree_of(module)
     lazy = set()
     for node in ast.walk(tree):
         checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -121,8 +126,8 @@ def test_heavy_packages_load_late():
 
 def test_files_are_written_by_one_helper():
     """`Path.write_text` and `write_bytes` write through symbolic links, and leave a part of a file behind a kill."""
-    for module, file in FILES.items():
-        names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+    for module in FILES:
+        names = {node.attr for node in ast.walk(tree_of(module)) if isinstance(node, ast.Attribute)}
         assert not names & {"write_text", "write_bytes"}, f"{module}: use calibjax.runtime.files"
 
 
@@ -210,12 +215,13 @@ def lines_of(function):
     return function.end_lineno - function.lineno + 1 - (text.end_lineno - text.lineno + 1 if text else 0)
 
 
+@functools.cache
 def measured():
     """Every function of the package: full name -> (parameters beside arrays, lines)."""
     return {
         name: (len(parameters_beside_arrays(function)), lines_of(function))
         for module in FILES
-        for name, function in functions(ast.parse(FILES[module].read_text()), module)
+        for name, function in functions(tree_of(module), module)
     }
 
 
