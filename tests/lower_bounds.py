@@ -11,10 +11,7 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 def lower_bounds() -> dict[str, str]:
     """Name -> lowest version, of the dependencies and all extras that have one."""
     project = tomllib.loads(PROJECT.read_text())["project"]
-    listed = [
-        *project["dependencies"],
-        *(name for names in project["optional-dependencies"].values() for name in names),
-    ]
+    listed = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     found = (re.match(r"([\w.-]+)(?:\[[\w,-]+\])?>=([\d.]+)", requirement) for requirement in listed)
     return {match[1]: match[2] for match in found if match}
 

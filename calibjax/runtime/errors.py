@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ def about(option: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if str(error).startswith("--") or re.match(r"\w+(=|: expected)", str(error)):
+        if str(error).startswith("--"):
             raise
         raise UserError(f"{option}: {error}") from error
 

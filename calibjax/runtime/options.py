@@ -44,8 +44,8 @@ class Range:
 
     def expected(self, value: float) -> str:
         """The range in words, for a value outside it."""
-        if self.high == INT_MAX and value > self.high:
-            return f"at most {INT_MAX}"
+        if self.high >= INT_MAX and math.isfinite(self.high) and value > self.high:
+            return f"at most {self.high:.12g}"
         if isinstance(value, float) and math.isinf(value) and math.isinf(self.high) and math.isfinite(self.low):
             return f"{self}, finite"
         return str(self)
