@@ -17,6 +17,7 @@ from calibjax.commands.common import _set_name
 from calibjax.train import options as ats_options
 
 ROOT = Path(__file__).parents[1]
+SECRETS = {"HF_TOKEN": "hf_SecretOfTheHub", "WANDB_API_KEY": "SecretOfWeightsAndBiases"}
 SHORT = ["--seq-len", "13", "--full-sequences", "--epochs", "2", "--batch-size", "8"]
 
 
@@ -235,7 +236,9 @@ def done(made, tmp_path_factory):
     from io import StringIO
 
     stdout, stderr = StringIO(), StringIO()
-    with redirect_stdout(stdout), redirect_stderr(stderr):
+    with redirect_stdout(stdout), redirect_stderr(stderr), pytest.MonkeyPatch.context() as patch:
+        for name, secret in SECRETS.items():
+            patch.setenv(name, secret)
         code = train_ats(made, out, "--loss", "joint", "--json", "--eval-data", str(made / "other.jsonl"))
     assert code == 0, stderr.getvalue()
     return out, stdout.getvalue(), stderr.getvalue()
@@ -253,6 +256,16 @@ def test_json_is_all_that_is_printed(done):
     assert document["run"]["fit"]["loss"] == "joint"
     assert "model: LanguageModel(llama" in stderr
     assert "tokens/s" in stderr  # the progress bars
+
+
+def test_no_secret_of_the_environment_is_written(done):
+    """Neither in what is printed nor in any file: logs, JSON, pages, checkpoints."""
+    out, *printed = done
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    for secret in SECRETS.values():
+        assert not [text for text in printed if secret in text]
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
 def test_what_a_run_leaves(done, made):

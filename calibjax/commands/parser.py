@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from calibjax.runtime.errors import printable
-from calibjax.runtime.options import AnyText, flag_of, marks, shortened
+from calibjax.runtime.errors import UserError, printable
+from calibjax.runtime.options import check_value, flag_of, marks, shortened
 
 Options = TypeVar("Options")
 Path = tuple[str, ...]
@@ -81,7 +81,12 @@ def parse(
     groups = {heading: [option for option in found if option.heading == heading] for heading in HEADINGS}
     given = tyro.cli(
         dataclasses.make_dataclass(
-            "options", [(heading, _group(heading, of_group)) for heading, of_group in groups.items() if of_group]
+            "options",
+            [  # with a help, because tyro parses source files to find one
+                (heading, Annotated[_group(heading, of_group), tyro.conf.arg(help="")])
+                for heading, of_group in groups.items()
+                if of_group
+            ],
         ),
         prog=prog,
         description=_wrapped(f"{described}\n\n{_CONFIG_HELP}"),
@@ -269,23 +274,24 @@ def _arity(option: Option) -> int:
 
 
 def _check_value(option: Option, text: str) -> None:
-    """Ends with one line on a text that is no number, no choice, or empty."""
+    """Ends with one line on a text that is not what the option takes, before `tyro` is asked, which takes its time."""
     (kind,) = _alternatives(option.annotation)
     if typing.get_origin(kind) is tuple:
         (kind,) = _alternatives(typing.get_args(kind)[0])
     if text == "None" and _takes_none(option):
         return
-    expected = ""
+    expected = {int: "a whole number", float: "a number"}.get(kind)
     if typing.get_origin(kind) is Literal:
         choices = [str(choice) for choice in typing.get_args(kind)]
-        expected = "" if text in choices else f"one of {', '.join(choices)}"
-    elif kind in (int, float):
+        expected = None if text in choices else f"one of {', '.join(choices)}"
+    else:
         try:
-            kind(text)
+            check_value(option.flag, option.annotation, kind(text) if expected else text)
+            return
+        except UserError as error:
+            stop(str(error))
         except ValueError:
-            expected = "a whole number" if kind is int else "a number"
-    elif not text and not any(marks(option.annotation, AnyText)):
-        expected = "a name"
+            pass
     if expected:
         stop(f"{option.flag}: expected {expected}, got {shortened(ascii(text))}.")
 

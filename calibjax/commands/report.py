@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,8 +43,10 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
     if options.out is None and len(options.runs) > 1:
         raise UserError("--out: expected a directory to write the report of several runs to.")
     names = _names(options.runs)
-    runs = [_load(directory, name) for directory, name in zip(options.runs, names, strict=True)]
     out = next(iter(options.runs)) if options.out is None else options.out
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: expected a directory, but this is a file.")
+    runs = [_load(directory, name) for directory, name in zip(options.runs, names, strict=True)]
     try:
         out.mkdir(parents=True, exist_ok=True)
         hold(out)
@@ -74,5 +77,5 @@ def _load(directory: Path, name: str) -> Run:
 
 def _names(directories: tuple[Path, ...]) -> list[str]:
     """The directories' own names, or their paths where two have the same."""
-    short = [directory.resolve().name for directory in directories]
+    short = [Path(os.path.abspath(directory)).name for directory in directories]
     return short if len(set(short)) == len(short) else [str(directory) for directory in directories]

@@ -137,7 +137,9 @@ def read_source(
 def is_hub_id(source: str | Path) -> bool:
     """Whether `read_source` looks for a source on the hub: nothing has this path, and it has the form of an id."""
     text = str(source)
-    return not user_path(source).exists() and _suffix(Path(text)) not in _READERS and bool(_HUB_ID.fullmatch(text))
+    return (
+        not os.path.lexists(user_path(source)) and _suffix(Path(text)) not in _READERS and bool(_HUB_ID.fullmatch(text))
+    )
 
 
 def _suffix(path: Path) -> str:

@@ -144,7 +144,7 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
 
     readers = {
         ".csv": pyarrow.csv.read_csv,
-        ".jsonl": lambda file: pyarrow.Table.from_pylist([dict(row) for row in read_source(file)]),
+        ".jsonl": lambda _: pyarrow.Table.from_pylist([dict(row) for row in read_source(path)]),
         ".parquet": pyarrow.parquet.read_table,
     }
     kind = Path(path.name.removesuffix(".gz")).suffix

@@ -35,16 +35,19 @@ def statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
         z = z + bias.astype(dtype)[None, :]
     z = softcapped(z, call.options.softcap)
     finite = jnp.maximum(z, FLOOR)  # a bias of −inf removes an entry: p = 0, and 0·z = 0
-    scaled = scale[:, None].astype(dtype) * finite
-    p = jax.nn.softmax(scaled, axis=-1)
-    expected = jnp.sum(p * finite, axis=-1)
-    variance = jax.lax.stop_gradient(jnp.sum(p * (finite - expected[:, None]) ** 2, axis=-1))
-    # NaN of finite logits: s·z, its rounding or the square of z exceeds the dtype; the largest has all the probability.
-    largest = jax.lax.stop_gradient(jnp.max(finite, axis=-1))
-    expected = jnp.where(jnp.isnan(expected) & jnp.isfinite(largest), largest, expected)
-    variance = jnp.where(jnp.isnan(variance) & jnp.isfinite(largest), 0.0, variance)
+    s = scale.astype(dtype)
+    # Relative to the largest logit m: s·m may exceed the dtype, and so may s·(z − m), whose exponential is 0 then.
+    m = jax.lax.stop_gradient(jnp.max(finite, axis=-1))
+    difference = finite - m[:, None]
+    e = jnp.exp(s[:, None] * difference)
+    weight = jnp.sum(e, axis=-1)
+    p = e / weight[:, None]
+    difference = jnp.where(p > 0, difference, 0.0)
+    mean = jnp.sum(p * difference, axis=-1)
+    expected = m + mean
+    variance = jax.lax.stop_gradient(jnp.sum(p * (difference - mean[:, None]) ** 2, axis=-1))
     everything = {
-        "log_normalizer": jax.nn.logsumexp(scaled, axis=-1),
+        "log_normalizer": s * m + jnp.log(weight),
         "mean_logit": jnp.mean(z, axis=-1),
         "max_logit": jnp.max(z, axis=-1),
         "argmax": jnp.argmax(z, axis=-1).astype(jnp.int32),

@@ -51,7 +51,7 @@ def about(option: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if str(error).startswith("--") or re.match(r"\w+(=|: expected)", str(error)):
+        if str(error).startswith("--"):
             raise
         raise UserError(f"{option}: {error}") from error
 

@@ -101,8 +101,21 @@ def check_new_file(path: Path) -> None:
 
 
 def check_new_directory(path: Path) -> None:
-    """Raises `UserError` if `new_directory(path)` would."""
+    """Raises `UserError` if `new_directory(path)` would: it makes the temporary directory and removes it again."""
     _entries(path, replace=False)
+    path = path.absolute()
+    made = [parent for parent in path.parents if not parent.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = _beside(path, secrets.token_bytes(_TOKEN), "new")
+        fresh.mkdir()
+        fresh.rmdir()
+    except OSError as error:
+        raise UserError(f"{path}: cannot write there ({error}).") from error
+    finally:
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
 
 
 def is_temporary(name: str, of: str) -> bool:

@@ -44,8 +44,8 @@ class Range:
 
     def expected(self, value: float) -> str:
         """The range in words, for a value outside it."""
-        if self.high == INT_MAX and value > self.high:
-            return f"at most {INT_MAX}"
+        if self.high >= INT_MAX and math.isfinite(self.high) and value > self.high:
+            return f"at most {self.high:.12g}"
         if isinstance(value, float) and math.isinf(value) and math.isinf(self.high) and math.isfinite(self.low):
             return f"{self}, finite"
         return str(self)
@@ -98,15 +98,20 @@ def check_options(options: Any) -> None:
         if dataclasses.is_dataclass(value):
             check_options(value)
             continue
-        values = value if isinstance(value, tuple) else (value,)
+        for one in value if isinstance(value, tuple) else (value,):
+            check_value(name, annotation, one)
+
+
+def check_value(name: str, annotation: Any, value: Any) -> None:
+    """`check_options` for one number or text of an option; raises `UserError` likewise."""
+    if isinstance(value, int | float):
         for limits in marks(annotation, Range):
-            for number in values:
-                if isinstance(number, int | float) and not limits.holds(number):
-                    raise UserError(f"{name}: expected {limits.expected(number)}, got {shortened(number)}.")
+            if not limits.holds(value):
+                raise UserError(f"{name}: expected {limits.expected(value)}, got {shortened(value)}.")
+    if isinstance(value, str | Path):
         is_name = not any(marks(annotation, AnyText))
-        for text in values:
-            if isinstance(text, str | Path) and (expected := _expected_text(str(text), is_name)):
-                raise UserError(f"{name}: expected {expected}, got {shortened(ascii(str(text)))}.")
+        if expected := _expected_text(str(value), is_name):
+            raise UserError(f"{name}: expected {expected}, got {shortened(ascii(str(value)))}.")
 
 
 def shortened(value: Any) -> str:

@@ -5,9 +5,11 @@ import importlib
 import io
 import json
 import os
+import shutil
 import typing
 
 import pytest
+from report_documents import document
 from tiny import write_model, write_text
 
 from calibjax.cli import COMMANDS, main
@@ -19,7 +21,7 @@ NO_PATH = ["loop", "file/x", "n" * 256, "/proc/x"]
 NO_NUMBER = ["", "\0", LONG, "many", "9" * 5000, "0x1", "nan", "1e30 "]
 ABSURD = {
     int: ([*NO_NUMBER, "1.5", "1e30", "inf", "9" * 4000, "-9" + "9" * 40], ["1000000000", "2147483647", "-0", "-1"]),
-    float: ([*NO_NUMBER[:5], "nan", "-inf"], ["1e30", "1e-300", "-0.0", "inf", "1000000000", "-1e30"]),
+    float: ([*NO_NUMBER[:4], "nan", "-inf"], ["1e30", "1e-300", "-0.0", "inf", "1000000000", "-1e30"]),
 }
 """Kind of number -> values that every option refuses, values that it may accept."""
 
@@ -55,8 +57,7 @@ def folder(tmp_path_factory):
     (folder / "file").write_text("")
     (folder / "loop").symlink_to(folder / "loop")
     (folder / "run").mkdir()
-    row = {"tokens": 1, "nll": 0.0, "accuracy": 1.0, "confidence": 1.0}
-    (folder / "run" / "metrics.json").write_text(json.dumps({"schema": 1, "held_out": {"methods": {"x": row}}}))
+    (folder / "run" / "metrics.json").write_text(json.dumps(document()))
     (folder / "table.csv").write_text("confidence,correct\n" + "".join(f"0.{i},{i % 2}\n" for i in range(10, 40)))
     (folder / "dup.csv").write_text("confidence,correct,correct\n" + "0.5,1,0\n" * 20)
     (folder / "group.csv").write_bytes(b"confidence,correct,group\n" + b"0.5,1,a\n" * 20 + b"0.5,0,\xff\n")
@@ -79,7 +80,8 @@ def at(folder, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in WORK:
         monkeypatch.setattr(name, reached)
-    return folder
+    yield folder
+    shutil.rmtree(folder / "out", ignore_errors=True)
 
 
 def text(*options):
@@ -224,3 +226,198 @@ def test_every_option_is_covered():
     print(f"{len(DECLARED)} options: {len(numbers)} numbers, {len(names)} texts and paths")
     assert len(numbers) > 60
     assert {o.flag for o in names} > {*INPUTS, *OUTPUTS}
+
+
+# --- one by one ---
+
+ATS, SFT, LHTS, LAYERS, TRANSFER = "train ats", "train sft", "train lhts", "eval layers", "study transfer"
+BAD = [
+    # data
+    (ATS, ["--data", "nowhere.jsonl"], "--data: nowhere.jsonl does not exist"),
+    (ATS, ["--data", "null.jsonl"], "null.jsonl, line 1: expected a JSON object, got 'null'"),
+    (ATS, ["--data", "null.json"], "null.json, line 1: expected a JSON object, got 'null'"),
+    (ATS, ["--data", "other.jsonl"], "--data: no format fits the columns alpha"),
+    (ATS, ["--data", "file"], "--data: file: expected a file ending in one of"),
+    (ATS, ["--data", "full"], "--data: full holds no data file"),
+    (ATS, ["--data", "./nowhere"], "--data: nowhere does not exist"),
+    (ATS, ["--eval-data", "nowhere.jsonl"], "--eval-data: nowhere.jsonl does not exist"),
+    (ATS, ["--eval-data", "data.jsonl", "null.jsonl"], "--eval-data: null.jsonl, line 1"),
+    (ATS, ["--split", "test"], "--split 'test': the file data.jsonl has no splits"),
+    (ATS, ["--text-column", "body"], "--text-column 'body' is missing. The columns are: text"),
+    (ATS, ["--rows", "0"], "--rows: expected at least 1, got 0"),
+    (ATS, ["--examples", "0"], "--examples: expected at least 1, got 0"),
+    (ATS, ["--seq-len", "1"], "--seq-len: expected at least 2, got 1"),
+    (SFT, ["--data", "latin.csv"], "--data: latin.csv does not exist"),
+    (LHTS, ["--data", "null.json"], "--data: null.json, line 1"),
+    (LAYERS, ["--data", "null.json"], "--data: null.json, line 1"),
+    ("compare", ["--data", "null.json"], "--data: null.json, line 1"),
+    ("study losses", ["--data", "null.json"], "--data: null.json, line 1"),
+    ("study alpha", ["--eval-data", "null.json"], "--eval-data: null.json, line 1"),
+    (LHTS, ["--analogies", "data.jsonl"], "--analogies: data.jsonl: expected analogies with columns category"),
+    # models
+    (ATS, ["--model", "nowhere/model/x"], "--model: nowhere/model/x does not exist"),
+    (ATS, ["--model", "file"], "--model: expected a directory, but file is a file"),
+    (ATS, ["--model", "full"], "--model: full: expected a Hugging Face model"),
+    ("generate", ["--model", "full"], "--model: full: expected a Hugging Face model"),
+    ("convert", ["--model", "full"], "--model: full: expected a Hugging Face model"),
+    ("compare", ["--model", "full"], "--model: full: expected a Hugging Face model"),
+    ("eval bounds", ["--model", "full"], "--model: full: expected a Hugging Face model"),
+    ("plan", ["--model", "gtp2"], "--model gtp2: expected a directory with config.json, or one of"),
+    # directories
+    (ATS, ["--out", "file"], "--out file: expected a directory, but this is a file"),
+    (ATS, ["--out", "full"], "--out full is not empty and holds no run of calibjax"),
+    (ATS, ["--out", "file/x"], "--out file/x: cannot write there"),
+    (ATS, ["--out", "a[b"], "Orbax cannot write below a path with ["),
+    ("quickstart", ["--out", "full"], "--out full is not empty and holds no run of calibjax"),
+    ("convert", ["--out", "full"], "--out: full: expected a new or an empty directory, but it holds thesis.tex"),
+    ("convert", ["--out", "file"], "--out: file: expected a new or an empty directory, but this is a file"),
+    ("convert", ["--out", "loop"], "--out: loop: expected a new or an empty directory, but this is a symbolic link"),
+    ("convert", ["--out", "file/x"], "file/x: cannot write there"),
+    ("convert", ["--out", "/proc/x"], "--out: /proc/x: cannot write there"),
+    ("convert", ["--out", "model/x"], "expected directories of which neither is in the other"),
+    ("convert", ["--out", "n" * 254], None),
+    ("eval bounds", ["--out", "full"], "--out: full: expected a file or a new path, but this is a directory"),
+    ("eval bounds", ["--out", "file/x"], "--out: file/x: cannot write there"),
+    ("eval bounds", ["--out", "nowhere/x"], "--out: nowhere/x: cannot write there"),
+    ("report", ["--out", "file"], "--out file: expected a directory, but this is a file"),
+    ("report", ["full"], "expected the directory of a finished run, with metrics.json"),
+    ("report", ["run", "run"], "--out: expected a directory to write the report of several runs to"),
+    # methods of training
+    (ATS, ["--alpha", "1.5"], "--alpha: expected from 0 to 1, got 1.5"),
+    (ATS, ["--alpha", "-0.1"], "--alpha: expected at least 0, got -0.1"),
+    (ATS, ["--loss", "cross-entropy", "--alpha", "0.5"], "--alpha: --loss cross-entropy has no such weight"),
+    (ATS, ["--epochs", "0"], "--epochs: expected at least 1, got 0"),
+    (ATS, ["--batch-size", "1000000000"], "--batch-size: expected from 1 to 65536, got 1000000000"),
+    (ATS, ["--batch-size", "8", "--accumulate", "3"], "--accumulate: expected a divisor of --batch-size 8, got 3"),
+    (ATS, ["--batch-size", "6"], "--batch-size 6 in 1 micro-batch(es) of 6 sequences does not divide among the 8"),
+    (ATS, ["--learning-rate", "0"], "--learning-rate: expected above 0, got 0.0"),
+    (ATS, ["--learning-rate", "inf"], "--learning-rate: expected above 0, finite, got inf"),
+    (ATS, ["--warmup-fraction", "1"], "--warmup-fraction: expected at least 0 and below 1, got 1.0"),
+    (ATS, ["--validation-fraction", "0"], "--validation-fraction: expected above 0 and below 1, got 0.0"),
+    (ATS, ["--fit-fraction", "1"], "--fit-fraction: expected above 0 and below 1, got 1.0"),
+    (ATS, ["--fit-fraction", "nan"], "--fit-fraction: expected above 0 and below 1, got nan"),
+    (ATS, ["--features", "smell"], "--features: expected distinct names among"),
+    (ATS, ["--features", "hidden_states+hidden_states"], "--features: expected distinct names among"),
+    (ATS, ["--head-kind", "constant", "--normalize"], "--normalize: a constant head does not read it"),
+    (ATS, ["--head-kind", "cnn"], "--head-kind: expected one of constant, linear, mlp, transformer, got 'cnn'"),
+    (ATS, ["--loss", "hinge"], "--loss: expected one of auto, joint"),
+    (ATS, ["--dtype", "float64"], "--dtype: expected one of float32, bfloat16, got 'float64'"),
+    (ATS, ["--seed", "-1"], "--seed: expected at least 0, got -1"),
+    (ATS, ["--seed", "4294967296"], "--seed: expected at most 4294967295, got 4294967296"),
+    (ATS, ["--bins", "1000000000"], "--bins: expected from 1 to 10000, got 1000000000"),
+    (ATS, ["--bins", "-3"], "--bins: expected from 1 to 10000, got -3"),
+    (ATS, ["--closed", "both"], "--closed: expected one of right, left, none, got 'both'"),
+    (ATS, ["--checkpoint-every", "0"], "--checkpoint-every: expected at least 1, got 0"),
+    (ATS, ["--mesh", "data=2,data=4"], "--mesh data=2,data=4: expected every axis once, got data twice"),
+    (ATS, ["--mesh", "data=3"], "--mesh data=3: needs 3 devices"),
+    (ATS, ["--mesh", "rows=8"], "--mesh rows=8: expected sizes of data, fsdp, tensor"),
+    (ATS, ["--processes", "2"], "--coordinator, --process-id: missing; give all of"),
+    (ATS, ["--cudnn-attention"], "--cudnn-attention: cuDNN takes no float32"),
+    (SFT, ["--label-smoothing", "1.01"], "--label-smoothing: expected from 0 to 1, got 1.01"),
+    (SFT, ["--loss", "selective-authors"], "--loss selective-authors: it is for temperature heads (train ats) only"),
+    (SFT, ["--loss", "focal", "--z-loss", "1"], "--z-loss: expected 0 with --loss focal, got 1.0"),
+    (SFT, ["--alpha", "0.5"], "--alpha: the weight of --loss label-smoothing is --label-smoothing"),
+    (SFT, ["--accumulate", "3"], "--accumulate: expected a divisor of --batch-size 16, got 3"),
+    (SFT, ["--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),
+    (SFT, ["--softcap", "0"], "--softcap: expected above 0, got 0.0"),
+    (SFT, ["--clip-norm", "-1"], "--clip-norm: expected above 0, got -1.0"),
+    (SFT, ["--temperature", "0"], "--temperature: expected above 0, got 0.0"),
+    (LHTS, ["--temperatures"], "--temperatures: expected at least one"),
+    (LHTS, ["--temperatures", "0.9", "0"], "--temperatures: expected above 0, got 0.0"),
+    (LHTS, ["--temperatures", "warm"], "--temperatures: expected a number, got 'warm'"),
+    (LHTS, ["--myopic", "-0.5"], "--myopic: expected at least 0, got -0.5"),
+    (LHTS, ["--text-prompt-tokens", "13"], "--text-prompt-tokens: expected less than --seq-len 13, got 13"),
+    (LHTS, ["--texts", "1"], "--texts: expected at least 2, got 1"),
+    (LHTS, ["--quantiles", "1"], "--quantiles: expected at least 2, got 1"),
+    (LHTS, ["--samples", "1.1"], "--samples: expected from 0 to 1, got 1.1"),
+    (LHTS, ["--clip", "nan"], "--clip: expected a number above -inf, got nan"),
+    # evaluation
+    ("eval tasks", ["--judge", "os:path"], "--judge os:path: expected a function, got module"),
+    ("eval tasks", ["--judge", "nowhere:f"], "--judge nowhere:f: expected string-match, or package.module:function"),
+    ("eval tasks", ["--head", "full"], "--head: full: expected a head (head.json and params/)"),
+    ("eval tasks", ["--assets", "nowhere"], "--assets: nowhere does not exist"),
+    ("eval tasks", ["--temperature", "0"], "--temperature: expected above 0, got 0.0"),
+    ("eval tasks", ["--batch-size", "1000000000"], "--batch-size: expected from 1 to 65536"),
+    (LAYERS, ["--settled", "0"], "--settled: expected above 0 and at most 1, got 0.0"),
+    (LAYERS, ["--sweep-layers", "0"], "--sweep-layers: expected at least 1, got 0"),
+    (LAYERS, ["--strengths", "nan"], "--strengths: expected a finite number, got nan"),
+    (LAYERS, ["--batch-size", "6"], "--batch-size 6"),
+    ("compare", ["--table", "table.csv"], "give either --model and --data, or --table"),
+    ("compare", ["--methods", "magic"], "--methods: magic: expected all, or some of"),
+    ("compare", ["--sort", "beauty"], "--sort: expected one of ece"),
+    ("compare", ["--max-tokens", "0"], "--max-tokens: expected at least 1, got 0"),
+    ("generate", ["--temperature", "1e-300"], "--temperature: expected 0 for the most likely token, or a number from"),
+    ("generate", ["--temperature", "1e30"], "--temperature: expected 0 for the most likely token, or a number from"),
+    ("generate", ["--top-p", "0"], "--top-p: expected above 0 and at most 1, got 0.0"),
+    ("generate", ["--top-k", "0"], "--top-k: expected at least 1, got 0"),
+    ("generate", ["--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
+    ("generate", ["--head", "full"], "--head: full: expected a head"),
+    ("generate", ["--prompt"], "--prompt: expected at least one text to continue, got none"),
+    ("generate", ["--prompt", "a\udcff"], "--prompt: expected Unicode text without NUL"),
+    ("eval bounds", ["--model"], "--model: expected at least one directory or hub id, got none"),
+    # plan and studies
+    ("plan", ["--objective", "sft", "--lora-rank", "1000000000"], "--lora-rank: expected 1 to 768"),
+    ("plan", ["--lora-rank", "8"], "--lora-rank: --objective ats does not read it"),
+    ("plan", ["--topology", "v9:4"], "--topology"),
+    ("plan", ["--topology", "h100:0"], "--topology"),
+    ("plan", ["--mesh", "data=8"], "--mesh data=8: needs 8 devices, 4 were given"),
+    ("plan", ["--suggest", "--mesh", "data=4"], "--suggest: it tries every mesh; leave --mesh out"),
+    ("plan", ["--seq-len", "1000000"], "--seq-len"),
+    ("plan", ["--batch-size", "3"], "--batch-size 3: expected a multiple of 4"),
+    ("study pooling", ["--seeds", "1000000000"], "--seeds: expected from 1 to 1000, got 1000000000"),
+    ("study heads", ["--learning-rate", "-1"], "--learning-rate: expected above 0, got -1.0"),
+    (TRANSFER, ["--domains", "a=data.jsonl"], "--domains, --mmlu: expected at least two domains"),
+    (TRANSFER, ["--domains", "../x=data.jsonl", "b=data.jsonl"], "--domains: expected names of 1 to 50 letters"),
+    (TRANSFER, ["--domains", "a=data.jsonl", "a=data.jsonl"], "expected at least two domains"),
+    (TRANSFER, ["--domains", "a=null.json", "b=data.jsonl"], "--domains: null.json, line 1"),
+    (TRANSFER, ["--mmlu", "data.jsonl"], "--mmlu data.jsonl: expected the columns question, choices, answer"),
+    # the line itself
+    (ATS, ["--modle", "x"], "--modle: calibjax train ats has no such option; did you mean --model?"),
+    (ATS, ["--quiet=yes"], "--quiet: expected no value, got 'yes'"),
+    (ATS, ["--epochs"], "--epochs: expected a value, got none"),
+    (ATS, ["--epochs", "--quiet"], "--epochs: expected a value, got none"),
+    (ATS, ["--quiet", "stray"], "'stray': calibjax train ats takes no such argument"),
+    ("plan", ["--json", "x"], "'x': calibjax plan takes no such argument"),
+]
+TABLES = [
+    ("dup.csv", "--table: dup.csv: expected columns with names of their own, got several named correct"),
+    ("group.csv", "--table: group.csv: group: row 20 holds b'\\xff', expected text in UTF-8"),
+    ("empty.npz", "--table: empty.npz cannot be read as an .npz file"),
+    ("big.csv", "--table: big.csv: logits: row 0 holds 1e+39, expected a finite float32"),
+    ("null.jsonl", "--table: null.jsonl, line 1: expected a JSON object, got 'null'"),
+    ("file", "--table file: expected a file ending in .csv"),
+    ("full", "--table full: there is no such file"),
+]
+
+
+def shown(x):
+    return " ".join(x)[:30] if isinstance(x, list) else x if x in COMMANDS else ""
+
+
+@pytest.mark.parametrize(("command", "changes", "message"), BAD, ids=shown)
+def test_bad(at, command, changes, message):
+    valid = VALID[command]
+    if command == "report" and changes[0] != "--out":
+        valid = []
+    if command in (TRANSFER, "eval bounds", "generate") and changes[0] in valid:
+        index = valid.index(changes[0])
+        rest = [i for i, word in enumerate(valid) if i > index and word.startswith("--")]
+        valid = [*valid[:index], *(valid[rest[0] :] if rest else [])]
+    if message is None:
+        assert invoke(command, [*valid, *changes])[0] == "reached"
+    else:
+        refused(at, command, [*valid, *changes], message)
+
+
+@pytest.mark.parametrize(("file", "message"), TABLES, ids=lambda x: x[:20])
+def test_bad_tables(at, file, message):
+    refused(at, "compare", ["--table", file, "--out", "out"], message)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_missing_options(at, command):
+    """Those that are required are named, and nothing else is looked at."""
+    required = [option.flag for c, option in DECLARED if c == command and option.default.__class__ is type]
+    if command in ("quickstart", "compare", "report"):
+        return
+    assert refused(at, command, [], "missing; calibjax").startswith("error: --"), required
