@@ -1,12 +1,14 @@
 """Kills training at random moments and checks that every run ends bit-identical: `python tests/campaigns/kills.py`.
 
 A server process imports calibjax once; each start of a command is a fork of it, a process of its own that is killed
-with SIGKILL. A run is killed several times, each time at another moment: after a random time, or at the first sight of
-a checkpoint, a head, a model or a report that is being written. It is then started once more, and what it writes is
-compared, byte for byte, with what a run wrote that nobody killed. Prints one JSON line for each run, and the totals.
+with SIGKILL. A run is killed several times, each time at another moment: when the files in its directory have changed
+a random number of times, and of these half at the sight of a checkpoint, a head, a model or a report that is being
+written. It is then started once more, and what it writes is compared, byte for byte, with what a run wrote that nobody
+killed. Prints one JSON line for each run, and the totals.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -109,12 +111,21 @@ class Job:
         return "".join(f.read_text()[-2000:] for f in sorted(self.folder.glob("log*")))
 
 
-def writing(out):
-    """Names of what is being written below a directory."""
-    try:
-        return {path.name for path in out.rglob("*") if WRITING.search(path.name)}
-    except OSError:  # renamed meanwhile
-        return set()
+def files(out):
+    """Path -> size of all files below a directory."""
+    found = {}
+    for folder, _, names in os.walk(out):
+        for name in names:
+            path = os.path.join(folder, name)
+            with contextlib.suppress(OSError):  # renamed meanwhile
+                found[path] = os.stat(path).st_size
+    return found
+
+
+def writing(found, out):
+    """The names of what is being written among `files(out)`."""
+    parts = {part for path in found for part in Path(path).relative_to(out).parts}
+    return {part for part in parts if WRITING.search(part)}
 
 
 def contents(out):
@@ -132,41 +143,53 @@ def contents(out):
     return found
 
 
-def killed_run(folder, out, command, processes, whole, seconds, rng, kills):
+def watched_run(folder, out, command, processes, stop_after=None, inside=False):
+    """One start; returns the job, the number of changes seen, and what was being written when it was stopped, if so.
+
+    Args:
+        stop_after: number of changes of the files after which the job is given back running; None: at its end.
+        inside: only while something new is being written.
+    """
+    job, changes, last = Job(folder, out, command, processes), 0, files(out)
+    before = writing(last, out)
+    while not job.ended():
+        now = files(out)
+        changes, last = changes + (now != last), now
+        if stop_after is not None and changes >= stop_after and (new := writing(now, out) - before or not inside):
+            return job, changes, new if inside else set()
+        time.sleep(0.005)
+    return job, changes, None
+
+
+def killed_run(folder, out, command, processes, whole, changes, rng, kills):
     """A run that is killed `kills` times and then finished; returns the moments, and what differs."""
     moments = []
-    for _ in range(kills):
-        job = Job(folder, out, command, processes)
+    while True:
         inside = rng.random() < 0.5
-        seen, now = writing(out), set()
-        at = time.monotonic() + rng.uniform(0.2, 0.9) * seconds
-        while not job.ended():
-            if time.monotonic() >= at and (not inside or (now := writing(out) - seen)):
-                break
-            time.sleep(0.001)
-        if job.ended():
-            job.wait()
-            break  # it was done first
+        stop_after = rng.randint(1, max(1, changes // 2)) if len(moments) < kills else None
+        job, _, new = watched_run(folder, out, command, processes, stop_after, inside)
+        if new is None:
+            break  # it has finished
         number = rng.choice([None, None, None, *range(processes)]) if processes > 1 else None
-        state = "writing " + re.sub(r"[0-9a-f]{16}|\d+", "N", min(now)) if inside else "at random"
         job.kill(number)
         codes = job.wait()
         assert -signal.SIGKILL in codes, (codes, job.output())
+        state = f"writing {re.sub(r'[0-9a-f]{16}|[0-9]+', 'N', min(new))}" if inside else "at random"
         moments.append(f"{state}{'' if number is None else f', process {number} of {processes}'}")
-    job = Job(folder, out, command, processes)
     codes = job.wait()
     different = [] if codes == [0] * processes else [f"exit codes {codes}: {job.output()}"]
     if not different:
         found = contents(out)
         different = sorted(name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name))
-    left = sorted(writing(out))
-    return moments, different, left
+    return moments, different, sorted(writing(files(out), out))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--per-run", type=int, default=4, help="kills of one run")
+    parser.add_argument("--commands", nargs="*", default=list(OPTIONS), choices=list(OPTIONS))
+    parser.add_argument("--processes", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30, help="stop after this long")
     given = parser.parse_args()
@@ -178,21 +201,20 @@ def main():
         write_model(folder / "model")
         write_text(folder / "data.jsonl", rows=60, words=16)
         whole = {}
-        kinds = [(command, processes) for processes in (1, 2) for command in OPTIONS]
+        kinds = [(command, processes) for processes in given.processes for command in given.commands]
         for number in range(10**6):
             command, processes = kinds[number % len(kinds)]
             if sum(totals.values()) >= given.kills or time.monotonic() - began > 60 * given.minutes:
                 break
             if (command, processes) not in whole:
                 out = folder / f"whole-{command}-{processes}"
-                job = Job(folder, out, command, processes)
-                codes = job.wait()
-                assert codes == [0] * processes, (codes, job.output())
-                whole[command, processes] = contents(out), time.monotonic() - job.began
-            expected, seconds = whole[command, processes]
+                job, changes, _ = watched_run(folder, out, command, processes)
+                assert job.wait() == [0] * processes, job.output()
+                whole[command, processes] = contents(out), changes
+            expected, changes = whole[command, processes]
             out = folder / f"run{number}"
             moments, different, left = killed_run(
-                folder, out, command, processes, expected, seconds, rng, given.per_run
+                folder, out, command, processes, expected, changes, rng, given.per_run
             )
             for moment in moments:
                 totals[f"{command}, {processes} process{'es' * (processes > 1)}: {moment}"] += 1
