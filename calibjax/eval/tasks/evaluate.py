@@ -156,7 +156,7 @@ class _Asked(NamedTuple):
     name: str
     part: Part
     documents: list[Any]
-    prompts: list[str]
+    prompts: Sequence[Any]
     options: list[list[Continuation]]
 
 
