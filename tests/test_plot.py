@@ -1,4 +1,4 @@
-"""Plots: what is drawn equals what was given, from arrays and from results; the smooth curve against its formula."""
+"""Plots: what is drawn equals what was given, from arrays and from results; and the smooth curve by its formula."""
 
 import numpy as np
 import pytest

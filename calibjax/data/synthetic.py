@@ -14,11 +14,18 @@ _VOCAB, _TOPICS, _DRIFT = 32, 3, 0.02
 
 
 class Syllables:
-    """Reads each of up to 32 tokens as a word of one syllable."""
+    """A tokenizer that reads each token of the small language as a word of one syllable."""
+
+    def __init__(self):
+        self._words = [consonant + vowel for vowel in "aeio" for consonant in "bdfgklmn"]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Word -> token."""
+        return {word: token for token, word in enumerate(self._words)}
 
     def decode(self, ids: Iterable[int], **options: Any) -> str:
-        """The words of token ids, each with a space before it; options are those of transformers, and unused."""
-        return "".join(f" {'bdfgklmn'[i % 8]}{'aeio'[i // 8 % 4]}" for i in ids)
+        """The words of tokens, each after a space; options are those of transformers, and unused."""
+        return "".join(f" {self._words[token]}" for token in ids)
 
 
 class TopicLanguage(NamedTuple):

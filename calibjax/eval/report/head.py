@@ -51,13 +51,13 @@ def facts(run: Mapping[str, Any], tokens: int, unit: str, origin: Origin) -> Mar
 
 def model_of(run: Mapping[str, Any]) -> str:
     """The short name of the model of a run."""
-    made = "small decoder, trained by the command" if run.get("command") == "quickstart" else ""
+    made = "small decoder" if run.get("command") == "quickstart" else ""
     return _short(run.get("model")) or made
 
 
 def data_of(run: Mapping[str, Any]) -> str:
     """The short name of the data of a run."""
-    made = "synthetic language of 32 tokens" if run.get("command") == "quickstart" else ""
+    made = "a synthetic language" if run.get("command") == "quickstart" else ""
     given = (_short(run.get(key)) for key in ("data", "table", "tasks", "domains", "mmlu"))
     return ", ".join(name for name in given if name) or made
 
