@@ -311,7 +311,8 @@ class Attached:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = hidden.to(torch.float32) @ self._unembedding().T
-        logits = logits if self._bias() is None else logits + self._bias()
+        bias = self._bias()
+        logits = logits if bias is None else logits + bias
         cap = self._base["logit_softcap"]
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

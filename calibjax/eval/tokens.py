@@ -10,7 +10,7 @@ import numpy as np
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
-from calibjax.eval.figures_json import row_json
+from calibjax.eval.figures_json import curve_json, row_json
 from calibjax.eval.report.schema import MethodRow, ResultSet
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics.smooth import GROUPS, NODES

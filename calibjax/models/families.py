@@ -77,7 +77,7 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
         raise
     except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         missing = isinstance(error, AttributeError) and error.obj is hf
-        reason = f"{error.name} is missing" if missing else f"cannot be used ({error!r})"
+        reason = f"{getattr(error, 'name', '')} is missing" if missing else f"cannot be used ({error!r})"
         raise UserError(f"{hf.model_type} configuration: {reason}.") from error
 
 

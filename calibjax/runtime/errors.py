@@ -102,7 +102,7 @@ def check_fields(config: Any) -> None:
         UserError: names the first field that is invalid.
     """
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        value: Any = getattr(config, field.name)
         kinds = set(typing.get_args(field.type) or (field.type,))
         if kinds & {int, float, bool} and not (value is None and type(None) in kinds):
             in_tuple = typing.get_origin(field.type) is tuple
@@ -117,7 +117,7 @@ def _problem(value: Any, kinds: set[Any]) -> str | None:
     if bool in kinds:
         return None if type(value).__name__ == "bool" else "true or false"
     if int in kinds:
-        fits = isinstance(value, numbers.Integral) and not isinstance(value, bool) and 1 <= value <= LARGEST_SIZE
+        fits = isinstance(value, numbers.Integral) and not isinstance(value, bool) and 1 <= int(value) <= LARGEST_SIZE
         return None if fits else f"a whole number from 1 to {LARGEST_SIZE}"
-    fits = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= 1e300
+    fits = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(float(value)) <= 1e300
     return None if fits else "a finite number"

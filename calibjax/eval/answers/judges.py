@@ -4,7 +4,7 @@ import importlib
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from calibjax.runtime.errors import UserError
 
@@ -73,4 +73,4 @@ def find_judge(name: str) -> Judge:
         ) from error
     if not callable(judge):
         raise UserError(f"--judge {name}: expected a function, got {type(judge).__name__}.")
-    return judge
+    return cast(Judge, judge)

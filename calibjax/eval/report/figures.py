@@ -160,7 +160,7 @@ def _temperatures(document: Mapping[str, Any], results: AnySet) -> Callable[["Ax
 
 def _forest(results: AnySet) -> Iterator[Drawing]:
     reference = title_of(results.get("reference", "temperature"))
-    methods: Mapping[str, Any] = results["methods"]
+    methods: Mapping[str, Any] = dict(results["methods"])
     panels = []
     for key, title in (("log_loss", "log loss"), ("brier", "Brier"), ("ece", "ECE")):
         rows: dict[str, Any] = {n: row["against"][key] for n, row in methods.items() if key in row.get("against", {})}

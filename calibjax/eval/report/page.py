@@ -91,7 +91,7 @@ def write_study(document: StudyDocument, directory: Path) -> list[str]:
             "significantly lower (better) than the row compared with, - significantly higher: the interval of the "
             "paired difference excludes 0, not corrected for the number of rows.",
         ),
-        *(table(*of_table) for of_table in study_tables(document)),
+        *(table(each.title, each.columns, each.rows) for each in study_tables(document)),
         _details(document.get("run", {}), "All options"),
     ]
     write_file(directory / "report.html", _document("calibjax study", parts))

@@ -1,7 +1,7 @@
 """The rows of a report, in the terminal and on the page: titles, colours, columns and cells."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from calibjax.eval.report.schema import AnySet, Difference, Document
@@ -184,9 +184,9 @@ _IMPORTANCE = ("ece", "nll", "brier", "accuracy", "exact_error", "against", "mce
 """The columns that a narrow terminal keeps the longest; the others follow in the order of `_COLUMNS`."""
 
 
-def cells_of(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the table of a set."""
-    shown = _columns_of([results])
+def cells_of(results: Mapping[str, Any], keys: Collection[str]) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of the table of a set; `keys` are the figures to show."""
+    shown = [column for column in _columns_of([results]) if column[0] in keys]
     rows = [[title_of(name), *(cell(row) for _, _, cell in shown)] for name, row in results["methods"].items()]
     return ["method", *(title for _, title, _ in shown)], rows
 

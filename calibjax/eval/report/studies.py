@@ -141,7 +141,7 @@ def alpha_figure(of_set: StudySet, name: str, title: str) -> Drawing:
     def draw(ax: "Axes", names: tuple[StudyFigure, ...]) -> None:
         for loss, colour, mark in zip(losses, LINES, MARKS, strict=False):
             curve = [row for row in rows.values() if row.get("alpha") is not None and row.get("loss") == loss]
-            alphas = [row.get("alpha") for row in curve]
+            alphas = np.array([row.get("alpha") for row in curve], np.float64)
             for of_figure, fill in zip(names, (colour, "white"), strict=False):
                 value, low, high = ([row[of_figure][key] for row in curve] for key in ("value", "low", "high"))
                 label_of = loss if of_figure == names[0] else None
