@@ -26,7 +26,7 @@ def render_chat(
 
     Args:
         tokenizer: tokenizer with a chat template.
-        messages: at least one message, of JSON values.
+        messages: at least one message, of JSON values, none of them null.
         options: `add_generation_prompt`, `continue_final_message`.
 
     Raises:
@@ -37,9 +37,8 @@ def render_chat(
         template = tokenizer.get_chat_template()
     except ValueError as error:
         raise UserError(f"the tokenizer has no usable chat template: {error}") from error
-    given = [{name: value for name, value in message.items() if value is not None} for message in messages]
     tokens = tokenizer.special_tokens_map
-    return _renderer.render({"conversations": [given], "chat_template": template, **tokens, **options})
+    return _renderer.render({"conversations": [list(messages)], "chat_template": template, **tokens, **options})
 
 
 class _Renderer:

@@ -76,8 +76,9 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
     except UserError:
         raise
     except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-        missing = isinstance(error, AttributeError) and error.obj is hf
-        reason = f"{getattr(error, 'name', '')} is missing" if missing else f"cannot be used ({error!r})"
+        reason = f"cannot be used ({error!r})"
+        if isinstance(error, AttributeError) and error.obj is hf:
+            reason = f"{error.name} is missing"
         raise UserError(f"{hf.model_type} configuration: {reason}.") from error
 
 

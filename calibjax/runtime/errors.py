@@ -105,12 +105,15 @@ def check_fields(config: Any) -> None:
         value: Any = getattr(config, field.name)
         kinds = set(typing.get_args(field.type) or (field.type,))
         if kinds & {int, float, bool} and not (value is None and type(None) in kinds):
-            in_tuple = typing.get_origin(field.type) is tuple
-            if in_tuple and not isinstance(value, tuple):
+            if typing.get_origin(field.type) is not tuple:
+                entries = (value,)
+            elif isinstance(value, tuple):
+                entries = value
+            else:
                 raise UserError(f"{field.name}: expected a tuple, got {value!r}.")
-            for entry in value if in_tuple else (value,):
+            for entry in entries:
                 if problem := _problem(entry, kinds):
-                    raise UserError(f"{field.name}: expected {problem}, got {str(entry)[:60]!s}.")
+                    raise UserError(f"{field.name}: expected {problem}, got {str(entry)[:60]}.")
 
 
 def _problem(value: Any, kinds: set[Any]) -> str | None:

@@ -35,7 +35,7 @@ def make_tokenizer(template):
 @pytest.mark.parametrize("prompt", [False, True])
 def test_equals_transformers(template, prompt):
     tokenizer = make_tokenizer(template)
-    turns = [*TURNS, {"role": "user", "content": "\ud800 \u2028 \N{SNOWMAN}\n", "name": None}]
+    turns = [*TURNS, {"role": "user", "content": "\ud800 \u2028 \N{SNOWMAN}\n"}]
     expected = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
     assert render_chat(tokenizer, turns, add_generation_prompt=prompt) == expected
 
@@ -54,7 +54,7 @@ def refused(template):
     began = time.monotonic()
     with pytest.raises(UserError, match=r"chat template (was stopped: it took more than|rejects)"):
         render_chat(make_tokenizer(template), TURNS[:1])
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300  # on a busy machine another process takes its time to start
 
 
 def test_templates_that_do_not_end(monkeypatch):

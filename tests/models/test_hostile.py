@@ -9,12 +9,14 @@ import gc
 import json
 import shutil
 import struct
+import zipfile
 
 import jax
 import numpy as np
 import pytest
 from tiny import CONFIG_JSON, write_model
 
+from calibjax.data.table import read_table
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import config_from_hf
 from calibjax.models.generate import default_stop_tokens
@@ -176,6 +178,17 @@ def test_settings_beside_the_configuration(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": value}))
         with pytest.raises(UserError, match="cannot read the tokenizer files"):
             _load_tokenizer(tmp_path, native=True)
+
+
+@pytest.mark.parametrize(
+    "header", ["(", "{'descr': '|O'}", "[" * 9_000, "{'descr': '<f8', 'shape': (10**12,)}", "\xff"]
+)
+def test_archives_of_arrays(tmp_path, header):
+    with zipfile.ZipFile(tmp_path / "table.npz", "w") as archive:
+        text = header.encode("latin1") + b"\n"
+        archive.writestr("confidence.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
+    with pytest.raises(UserError, match=r"table\.npz cannot be read"):
+        read_table(tmp_path / "table.npz")
 
 
 # --- heads and checkpoints ---
