@@ -17,7 +17,7 @@ NODES = 256
 GROUPS = 200
 """Groups that the band is resampled from: its ends have a relative error of (2 GROUPS)^-½, 5%."""
 _BANDWIDTHS = (0.02, 0.05)
-_LEAST = 10.0  # effective number of points below which the curve is not drawn
+_LEAST = 10.0  # points, weighted by the kernel over its largest value, below which the curve is not drawn
 
 
 class ReliabilityCurve(NamedTuple):
@@ -121,10 +121,9 @@ def curve_from_sums(sums: np.ndarray, *, resamples: int = 200, seed: int = 0) ->
     confidence = np.arange(101) / 100
     kernel = _kernel(confidence[:, None], nodes[None, :], bandwidth)
     weight = kernel @ count
-    effective = weight**2 / np.maximum(kernel**2 @ count, 1e-30)
     draws = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=resamples)
     drawn = np.tensordot(draws, np.tensordot(sums, kernel, axes=(1, 1)), axes=(1, 0))  # [resamples, 2, 101]
-    shown = effective >= _LEAST
+    shown = weight * bandwidth * np.sqrt(2 * np.pi) >= _LEAST
     curve = np.where(shown, (kernel @ correct) / np.maximum(weight, 1e-30), 0.0)
     ratio = np.divide(drawn[:, 1], drawn[:, 0], out=np.tile(curve, (resamples, 1)), where=drawn[:, 0] > 0)
     low, high = np.quantile(ratio, (0.025, 0.975), axis=0)
