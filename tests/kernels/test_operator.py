@@ -91,7 +91,7 @@ CASES = [
     Case(2, 7, 100, "tpu", scale=True, softcap=2.0),
     Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),
     Case(300, 400, 8, "tpu", bias=True, scale=True, size=30.0),  # four blocks of tokens: dh goes through HBM
-    Case(70, 130, 72, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of everything, all three ragged
+    Case(200, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
     Case(150, 7, 64, "gpu", dtype="bfloat16", softcap=20.0, save=True),
     slow(Case(2049, 7, 100, 500, size=0.01, dtype="bfloat16", scale=True)),
     slow(Case(2049, 7, 100, 2048, softcap=20.0, bias=True, scale=True, dtype="bfloat16")),

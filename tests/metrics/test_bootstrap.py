@@ -155,17 +155,20 @@ def test_batches_count_beyond_float32():
     assert step._cache_size() == 1, "compiled again"
 
 
-def test_chunks_of_one_call_lose_no_digits():
-    """Points beyond one chunk are added in two floats: 2^24 ones and one more point per chunk stay exact."""
+def test_chunks_of_one_call_lose_no_digits(monkeypatch):
+    """They are added in two floats: in one, 2^24 and 1 are 2^24."""
     from calibjax.metrics import sums as module
 
-    n = 40 * module._CHUNK
+    monkeypatch.setattr(module, "_CHUNK", 256)
+    n = 40 * 256
+    weight = np.zeros(n, np.float32)
+    weight[::256] = 1
+    weight[0] = 2**24
     c = np.full(n, 0.7, np.float32)
-    c[:: module._CHUNK] = 0.1  # one small number a chunk
-    sums = metrics.calibration_sums(c, np.ones(n), log_prob=np.where(c > 0.5, 0, -1e-6).astype(np.float32), bins=2)
-    assert np.asarray(sums.count).tolist() == [40, n - 40]
-    assert_within(float(sums.confidence[1]) / (np.float64(np.float32(0.7)) * (n - 40)), 1.0, 4 * EPS, "Σ confidence")
-    assert_within(float(sums.nll) / 40e-6, 1.0, 4 * EPS, "Σ nll")
+    sums = metrics.calibration_sums(c, np.ones(n), log_prob=-c, bins=2, where=weight)
+    for got, each in ((sums.count[1], 1.0), (sums.correct[1], 1.0), (sums.confidence[1], c[0]), (sums.nll, c[0])):
+        want = float(each) * (2**24 + 39)
+        assert_within(got, want, EPS * want, "sum")
 
 
 def test_likelihood_of_batches():
