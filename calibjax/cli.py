@@ -106,15 +106,20 @@ def _run_command(args: list[str]) -> int:
     name = _command_of(args)
     command = COMMANDS[name]
     from calibjax.commands.parser import parse
+    from calibjax.runtime.errors import UserError
 
     module = importlib.import_module(f"calibjax.commands.{command.module}")
     study = name.split()[1:] if command.module == "study.ablations" else []
-    options = parse(
-        getattr(module, command.options),
-        args[len(name.split()) :],
-        prog=f"calibjax {name}",
-        description=module.ABLATIONS[study[0]].question if study else None,
-    )
+    try:
+        options = parse(
+            getattr(module, command.options),
+            args[len(name.split()) :],
+            prog=f"calibjax {name}",
+            description=module.ABLATIONS[study[0]].question if study else None,
+        )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return _execute(options, functools.partial(module.run, *study))
 
 
