@@ -257,7 +257,7 @@ BAD = [
     (ATS, ["--model", "file"], "--model: expected a directory, but file is a file"),
     (ATS, ["--model", "full"], "--model: full: expected a Hugging Face model"),
     ("generate", ["--model", "full"], "--model: full: expected a Hugging Face model"),
-    ("convert", ["--model", "full"], "--model: full: expected a Hugging Face model"),
+    ("convert", ["--model", "full"], "full: expected model.safetensors"),
     ("compare", ["--model", "full"], "--model: full: expected a Hugging Face model"),
     ("eval bounds", ["--model", "full"], "--model: full: expected a Hugging Face model"),
     ("plan", ["--model", "gtp2"], "--model gtp2: expected a directory with config.json, or one of"),
