@@ -126,19 +126,18 @@ def _parse(args: list[str]) -> tuple[Any, Run]:
     from calibjax.commands.parser import parse
     from calibjax.runtime.errors import UserError
 
+    module = importlib.import_module(f"calibjax.commands.{command.module}")
+    study = name.split()[1:] if command.module == "study.ablations" else []
     try:
-        given = with_config(name, args[len(name.split()) :])
+        options = parse(
+            getattr(module, command.options),
+            with_config(name, args[len(name.split()) :]),
+            prog=f"calibjax {name}",
+            description=module.ABLATIONS[study[0]].question if study else None,
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    module = importlib.import_module(f"calibjax.commands.{command.module}")
-    study = name.split()[1:] if command.module == "study.ablations" else []
-    options = parse(
-        getattr(module, command.options),
-        given,
-        prog=f"calibjax {name}",
-        description=module.ABLATIONS[study[0]].question if study else None,
-    )
     return options, functools.partial(module.run, *study)
 
 

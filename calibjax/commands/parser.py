@@ -72,6 +72,7 @@ def parse(
         default: values of options that are not given, in place of the fields' own.
 
     Raises:
+        UserError: a number or text is not in its range; see `check_options`.
         SystemExit: with code 0 after --help, 2 after one line on an unknown or missing option, or a value that
             cannot be read.
     """
@@ -288,8 +289,8 @@ def _check_value(option: Option, text: str) -> None:
         try:
             check_value(option.flag, option.annotation, kind(text) if expected else text)
             return
-        except UserError as error:
-            stop(str(error))
+        except UserError:
+            raise
         except ValueError:
             pass
     if expected:

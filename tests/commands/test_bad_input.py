@@ -3,13 +3,11 @@
 import contextlib
 import importlib
 import io
-import json
 import os
 import shutil
 import typing
 
 import pytest
-from report_documents import document
 from tiny import write_model, write_text
 
 from calibjax.cli import COMMANDS, main
@@ -17,7 +15,7 @@ from calibjax.commands.parser import list_options
 
 LONG = "n" * 5000
 NO_NAME = ["", "\0", LONG, "a\udcff", "a\nb", "\x1b[31m"]
-NO_PATH = ["loop", "file/x", "n" * 256, "/proc/x"]
+NO_PATH = ["./loop", "./file/x", "n" * 256, "/proc/x"]
 NO_NUMBER = ["", "\0", LONG, "many", "9" * 5000, "0x1", "nan", "1e30 "]
 ABSURD = {
     int: ([*NO_NUMBER, "1.5", "1e30", "inf", "9" * 4000, "-9" + "9" * 40], ["1000000000", "2147483647", "-0", "-1"]),
@@ -42,7 +40,7 @@ WORK = [
     "calibjax.models.load._read_params",
     "calibjax.commands.quickstart.make_language",
     "calibjax.commands.eval_tasks._load_tasks",
-    "calibjax.commands.report.save_report",
+    "calibjax.commands.report.read_metrics",
     "calibjax.commands.plan.command.plan_job",
     "jax.distributed.initialize",
 ]
@@ -57,7 +55,7 @@ def folder(tmp_path_factory):
     (folder / "file").write_text("")
     (folder / "loop").symlink_to(folder / "loop")
     (folder / "run").mkdir()
-    (folder / "run" / "metrics.json").write_text(json.dumps(document()))
+    (folder / "run" / "metrics.json").write_text("{}")
     (folder / "table.csv").write_text("confidence,correct\n" + "".join(f"0.{i},{i % 2}\n" for i in range(10, 40)))
     (folder / "dup.csv").write_text("confidence,correct,correct\n" + "0.5,1,0\n" * 20)
     (folder / "group.csv").write_bytes(b"confidence,correct,group\n" + b"0.5,1,a\n" * 20 + b"0.5,0,\xff\n")
@@ -259,7 +257,7 @@ BAD = [
     (ATS, ["--model", "file"], "--model: expected a directory, but file is a file"),
     (ATS, ["--model", "full"], "--model: full: expected a Hugging Face model"),
     ("generate", ["--model", "full"], "--model: full: expected a Hugging Face model"),
-    ("convert", ["--model", "full"], "--model: full: expected a Hugging Face model"),
+    ("convert", ["--model", "full"], "full: expected model.safetensors"),
     ("compare", ["--model", "full"], "--model: full: expected a Hugging Face model"),
     ("eval bounds", ["--model", "full"], "--model: full: expected a Hugging Face model"),
     ("plan", ["--model", "gtp2"], "--model gtp2: expected a directory with config.json, or one of"),
