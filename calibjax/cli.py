@@ -1,5 +1,6 @@
 """The `calibjax` command: finds the command, parses its options, runs it, and turns its end into an exit code."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -9,7 +10,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 # Before transformers and tokenizers are imported by anything: they read these once.
@@ -92,7 +93,7 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
 
     typed = command_line.set(resume)
     try:
-        with signals.handled(report):
+        with signals.handled(report), _quiet_loops():
             return work()
     except KeyboardInterrupt:
         report("Ctrl-C")
@@ -110,6 +111,22 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
                 jax.distributed.shutdown()  # all leave together
             os._exit(code)  # the others may wait for this one, and its clean-up for them
     return code
+
+
+@contextlib.contextmanager
+def _quiet_loops() -> Iterator[None]:
+    """Without the traceback that TensorStore's threads print for each write that ends after Orbax has raised."""
+    before = sys.unraisablehook
+
+    def hook(failure: Any) -> None:
+        if str(failure.exc_value) != "Event loop is closed":
+            before(failure)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _run_command(args: list[str]) -> int:

@@ -28,7 +28,7 @@ _BROKEN = {getattr(errno, f"E{name}") for name in ("NOSPC", "DQUOT", "FBIG", "IO
 def storage_failure(error: BaseException) -> OSError | None:
     """Returns the failure of the storage that an exception came from, such as a full disk; None if there is none.
 
-    It is the exception itself, one that it was raised from, or named in it, as TensorStore does.
+    It is the exception itself, one that it was raised from, or named in it, as TensorStore and safetensors do.
     """
     chain: list[BaseException] = []
     at: BaseException | None = error
@@ -37,7 +37,7 @@ def storage_failure(error: BaseException) -> OSError | None:
         if isinstance(at, OSError):
             found = at
         else:
-            code = re.search(r"\[os_error_code='(\d+)'\]", str(at))
+            code = re.search(r"\bos[_ ]error(?:_code=')? ?(\d+)\b", str(at))
             found = OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
         if found is not None and found.errno in _BROKEN | DENIED:
             return found

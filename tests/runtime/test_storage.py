@@ -33,6 +33,10 @@ def raised(error, *causes):
         (OSError(errno.ENOSPC, "No space left on device", "/a"), errno.ENOSPC),
         (PermissionError(errno.EACCES, "Permission denied"), errno.EACCES),
         (ValueError("RESOURCE_EXHAUSTED: Failed to write [tensorstore_spec='{}'] [os_error_code='28']"), errno.ENOSPC),
+        (
+            RuntimeError("Error while serializing: I/O error: Read-only file system (os error 30) at path /a"),
+            errno.EROFS,
+        ),
         (raised(UserError("a: cannot write there"), RuntimeError(), OSError(errno.EFBIG, "")), errno.EFBIG),
         (FileNotFoundError(errno.ENOENT, "No such file or directory"), None),
         (ValueError("os_error_code"), None),
