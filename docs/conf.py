@@ -46,7 +46,6 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(Path(__file__).parents[1] / "build" / "notebooks")
-nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_merge_streams = True
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

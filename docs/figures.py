@@ -67,43 +67,7 @@ def interval(cell: str) -> tuple[float, float]:
     return (number(match[1]), number(match[2])) if match else (number(cell), number(cell))
 
 
-def spread(cell: str) -> float:
-    """What follows ± in a cell, or 0."""
-    match = re.search(r"±(\d*\.?\d+)", cell)
-    return float(match[1]) if match else 0.0
-
-
 # --- the figures ---
-
-
-def learning_curve(shown: list[Table]):
-    """NLL and ECE against the number of tokens, a row for each model."""
-    figure = blank(8.4, 2.9 * len(shown))
-    axes = figure.subplots(len(shown), 2, squeeze=False)
-    for row, table in enumerate(shown):
-        tokens = [number(cell) for cell in table.column("fit tokens")[1:]]
-        heads = [name.removesuffix(": NLL") for name in table.header if name.endswith(": NLL")]
-        for column, measure in enumerate(("NLL", "ECE")):
-            axis = axes[row, column]
-            axis.axhline(
-                number(table.column(f"{heads[0]}: {measure}")[0]), color=MUTED, linestyle=":", label="uncalibrated"
-            )
-            for head, colour, mark in zip(heads, LINES, MARKS, strict=False):
-                values = table.column(f"{head}: {measure}")[1:]
-                label = "temperature scaling" if head == "temperature" else head
-                axis.errorbar(
-                    tokens,
-                    [number(cell) for cell in values],
-                    yerr=[spread(cell) for cell in values],
-                    fmt=f"{mark}-",
-                    color=colour,
-                    markersize=5,
-                    label=label,
-                )
-            axis.set(xscale="log", xlabel="tokens to fit on", ylabel=f"{measure}, held out", title=table.section)
-            plain(axis)
-    legend(axes[0, 1])
-    return figure
 
 
 def smoothing(shown: list[Table]):
@@ -314,7 +278,6 @@ def _rows(shown: list[Table]):
 
 STUDIES = "docs/studies.md"
 FIGURES: dict[str, tuple[str, Callable[[Table], bool], Callable[[list[Table]], Any]]] = {
-    "data": ("docs/guides/data.md", lambda table: table.header[0] == "fit tokens", learning_curve),
     "smoothing": (STUDIES, lambda table: table.header[0] == "trained on", smoothing),
     "losses": (STUDIES, _study("Which loss"), _rows),
     "alpha": (STUDIES, _in("How much does the weight"), alpha),

@@ -192,7 +192,6 @@ def test_numbers_of_cells():
     }
     assert {cell: FIGURES.number(cell) for cell in cases} == cases
     assert FIGURES.interval(".0140 ±.0006 [.012, .018]") == (0.012, 0.018)
-    assert FIGURES.spread("3.275 ±.001") == 0.001
 
 
 def test_build_files():

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import tyro
 
-from calibjax.commands.common import DataOptions
+from calibjax.commands.common import DataOptions, claim_directory
 from calibjax.commands.study.fits import SINGLE, fit_heads
 from calibjax.data import Sequences
 from calibjax.eval.compare.repeats import evaluate_repeats
@@ -32,6 +32,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import write_file
 from calibjax.train import AtsOptions
+from calibjax.train.hidden_cache import array_hash
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,9 @@ def run(study: Study) -> dict[str, Any]:
     """Fits and evaluates; returns the contents of metrics.json."""
     lm = load_model(study.model)
     read = study.text.read(study.data, lm, print)
+    settings = {name: getattr(study, name) for name in ("held_out", "epochs", "min_steps", "max_steps", "batch_size")}
+    sequences = {"model": lm.fingerprint, "sequences": array_hash(read._asdict())}
+    claim_directory(study.out, {"command": "study_data", **settings, **sequences})
     fit, held_out = read.take(slice(-study.held_out)), read.take(slice(-study.held_out, None))
     context = RunContext(directory=study.out / "heads", progress=not study.quiet)
     heads: dict[str, list[FittedHead]] = {"uncalibrated": [identity_head(lm)]}
