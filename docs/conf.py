@@ -48,6 +48,7 @@ nb_execution_mode = "cache"
 nb_execution_cache_path = str(Path(__file__).parents[1] / "build" / "notebooks")
 nb_execution_timeout = 600
 nb_merge_streams = True
+nb_output_stderr = "remove"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -71,6 +72,7 @@ toc_object_entries = False
 
 def setup(app):
     app.connect("autodoc-process-docstring", _read_docstring, priority=100)
+    app.connect("autodoc-process-signature", _shorten)
     app.connect("autodoc-skip-member", _skip)
     app.connect("build-finished", _check_offline)
 
@@ -88,6 +90,11 @@ def _read_docstring(app, what, name, obj, options, lines):
         if parts[number - 1].startswith("`") and parts[number][:1].isalnum():
             parts[number] = "\\ " + parts[number]
     lines[:] = "".join(parts).split("\n")
+
+
+def _shorten(app, what, name, obj, options, signature, returns):
+    """`Array` for the name that its module has."""
+    return tuple(text and text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
 
 
 def _check_offline(app, error):
