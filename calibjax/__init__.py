@@ -9,5 +9,7 @@ Example:
 
 import lazy_loader
 
+import calibjax.runtime  # noqa: F401 - leaves out the TPU plugin where there is no TPU; imports no JAX
+
 # The public names are those of __init__.pyi; each is imported where it is first used.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
