@@ -350,12 +350,6 @@ TABLE = [
         "setdefault((read, 0)",
         "eval/test_scoring.py -k dense_formula",
     ),
-    Mutation(
-        "eval/answers/confidence.py",
-        "jnp.log(jnp.maximum(jnp.round(different), 2.0))",
-        "jnp.log(jnp.maximum(jnp.floor(different), 2.0))",
-        "eval/test_answers.py",
-    ),
     # runtime
     Mutation(
         "runtime/files.py",
