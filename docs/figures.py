@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from calibjax.eval.report.canvas import LINES, MARKS, MUTED, blank, legend, plain
+
+from calibjax.eval.report.figures import blank
+from calibjax.plot import LINES, MARKS, MUTED, legend, plain
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "figures"
