@@ -130,8 +130,14 @@ def _quiet_loops() -> Iterator[None]:
 
 
 def _run_command(args: list[str]) -> int:
-    with signals.ending_at_once():
-        options, run = _parse(args)
+    from calibjax.runtime.errors import UserError, printable
+
+    try:
+        with signals.ending_at_once():
+            options, run = _parse(args)
+    except UserError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 2
     return _execute(options, run)
 
 
@@ -141,20 +147,15 @@ def _parse(args: list[str]) -> tuple[Any, Run]:
     command = COMMANDS[name]
     from calibjax.commands.config import with_config
     from calibjax.commands.parser import parse
-    from calibjax.runtime.errors import UserError
 
     module = importlib.import_module(f"calibjax.commands.{command.module}")
     study = name.split()[1:] if command.module == "study.ablations" else []
-    try:
-        options = parse(
-            getattr(module, command.options),
-            with_config(name, args[len(name.split()) :]),
-            prog=f"calibjax {name}",
-            description=module.ABLATIONS[study[0]].question if study else None,
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    options = parse(
+        getattr(module, command.options),
+        with_config(name, args[len(name.split()) :]),
+        prog=f"calibjax {name}",
+        description=module.ABLATIONS[study[0]].question if study else None,
+    )
     return options, functools.partial(module.run, *study)
 
 

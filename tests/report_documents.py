@@ -152,7 +152,7 @@ def documents():
     quiet = RunContext(progress=False)
     evaluated = evaluate_tokens(lm, sequences, heads, bins=2, keep_tokens=True, context=quiet)
     tokens = results_json(evaluated, resamples=20)
-    results = {name: Result(outcome(rng), 0.5, 1) for name in ("uncalibrated", "temperature", "histogram")}
+    results = {name: Result(outcome(rng), 0.5, 1, None) for name in ("uncalibrated", "temperature", "histogram")}
     rows = comparison_json(results, reference="temperature", bins=2, resamples=20)
     held_out = {"tokens": N, "unit": "predictions", "clusters": "rows", "reference": "temperature", "sort": "ece"}
     held_out |= {"methods": rows, "failed": {"beta": "no reason"}, "left_out": {"lore": "no features"}}

@@ -149,7 +149,8 @@ def test_packages_only_re_export():
             fine = (
                 isinstance(node, ast.ImportFrom | ast.Expr)
                 or (isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets[0]))
-                or (module == "calibjax" and ast.unparse(node) == "import lazy_loader")
+                or (module == "calibjax" and ast.unparse(node) in ("import lazy_loader", "import calibjax.runtime"))
+                or (module == "calibjax.runtime" and ast.unparse(node) == "skip_absent_tpu()")
                 or (isinstance(node, ast.FunctionDef) and node.name == "__dir__")
             )
             assert fine, f"{module}: {ast.unparse(node)}"
