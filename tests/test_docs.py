@@ -91,7 +91,10 @@ def test_commands_exist(page):
 
 ROOMS = (
     "calibjax",
-    *(f"calibjax.{room}" for room in ("heads", "kernels", "losses", "metrics", "plot", "recalibrate", "data", "models")),
+    *(
+        f"calibjax.{room}"
+        for room in ("heads", "kernels", "losses", "metrics", "plot", "recalibrate", "data", "models")
+    ),
 )
 """The front door, and the rooms whose names are public."""
 

@@ -15,7 +15,6 @@ from calibjax.eval.compare.contenders import Outcome, uncalibrated
 from calibjax.eval.report.rows import TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
-from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file, write_file
 
 _KINDS = (".csv", ".jsonl", ".npz")
@@ -50,8 +49,10 @@ class ApplyOptions(JsonOptions):
 def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns the number of rows, and the figures where the outcomes are known."""
     options.check()
-    recalibrator = load(options.method)
-    table = read_table(options.table, outcomes=False)
+    with about("--table"):
+        table = read_table(options.table, outcomes=False)
+    with about("--method"):
+        recalibrator = load(options.method)
     columns = _columns(recalibrator, table)
     _write(options.out, columns)
     document: dict[str, Any] = {"rows": len(table), "method": recalibrator.name, "out": str(options.out)}

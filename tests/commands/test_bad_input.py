@@ -41,6 +41,8 @@ WORK = [
     "calibjax.commands.quickstart.make_language",
     "calibjax.commands.eval_tasks._load_tasks",
     "calibjax.commands.report.read_metrics",
+    "calibjax.commands.apply.load",
+    "calibjax.commands.export.load_head",
     "calibjax.commands.plan.command.plan_job",
     "jax.distributed.initialize",
 ]
@@ -96,6 +98,8 @@ VALID = {
     "eval bounds": ["--model", "model"],
     "compare": text(),
     "report": ["run"],
+    "apply": ["--table", "table.csv", "--method", "kept", "--out", "out.csv"],
+    "export": ["run", "--out", "out"],
     "generate": ["--model", "model", "--prompt", "w1"],
     "convert": ["--model", "model", "--out", "out"],
     "plan": ["--model", "gpt2", "--topology", "v5e:2x2", "--no-compile"],
@@ -175,9 +179,9 @@ DECLARED = declared()
 def with_value(command, flag, value):
     """The valid arguments of a command, with a value of one option."""
     valid = VALID[command]
-    if flag == "--runs":
-        return [value]
-    if flag == "--table":
+    if flag in ("--runs", "--run"):
+        return [value, *valid[1:]]
+    if flag == "--table" and command == "compare":
         return ["--table", value]
     if flag == "--domains":
         return ["--model", "model", "--domains", f"a={value}", "b=data.jsonl", "--out", "out"]
@@ -204,8 +208,8 @@ def test_absurd_values(at, command, option):
     if option.flag == "--domains":
         never, maybe = ["\0", "a\udcff", "a\nb", "", *NO_PATH], [LONG]
     for value in never:
-        shown = "report" if option.flag == "--runs" else option.flag
-        refused(at, command, with_value(command, option.flag, value), *([] if shown == "report" else [shown]))
+        positional = option.flag in ("--runs", "--run")
+        refused(at, command, with_value(command, option.flag, value), *([] if positional else [option.flag]))
     for value in maybe:
         before = entries(at)
         code, _, err = invoke(command, with_value(command, option.flag, value))

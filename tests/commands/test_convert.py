@@ -143,8 +143,9 @@ def test_convert_keeps_what_it_did_not_make(tmp_path, source, to, name):
 @pytest.mark.parametrize("name", ["[w]", "a\\b"])
 def test_paths_below_which_orbax_loses_what_it_writes(tmp_path, source, capsys, name):
     """A checkpoint below [w] cannot be read, and one below a\\b is written to a/b: refused before anything is done."""
-    model, out = str(source), tmp_path / name / "out"
-    for command in (["convert"], ["train", "ats", "--data", "none.jsonl"]):
+    model, out, data = str(source), tmp_path / name / "out", tmp_path / "data.txt"
+    data.write_text("a text")
+    for command in (["convert"], ["train", "ats", "--data", str(data)]):
         assert main([*command, "--model", model, "--out", str(out)]) == 2
         assert "Orbax cannot write below a path with" in capsys.readouterr().err
     config = HeadConfig(kind="constant", hidden_size=8)
@@ -154,7 +155,7 @@ def test_paths_below_which_orbax_loses_what_it_writes(tmp_path, source, capsys, 
     ):
         with pytest.raises(UserError, match="Orbax cannot write below"):
             write()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [data]
     assert main(["convert", "--model", model, "--out", str(out), "--to", "safetensors"]) == 0
     same_params(load_model(source), load_model(out))
 

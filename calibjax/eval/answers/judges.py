@@ -66,7 +66,7 @@ def find_judge(name: str) -> Judge:
     module, _, function = name.partition(":")
     try:
         judge = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(
             f"--judge {name}: expected {STRING_MATCH}, or package.module:function, (prompt, answer, right answers) -> "
             f"0 to 1 ({error})."
