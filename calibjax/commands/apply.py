@@ -15,6 +15,7 @@ from calibjax.eval.compare.contenders import Outcome, uncalibrated
 from calibjax.eval.report.rows import TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
+from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import new_file, write_file
 
 _KINDS = (".csv", ".jsonl", ".npz")
