@@ -1,5 +1,10 @@
 """Plots: what is drawn equals what was given, from arrays and from results; and the smooth curve by its formula."""
 
+import json
+import re
+from pathlib import Path
+
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -127,3 +132,16 @@ def test_forest(ax):
     assert "Δ ECE against" in plot.forest(document(), ax=Figure().subplots()).get_xlabel()
     with pytest.raises(UserError, match="at least one difference, found none of nll"):
         plot.forest(document(), "nll", ax=ax)
+
+
+def test_the_page_of_plots(tmp_path, monkeypatch):
+    """The Python of docs/plots.md runs on the results of a run."""
+    page = (Path(__file__).parents[1] / "docs" / "plots.md").read_text()
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "runs" / "quickstart" / "metrics.json").write_text(json.dumps(document()))
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(block, scope)
+    assert all(ax.get_xlabel() for ax in scope["axes"])
+    plt.close(scope["figure"])

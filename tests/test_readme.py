@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from assets import model_path
 
 from calibjax.train import options
@@ -18,8 +19,8 @@ def blocks_of(text):
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
-def test_python_blocks_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(options, "AUTO", options.AUTO[:1])
+def runner(tmp_path):
+    """Executes a block of a page with a small text and a real model in place of the reader's paths."""
     model, data = model_path("stories260K"), tmp_path / "data.jsonl"
     words = ["Once", "upon", "a", "time", "there", "was", "a", "little", "cat", "who", "liked", "to", "play", "outside"]
     rows = [" ".join(words[(row + step) % len(words)] for step in range(60)) for row in range(24)]
@@ -29,6 +30,12 @@ def test_python_blocks_run(tmp_path, capsys, monkeypatch):
         code = block.replace("path/to/model", str(model)).replace("runs/x", str(tmp_path / "x"))
         exec(compile(code.replace("data.jsonl", str(data)), page, "exec"), namespace)
 
+    return run
+
+
+def test_python_blocks_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(options, "AUTO", options.AUTO[:1])
+    run = runner(tmp_path)
     blocks, namespace = blocks_of(README), {}
     assert len(blocks) == 3
     assert blocks[0].strip().count("\n") <= 10
@@ -38,6 +45,14 @@ def test_python_blocks_run(tmp_path, capsys, monkeypatch):
     assert float(namespace["value"]) > 0
     assert float(abs(namespace["gradient"]).max()) > 0
     assert namespace["confidence"].shape == namespace["held_out"].tokens.shape
+
+
+@pytest.mark.slow
+def test_python_of_the_guides_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "AUTO", options.AUTO[:1])
+    run = runner(tmp_path)
+    for block in blocks_of(README)[:1]:
+        run("README.md", block, {})  # the guides use the head that it saves
     for page in GUIDES:
         of_page = {}
         found = blocks_of((ROOT / "docs" / page).read_text())
@@ -49,8 +64,8 @@ def test_python_blocks_run(tmp_path, capsys, monkeypatch):
 def test_every_page_with_python_is_tried():
     pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
     with_python = {str(page) for page in pages if blocks_of((ROOT / "docs" / page).read_text())}
-    # metrics.md: three lines on batches that the reader has; tests/test_torch.py runs serving.md.
-    assert with_python - {"metrics.md", "serving.md"} == set(GUIDES)
+    # metrics.md: three lines on batches that the reader has; test_torch.py runs serving.md, test_plot.py plots.md.
+    assert with_python - {"metrics.md", "serving.md", "plots.md"} == set(GUIDES)
 
 
 def test_first_screen_holds_two_commands():

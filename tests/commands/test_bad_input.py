@@ -191,7 +191,14 @@ def with_value(command, flag, value):
     return [*valid, flag, value]
 
 
-@pytest.mark.parametrize(("command", "option"), DECLARED, ids=lambda x: x if isinstance(x, str) else x.flag)
+SLOW = ("--tasks",)  # lm-eval looks each name up among its thousands
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[1].flag in SLOW else []) for each in DECLARED],
+    ids=lambda x: x if isinstance(x, str) else x.flag,
+)
 def test_absurd_values(at, command, option):
     """Every option refuses what it cannot take, and no value of any option ends in a traceback."""
     of_option = kinds(option.annotation)
