@@ -203,7 +203,7 @@ def test_layers_refuses(runs, capsys, model):
         (("--sweep-layers", "2"), "--sweep-layers: expected blocks from 1 to 1"),
         (("--settled", "0"), "--settled: expected above 0"),
         (("--neuron-layers", "99"), "--neuron-layers: expected 1 to 1, the model's blocks, got 99"),
-        (("--bins", "0"), "--bins: expected at least 1"),
+        (("--bins", "0"), "--bins: expected from 1 to 10000"),
         (("--strengths", "nan"), "--strengths: expected a finite number"),
     ):
         assert main(["eval", "layers", *data, *options]) == 2

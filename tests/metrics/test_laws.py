@@ -122,7 +122,7 @@ def of_points(name, c, y, x):
 
 
 def test_every_metric_with_weights_has_a_law():
-    sums = {"calibration_sums"}
+    sums = {"calibration_sums", "grid_sums"}
     resampled = {"resample_metric"}
     weighted = {
         name

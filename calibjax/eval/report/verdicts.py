@@ -125,7 +125,9 @@ def comparison_verdict(results: ComparisonSet) -> str:
     corrected = holm({name: other.get("p_value", math.nan) for name, other in compared.items()})
     p = corrected.get(best, math.nan)
     tested = f"{signed(against)}, p = {short(p, '.3f')} after Holm's correction for {len(corrected)} comparisons"
-    if is_lower(against) and p < 0.05:
+    if math.isnan(p):  # of an earlier version
+        tested = f"{signed(against)}, not corrected for the number of methods"
+    if is_lower(against) and not p >= 0.05:
         return (
             f"{title} wins: its log loss, {of_best}, is significantly below {finite[reference]:.4f} of {of_reference} "
             f"({tested})."
