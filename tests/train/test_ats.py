@@ -303,7 +303,7 @@ def test_trials():
         ({"checkpoint_every": 0}, "--checkpoint-every"),
         ({"features": "hidden_states+logits"}, "features"),
         ({"features": "hidden_states+hidden_states"}, "features"),
-        ({"features": ""}, "features"),
+        ({"features": ""}, "--features"),
     ],
     ids=str,
 )
