@@ -294,9 +294,9 @@ def test_cudnn_takes_no_float32(tmp_path):
 def test_cudnn_takes_no_softcap(monkeypatch):
     mesh = make_mesh((1, 1, 1), jax.devices()[:1])
     with attention.cudnn_attention(True):
-        monkeypatch.setattr(runs, "load_model", lambda *_, **__: make_lm())
+        monkeypatch.setattr("calibjax.models.load_model", lambda *_, **__: make_lm())
         runs.load_placed("m", mesh, "bfloat16")
-        monkeypatch.setattr(runs, "load_model", lambda *_, **__: make_lm(attention_softcap=3.0))
+        monkeypatch.setattr("calibjax.models.load_model", lambda *_, **__: make_lm(attention_softcap=3.0))
         with pytest.raises(UserError, match=r"no soft-cap on attention; this model has 8 and soft-cap 3\.0"):
             runs.load_placed("m", mesh, "bfloat16")
 
