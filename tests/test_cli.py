@@ -343,7 +343,7 @@ def test_names_of_sets():
 
 @pytest.mark.slow
 def test_quickstart(tmp_path, monkeypatch, capsys):
-    """Smaller than what the user gets: the model is overconfident, and each method is better calibrated than the last."""
+    """Smaller than what the user gets: the model is overconfident, and each method improves on the one before."""
     for name, size in (("_TRAIN", 96), ("_FIT", 768), ("_HELD_OUT", 256)):
         monkeypatch.setattr(quickstart, name, size)
     monkeypatch.setattr(ats_options, "ALPHA_GRID", (0.1,))
