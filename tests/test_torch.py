@@ -84,7 +84,8 @@ def compare(theirs, lm, head, folder):
     got = out.logits.log_softmax(-1).numpy()[real]
     expected = np.asarray(calibrated_logprobs(lm, head, tokens, segment_ids=mask))[real]
     temperature = np.asarray(calibrated_confidence(lm, head, tokens, segment_ids=mask).temperature)[real]
-    return (np.abs(got - expected) / np.maximum(np.abs(expected), 1)).max(), np.abs(
+    difference = np.abs(got - expected) / np.maximum(np.abs(expected), 1)
+    return difference.max(), np.abs(np.exp(-out.log_scale.numpy()[real]) / temperature - 1).max()
         np.exp(-out.log_scale.numpy()[real]) / temperature - 1
     ).max()
 
