@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Attached", "Generated", "TemperatureHead", "TokenScores", "attach", "load_head"]
+__all__ = ["Attached", "Generated", "HeadError", "TemperatureHead", "TokenScores", "attach", "load_head"]
 
 SCHEMA = 1
 _PROBE = "probe."
