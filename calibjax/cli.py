@@ -1,16 +1,16 @@
 """The `calibjax` command: finds the command, parses its options, runs it, and turns its end into an exit code."""
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import json
+import logging
 import os
 import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 # Before transformers and tokenizers are imported by anything: they read these once.
@@ -92,8 +92,9 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
         print(f"\nstopped by {name}; to resume: {resume}", file=sys.stderr, flush=True)
 
     typed = command_line.set(resume)
+    _quiet_loops()
     try:
-        with signals.handled(report), _quiet_loops():
+        with signals.handled(report):
             return work()
     except KeyboardInterrupt:
         report("Ctrl-C")
@@ -113,20 +114,19 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     return code
 
 
-@contextlib.contextmanager
-def _quiet_loops() -> Iterator[None]:
-    """Without the traceback that TensorStore's threads print for each write that ends after Orbax has raised."""
+def _quiet_loops() -> None:
+    """Drops the traceback that TensorStore's threads print for each write that ends after Orbax has raised.
+
+    They may print it after the command has ended: the hook stays.
+    """
     before = sys.unraisablehook
+    if not (isinstance(before, functools.partial) and before.func is _report_unraisable):
+        sys.unraisablehook = functools.partial(_report_unraisable, before)
 
-    def hook(failure: Any) -> None:
-        if str(failure.exc_value) != "Event loop is closed":
-            before(failure)
 
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
+def _report_unraisable(report: Callable[[Any], Any], failure: Any) -> None:
+    if str(failure.exc_value) != "Event loop is closed":
+        report(failure)
 
 
 def _run_command(args: list[str]) -> int:
@@ -241,6 +241,7 @@ def _execute(options: Any, run: Run) -> int:
     except Exception as error:
         failure = storage_failure(error)
         if failure is not None:
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the other writes fail likewise
             where = failure.filename or getattr(options, "out", None)
             print(
                 f"stopped: {failure.strerror}{f' ({where})' if where else ''}. What was complete before is unchanged; "

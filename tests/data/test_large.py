@@ -33,14 +33,18 @@ def tokenizer(model):
 
 
 def measured(model, source, **options):
-    """Sequences of a source, read in a process of its own: (shape, description, MB of memory at the most)."""
+    """Sequences of a source, read in a process of its own: (shape, description, MB of memory at the most).
+
+    getrusage would give the larger one of this process and of the one that started it.
+    """
     code = f"""
-        import json, resource
+        import json, re
+        from pathlib import Path
         from transformers import AutoTokenizer
         from calibjax.data import load_sequences, read_source
         tokenizer = AutoTokenizer.from_pretrained({str(model)!r})
         sequences, text = load_sequences(read_source({str(source)!r}), tokenizer, seq_len=64, **{options!r})
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
         print(json.dumps([sequences.tokens.shape, text, peak]))
     """
     done = subprocess.run(
