@@ -186,9 +186,10 @@ def _command_of(args: list[str]) -> str:
         raise SystemExit(0 if asked else 2)
     from calibjax.commands.parser import fail
 
-    within = [command.split() for command in COMMANDS]
-    known = [parts[1] for parts in within if parts[0] == words[0] in GROUPS] or [parts[0] for parts in within]
-    fail(f"calibjax has no command {name!r}", words[-1], [*known, "--help", "--version"], "calibjax --help lists them")
+    group = f"{words[0]} " if words[0] in GROUPS else ""
+    known = {command.split()[-1]: command for command in COMMANDS if command.startswith(group)}
+    known |= {} if group else {other: other for other in (*GROUPS, "--help", "--version")}
+    fail(f"calibjax has no command {name!r}", words[-1], known, "calibjax --help lists them")
 
 
 def _help(group: str) -> str:

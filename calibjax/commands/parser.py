@@ -9,7 +9,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 
 import tyro
@@ -227,7 +227,12 @@ def _check_args(args: Sequence[str], options: Sequence[Option], prog: str) -> No
     for arg in args:
         name = _name(arg)
         if name and name not in by_name and not _of_tyro(name):
-            fail(f"{name}: {prog} has no such option", name, list(by_name), f"{prog} --help lists them")
+            fail(
+                f"{name}: {prog} has no such option",
+                name,
+                {flag: flag for flag in by_name},
+                f"{prog} --help lists them",
+            )
     if any(arg in ("-h", "--help") or _of_tyro(arg) for arg in args):
         return
     given, option, values = set(), positional, -1  # of a positional option any number
@@ -297,11 +302,11 @@ def _check_value(option: Option, text: str) -> None:
         stop(f"{option.flag}: expected {expected}, got {shortened(ascii(text))}.")
 
 
-def fail(message: str, given: str, known: Sequence[str], otherwise: str) -> NoReturn:
-    """Prints one line with the nearest of the `known` names and exits with code 2."""
+def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> NoReturn:
+    """Prints one line, which suggests the value of the nearest of the `known` names, and exits with code 2."""
     near = difflib.get_close_matches(given, known)
     near.sort(key=lambda name: sorted(name) != sorted(given))  # of equal letters first: "ats" for "ast"
-    stop(f"{message}; {f'did you mean {near[0]}?' if near else f'{otherwise}.'}")
+    stop(f"{message}; {f'did you mean {known[near[0]]}?' if near else f'{otherwise}.'}")
 
 
 def stop(message: str) -> NoReturn:

@@ -69,7 +69,6 @@ def main():
                 steps=given.steps,
                 context=context,
                 identity={},
-                title="long run",
                 checkpoint_every=given.checkpoint_every,
             )
         kept = sorted(int(entry.name) for entry in (Path(name) / "checkpoints").iterdir())

@@ -145,7 +145,8 @@ def test_help_at_80_columns(command, capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["trian", "ats"], "calibjax has no command 'trian'; did you mean train?"),
-        (["train", "ast"], "calibjax has no command 'train ast'; did you mean ats?"),
+        (["train", "ast"], "calibjax has no command 'train ast'; did you mean train ats?"),
+        (["layer"], "calibjax has no command 'layer'; did you mean eval layers?"),
         (["--verison"], "calibjax has no command '--verison'; did you mean --version?"),
         (["walk"], "calibjax has no command 'walk'; calibjax --help lists them."),
         (["train", "ats", "--modle", "x"], "--modle: calibjax train ats has no such option; did you mean --model?"),
