@@ -152,10 +152,10 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise UserError(f"--table {path}: expected a file ending in {_KINDS}.")
     try:
         table = readers[kind](str(path.absolute()))  # absolute, because pyarrow expands a leading ~
-    except (pyarrow.ArrowException, OSError, OverflowError) as error:
+        names = table.column_names
+    except (pyarrow.ArrowException, OSError, OverflowError, UnicodeDecodeError) as error:
         reason = None if kind == ".parquet" or isinstance(error, OSError) else _first_bad_row(path, kind)
         raise UserError(f"{path} cannot be read: {reason or str(error).splitlines()[0]}.") from error
-    names = table.column_names
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{path}: expected columns with names of their own, got several named {', '.join(repeated)}.")
     columns = {name: table.column(name) for name in names}

@@ -167,14 +167,18 @@ def test_an_ablation(files, tmp_path, monkeypatch, capsys, name, kept):
     for file in (f"{name}.png", f"{name}-1.png"):
         assert (tmp_path / "out" / file).read_bytes().startswith(b"\x89PNG")
 
-    # Again: every head is there, none is fitted; other options are refused, and so is a report.
+    # Again: every head is there, none is fitted; other options are refused. The report is drawn again.
     monkeypatch.setattr(fits, "train_head", None)
     assert study(files, tmp_path / "out", name, *options) == 0
     assert (tmp_path / "out" / "metrics.json").read_text() == written
     assert study(files, tmp_path / "out", name, *options, "--learning-rate", "1e-3") == 2
     assert "learning_rate" in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "out")]) == 2
-    assert "is of a study" in capsys.readouterr().err
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert main(["report", str(tmp_path / "out"), "--out", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "report.html").read_text().count("<svg") == page.count("<svg") > 0
+    assert "report in" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "out"), str(tmp_path / "out"), "--out", str(tmp_path / "both")]) == 2
+    assert "give its directory alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

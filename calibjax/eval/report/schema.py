@@ -464,7 +464,7 @@ class StudySet(TypedDict):
 class StudyDocument(DocumentBase):
     """Of `study`."""
 
-    study: str
+    study: Literal["pooling", "losses", "alpha", "heads", "transfer"]
     question: str
     sets: dict[str, StudySet]
     bins: int
@@ -496,16 +496,14 @@ class TokenSample(TypedDict):
 # --- reading ---
 
 
-def read_metrics(file: Path) -> Document:
-    """Reads and checks the metrics.json of a run.
+def read_metrics(file: Path) -> Document | StudyDocument:
+    """Reads and checks the metrics.json of a run or a study.
 
     Raises:
-        UserError: the file is unreadable, of another schema or of a study, or an entry is missing or invalid.
+        UserError: the file is unreadable or of another schema, or an entry is missing or invalid.
     """
     found = _load(file)
-    if isinstance(found, dict) and "study" in found:
-        raise UserError(f"{file}: is of a study. Its figures are beside it, and its command prints its tables again.")
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA or "held_out" not in found:
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA or not {"held_out", "study"} & found.keys():
         raise UserError(f"{file}: expected metrics of schema {SCHEMA} with held-out figures. Run the command again.")
     return check_document(found, file)
 
@@ -609,6 +607,8 @@ def _document_problems(document: Mapping[str, Any]) -> Iterator[str]:
     sets = {"held_out": document["held_out"]} if "held_out" in document else {}
     for kind in ("transfer", "tasks", "sets"):
         sets |= {f"{kind}.{name}": of_set for name, of_set in document.get(kind, {}).items()}
+    if "study" in document:
+        yield from _study_problems(document)
     for path, of_set in sets.items():
         if not of_set["methods"]:
             yield f"{path}.methods: expected at least one method, found none"
@@ -624,6 +624,25 @@ def _document_problems(document: Mapping[str, Any]) -> Iterator[str]:
         yield from _layer_problems(document)
     if "texts" in document:
         yield from _text_problems(document)
+
+
+def _study_problems(document: Mapping[str, Any]) -> Iterator[str]:
+    sets, transfer = document["sets"], document["study"] == "transfer"
+    if not sets:
+        yield "sets: expected at least one set, found none"
+    sources = [f"{method} from {domain}" for method in ("temperature", "ats") for domain in sets]
+    for name, of_set in sets.items():
+        path, rows = f"sets.{name}.methods", of_set["methods"]
+        needed = ["uncalibrated", *(sources if transfer else ["temperature"])]
+        yield from (f"{path}: expected a row {row!r}, found none" for row in needed if row not in rows)
+        for row in rows:
+            if transfer and row in sources and "against" not in rows[row]:
+                yield f"{path}.{row}: expected an entry against, found none"
+            yield from (
+                f"{path}.{row}.{figure}.seeds: expected at least one value, found none"
+                for figure, value in rows[row].items()
+                if isinstance(value, dict) and not value.get("seeds", True)
+            )
 
 
 def _row_problems(row: Mapping[str, Any], path: str) -> Iterator[str]:

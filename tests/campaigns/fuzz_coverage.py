@@ -1,0 +1,188 @@
+"""Campaign: coverage-guided fuzzing (atheris) of what reads other people's files. Needs `pip install atheris`.
+
+    PYTHONPATH=$PWD python tests/campaigns/fuzz_coverage.py --seconds 300 [TARGET ...]
+
+The targets, their files and what counts as lost are those of `fuzz_files.py`; inputs that reach new code of calibjax
+are kept and mutated again. The first byte of an input chooses the file, the others are its content. Starts from the
+files of `corpus.py` and from `tests/campaigns/found`, into which `--keep` writes the smallest inputs that add coverage.
+Prints one JSON line for each target.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from campaigns import fuzz_files
+from campaigns.mutate import mutator
+
+FOUND = Path(__file__).with_name("found")
+FAST = ("config", "rows", "table", "report", "head")
+LARGEST = 20_000
+"""Bytes of an input, so that a run tries many."""
+
+
+def files_of(target: str, corpus: Path) -> list[Path]:
+    found = (file for pattern in fuzz_files.TARGETS[target].files for file in sorted(corpus.glob(pattern)))
+    return [file for file in found if file.is_file() and file.stat().st_size <= LARGEST][:256]
+
+
+def fuzz(target: str, directory: Path, arguments: list[str]) -> None:
+    """Fuzzes one target in this process, which libFuzzer ends."""
+    import atheris
+
+    corpus, log = directory / "corpus", directory / f"{target}.jsonl"
+    with atheris.instrument_imports(include=["calibjax"]):
+        import calibjax.commands.report
+        import calibjax.data.load
+        import calibjax.data.table
+        import calibjax.models
+        import calibjax.train.checkpoint  # noqa: F401
+    from calibjax.runtime.errors import UserError
+
+    files = files_of(target, corpus)
+    seen: set[str] = set()
+    place = directory / f"case-{os.getpid()}"
+
+    def stop(*_: Any) -> None:
+        raise fuzz_files.TooLong
+
+    signal.signal(signal.SIGPROF, stop)
+
+    def change(data: bytes, limit: int, seed: int) -> bytes:
+        draw = random.Random(seed)
+        index, content = data[:1] or b"\0", data[1:]
+        if draw.random() < 0.5:
+            file = files[index[0] % len(files)]
+            with contextlib.suppress(Exception):
+                return (index + mutator(fuzz_files._kind(file))(content or b"{}", draw))[:limit]
+        return index + atheris.Mutate(content, max(limit - 1, 1))
+
+    def try_one(data: bytes) -> None:
+        if not data:
+            return
+        file = files[data[0] % len(files)]
+        top = corpus / file.relative_to(corpus).parts[0]
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(top, place)
+        name = str(file.relative_to(top))
+        (place / name).write_bytes(data[1:])
+        signal.setitimer(signal.ITIMER_PROF, fuzz_files.SECONDS)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                fuzz_files.TARGETS[target].read(place, name)
+        except UserError:
+            pass
+        except BaseException as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            ours = [frame for frame in frames if "calibjax/" in frame.filename] or frames
+            reason = f"{type(error).__name__} at {Path(ours[-1].filename).name}:{ours[-1].lineno}"
+            if reason not in seen:
+                seen.add(reason)
+                kept = directory / "lost" / hashlib.sha256(data).hexdigest()[:16]
+                kept.parent.mkdir(exist_ok=True)
+                kept.write_bytes(data)
+                with log.open("a") as lines:
+                    lines.write(json.dumps({"file": name, "reason": reason, "message": str(error)[:300]}) + "\n")
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    atheris.Setup([sys.argv[0], *arguments], try_one, custom_mutator=change)
+    atheris.Fuzz()
+
+
+def seeds(target: str, directory: Path) -> Path:
+    """A directory with one input for each file of the target, and those found before."""
+    into = directory / f"seeds-{target}"
+    into.mkdir()
+    for index, file in enumerate(files_of(target, directory / "corpus")):
+        (into / str(index)).write_bytes(bytes([index]) + file.read_bytes())
+    for file in sorted((FOUND / target).glob("*")):
+        shutil.copy(file, into / file.name)
+    return into
+
+
+def campaign(target: str, directory: Path, seconds: int, keep: bool) -> dict[str, Any]:
+    def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, __file__, "--directory", directory, target, "--", *arguments]
+        return subprocess.run(list(map(str, command)), stderr=subprocess.PIPE, text=True, check=False)
+
+    inputs, began = seeds(target, directory), time.monotonic()
+    first = len(list(inputs.iterdir()))
+    done = run(f"-max_total_time={seconds}", f"-max_len={LARGEST}", "-timeout=120", "-rss_limit_mb=0", inputs)
+    tried = re.findall(r"Done (\d+) runs|stat::number_of_executed_units: *(\d+)", done.stderr)
+    covered = re.findall(r"cov: (\d+)", done.stderr)
+    log = directory / f"{target}.jsonl"
+    lost = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    if not tried or not covered:
+        lost.append({"reason": f"the process ended with {done.returncode}", "message": done.stderr[-2000:]})
+    if keep:
+        small = directory / f"kept-{target}"
+        small.mkdir()
+        run("-merge=1", f"-max_len={LARGEST}", "-rss_limit_mb=0", small, inputs)
+        original = {file.read_bytes() for file in seeds_of(inputs, first)}
+        shutil.rmtree(FOUND / target, ignore_errors=True)
+        (FOUND / target).mkdir(parents=True)
+        new = sorted((file for file in small.iterdir() if file.read_bytes() not in original), key=_size)
+        for file in new[:32]:
+            if file.stat().st_size <= 2_000:
+                shutil.copy(file, FOUND / target / file.name[:16])
+    return {
+        "target": target,
+        "tried": int("".join(tried[-1])) if tried else 0,
+        "inputs": [first, len(list(inputs.iterdir()))],
+        "edges covered": [int(covered[0]), int(covered[-1])] if covered else [],
+        "lost": lost,
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def seeds_of(inputs: Path, count: int) -> list[Path]:
+    return [inputs / str(index) for index in range(count) if (inputs / str(index)).exists()]
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("targets", nargs="*", default=list(FAST), choices=[[], *fuzz_files.TARGETS])
+    parser.add_argument("--seconds", type=int, default=300, help="of each target")
+    parser.add_argument("--keep", action="store_true", help="write the smallest inputs that add coverage to found/")
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    arguments = sys.argv[1:]
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    options = parser.parse_args(own)
+    if options.directory:
+        fuzz(options.targets[0], options.directory, arguments[len(own) + 1 :])
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        directory = Path(name).resolve()
+        from campaigns.corpus import make_corpus
+
+        make_corpus(directory / "corpus")
+        for target in options.targets:
+            found = campaign(target, directory, options.seconds, options.keep)
+            failed |= bool(found["lost"])
+            print(json.dumps(found), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
