@@ -1,5 +1,6 @@
 """What a page says beside the results: warnings about few points, code that uses what was fitted, and limitations."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def few(name: str, results: AnySet | Mapping[str, Any]) -> str:
 
 
 def usage(document: Document, origin: Origin) -> str:
-    """Python that uses what the run left; "" where it left nothing to use."""
+    """Python or commands that use what the run left; "" where it left nothing to use."""
     run: Mapping[str, Any] = document.get("run", {})
     model, out = run.get("model"), origin.directory or "runs/x"
     command = run.get("command")
@@ -46,9 +47,23 @@ def usage(document: Document, origin: Origin) -> str:
     if command == "train sft":
         lines = ("import calibjax", "", f"lm = calibjax.load_model({str(Path(out) / 'model')!r})")
         return "\n".join((*lines, 'print(calibjax.evaluate(lm, "data.jsonl"))'))
+    if command == "compare":
+        return _usage_of_comparison(next(iter(document["held_out"]["methods"])), model, out)
     if command == "quickstart":
         return "calibjax train ats --model path/to/model --data data.jsonl --out runs/x"
     return ""
+
+
+def _usage_of_comparison(best: str, model: Any, out: Any) -> str:
+    """Commands that fit the first row again, keep it, and apply it; "" where that is the uncalibrated predictions."""
+    kept, run = shlex.quote(str(Path(out) / "best")), shlex.quote(str(Path(out) / "run.yaml"))
+    if best == "uncalibrated":
+        return ""
+    if model is not None and best in ("ats", "temperature"):
+        use = f"calibjax generate --model {shlex.quote(str(model))} --head {kept} --prompt 'Once upon a time'"
+    else:
+        use = f"calibjax apply --table new.csv --method {kept} --out calibrated.csv"
+    return f"calibjax compare --config {run} --save {kept}\n{use}"
 
 
 def limitations(document: Document) -> list[str]:
