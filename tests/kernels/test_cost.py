@@ -115,7 +115,7 @@ def assert_products(function, argnums, count):
         ((0,), ("log_normalizer", "target_logit"), 5.0, False, 2),
         ((0,), SMOOTHING, 5.0, False, 3),
         ((0,), SMOOTHING, 5.0, True, 2),
-        ((0,), WHOLE, None, False, 3),
+        ((0, 3), WHOLE, None, False, 3),
         ((1,), SMOOTHING, None, False, 3),
         ((2,), SMOOTHING, None, False, 2),
         ((0, 1), SMOOTHING, None, False, 4),

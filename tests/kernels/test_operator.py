@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 from typing import NamedTuple
 
 import chex
@@ -91,7 +90,7 @@ CASES = [
     Case(2, 7, 100, "tpu", scale=True, softcap=2.0),
     Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),
     Case(300, 400, 8, "tpu", bias=True, scale=True, size=30.0),  # four blocks of tokens: dh goes through HBM
-    Case(200, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
+    Case(130, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
     Case(150, 7, 64, "gpu", dtype="bfloat16", softcap=20.0, save=True),
     slow(Case(2049, 7, 100, 500, size=0.01, dtype="bfloat16", scale=True)),
     slow(Case(2049, 7, 100, 2048, softcap=20.0, bias=True, scale=True, dtype="bfloat16")),
@@ -675,28 +674,3 @@ def test_choose_chunk_size(tokens, vocab):
     assert 1 <= chunk <= vocab
     assert chunk % 128 == 0 or chunk == vocab
     assert 4 * tokens * chunk <= 64 * 2**20 or chunk <= 128
-
-
-# argnums of (hidden, unembedding, bias, scale) -> products with the unembedding, or of its size, for each piece
-FROZEN = {(3,): 1, (0,): 3, (1,): 3, (2,): 2, (0, 3): 3, (0, 1, 2, 3): 4}
-
-
-@pytest.mark.parametrize("argnums", FROZEN, ids=str)
-def test_what_is_frozen_costs_nothing(argnums):
-    """Counts products in the compiled program, and looks for the logits there."""
-    case = Case(1000, 24, 16, 300, bias=True)  # pieces: one of 100, and a loop over three of 300
-    hidden, unembedding, bias, scale, targets = make(case)
-
-    def loss(h, w, b, s):
-        got = vocab_stats(h, w, targets, bias=b, scale=s, chunk_size=case.chunk)
-        return jnp.sum(-got.log_prob() - 0.1 * got.entropy() + got.max_logit)
-
-    grad = jax.jit(jax.grad(loss, argnums=argnums))
-    text = grad.lower(hidden, unembedding, bias, scale).compile().as_text()
-    products = re.findall(r"= [a-z0-9]+\[[0-9,]*\]\S* dot\(", text)
-    # Outside the loop XLA uses the logits of the one piece of 100 forward and backward: one product less.
-    count = FROZEN[argnums] + max(1, FROZEN[argnums] - 1)
-    assert len(products) == count, "\n".join(products)
-    assert "custom-call" not in text, "a product could hide in a library call"
-    logits = re.findall(r"\w+\[(?:24,1000|1000,24)\]", text)
-    assert not logits, logits

@@ -231,6 +231,22 @@ def test_errors_teach(axes, message):
         sharding((2, 2, 2), **axes)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def several(split, hidden, unembedding, bias, scale, targets):
+    """Value and gradients of an operator of each kind, and some statistics."""
+
+    def loss(h, w, s):
+        got = vocab_stats(h, w, targets, bias=bias, scale=s, sharding=split, chunk_size=200)
+        mean = linear_cross_entropy(h, w, targets, bias=bias, scale=s, sharding=split, reduction="mean")
+        lse = got.log_normalizer
+        kl = kl_divergences(
+            h, h[None], w, log_normalizer=lse, other_log_normalizers=lse[None], bias=bias, sharding=split
+        )
+        return mean + jnp.mean(got.entropy()), (got.argmax, got.expected_logit, kl)
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, unembedding, scale)
+
+
 @pytest.mark.parametrize("placed", [True, False])
 def test_axes_of_type_explicit(placed):
     """The numbers of one device, and results and gradients sharded as the arrays of the user are."""
@@ -241,22 +257,9 @@ def test_axes_of_type_explicit(placed):
         rows = NamedSharding(mesh, P(("data", "fsdp")))
         hidden, targets, scale = (jax.device_put(x, rows) for x in (hidden, targets, scale))
 
-    def run(split, hidden, unembedding, scale):
-        def loss(h, w, s):
-            got = vocab_stats(h, w, targets, bias=bias, scale=s, sharding=split, chunk_size=200)
-            mean = linear_cross_entropy(h, w, targets, bias=bias, scale=s, sharding=split, reduction="mean")
-            lse = got.log_normalizer
-            kl = kl_divergences(
-                h, h[None], w, log_normalizer=lse, other_log_normalizers=lse[None], bias=bias, sharding=split
-            )
-            return mean + jnp.mean(got.entropy()), (got.argmax, got.expected_logit, kl)
-
-        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, unembedding, scale)
-
-    got = jax.jit(functools.partial(run, VocabSharding(mesh)))(hidden, unembedding, scale)
-    plain = [np.asarray(x) for x in (hidden, unembedding, scale)]
-    targets = np.asarray(targets)
-    want = jax.jit(functools.partial(run, None))(*plain)
+    inputs = hidden, unembedding, bias, scale, targets
+    got = several(VocabSharding(mesh), *inputs)
+    want = several(None, *(np.asarray(x) for x in inputs))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_within(x, y, 1e-5 * (1 + np.abs(y).max()))
     if placed:
