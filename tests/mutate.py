@@ -246,7 +246,7 @@ TABLE = [
     # nn and heads
     Mutation("nn/attention.py", "seen &= distance < (", "seen &= distance <= (", "models/test_decoder.py -k window"),
     Mutation(
-        "nn/blocks.py", "self.offset + _last_axis(scale, x)", "_last_axis(scale, x)", "models/test_decoder.py -k mixed"
+        "nn/blocks.py", "self.offset + _last_axis(scale, x)", "_last_axis(scale, x)", "nn/test_blocks.py -k float64"
     ),
     Mutation(
         "nn/blocks.py",

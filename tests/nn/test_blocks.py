@@ -9,11 +9,12 @@ from calibjax.nn import blocks as layers
 from calibjax.nn.blocks import Block, BlockConfig, Rope, sequence_context
 from calibjax.runtime.errors import UserError
 
-CONFIG = BlockConfig(hidden_size=12, intermediate_size=20, num_heads=4, num_kv_heads=2, head_dim=6)
+CONFIG = BlockConfig(hidden_size=12, intermediate_size=20, num_heads=4, num_kv_heads=2, head_dim=6, norm_offset=0.5)
 GPT2_LIKE = dataclasses.replace(
     CONFIG,
     num_kv_heads=4,
     norm="layer",
+    norm_offset=0.0,
     activation="gelu_new",
     gated_mlp=False,
     rope=None,
@@ -52,7 +53,7 @@ def dense_block(config, params, x):
     def norm(p, v):
         if config.norm == "layer":
             v = v - v.mean(-1, keepdims=True)
-        v = v / np.sqrt((v**2).mean(-1, keepdims=True) + config.norm_eps) * p["scale"]
+        v = v / np.sqrt((v**2).mean(-1, keepdims=True) + config.norm_eps) * (config.norm_offset + p["scale"])
         return v + p.get("bias", 0.0)
 
     def linear(p, v):
@@ -178,7 +179,7 @@ def test_norms_keep_their_digits():
         ({"num_kv_heads": 3}, "multiple of num_kv_heads"),
         ({"head_dim": 5}, "even number of channels"),
         ({"activation": "xielu"}, "expected one of silu.*got 'xielu'"),
-        ({"norm": "batch"}, "norm: expected one of rms, layer"),
+        ({"norm_offset": 0.0, "norm": "batch"}, "norm: expected one of rms, layer"),
         ({"hidden_size": 0}, "hidden_size: expected a whole number from 1 to"),
     ],
 )
