@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from contenders import TASKS, Problem
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
+ON_CPU = (2048, 2**24)  # side of the product and length of the copy that `limits` times there
 SAMPLE = 48  # tokens and rows of the unembedding that are compared with float64
 
 
@@ -47,7 +48,7 @@ def _seconds(function: Any, *arguments: Any) -> float:
 def limits(dtype: str) -> dict[str, float]:
     """Limits of the device: the rate of a square product of random matrices, and of a copy (bytes read and written)."""
     on_cpu = jax.default_backend() == "cpu"
-    side, length = (2048, 2**24) if on_cpu else (8192, 2**28)
+    side, length = ON_CPU if on_cpu else (8192, 2**28)
     a = jax.random.normal(jax.random.key(0), (side, side), jnp.dtype(dtype))  # a GPU multiplies equal numbers faster
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
     product = jax.jit(lambda x: jnp.matmul(x, x, precision=precision))

@@ -1,7 +1,10 @@
 """The TPU kernels run by Pallas' interpreter on a CPU: two cores, memory full of NaN, races found."""
 
+import functools
 import importlib
+import threading
 
+import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -25,6 +28,33 @@ IMPLEMENTATIONS = {
     APART: pallas_tpu.make(PARAMS, {kernel: sizes for kernel, sizes in SMALL.items() if kernel != "fused"}),
 }
 
+_threads = importlib.import_module("jax._src.pallas.mosaic.interpret.thread_map")
+_compiling = threading.Lock()
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(jaxpr):
+    consts, arguments = (
+        [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in variables]
+        for variables in (jaxpr.constvars, jaxpr.invars)
+    )
+
+    def run(consts, *arguments):
+        jax.core.eval_jaxpr(jaxpr, consts, *arguments)
+
+    return jax.jit(run).lower(consts, *arguments).compile()
+
+
+def compile_threads_once(monkeypatch):
+    """Cores and warpgroups run one program: jax's interpreter compiles it for each of them, and again at every call."""
+
+    def run(jaxpr, consts, *arguments):
+        with _compiling:
+            program = _compiled(jaxpr)
+        program(consts, *arguments)
+
+    monkeypatch.setattr(_threads, "_run_jaxpr", run)
+
 
 @pytest.fixture
 def tpu(monkeypatch):
@@ -32,6 +62,7 @@ def tpu(monkeypatch):
 
     `WITH_ITS_BLOCKS` runs them with the blocks that a chip gets; `APART` has a kernel each for dh and dW.
     """
+    compile_threads_once(monkeypatch)
     for name, implementation in IMPLEMENTATIONS.items():
         monkeypatch.setitem(api.IMPLEMENTATIONS, name, implementation)
     yield NAME

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreted import compile_threads_once
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from calibjax.kernels import api, pallas_gpu
@@ -88,6 +89,7 @@ def _product(
 @pytest.fixture
 def gpu(monkeypatch):
     """Lets `implementation=NAME` run the interpreted kernel, and fails the test if the last of them had a race."""
+    compile_threads_once(monkeypatch)
     monkeypatch.setattr(_callbacks, "_handle_out_of_bounds_read", _zeros_outside)
     if jax.__version_info__ < (0, 11):  # later it takes transposed operands itself
         monkeypatch.setattr(_callbacks, "wgmma", _product)

@@ -33,7 +33,7 @@ SIZES = [(8192, 256_000), (4096, 128_256), (32_768, 128_256), (1000, 50_257), (1
 def test_every_tile_is_computed_once(tokens, vocab_size, cluster):
     """In at most 16 MiB of pieces, evenly over the multiprocessors, with few different operands at a time."""
     plan = schedule.choose(tokens, vocab_size, Blocks(cluster=cluster), H100)
-    units = np.stack(jax.vmap(plan.unit)(jnp.arange(plan.units)), axis=1).tolist()
+    units = np.stack(jax.jit(jax.vmap(plan.unit))(np.arange(plan.units)), axis=1).tolist()
     assert {(tile, piece) for tile, piece, _, _ in units} == set(
         itertools.product(range(plan.token_tiles), range(plan.pieces))
     )
@@ -56,15 +56,20 @@ def test_every_tile_is_computed_once(tokens, vocab_size, cluster):
     assert work.max() <= max(1.04 * ideal, np.ceil(ideal))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [1, 3])
 def test_pieces_merge_to_the_whole(count):
     rng = np.random.default_rng(6)
     logits, scale = rng.normal(size=(9, 70)).astype(np.float32) * 20, np.geomspace(0.1, 3, 9).astype(np.float32)
     wanted = frozenset({"argmax", "first", "second", "total"})
     starts = [70 * i // count for i in range(count + 1)]
-    pieces = [stats.moments(logits[:, a:b], scale, None, a, wanted) for a, b in itertools.pairwise(starts)]
-    got = forward._merged(jax.tree.map(lambda *x: jnp.stack(x), *pieces), scale)
-    want = stats.moments(logits, scale, None, 0, wanted)
+
+    @jax.jit
+    def run(logits):
+        pieces = [stats.moments(logits[:, a:b], scale, None, a, wanted) for a, b in itertools.pairwise(starts)]
+        merged = forward._merged(jax.tree.map(lambda *x: jnp.stack(x), *pieces), scale)
+        return merged, stats.moments(logits, scale, None, 0, wanted)
+
+    got, want = run(logits)
     for name in ("max_logit", "argmax"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
     for name in ("weight", "first", "second", "total"):

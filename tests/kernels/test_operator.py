@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 from typing import NamedTuple
 
 import chex
@@ -91,7 +90,7 @@ CASES = [
     Case(2, 7, 100, "tpu", scale=True, softcap=2.0),
     Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),
     Case(300, 400, 8, "tpu", bias=True, scale=True, size=30.0),  # four blocks of tokens: dh goes through HBM
-    Case(200, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
+    Case(130, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
     Case(150, 7, 64, "gpu", dtype="bfloat16", softcap=20.0, save=True),
     slow(Case(2049, 7, 100, 500, size=0.01, dtype="bfloat16", scale=True)),
     slow(Case(2049, 7, 100, 2048, softcap=20.0, bias=True, scale=True, dtype="bfloat16")),
@@ -320,6 +319,7 @@ def test_gradient_is_linear_in_the_cotangent():
         np.testing.assert_array_equal(x, 0.0)
 
 
+@functools.partial(jax.jit, static_argnames="cuts")
 def pieces(logits, cuts, scale, targets):
     wanted = frozenset({"first", "second", "total", "target", "argmax"})
     edges = [0, *cuts, logits.shape[1]]
@@ -335,9 +335,9 @@ def test_merge_is_associative_and_commutative():
     logits[5, 10:25] = -np.inf  # a piece without any mass
     scale = np.array([1, 1e-3, 1e3, 1, 1, 1], np.float32)
     targets = np.array([0, 12, 39, 25, 17, 5], np.int32)
-    a, b, c = pieces(logits, [10, 25], scale, targets)
-    whole = pieces(logits, [], scale, targets)[0]
-    merge = functools.partial(stats.merge, scale=scale)
+    a, b, c = pieces(logits, (10, 25), scale, targets)
+    whole = pieces(logits, (), scale, targets)[0]
+    merge = functools.partial(jax.jit(stats.merge), scale=scale)
     orders = {
         "(ab)c": merge(merge(a, b), c),
         "a(bc)": merge(a, merge(b, c)),
@@ -458,7 +458,7 @@ def test_ties_go_to_the_lowest_index(chunk):
     z = np.zeros((4, 9), np.float32)
     z[0, [2, 7]] = z[1, [5, 8]] = z[2, [0, 3, 6]] = 4.0
     options = Case(9, 4, 9, chunk).options
-    got = vocab_stats(z, np.eye(9, dtype=np.float32), statistics=["argmax"], **options)
+    got = jax.jit(lambda z: vocab_stats(z, np.eye(9, dtype=np.float32), statistics=["argmax"], **options))(z)
     np.testing.assert_array_equal(got.argmax, [2, 5, 0, 0])
 
 
@@ -494,29 +494,35 @@ def test_a_bias_of_minus_infinity_removes_entries(options):
         assert_within(got, e, 1e-4, name)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def certain(implementation, hidden, weights, targets, scale):
+    """All statistics, and the gradient of the confidences in the scale."""
+
+    def stats(s):
+        got = vocab_stats(hidden, weights, targets, scale=s, statistics=STATISTICS, implementation=implementation)
+        return jnp.sum(got.confidence()), got
+
+    slope, got = jax.grad(stats, has_aux=True)(scale)
+    return got, slope
+
+
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 @pytest.mark.parametrize(("size", "scale"), [(1.0, 1e30), (1e30, 1.0), (1e10, 1e30), (-1e10, 1e30)])
 def test_logits_and_scales_of_any_size(implementation, size, scale):
     """One token of the vocabulary has all the probability; s·z may lie beyond float32."""
     _, (hidden, *_) = small()
     hidden = np.abs(hidden)
-    weights = size * np.outer(np.arange(1.0, 12.0), np.ones(4, np.float32))
+    weights = (size * np.outer(np.arange(1.0, 12.0), np.ones(4))).astype(np.float32)
     top = 10 if size > 0 else 0
     targets = np.array([top, 3, top, -100, 5], np.int32)
-
-    def stats(h, s):
-        return vocab_stats(
-            h, weights.astype(np.float32), targets, scale=s, statistics=STATISTICS, implementation=implementation
-        )
-
-    got = jax.jit(stats)(hidden, np.float32(scale))
+    got, slope = certain(implementation, hidden, weights, targets, np.float32(scale))
     counts = targets >= 0
     np.testing.assert_array_equal(got.confidence(), counts)
     np.testing.assert_array_equal(got.entropy(), 0.0)
     np.testing.assert_array_equal(got.logit_variance, 0.0)
     np.testing.assert_array_equal(got.log_prob()[targets == top], 0.0)
     assert (got.log_prob()[counts & (targets != top)] < -1e25).all()
-    assert np.isfinite(jax.grad(lambda s: jnp.sum(stats(hidden, s).confidence()))(np.float32(scale)))
+    assert np.isfinite(slope)
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
@@ -536,7 +542,7 @@ def test_gradients_at_a_scale_of_1e30_are_finite(implementation):
 @pytest.mark.parametrize("implementation", ["chunked", interpreted.NAME])
 def test_wide_hidden_states_of_many_tokens(implementation):
     """Above 4 MiB the closed forms of dh go block by block, the last one ragged."""
-    case = Case(40, 1000, 2304, None)
+    case = Case(40, 600, 2304, None)
     hidden, unembedding, _, scale, targets = make(case)
     g = np.random.default_rng(8).normal(size=(3, case.tokens)).astype(np.float32)
     names = ("log_normalizer", "target_logit", "mean_logit")
@@ -668,28 +674,3 @@ def test_choose_chunk_size(tokens, vocab):
     assert 1 <= chunk <= vocab
     assert chunk % 128 == 0 or chunk == vocab
     assert 4 * tokens * chunk <= 64 * 2**20 or chunk <= 128
-
-
-# argnums of (hidden, unembedding, bias, scale) -> products with the unembedding, or of its size, for each piece
-FROZEN = {(3,): 1, (0,): 3, (1,): 3, (2,): 2, (0, 3): 3, (0, 1, 2, 3): 4}
-
-
-@pytest.mark.parametrize("argnums", FROZEN, ids=str)
-def test_what_is_frozen_costs_nothing(argnums):
-    """Counts products in the compiled program, and looks for the logits there."""
-    case = Case(1000, 24, 16, 300, bias=True)  # pieces: one of 100, and a loop over three of 300
-    hidden, unembedding, bias, scale, targets = make(case)
-
-    def loss(h, w, b, s):
-        got = vocab_stats(h, w, targets, bias=b, scale=s, chunk_size=case.chunk)
-        return jnp.sum(-got.log_prob() - 0.1 * got.entropy() + got.max_logit)
-
-    grad = jax.jit(jax.grad(loss, argnums=argnums))
-    text = grad.lower(hidden, unembedding, bias, scale).compile().as_text()
-    products = re.findall(r"= [a-z0-9]+\[[0-9,]*\]\S* dot\(", text)
-    # Outside the loop XLA uses the logits of the one piece of 100 forward and backward: one product less.
-    count = FROZEN[argnums] + max(1, FROZEN[argnums] - 1)
-    assert len(products) == count, "\n".join(products)
-    assert "custom-call" not in text, "a product could hide in a library call"
-    logits = re.findall(r"\w+\[(?:24,1000|1000,24)\]", text)
-    assert not logits, logits

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,13 +50,18 @@ def test_extremes():
             bounds.entropy_lower_bound(*arguments)
 
 
+@jax.jit
+def distances(hidden, unembedding):
+    stats = vocab_stats(hidden, unembedding, np.zeros(64, np.int32))
+    return bounds.logit_distance_bounds(stats.log_normalizer, stats.mean_logit, stats.max_logit, 50)
+
+
 def test_distances_lie_between():
     rng = np.random.default_rng(1)
     for spread in (0.01, 1.0, 30.0):
         hidden = (spread * rng.normal(size=(64, 8))).astype(np.float32)
         unembedding = rng.normal(size=(50, 8)).astype(np.float32)
-        stats = vocab_stats(hidden, unembedding, np.zeros(64, np.int32))
-        found = bounds.logit_distance_bounds(stats.log_normalizer, stats.mean_logit, stats.max_logit, 50)
+        found = distances(hidden, unembedding)
         z = hidden.astype(np.float64) @ unembedding.T.astype(np.float64)
         np.testing.assert_allclose(found.distance, (z.max(1, keepdims=True) - z).mean(1), rtol=1e-4)
         slack = 1e-5 * spread

@@ -1,5 +1,6 @@
 """The long-horizon objective against p_T itself: a Markov source of which all 46,656 sequences are enumerated."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from calibjax.losses import long_horizon
 from calibjax.losses.long_horizon import (
     MODES,
     Horizon,
@@ -23,6 +25,7 @@ from calibjax.losses.long_horizon import (
 from calibjax.runtime.errors import UserError
 
 weights_of = jax.jit(token_weights, static_argnums=2)
+updated, baseline_of = jax.jit(RunningMean.update), jax.jit(RunningMean.baseline, static_argnums=1)
 SYMBOLS, LENGTH, TEMPERATURE = 6, 6, 0.5
 NEXT = Horizon(form="next_token")
 
@@ -41,6 +44,11 @@ class Source:
         self.scaled = scaled / scaled.sum()
         self.mean = self.p @ self.log_p  # of each position
 
+    @functools.cached_property
+    def best_myopic(self):
+        """The least KL of a temperature for all next tokens."""
+        return min(self.kl(self.myopic(t)) for t in np.geomspace(0.2, 1.2, 60))
+
     def myopic(self, temperature):
         """log-probability of every token where each next token's distribution has the temperature."""
         first, chain = self.first ** (1 / temperature), self.chain ** (1 / temperature)
@@ -56,8 +64,9 @@ class Source:
         return {"none": np.zeros(LENGTH), "scalar": np.full(LENGTH, self.mean.mean()), "position": self.mean}[kind]
 
     def weights(self, objective):
-        baseline = jnp.asarray(self.baseline(objective.baseline), jnp.float32)
-        return weights_of(jnp.asarray(self.log_p, jnp.float32), TEMPERATURE, objective, baseline=baseline)
+        baseline = self.baseline(objective.baseline).astype(np.float32)
+        program = dataclasses.replace(objective, baseline="none")  # one for all baselines: this field is not read
+        return weights_of(self.log_p.astype(np.float32), TEMPERATURE, program, baseline=baseline)
 
     def table(self, mass):
         """Next-symbol distributions [position, symbol before, symbol] of tokens with a mass each, `[S, LENGTH]`."""
@@ -73,10 +82,6 @@ class Source:
 @pytest.fixture(scope="module")
 def source():
     return Source()
-
-
-def best_myopic(source):
-    return min(source.kl(source.myopic(t)) for t in np.geomspace(0.2, 1.2, 60))
 
 
 def log_q(table, before, x):
@@ -97,8 +102,9 @@ def expected_gradient(table, source_p, before, x, weights):
 
 
 def test_the_papers_slide():
-    log_p = jnp.array([[-2.0, -1, -3, -1, -1]])
-    np.testing.assert_array_equal(suffix_sums(log_p), [[-8, -6, -5, -2, -1]])
+    log_p = np.array([[-2.0, -1, -3, -1, -1]], np.float32)
+    log_weights = jax.jit(long_horizon.log_weights, static_argnums=1)
+    np.testing.assert_array_equal(jax.jit(suffix_sums)(log_p), [[-8, -6, -5, -2, -1]])
     np.testing.assert_allclose(log_weights(log_p, 1 / 3), 2 * np.array([[-8, -6, -5, -2, -1]]), rtol=1e-6)
     np.testing.assert_allclose(log_weights(log_p, 1 / 3, baseline=-1.5), [[-1, 0, -1, 2, 1]], atol=1e-5)
 
@@ -141,10 +147,10 @@ def test_weights_are_those_of_the_definition(form, horizon):
 
 @pytest.mark.parametrize("form", ["next_token", "suffix"])
 def test_no_gradient_flows_through_the_weights(form):
-    log_p = jnp.log(jnp.linspace(0.1, 0.9, 10)).reshape(2, 5)
+    log_p = np.log(np.linspace(0.1, 0.9, 10, dtype=np.float32)).reshape(2, 5)
     objective = Horizon(form=form, baseline="none")
-    baseline = jnp.zeros(5)
-    gradient = jax.grad(lambda x: weights_of(x, TEMPERATURE, objective, baseline=baseline).sum())(log_p)
+    baseline = np.zeros(5, np.float32)
+    gradient = jax.jit(jax.grad(lambda x: token_weights(x, TEMPERATURE, objective, baseline=baseline).sum()))(log_p)
     np.testing.assert_array_equal(gradient, 0.0)
 
 
@@ -152,7 +158,8 @@ def test_official_weights_are_those_of_the_authors_formula():
     """config_gpt2.yaml and model_gpt2.py at 5c4c39d: (1/T − 1) times the sum of 8 centred scores, at most 3."""
     rng = np.random.default_rng(0)
     log_p = -rng.exponential(2.0, (3, 20))
-    mean = RunningMean.empty(20).update(jnp.asarray(log_p, jnp.float32), jnp.ones((3, 20), bool)).baseline("position")
+    running = updated(RunningMean.empty(20), log_p.astype(np.float32), np.ones((3, 20), bool))
+    mean = baseline_of(running, "position")
     np.testing.assert_allclose(mean, log_p.mean(axis=0), rtol=1e-5)
     got = weights_of(jnp.asarray(log_p, jnp.float32), 0.6, MODES["official"], baseline=mean)
     padded = np.pad(log_p - log_p.mean(axis=0), ((0, 0), (0, 8)))
@@ -170,7 +177,7 @@ def test_sequence_weights_average_sequences_then_the_batch():
         own = np.ones_like(segments) if ids is None else ids
         masks = [(np.arange(5)[:, None] == r) & (own == s) & where for r in range(5) for s in np.unique(own)]
         means = [values[mask].mean() for mask in masks if mask.any()]
-        got = np.asarray(sequence_weights(jnp.asarray(where), None if ids is None else jnp.asarray(ids)), np.float64)
+        got = np.asarray(jax.jit(sequence_weights)(where, ids), np.float64)
         np.testing.assert_allclose(got.sum(), len(means), rtol=1e-6)
         np.testing.assert_allclose((got * values).sum() / got.sum(), np.mean(means), rtol=1e-5)
     assert MODES["official"].average == "sequence"
@@ -183,11 +190,11 @@ def test_running_means_are_of_all_batches():
     where[:, :, 6] = False
     running = RunningMean.empty(7)
     for values, mask in zip(log_p, where, strict=True):
-        running = running.update(jnp.asarray(np.where(mask, values, np.nan), jnp.float32), jnp.asarray(mask))
+        running = updated(running, np.where(mask, values, np.nan).astype(np.float32), mask)
     per_position = np.array([log_p[:, :, i][where[:, :, i]].mean() if i < 6 else 0.0 for i in range(7)])
-    np.testing.assert_allclose(running.baseline("position"), per_position, rtol=1e-5)
-    np.testing.assert_allclose(running.baseline("scalar"), np.full(7, log_p[where].mean()), rtol=1e-5)
-    np.testing.assert_array_equal(running.baseline("none"), np.zeros(7))
+    np.testing.assert_allclose(baseline_of(running, "position"), per_position, rtol=1e-5)
+    np.testing.assert_allclose(baseline_of(running, "scalar"), np.full(7, log_p[where].mean()), rtol=1e-5)
+    np.testing.assert_array_equal(baseline_of(running, "none"), np.zeros(7))
 
 
 def test_reverse_kl_is_scipys():
@@ -196,7 +203,7 @@ def test_reverse_kl_is_scipys():
     rng = np.random.default_rng(0)
     q, p = rng.normal(0, 2, (2, 5, 11))
     soft = [np.exp(z) / np.exp(z).sum(axis=-1, keepdims=True) for z in (q, p)]
-    got = reverse_kl(jnp.asarray(q, jnp.float32), jnp.asarray(p, jnp.float32))
+    got = jax.jit(reverse_kl)(q.astype(np.float32), p.astype(np.float32))
     np.testing.assert_allclose(got, rel_entr(*soft).sum(axis=-1), rtol=1e-5)
 
 
@@ -235,7 +242,7 @@ def test_the_minimiser_is_the_scaled_joint(source, form, baseline):
     assert sizes[0] < 2e-6
     assert sizes[1] > 1e-3
     log_minimiser = np.log(source.at(source.table(source.p[:, None] * np.asarray(weights, np.float64))))
-    assert source.kl(log_minimiser) < 1e-6 * best_myopic(source)
+    assert source.kl(log_minimiser) < 1e-6 * source.best_myopic
 
 
 @pytest.mark.parametrize(
@@ -251,7 +258,7 @@ def test_horizon_and_clipping_move_the_minimiser(source, objective, least, most)
     """The bias, as KL(p_T ‖ minimiser): falling with the horizon; a horizon of 1 is nothing but a next-token weight."""
     minimiser = source.table(source.p[:, None] * np.asarray(source.weights(objective), np.float64))
     kl = source.kl(np.log(source.at(minimiser)))
-    print(f"KL from p_T: minimiser {kl:.4f}, best myopic {best_myopic(source):.4f}, no temperature "
+    print(f"KL from p_T: minimiser {kl:.4f}, best myopic {source.best_myopic:.4f}, no temperature "
           f"{source.kl(source.log_p):.4f}")  # fmt: skip
     assert least < kl < most
     assert kl < source.kl(source.log_p)
@@ -327,6 +334,6 @@ def train(objective, steps, key, p, log_p, before, x):
 def test_a_trained_student_beats_every_myopic_temperature(source, objective):
     arrays = (jnp.asarray(a, jnp.float32) for a in (source.p / source.p.sum(), source.log_p))
     table = train(objective, 1000, jax.random.key(0), *arrays, jnp.asarray(source.before), jnp.asarray(source.x))
-    kl, myopic = source.kl(log_q(table, source.before, source.x)), best_myopic(source)
+    kl, myopic = source.kl(log_q(table, source.before, source.x)), source.best_myopic
     print(f"KL from p_T: student {kl:.4f}, best myopic {myopic:.4f}")
     assert kl < 0.1 * myopic  # 20 times less
