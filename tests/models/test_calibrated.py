@@ -22,12 +22,12 @@ ALL = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
 
 def random_head(kind="mlp", lm=LM, log_factor=0.0, **options):
     config = HeadConfig(kind=kind, hidden_size=WIDTH, identity_start=False, **options)
-    return FittedHead(config, jax.jit(config.init)(jax.random.key(2)), log_factor, lm.fingerprint)
+    return FittedHead(config, jax.jit(config.init)(jax.random.key(2, impl="rbg")), log_factor, lm.fingerprint)
 
 
 HEADS = {
     "constant": FittedHead(
-        HeadConfig(kind="constant", hidden_size=WIDTH), {"log_scale": jnp.log(0.3)}, 0.0, LM.fingerprint
+        HeadConfig(kind="constant", hidden_size=WIDTH), {"log_scale": np.log(np.float32(0.3))}, 0.0, LM.fingerprint
     ),
     "all features": random_head("linear", features=ALL),
     "pooled": random_head("mlp", pooling="sequence"),
@@ -51,7 +51,7 @@ def test_logprobs_are_a_distribution_with_the_same_argmax(name):
 
 
 def test_factor_is_applied():
-    plain = random_head("linear")
+    plain = HEADS["all features"]
     refitted = dataclasses.replace(plain, log_factor=0.4)
     one, other = (
         np.asarray(calibrated_confidence(LM, head, SEQUENCES.tokens).temperature) for head in (plain, refitted)
@@ -70,14 +70,17 @@ def test_segments_do_not_see_each_other(name):
     assert (np.asarray(packed.argmax)[segments == 0] == -1).all()
     row = int(np.argmax((segments == 2).sum(axis=1) * (segments == 0).any(axis=1)))
     inside = segments[row] == 2
-    alone = SEQUENCES.tokens[row][inside][None]
-    apart = calibrated_confidence(LM, head, alone)
+    alone, own = np.zeros((2, *segments.shape), np.int32)  # of the same shape: no other program
+    length = inside.sum()
+    alone[0, :length], own[0, :length] = SEQUENCES.tokens[row][inside], 1
+    apart = calibrated_confidence(LM, head, alone, segment_ids=own)
     for field in ("argmax", "confidence", "temperature"):
-        got, expected = np.asarray(getattr(packed, field))[row][inside], np.asarray(getattr(apart, field))[0]
+        got, expected = np.asarray(getattr(packed, field))[row][inside], np.asarray(getattr(apart, field))[0, :length]
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=field)
     if name == "transformer":
         logprobs = np.asarray(calibrated_logprobs(LM, head, SEQUENCES.tokens, segment_ids=segments))
-        np.testing.assert_allclose(logprobs[row][inside], calibrated_logprobs(LM, head, alone)[0], atol=2e-5)
+        expected = np.asarray(calibrated_logprobs(LM, head, alone, segment_ids=own))[0, :length]
+        np.testing.assert_allclose(logprobs[row][inside], expected, atol=2e-5)
 
 
 def test_ties_stay_with_the_base_model():
@@ -89,7 +92,9 @@ def test_ties_stay_with_the_base_model():
     lm = dataclasses.replace(base, params={**base.params, "unembedding": jnp.asarray(rows)})
     expected = np.asarray(lm.logits(SEQUENCES.tokens)).argmax(-1)
     for scale in (0.05, 0.4, 10.0):
-        head = dataclasses.replace(HEADS["constant"], params={"log_scale": jnp.log(scale)}, fingerprint=lm.fingerprint)
+        head = dataclasses.replace(
+            HEADS["constant"], params={"log_scale": np.log(np.float32(scale))}, fingerprint=lm.fingerprint
+        )
         got = np.asarray(calibrated_logprobs(lm, head, SEQUENCES.tokens)).argmax(-1)
         np.testing.assert_array_equal(got, expected)
 

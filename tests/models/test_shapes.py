@@ -10,6 +10,9 @@ from published_sizes import PUBLISHED
 from calibjax import models
 from calibjax.models.shapes import SHAPES
 
+FIRST = {config.family: name for name, config in reversed(SHAPES.items())}
+"""Of each family one, whose forward pass is traced."""
+
 
 def test_every_shape_has_a_published_count():
     assert SHAPES.keys() == PUBLISHED.keys()
@@ -23,6 +26,8 @@ def test_parameters_of_published_models(name):
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     print(f"| {name} | {config.family} | {PUBLISHED[name]:,} | {count:,} |")
     assert count == PUBLISHED[name]
+    if name not in FIRST.values():
+        return
     tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     logits = jax.eval_shape(lambda p, t: models.logits(config, p, t, dtype=jnp.bfloat16), params, tokens)
     assert (logits.shape, logits.dtype) == ((2, 512, config.vocab_size), jnp.float32)
