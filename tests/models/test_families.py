@@ -43,6 +43,8 @@ REPEATED = {
     "qwen": ("odd-sizes",),
     "qwen2": ("untied-mha-yarn",),
     "qwen3": ("untied-biases-windows",),
+    "gemma": ("stored-as-gelu",),
+    "phi": ("gqa-half-rotary",),
     "gemma2": ("odd-layers-no-caps", "untied-biases"),
     "olmo2": ("gqa-tied-biases",),
     "granite": ("untied-biases",),
@@ -117,7 +119,10 @@ def test_layout_by_groups():
     np.testing.assert_array_equal(key, np.ones((3, 1), int) * np.array([2, 3, 8, 9])[None])
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[1] == "keys-of-other-families" else []) for case in CASES],
+)
 def test_every_parameter_has_exactly_one_rule(tmp_path, family, name):
     settings = settings_of(family, name)
     if family == "qwen":

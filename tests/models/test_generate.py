@@ -111,6 +111,7 @@ def test_equals_the_forward_pass_without_cache(name):
     assert np.ptp(np.asarray(got.temperature)) > 0.1
 
 
+@pytest.mark.slow
 def test_batched_equals_single():
     together = generate(the_lm(), PROMPTS, head=head_of("transformer"), max_new_tokens=N)
     row = 1  # the one with most padding

@@ -220,7 +220,7 @@ def load_in(directory, load):
     return named
 
 
-@pytest.mark.parametrize(("flip", "count"), [(flip_head, 1), (flip_model, 1), (flip_training_checkpoint, 4)])
+@pytest.mark.parametrize(("flip", "count"), [(flip_head, 14), (flip_model, 1), (flip_training_checkpoint, 4)])
 def test_a_flipped_bit_is_found_or_harmless(tmp_path, flip, count):
     outcomes = flip(tmp_path, count)
     assert outcomes.total() > count
