@@ -236,7 +236,10 @@ TABLE = [
     # nn and heads
     Mutation("nn/attention.py", "seen &= distance < (", "seen &= distance <= (", "models/test_decoder.py -k window"),
     Mutation(
-        "nn/blocks.py", "self.offset + _last_axis(scale, x)", "_last_axis(scale, x)", "models/test_decoder.py -k mixed"
+        "nn/blocks.py",
+        "self.offset + _last_axis(scale, x)",
+        "_last_axis(scale, x)",
+        "models/test_families.py -k golden and gemma",
     ),
     Mutation(
         "nn/blocks.py",
@@ -268,7 +271,7 @@ TABLE = [
         "models/decoder.py",
         "not any(config.local_layers)",
         "not all(config.local_layers)",
-        "models/test_decoder.py -k mixed",
+        "models/test_families.py -k golden and gemma",
     ),
     Mutation(
         "models/samples.py", "inputs & (np.arange(length) >= prompt - 1)", "inputs", "train/test_lhts.py -k samples"

@@ -51,6 +51,7 @@ def requests(seed=0, count=40, shortest=25, longest=45):
         drawn
         + [Continuation(shared, [token]) for token in range(4)]
         + [Continuation(shared, [1, 2, t]) for t in (3, 4)]
+        + [Continuation([*shared, 1, 2], [3])]  # read as those two, of which more is scored
     )
 
 

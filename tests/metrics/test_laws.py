@@ -315,6 +315,24 @@ def test_grouping_loss_is_found_and_not_invented():
     assert abs(none) < 0.002
 
 
+def test_grouping_parts_are_their_formulas():
+    """Between regions, less the noise of their means; and what a line through each bin explains, less its chance."""
+    c, y, regions = metric_data.grouped()
+    bins, explained, bias, induced = oracle.bins_of(c, 5), 0.0, 0.0, 0.0
+    for b in range(5):
+        inside = bins == b
+        n, mean = inside.sum(), y[inside].mean()
+        for region in range(3):
+            own = y[inside & (regions == region)]
+            explained += len(own) * (own.mean() - mean) ** 2
+            bias += own.var(ddof=1)
+        bias -= y[inside].var(ddof=1)
+        line = np.polyval(np.polyfit(c[inside], y[inside], 1), c[inside])
+        induced += n * (line.var() - ((y[inside] - line) ** 2).mean() / (n - 2))
+    got = jax.jit(functools.partial(metrics.grouping_parts, number=3, bins=5))(c, y, regions)
+    assert_within(got, np.array([explained, bias, induced]) / len(c), 10 * EPS)
+
+
 def test_classwise():
     p, labels = metric_data.classes()
     where = np.arange(N) % 3 > 0
