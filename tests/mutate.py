@@ -278,7 +278,7 @@ TABLE = [
         "models/decoder.py",
         "not any(config.local_layers)",
         "not all(config.local_layers)",
-        "models/test_decoder.py -k mixed",
+        "models/test_families.py -k golden and gemma",
     ),
     Mutation(
         "models/samples.py", "inputs & (np.arange(length) >= prompt - 1)", "inputs", "train/test_lhts.py -k samples"

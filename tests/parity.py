@@ -7,6 +7,7 @@ import json
 import zlib
 from pathlib import Path
 
+import jax
 import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -301,9 +302,12 @@ def torch_run(model, tokens):
     return [state.float().numpy() for state in (*out.hidden_states, out.logits)]
 
 
+_unembed = jax.jit(models.unembed, static_argnums=0)
+
+
 def our_run(model, tokens):
-    hidden = model.hidden_states(tokens, layers="all")
-    return [*hidden, models.unembed(model.config, model.params, hidden[-1])]
+    hidden = np.asarray(model.hidden_states(tokens, layers="all"))
+    return [*hidden, _unembed(model.config, model.params, hidden[-1])]
 
 
 def largest_error(got, expected):

@@ -73,8 +73,15 @@ def operator(implementation, dtype):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("chunked", "float32"),
+        ("reference", "bfloat16"),
+        pytest.param("chunked", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("reference", "float32", marks=pytest.mark.slow),
+    ],
+)
 @draws(40)
 @hypothesis.given(problems())
 def test_operator(implementation, dtype, problem):
@@ -121,7 +128,7 @@ def loss(name):
     return jax.jit(run)
 
 
-QUICK = ("cross-entropy", "joint", "brier")
+QUICK = ("cross-entropy", "joint")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in losses.LOSSES])

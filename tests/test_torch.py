@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from parity import LLAMA_JSON, VARIANTS, random_tokens, settings_of, torch_model
 from tiny import make_lm
 
 from calibjax.cli import main
 from calibjax.heads import FEATURES, HEADS, FittedHead, HeadConfig
 from calibjax.models import load_model
-from calibjax.models.calibrated import calibrated_confidence, calibrated_logprobs
+from calibjax.models.calibrated import calibrated_confidence
 from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.errors import UserError
 from calibjax.train.checkpoint import load_head, save_head
@@ -29,9 +29,9 @@ def random_head(lm, kind, features=("hidden_states",), **options):
     config = HeadConfig(
         kind=kind, hidden_size=lm.config.hidden_size, features=features, identity_start=False, num_heads=2, **options
     )
-    params = config.init(jax.random.key(3))
+    params = jax.jit(config.init)(jax.random.key(3, impl="rbg"))
     if kind == "constant":
-        params = {"log_scale": jnp.float32(-0.3)}
+        params = {"log_scale": np.float32(-0.3)}
     return FittedHead(config, params, 0.1, lm.fingerprint)
 
 
@@ -82,8 +82,9 @@ def compare(theirs, lm, head, folder):
         attached.detach()
     real = mask.astype(bool)
     got = out.logits.log_softmax(-1).numpy()[real]
-    expected = np.asarray(calibrated_logprobs(lm, head, tokens, segment_ids=mask))[real]
     temperature = np.asarray(calibrated_confidence(lm, head, tokens, segment_ids=mask).temperature)[real]
+    logits = np.asarray(lm.logits(tokens, segment_ids=mask))[real]
+    expected = scipy.special.log_softmax(logits.astype(np.float64) / temperature[:, None], axis=-1)
     difference = np.abs(got - expected) / np.maximum(np.abs(expected), 1)
     return difference.max(), np.abs(np.exp(-out.log_scale.numpy()[real]) / temperature - 1).max()
 
@@ -101,14 +102,14 @@ def test_parity_of_every_family(tmp_path, family):
     pytest.importorskip("torch")
     theirs, _ = torch_model(tmp_path, settings_of(family, next(iter(VARIANTS[family]))))
     lm = load_model(tmp_path)
-    for kind in HEADS:
-        features = ("hidden_states",) if kind in ("constant", "transformer") else FEATURES
-        error = max(compare(theirs, lm, random_head(lm, kind, features), tmp_path / kind))
-        print(f"{family} {kind}: {error:.1e}")
-        assert error <= 1e-5, kind
+    kind = ("linear", "mlp", "transformer")[FAMILIES.index(family) % 3]  # Llama has all of them
+    error = max(compare(theirs, lm, random_head(lm, kind, FEATURES), tmp_path / kind))
+    print(f"{family} {kind}: {error:.1e}")
+    assert error <= 1e-5, kind
 
 
-@pytest.mark.parametrize("kind", [pytest.param("mlp", marks=pytest.mark.slow), "transformer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["transformer"])
 def test_decoding_with_a_cache_and_padding(tmp_path, llama, kind):
     """Greedy text of JAX and PyTorch is equal, and scores of generated tokens are those of one pass without a cache."""
     import torch

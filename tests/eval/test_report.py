@@ -17,6 +17,7 @@ from calibjax.cli import main
 from calibjax.commands.common import finish
 from calibjax.eval.report import Run, page, save_report
 from calibjax.eval.report.heatmap import heatmap_html
+from calibjax.eval.report.markup import element
 from calibjax.eval.tasks.subjects import subject_rows
 from calibjax.eval.token_sample import _whole_words, text_after, token_sample
 from calibjax.eval.tokens import identity_head
@@ -213,6 +214,17 @@ def test_layers_refuses(runs, capsys, model):
     assert "does not write A, B after 'Answer:' as one token each" in capsys.readouterr().err
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are made, and not drawn, which takes seconds."""
+    monkeypatch.setattr(page, "png", lambda figure: b"\x89PNG")
+    monkeypatch.setattr(page, "svg", lambda figure, name: "<svg></svg>")
+    monkeypatch.setattr(
+        page, "inline_svg", lambda figure, name, description: element("svg", role="img", aria_label=description)
+    )
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_report_of_several_runs(runs, capsys, tmp_path):
     folder, _ = runs
     directories = [str(folder / name) for name in ("text", "again")]
@@ -237,10 +249,9 @@ def test_report_of_several_runs(runs, capsys, tmp_path):
     assert "expected metrics of schema 1" in capsys.readouterr().err
 
 
-def test_nothing_is_written_through_links(runs, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("undrawn")
+def test_nothing_is_written_through_links(runs, tmp_path):
     """Of `calibjax report`, and of the end of a run: every file that is a link to one of the user's."""
-    for name, drawn in (("png", b"png"), ("svg", "svg"), ("inline_svg", "svg")):  # to draw takes seconds
-        monkeypatch.setattr(page, name, lambda *_, drawn=drawn: drawn)
     folder, _ = runs
     text = (folder / "text" / "metrics.json").read_text()
     document = json.loads(text)
@@ -268,6 +279,7 @@ def test_nothing_is_written_through_links(runs, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium")
+@pytest.mark.usefixtures("undrawn")
 def test_in_a_browser(runs, tmp_path):
     """No request leaves the page, no error is said, hostile text runs nothing, keys and pointer show a token."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

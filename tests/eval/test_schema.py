@@ -45,7 +45,7 @@ def mutations(value):
 
 
 @pytest.mark.parametrize(
-    "kind", ["compare", "lhts", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tokens", "layers", "tasks"))]
+    "kind", ["lhts", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("compare", "tokens", "layers", "tasks"))]
 )
 def test_damaged_documents(documents, kind, tmp_path, monkeypatch, capsys):
     if kind not in documents:

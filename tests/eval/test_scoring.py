@@ -1,11 +1,11 @@
 """Scores of continuations against float64 over the dense logits; text up to a stop sequence; lm-eval's own backend."""
 
+import functools
 import os
 import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from assets import ASSETS, data_path, model_path
@@ -20,19 +20,24 @@ from calibjax.models.generate import generate
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import make_mesh, param_shardings
 
-LM = make_lm(num_layers=2)
+
+@functools.cache
+def the_lm():
+    return make_lm(num_layers=2)
 
 
 def random_head(kind, **options):
-    config = HeadConfig(kind=kind, hidden_size=LM.config.hidden_size, identity_start=False, **options)
-    return FittedHead(config, jax.jit(config.init)(jax.random.key(3)), 0.3, LM.fingerprint)
+    config = HeadConfig(kind=kind, hidden_size=the_lm().config.hidden_size, identity_start=False, **options)
+    return FittedHead(config, jax.jit(config.init)(jax.random.key(3, impl="rbg")), 0.3, the_lm().fingerprint)
 
 
-HEADS = {
-    "as it is": identity_head(LM),
-    "transformer": random_head("transformer", num_heads=2),
-    "sequence": random_head("linear", pooling="sequence"),
-}
+@functools.cache
+def the_heads():
+    return {
+        "as it is": identity_head(the_lm()),
+        "transformer": random_head("transformer", num_heads=2),
+        "sequence": random_head("linear", pooling="sequence"),
+    }
 
 
 def requests(seed=0, count=40, shortest=25, longest=45):
@@ -46,21 +51,24 @@ def requests(seed=0, count=40, shortest=25, longest=45):
         drawn
         + [Continuation(shared, [token]) for token in range(4)]
         + [Continuation(shared, [1, 2, t]) for t in (3, 4)]
+        + [Continuation([*shared, 1, 2], [3])]  # read as those two, of which more is scored
     )
 
 
 def dense(asked):
     """Log-probabilities `[M, n]` of each request and which are largest, float64 from the model's own logits."""
-    read = [[*context, *tokens[:-1]][-LM.config.max_positions :] for context, tokens in asked]
-    inputs, real, where = np.zeros((3, len(asked), LM.config.max_positions), np.int32)
+    read = [[*context, *tokens[:-1]][-the_lm().config.max_positions :] for context, tokens in asked]
+    inputs, real, where = np.zeros((3, len(asked), the_lm().config.max_positions), np.int32)
     for row, (ids, request) in enumerate(zip(read, asked, strict=True)):
         inputs[row, : len(ids)], real[row, : len(ids)] = ids, 1
         where[row, len(ids) - len(request.tokens) : len(ids)] = 1
-    hidden = LM.hidden_states(inputs, segment_ids=real)
-    logits = np.asarray(LM.logits(inputs, segment_ids=real), np.float64)
+    hidden = the_lm().hidden_states(inputs, segment_ids=real)
+    logits = np.asarray(the_lm().logits(inputs, segment_ids=real), np.float64)
     found = []
-    for head in HEADS.values():
-        log_scale = head.log_scale(hidden, LM.unembedding, where=where.astype(bool), segment_ids=jnp.asarray(real))
+    for head in the_heads().values():
+        tokens = {"where": where.astype(bool), "segment_ids": real}
+        run = jax.jit(functools.partial(head.log_scale, unembedding=the_lm().unembedding, **tokens))
+        log_scale = run(hidden)
         z = logits * np.exp(np.asarray(log_scale, np.float64))[..., None]
         z = z - z.max(-1, keepdims=True)
         found.append(z - np.log(np.exp(z).sum(-1, keepdims=True)))
@@ -72,18 +80,18 @@ def dense(asked):
 
 def test_scores_are_those_of_the_dense_formula():
     asked = requests()
-    scores = Scorer(LM, HEADS, batch_size=8).score(asked)
+    scores = Scorer(the_lm(), the_heads(), batch_size=8).score(asked)
     errors = []
     for request, score, (log_probs, greedy) in zip(asked, scores, dense(asked), strict=True):
         errors.append(np.abs(score.log_probs - log_probs).max())
         assert (score.greedy == greedy).all()
-        assert score.cut == max(len(request.context) + len(request.tokens) - 1 - LM.config.max_positions, 0)
+        assert score.cut == max(len(request.context) + len(request.tokens) - 1 - the_lm().config.max_positions, 0)
     assert max(errors) < 1e-4, max(errors)  # float32 logits of up to 60, times scales of up to 2
     assert any(score.cut for score in scores)
 
 
 def test_a_second_call_compiles_nothing():
-    scorer = Scorer(LM, {"as it is": HEADS["as it is"]}, batch_size=8)
+    scorer = Scorer(the_lm(), the_heads(), batch_size=8)
     scorer.score(requests())
     compiled = _states._cache_size(), _read._cache_size()
     scorer.score(requests(seed=5))
@@ -94,10 +102,10 @@ def test_a_second_call_compiles_nothing():
 def test_rows_on_a_mesh_score_the_same():
     asked = requests(count=6, shortest=1, longest=8)
     mesh = make_mesh((2, 2, 2))
-    placed = jax.device_put(LM.params, param_shardings(mesh, LM.params))
-    divided = LanguageModel.from_params(LM.config, placed)
-    heads = {"transformer": HEADS["transformer"]}
-    pairs = zip(Scorer(divided, heads).score(asked), Scorer(LM, heads).score(asked), strict=True)
+    placed = jax.device_put(the_lm().params, param_shardings(mesh, the_lm().params))
+    divided = LanguageModel.from_params(the_lm().config, placed)
+    heads = {"transformer": the_heads()["transformer"]}
+    pairs = zip(Scorer(divided, heads).score(asked), Scorer(the_lm(), heads).score(asked), strict=True)
     errors = [np.abs(one.log_probs - two.log_probs).max() for one, two in pairs]
     assert max(errors) < 1e-4, max(errors)
 
@@ -105,7 +113,7 @@ def test_rows_on_a_mesh_score_the_same():
 @pytest.mark.parametrize("bad", [Continuation([], [1]), Continuation([1], []), Continuation([1], [1] * 33)])
 def test_what_cannot_be_scored_is_refused_before_any_work(bad):
     with pytest.raises(UserError, match="request 1: expected a context"):
-        Scorer(LM, HEADS).stream([Continuation([1], [1]), bad])
+        Scorer(the_lm(), the_heads()).stream([Continuation([1], [1]), bad])
 
 
 def test_text_goes_on_to_the_stop_sequence(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import re
 
@@ -16,25 +17,38 @@ from calibjax.eval.report.verdicts import set_verdict as verdict
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead, HeadConfig
 
-LM = make_lm()
-SEQUENCES = answered(LM, ragged(make_sequences(21)))  # 21: the last batch of 8 is not full
+
+@functools.cache
+def the_lm():
+    return make_lm()
+
+
+@functools.cache
+def the_sequences():
+    return answered(the_lm(), ragged(make_sequences(21)))  # 21: the last batch of 8 is not full
+
+
 BINS = 10
 
 
 def random_head(lm, kind="linear", log_factor=0.0, **options):
     config = HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, identity_start=False, **options)
-    return FittedHead(config, config.init(jax.random.key(2)), log_factor, lm.fingerprint)
+    return FittedHead(config, jax.jit(config.init)(jax.random.key(2, impl="rbg")), log_factor, lm.fingerprint)
 
 
-HEADS = {
-    "uncalibrated": identity_head(LM),
-    "temperature": dataclasses.replace(identity_head(LM), params={"log_scale": jnp.log(0.4)}),
-    "ats": random_head(LM, log_factor=-0.7),
-}
+@functools.cache
+def the_heads():
+    return {
+        "uncalibrated": identity_head(the_lm()),
+        "temperature": dataclasses.replace(identity_head(the_lm()), params={"log_scale": np.log(np.float32(0.4))}),
+        "ats": random_head(the_lm(), log_factor=-0.7),
+    }
 
 
 def evaluate(closed="right", **options):
-    return evaluate_tokens(LM, SEQUENCES, HEADS, batch_size=8, bins=BINS, closed=closed, context=silent(), **options)
+    return evaluate_tokens(
+        the_lm(), the_sequences(), the_heads(), batch_size=8, bins=BINS, closed=closed, context=silent(), **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +59,11 @@ def results():
 def dense_log_scale(name):
     """From the head's parameters, in float64."""
     if name != "ats":
-        return np.full(SEQUENCES.tokens.shape, float(HEADS[name].params["log_scale"]))
-    hidden = LM.hidden_states(SEQUENCES.tokens, segment_ids=SEQUENCES.segment_ids, positions=SEQUENCES.positions)
-    output = jax.tree.map(lambda x: np.asarray(x, np.float64), HEADS[name].params["output"])
+        return np.full(the_sequences().tokens.shape, float(the_heads()[name].params["log_scale"]))
+    hidden = the_lm().hidden_states(
+        the_sequences().tokens, segment_ids=the_sequences().segment_ids, positions=the_sequences().positions
+    )
+    output = jax.tree.map(lambda x: np.asarray(x, np.float64), the_heads()[name].params["output"])
     u = np.asarray(hidden, np.float64) @ output["kernel"][:, 0] + output["bias"]
     return np.clip(u, np.log(0.05), np.log(10)) - 0.7
 
@@ -69,18 +85,18 @@ def bins_of(confidence, closed):
 
 
 @pytest.mark.parametrize("closed", ["right", "left"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ["uncalibrated", "temperature", "ats"])
 def test_figures_equal_the_dense_ones(results, name, closed):
     log_scale = dense_log_scale(name)
-    log_q = dense_log_probs(LM, SEQUENCES, log_scale)
-    where = SEQUENCES.where
-    right = (log_q.argmax(-1) == SEQUENCES.targets)[where]
+    log_q = dense_log_probs(the_lm(), the_sequences(), log_scale)
+    where = the_sequences().where
+    right = (log_q.argmax(-1) == the_sequences().targets)[where]
     confidence = np.exp(log_q.max(-1))[where]
     document = results_json(results[closed], closed=closed, resamples=20)
     row = document["methods"][name]
     assert document["tokens"] == where.sum()
     expected = {
-        "nll": -at_targets(log_q, SEQUENCES).mean(),
+        "nll": -at_targets(log_q, the_sequences()).mean(),
         "accuracy": right.mean(),
         "confidence": confidence.mean(),
         "brier": np.square(confidence - right).mean(),
@@ -119,25 +135,23 @@ def test_accuracy_is_the_same_in_all_methods(results):
 
 
 def test_batch_size_changes_nothing():
-    heads = {**HEADS, "hot": dataclasses.replace(identity_head(LM), log_factor=-4.0)}  # a temperature of 55
+    heads = {**the_heads(), "hot": dataclasses.replace(identity_head(the_lm()), log_factor=-4.0)}  # a temperature of 55
     one, other = (
-        evaluate_tokens(LM, SEQUENCES, heads, batch_size=size, bins=BINS, context=silent()) for size in (8, 21)
+        evaluate_tokens(the_lm(), the_sequences(), heads, batch_size=size, bins=BINS, context=silent())
+        for size in (8, 21)
     )
-    assert other["hot"].temperatures[-1] == SEQUENCES.where.sum(), "beyond the last edge is in the last bin"
-    for name in HEADS:
+    assert other["hot"].temperatures[-1] == the_sequences().where.sum(), "beyond the last edge is in the last bin"
+    for name in the_heads():
         assert one[name].sums.nll.dtype == np.float64
         assert other[name].tokens is None
         np.testing.assert_array_equal(one[name].sums.count, other[name].sums.count)
         np.testing.assert_allclose(one[name].sums.nll, other[name].sums.nll, rtol=1e-5, atol=1e-5)
 
 
-def test_a_bfloat16_model():
+def test_a_bfloat16_model(results):
     lm = make_lm(dtype=jnp.bfloat16)
-    rows = {}
-    for model in (LM, lm):
-        heads = {"ats": random_head(model, features=("hidden_states", "max_logit"))}
-        rows[model.dtype.name] = results_json(evaluate_tokens(model, SEQUENCES, heads, context=silent()), resamples=5)
-    full, half = (row["methods"]["ats"] for row in rows.values())
+    found = evaluate_tokens(lm, the_sequences(), {"ats": random_head(lm, log_factor=-0.7)}, bins=BINS, context=silent())
+    full, half = (results_json(outcome, resamples=5)["methods"]["ats"] for outcome in (results["right"], found))
     print({key: (full[key], half[key]) for key in ("nll", "brier", "accuracy")})
     assert abs(full["nll"] - half["nll"]) < 0.05 * full["nll"]
 

@@ -1,5 +1,6 @@
 """Bootstrap intervals and paired comparisons of arrays; sums of batches; pass@k."""
 
+import functools
 import itertools
 
 import jax
@@ -10,6 +11,8 @@ from oracle import EPS, assert_within
 
 from calibjax import metrics
 from calibjax.metrics.bootstrap import POOLS
+
+sums_of = jax.jit(metrics.calibration_sums, static_argnames=("bins", "closed"))
 
 
 def answers(n, seed=0, shift=0.1):
@@ -54,7 +57,7 @@ def test_sums_and_points_give_the_same_resamples():
 
 def test_ece_of_arrays_is_that_of_sums():
     c, y = answers(400)
-    sums = metrics.calibration_sums(c.reshape(100, 4), y.reshape(100, 4), bins=10, closed="left")
+    sums = sums_of(c.reshape(100, 4), y.reshape(100, 4), bins=10, closed="left")
     of_sums = metrics.resample_sums(sums, resamples=30)
     groups = np.arange(400) // 4
     ece = metrics.expected_calibration_error
@@ -109,7 +112,7 @@ def test_paired_comparison():
 
 def test_comparison_of_sums():
     c, y = answers(2000)
-    first, second = (metrics.calibration_sums(x.reshape(200, 10), y.reshape(200, 10)) for x in (c - 0.1, c))
+    first, second = (sums_of(x.reshape(200, 10), y.reshape(200, 10)) for x in (c - 0.1, c))
     of_sums = metrics.error_comparison(first, second, resamples=200)
     arrays = ((c - np.float32(0.1), y), (c, y))
     groups = np.arange(2000) // 10
@@ -136,7 +139,8 @@ def test_batches_count_beyond_float32():
     """300 batches of 60,001 points: more than 2^24, by an odd number."""
     c, y = answers(60_001)
     step = jax.jit(metrics.calibration_sums)
-    batches = add_up([step(c, y, log_prob=-c) for _ in range(300)])
+    first, programs = step(c, y, log_prob=-c), step._cache_size()
+    batches = add_up([first, step(c, y, log_prob=-c)] * 150)
     whole = metrics.total(batches)
     assert 300 * 60_001 > 2**24
     assert whole.count.sum() == 300 * 60_001
@@ -149,10 +153,10 @@ def test_batches_count_beyond_float32():
         ("Σ brier", whole.brier, 300 * ((c64 - y) ** 2).sum()),
     ):
         assert_within(got / want, 1.0, 10 * EPS, name)  # the rounding of one batch's sums, and no more
-    once = metrics.summarise(metrics.calibration_sums(c, y, log_prob=-c))
+    once = metrics.summarise(step(c, y, log_prob=-c))
     for name, value in metrics.summarise(batches).items():
         assert_within(value, once[name], 20 * EPS, name)
-    assert step._cache_size() == 1, "compiled again"
+    assert step._cache_size() == programs, "compiled again"
 
 
 def test_chunks_of_one_call_lose_no_digits(monkeypatch):
@@ -160,12 +164,13 @@ def test_chunks_of_one_call_lose_no_digits(monkeypatch):
     from calibjax.metrics import sums as module
 
     monkeypatch.setattr(module, "_CHUNK", 256)
+    fresh = jax.jit(functools.partial(metrics.calibration_sums, bins=2))  # compiled with the changed constant
     n = 40 * 256
     weight = np.zeros(n, np.float32)
     weight[::256] = 1
     weight[0] = 2**24
     c = np.full(n, 0.7, np.float32)
-    sums = metrics.calibration_sums(c, np.ones(n), log_prob=-c, bins=2, where=weight)
+    sums = fresh(c, np.ones(n), log_prob=-c, where=weight)
     for got, each in ((sums.count[1], 1.0), (sums.correct[1], 1.0), (sums.confidence[1], c[0]), (sums.nll, c[0])):
         want = float(each) * (2**24 + 39)
         assert_within(got, want, EPS * want, "sum")
@@ -174,16 +179,16 @@ def test_chunks_of_one_call_lose_no_digits(monkeypatch):
 def test_likelihood_of_batches():
     """NaN if some point that counts has no log-probability; infinite if one has probability 0."""
     c, y = np.array([0.5, 0.5], np.float32), np.array([1, 0])
-    known = metrics.calibration_sums(c, y, log_prob=np.log(c))
+    known = sums_of(c, y, log_prob=np.log(c))
     assert metrics.summarise(known)["nll"] == pytest.approx(np.log(2))
-    unknown = metrics.calibration_sums(c, y)
+    unknown = sums_of(c, y)
     for sums in (unknown, add_up([known, unknown]), add_up([unknown, known])):
         values = metrics.summarise(sums)
         assert np.isnan(values.pop("nll"))
         assert np.isfinite(list(values.values())).all()
-    masked = add_up([known, metrics.calibration_sums(c, y, where=np.zeros(2, bool))])
+    masked = add_up([known, sums_of(c, y, where=np.zeros(2, bool))])
     assert metrics.summarise(masked)["nll"] == pytest.approx(np.log(2))
-    infinite = metrics.calibration_sums(c, y, log_prob=np.array([-np.inf, -1.0]))
+    infinite = sums_of(c, y, log_prob=np.array([-np.inf, -1.0]))
     for sums in (infinite, add_up([infinite, known]), add_up([known, infinite])):
         assert metrics.summarise(sums)["nll"] == np.inf
 
@@ -214,7 +219,7 @@ def test_interval_of_an_infinite_likelihood(wrong, finite_low):
 
 
 def test_open_bins_keep_their_dropped_points():
-    sums = metrics.calibration_sums(jnp.array([0.0, 0.3, 0.5, 1.0]), jnp.array([0, 1, 1, 0]), bins=2, closed="none")
+    sums = sums_of(jnp.array([0.0, 0.3, 0.5, 1.0]), jnp.array([0, 1, 1, 0]), bins=2, closed="none")
     np.testing.assert_array_equal(sums.count, [1, 0])
     np.testing.assert_array_equal(sums.dropped, [3, 1.5, 1, 1])
     row = metrics.summarise(sums)
@@ -228,7 +233,7 @@ def test_brier_parts():
     rng = np.random.default_rng(2)
     c = rng.integers(1, 10, 500) / 10 - 0.05  # the middle of each bin: nothing within
     y = rng.binomial(4, c) / 4
-    parts = metrics.brier_parts(metrics.calibration_sums(c, y, bins=10))
+    parts = metrics.brier_parts(sums_of(c, y, bins=10))
     values = np.unique(c)
     share, accuracy = np.array([(c == v).mean() for v in values]), np.array([y[c == v].mean() for v in values])
     want = ((share * (values - accuracy) ** 2).sum(), (share * (accuracy - y.mean()) ** 2).sum(), y.var())

@@ -1,5 +1,6 @@
 """Every metric against its float64 formula, under masks, counts, ties, soft targets, NaN and no points at all."""
 
+import functools
 import inspect
 
 import jax
@@ -30,6 +31,7 @@ ORACLES = {
     "excess_aurc": lambda c, y: oracle.area(c, 1 - y) - oracle.area(y, 1 - y),
     "ause": oracle.ause,
 }
+sums_of = jax.jit(metrics.calibration_sums)
 FEATURED = ("local_calibration_error", "grouping_loss")
 SCALED = (  # only ratios of weights matter
     "expected_calibration_error",
@@ -132,35 +134,53 @@ def test_every_metric_with_weights_has_a_law():
     assert weighted == {*SCALED, *COUNTED} | sums | resampled
 
 
-@pytest.mark.parametrize("name", SCALED)
-def test_only_ratios_of_weights_matter(name):
-    metric = of_points(name, *points("soft"))
+@functools.cache
+def remaining():
+    """The metrics with weights that `everything` leaves out, of the soft points, compiled once for all tests."""
+    names = {*SCALED, *COUNTED} - {*ORACLES, *FEATURED}
+    run = jax.jit(lambda where: {name: of_points(name, *points("soft"))(where) for name in sorted(names)})
+    return lambda where: run(np.asarray(where, np.float32))
+
+
+def of_soft_points(where):
+    """Every metric with weights, float64 `[...]`, under jit."""
+    found = everything(*points("soft"), np.asarray(where, np.float32)) | remaining()(where)
+    return {name: np.asarray(value, np.float64) for name, value in found.items()}
+
+
+def test_only_ratios_of_weights_matter():
     weight = np.random.default_rng(8).exponential(size=N).astype(np.float32)
-    want, even = float(metric(weight)), float(metric(None))
-    assert want != even
+    want, even = of_soft_points(weight), of_soft_points(np.ones(N))
     for scale in (0.25, 2.0**-40, 2.0**40, 1 / weight.sum(dtype=np.float64)):
-        assert_within(metric((weight * scale).astype(np.float32)), want, 2 * tolerance(name), f"{name}, x {scale}")
+        got = of_soft_points(weight * scale)
+        for name in SCALED:
+            assert want[name] != even[name]
+            assert_within(got[name], want[name], 2 * tolerance(name), f"{name}, x {scale}")
     for constant in (0.25, 1 / N):
-        assert_within(metric(np.full(N, constant, np.float32)), even, 2 * tolerance(name), f"{name}, all {constant}")
+        got = of_soft_points(np.full(N, constant))
+        for name in SCALED:
+            assert_within(got[name], even[name], 2 * tolerance(name), f"{name}, all {constant}")
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_fractional_counts_are_refused(name):
-    metric = of_points(name, *points("soft"))
-    assert np.isfinite(np.asarray(metric(np.full(N, 2.0)))).all()
-    with pytest.raises(ValueError, match=r"where: expected whole numbers >= 0, .* got 0\.25 at 3 \(1 such points\)"):
-        metric(np.where(np.arange(N) == 3, 0.25, 1.0))
-    assert np.isnan(np.asarray(jax.jit(metric)(np.where(np.arange(N) == 3, 0.25, 1.0)))).all()
+def test_fractional_counts_are_refused():
+    twice, fractional = of_soft_points(np.full(N, 2.0)), np.where(np.arange(N) == 3, 0.25, 1.0)
+    refused = of_soft_points(fractional)
+    message = r"where: expected whole numbers >= 0, .* got 0\.25 at 3 \(1 such points\)"
+    for name in COUNTED:
+        assert np.isfinite(twice[name]).all(), name
+        assert np.isnan(refused[name]).all(), name
+        with pytest.raises(ValueError, match=message):
+            of_points(name, *points("soft"))(fractional)
 
 
-@pytest.mark.parametrize("name", [*SCALED, *COUNTED])
-def test_invalid_weights(name):
-    metric = of_points(name, *points("soft"))
-    for wrong in (-1.0, np.nan, np.inf):
-        where = np.where(np.arange(N) == 3, wrong, 1.0)
+@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf])
+def test_invalid_weights(wrong):
+    where = np.where(np.arange(N) == 3, wrong, 1.0)
+    got = of_soft_points(where)
+    for name in (*SCALED, *COUNTED):
+        assert np.isnan(got[name]).all(), name
         with pytest.raises(ValueError, match=r"where: expected .* at 3"):
-            metric(where)
-        assert np.isnan(np.asarray(jax.jit(metric)(where))).all()
+            of_points(name, *points("soft"))(where)
 
 
 def test_sums_of_any_scale():
@@ -169,19 +189,21 @@ def test_sums_of_any_scale():
     weight = np.random.default_rng(9).integers(0, 4, N).astype(np.float32)
     log_prob = np.log1p(c) - 1
 
+    of_sums = (metrics.ece_from_sums, metrics.mce_from_sums, metrics.rmsce_from_sums, metrics.bias_from_sums)
+    in_jax = jax.jit(lambda sums: [statistic(sums) for statistic in of_sums])
+
     def figures(weight):
-        sums = metrics.calibration_sums(c, y, log_prob=log_prob, where=weight)
-        halves = metrics.calibration_sums(
+        sums = sums_of(c, y, log_prob=log_prob, where=weight)
+        halves = sums_of(
             *(np.reshape(x, (2, -1)) for x in (c, y)),
             **{name: np.reshape(x, (2, -1)) for name, x in (("log_prob", log_prob), ("where", weight))},
         )
-        of_sums = (metrics.ece_from_sums, metrics.mce_from_sums, metrics.rmsce_from_sums, metrics.bias_from_sums)
         return {
             "once": list(metrics.summarise(sums).values()),
             "halves": list(metrics.summarise(halves).values()),
-            "jax": [float(statistic(sums)) for statistic in of_sums],
+            "jax": [float(value) for value in in_jax(sums)],
             "numpy": [float(statistic(metrics.total(sums))) for statistic in of_sums],
-            "parts": [float(part) for part in metrics.brier_parts(sums)],
+            "parts": [float(part) for part in metrics.brier_parts(jax.device_get(sums))],
         }
 
     want = figures(weight)
@@ -189,8 +211,8 @@ def test_sums_of_any_scale():
         got = figures(weight * np.float32(scale))
         for kind, values in want.items():
             np.testing.assert_allclose(got[kind], values, rtol=1e-12, atol=1e-15, err_msg=f"{kind}, x {scale}")
-    sums = metrics.calibration_sums(c, y, where=weight)
-    quarter = metrics.calibration_sums(c, y, where=weight / 4)
+    sums = sums_of(c, y, where=weight)
+    quarter = sums_of(c, y, where=weight / 4)
     assert np.isfinite(metrics.debiased_from_sums(sums))
     for fractional in (quarter, metrics.total(quarter)):
         with pytest.raises(ValueError, match="expected sums of whole counts"):
@@ -291,6 +313,24 @@ def test_grouping_loss_is_found_and_not_invented():
     # which leaves (1 − 0.12)² of it. Noise: 15 differences of accuracy, each of some (1/1100)^½, squared and debiased.
     assert 0.028 < found < 0.041
     assert abs(none) < 0.002
+
+
+def test_grouping_parts_are_their_formulas():
+    """Between regions, less the noise of their means; and what a line through each bin explains, less its chance."""
+    c, y, regions = metric_data.grouped()
+    bins, explained, bias, induced = oracle.bins_of(c, 5), 0.0, 0.0, 0.0
+    for b in range(5):
+        inside = bins == b
+        n, mean = inside.sum(), y[inside].mean()
+        for region in range(3):
+            own = y[inside & (regions == region)]
+            explained += len(own) * (own.mean() - mean) ** 2
+            bias += own.var(ddof=1)
+        bias -= y[inside].var(ddof=1)
+        line = np.polyval(np.polyfit(c[inside], y[inside], 1), c[inside])
+        induced += n * (line.var() - ((y[inside] - line) ** 2).mean() / (n - 2))
+    got = jax.jit(functools.partial(metrics.grouping_parts, number=3, bins=5))(c, y, regions)
+    assert_within(got, np.array([explained, bias, induced]) / len(c), 10 * EPS)
 
 
 def test_classwise():

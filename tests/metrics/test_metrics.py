@@ -54,8 +54,7 @@ def errors(confidence, correct, bins, closed, where=None):
     return {name: f(confidence, correct, bins=bins, closed=closed, where=where) for name, f in ERRORS.items()}
 
 
-@pytest.mark.parametrize("closed", ["right", "left"])
-@pytest.mark.parametrize("bins", [1, 10, 15])
+@pytest.mark.parametrize(("bins", "closed"), [(1, "right"), (10, "left"), (15, "right")])
 def test_against_the_loop(bins, closed):
     confidence, correct = tokens(bins=bins)
     want, counts = loop(confidence, correct, bins, closed)

@@ -1,6 +1,7 @@
 """A model with its head: probabilities of any text, and heads written to disk and read back."""
 
 import dataclasses
+import functools
 import gc
 import json
 import shutil
@@ -15,69 +16,80 @@ from tiny import VOCAB, WIDTH, dense_log_probs, make_lm, make_sequences, ragged
 import calibjax
 from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, calibrated_logprobs, load_head, save_head
 
-LM = make_lm()
 SEQUENCES = ragged(make_sequences(6))
 ALL = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
 
 
-def random_head(kind="mlp", lm=LM, log_factor=0.0, **options):
+NAMES = ("constant", "all features", "pooled", "transformer")
+
+
+@functools.cache
+def the_lm():
+    return make_lm()
+
+
+def random_head(kind="mlp", log_factor=0.0, **options):
     config = HeadConfig(kind=kind, hidden_size=WIDTH, identity_start=False, **options)
-    return FittedHead(config, jax.jit(config.init)(jax.random.key(2)), log_factor, lm.fingerprint)
+    return FittedHead(config, jax.jit(config.init)(jax.random.key(2, impl="rbg")), log_factor, the_lm().fingerprint)
 
 
-HEADS = {
-    "constant": FittedHead(
-        HeadConfig(kind="constant", hidden_size=WIDTH), {"log_scale": jnp.log(0.3)}, 0.0, LM.fingerprint
-    ),
-    "all features": random_head("linear", features=ALL),
-    "pooled": random_head("mlp", pooling="sequence"),
-    "transformer": random_head("transformer"),
-}
+@functools.cache
+def the_heads():
+    constant = HeadConfig(kind="constant", hidden_size=WIDTH)
+    return {
+        "constant": FittedHead(constant, {"log_scale": np.log(np.float32(0.3))}, 0.0, the_lm().fingerprint),
+        "all features": random_head("linear", features=ALL),
+        "pooled": random_head("mlp", pooling="sequence"),
+        "transformer": random_head("transformer"),
+    }
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", NAMES)
 def test_logprobs_are_a_distribution_with_the_same_argmax(name):
-    got = np.asarray(calibrated_logprobs(LM, HEADS[name], SEQUENCES.tokens), np.float64)
+    got = np.asarray(calibrated_logprobs(the_lm(), the_heads()[name], SEQUENCES.tokens), np.float64)
     assert got.shape == (*SEQUENCES.tokens.shape, VOCAB)
     np.testing.assert_allclose(np.exp(got).sum(-1), 1.0, atol=1e-5)
-    np.testing.assert_array_equal(got.argmax(-1), np.asarray(LM.logits(SEQUENCES.tokens)).argmax(-1))
-    confidence = calibrated_confidence(LM, HEADS[name], SEQUENCES.tokens)
+    np.testing.assert_array_equal(got.argmax(-1), np.asarray(the_lm().logits(SEQUENCES.tokens)).argmax(-1))
+    confidence = calibrated_confidence(the_lm(), the_heads()[name], SEQUENCES.tokens)
     np.testing.assert_allclose(confidence.confidence, np.exp(got.max(-1)), rtol=1e-5)
     np.testing.assert_array_equal(confidence.argmax, got.argmax(-1))
     # The temperature that is said is the one that was used.
     whole = make_sequences(6)._replace(tokens=SEQUENCES.tokens)
     log_scale = -np.log(np.asarray(confidence.temperature, np.float64))
-    np.testing.assert_allclose(got, dense_log_probs(LM, whole, log_scale), atol=2e-5)
+    np.testing.assert_allclose(got, dense_log_probs(the_lm(), whole, log_scale), atol=2e-5)
 
 
 def test_factor_is_applied():
-    plain = random_head("linear")
+    plain = the_heads()["all features"]
     refitted = dataclasses.replace(plain, log_factor=0.4)
     one, other = (
-        np.asarray(calibrated_confidence(LM, head, SEQUENCES.tokens).temperature) for head in (plain, refitted)
+        np.asarray(calibrated_confidence(the_lm(), head, SEQUENCES.tokens).temperature) for head in (plain, refitted)
     )
     np.testing.assert_allclose(other, one * np.exp(-0.4), rtol=1e-5)
-    probabilities = np.asarray(calibrated_logprobs(LM, refitted, SEQUENCES.tokens), np.float64)
+    probabilities = np.asarray(calibrated_logprobs(the_lm(), refitted, SEQUENCES.tokens), np.float64)
     whole = make_sequences(6)._replace(tokens=SEQUENCES.tokens)
-    np.testing.assert_allclose(probabilities, dense_log_probs(LM, whole, 0.4 - np.log(one)), atol=2e-5)
+    np.testing.assert_allclose(probabilities, dense_log_probs(the_lm(), whole, 0.4 - np.log(one)), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["transformer", "pooled"])
 def test_segments_do_not_see_each_other(name):
-    head, segments = HEADS[name], SEQUENCES.segment_ids
-    packed = calibrated_confidence(LM, head, SEQUENCES.tokens, segment_ids=segments)
+    head, segments = the_heads()[name], SEQUENCES.segment_ids
+    packed = calibrated_confidence(the_lm(), head, SEQUENCES.tokens, segment_ids=segments)
     assert not np.asarray(packed.confidence)[segments == 0].any()
     assert (np.asarray(packed.argmax)[segments == 0] == -1).all()
     row = int(np.argmax((segments == 2).sum(axis=1) * (segments == 0).any(axis=1)))
     inside = segments[row] == 2
-    alone = SEQUENCES.tokens[row][inside][None]
-    apart = calibrated_confidence(LM, head, alone)
+    alone, own = np.zeros((2, *segments.shape), np.int32)  # of the same shape: no other program
+    length = inside.sum()
+    alone[0, :length], own[0, :length] = SEQUENCES.tokens[row][inside], 1
+    apart = calibrated_confidence(the_lm(), head, alone, segment_ids=own)
     for field in ("argmax", "confidence", "temperature"):
-        got, expected = np.asarray(getattr(packed, field))[row][inside], np.asarray(getattr(apart, field))[0]
+        got, expected = np.asarray(getattr(packed, field))[row][inside], np.asarray(getattr(apart, field))[0, :length]
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=field)
     if name == "transformer":
-        logprobs = np.asarray(calibrated_logprobs(LM, head, SEQUENCES.tokens, segment_ids=segments))
-        np.testing.assert_allclose(logprobs[row][inside], calibrated_logprobs(LM, head, alone)[0], atol=2e-5)
+        logprobs = np.asarray(calibrated_logprobs(the_lm(), head, SEQUENCES.tokens, segment_ids=segments))
+        expected = np.asarray(calibrated_logprobs(the_lm(), head, alone, segment_ids=own))[0, :length]
+        np.testing.assert_allclose(logprobs[row][inside], expected, atol=2e-5)
 
 
 def test_ties_stay_with_the_base_model():
@@ -89,7 +101,9 @@ def test_ties_stay_with_the_base_model():
     lm = dataclasses.replace(base, params={**base.params, "unembedding": jnp.asarray(rows)})
     expected = np.asarray(lm.logits(SEQUENCES.tokens)).argmax(-1)
     for scale in (0.05, 0.4, 10.0):
-        head = dataclasses.replace(HEADS["constant"], params={"log_scale": jnp.log(scale)}, fingerprint=lm.fingerprint)
+        head = dataclasses.replace(
+            the_heads()["constant"], params={"log_scale": np.log(np.float32(scale))}, fingerprint=lm.fingerprint
+        )
         got = np.asarray(calibrated_logprobs(lm, head, SEQUENCES.tokens)).argmax(-1)
         np.testing.assert_array_equal(got, expected)
 
@@ -97,43 +111,43 @@ def test_ties_stay_with_the_base_model():
 def test_head_of_another_model():
     other = make_lm(seed=1)
     for call in (calibrated_logprobs, calibrated_confidence):
-        with pytest.raises(UserError, match=f"{LM.fingerprint[:12]}.*{other.fingerprint[:12]}"):
-            call(other, HEADS["pooled"], SEQUENCES.tokens)
+        with pytest.raises(UserError, match=f"{the_lm().fingerprint[:12]}.*{other.fingerprint[:12]}"):
+            call(other, the_heads()["pooled"], SEQUENCES.tokens)
 
 
 @pytest.mark.parametrize("tokens", [np.zeros((1, 33), np.int32), np.zeros((1, 3), np.float32), np.zeros(3, np.int32)])
 def test_tokens_that_do_not_fit(tokens):
     for call in (calibrated_logprobs, calibrated_confidence):
         with pytest.raises(UserError, match="tokens: "):
-            call(LM, HEADS["constant"], tokens)
+            call(the_lm(), the_heads()["constant"], tokens)
 
 
 # --- on disk ---
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", NAMES)
 def test_written_and_read_back(tmp_path, name):
-    head = dataclasses.replace(HEADS[name], log_factor=1 / 3)
+    head = dataclasses.replace(the_heads()[name], log_factor=1 / 3)
     save_head(tmp_path / "run" / "head", head, notes={"loss": "joint"})
     for path in (tmp_path / "run", tmp_path / "run" / "head", str(tmp_path / "run")):
-        got = load_head(path, LM)
+        got = load_head(path, the_lm())
         assert (got.config, got.log_factor, got.fingerprint) == (head.config, head.log_factor, head.fingerprint)
         assert jax.tree.structure(got.params) == jax.tree.structure(head.params)
         chex.assert_trees_all_equal(got.params, head.params, strict=True)
     assert json.loads((tmp_path / "run" / "head" / "head.json").read_text())["notes"] == {"loss": "joint"}
-    one, other = (calibrated_confidence(LM, h, SEQUENCES.tokens).confidence for h in (got, head))
+    one, other = (calibrated_confidence(the_lm(), h, SEQUENCES.tokens).confidence for h in (got, head))
     np.testing.assert_array_equal(one, other)
 
 
 def test_a_head_is_replaced_as_a_whole(tmp_path):
-    save_head(tmp_path / "head", HEADS["pooled"])
-    save_head(tmp_path / "head", HEADS["constant"])
+    save_head(tmp_path / "head", the_heads()["pooled"])
+    save_head(tmp_path / "head", the_heads()["constant"])
     assert load_head(tmp_path / "head").config.kind == "constant"
     assert sorted(entry.name for entry in (tmp_path / "head").iterdir()) == ["checksums.json", "head.json", "params"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
     (tmp_path / "head" / "thesis.txt").write_text("")
     with pytest.raises(UserError, match=r"not part of the new result \(thesis\.txt\)"):
-        save_head(tmp_path / "head", HEADS["pooled"])
+        save_head(tmp_path / "head", the_heads()["pooled"])
     assert load_head(tmp_path / "head").config.kind == "constant"
     assert (tmp_path / "head" / "thesis.txt").exists()
 
@@ -145,9 +159,9 @@ def test_heads_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r"expected a head .* found none"):
         load_head(tmp_path / "nowhere")
     directory = tmp_path / "head"
-    save_head(directory, HEADS["pooled"])
+    save_head(directory, the_heads()["pooled"])
     other = make_lm(seed=1)
-    with pytest.raises(UserError, match=f"another base model .*{LM.fingerprint[:12]}.*{other.fingerprint[:12]}"):
+    with pytest.raises(UserError, match=f"another base model .*{the_lm().fingerprint[:12]}.*{other.fingerprint[:12]}"):
         load_head(directory, other)
 
     (directory / "checksums.json").unlink()

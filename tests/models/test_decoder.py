@@ -71,8 +71,19 @@ def random_params(config, seed=0):
     )
 
 
-def random_tokens(config, shape, seed=2):
-    return jax.random.randint(jax.random.key(seed), shape, 0, config.vocab_size)
+def random_tokens(config, shape=(2, 12), seed=2):
+    return np.random.default_rng(seed).integers(0, config.vocab_size, shape, np.int32)
+
+
+def with_value(array, index, value):
+    changed = array.copy()
+    changed[index] = value
+    return changed
+
+
+def run_segments(config, tokens, segments=np.ones((2, 12), np.int32)):  # noqa: B008
+    """Hidden states of all layers, on the host: the one program of each configuration that most tests share."""
+    return np.asarray(run_hidden(config, random_params(config), tokens, segment_ids=segments, layers="all"))
 
 
 def relative_error(got, expected):
@@ -80,7 +91,9 @@ def relative_error(got, expected):
     return np.abs(got - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("stories260K", "craftgpt-5M") else pytest.mark.slow) for n in MODELS]
+)
 def test_golden(name):
     model = load_model(model_path(name))
     golden = np.load(model_path(name) / "golden.npz")
@@ -90,44 +103,46 @@ def test_golden(name):
     errors.append(relative_error(model.logits(golden["input_ids"]), golden["logits"]))
     print(name, [f"{error:.1e}" for error in errors])
     assert max(errors) <= 1e-5
-    np.testing.assert_allclose(model.hidden_states(golden["input_ids"]), hidden[-1], rtol=0, atol=1e-5)
+    if name == "stories260K":
+        np.testing.assert_allclose(model.hidden_states(golden["input_ids"]), hidden[-1], rtol=0, atol=1e-5)
 
 
 @ALL_CONFIGS
 def test_packed_sequences_equal_separate_ones(config):
-    params, tokens = random_params(config), random_tokens(config, (2, 12))
-    segments = jnp.array([[1] * 5 + [2] * 5 + [0] * 2, [3] * 7 + [1] * 5])
-    packed = run_hidden(config, params, tokens, segment_ids=segments, layers="all")
+    params, tokens = random_params(config), random_tokens(config)
+    segments = np.array([[1] * 5 + [2] * 5 + [0] * 2, [3] * 7 + [1] * 5], np.int32)
+    packed = run_segments(config, tokens, segments)
     assert np.isfinite(packed).all()
     for row, part in [(0, slice(0, 5)), (0, slice(5, 10)), (1, slice(7, 12))]:
         alone = run_hidden(config, params, tokens[row : row + 1, part], layers="all")
         assert relative_error(packed[:, row : row + 1, part], alone) < 2e-6
 
-    changed = run_hidden(config, params, tokens.at[0, 10:].set(0), segment_ids=segments, layers="all")
+    changed = run_segments(config, with_value(tokens, np.s_[0, 10:], 0), segments)
     np.testing.assert_array_equal(changed[:, 0, :10], packed[:, 0, :10])
 
 
 @CONFIGS
 def test_explicit_positions_and_causality(config):
-    params, tokens = random_params(config), random_tokens(config, (2, 8))
-    hidden = run_hidden(config, params, tokens)
-    positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
-    np.testing.assert_array_equal(hidden, run_hidden(config, params, tokens, positions=positions))
+    params, tokens = random_params(config), random_tokens(config)
+    hidden = run_segments(config, tokens)[-1]
+    run = functools.partial(run_hidden, config, params, tokens, segment_ids=np.ones((2, 12), np.int32), layers="all")
+    positions = np.broadcast_to(np.arange(12, dtype=np.int32), (2, 12))
+    np.testing.assert_array_equal(run(positions=positions)[-1], hidden)
     # Rotary positions are relative, so a shift changes nothing; learned ones are not.
-    shifted = relative_error(run_hidden(config, params, tokens, positions=positions + 3), hidden)
+    shifted = relative_error(run(positions=positions + 3)[-1], hidden)
     assert (shifted < 1e-5) == (config.positions == "rope")
-    changed = run_hidden(config, params, tokens.at[:, 5].add(1) % config.vocab_size)
+    changed = run_segments(config, with_value(tokens, np.s_[:, 5], (tokens[:, 5] + 1) % config.vocab_size))[-1]
     np.testing.assert_array_equal(changed[:, :5], hidden[:, :5])
     assert (np.abs(changed[:, 5:] - hidden[:, 5:]).max(-1) > 1e-6).all()
 
 
 @CONFIGS
 def test_logits_are_hidden_states_times_unembedding(config):
-    config = dataclasses.replace(config, logit_softcap=2.0)
-    params, tokens = random_params(config), random_tokens(config, (2, 6))
-    hidden = np.asarray(run_hidden(config, params, tokens), np.float64)
+    params, tokens = random_params(config), random_tokens(config)
+    hidden = run_segments(config, tokens)[-1].astype(np.float64)
     expected = 2.0 * np.tanh(hidden @ np.asarray(models.unembedding(config, params), np.float64).T / 2.0)
-    np.testing.assert_allclose(run_logits(config, params, tokens), expected, rtol=0, atol=1e-5)
+    capped = dataclasses.replace(config, logit_softcap=2.0)
+    np.testing.assert_allclose(run_logits(capped, params, tokens), expected, rtol=0, atol=1e-5)
 
 
 @ALL_CONFIGS
@@ -146,7 +161,9 @@ def test_a_window_ends_at_its_length():
     """One layer, one window of 3: a change at t is seen at t, t + 1, t + 2, and at no other token."""
     config = dataclasses.replace(LLAMA, num_layers=1, local_layers=(True,), window=3)
     params, tokens = random_params(config), random_tokens(config, (1, 9))
-    before, after = (run_hidden(config, params, t)[0] for t in (tokens, tokens.at[0, 4].add(1) % config.vocab_size))
+    before, after = (
+        run_hidden(config, params, t)[0] for t in (tokens, with_value(tokens, (0, 4), (tokens[0, 4] + 1) % 37))
+    )
     changed = np.abs(np.asarray(before) - np.asarray(after)).max(-1) > 0
     np.testing.assert_array_equal(changed, [False] * 4 + [True] * 3 + [False] * 2)
 
@@ -186,9 +203,9 @@ def test_no_recompilation_on_the_second_call():
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(duration)
 
-    model = LanguageModel.from_params(LLAMA, random_params(LLAMA))
+    model = model_in_memory()
     other = LanguageModel.from_params(LLAMA, random_params(LLAMA, seed=5))
-    batches = [np.asarray(random_tokens(LLAMA, (2, 11), seed)) for seed in (1, 2)]
+    batches = [random_tokens(LLAMA, (2, 11), seed) for seed in (1, 2)]
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
         first = model.logits(batches[0]), model.hidden_states(batches[0], layers="all")
@@ -202,9 +219,15 @@ def test_no_recompilation_on_the_second_call():
 
 
 def test_a_token_beyond_the_vocabulary_is_not_clamped():
-    hidden = run_hidden(LLAMA, random_params(LLAMA), jnp.array([[1, LLAMA.vocab_size], [1, LLAMA.vocab_size - 1]]))
-    assert np.isnan(hidden[0, 1]).all()
+    tokens = with_value(random_tokens(LLAMA), (0, 11), LLAMA.vocab_size)
+    hidden = run_segments(LLAMA, with_value(tokens, (1, 11), LLAMA.vocab_size - 1))[-1]
+    assert np.isnan(hidden[0, 11]).all()
     assert np.isfinite(hidden[1]).all()
+
+
+@functools.cache
+def model_in_memory():
+    return LanguageModel.from_params(LLAMA, random_params(LLAMA))
 
 
 @pytest.mark.parametrize(
@@ -219,9 +242,8 @@ def test_a_token_beyond_the_vocabulary_is_not_clamped():
     ],
 )
 def test_bad_inputs(tokens, options, message):
-    model = LanguageModel.from_params(LLAMA, random_params(LLAMA))
     with pytest.raises(UserError, match=message):
-        model.hidden_states(tokens, **options)
+        model_in_memory().hidden_states(tokens, **options)
 
 
 def test_bad_configurations():
@@ -245,7 +267,7 @@ def test_bad_configurations():
 
 
 def test_model_in_memory():
-    params = models.init_params(LLAMA, jax.random.key(0))
+    params = models.init_params(LLAMA, jax.random.key(0, impl="rbg"))
     model = LanguageModel.from_params(LLAMA, params)
     assert not model.has_tokenizer
     with pytest.raises(UserError, match="made in memory without a tokenizer"):

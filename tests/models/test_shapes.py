@@ -10,13 +10,18 @@ from published_sizes import PUBLISHED
 from calibjax import models
 from calibjax.models.shapes import SHAPES
 
+FIRST = {config.family: name for name, config in reversed(SHAPES.items())}
+"""Of each family one; the others differ in sizes."""
+
 
 def test_every_shape_has_a_published_count():
     assert SHAPES.keys() == PUBLISHED.keys()
     assert {config.family for config in SHAPES.values()} <= models.FAMILIES.keys()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST.values() else pytest.mark.slow) for name in SHAPES]
+)
 def test_parameters_of_published_models(name):
     config = SHAPES[name]
     params = models.abstract_params(config, jnp.bfloat16)

@@ -95,15 +95,14 @@ def bits(tree):
 
 
 def flip_bits(directory, load, expected, *, count, seed):
-    """Flips `count` bits, one at a time: one in each file, the others anywhere; counts the outcomes.
+    """Flips one bit in each file, one at a time, and `count` anywhere; counts the outcomes.
 
     `load` returns what `expected` is where the flip changes nothing, and raises UserError where it is found.
     """
     rng = np.random.default_rng(seed)
     files = [file for file in sorted(directory.rglob("*")) if file.is_file() and file.stat().st_size]
-    assert count >= len(files)
     sizes = np.array([file.stat().st_size for file in files])
-    more = rng.choice(len(files), count - len(files), p=sizes / sizes.sum())
+    more = rng.choice(len(files), count, p=sizes / sizes.sum())
     outcomes = Counter()
     for file in [*files, *(files[number] for number in more)]:
         content = file.read_bytes()
@@ -154,7 +153,11 @@ def cut_files(directory, load, expected, *, count, seed):
 
 def flip_head(folder, count, seed=1, harm=flip_bits):
     config = HeadConfig(hidden_size=16, kind="mlp")
-    save_head(folder / "head", FittedHead(config, config.init(jax.random.key(0)), 1 / 3, "ab" * 32), notes={"a": 1})
+    save_head(
+        folder / "head",
+        FittedHead(config, jax.jit(config.init)(jax.random.key(0, impl="rbg")), 1 / 3, "ab" * 32),
+        notes={"a": 1},
+    )
 
     def load():
         head = load_head(folder / "head")
@@ -217,10 +220,10 @@ def load_in(directory, load):
     return named
 
 
-@pytest.mark.parametrize(("flip", "count"), [(flip_head, 22), (flip_model, 20), (flip_training_checkpoint, 40)])
+@pytest.mark.parametrize(("flip", "count"), [(flip_head, 14), (flip_model, 1), (flip_training_checkpoint, 4)])
 def test_a_flipped_bit_is_found_or_harmless(tmp_path, flip, count):
     outcomes = flip(tmp_path, count)
-    assert outcomes.total() == count
+    assert outcomes.total() > count
     assert outcomes["found"] >= 3, outcomes  # most bits of some files do not matter
 
 
@@ -235,7 +238,7 @@ def test_a_file_that_is_missing_or_cut_is_found_or_harmless(tmp_path, flip):
 def test_the_array_is_named(tmp_path, capsys):
     """Weights that differ in one bit, in a sound Orbax directory: a head's and a model's."""
     config = HeadConfig(hidden_size=16, kind="linear")
-    params = config.init(jax.random.key(0))
+    params = jax.jit(config.init)(jax.random.key(0, impl="rbg"))
     head = FittedHead(config, params, 0.0, "ab" * 32)
     save_head(tmp_path / "head", head)
     path, leaf = jax.tree_util.tree_leaves_with_path(params)[0]
@@ -286,7 +289,7 @@ NEW = ("checksums", "tensor_dtypes")
 def test_heads_of_earlier_versions(tmp_path, caplog):
     lm = make_lm()
     config = HeadConfig(hidden_size=16, kind="linear")
-    head = FittedHead(config, config.init(jax.random.key(0)), 0.5, lm.fingerprint)
+    head = FittedHead(config, jax.jit(config.init)(jax.random.key(0, impl="rbg")), 0.5, lm.fingerprint)
     save_head(tmp_path / "head", head)
     assert bits(load_head(tmp_path / "head", lm).params) == bits(head.params)
     assert not caplog.records
