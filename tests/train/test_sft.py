@@ -76,7 +76,7 @@ def assert_close(got, expected, bound):
     ids=["everything", "brier"],
 )
 def test_gradient_equals_the_dense_formula(changes, options):
-    """Smoothing without a soft-cap: that of adapters below, and the steps that are PyTorch's."""
+    """Smoothing without a soft-cap: that of the adapters below, and of the steps that are PyTorch's."""
     lm, batch = setting(**changes)
     objective = SftObjective(model=lm.config, **options)
     (loss, tokens), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(lm.params, None, batch, {})
@@ -196,6 +196,7 @@ def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
     np.testing.assert_array_equal(logged(tmp_path / "killed"), logged(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
