@@ -76,7 +76,11 @@ def test_help(capsys, command, named):
     assert "Attributes:" not in shown
 
 
-@pytest.mark.parametrize("command", [["train/ats.py"], ["-m", "calibjax.cli", "train", "ats"]], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [["train/ats.py"], pytest.param(["-m", "calibjax.cli", "train", "ats"], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_script_is_the_command(command):
     done = subprocess.run(
         [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ

@@ -160,6 +160,7 @@ def test_top_folders_are_no_packages():
     assert not [name for name in ("kernels", "train", "eval", "tests") if (ROOT / name / "__init__.py").exists()]
 
 
+@pytest.mark.slow
 def test_transformers_beside_our_folders(tmp_path):
     """A top-level package `kernels` would be taken by transformers for the one of Hugging Face."""
     write_model(tmp_path / "model")

@@ -444,8 +444,8 @@ class Block(nn.Module):
         >>> config = BlockConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
         >>> hidden = jnp.ones((1, 3, 8))
         >>> context = sequence_context(config, jnp.arange(3)[None])
-        >>> params = Block(config).init(jax.random.key(0), hidden, context)
-        >>> Block(config).apply(params, hidden, context).shape
+        >>> params = jax.jit(Block(config).init)(jax.random.key(0), hidden, context)
+        >>> jax.jit(Block(config).apply)(params, hidden, context).shape
         (1, 3, 8)
     """
 

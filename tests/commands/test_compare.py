@@ -65,11 +65,6 @@ def compare(capsys, *options):
     return code, json.loads(printed.out) if printed.out else None, printed.err
 
 
-def without_times(document):
-    rows = document["held_out"]["methods"]
-    return {name: {k: v for k, v in row.items() if k != "fit_seconds"} for name, row in rows.items()}
-
-
 def halves(file):
     """The split that the command makes, as float64 arrays."""
     return [part.predictions for part in split_table(read_table(file), 0.6, 0)]
@@ -168,17 +163,16 @@ def test_confidence_temperature_is_logistic_regression_without_intercept(files):
 
 
 @pytest.mark.parametrize("kind", ["logits", "binary"])
-def test_every_format_gives_the_same(files, capsys, kind):
-    documents = []
-    for suffix in ("csv", "parquet", "jsonl", "npz"):
-        code, document, _ = compare(capsys, "--table", files / f"{kind}.{suffix}", "--methods", "platt,histogram")
-        assert code == 0
-        documents.append(without_times(document))
-    assert documents[0]["platt"]["ece"]["low"] < documents[0]["platt"]["ece"]["high"]
-    for other in documents[1:]:
-        assert other == documents[0]
-    reference = "temperature" if kind == "logits" else "confidence_temperature"
-    assert set(documents[0]) == {"uncalibrated", reference, "platt", "histogram"}
+def test_every_format_gives_the_same(files, kind):
+    """The rest of the command sees only what is read."""
+    expected = read_table(files / f"{kind}.npz")
+    for suffix in ("csv", "parquet", "jsonl"):
+        got = read_table(files / f"{kind}.{suffix}")
+        for one, other in zip((*got.predictions, got.groups), (*expected.predictions, expected.groups), strict=True):
+            assert (one is None) == (other is None), suffix
+            if one is not None:
+                same = np.asarray(one, np.float32), np.asarray(other, np.float32)
+                np.testing.assert_array_equal(*same, err_msg=suffix)
 
 
 def test_probabilities_are_logits(files):

@@ -109,16 +109,21 @@ def test_divergence_over_ragged_chunks(softcap):
     log_p = log_softmax(z)
     expected = (np.exp(log_p[:1]) * (log_p[:1] - log_p[1:])).sum(-1)
     states, weights, bias = (jnp.asarray(x, jnp.float32) for x in (states, weights, bias))
-    normalizer = vocab_stats(states, weights, bias=bias, softcap=softcap).require("log_normalizer")
-    got = kl_divergences(
-        states[0],
-        states[1:],
-        weights,
-        log_normalizer=normalizer[0],
-        other_log_normalizers=normalizer[1:],
-        bias=bias,
-        softcap=softcap,
-    )
+
+    @jax.jit
+    def divergences(states, weights, bias):
+        normalizer = vocab_stats(states, weights, bias=bias, softcap=softcap).require("log_normalizer")
+        return kl_divergences(
+            states[0],
+            states[1:],
+            weights,
+            log_normalizer=normalizer[0],
+            other_log_normalizers=normalizer[1:],
+            bias=bias,
+            softcap=softcap,
+        )
+
+    got = divergences(states, weights, bias)
     print(np.abs(got - expected).max())
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -159,7 +164,7 @@ def test_an_edit_in_the_null_space_is_a_temperature():
         positions=SEQUENCES.positions,
         edit=jnp.asarray(edit),
     )
-    stats = vocab_stats(hidden, lm.unembedding, SEQUENCES.targets)
+    stats = jax.device_get(jax.jit(vocab_stats)(hidden, lm.unembedding, SEQUENCES.targets))
     for name, got, value in (
         ("confidence", stats.confidence(), np.exp(log_p.max(-1))),
         ("log_prob", stats.log_prob(), np.take_along_axis(log_p, SEQUENCES.targets[..., None], -1)[..., 0]),

@@ -1,6 +1,7 @@
 """Benchmarks over small local files against float64 by hand; the prompts against those of the harness."""
 
 import dataclasses
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -65,11 +66,12 @@ def material(tmp_path_factory):
         }
         for n in range(COUNT)
     ]
-    trivia = []
-    for n in range(COUNT):
-        context = f"Question: {words(40, 41) if n == 4 else words(1, 6)}\nAnswer:"
-        found = generate(lm, [trivia_prompt(lm, context)], max_new_tokens=4).texts(lm.tokenizer)[0]
-        trivia.append({"context": context, "answer": "w0 w0", "aliases": [found.upper() if n % 3 else "w1 w1 w1"]})
+    contexts = [f"Question: {words(40, 41) if n == 4 else words(1, 6)}\nAnswer:" for n in range(COUNT)]
+    texts = generate(lm, [trivia_prompt(lm, context) for context in contexts], max_new_tokens=4).texts(lm.tokenizer)
+    trivia = [
+        {"context": context, "answer": "w0 w0", "aliases": [found.upper() if n % 3 else "w1 w1 w1"]}
+        for n, (context, found) in enumerate(zip(contexts, texts, strict=True))
+    ]
     write(folder, "llm_foundry_eval/arc_easy.jsonl.gz", arc)
     write(folder, "truthfulqa/truthfulqa.jsonl.gz", truthful)
     write(folder, "triviaqa/triviaqa_sm_sub.jsonl.gz", trivia)
@@ -85,13 +87,18 @@ def run(material):
     return run, benchmarks.run(run, log=lambda _: None)
 
 
+@functools.cache
+def logits(lm, ids):
+    tokens = np.zeros((1, 32), np.int32)  # one shape: causal, so that what comes later does not matter
+    tokens[0, : len(ids)] = ids
+    return np.asarray(lm.logits(tokens), np.float64)[0]
+
+
 def log_probs(lm, before, after, temperature):
     """Of each token of the continuation, float64; texts or ids."""
     first, last = (lm.tokenizer.encode(x) if isinstance(x, str) else list(x) for x in (before, after))
     ids = first + last  # a tokenizer of words: the whole is its parts
-    tokens = np.zeros((1, 32), np.int32)  # one shape: causal, so that what comes later does not matter
-    tokens[0, : len(ids)] = ids
-    z = np.asarray(lm.logits(tokens), np.float64)[0] / temperature
+    z = logits(lm, tuple(ids)) / temperature
     z = z - z.max(-1, keepdims=True)
     z = z - np.log(np.exp(z).sum(-1, keepdims=True))
     return z[np.arange(len(first) - 1, len(ids) - 1), last]
@@ -111,7 +118,12 @@ def test_figures_are_those_by_hand(material, run, task, method, temperature):
     _, lm, arc, _, trivia = material
     if task == "triviaqa":
         prompts = [trivia_prompt(lm, row["context"]) for row in trivia]
-        texts = [generate(lm, [ids], max_new_tokens=4).texts(lm.tokenizer)[0] for ids in prompts]
+        texts = []
+        for ids in prompts:  # the most likely token, one after the other
+            found = []
+            while len(found) < 4 and lm.tokenizer.eos_token_id not in found:
+                found.append(int(logits(lm, (*ids, *found))[len(ids) + len(found) - 1].argmax()))
+            texts.append(lm.tokenizer.decode(found, skip_special_tokens=True))
         each = [log_probs(lm, *pair, temperature) for pair in zip(prompts, texts, strict=True)]
         confidence = np.array([np.exp(values.mean()) for values in each])
         correct = np.array([row["aliases"][0].lower() == text for row, text in zip(trivia, texts, strict=True)])

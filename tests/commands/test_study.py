@@ -46,7 +46,7 @@ def constant(log_scale):
 def figures_of(log_scale, rows):
     """`FIGURES` of the sequences `rows` in float64, from the dense logits."""
     chosen = SEQUENCES.take(rows)
-    log_p = dense_log_probs(LM, chosen, log_scale)
+    log_p = dense_log_probs(LM, SEQUENCES, log_scale)[rows]
     right = (log_p.argmax(axis=-1) == chosen.targets)[chosen.where]
     c = np.exp(log_p.max(axis=-1))[chosen.where]
     bins = np.ceil(c * BINS).astype(int)

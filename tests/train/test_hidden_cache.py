@@ -25,8 +25,7 @@ def arrays(directory, mode, lm=LM, sequences=SEQUENCES):
     return got, given, lines
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("mode", ["memory", "disk"])
+@pytest.mark.parametrize(("mode", "dtype"), [("memory", jnp.float32), ("disk", jnp.bfloat16)])
 def test_kept_are_the_hidden_states(tmp_path, mode, dtype):
     lm = make_lm(dtype=dtype)
     got, given, lines = arrays(tmp_path, mode, lm)

@@ -21,7 +21,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import options_identity
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import OptimizerConfig, create_state, make_train_step
-from calibjax.train.sft import SftObjective, SftOptions, fit_sft
+from calibjax.train.sft import SftObjective, SftOptions, fit_sft, split_validation
 from calibjax.train.tuning import first_state
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -32,11 +32,13 @@ def setting(count=8, **changes):
     return lm, {name: jnp.asarray(value) for name, value in sequences.arrays().items()}
 
 
+def abstract_adapters(lm, lora):
+    return jax.eval_shape(lambda key: decoder.init_adapters(lm.config, lora, key), jax.random.key(0))
+
+
 def random_adapters(lm, lora=LORA):
-    adapters = decoder.init_adapters(lm.config, lora, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(adapters)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return jax.tree.unflatten(tree, [0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), abstract_adapters(lm, lora))
 
 
 def dense(objective, params, batch):
@@ -55,8 +57,9 @@ def dense(objective, params, batch):
 
 
 def assert_close(got, expected, bound):
+    got, expected = jax.device_get((got, expected))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
-        error = float(jnp.abs(a - b).max() / (jnp.abs(b).max() + 1e-30))
+        error = float(np.abs(a - b).max() / (np.abs(b).max() + 1e-30))
         print(f"{jax.tree_util.keystr(path)}: {error:.1e}")
         assert error < bound, jax.tree_util.keystr(path)
 
@@ -64,16 +67,16 @@ def assert_close(got, expected, bound):
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
-        ({}, {"label_smoothing": 0.1, "remat": "full"}),
         (
             {"tie_embeddings": True, "logit_softcap": 3.0},
             {"label_smoothing": 0.3, "z_loss": 1e-2, "temperature": 1.7, "remat": "dots"},
         ),
         ({}, {"loss": "brier", "temperature": 1.7, "remat": "full"}),
     ],
-    ids=["smoothed", "everything", "brier"],
+    ids=["everything", "brier"],
 )
 def test_gradient_equals_the_dense_formula(changes, options):
+    """Smoothing without a soft-cap: that of the adapters below, and of the steps that are PyTorch's."""
     lm, batch = setting(**changes)
     objective = SftObjective(model=lm.config, **options)
     (loss, tokens), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(lm.params, None, batch, {})
@@ -89,7 +92,7 @@ def test_adapters_are_trained_and_nothing_else():
     objective = SftObjective(model=lm.config, label_smoothing=0.1, lora=LORA)
     (loss, _), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(adapters, lm.params, batch, {})
     plain = dataclasses.replace(objective, lora=None)
-    merged = LORA.merge(lm.params, adapters)
+    merged = jax.eval_shape(LORA.merge, lm.params, adapters)
 
     def through_merged(adapters):
         return dense(plain, LORA.merge(lm.params, adapters), batch)
@@ -98,10 +101,10 @@ def test_adapters_are_trained_and_nothing_else():
     np.testing.assert_allclose(loss, expected, rtol=2e-6)
     assert_close(gradient, dense_gradient, 2e-5)
     untouched = decoder.init_adapters(lm.config, LORA, jax.random.key(5))
-    same = LORA.merge(lm.params, untouched)
+    same = jax.jit(LORA.merge)(lm.params, untouched)
     chex.assert_trees_all_equal(same, lm.params)
     assert jax.tree.structure(merged) == jax.tree.structure(lm.params)
-    attention = decoder.init_adapters(lm.config, LoraConfig(targets="attention"), jax.random.key(0))
+    attention = abstract_adapters(lm, LoraConfig(targets="attention"))
     assert set(attention["layers"]) == {"attention"}
     assert set(attention["layers"]["attention"]) == {"q", "k", "v", "o"}
 
@@ -115,40 +118,41 @@ def test_validation_is_the_likelihood_alone():
     assert state.params["w"].dtype == jnp.float32
 
 
-def test_the_second_step_compiles_nothing():
-    lm, batch = setting()
-    step = make_train_step(SftObjective(model=lm.config), OptimizerConfig().build(3))
-    state = create_state(jax.tree.map(jnp.copy, lm.params), OptimizerConfig().build(3))
-    for _ in range(3):
-        state, _ = step(state, None, batch, {})
-    assert step._cache_size() == 1
-
-
 def test_sum_moves_by_the_number_of_tokens():
+    """A bound that the gradient does not reach changes nothing; and the second step compiles nothing."""
     lm, batch = setting()
     optimizer = optax.sgd(1e-3)
     moved = {}
     for reduction in ("mean", "sum"):
-        step = make_train_step(SftObjective(model=lm.config), optimizer, reduction=reduction)
-        state, metrics = step(create_state(jax.tree.map(jnp.copy, lm.params), optimizer), None, batch, {})
-        moved[reduction] = np.asarray(state.params["unembedding"] - lm.params["unembedding"])
+        step = make_train_step(SftObjective(model=lm.config), optimizer, reduction=reduction, clip_norm=1e6)
+        state, metrics = step(create_state(jax.tree.map(jnp.array, lm.params), optimizer), None, batch, {})
+        moved[reduction] = np.asarray(state.params["unembedding"]) - np.asarray(lm.params["unembedding"])
+    for _ in range(2):
+        state, _ = step(state, None, batch, {})
+    assert step._cache_size() == 1
     tokens = float(batch["where"].sum())
     assert float(metrics.tokens) == tokens
     # What moved is read off parameters of size 1, each rounded to half a unit in its last place.
     np.testing.assert_allclose(moved["sum"], tokens * moved["mean"], atol=1.5 * tokens * np.finfo(np.float32).eps)
 
 
-@pytest.mark.parametrize("clip_norm", [1e-3, 1e6])
-def test_clipping_is_optaxs(clip_norm):
+def test_clipping_is_optaxs():
     lm, batch = setting()
-    objective, plain = SftObjective(model=lm.config), optax.sgd(1.0)
-    gradient = jax.jit(jax.grad(lambda p: objective(p, None, batch, {})[0] / batch["where"].sum()))(lm.params)
-    clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradient, optax.EmptyState())
+    objective, plain, clip_norm = SftObjective(model=lm.config), optax.sgd(1.0), 1e-3
+
+    @jax.jit
+    def expected(params):
+        gradient = jax.grad(lambda p: objective(p, None, batch, {})[0] / batch["where"].sum())(params)
+        clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradient, optax.EmptyState())
+        return clipped, optax.tree.norm(gradient)
+
+    clipped, norm = jax.device_get(expected(lm.params))
     step = make_train_step(objective, plain, clip_norm=clip_norm)
-    state, metrics = step(create_state(jax.tree.map(jnp.copy, lm.params), plain), None, batch, {})
-    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-5)
-    for new, old, g in zip(*map(jax.tree.leaves, (state.params, lm.params, clipped)), strict=True):
-        np.testing.assert_allclose(new, old - g, atol=1e-5 * float(jnp.abs(g).max()) + 3e-7)
+    state, metrics = step(create_state(jax.tree.map(jnp.array, lm.params), plain), None, batch, {})
+    assert norm > 10 * clip_norm
+    np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
+    for new, old, g in zip(*map(jax.tree.leaves, jax.device_get((state.params, lm.params, clipped))), strict=True):
+        np.testing.assert_allclose(new, old - g, atol=1e-5 * float(np.abs(g).max()) + 3e-7)
 
 
 # --- whole fits ---
@@ -182,6 +186,7 @@ def test_meshes_give_the_losses_of_one_device(tmp_path, lora_rank):
             assert spec == (2, 16 // shape[1], 20 if shape[2] == 8 else 20 // shape[2])  # 8 does not divide 20
 
 
+@pytest.mark.slow
 def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
     whole = fit(tmp_path / "whole", epochs=4, checkpoint_every=2)
     with killed_at_step(6):
@@ -191,6 +196,7 @@ def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
     np.testing.assert_array_equal(logged(tmp_path / "killed"), logged(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
@@ -201,8 +207,8 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
     sequences, _ = load_sequences(read_source(text), lm.tokenizer, seq_len=12, layout="full")
     options = {"validation_fraction": 0.05, "epochs": 5, "weight_decay": 0.01, "schedule": "linear"}
     # Batches of all sequences: their order is nothing to agree on.
-    rows = fit(tmp_path / "count", lm, sequences=sequences, epochs=1, batch_size=1).report["windows"]["train"]
-    fitted = fit(tmp_path / "fit", lm, sequences=sequences, batch_size=rows, warmup_fraction=0.2, **options)
+    train_rows, _ = split_validation(sequences, SftOptions(**options), 0)
+    fitted = fit(tmp_path / "fit", lm, sequences=sequences, batch_size=len(train_rows), warmup_fraction=0.2, **options)
     save_model(tmp_path / "tuned", fitted.config, fitted.params, like=source, shard_bytes=3000)
     assert len(list((tmp_path / "tuned").glob("*.safetensors"))) > 1
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
@@ -211,9 +217,6 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
     ours = np.asarray(tuned.logits(tokens))
     np.testing.assert_allclose(theirs(torch.tensor(tokens)).logits.detach().numpy(), ours, atol=2e-5)
 
-    from calibjax.train.sft import split_validation
-
-    train_rows, _ = split_validation(sequences, SftOptions(**options), 0)
     model = AutoModelForCausalLM.from_pretrained(source)
     inputs = torch.tensor(sequences.tokens[train_rows])
     targets = torch.tensor(sequences.targets[train_rows]).long()
@@ -304,16 +307,15 @@ def test_command(tmp_path, capsys):
 
 def test_optimisers_and_schedules():
     linear = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_fraction=0.2).rate(10)
-    np.testing.assert_allclose([linear(i) for i in range(11)], [0, 0.5, *np.arange(8, -1, -1) / 8], atol=1e-6)
+    np.testing.assert_allclose(jax.vmap(linear)(jnp.arange(11)), [0, 0.5, *np.arange(8, -1, -1) / 8], atol=1e-6)
     constant = OptimizerConfig(learning_rate=0.5, schedule="constant", warmup_fraction=0.0).rate(10)
     assert float(constant(9)) == 0.5
-    params = {"a": jax.random.normal(jax.random.key(0), (130, 140))}
-    gradient = {"a": jax.random.normal(jax.random.key(1), (130, 140))}
+    rng = np.random.default_rng(0)
+    params, gradient = ({"a": jnp.asarray(rng.normal(size=(130, 140)), jnp.float32)} for _ in range(2))
     ours = OptimizerConfig(kind="adafactor", learning_rate=0.1, schedule="constant", warmup_fraction=0, clip_norm=None)
     optimizer = ours.build(10)
     theirs = optax.adafactor(0.1, multiply_by_parameter_scale=False)
-    expected, _ = theirs.update(gradient, theirs.init(params), params)
-    got, _ = optimizer.update(gradient, optimizer.init(params), params)
+    expected, got = (jax.jit(lambda o=o: o.update(gradient, o.init(params), params)[0])() for o in (theirs, optimizer))
     np.testing.assert_allclose(got["a"], expected["a"], rtol=1e-6)
-    size = sum(x.size for x in jax.tree.leaves(optimizer.init(params)))
+    size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(optimizer.init, params)))
     assert size < 1000, "no moment of the parameters' size"

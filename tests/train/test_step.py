@@ -39,7 +39,7 @@ def setting(count=8):
 
 def random_head(kind, lm):
     head = HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, identity_start=False)
-    return head, head.init(jax.random.key(5))
+    return head, jax.jit(head.init)(jax.random.key(5))
 
 
 # --- the gradient ---
@@ -59,8 +59,9 @@ def dense_loss(params, kind, loss, hidden, unembedding, batch):
     z = hidden @ unembedding.T
     log_q = jax.nn.log_softmax(s[..., None] * z, axis=-1)
     of_target = jnp.take_along_axis(log_q, batch["targets"][..., None], axis=-1)[..., 0]
-    right = z.argmax(-1) == batch["targets"]
-    top = log_q.max(-1)
+    best = z.argmax(-1)
+    right = best == batch["targets"]
+    top = jnp.take_along_axis(log_q, best[..., None], axis=-1)[..., 0]
     nll, uniform = -of_target, -log_q.mean(-1)
     a, w = HYPER["alpha"], HYPER["top_label_weight"]
 
@@ -110,7 +111,8 @@ def test_gradient_equals_the_dense_formula(kind, loss):
         double = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
         arrays = [jnp.asarray(np.asarray(x), jnp.float64) for x in (batch["hidden"], lm.unembedding)]
         marks = {name: jnp.asarray(np.asarray(batch[name])) for name in ("where", "targets")}
-        expected, grads = jax.value_and_grad(dense_loss)(double, kind, loss, *arrays, marks)
+        dense = jax.jit(jax.value_and_grad(dense_loss), static_argnums=(1, 2))
+        expected, grads = dense(double, kind, loss, *arrays, marks)
     assert int(tokens) == int(batch["where"].sum())
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     largest = max(float(np.abs(g).max()) for g in jax.tree.leaves(grads))
@@ -259,7 +261,7 @@ def programs(monkeypatch):
         return vocab_stats(hidden, frozen.unembedding, batch["targets"], implementation="reference").log_prob()
 
     optimizer = OptimizerConfig().build(100)
-    state = create_state(head.init(jax.random.key(3)), optimizer)
+    state = create_state(jax.jit(head.init)(jax.random.key(3)), optimizer)
     compiled = {
         "forward": jax.jit(nll).lower(frozen, batch),
         "trained": jax.jit(jax.grad(of_the_unembedding)).lower(frozen.unembedding, batch),
