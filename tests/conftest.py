@@ -7,7 +7,6 @@ holds the program, the flags and the versions; what is older than a week is remo
 import gc
 import os
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -25,10 +24,6 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_opti
 os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
-# A program of one operation takes 30 ms instead of 60 to compile without the emitters that go through MLIR. XLA aborts
-# on flags that it does not know, and this one is there to go: only where it is known to be there.
-if version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax
 
