@@ -191,8 +191,8 @@ def with_value(command, flag, value):
     return [*valid, flag, value]
 
 
-def of_each(values, number, step=4):
-    """Every fourth value, from another one on for each option: every value meets options of each kind."""
+def of_each(values, number, step):
+    """Every `step`-th value, from another one on for each option: every value meets options of each kind."""
     return values if len(values) < step else values[number % step :: step]
 
 
@@ -209,6 +209,18 @@ SLOW = ("--tasks",)  # lm-eval looks each name up among its thousands
 )
 def test_absurd_values(at, number, command, option):
     """Every option refuses what it cannot take, and no value of any option ends in a traceback."""
+    check_absurd_values(at, number, command, option, step=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VALID)
+def test_all_absurd_values(at, name):
+    for number, (command, option) in enumerate(DECLARED):
+        if command == name and option.flag not in SLOW:
+            check_absurd_values(at, number, command, option, step=1)
+
+
+def check_absurd_values(at, number, command, option, step):
     of_option = kinds(option.annotation)
     if bool in of_option:
         refused(at, command, [*VALID[command], f"{option.flag}=3"], option.flag)
@@ -222,10 +234,10 @@ def test_absurd_values(at, number, command, option):
         never, maybe = [*never, *maybe], []
     if option.flag == "--domains":
         never, maybe = ["\0", "a\udcff", "a\nb", "", *NO_PATH], [LONG]
-    for value in of_each(never, number):
+    for value in of_each(never, number, step):
         positional = option.flag in ("--runs", "--run")
         refused(at, command, with_value(command, option.flag, value), *([] if positional else [option.flag]))
-    for value in of_each(maybe, number):
+    for value in of_each(maybe, number, step):
         before = entries(at)
         code, _, err = invoke(command, with_value(command, option.flag, value))
         assert code in ("reached", 2), (value, code, err)

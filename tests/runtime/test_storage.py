@@ -2,6 +2,7 @@
 
 import errno
 import resource
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,14 @@ from calibjax.train import OptimizerConfig, create_state
 from calibjax.train.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, after a failure
+
+
+def wait_until_settled(directory):
+    """TensorStore's threads may still write when Orbax has raised; a new process does not meet them."""
+    before = None
+    while before != (found := sorted(directory.rglob("*"))):
+        before = found
+        time.sleep(0.3)
 
 
 def raised(error, *causes):
@@ -77,6 +86,7 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, file_size):
     failure = storage_failure(failed.value)
     assert failure is not None
     assert failure.errno == errno.EFBIG
+    wait_until_settled(tmp_path / "c")
     again = Checkpoints(tmp_path / "c", run)
     restored = again.restore(state)
     assert restored is not None
