@@ -348,6 +348,11 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
         ("x.csv", BINARY.replace(",0\n", ",1\n"), "correct is 1 in every row"),
         ("x.csv", BINARY.replace("0.5,1\n", ""), "8 rows are too few"),
         ("x.csv", "", "cannot be read"),
+        (
+            "x.csv",
+            "confidence,correct,caf\udce9\n" + "0.5,1,2\n0.4,0,2\n" * 9,
+            "cannot be read: 'utf-8' codec can't decode",
+        ),
         ("x.jsonl", "{", "cannot be read"),
         ("x.xls", BINARY, "expected a file ending in .csv, .parquet, .jsonl or .npz"),
         ("x.npz", "nothing", "cannot be read as an .npz file"),
@@ -372,7 +377,7 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
     ],
 )
 def test_tables_that_are_wrong(capsys, tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, errors="surrogateescape")
     code, document, error = compare(capsys, "--table", tmp_path / name)
     assert code == 2
     assert document is None
