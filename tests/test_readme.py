@@ -33,6 +33,7 @@ def runner(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_python_blocks_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(options, "AUTO", options.AUTO[:1])
     run = runner(tmp_path)
