@@ -153,7 +153,7 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         table = readers[kind](str(path.absolute()))  # absolute, because pyarrow expands a leading ~
         names = table.column_names
-    except (pyarrow.ArrowException, OSError, OverflowError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, OSError, OverflowError, UnicodeError) as error:
         reason = None if kind == ".parquet" or isinstance(error, OSError) else _first_bad_row(path, kind)
         raise UserError(f"{path} cannot be read: {reason or str(error).splitlines()[0]}.") from error
     if repeated := sorted({name for name in names if names.count(name) > 1}):

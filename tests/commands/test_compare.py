@@ -353,6 +353,11 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
             "confidence,correct,caf\udce9\n" + "0.5,1,2\n0.4,0,2\n" * 9,
             "cannot be read: 'utf-8' codec can't decode",
         ),
+        (
+            "x.jsonl",
+            '{"confidence": 0.5, "correct": 1, "group": "\\ud800"}\n' * 10,
+            "cannot be read: 'utf-8' codec can't",
+        ),
         ("x.jsonl", "{", "cannot be read"),
         ("x.xls", BINARY, "expected a file ending in .csv, .parquet, .jsonl or .npz"),
         ("x.npz", "nothing", "cannot be read as an .npz file"),
