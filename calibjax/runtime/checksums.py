@@ -146,7 +146,11 @@ def read_checksums(directory: Path, remedy: str) -> dict[str, str] | None:
     for name, expected in files.items():
         if not (directory / name).is_file():
             raise UserError(f"{directory / name} is missing. {remedy}")
-        if _file_digest(directory / name) != expected:
+        try:
+            found = _file_digest(directory / name)
+        except OSError as error:  # of a link to something that is no file on a disk
+            raise UserError(f"{directory / name}: cannot be read ({error.strerror}). {remedy}") from error
+        if found != expected:
             raise UserError(f"{directory / name}: damaged or edited (its checksum differs). {remedy}")
     return arrays
 

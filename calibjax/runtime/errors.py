@@ -16,8 +16,11 @@ class UserError(ValueError):
     """Invalid input: a path, an option or the contents of a file.
 
     The message states what was expected, what was found, and what to do next. The command line prints it without a
-    traceback and exits with code 2.
+    traceback and exits with code 2. Of a message of more than 4,000 characters the middle is left out.
     """
+
+    def __init__(self, message: str):
+        super().__init__(message if len(message) <= 4000 else f"{message[:3000]} [...] {message[-900:]}")
 
 
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}

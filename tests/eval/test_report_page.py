@@ -136,6 +136,12 @@ def test_the_policy_names_all_that_runs(clean):
     assert not any("style" in names for _, names, _ in clean.elements), "no policy with a hash allows it"
 
 
+def test_a_lone_surrogate_is_replaced():
+    held_out = document()
+    held_out["run"] = {"model": "a\ud800b"}
+    assert "a?b" in page([Run("", held_out)])
+
+
 def test_numbers_that_are_not_finite():
     tokens = sample()
     for token in tokens["windows"][0][1:]:

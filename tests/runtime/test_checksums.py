@@ -83,6 +83,10 @@ def test_checksums_cover_files_and_themselves(tmp_path):
     with pytest.raises(UserError, match=r"note\.json: damaged or edited .*Mend it\."):
         read_checksums(tmp_path, "Mend it.")
     (tmp_path / "note.json").unlink()
+    (tmp_path / "note.json").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=r"note\.json: cannot be read .*Mend it\."):
+        read_checksums(tmp_path, "Mend it.")
+    (tmp_path / "note.json").unlink()
     with pytest.raises(UserError, match=r"note\.json is missing\. Mend it\."):
         read_checksums(tmp_path, "Mend it.")
 

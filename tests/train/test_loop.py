@@ -268,6 +268,14 @@ def test_no_checkpoint_is_whole(tmp_path):
     gc.collect()
 
 
+def test_metadata_that_is_nested_too_deeply(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    for file in (tmp_path / "checkpoints").glob("*/_CHECKPOINT_METADATA"):
+        file.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="checkpoints: cannot be read"):
+        run(tmp_path)
+
+
 def test_a_file_in_place_of_the_checkpoints(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(UserError, match="checkpoints: expected a directory of checkpoints, found a file"):

@@ -110,7 +110,8 @@ def page(runs: Sequence[Run]) -> str:
 def _document(title: str, parts: Sequence[Content]) -> str:
     box = element("div", "", id="definition", role="tooltip", hidden="")
     body = element("main", joined(parts, "\n"), box)
-    return html_document(title, body, _resource("page.css"), _resource("page.js"))
+    text = html_document(title, body, _resource("page.css"), _resource("page.js"))
+    return text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold, has no encoding
 
 
 def _resource(name: str) -> str:
