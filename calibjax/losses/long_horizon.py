@@ -19,7 +19,6 @@ Data that are not samples of p, such as a corpus, give the weighted distribution
 """
 
 import dataclasses
-import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -112,7 +111,6 @@ class RunningMean(NamedTuple):
         return total / jnp.maximum(count, 1.0)
 
 
-@functools.partial(jax.jit, static_argnames="horizon")
 def suffix_sums(
     values: Float[Array, "B T"],
     *,

@@ -5,12 +5,13 @@
 The targets, their files and what counts as lost are those of `fuzz_files.py`; inputs that reach new code of calibjax
 are kept and mutated again. The first byte of an input chooses the file, the others are its content. Starts from the
 files of `corpus.py` and from `tests/campaigns/found`, into which `--keep` writes the smallest inputs that add coverage.
-Prints one JSON line for each target.
+Prints one JSON line for each target, with every input (base64) that was lost.
 """
 
 import argparse
+import base64
 import contextlib
-import hashlib
+import importlib
 import io
 import json
 import os
@@ -48,11 +49,8 @@ def fuzz(target: str, directory: Path, arguments: list[str]) -> None:
 
     corpus, log = directory / "corpus", directory / f"{target}.jsonl"
     with atheris.instrument_imports(include=["calibjax"]):
-        import calibjax.commands.report
-        import calibjax.data.load
-        import calibjax.data.table
-        import calibjax.models
-        import calibjax.train.checkpoint  # noqa: F401
+        for name in ("commands.report", "data.load", "data.table", "models", "train.checkpoint"):
+            importlib.import_module(f"calibjax.{name}")
     from calibjax.runtime.errors import UserError
 
     files = files_of(target, corpus)
@@ -94,11 +92,9 @@ def fuzz(target: str, directory: Path, arguments: list[str]) -> None:
             reason = f"{type(error).__name__} at {Path(ours[-1].filename).name}:{ours[-1].lineno}"
             if reason not in seen:
                 seen.add(reason)
-                kept = directory / "lost" / hashlib.sha256(data).hexdigest()[:16]
-                kept.parent.mkdir(exist_ok=True)
-                kept.write_bytes(data)
+                row = {"file": name, "reason": reason, "message": str(error)[:300]}
                 with log.open("a") as lines:
-                    lines.write(json.dumps({"file": name, "reason": reason, "message": str(error)[:300]}) + "\n")
+                    lines.write(json.dumps({**row, "input": base64.b64encode(data).decode()}) + "\n")
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -120,6 +116,7 @@ def seeds(target: str, directory: Path) -> Path:
 def campaign(target: str, directory: Path, seconds: int, keep: bool) -> dict[str, Any]:
     def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, __file__, "--directory", directory, target, "--", *arguments]
+        command.append(f"-artifact_prefix={directory}/")  # libFuzzer's own files, by default in the working directory
         return subprocess.run(list(map(str, command)), stderr=subprocess.PIPE, text=True, check=False)
 
     inputs, began = seeds(target, directory), time.monotonic()

@@ -81,8 +81,9 @@ def with_value(array, index, value):
     return changed
 
 
-def run_segments(config, tokens, segments=np.ones((2, 12), np.int32)):  # noqa: B008
+def run_segments(config, tokens, segments=None):
     """Hidden states of all layers, on the host: the one program of each configuration that most tests share."""
+    segments = np.ones((2, 12), np.int32) if segments is None else segments
     return np.asarray(run_hidden(config, random_params(config), tokens, segment_ids=segments, layers="all"))
 
 
