@@ -303,16 +303,16 @@ TABLE = [
         "train/test_loop.py -k bit or damaged",
     ),
     Mutation(
-        "train/ats.py",
-        "> 2.0 * refit.standard_error",
+        "train/cross_fit.py",
+        "> _ERRORS * refit.standard_error",
         "> 0.0 * refit.standard_error",
         "train/test_ats.py -k two_standard_errors",
     ),
     Mutation(
-        "train/ats.py",
-        "key=lambda c: c.validation_score",
-        "key=lambda c: c.validation_nll",
-        "train/test_ats.py -k score_chooses",
+        "train/cross_fit.py",
+        "difference < -_ERRORS * error",
+        "difference < 0.0",
+        "train/test_ats.py -k beats_beyond_noise",
     ),
     Mutation(
         "train/sft.py",

@@ -89,6 +89,10 @@ def document(named: Callable[[str], str] = str):
         held_out = {name: interval(0.1) for name in names}
         return {"layer": layer, "strength": strength, "fit": {"ece": 0.1}, "held_out": held_out}
 
+    def loss(name, nll, error, beats=False):
+        figures = {"nll": nll, "brier": 0.2, "ece": error, "calibration_error": error, "factor": 1.0}
+        return {"loss": name, **figures, "beats_temperature": beats}
+
     difference = {"difference": 0.01, "low": 0.0, "high": 0.02}
     share = {"norm_percentile": 90.0, "logit_variance": 0.01, "logit_variance_percentile": 5.0, "null_space_share": 0.1}
     ours = ("uncalibrated", "temperature", "ats", "pretrained", named("mine"))
@@ -121,6 +125,10 @@ def document(named: Callable[[str], str] = str):
         "subjects": [subject("law"), subject("art")],
         "training": {
             named("joint"): {"step": [10, 20], "loss": [3.0, 2.5], "validation_step": [20], "validation_nll": [2.6]}
+        },
+        "comparison": {
+            "candidates": [loss(named("temperature scaling"), 2.6, 0.02), loss(named("joint-4"), 2.5, 0.01)],
+            "chosen": [loss(named("temperature scaling"), 2.6, 0.02), loss(named("joint-4"), 2.5, 0.01, beats=True)],
         },
         "run": {named("command"): named("train ats"), "seed": 0, "text": {named("column"): [named("a"), None, True]}},
     }

@@ -155,7 +155,7 @@ def test_models_that_are_wrong(capsys, tmp_path, made, name, message):
     code = train_ats(made, tmp_path / "out", model=model)
     assert message in one_error(capsys, code, tmp_path / "out")
     # The right model afterwards may go to the same place: there is no other run to protect.
-    assert train_ats(made, tmp_path / "out", "--alpha", "7") == 2
+    assert train_ats(made, tmp_path / "out", "--alpha", "-7") == 2
     assert "--alpha" in one_error(capsys, 2, tmp_path / "out")
 
 
@@ -169,9 +169,9 @@ def test_models_that_are_wrong(capsys, tmp_path, made, name, message):
         (["--seq-len", "33"], "longer than the model's context of 32 tokens"),
         (["--seq-len", "1"], "--seq-len: expected at least 2, got 1"),
         (["--seq-len", "20"], "no sequence of 20 tokens has anything to predict"),
-        (["--alpha", "1.5"], "--alpha: expected from 0 to 1, got 1.5"),
+        (["--alpha", "-1.5"], "--alpha: expected at least 0, got -1.5"),
         (["--fit-fraction", "1"], "--fit-fraction: expected above 0 and below 1"),
-        (["--validation-fraction", "0.001"], "fraction=0.001 of 36 sequences is none"),
+        (["--folds", "1"], "--folds: expected from 2 to 100, got 1"),
         (["--examples", "1"], "--fit-fraction 0.6 of 1 sequence is none"),
         (["--rows", "0"], "--rows: expected at least 1, got 0"),
         (["--examples", "0"], "--examples: expected at least 1, got 0"),
@@ -257,7 +257,7 @@ def test_json_is_all_that_is_printed(done):
     assert document["held_out"]["tokens"] == 24 * 12  # 60 sequences, 40% held out
     assert list(document["transfer"]) == ["other"]
     assert document["transfer"]["other"]["tokens"] == 12 * 12
-    assert document["run"]["fit"]["loss"] == "joint"
+    assert document["run"]["fit"]["loss"] == "joint-1"
     assert "model: LanguageModel(llama" in stderr
     assert "tokens/s" in stderr  # the progress bars
 
@@ -280,7 +280,7 @@ def test_what_a_run_leaves(done, made):
     lm = load_model(made / "model")
     head = load_head(out, lm)
     assert head.config.kind == "mlp"
-    assert json.loads((out / "head" / "head.json").read_text())["notes"]["loss"] == "joint"
+    assert json.loads((out / "head" / "head.json").read_text())["notes"]["loss"] == "joint-1"
 
 
 def test_finished_run_again(done, made, capsys):
@@ -350,7 +350,7 @@ def test_quickstart(tmp_path, monkeypatch, capsys):
     """Smaller than what the user gets: the model is overconfident, and each method improves on the one before."""
     for name, size in (("_TRAIN", 96), ("_FIT", 768), ("_HELD_OUT", 256)):
         monkeypatch.setattr(quickstart, name, size)
-    monkeypatch.setattr(ats_options, "ALPHA_GRID", (0.1,))
+    monkeypatch.setattr(ats_options, "ALPHA_GRID", (1.0,))
     out = tmp_path / "quick"
     assert main(["quickstart", "--out", str(out), "--seed", "1", "--epochs", "24"]) == 0
     printed = capsys.readouterr()

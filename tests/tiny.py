@@ -73,13 +73,13 @@ def ragged(sequences: Sequences, seed=0) -> Sequences:
     )
 
 
-def answered(lm: LanguageModel, sequences: Sequences, seed=0) -> Sequences:
+def answered(lm: LanguageModel, sequences: Sequences, seed=0, scales=(0.2, 0.8)) -> Sequences:
     """The sequences with targets drawn from the model's own distribution, but flatter than the model believes it.
 
-    The true scale of each token is 0.2 or 0.8, and its hidden state says which: what a head has to find.
+    The true scale of each token is one of two, and its hidden state determines which: what a head has to find.
     """
     hidden = lm.hidden_states(sequences.tokens, segment_ids=sequences.segment_ids, positions=sequences.positions)
-    scale = np.where(np.asarray(hidden, np.float64)[..., 0] > 0, 0.2, 0.8)
+    scale = np.where(np.asarray(hidden, np.float64)[..., 0] > 0, *scales)
     q = np.exp(dense_log_probs(lm, sequences, np.log(scale))).cumsum(axis=-1)
     drawn = (q < np.random.default_rng(seed).random(scale.shape)[..., None]).sum(axis=-1)
     targets = np.minimum(drawn, lm.config.vocab_size - 1).astype(np.int32)

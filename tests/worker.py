@@ -31,7 +31,7 @@ FITTED = {
     "batch_size": 8,
     "learning_rate": 1e-2,
     "loss": "joint",
-    "validation_fraction": 0.2,
+    "folds": 2,
     "cache_hidden": "off",
     "checkpoint_every": 10,
 }
@@ -45,7 +45,7 @@ def ats(folder: Path, out: Path, mesh):
     with jax.set_mesh(mesh):
         sums = evaluate_tokens(lm, SEQUENCES, {"ats": fitted.head}, batch_size=8, context=silent())["ats"].sums
     return {
-        "temperature": np.array([fitted.report["temperature"], fitted.report["candidates"][0]["validation_nll"]]),
+        "temperature": np.array([fitted.report["temperature"], fitted.report["refit"]["factor"]]),
         "nll": sums.nll,
         "count": sums.count,
         **{f"head{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(fitted.head.params))},

@@ -170,7 +170,7 @@ def _ats(bench: Bench, lm: LanguageModel, batch: Mapping[str, jax.Array]) -> _Tr
     head = calibjax.HeadConfig(kind=bench.head, hidden_size=lm.config.hidden_size)
     optimizer = OptimizerConfig().build(1000)
     state, frozen = create_state(head.init(jax.random.key(3)), optimizer), freeze(lm)
-    hyper = {"alpha": jnp.float32(0.5), "top_label_weight": jnp.float32(1.0)}
+    hyper = {"alpha": jnp.float32(0.5)}
     step = make_train_step(AtsObjective(lm.config, head, bench.loss, lm.dtype), optimizer)
     return _Training(step.lower(state, frozen, batch, hyper).compile(), state, frozen, hyper)  # pyright: ignore[reportFunctionMemberAccess]
 

@@ -41,6 +41,7 @@ from calibjax.runtime.tracking import TrackerName, check_tracker
 
 if TYPE_CHECKING:
     from calibjax.data import Rows, Sequences
+    from calibjax.data.splits import SplitOrder
     from calibjax.models import LanguageModel
 
 # Models and data are imported where they are used: a command on a table needs neither, and they take two seconds.
@@ -162,11 +163,14 @@ class TextOptions(SourceOptions):
     """The text of a command, and which part of it is held out.
 
     Attributes:
-        fit_fraction: fraction of the sequences, from the first, to fit on; the rest is held out.
+        fit_fraction: fraction of the sequences to fit on; the rest is held out. A row is never on both sides.
+        split_order: shuffled: rows are drawn with the seed; sequential: the first rows are for fitting. A single row,
+            such as one text file, is cut once.
     """
 
     heading: ClassVar[str] = "data"
     fit_fraction: Fraction = 0.6
+    split_order: Literal["shuffled", "sequential"] = "shuffled"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,10 +258,17 @@ class DataOptions:
         return sequences
 
     def read_all(
-        self, sources: tuple[str, ...], lm: "LanguageModel", log: Callable[[str], None]
+        self,
+        sources: tuple[str, ...],
+        lm: "LanguageModel",
+        log: Callable[[str], None],
+        *,
+        split: str | None = None,
+        column_optional: bool = True,
     ) -> dict[str, "Sequences"]:
-        """Reads further sets to evaluate on, by short names; `text_column` counts where a set has that column."""
-        return {_set_name(source, sources): self.read(source, lm, log, column_optional=True) for source in sources}
+        """Reads sets by short names. Where `column_optional`, `text_column` counts where a set has that column."""
+        options = {"split": split, "column_optional": column_optional}
+        return {_set_name(source, sources): self.read(source, lm, log, **options) for source in sources}
 
 
 def on_devices(work: Work) -> Work:
@@ -349,12 +360,17 @@ def leave_config(out: Path, command: str, options: Any) -> None:
 
 
 def split_text(
-    sequences: "Sequences", fit_fraction: float, log: Callable[[str], None]
+    sequences: "Sequences",
+    fit_fraction: float,
+    log: Callable[[str], None],
+    *,
+    order: "SplitOrder" = "sequential",
+    seed: int = 0,
 ) -> tuple["Sequences", "Sequences"]:
     """`split_sequences`; logs how much of the held-out part occurs in the other one too."""
     from calibjax.data import count_repeats, split_sequences
 
-    fit, held_out = split_sequences(sequences, fit_fraction)
+    fit, held_out = split_sequences(sequences, fit_fraction, order=order, seed=seed)
     repeated, total = count_repeats(fit, held_out)
     if repeated:
         log(
@@ -370,14 +386,19 @@ def check_sources(options: Any) -> None:
     Raises:
         UserError: it cannot be read, or has not the columns that are expected.
     """
-    sources = [("--data", getattr(options, "data", None), getattr(options, "split", None))]
-    sources += [("--eval-data", source, None) for source in getattr(options, "eval_data", ())]
-    for option, source, split in sources:
+    data = getattr(options, "data", None)
+    split = getattr(options, "split", None)
+    several = isinstance(data, tuple) and len(data) > 1
+    for source in data if isinstance(data, tuple) else (data,):
         if source is not None:
-            check_source(option, source, options.text, split)
+            check_source("--data", source, options.text, split, column_optional=several)
+    for source in getattr(options, "eval_data", ()):
+        check_source("--eval-data", source, options.text, column_optional=True)
 
 
-def check_source(option: str, source: str, text: DataOptions, split: str | None = None) -> None:
+def check_source(
+    option: str, source: str, text: DataOptions, split: str | None = None, *, column_optional: bool = False
+) -> None:
     """`check_sources` for one of them; `option` names it."""
     from calibjax.data import is_hub_id, is_multiple_choice, recognise
 
@@ -386,7 +407,7 @@ def check_source(option: str, source: str, text: DataOptions, split: str | None 
     with about(option):
         rows = text.open(source, split)
         if not is_multiple_choice(rows):
-            recognise(rows, text.text_column if option == "--data" or text.text_column in rows.first else None)
+            recognise(rows, None if column_optional and text.text_column not in rows.first else text.text_column)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
@@ -22,18 +22,18 @@ from calibjax.commands.common import (
     presentation,
     split_text,
 )
-from calibjax.data import Sequences, check_context
-from calibjax.eval.report.schema import TokensDocument
+from calibjax.data import Sequences, check_context, concatenate
+from calibjax.eval.report.schema import LossComparison, TokensDocument
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.distributed import DeviceOptions, is_first
+from calibjax.runtime.distributed import DeviceOptions, is_first, to_host
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import run_identity
 from calibjax.runtime.sharding import check_batch, param_shardings
-from calibjax.train.ats import choose, prepare, refitted_log_factor, train_candidate
+from calibjax.train.ats import choose_trial, describe_refit, prepare, train_head
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, AtsPlan, make_plan
 from calibjax.train.temperature import describe_temperature, fit_single_temperature
@@ -48,10 +48,14 @@ class TrainAtsOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
     checkpoints of training. Started again with the same options, a killed run resumes.
 
     Attributes:
+        data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id. Of several,
+            such as one per domain, each is predicted by heads fitted on the others, so that the loss is chosen for text
+            of a domain that it has not seen.
         devices: devices of the run.
         ats: how the head is fitted.
     """
 
+    data: tuple[str, ...]  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     devices: DeviceOptions = presentation(DeviceOptions())
     ats: AtsOptions = AtsOptions()
 
@@ -62,12 +66,14 @@ class AtsFit(NamedTuple):
     Attributes:
         head: the fitted head.
         temperature: temperature scaling, as a head.
-        report: JSON-able: what was tried, chosen and refitted.
+        report: JSON-able: what was chosen and refitted.
+        comparison: JSON-able: the losses of `--loss auto` on sequences that they were not fitted on; None without it.
     """
 
     head: FittedHead
     temperature: FittedHead
     report: dict[str, Any]
+    comparison: dict[str, Any] | None = None
 
     @property
     def heads(self) -> dict[str, FittedHead]:
@@ -86,11 +92,18 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> TokensD
     check_context(options.text.seq_len, lm.config.max_positions)
     plan = make_plan(options.ats, lm.config.hidden_size)
 
-    sequences = options.text.read(options.data, lm, log, split=options.split)
-    fit, held_out = split_text(sequences, options.fit_fraction, log)
+    read = options.text.read_all(options.data, lm, log, split=options.split, column_optional=len(options.data) > 1)
+    parts = {
+        name: split_text(of_set, options.fit_fraction, log, order=options.split_order, seed=options.seed)
+        for name, of_set in read.items()
+    }
+    fit = {name: part for name, (part, _) in parts.items()}
+    held_out = concatenate([part for _, part in parts.values()])
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, lm, log)}
-    log(f"split: {len(fit.tokens):,} sequences to fit on, {len(held_out.tokens):,} held out")
+    if len(parts) > 1:
+        sets |= {f"held out of {name}": part for name, (_, part) in parts.items()}
+    log(f"split: {sum(len(p.tokens) for p in fit.values()):,} sequences to fit on, {len(held_out.tokens):,} held out")
 
     fitted = fit_ats(lm, fit, plan, context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
@@ -105,7 +118,7 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> TokensD
 
 def fit_ats(
     lm: LanguageModel,
-    sequences: Sequences,
+    data: Sequences | Mapping[str, Sequences],
     options: AtsOptions | AtsPlan = AtsOptions(),
     context: RunContext | None = None,
 ) -> AtsFit:
@@ -116,8 +129,9 @@ def fit_ats(
 
     Args:
         lm: the frozen model; it is placed on `context.mesh` where it is not yet, and the head with it.
-        sequences: sequences to fit on. A part of them, chosen by the seed, is kept from training where a loss is chosen
-            or a temperature refitted; temperature scaling is fitted on all of them.
+        data: sequences to fit on; or several sets by name, such as one per domain. Where a loss is chosen or a
+            temperature refitted, each fold of the rows, or each set, is predicted by a head trained on the others, so
+            that a head of several sets is chosen for a set that it has not seen. In the end all are trained on.
         options: see `AtsOptions`; or the plan that `make_plan` made of them.
         context: directory, devices, seed, log and progress.
 
@@ -129,30 +143,35 @@ def fit_ats(
         NonFiniteLossError: training diverged.
     """
     context = context or RunContext()
+    sets = {"fit": data} if isinstance(data, Sequences) else data
     plan = options if isinstance(options, AtsPlan) else make_plan(options, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
     lm = dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(context.mesh, lm.params)))
     with context.kept() as context, jax.set_mesh(context.mesh):
-        data = prepare(lm, sequences, plan, context)
-        scaling, temperature = fit_single_temperature(lm, data.frozen, data.arrays, plan.batch_size)
-        context.log(describe_temperature(scaling, len(sequences.tokens)))
-        candidates = [train_candidate(lm, data, plan, trial, context) for trial in plan.trials]
-        best = choose(candidates, context)
-        log_factor, refit = refitted_log_factor(best, context)
+        fit_data = prepare(lm, sets, plan, context)
+        scaling, temperature = fit_single_temperature(lm, fit_data.frozen, fit_data.arrays, plan.batch_size)
+        context.log(describe_temperature(scaling, len(fit_data.arrays["targets"])))
+        trial, out_of_fold, comparison = choose_trial(
+            lm, fit_data, plan, scaling.log_scale, context, by_set=len(sets) > 1
+        )
+        refit = None if out_of_fold is None else describe_refit(out_of_fold, context)
+        head = temperature
+        if trial is not None:
+            params = train_head(
+                *(lm, plan, trial, fit_data.frozen, fit_data.arrays),
+                context=context.within(str(trial)),
+                identity={"windows": fit_data.hash},
+            )
+            log_factor = 0.0 if out_of_fold is None else out_of_fold.log_factor
+            head = FittedHead(plan.head, to_host(params), log_factor, lm.fingerprint)
     report = {
         "plan": dataclasses.asdict(plan),
-        "loss": str(best.trial),
-        "score": f"NLL + {plan.top_label_weight:g} x top-label log loss, nats a token",
-        "candidates": [
-            {"loss": str(c.trial), "validation_nll": c.validation_nll, "validation_score": c.validation_score}
-            for c in candidates
-            if len(data.validation)
-        ],
+        "loss": "temperature scaling" if trial is None else str(trial),
         "refit": refit,
         "temperature": scaling.temperature,
-        "windows": {"train": len(data.train), "validation": len(data.validation)},
+        "sequences": {name: len(of_set.tokens) for name, of_set in sets.items()},
     }
-    return AtsFit(FittedHead(plan.head, best.params, log_factor, lm.fingerprint), temperature, report)
+    return AtsFit(head, temperature, report, comparison)
 
 
 def evaluate(
@@ -205,4 +224,6 @@ def ats_document(
     }
     if figures:
         document["transfer"] = figures
+    if fitted.comparison is not None:
+        document["comparison"] = cast(LossComparison, fitted.comparison)
     return document

@@ -45,7 +45,7 @@ class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
     options, a killed run resumes.
 
     Attributes:
-        fit_fraction: fraction of the sequences, from the first, to train on; the rest are the prompts of the texts that
+        fit_fraction: fraction of the sequences to train on; the rest are the prompts of the texts that
             are evaluated.
         dtype: compute dtype; trained weights are float32 in any case.
         partition: also train the baseline of likelihood quantiles.
@@ -97,7 +97,10 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> LhtsDo
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
     fit, held_out = split_text(
-        options.text.read(options.data, base, log, split=options.split), options.fit_fraction, log
+        options.text.read(options.data, base, log, split=options.split),
+        *(options.fit_fraction, log),
+        order=options.split_order,
+        seed=options.seed,
     )
     questions = None
     if options.analogies is not None:

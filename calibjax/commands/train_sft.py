@@ -44,7 +44,7 @@ class TrainSftOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
     Started again with the same options, a killed run resumes.
 
     Attributes:
-        fit_fraction: fraction of the sequences, from the first, to train on; the rest is held out.
+        fit_fraction: fraction of the sequences to train on; the rest is held out.
         dtype: compute dtype; trained weights are float32, and frozen ones (--lora-rank) of this dtype.
         save_dtype: dtype of the weights in model/; by default float32, or bfloat16 where frozen weights were.
         devices: devices of the run.
@@ -73,7 +73,10 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensD
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
 
     fit, held_out = split_text(
-        options.text.read(options.data, base, log, split=options.split), options.fit_fraction, log
+        options.text.read(options.data, base, log, split=options.split),
+        *(options.fit_fraction, log),
+        order=options.split_order,
+        seed=options.seed,
     )
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}

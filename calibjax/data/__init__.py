@@ -7,7 +7,14 @@ from calibjax.data.load import load_sequences
 from calibjax.data.pipeline import batches, eval_batches
 from calibjax.data.sequences import Layout, Sequences, check_context, make_sequences
 from calibjax.data.source import Rows, is_hub_id, read_source
-from calibjax.data.splits import check_fraction, count_repeats, hold_back, split_sequences
+from calibjax.data.splits import (
+    check_fraction,
+    concatenate,
+    count_repeats,
+    divide,
+    hold_back,
+    split_sequences,
+)
 from calibjax.data.table import read_table, split_table
 
 __all__ = [
@@ -21,7 +28,9 @@ __all__ = [
     "check_context",
     "check_fraction",
     "choice_sequences",
+    "concatenate",
     "count_repeats",
+    "divide",
     "eval_batches",
     "hold_back",
     "is_hub_id",

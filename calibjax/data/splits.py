@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -12,15 +13,23 @@ from calibjax.runtime.errors import UserError
 _SHORTEST_TEXT = 8  # predictions; shorter texts are equal by chance
 
 
-def split_sequences(sequences: Sequences, fit_fraction: float) -> tuple[Sequences, Sequences]:
-    """Splits sequences in their order: the first `int(fit_fraction * S)` for fitting, the rest held out.
+SplitOrder = Literal["shuffled", "sequential"]
 
-    If the cut divides the sequences of one row, it moves to the nearest end of a row. A single row, such as one text
-    file, is cut between two sequences.
+
+def split_sequences(
+    sequences: Sequences, fit_fraction: float, *, order: SplitOrder = "shuffled", seed: int = 0
+) -> tuple[Sequences, Sequences]:
+    """Splits sequences: `int(fit_fraction * S)` for fitting, the rest held out. A row is never on both sides.
+
+    "shuffled": rows are drawn at random for fitting until they have this many sequences. "sequential": the first rows
+    are for fitting. Either way the cut is at the nearest end of a row, and sequences keep their order within a part. A
+    single row, such as one text file, is always cut between two sequences, its start for fitting.
 
     Args:
         sequences: S sequences.
         fit_fraction: between 0 and 1, both excluded.
+        order: which rows are for fitting.
+        seed: seed of "shuffled", an integer >= 0.
 
     Returns:
         (fit, held_out), neither empty.
@@ -29,9 +38,14 @@ def split_sequences(sequences: Sequences, fit_fraction: float) -> tuple[Sequence
         UserError: if the fraction is out of range or gives an empty part.
     """
     cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
-    ends = np.flatnonzero(np.diff(_groups(sequences))) + 1
-    cut = int(ends[np.argmin(np.abs(ends - cut))])
-    return sequences.take(slice(cut)), sequences.take(slice(cut, None))
+    _, group, counts = np.unique(_groups(sequences), return_inverse=True, return_counts=True)
+    drawn = np.arange(len(counts))
+    if order == "shuffled" and len(np.unique(sequences.source)) > 1:
+        drawn = np.random.default_rng(seed).permutation(len(counts))
+    ends = np.cumsum(counts[drawn])[:-1]
+    rows = drawn[: 1 + int(np.argmin(np.abs(ends - cut)))]
+    fit = np.isin(group, rows)
+    return sequences.take(np.flatnonzero(fit)), sequences.take(np.flatnonzero(~fit))
 
 
 def count_repeats(fit: Sequences, held_out: Sequences) -> tuple[int, int]:
@@ -57,6 +71,52 @@ def _texts(sequences: Sequences) -> Iterator[bytes]:
         for start, end in zip([0, *(ends[:-1] + 1)], ends + 1, strict=True):
             if segments[start] and end - start >= _SHORTEST_TEXT:
                 yield hashlib.blake2b(tokens[start:end].tobytes() + targets[end - 1].tobytes(), digest_size=16).digest()
+
+
+def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, " n"]]:
+    """Divides sequences into folds of about equal size. All sequences of one row are in one fold.
+
+    Rows are drawn at random and follow one another; a row belongs to the fold in which it starts. A single row, such as
+    one text file, is divided into consecutive parts.
+
+    Args:
+        sequences: S >= 2 sequences.
+        folds: at most so many, at least 2. Folds without a row are left out.
+        seed: seed of the draw, an integer >= 0.
+
+    Returns:
+        The indices of each fold, ascending; at least two folds.
+
+    Raises:
+        UserError: fewer than two sequences.
+    """
+    total = len(sequences.source)
+    if total < 2:
+        raise UserError(f"folds: expected at least 2 sequences to divide, got {total}. Give more text.")
+    if (sequences.source == sequences.source[0]).all():
+        return [part for part in np.array_split(np.arange(total), folds) if len(part)]
+    _, group, counts = np.unique(sequences.source, return_inverse=True, return_counts=True)
+    drawn = np.random.default_rng(seed).permutation(len(counts))
+    starts = np.zeros(len(counts), np.int64)
+    starts[drawn] = np.cumsum(counts[drawn]) - counts[drawn]
+    last = starts[drawn[-1]]  # the last row starts a fold of its own if one row fills the rest
+    fold = np.minimum(starts * folds // total, folds - 1)
+    if (fold == fold[0]).all():
+        fold[starts == last] = 1
+    return [np.flatnonzero(fold[group] == each) for each in np.unique(fold)]
+
+
+def concatenate(sets: list[Sequences]) -> Sequences:
+    """Joins sets of sequences of one length; rows of different sets stay different."""
+    lengths = {of_set.tokens.shape[1] for of_set in sets}
+    if len(lengths) > 1:
+        raise UserError(f"sets: expected sequences of one length, got {sorted(length + 1 for length in lengths)}.")
+    first, offsets = 0, []
+    for of_set in sets:
+        offsets.append(of_set.source + np.int32(first))
+        first = int(offsets[-1].max()) + 1
+    joined = (np.concatenate(fields) for fields in zip(*sets, strict=True))
+    return Sequences(*joined)._replace(source=np.concatenate(offsets))
 
 
 def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:

@@ -77,6 +77,7 @@ LOSSES: dict[str, Loss] = {
         per_token.joint,
         (*_TARGET, "max_logit", "correct"),
         {"top_label_weight": Hyperparameter(1.0, _NON_NEGATIVE, "weight of the log loss of the most likely token")},
+        alpha="top_label_weight",
     ),
     "cross-entropy": Loss(per_token.cross_entropy, _TARGET),
     "label-smoothing": Loss(

@@ -126,11 +126,24 @@ def batch_stats(
     Returns:
         The statistics at the head's scale, and log_scale `[B, T]` including `log_factor`.
     """
-    hidden = batch_hidden(config, frozen, batch, dtype)
-    log_scale = batch_log_scale(config, head, head_params, frozen, {**batch, "hidden": hidden}, dtype, log_factor)
+    batch = {**batch, "hidden": batch_hidden(config, frozen, batch, dtype)}
+    log_scale = batch_log_scale(config, head, head_params, frozen, batch, dtype, log_factor)
+    return stats_at(config, frozen, batch, log_scale, dtype=dtype, statistics=statistics), log_scale
+
+
+def stats_at(
+    config: DecoderConfig,
+    frozen: Frozen,
+    batch: Mapping[str, Array],
+    log_scale: Float[Array, "B T"],
+    *,
+    dtype: DTypeLike = jnp.float32,
+    statistics: tuple[str, ...] | None = None,
+) -> VocabStats:
+    """Vocabulary statistics of one batch at given log scales `[B, T]`; the other arguments are `batch_stats`'."""
     sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
-    stats = vocab_stats(
-        hidden,
+    return vocab_stats(
+        batch_hidden(config, frozen, batch, dtype),
         frozen.unembedding.astype(dtype),
         batch["targets"],
         scale=jnp.exp(log_scale),
@@ -140,4 +153,3 @@ def batch_stats(
         statistics=statistics,
         sharding=sharding,
     )
-    return stats, log_scale

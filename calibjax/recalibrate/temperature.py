@@ -40,7 +40,10 @@ class TemperatureFit(NamedTuple):
 
 
 class LikelihoodSums(NamedTuple):
-    """Sums over each group of tokens at one u: nll, ∂nll/∂u, ∂²nll/∂u², and the number of tokens; `[G]` each."""
+    """Sums over each group of tokens at one u: nll, ∂nll/∂u, ∂²nll/∂u², and the number of tokens; `[G]` each.
+
+    nll is the negative log-likelihood of the target, or of whether the most likely token is the target.
+    """
 
     nll: Array | np.ndarray
     first: Array | np.ndarray
@@ -52,33 +55,33 @@ NEEDED_STATISTICS = ("log_normalizer", "target_logit", "expected_logit", "logit_
 """The statistics of `vocab_stats` that `likelihood_sums` reads."""
 
 
-def likelihood_sums(stats: "VocabStats", top_label_weight: float = 0.0) -> LikelihoodSums:
+def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> LikelihoodSums:
     """Negative log-likelihood and its derivatives in a common factor e^u of the scale, summed over the last axis.
 
     nll = log_normalizer − s z_y, so ∂nll/∂u = s (E_p[z] − z_y) and ∂²nll/∂u² = s (E_p[z] − z_y) + s² Var_p[z].
-    With a weight w, w times `losses.top_label` is added: with confidence c, correctness y and a = s (max z − E_p[z]) =
-    ∂ log c/∂u its slope is a (c − y)/(1 − c); its curvature is taken in expectation over y ~ c (Fisher), a² c/(1 − c).
+    Of the top label it is `losses.top_label`: with confidence c, correctness y and a = s (max z − E_p[z]) = ∂ log c/∂u
+    its slope is a (c − y)/(1 − c); its curvature is taken in expectation over y ~ c (Fisher), a² c/(1 − c).
 
     Args:
         stats: `[G, N]`, with the fields in `NEEDED_STATISTICS`.
-        top_label_weight: w >= 0.
+        top_label: the likelihood of whether the most likely token is the target, in place of that of the target.
 
     Returns:
         `LikelihoodSums`, float32 `[G]`.
     """
-    nll = -stats.log_prob()
-    slope = stats.scale * (stats.require("expected_logit") - stats.require("target_logit"))
-    curvature = slope + jnp.square(stats.scale) * stats.require("logit_variance")
-    if top_label_weight:
-        from calibjax.losses import top_label  # imports Pallas, which recalibration of a table does not need
+    if top_label:
+        from calibjax import losses  # imports Pallas, which recalibration of a table does not need
 
         log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
-        miss = -jnp.expm1(log_confidence)
-        confidence = jnp.exp(log_confidence)
-        grows = stats.scale * (stats.require("max_logit") - stats.require("expected_logit"))
-        nll = nll + top_label_weight * top_label(stats)
-        slope = slope + top_label_weight * grows * (confidence - stats.require("correct")) / miss
-        curvature = curvature + top_label_weight * jnp.square(grows) * confidence / miss
+        miss, confidence = -jnp.expm1(log_confidence), jnp.exp(log_confidence)
+        growth = stats.scale * (stats.require("max_logit") - stats.require("expected_logit"))
+        nll = losses.top_label(stats)
+        slope = growth * (confidence - stats.require("correct")) / miss
+        curvature = jnp.square(growth) * confidence / miss
+    else:
+        nll = -stats.log_prob()
+        slope = stats.scale * (stats.require("expected_logit") - stats.require("target_logit"))
+        curvature = slope + jnp.square(stats.scale) * stats.require("logit_variance")
 
     def add(value: Float[Array, "G N"]) -> Float[Array, " G"]:
         return jnp.sum(jnp.where(stats.valid, value, 0.0), axis=-1)

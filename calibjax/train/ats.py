@@ -1,9 +1,9 @@
-"""Adaptive Temperature Scaling (arXiv 2409.19817): objective, training of the candidates, choice and refit."""
+"""Adaptive Temperature Scaling (arXiv 2409.19817): the objective, and heads trained on all sequences or on folds."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,26 +13,30 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from calibjax import recalibrate
-from calibjax.data import Sequences, batches, hold_back
+from calibjax.data import Sequences, batches, concatenate, divide
 from calibjax.heads import HeadConfig
 from calibjax.losses import LOSSES, linear_loss
 from calibjax.models import LanguageModel
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze, vocab_sharding
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import local_rows, param_shardings
+from calibjax.train.cross_fit import (
+    FitData,
+    Score,
+    is_significant,
+    other_folds,
+    predict,
+    ranked,
+    score,
+    select,
+)
 from calibjax.train.hidden_cache import array_hash, sequence_arrays
 from calibjax.train.loop import train
 from calibjax.train.options import AtsPlan, Trial
 from calibjax.train.state import OptimizerConfig, create_state
 from calibjax.train.step import TrainStep, make_train_step
-from calibjax.train.temperature import (
-    LikelihoodPass,
-    likelihood_pass,
-    mean_likelihood,
-)
+from calibjax.train.temperature import fit_single_temperature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,94 +75,136 @@ class AtsObjective:
         return (total / jnp.maximum(count, 1.0), jnp.ones(())) if loss.per_micro_batch else (total, count)
 
 
-class FitData(NamedTuple):
-    """Sequences of a frozen model, split into training and validation rows.
-
-    Attributes:
-        arrays: arrays of all sequences, as `batch_stats` reads them; see `sequence_arrays`.
-        frozen: arrays of the model.
-        train, validation: rows of `arrays`; `validation` is empty if nothing is chosen or refitted.
-        hash: hash of the sequences.
-    """
-
-    arrays: Mapping[str, np.ndarray]
-    frozen: Frozen
-    train: np.ndarray
-    validation: np.ndarray
-    hash: str
-
-
-class Candidate(NamedTuple):
-    """A head trained with one loss, and its scores on validation data, in nats per token (NaN without such data)."""
-
-    trial: Trial
-    params: Any
-    validation_nll: float
-    validation_score: float
-    refit: recalibrate.TemperatureFit | None
-
-
-def prepare(lm: LanguageModel, sequences: Sequences, plan: AtsPlan, context: RunContext) -> FitData:
-    """Splits off validation data if a loss is chosen or a temperature refitted, and caches the hidden states."""
-    train_rows, validation_rows = np.arange(len(sequences.tokens)), np.arange(0)
-    if len(plan.trials) > 1 or plan.refit_temperature:
-        train_rows, validation_rows = hold_back(sequences, plan.validation_fraction, context.seed)
+def prepare(lm: LanguageModel, sets: Mapping[str, Sequences], plan: AtsPlan, context: RunContext) -> FitData:
+    """Divides the sequences into folds if a loss is chosen or a temperature refitted, and caches the hidden states."""
+    sequences = concatenate(list(sets.values()))
+    folds: list[np.ndarray] = []
+    if plan.auto or plan.refit_temperature:
+        if len(sets) > 1:
+            ends = np.cumsum([len(of_set.tokens) for of_set in sets.values()])
+            folds = np.split(np.arange(ends[-1]), ends[:-1])
+        else:
+            folds = divide(sequences, plan.folds, context.seed)
     arrays, hidden_given = sequence_arrays(
         lm, sequences, mode=plan.cache_hidden, batch_size=plan.batch_size, context=context
     )
     frozen = freeze(lm, head=plan.head, hidden_given=hidden_given)
-    return FitData(arrays, frozen, train_rows, validation_rows, array_hash(sequences._asdict()))
+    return FitData(arrays, frozen, folds, array_hash(sequences._asdict()))
 
 
-def train_candidate(lm: LanguageModel, data: FitData, plan: AtsPlan, trial: Trial, context: RunContext) -> Candidate:
-    """Trains a head with one loss and scores it on validation data, with the refitted temperature if significant."""
-    params = train_head(
-        lm,
-        plan,
-        trial,
-        data.frozen,
-        _Rows(data.arrays, data.train),
-        context=context.within(str(trial)),
-        identity={"windows": data.hash},
+def cross_fit(
+    lm: LanguageModel,
+    data: FitData,
+    plan: AtsPlan,
+    trial: Trial,
+    folds: Iterable[int],
+    context: RunContext,
+    known: Score | None = None,
+) -> Score:
+    """Predicts each of `folds` by a head trained on all other folds; returns the score on these and on `known` ones."""
+    log_scales = dict(known.log_scales if known is not None else {})
+    smallest = min(len(other_folds(data, fold)) for fold in range(len(data.folds)))
+    for fold in folds:
+        if fold not in log_scales:
+            params = train_head(
+                *(lm, plan, trial, data.frozen, select(data.arrays, other_folds(data, fold))),
+                context=context.within(f"folds/{fold}/{trial}"),
+                identity={"windows": data.hash, "fold": fold},
+                rows=smallest,
+            )
+            log_scales[fold] = predict(lm, plan, params, data, fold)
+    scored = score(lm, data, plan, str(trial), log_scales, refit=plan.refit_temperature)
+    context.log(
+        f"ATS {trial}: predicted out of fold, NLL {scored.mean('nll'):.4f}, Brier {scored.mean('brier'):.4f}, "
+        f"calibration error {scored.calibration_error:.4f}"
     )
-    if not len(data.validation):
-        return Candidate(trial, to_host(params), math.nan, math.nan, None)
-
-    def likelihood(top_label_weight: float) -> LikelihoodPass:
-        rows = _Rows(data.arrays, data.validation)
-        return likelihood_pass(
-            lm, plan.head, params, data.frozen, rows, plan.batch_size, top_label_weight=top_label_weight
-        )
-
-    score_pass = likelihood(plan.top_label_weight)
-    refit = recalibrate.fit_temperature(score_pass) if plan.refit_temperature else None
-    score = refit.nll if refit is not None and _is_significant(refit) else mean_likelihood(score_pass)
-    nll = mean_likelihood(likelihood(0.0))
-    context.log(f"ATS {trial}: on validation NLL {nll:.4f}, score {score:.4f}")
-    return Candidate(trial, to_host(params), nll, score, refit)
+    return scored
 
 
-def choose(candidates: Sequence[Candidate], context: RunContext) -> Candidate:
-    """Returns the candidate with the best score on validation data."""
-    best = min(candidates, key=lambda c: c.validation_score)
-    if len(candidates) > 1:
-        others = ", ".join(f"{c.trial} {c.validation_score:.4f}" for c in candidates if c is not best)
-        context.log(f"chose {best.trial}: best score on validation, {best.validation_score:.4f} (others: {others})")
-    return best
+def cross_fit_temperature(
+    lm: LanguageModel, data: FitData, plan: AtsPlan, log_scale: float, *, by_set: bool
+) -> Callable[[Iterable[int]], Score]:
+    """Returns folds -> the score of temperature scaling.
+
+    Its one number is that of all sequences, which they hardly move; of several sets (`by_set`), that of the others.
+    """
+
+    @functools.cache
+    def fitted(fold: int) -> float:
+        if not by_set:
+            return log_scale
+        others = select(data.arrays, other_folds(data, fold))
+        return fit_single_temperature(lm, data.frozen, others, plan.batch_size)[0].log_scale
+
+    def scored(folds: Iterable[int]) -> Score:
+        shape = data.arrays["targets"].shape[1:]
+        log_scales = {fold: np.full((len(data.folds[fold]), *shape), fitted(fold), np.float32) for fold in folds}
+        return score(lm, data, plan, "temperature scaling", log_scales, refit=False)
+
+    return scored
 
 
-def refitted_log_factor(best: Candidate, context: RunContext) -> tuple[float, dict[str, Any] | None]:
-    """Returns the log of the factor applied on top of the head (0 if not significant), and its report."""
+class Choice(NamedTuple):
+    """What `choose_trial` found.
+
+    Attributes:
+        trial: the loss to train with; None: temperature scaling, which no head beats.
+        score: of the chosen loss on all folds; None if nothing was predicted out of fold.
+        comparison: JSON-able: temperature scaling and every loss on the folds that were compared first, and the chosen
+            loss on all folds; None if there was one loss.
+    """
+
+    trial: Trial | None
+    score: Score | None
+    comparison: dict[str, Any] | None
+
+
+def choose_trial(
+    lm: LanguageModel, data: FitData, plan: AtsPlan, log_scale: float, context: RunContext, *, by_set: bool
+) -> Choice:
+    """Chooses the loss with the lowest calibration error among those that beat temperature scaling, out of fold.
+
+    All losses predict the first fold, or every set (`by_set`). The best of them predicts all folds: if it does not beat
+    temperature scaling there (`Score.beats`), the next one does, and temperature scaling is left in the end.
+    """
+    if not data.folds:
+        return Choice(plan.trials[0], None, None)
+    folds = range(len(data.folds))
+    reference = cross_fit_temperature(lm, data, plan, log_scale, by_set=by_set)
+    if not plan.auto:
+        return Choice(plan.trials[0], cross_fit(lm, data, plan, plan.trials[0], folds, context), None)
+
+    first = folds if by_set else folds[:1]
+    tried = {str(trial): cross_fit(lm, data, plan, trial, first, context) for trial in plan.trials}
+    scaling = reference(first)
+    comparison: dict[str, Any] = {
+        "candidates": [of.as_json(scaling) for of in (scaling, *tried.values())],
+        "chosen": [],
+    }
+    for candidate in ranked(tried.values(), scaling):
+        trial = next(trial for trial in plan.trials if str(trial) == candidate.name)
+        whole = cross_fit(lm, data, plan, trial, folds, context, known=candidate)
+        comparison["chosen"] = [of.as_json(reference(folds)) for of in (reference(folds), whole)]
+        if comparison["chosen"][-1]["beats_temperature"]:
+            context.log(
+                f"chose {trial}: the lowest calibration error of the losses that beat temperature scaling "
+                f"({whole.calibration_error:.4f} against {reference(folds).calibration_error:.4f})"
+            )
+            return Choice(trial, whole, comparison)
+    context.log("WARNING: no head beats temperature scaling beyond noise: the head that is kept is temperature scaling")
+    return Choice(None, None, comparison)
+
+
+def describe_refit(best: Score, context: RunContext) -> dict[str, Any] | None:
+    """Logs and describes the factor applied on top of the head; None without one."""
     if best.refit is None:
-        return 0.0, None
-    significant = _is_significant(best.refit)
-    factor, error = math.exp(best.refit.log_scale), best.refit.standard_error
+        return None
+    factor, error, applied = math.exp(best.refit.log_scale), best.refit.standard_error, is_significant(best.refit)
     context.log(
         f"refit on top: scale x {factor:.4f} (standard error of its log {error:.4f}): "
-        f"{'applied' if significant else 'not applied, within its noise'}"
+        f"{'applied' if applied else 'not applied, within its noise'}"
     )
-    report = {"factor": factor, "standard_error_of_log": error, "applied": significant}
-    return best.refit.log_scale if significant else 0.0, report
+    return {"factor": factor, "standard_error_of_log": error, "applied": applied}
 
 
 def train_head(
@@ -170,6 +216,7 @@ def train_head(
     *,
     context: RunContext,
     identity: Mapping[str, Any],
+    rows: int | None = None,
 ) -> Any:
     """Trains one head with one loss, from its newest checkpoint if there is one; returns its parameters.
 
@@ -181,8 +228,10 @@ def train_head(
         arrays: arrays of the sequences; see `sequence_arrays`.
         context: directory for checkpoints and logs; its seed determines the initial parameters and the batches.
         identity: further description of the run, stored with its checkpoints.
+        rows: rows that the number of steps follows from, at most those of `arrays`, so that heads of folds of almost
+            one size share a program; None: those of `arrays`.
     """
-    steps = max(1, plan.epochs * len(arrays["targets"]) // plan.batch_size)
+    steps = max(1, plan.epochs * (rows or len(arrays["targets"])) // plan.batch_size)
     objective = AtsObjective(lm.config, plan.head, trial.loss, lm.dtype)
     optimizer, step_fn = _step_of(objective, plan.optimizer, steps, plan.accumulate)
 
@@ -194,7 +243,7 @@ def train_head(
         step_fn,
         jax.jit(start, out_shardings=param_shardings(context.mesh, jax.eval_shape(start)))(),
         frozen,
-        {"alpha": jnp.float32(trial.alpha or 0.0), "top_label_weight": jnp.float32(plan.top_label_weight)},
+        {"alpha": jnp.float32(trial.alpha or 0.0)},
         batches(arrays, plan.batch_size, seed=context.seed, epochs=plan.epochs, part=part),
         steps=steps,
         context=context.titled(f"ATS {trial}"),
@@ -219,37 +268,3 @@ def _step_of(
     """Returns the optimiser and the step: one program for fits that differ only in data, seed or alpha."""
     built = optimizer.build(steps)
     return built, make_train_step(objective, built, accumulate=accumulate, clip_norm=optimizer.clip_norm)
-
-
-def _is_significant(refit: recalibrate.TemperatureFit) -> bool:
-    """Whether the factor differs from 1 by more than two standard errors; applying another one would add its noise."""
-    return refit.converged and abs(refit.log_scale) > 2.0 * refit.standard_error
-
-
-class _Rows(Mapping[str, Any]):
-    """Selected rows of arrays, without a copy: hidden states may take most of the memory."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray], rows: np.ndarray):
-        self._arrays = {name: _Selection(array, rows) for name, array in arrays.items()}
-
-    def __getitem__(self, name: str) -> "_Selection":
-        return self._arrays[name]
-
-    def __iter__(self):
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-
-class _Selection:
-    """`array[rows]`, read when it is indexed."""
-
-    def __init__(self, array: np.ndarray, rows: np.ndarray):
-        self._array, self._rows = array, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: np.ndarray) -> np.ndarray:
-        return self._array[self._rows[index]]

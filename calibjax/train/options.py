@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from calibjax.heads import HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
 from calibjax.losses import LOSSES, Hyperparameter
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import BatchSize, Count, Fraction, NonNegative, Positive, Range, check_options, named
+from calibjax.runtime.options import BatchSize, Count, NonNegative, Positive, Range, check_options, named
 from calibjax.runtime.sharding import check_batch
 from calibjax.train.hidden_cache import CacheMode
 from calibjax.train.state import OptimizerConfig
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 else:
     LossName = Literal[("auto", *LOSSES)]
 
-AUTO = ("joint", "cross-entropy", "selective")
-"""The losses that `--loss auto` tries."""
-ALPHA_GRID = (0.02, 0.1, 0.5)
-"""Values of `--alpha` with which it tries those that have one; 0.5 is the paper's of selective smoothing."""
+AUTO = ("cross-entropy", "joint")
+"""The losses that `--loss auto` tries: proper scores."""
+ALPHA_GRID = (1.0, 4.0, 20.0)
+"""Values of `--alpha` with which it tries joint, from the lowest NLL towards the lowest calibration error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,14 +41,14 @@ class AtsOptions:
         random_start: start from random weights instead of from temperature 1.
         normalize: divide what an MLP reads by its root mean square (default: yes; recipe paper: no).
         loss: name of a loss; the docstrings of calibjax.losses have the formulas. selective-authors is
-            selective-balanced where ignored tokens count as wrong, as in the authors' code. auto fits with joint,
-            cross-entropy and selective for a few alpha, and keeps the head with the best proper score on sequences
-            that training never saw.
-        alpha: main weight of the loss (ALPHAS). With --loss auto, tried in place of the grid.
-        top_label_weight: weight of the log loss of the top label in joint, and in the score that auto chooses by.
-        refit_temperature: fit one more scalar on top of the finished head, on sequences that training never saw, and
-            apply it where it differs from 1 by more than two standard errors.
-        validation_fraction: fraction of the fitting sequences kept from training for the choice and the refit.
+            selective-balanced where ignored tokens count as wrong, as in the authors' code. auto tries cross-entropy
+            and joint for a few alpha. Of those whose NLL and Brier score, on sequences that their training never saw,
+            are lower than temperature scaling's beyond noise, it keeps the one with the lowest calibration error; if
+            there is none, the head is temperature scaling.
+        alpha: main weight of the loss (ALPHAS). With --loss auto, that of joint in place of the grid.
+        refit_temperature: fit one more scalar on top of the head, for the calibration of the most likely token on
+            sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
+        folds: parts of the fitting sequences. A head trained without a part predicts it, for the choice and the refit.
         epochs: passes over the fitting sequences.
         batch_size: sequences per step.
         accumulate: micro-batches per step.
@@ -67,9 +67,8 @@ class AtsOptions:
     normalize: bool | None = None
     loss: LossName | None = None
     alpha: NonNegative | None = None
-    top_label_weight: NonNegative = 1.0
     refit_temperature: bool | None = None
-    validation_fraction: Fraction = 0.1
+    folds: Annotated[int, Range(2, 100)] = 4
     epochs: Count | None = None
     batch_size: BatchSize | None = None
     accumulate: Count | None = None
@@ -180,9 +179,9 @@ class AtsPlan:
 
     head: HeadConfig
     trials: tuple[Trial, ...]
-    top_label_weight: float
+    auto: bool
     refit_temperature: bool
-    validation_fraction: float
+    folds: int
     epochs: int
     batch_size: int
     accumulate: int
@@ -223,9 +222,9 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     return AtsPlan(
         head=head,
         trials=trials,
-        top_label_weight=options.top_label_weight,
+        auto=recipe.loss == "auto",
         refit_temperature=recipe.refit_temperature,
-        validation_fraction=options.validation_fraction,
+        folds=options.folds,
         epochs=recipe.epochs,
         batch_size=recipe.batch_size,
         accumulate=recipe.accumulate,

@@ -64,7 +64,7 @@ def main():
                 step,
                 create_state(head.init(jax.random.key(0)), optimizer),
                 freeze(lm),
-                {"alpha": jnp.float32(0), "top_label_weight": jnp.float32(1)},
+                {"alpha": jnp.float32(1)},
                 batches(sequences.arrays(), 16, seed=0, epochs=given.steps // 4),
                 steps=given.steps,
                 context=context,

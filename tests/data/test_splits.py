@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from calibjax.data import Sequences, hold_back, split_sequences
+from calibjax.data import Sequences, concatenate, divide, hold_back, split_sequences
 from calibjax.runtime.errors import UserError
 
 
@@ -16,7 +16,7 @@ def make_sequences(source):
 
 
 def test_first_fraction_in_order():
-    fit, held_out = split_sequences(make_sequences(range(1600)), 0.6)
+    fit, held_out = split_sequences(make_sequences(range(1600)), 0.6, order="sequential")
     np.testing.assert_array_equal(fit.tokens[:, 0], np.arange(960))
     np.testing.assert_array_equal(held_out.tokens[:, 0], np.arange(960, 1600))
 
@@ -33,9 +33,61 @@ def test_first_fraction_in_order():
     ],
 )
 def test_cut_moves_to_the_end_of_a_row(source, fraction, cut):
-    fit, held_out = split_sequences(make_sequences(source), fraction)
+    fit, held_out = split_sequences(make_sequences(source), fraction, order="sequential")
     assert len(fit.source) == cut
     assert len(held_out.source) == len(source) - cut
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shuffled_rows_are_whole_and_in_order(seed):
+    source = np.repeat(np.arange(60), np.random.default_rng(seed).integers(1, 6, 60))
+    sequences = make_sequences(source)
+    fit, held_out = split_sequences(sequences, 0.6, seed=seed)
+    assert not set(fit.source) & set(held_out.source)
+    np.testing.assert_array_equal(np.sort(np.concatenate([fit.tokens, held_out.tokens])[:, 0]), np.arange(len(source)))
+    assert all((np.diff(part.tokens[:, 0]) > 0).all() for part in (fit, held_out))
+    assert abs(len(fit.source) - 0.6 * len(source)) <= 3
+    assert fit.source.max() > 40, "rows of the end too"
+    again, other = (split_sequences(sequences, 0.6, seed=s)[0] for s in (seed, seed + 1))
+    np.testing.assert_array_equal(again.source, fit.source)
+    assert not np.array_equal(other.source, fit.source)
+
+
+def test_one_document_is_cut_once_whatever_the_order():
+    fit, held_out = split_sequences(make_sequences([4] * 10), 0.6)
+    assert fit.tokens[:, 0].tolist() == list(range(6))
+    assert held_out.tokens[:, 0].tolist() == list(range(6, 10))
+
+
+@pytest.mark.parametrize(
+    ("source", "sizes"),
+    [
+        (range(8), [2, 2, 2, 2]),
+        ([3] * 10, [3, 3, 2, 2]),  # one document: consecutive parts
+        ([3, 3], [1, 1]),
+        ([0] * 9 + [1], None),  # one row fills almost everything
+        (np.repeat(np.arange(50), np.random.default_rng(0).integers(1, 9, 50)), None),
+    ],
+)
+def test_folds(source, sizes):
+    source = np.asarray(source)
+    folds = divide(make_sequences(source), 4, seed=1)
+    np.testing.assert_array_equal(np.sort(np.concatenate(folds)), np.arange(len(source)))
+    assert 2 <= len(folds) <= 4
+    assert all(len(fold) and (np.diff(fold) > 0).all() for fold in folds)
+    if len(np.unique(source)) > 1:
+        assert sum(len(np.unique(source[fold])) for fold in folds) == len(np.unique(source)), "a row in two folds"
+    if sizes is not None:
+        assert [len(fold) for fold in folds] == sizes
+
+
+def test_joined_sets_keep_their_rows_apart():
+    joined = concatenate([make_sequences([0, 0, 2]), make_sequences([0, 1])])
+    assert joined.source.tolist() == [0, 0, 2, 3, 4]
+    assert joined.tokens[:, 0].tolist() == [0, 1, 2, 0, 1]
+    longer = make_sequences([0])._replace(tokens=np.zeros((1, 2), np.int32))
+    with pytest.raises(UserError, match=r"sequences of one length, got \[2, 3\]"):
+        concatenate([make_sequences([0]), longer])
 
 
 def test_hold_back_is_seeded_and_a_partition():
@@ -76,5 +128,7 @@ def test_errors():
         split_sequences(sequences, 0.1)
     with pytest.raises(UserError, match="of 1 sequence is none"):
         hold_back(make_sequences([0]), 0.9, 0)
+    with pytest.raises(UserError, match="folds: expected at least 2 sequences to divide, got 1"):
+        divide(make_sequences([0]), 4, 0)
     with pytest.raises(UserError, match="seed"):
         hold_back(sequences, 0.5, -1)

@@ -58,7 +58,7 @@ def balanced(d):
 
 # Every loss of the registry, with its main weight ALPHA where it has one and defaults besides.
 FORMULAS = {
-    "joint": lambda d: -d.log_q_y + top_label(d),
+    "joint": lambda d: -d.log_q_y + ALPHA * top_label(d),
     "cross-entropy": lambda d: -d.log_q_y,
     "label-smoothing": lambda d: -(1 - ALPHA) * d.log_q_y - ALPHA * d.log_q.mean(axis=1),
     "selective": selective,

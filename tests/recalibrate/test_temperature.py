@@ -23,13 +23,13 @@ def issue_problem():
     return z * 2.5, labels
 
 
-@functools.partial(jax.jit, static_argnames="weight")
-def sums_at(u, z, labels, scale=1.0, weight=0.0):
+@functools.partial(jax.jit, static_argnames="top_label")
+def sums_at(u, z, labels, scale=1.0, top_label=False):
     """`likelihood_sums` of given logits `[G, N, K]` and labels `[G, N]`."""
     eye = jnp.eye(z.shape[-1], dtype=jnp.float32)
     scale = jnp.broadcast_to(scale, labels.shape) * jnp.exp(u)
     stats = vocab_stats(z, eye, labels, scale=scale, statistics=recalibrate.NEEDED_STATISTICS)
-    return likelihood_sums(stats, weight)
+    return likelihood_sums(stats, top_label=top_label)
 
 
 def fit(z, labels, **options):
@@ -52,16 +52,17 @@ def test_the_issue():
     assert_within(same.log_scale, got.log_scale, 2e-5, "in three batches")
 
 
-def nll_of(u, z, labels, scale, weight):
-    """Σ (nll + weight·top-label loss) in float64 at the common factor e^u."""
+def nll_of(u, z, labels, scale, top_label):
+    """Σ nll, of the target or of whether the most likely one is it, in float64 at the common factor e^u."""
     q = oracle.probabilities(z, scale * np.exp(u))
     top, right = q.max(axis=1), z.argmax(axis=1) == labels
-    top_label = np.where(right, -np.log(top), -np.log1p(-top))
-    return (-np.log(q[np.arange(len(z)), labels]) + weight * top_label).sum()
+    if top_label:
+        return np.where(right, -np.log(top), -np.log1p(-top)).sum()
+    return -np.log(q[np.arange(len(z)), labels]).sum()
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.7])
-def test_derivatives(weight):
+@pytest.mark.parametrize("top_label", [False, True])
+def test_derivatives(top_label):
     z, labels = issue_problem()
     z, labels = z[:40] / 2, labels[:40]
     scale = np.random.default_rng(8).uniform(0.4, 1.6, 40).astype(np.float32)
@@ -70,31 +71,31 @@ def test_derivatives(weight):
     marked = np.where(np.arange(40) % 7 == 3, -100, labels).astype(np.int32)
     groups = [marked.reshape(4, 10), scale.reshape(4, 10)]
     for u in (-0.5, 0.0, 0.8):
-        got = sums_at(jnp.float32(u), z.reshape(4, 10, 10), groups[0], scale=groups[1], weight=weight)
+        got = sums_at(jnp.float32(u), z.reshape(4, 10, 10), groups[0], scale=groups[1], top_label=top_label)
         for group in range(4):
             rows = [i for i in range(10 * group, 10 * group + 10) if marked[i] >= 0]
             exact = {"z": z[rows].astype(np.float64), "scale": scale[rows].astype(np.float64)}
-            f = functools.partial(nll_of, labels=labels[rows], weight=weight, **exact)
+            f = functools.partial(nll_of, labels=labels[rows], top_label=top_label, **exact)
             h = 1e-4
             first = (f(u + h) - f(u - h)) / (2 * h)
             second = (f(u + h) - 2 * f(u) + f(u - h)) / h**2
             # Float32 sums of ten terms up to some tens; 1/(1 − c) in the top-label part makes it some times more.
-            tolerance = 2e-4 if weight else 2e-5
+            tolerance = 2e-4 if top_label else 2e-5
             assert got.count[group] == len(rows)
             assert_within(got.nll[group], f(u), tolerance, f"nll at {u}")
             assert_within(got.first[group], first, 2 * tolerance, f"slope at {u}")
-            if not weight:
+            if not top_label:
                 assert_within(got.second[group], second, 4 * tolerance + 2e-5, f"curvature at {u}")
 
 
-def test_the_curvature_with_a_top_label_weight_is_fishers():
+def test_the_curvature_of_the_top_label_is_fishers():
     """Its expectation over y ~ c: minus the slope's derivative where correctness is replaced by c (two logits)."""
     z = np.array([[[1.0, 0.0]], [[0.4, 0.0]]], np.float32)
     labels = np.zeros((2, 1), np.int32)
-    plain, weighted = (sums_at(jnp.float32(0.0), z, labels, weight=w) for w in (0.0, 1.0))
+    got = sums_at(jnp.float32(0.0), z, labels, top_label=True)
     c = 1 / (1 + np.exp(-z[:, 0, 0].astype(np.float64)))
     a = z[:, 0, 0] * (1 - c)
-    assert_within(np.subtract(weighted.second, plain.second), a**2 * c / (1 - c), 10 * EPS)
+    assert_within(got.second, a**2 * c / (1 - c), 10 * EPS)
 
 
 def test_standard_error_is_that_of_a_bootstrap():

@@ -99,7 +99,17 @@ def test_signals_in_training(tmp_path, number, code):
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
     options = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", 13, "--full-sequences"]
-    options += ["--loss", "joint", "--batch-size", 8, "--epochs", 400, "--checkpoint-every", 10_000]
+    options += [
+        "--loss",
+        "joint",
+        "--no-refit-temperature",
+        "--batch-size",
+        8,
+        "--epochs",
+        400,
+        "--checkpoint-every",
+        10_000,
+    ]
     log = tmp_path / "out" / "fit"
     with start("train", "ats", *options, "--out", tmp_path / "out", "--quiet") as process:
         wait_for(process, lambda: any(file.stat().st_size for file in log.rglob("train.jsonl")))
@@ -130,13 +140,24 @@ def test_sigterm_to_one_of_two_processes(tmp_path):
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
     options = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", 13, "--full-sequences"]
-    options += ["--loss", "joint", "--batch-size", 8, "--epochs", 4000, "--checkpoint-every", 10**6, "--quiet"]
+    options += [
+        "--loss",
+        "joint",
+        "--no-refit-temperature",
+        "--batch-size",
+        8,
+        "--epochs",
+        4000,
+        "--checkpoint-every",
+        10**6,
+        "--quiet",
+    ]
     options += ["--out", tmp_path / "out", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", 2]
     with (
         start("train", "ats", *options, "--process-id", 0) as first,
         start("train", "ats", *options, "--process-id", 1) as second,
     ):
-        log = tmp_path / "out" / "fit" / "joint" / "train.jsonl"
+        log = tmp_path / "out" / "fit" / "joint-1" / "train.jsonl"
         wait_for(first, lambda: log.is_file() and log.stat().st_size)
         second.send_signal(signal.SIGTERM)
         began = time.monotonic()

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
+from calibjax import metrics
 from calibjax.commands.train_ats import fit_ats
-from calibjax.data import hold_back
-from calibjax.heads import HeadConfig
+from calibjax.data import divide
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.metrics import CalibrationSums
 from calibjax.models.frozen import batch_stats, freeze
 from calibjax.recalibrate import TemperatureFit
 from calibjax.runtime.errors import UserError
-from calibjax.train import AtsOptions, ats
-from calibjax.train.options import Trial, make_plan
+from calibjax.train import AtsOptions, ats, cross_fit
+from calibjax.train.options import make_plan
 
-QUICK = {"epochs": 6, "batch_size": 8, "learning_rate": 1e-2, "validation_fraction": 0.2}
+QUICK = {"epochs": 6, "batch_size": 8, "learning_rate": 1e-2}
 
 LM = make_lm()
 SEQUENCES = answered(LM, ragged(make_sequences(160)))
@@ -79,32 +81,89 @@ def test_single_temperature_is_the_best_one(auto):
     assert auto[0].temperature.log_factor == 0.0
 
 
-def test_auto_keeps_the_best_score(auto):
-    fitted, lines, _ = auto
-    report = fitted.report
-    scores = {c["loss"]: c["validation_score"] for c in report["candidates"]}
-    print(scores)
-    assert list(scores) == ["joint", "cross-entropy", "selective-0.02", "selective-0.1", "selective-0.5"]
-    assert scores[report["loss"]] == min(scores.values())
-    assert len(set(scores.values())) == 5
-    said = next(line for line in lines if line.startswith("chose "))
-    assert said.startswith(f"chose {report['loss']}: ")
-    assert all(name in said and f"{score:.4f}" in said for name, score in scores.items())
-    # What is reported of the head that was kept, over the dense logits of the sequences that were kept back.
-    train_rows, rows = hold_back(SEQUENCES, 0.2, 0)
-    assert report["windows"] == {"train": len(train_rows), "validation": len(rows)}
-    kept = SEQUENCES.take(rows)
-    log_scale = log_scale_of(LM, fitted.head, kept) - fitted.head.log_factor
-    chosen = next(c for c in report["candidates"] if c["loss"] == report["loss"])
-    np.testing.assert_allclose(chosen["validation_nll"], nll_of(LM, kept, log_scale), rtol=2e-6)
-    delivered = log_scale + fitted.head.log_factor
-    expected = nll_of(LM, kept, delivered) + top_label_of(LM, kept, delivered)
-    np.testing.assert_allclose(chosen["validation_score"], expected, rtol=1e-5)
+def test_auto_chooses_by_out_of_fold_predictions(auto):
+    """Every figure that the choice is made by, recomputed over the dense logits from the heads of the folds."""
+    fitted, lines, directory = auto
+    scaling, *tried = fitted.comparison["candidates"]
+    names = ["cross-entropy", "joint-1", "joint-4", "joint-20"]
+    assert [row["loss"] for row in (scaling, *tried)] == ["temperature scaling", *names]
+    lower = [row for row in tried if row["nll"] < scaling["nll"] and row["brier"] < scaling["brier"]]
+    assert min(lower, key=lambda row: row["calibration_error"])["loss"] == fitted.report["loss"]
+    assert [row["loss"] for row in fitted.comparison["chosen"]] == ["temperature scaling", fitted.report["loss"]]
+    assert fitted.comparison["chosen"][1]["beats_temperature"]
+    assert any(line.startswith(f"chose {fitted.report['loss']}: ") for line in lines)
+
+    fold = SEQUENCES.take(divide(SEQUENCES, 4, 0)[0])
+    constant = np.full(fold.tokens.shape, float(fitted.temperature.params["log_scale"]))
+    np.testing.assert_allclose(scaling["nll"], nll_of(LM, fold, constant), rtol=2e-6)
+    plan = make_plan(AtsOptions(**QUICK), LM.config.hidden_size)
+    context = silent(directory)
+    data = ats.prepare(LM, {"fit": SEQUENCES}, plan, context)
+    for trial, row in zip(plan.trials, tried, strict=True):
+        others = cross_fit.select(data.arrays, np.sort(np.concatenate(data.folds[1:])))
+        params = ats.train_head(  # restored
+            *(LM, plan, trial, data.frozen, others),
+            context=context.within(f"folds/0/{trial}"),
+            identity={"windows": data.hash, "fold": 0},
+            rows=min(len(SEQUENCES.tokens) - len(rows) for rows in data.folds),
+        )
+        delivered = log_scale_of(LM, FittedHead(plan.head, params, math.log(row["factor"]), LM.fingerprint), fold)
+        np.testing.assert_allclose(row["nll"], nll_of(LM, fold, delivered), rtol=2e-6)
+        if row["factor"] != 1.0:  # the refit is the best factor for the top label
+            losses = [top_label_of(LM, fold, delivered + shift) for shift in (-0.02, 0.0, 0.02)]
+            assert losses[1] == min(losses)
 
 
-def test_the_score_chooses_and_not_the_likelihood():
-    of = {nll: ats.Candidate(Trial("joint", None), None, nll, 1 / nll, None) for nll in (1.0, 2.0)}
-    assert ats.choose(list(of.values()), silent()) is of[2.0]
+def test_a_score_beats_beyond_noise_only():
+    """NLL and Brier lower on every sequence; on the mean alone; and with a higher calibration error."""
+    rng = np.random.default_rng(0)
+    confidence = jnp.full((200, 20), 0.6)
+    correct = jnp.asarray(rng.random((200, 20)) < 0.6)
+
+    def scored(nll, confidence=confidence):
+        sums = metrics.calibration_sums(confidence, correct, log_prob=-jnp.asarray(nll))
+        return cross_fit.Score("", {}, None, CalibrationSums(*(np.asarray(x, np.float64) for x in sums)))
+
+    noise = rng.normal(size=(200, 1)) * np.ones((200, 20))
+    worse = scored(2 + noise, jnp.full((200, 20), 0.7))
+    assert scored(1.9 + noise).beats(worse)
+    assert not worse.beats(scored(1.9 + noise))
+    assert not scored(1.99 + 10 * rng.normal(size=(200, 1)) * np.ones((200, 20))).beats(worse), "NLL within its noise"
+    assert not scored(1.9 + noise).beats(scored(2 + noise)), "the same Brier score"
+    # Lower NLL and Brier score, higher calibration error: a sharper forecaster with a bias.
+    sharp = jnp.where(correct, 0.75, 0.25)
+    assert not scored(1.9 + noise, sharp).beats(scored(2 + noise))
+    assert scored(1.9 + noise, sharp).mean("brier") < scored(2 + noise).mean("brier")
+
+
+def test_temperature_scaling_is_kept_where_nothing_beats_it(tmp_path):
+    """Tokens drawn from the model at one temperature: no head can beat that."""
+    lines = []
+    sequences = answered(LM, make_sequences(60), scales=(0.5, 0.5))
+    fitted = fit(tmp_path, sequences=sequences, log=lines.append, alpha=1.0, epochs=1)
+    assert fitted.report["loss"] == "temperature scaling"
+    assert fitted.head is fitted.temperature
+    assert fitted.report["refit"] is None
+    assert not any(row["beats_temperature"] for row in fitted.comparison["chosen"])
+    assert "WARNING: no head beats temperature scaling beyond noise" in lines[-1]
+
+
+def test_sets_are_predicted_by_heads_of_the_others(tmp_path):
+    """Folds are the sets, temperature scaling is that of the other sets, and the last head is of all."""
+    sets = {name: answered(LM, ragged(make_sequences(size, seed=size))) for name, size in (("a", 40), ("b", 24))}
+    fitted = fit(tmp_path, sequences=sets, loss="auto", alpha=1.0, epochs=2)
+    assert fitted.report["sequences"] == {"a": 40, "b": 24}
+    of_other = {
+        name: fit(tmp_path / name, sequences=sets[name], loss="joint", refit_temperature=False) for name in sets
+    }
+    nll = [
+        nll_of(LM, sets[name], np.full(sets[name].tokens.shape, float(of_other[other].temperature.params["log_scale"])))
+        * sets[name].where.sum()
+        for name, other in (("a", "b"), ("b", "a"))
+    ]
+    expected = sum(nll) / sum(of_set.where.sum() for of_set in sets.values())
+    np.testing.assert_allclose(fitted.comparison["candidates"][0]["nll"], expected, rtol=1e-5)
+    assert {entry.name for entry in (tmp_path / "folds").iterdir()} == {"0", "1"}
 
 
 def test_the_head_finds_what_is_to_be_found(auto):
@@ -122,20 +181,21 @@ def test_the_head_finds_what_is_to_be_found(auto):
 def test_report_is_json_and_says_everything(auto):
     fitted, lines, directory = auto
     report = json.loads(json.dumps(fitted.report))
-    assert set(report) == {"plan", "loss", "score", "candidates", "refit", "temperature", "windows"}
+    assert set(report) == {"plan", "loss", "refit", "temperature", "sequences"}
     refit = report["refit"]
     assert refit["applied"] == (abs(math.log(refit["factor"])) > 2 * refit["standard_error_of_log"])
     assert report["plan"]["optimizer"]["learning_rate"] == QUICK["learning_rate"]
     assert fitted.head.fingerprint == fitted.temperature.fingerprint == LM.fingerprint
     assert any("refit on top" in line for line in lines)
-    assert {entry.name for entry in directory.iterdir()} >= {"joint", "cross-entropy", "selective-0.1"}
+    assert {entry.name for entry in directory.iterdir()} == {"folds", report["loss"], "cache.json"}
 
 
 def test_same_again_to_the_bit(auto, tmp_path):
     """The chosen trial alone, in another directory, is the same head; another seed is another one."""
     loss, _, alpha = auto[0].report["loss"].rpartition("-")
-    options = {"loss": loss, "alpha": float(alpha)} if loss == "selective" else {"loss": auto[0].report["loss"]}
-    again, other = (fit(tmp_path / str(seed), seed=seed, **options).head for seed in (0, 1))
+    options = {"loss": loss, "alpha": float(alpha)} if loss == "joint" else {"loss": auto[0].report["loss"]}
+    again = fit(tmp_path / "0", **options).head
+    other = fit(tmp_path / "1", seed=1, refit_temperature=False, **options).head
     chex.assert_trees_all_equal(again.params, auto[0].head.params)
     assert again.log_factor == auto[0].head.log_factor
     assert np.abs(np.asarray(other.params["output"]["kernel"] - again.params["output"]["kernel"])).max() > 0
@@ -160,7 +220,7 @@ def test_directory_of_another_fit_is_refused(auto):
 def test_refit_is_applied_beyond_two_standard_errors(tmp_path, monkeypatch, u, error, applied):
     lines = []
     canned = TemperatureFit(u, error, 1.0, 2.0, 3, True)
-    monkeypatch.setattr(ats.recalibrate, "fit_temperature", lambda *args, **options: canned)
+    monkeypatch.setattr(cross_fit.recalibrate, "fit_temperature", lambda *args, **options: canned)
     fitted = fit(tmp_path, log=lines.append, loss="cross-entropy", head="constant", epochs=1)
     assert fitted.report["refit"] == {"factor": math.exp(u), "standard_error_of_log": error, "applied": applied}
     assert fitted.head.log_factor == (u if applied else 0.0)
@@ -168,23 +228,17 @@ def test_refit_is_applied_beyond_two_standard_errors(tmp_path, monkeypatch, u, e
 
 
 def test_no_refit(tmp_path):
-    """Nothing to choose or refit: nothing is kept from training. With a choice, the score is of the head as it is."""
+    """Nothing to choose or refit: there are no folds. With a choice, the figures are of the head as it is."""
     options = {"head": "constant", "epochs": 1, "refit_temperature": False}
     fitted = fit(tmp_path / "one", loss="cross-entropy", **options)
     assert fitted.report["refit"] is None
-    assert fitted.report["candidates"] == []
-    assert fitted.report["windows"] == {"train": len(SEQUENCES.tokens), "validation": 0}
+    assert fitted.comparison is None
+    assert not (tmp_path / "one/folds").exists()
     assert json.loads(json.dumps(fitted.report, allow_nan=False))["loss"] == "cross-entropy"
 
     fitted = fit(tmp_path / "several", loss="auto", alpha=0.1, **options)
     assert fitted.head.log_factor == 0.0
-    kept = SEQUENCES.take(hold_back(SEQUENCES, 0.2, 0)[1])
-    assert fitted.report["windows"]["validation"] == len(kept.tokens)
-    log_scale = log_scale_of(LM, fitted.head, kept)
-    chosen = next(c for c in fitted.report["candidates"] if c["loss"] == fitted.report["loss"])
-    np.testing.assert_allclose(chosen["validation_nll"], nll_of(LM, kept, log_scale), rtol=2e-6)
-    score = nll_of(LM, kept, log_scale) + top_label_of(LM, kept, log_scale)
-    np.testing.assert_allclose(chosen["validation_score"], score, rtol=1e-5)
+    assert [row["factor"] for row in fitted.comparison["candidates"]] == [1.0, 1.0, 1.0]
 
 
 # --- heads, features, pooling, dtypes ---
@@ -201,7 +255,7 @@ def test_no_refit(tmp_path):
 )
 def test_every_kind_of_head(tmp_path, options, dtype):
     lm, sequences = make_lm(dtype=dtype), SEQUENCES
-    fitted = fit(tmp_path, lm, loss="cross-entropy", **options)
+    fitted = fit(tmp_path, lm, loss="cross-entropy", refit_temperature=False, **options)
     log_scale = log_scale_of(lm, fitted.head, sequences)
     before, after = nll_of(lm, sequences, np.zeros(log_scale.shape)), nll_of(lm, sequences, log_scale)
     print(f"NLL {before:.4f} -> {after:.4f}")
@@ -245,7 +299,7 @@ def test_options_override_the_recipe():
         64,
     )
     assert (plan.head.kind, plan.epochs, plan.batch_size, plan.accumulate) == ("mlp", 7, 6, 3)
-    assert [tuple(trial) for trial in plan.trials] == [("joint", None)]
+    assert [tuple(trial) for trial in plan.trials] == [("joint", 1.0)]
     plan = make_plan(AtsOptions(recipe="paper", random_start=False, refit_temperature=True, warmup_fraction=0.3), 64)
     assert plan.head.identity_start
     assert plan.refit_temperature
@@ -261,8 +315,9 @@ def test_trials():
     def trials(**options):
         return [str(trial) for trial in make_plan(AtsOptions(**options), 64).trials]
 
-    assert trials() == ["joint", "cross-entropy", "selective-0.02", "selective-0.1", "selective-0.5"]
-    assert trials(alpha=0.25) == ["joint", "cross-entropy", "selective-0.25"]
+    assert trials() == ["cross-entropy", "joint-1", "joint-4", "joint-20"]
+    assert trials(alpha=0.25) == ["cross-entropy", "joint-0.25"]
+    assert trials(loss="joint", alpha=0) == ["joint-0"]
     assert trials(loss="selective") == ["selective-0.5"]
     assert trials(loss="label-smoothing") == ["label-smoothing-0.1"]
     assert trials(loss="selective-authors", alpha=0.3) == ["selective-authors-0.3"]
@@ -282,12 +337,11 @@ def test_trials():
 @pytest.mark.parametrize(
     ("options", "flag"),
     [
-        ({"alpha": 1.5}, "--alpha"),
+        ({"loss": "selective", "alpha": 1.5}, "--alpha"),
         ({"alpha": -0.1}, "--alpha"),
         ({"alpha": math.nan}, "--alpha"),
-        ({"top_label_weight": -1.0}, "--top-label-weight"),
-        ({"validation_fraction": 0.0}, "--validation-fraction"),
-        ({"validation_fraction": 1.0}, "--validation-fraction"),
+        ({"folds": 1}, "--folds"),
+        ({"folds": 101}, "--folds"),
         ({"epochs": 0}, "--epochs"),
         ({"batch_size": 0}, "--batch-size"),
         ({"accumulate": 3}, "--accumulate"),
@@ -320,8 +374,6 @@ def test_head_that_cannot_be_built():
 
 
 def test_fewer_sequences_than_a_batch(tmp_path):
-    fitted = fit(
-        tmp_path, sequences=SEQUENCES.take(slice(5)), loss="cross-entropy", head="linear", validation_fraction=0.3
-    )
-    assert fitted.report["windows"] == {"train": 4, "validation": 1}
+    fitted = fit(tmp_path, sequences=SEQUENCES.take(slice(5)), loss="cross-entropy", head="linear", epochs=1)
+    assert fitted.report["sequences"] == {"fit": 5}
     assert np.isfinite(np.asarray(fitted.head.params["output"]["kernel"])).all()

@@ -23,11 +23,11 @@ SEQUENCES = answered(LM, ragged(make_sequences(60)))
 
 
 def fit(directory, mesh=None, **options):
-    quick = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "loss": "joint", "validation_fraction": 0.2}
+    quick = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "loss": "joint", "folds": 2}
     fitted = fit_ats(
         *(LM, SEQUENCES, AtsOptions(**quick | options), silent(directory, mesh=mesh)),
     )
-    rows = [json.loads(line) for line in (directory / "joint/train.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (directory / "joint-1/train.jsonl").read_text().splitlines()]
     return fitted, np.array([row["loss"] for row in rows])
 
 
@@ -75,7 +75,7 @@ def collectives_of_step(objective, params, frozen, mesh):
     state = create_state(params, optimizer)
     with jax.set_mesh(mesh):
         state = jax.device_put(state, param_shardings(mesh, state))
-        hyper = {"alpha": jnp.float32(0), "top_label_weight": jnp.float32(1)}
+        hyper = {"alpha": jnp.float32(1)}
         step = make_train_step(objective, optimizer)
         return collectives(step.lower(state, frozen, place_rows(mesh, sequences.arrays()), hyper).compile().as_text())
 

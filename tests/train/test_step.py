@@ -19,7 +19,7 @@ from calibjax.models.frozen import Frozen, batch_stats, freeze
 from calibjax.runtime.sharding import batch_sharding, make_mesh, replicated
 from calibjax.train import AtsObjective, OptimizerConfig, create_state, make_train_step
 
-HYPER = {"alpha": 0.3, "top_label_weight": 0.7}
+HYPER = {"alpha": 0.3}
 
 
 def hyper(**changes):
@@ -63,7 +63,7 @@ def dense_loss(params, kind, loss, hidden, unembedding, batch):
     right = best == batch["targets"]
     top = jnp.take_along_axis(log_q, best[..., None], axis=-1)[..., 0]
     nll, uniform = -of_target, -log_q.mean(-1)
-    a, w = HYPER["alpha"], HYPER["top_label_weight"]
+    a = w = HYPER["alpha"]
 
     def mean(values, group):
         return jnp.where(group, values, 0.0).sum() / group.sum()

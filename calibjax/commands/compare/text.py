@@ -41,7 +41,8 @@ def from_model(
         lm = load_model(options.model, dtype=jnp.dtype(options.dtype))
     log(f"model: {lm!r}")
     check_context(options.text.seq_len, lm.config.max_positions)
-    parts = split_text(options.text.read(options.data, lm, log, split=options.split), options.fit_fraction, log)
+    sequences = options.text.read(options.data, lm, log, split=options.split)
+    parts = split_text(sequences, options.fit_fraction, log, order="shuffled", seed=options.seed)
     plan = make_plan(AtsOptions(), lm.config.hidden_size)
     batch_size = plan.batch_size
 

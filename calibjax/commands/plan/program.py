@@ -34,7 +34,7 @@ class Job:
 
     Attributes:
         config: of the model.
-        objective: ats: the step that fits a head (of `--loss auto` the first, joint); sft: that of fine-tuning; eval: a
+        objective: ats: the step that fits a head (of `--loss auto` the last, joint); sft: that of fine-tuning; eval: a
             batch of evaluation: of the base model, with temperature scaling, and with a head.
         batch: sequences per step.
         seq: tokens per sequence.
@@ -171,7 +171,7 @@ def _ats(job: Job, mesh: Any, batch: Any) -> Program:
     plan = make_plan(job.ats, job.config.hidden_size)
     optimizer = plan.optimizer.build(_STEPS)
     step = make_train_step(
-        AtsObjective(job.config, plan.head, plan.trials[0].loss, jnp.dtype(job.dtype)),
+        AtsObjective(job.config, plan.head, plan.trials[-1].loss, jnp.dtype(job.dtype)),
         optimizer,
         accumulate=plan.accumulate,
         clip_norm=plan.optimizer.clip_norm,
@@ -181,7 +181,7 @@ def _ats(job: Job, mesh: Any, batch: Any) -> Program:
         return step(state, _frozen(job, weights, plan.head), batch, hyper)
 
     state = jax.eval_shape(lambda: create_state(plan.head.init(jax.random.key(0)), optimizer))
-    hyper = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in ("alpha", "top_label_weight")}
+    hyper = {"alpha": jax.ShapeDtypeStruct((), jnp.float32)}
     weights = _weights(job, mesh)
     if mesh is not None:
         state, hyper = _place(state, param_shardings(mesh, state)), _place(hyper, replicated(mesh))

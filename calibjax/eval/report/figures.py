@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax import plot
 from calibjax.eval.report.rows import sets_of, title_of
-from calibjax.eval.report.schema import AnySet, Document, LayersDocument, LhtsDocument, SubjectRow
+from calibjax.eval.report.schema import AnySet, Document, LayersDocument, LhtsDocument, LossComparison, SubjectRow
 from calibjax.eval.report.subjects import subjects_name
+from calibjax.eval.report.verdicts import kept_loss
 from calibjax.plot import INK, LINES, MARKS, MUTED, legend, plain
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ def figures_of(document: Document) -> Iterator[Drawing]:
         yield Drawing("risk", "Error rate by coverage", [Panel("Risk and coverage", "", _risk(held_out), 4.6, 3.2)])
     if "training" in document:
         yield Drawing("training", "Loss during training", _training_panels(document["training"]))
+    if "comparison" in document:
+        panel = Panel("NLL and calibration error", "ring: chosen", _frontier(document["comparison"]), 4.6, 3.2)
+        yield Drawing("frontier", "NLL and calibration error of every loss on sequences not trained on", [panel])
     if "layers" in document:
         yield Drawing("layers", "Calibration of the prediction of every layer", _layer_panels(document))
         yield Drawing("sweep", "Calibration of the model with its residual stream edited", _sweep_panels(document))
@@ -207,6 +211,24 @@ def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
         for title, step, value in kinds
         if any(curve[value] for curve in training.values())
     ]
+
+
+def _frontier(comparison: LossComparison) -> Callable[["Axes"], None]:
+    """Every loss, and temperature scaling, by NLL and calibration error."""
+
+    def draw(ax: "Axes") -> None:
+        for number, of_loss in enumerate(comparison["candidates"]):
+            at = of_loss["nll"], of_loss["calibration_error"]
+            label = of_loss["loss"].replace("$", r"\$")
+            ax.plot(*at, MARKS[number % len(MARKS)], color=LINES[number % len(LINES)], label=label, linestyle="none")
+            if of_loss["loss"] == kept_loss(comparison):
+                ax.plot(*at, "o", markersize=12, markerfacecolor="none", color=INK)
+        ax.set(xlabel="NLL, nats a token", ylabel="debiased calibration error")
+        ax.margins(0.15)
+        plain(ax)
+        legend(ax)
+
+    return draw
 
 
 def _layer_panels(document: LayersDocument) -> list[Panel]:

@@ -20,7 +20,7 @@ from calibjax.eval.report.schema import AnySet, Document, StudyDocument, TokenSa
 from calibjax.eval.report.studies import study_figures, study_tables
 from calibjax.eval.report.svg import inline_svg, png, svg
 from calibjax.eval.report.tables import folded, set_tables, table
-from calibjax.eval.report.verdicts import set_verdict, study_verdict, verdict
+from calibjax.eval.report.verdicts import choice_verdict, kept_loss, set_verdict, study_verdict, verdict
 from calibjax.runtime.command_line import command_line
 from calibjax.runtime.files import write_file
 
@@ -228,26 +228,22 @@ def _part(part: Part, draw: Any) -> Markup:
 
 def _training(document: Document, draw: Any) -> Content:
     """Curves, and what was compared to choose the loss."""
-    run: Mapping[str, Any] = document.get("run", {})
-    found = run.get("fit")
-    tried = found.get("candidates") if isinstance(found, dict) else None
-    if "training" not in document and not tried:
+    comparison = document.get("comparison")
+    if "training" not in document and comparison is None:
         return None
     parts: list[Content] = [element("h2", "Training"), draw("training")]
-    if tried and isinstance(found, dict):
+    if comparison is not None:
+        kept = kept_loss(comparison)
         rows = [
-            [
-                each["loss"] + (" (chosen)" if each["loss"] == found["loss"] else ""),
-                f"{each['validation_nll']:.4f}",
-                f"{each['validation_score']:.4f}",
-            ]
-            for each in sorted(tried, key=lambda each: each["validation_score"])
+            [each["loss"] + (" (chosen)" if each["loss"] == kept else ""), *(f"{each[key]:.4f}" for key in _COMPARED)]
+            for each in comparison["candidates"]
         ]
-        parts.append(
-            element("p", f"Losses that were tried; the best score on validation data was chosen: {found['score']}.")
-        )
-        parts.append(table("", ["loss", "NLL, validation", "score, validation"], rows))
+        columns = ["loss", "NLL", "Brier", "ECE", "debiased calibration error"]
+        parts += [element("p", choice_verdict(comparison)), draw("frontier"), table("", columns, rows)]
     return joined(parts, "\n")
+
+
+_COMPARED = ("nll", "brier", "ece", "calibration_error")
 
 
 # --- several runs ---

@@ -356,12 +356,42 @@ class TrainingCurve(TypedDict):
     validation_nll: list[float]
 
 
+class ComparedLoss(TypedDict):
+    """Temperature scaling, or heads of one loss, on sequences that they were not fitted on; nll in nats a token.
+
+    `calibration_error` is debiased (`metrics.debiased_from_sums`); `factor` is the refitted one on every scale.
+    """
+
+    loss: str
+    nll: float
+    brier: float
+    ece: float
+    calibration_error: float
+    factor: float
+    beats_temperature: bool
+
+
+class LossComparison(TypedDict):
+    """How a loss was chosen: temperature scaling and every loss on the first fold; on all folds, those that remained.
+
+    `chosen`: temperature scaling and the best loss, which is kept if it beats temperature scaling; empty if no loss has
+    a lower NLL and Brier score.
+    """
+
+    candidates: list[ComparedLoss]
+    chosen: list[ComparedLoss]
+
+
 class DocumentBase(TypedDict):
-    """What the metrics.json of every run holds; `training` by the name of what was trained."""
+    """What the metrics.json of every run holds; `training` by the name of what was trained.
+
+    `comparison`: of `--loss auto`.
+    """
 
     schema: int
     run: NotRequired[dict[str, Any]]
     training: NotRequired[dict[str, TrainingCurve]]
+    comparison: NotRequired[LossComparison]
 
 
 @final
@@ -616,6 +646,8 @@ def _document_problems(document: Mapping[str, Any]) -> Iterator[str]:
             yield from _row_problems(row, f"{path}.methods.{name}")
         if path.startswith("tasks."):
             yield from _subject_problems(of_set, path)
+    if "comparison" in document and not document["comparison"]["candidates"]:
+        yield "comparison.candidates: expected at least one loss, found none"
     for name, curve in document.get("training", {}).items():
         for step, value in (("step", "loss"), ("validation_step", "validation_nll")):
             if len(curve[step]) != len(curve[value]):

@@ -15,6 +15,7 @@ from calibjax.eval.report.schema import (
     Document,
     LayersDocument,
     LhtsDocument,
+    LossComparison,
     MethodRow,
     StudyDocument,
     StudyRow,
@@ -52,6 +53,25 @@ def set_verdict(results: AnySet | Mapping[str, Any]) -> str:
     return ""
 
 
+def kept_loss(comparison: LossComparison) -> str:
+    """The name of what `--loss auto` kept: a loss, or temperature scaling."""
+    last = comparison["chosen"][-1:]
+    return last[0]["loss"] if last and last[0]["beats_temperature"] else comparison["candidates"][0]["loss"]
+
+
+def choice_verdict(comparison: LossComparison) -> str:
+    """How `--loss auto` chose."""
+    measured = "NLL, Brier score and debiased calibration error are of sequences that training never saw"
+    if not comparison["chosen"] or not comparison["chosen"][-1]["beats_temperature"]:
+        return f"No loss beats temperature scaling beyond noise, so that the head is temperature scaling. {measured}."
+    scaled, kept = comparison["chosen"]
+    figures = f"{kept['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
+    return (
+        f"Chosen: {kept['loss']}, with the lowest calibration error ({figures}) of the losses whose NLL and Brier "
+        f"score beat temperature scaling's. {measured}."
+    )
+
+
 def _fine_tuning_verdict(methods: Mapping[str, MethodRow]) -> str:
     before, after = methods["base"], methods["fine_tuned"]
     figures = f"{_ece(after, before)}; NLL {after['nll']:.4f} against {before['nll']:.4f}"
@@ -68,6 +88,9 @@ def _fine_tuning_verdict(methods: Mapping[str, MethodRow]) -> str:
 def _ats_verdict(methods: Mapping[str, AnyRow]) -> str:
     ats, scaled, base = (methods[name] for name in ("ats", "temperature", "uncalibrated"))
     key, title = _score_of(ats, scaled, base)
+    if all(ats[name] == scaled[name] for name in (key, "brier", "confidence")):
+        line = f"ATS is temperature scaling here, which no head beat beyond noise: {_ece(scaled, base)}"
+        return f"WARNING: {line}; {title} {scaled[key]:.4f} against {base[key]:.4f} uncalibrated."
     ece, score = _ece(ats, scaled), f"{title} {ats[key]:.4f} against {scaled[key]:.4f}"
     worse = [
         text

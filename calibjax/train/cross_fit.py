@@ -1,0 +1,187 @@
+"""Cross-fitting: heads predict the sequences that they were not trained on, and a head is chosen by these predictions.
+
+The sequences are divided into folds of whole rows (or, where several sets are given, one fold per set). A head trained
+without a fold predicts it, so that choosing a loss and refitting the temperature cost no training data.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from calibjax import metrics, recalibrate
+from calibjax.data import eval_batches
+from calibjax.models import LanguageModel
+from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, stats_at
+from calibjax.runtime.distributed import to_host
+from calibjax.train.options import AtsPlan
+from calibjax.train.temperature import likelihood_pass
+
+_ERRORS = 2.0
+"""Standard errors beyond which a difference is not noise."""
+
+
+class FitData(NamedTuple):
+    """Sequences of a frozen model, divided into folds.
+
+    Attributes:
+        arrays: arrays of all sequences, as `batch_stats` reads them; see `sequence_arrays`.
+        frozen: arrays of the model.
+        folds: rows of `arrays` of each fold; empty if nothing is chosen or refitted.
+        hash: hash of the sequences.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    frozen: Frozen
+    folds: Sequence[Int[np.ndarray, " n"]]
+    hash: str
+
+
+class Score(NamedTuple):
+    """A method on the sequences of some folds, predicted out of fold.
+
+    Attributes:
+        name: the loss, or "temperature scaling".
+        log_scales: fold -> log 1/T of each of its tokens, without the refit, float32 `[n, T]`.
+        refit: the factor fitted on top; None without one.
+        sums: of each sequence, with the refit if it is applied.
+    """
+
+    name: str
+    log_scales: Mapping[int, Float[np.ndarray, "n T"]]
+    refit: recalibrate.TemperatureFit | None
+    sums: metrics.CalibrationSums
+
+    @property
+    def log_factor(self) -> float:
+        """The log of the refitted factor; 0 if it is within its noise."""
+        return self.refit.log_scale if self.refit is not None and is_significant(self.refit) else 0.0
+
+    @property
+    def calibration_error(self) -> float:
+        """Debiased L2 calibration error of the most likely token; see `metrics.debiased_from_sums`."""
+        return float(metrics.debiased_from_sums(metrics.total(self.sums)))
+
+    def mean(self, figure: str) -> float:
+        """`nll` or `brier` per token."""
+        return float(getattr(self.sums, figure).sum() / self.sums.whole()[0].sum())
+
+    def beats(self, other: "Score") -> bool:
+        """Whether NLL and Brier are lower than the other's beyond noise, and ECE is not higher beyond noise.
+
+        NLL and Brier: paired over sequences, by more than two standard errors. ECE: `metrics.error_comparison`.
+        """
+        lower = all(
+            difference < -_ERRORS * error
+            for difference, error in (_difference(self.sums, other.sums, figure) for figure in ("nll", "brier"))
+        )
+        return lower and not metrics.error_comparison(self.sums, other.sums).low > 0
+
+    def as_json(self, reference: "Score") -> dict[str, Any]:
+        """Its figures, and whether it beats `reference`."""
+        return {
+            "loss": self.name,
+            **{figure: self.mean(figure) for figure in ("nll", "brier")},
+            "ece": float(metrics.ece_from_sums(metrics.total(self.sums))),
+            "calibration_error": self.calibration_error,
+            "factor": math.exp(self.log_factor),
+            "beats_temperature": self.beats(reference),
+        }
+
+
+def score(
+    lm: LanguageModel,
+    data: FitData,
+    plan: AtsPlan,
+    name: str,
+    log_scales: Mapping[int, Float[np.ndarray, "n T"]],
+    *,
+    refit: bool,
+) -> Score:
+    """Scores out-of-fold predictions, with a temperature refitted on top if `refit`.
+
+    The refit minimises the log loss of the most likely token: that of the target would keep the bias of the confidence
+    that the best temperature of the whole distribution has.
+    """
+    rows = np.concatenate([data.folds[fold] for fold in log_scales])
+    arrays = {**select(data.arrays, rows), "log_scale": np.concatenate(list(log_scales.values()))}
+    fit = None
+    if refit:
+        fit = recalibrate.fit_temperature(likelihood_pass(lm, data.frozen, arrays, plan.batch_size, top_label=True))
+    scored = Score(name, log_scales, fit, metrics.CalibrationSums(*[np.zeros(0)] * 7))
+    parts = []
+    for batch, real in eval_batches(arrays, plan.batch_size):
+        sums = to_host(_sums(lm.config, lm.dtype, data.frozen, batch, jnp.float32(scored.log_factor)))
+        parts.append(jax.tree.map(lambda x: np.asarray(x[:real], np.float64), sums))  # noqa: B023
+    return scored._replace(sums=jax.tree.map(lambda *of: np.concatenate(of), *parts))
+
+
+def ranked(candidates: Iterable[Score], reference: Score) -> list[Score]:
+    """The candidates whose NLL and Brier score are below those of `reference`, by ascending calibration error."""
+    lower = [c for c in candidates if all(c.mean(figure) < reference.mean(figure) for figure in ("nll", "brier"))]
+    return sorted(lower, key=lambda candidate: candidate.calibration_error)
+
+
+def predict(lm: LanguageModel, plan: AtsPlan, params: Any, data: FitData, fold: int) -> Float[np.ndarray, "n T"]:
+    """The head's log 1/T of every token of a fold, float32."""
+    parts = []
+    for batch, real in eval_batches(select(data.arrays, data.folds[fold]), plan.batch_size):
+        parts.append(to_host(_log_scale(lm.config, plan.head, lm.dtype, params, data.frozen, batch))[:real])
+    return np.concatenate(parts)
+
+
+def other_folds(data: FitData, fold: int) -> Int[np.ndarray, " m"]:
+    """All rows but those of a fold, ascending."""
+    return np.sort(np.concatenate([rows for other, rows in enumerate(data.folds) if other != fold]))
+
+
+def is_significant(refit: recalibrate.TemperatureFit) -> bool:
+    """Whether the factor differs from 1 by more than two standard errors; applying another one would add its noise."""
+    return refit.converged and abs(refit.log_scale) > _ERRORS * refit.standard_error
+
+
+def select(arrays: Mapping[str, np.ndarray], rows: Int[np.ndarray, " n"]) -> dict[str, Any]:
+    """Selected rows of arrays, without a copy: hidden states may take most of the memory."""
+    return {name: _Selection(array, rows) for name, array in arrays.items()}
+
+
+class _Selection:
+    """`array[rows]`, read when it is indexed."""
+
+    def __init__(self, array: np.ndarray, rows: np.ndarray):
+        self._array, self._rows = array, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._array[self._rows[index]]
+
+
+def _difference(first: metrics.CalibrationSums, second: metrics.CalibrationSums, figure: str) -> tuple[float, float]:
+    """Mean difference per token, first − second, and its standard error over sequences."""
+    count = first.whole()[0]
+    paired = getattr(first, figure) - getattr(second, figure)
+    mean = paired.sum() / count.sum()
+    groups = len(count)
+    spread = np.square(paired - mean * count).sum() * groups / max(groups - 1, 1)
+    return float(mean), math.sqrt(spread) / float(count.sum())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _log_scale(config, head, dtype, params, frozen, batch):
+    batch = {**batch, "hidden": batch_hidden(config, frozen, batch, dtype)}
+    return batch_log_scale(config, head, params, frozen, batch, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sums(config, dtype, frozen, batch, log_factor):
+    stats = stats_at(config, frozen, batch, batch["log_scale"] + log_factor, dtype=dtype)
+    return metrics.calibration_sums(
+        stats.confidence(), stats.require("correct"), log_prob=stats.log_prob(), where=stats.valid
+    )
