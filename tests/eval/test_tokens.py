@@ -13,6 +13,7 @@ import pytest
 from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
 from calibjax.eval.report import print_report, write_report
+from calibjax.eval.report.verdicts import choice_verdict, kept_loss
 from calibjax.eval.report.verdicts import set_verdict as verdict
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead, HeadConfig
@@ -211,6 +212,27 @@ def test_verdict(document):
         assert line.startswith("WARNING: ATS is worse than temperature scaling")
         assert re.findall("ECE|NLL", line) == named
     assert verdict({"methods": {"ats": {}}}) == ""
+    same = copy.deepcopy(document)
+    same["held_out"]["methods"]["ats"] = same["held_out"]["methods"]["temperature"]
+    assert verdict(same["held_out"]).startswith("WARNING: ATS is temperature scaling here, which no head beat")
+
+
+def test_verdict_of_a_choice():
+    def compared(name, beats=False):
+        figures = {"nll": 2.0, "brier": 0.2, "ece": 0.02, "calibration_error": 0.01, "factor": 1.0}
+        return {"loss": name, **figures, "beats_temperature": beats}
+
+    scaling = compared("temperature scaling")
+    for kept, chosen in (
+        ("joint-4", [scaling, compared("joint-4", beats=True)]),
+        ("temperature scaling", [scaling, compared("joint-4")]),
+        ("temperature scaling", []),
+    ):
+        comparison = {"candidates": [scaling, compared("joint-4")], "chosen": chosen}
+        assert kept_loss(comparison) == kept
+        assert choice_verdict(comparison).startswith(
+            "Chosen: joint-4" if kept == "joint-4" else "No loss beats temperature scaling beyond noise"
+        )
 
 
 def test_report_is_self_contained(document, tmp_path):
