@@ -95,9 +95,12 @@ def training_curves(directory: Path) -> dict[str, dict[str, list[Any]]]:
     """What `train` logged in and below a directory, by the name of each log's folder; no names where it logged nothing.
 
     Each: `step` and `loss` of batches, `validation_step` and `validation_nll`. The same after a kill and a resume.
+    Heads of folds are left out.
     """
     curves = {}
     for file in sorted(directory.glob("**/train.jsonl")):
+        if "folds" in file.relative_to(directory).parts:
+            continue
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         curve: dict[str, list[Any]] = {}
         for step, value in (("step", "loss"), ("validation_step", "validation_nll")):

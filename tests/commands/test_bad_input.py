@@ -312,7 +312,7 @@ BAD = [
     ("report", ["full"], "expected the directory of a finished run, with metrics.json"),
     ("report", ["run", "run"], "--out: expected a directory to write the report of several runs to"),
     # methods of training
-    (ATS, ["--alpha", "1.5"], "--alpha: expected from 0 to 1, got 1.5"),
+    (ATS, ["--loss", "selective", "--alpha", "1.5"], "--alpha: expected from 0 to 1, got 1.5"),
     (ATS, ["--alpha", "-0.1"], "--alpha: expected at least 0, got -0.1"),
     (ATS, ["--loss", "cross-entropy", "--alpha", "0.5"], "--alpha: --loss cross-entropy has no such weight"),
     (ATS, ["--epochs", "0"], "--epochs: expected at least 1, got 0"),
