@@ -102,7 +102,7 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> TokensD
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     if len(parts) > 1:
-        sets |= {f"held out of {name}": part for name, (_, part) in parts.items()}
+        sets |= {f"{name}, held out": part for name, (_, part) in parts.items()}
     log(f"split: {sum(len(p.tokens) for p in fit.values()):,} sequences to fit on, {len(held_out.tokens):,} held out")
 
     fitted = fit_ats(lm, fit, plan, context.within("fit"))
