@@ -90,7 +90,7 @@ def document(named: Callable[[str], str] = str):
         return {"layer": layer, "strength": strength, "fit": {"ece": 0.1}, "held_out": held_out}
 
     def loss(name, nll, error, beats=False):
-        figures = {"nll": nll, "brier": 0.2, "ece": error, "calibration_error": error, "factor": 1.0}
+        figures = {"nll": nll, "brier": 0.2, "ece": error, "calibration_error": error, "factor": 1.0, "shrinkage": 0.5}
         return {"loss": name, **figures, "beats_temperature": beats}
 
     difference = {"difference": 0.01, "low": 0.0, "high": 0.02}

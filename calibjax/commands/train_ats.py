@@ -33,7 +33,7 @@ from calibjax.runtime.distributed import DeviceOptions, is_first, to_host
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import run_identity
 from calibjax.runtime.sharding import check_batch, param_shardings
-from calibjax.train.ats import choose_trial, describe_refit, prepare, train_head
+from calibjax.train.ats import choose_trial, describe_refit, prepare, shrink_head, train_head
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, AtsPlan, make_plan
 from calibjax.train.temperature import describe_temperature, fit_single_temperature
@@ -162,8 +162,11 @@ def fit_ats(
                 context=context.within(str(trial)),
                 identity={"windows": fit_data.hash},
             )
-            log_factor = 0.0 if out_of_fold is None else out_of_fold.log_factor
-            head = FittedHead(plan.head, to_host(params), log_factor, lm.fingerprint)
+            params, log_factor = to_host(params), 0.0
+            if out_of_fold is not None:
+                log_factor = out_of_fold.log_factor
+                params = shrink_head(params, scaling.log_scale, out_of_fold.shrinkage)
+            head = FittedHead(plan.head, params, log_factor, lm.fingerprint)
     report = {
         "plan": dataclasses.asdict(plan),
         "loss": "temperature scaling" if trial is None else str(trial),

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.sharding import local_rows, param_shardings
 from calibjax.train.cross_fit import (
+    SHRINKAGES,
     FitData,
     Score,
     is_significant,
@@ -99,9 +100,15 @@ def cross_fit(
     trial: Trial,
     folds: Iterable[int],
     context: RunContext,
+    *,
     known: Score | None = None,
+    towards: Callable[[int], float] | None = None,
 ) -> Score:
-    """Predicts each of `folds` by a head trained on all other folds; returns the score on these and on `known` ones."""
+    """Predicts each of `folds` by a head trained on all other folds; returns the score on these and on `known` ones.
+
+    `towards`: the log 1/T of temperature scaling fitted without a fold, towards which the predictions are shrunk by the
+    fraction of `SHRINKAGES` with the lowest NLL; None: no shrinkage.
+    """
     log_scales = dict(known.log_scales if known is not None else {})
     smallest = min(len(other_folds(data, fold)) for fold in range(len(data.folds)))
     for fold in folds:
@@ -113,35 +120,34 @@ def cross_fit(
                 rows=smallest,
             )
             log_scales[fold] = predict(lm, plan, params, data, fold)
-    scored = score(lm, data, plan, str(trial), log_scales, refit=plan.refit_temperature)
+    tried = []
+    for shrinkage in (0.0,) if towards is None else SHRINKAGES:
+        shrunk = log_scales
+        if towards is not None:
+            shrunk = {fold: shrink(of_fold, towards(fold), shrinkage) for fold, of_fold in log_scales.items()}
+        scored = score(lm, data, plan, str(trial), shrunk, refit=plan.refit_temperature)
+        tried.append(scored._replace(log_scales=log_scales, shrinkage=shrinkage))
+    best = min(tried, key=lambda scored: scored.mean("nll"))
+    note = f", shrunk by {best.shrinkage:g}" if best.shrinkage else ""
     context.log(
-        f"ATS {trial}: predicted out of fold, NLL {scored.mean('nll'):.4f}, Brier {scored.mean('brier'):.4f}, "
-        f"calibration error {scored.calibration_error:.4f}"
+        f"ATS {trial}: predicted out of fold, NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}, "
+        f"calibration error {best.calibration_error:.4f}{note}"
     )
-    return scored
+    return best
 
 
-def cross_fit_temperature(
-    lm: LanguageModel, data: FitData, plan: AtsPlan, log_scale: float, *, by_set: bool
-) -> Callable[[Iterable[int]], Score]:
-    """Returns folds -> the score of temperature scaling.
+def shrink(log_scale: Any, towards: float, shrinkage: float) -> Any:
+    """Log scales moved towards another one, by a fraction of the distance."""
+    return (1 - shrinkage) * log_scale + np.float32(shrinkage * towards)
 
-    Its one number is that of all sequences, which they hardly move; of several sets (`by_set`), that of the others.
-    """
 
-    @functools.cache
-    def fitted(fold: int) -> float:
-        if not by_set:
-            return log_scale
-        others = select(data.arrays, other_folds(data, fold))
-        return fit_single_temperature(lm, data.frozen, others, plan.batch_size)[0].log_scale
-
-    def scored(folds: Iterable[int]) -> Score:
-        shape = data.arrays["targets"].shape[1:]
-        log_scales = {fold: np.full((len(data.folds[fold]), *shape), fitted(fold), np.float32) for fold in folds}
-        return score(lm, data, plan, "temperature scaling", log_scales, refit=False)
-
-    return scored
+def shrink_head(params: Any, towards: float, shrinkage: float) -> Any:
+    """The parameters of the head whose log scales, before they are clipped, are `shrink` of the given head's."""
+    if "output" not in params:  # one temperature
+        return jax.tree.map(lambda x: shrink(x, towards, shrinkage), params)
+    kernel, bias = params["output"]["kernel"], params["output"]["bias"]
+    output = {"kernel": np.float32(1 - shrinkage) * kernel, "bias": shrink(bias, towards, shrinkage)}
+    return {**params, "output": output}
 
 
 class Choice(NamedTuple):
@@ -170,12 +176,27 @@ def choose_trial(
     if not data.folds:
         return Choice(plan.trials[0], None, None)
     folds = range(len(data.folds))
-    reference = cross_fit_temperature(lm, data, plan, log_scale, by_set=by_set)
+
+    @functools.cache
+    def fitted(fold: int) -> float:
+        """Of temperature scaling without a set. A fold of rows hardly moves it: there it is that of all rows."""
+        if not by_set:
+            return log_scale
+        others = select(data.arrays, other_folds(data, fold))
+        return fit_single_temperature(lm, data.frozen, others, plan.batch_size)[0].log_scale
+
+    @functools.cache
+    def reference(folds: Sequence[int]) -> Score:
+        shape = data.arrays["targets"].shape[1:]
+        log_scales = {fold: np.full((len(data.folds[fold]), *shape), fitted(fold), np.float32) for fold in folds}
+        return score(lm, data, plan, "temperature scaling", log_scales, refit=False)
+
+    fit = functools.partial(cross_fit, lm, data, plan, context=context, towards=fitted if by_set else None)
     if not plan.auto:
-        return Choice(plan.trials[0], cross_fit(lm, data, plan, plan.trials[0], folds, context), None)
+        return Choice(plan.trials[0], fit(plan.trials[0], folds), None)
 
     first = folds if by_set else folds[:1]
-    tried = {str(trial): cross_fit(lm, data, plan, trial, first, context) for trial in plan.trials}
+    tried = {str(trial): fit(trial, first) for trial in plan.trials}
     scaling = reference(first)
     comparison: dict[str, Any] = {
         "candidates": [of.as_json(scaling) for of in (scaling, *tried.values())],
@@ -183,7 +204,7 @@ def choose_trial(
     }
     for candidate in ranked(tried.values(), scaling):
         trial = next(trial for trial in plan.trials if str(trial) == candidate.name)
-        whole = cross_fit(lm, data, plan, trial, folds, context, known=candidate)
+        whole = candidate if by_set else fit(trial, folds, known=candidate)
         comparison["chosen"] = [of.as_json(reference(folds)) for of in (reference(folds), whole)]
         if comparison["chosen"][-1]["beats_temperature"]:
             context.log(

@@ -22,6 +22,8 @@ from calibjax.runtime.distributed import to_host
 from calibjax.train.options import AtsPlan
 from calibjax.train.temperature import likelihood_pass
 
+SHRINKAGES = (0.0, 0.25, 0.5, 0.75)
+"""Fractions of the way from a head's log scales to temperature scaling's, tried where several sets are given."""
 _ERRORS = 2.0
 """Standard errors beyond which a difference is not noise."""
 
@@ -47,15 +49,17 @@ class Score(NamedTuple):
 
     Attributes:
         name: the loss, or "temperature scaling".
-        log_scales: fold -> log 1/T of each of its tokens, without the refit, float32 `[n, T]`.
+        log_scales: fold -> log 1/T of each of its tokens, without shrinkage and refit, float32 `[n, T]`.
         refit: the factor fitted on top; None without one.
-        sums: of each sequence, with the refit if it is applied.
+        sums: of each sequence, with the shrinkage, and with the refit if it is applied.
+        shrinkage: fraction of the way to temperature scaling by which the log scales are moved.
     """
 
     name: str
     log_scales: Mapping[int, Float[np.ndarray, "n T"]]
     refit: recalibrate.TemperatureFit | None
     sums: metrics.CalibrationSums
+    shrinkage: float = 0.0
 
     @property
     def log_factor(self) -> float:
@@ -90,6 +94,7 @@ class Score(NamedTuple):
             "ece": float(metrics.ece_from_sums(metrics.total(self.sums))),
             "calibration_error": self.calibration_error,
             "factor": math.exp(self.log_factor),
+            "shrinkage": self.shrinkage,
             "beats_temperature": self.beats(reference),
         }
 

@@ -219,7 +219,7 @@ def test_verdict(document):
 
 def test_verdict_of_a_choice():
     def compared(name, beats=False):
-        figures = {"nll": 2.0, "brier": 0.2, "ece": 0.02, "calibration_error": 0.01, "factor": 1.0}
+        figures = {"nll": 2.0, "brier": 0.2, "ece": 0.02, "calibration_error": 0.01, "factor": 1.0, "shrinkage": 0.0}
         return {"loss": name, **figures, "beats_temperature": beats}
 
     scaling = compared("temperature scaling")

@@ -166,6 +166,20 @@ def test_sets_are_predicted_by_heads_of_the_others(tmp_path):
     assert {entry.name for entry in (tmp_path / "folds").iterdir()} == {"0", "1"}
 
 
+@pytest.mark.parametrize("kind", ["linear", "constant"])
+def test_a_shrunk_head_is_on_the_way_to_temperature_scaling(kind):
+    config = HeadConfig(kind=kind, hidden_size=LM.config.hidden_size)
+    params = jax.tree.map(
+        lambda x: x + 0.01 * (1 + jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), config.init(jax.random.key(0))
+    )
+    before, after = (
+        log_scale_of(LM, FittedHead(config, of, 0.0, LM.fingerprint), SEQUENCES)
+        for of in (params, ats.shrink_head(params, -0.5, 0.75))
+    )
+    np.testing.assert_allclose(after, 0.25 * before - 0.375, atol=1e-6)
+    np.testing.assert_allclose(after, ats.shrink(before, -0.5, 0.75), atol=1e-6)
+
+
 def test_the_head_finds_what_is_to_be_found(auto):
     log_scales = {
         "uncalibrated": np.zeros(SEQUENCES.tokens.shape),

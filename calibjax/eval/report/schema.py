@@ -359,7 +359,8 @@ class TrainingCurve(TypedDict):
 class ComparedLoss(TypedDict):
     """Temperature scaling, or heads of one loss, on sequences that they were not fitted on; nll in nats a token.
 
-    `calibration_error` is debiased (`metrics.debiased_from_sums`); `factor` is the refitted one on every scale.
+    `calibration_error` is debiased (`metrics.debiased_from_sums`); `factor` is the refitted one on every scale;
+    `shrinkage` the fraction of the way to temperature scaling, where several sets were given.
     """
 
     loss: str
@@ -368,6 +369,7 @@ class ComparedLoss(TypedDict):
     ece: float
     calibration_error: float
     factor: float
+    shrinkage: float
     beats_temperature: bool
 
 
