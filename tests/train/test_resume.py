@@ -36,7 +36,7 @@ class Run:
         self.command = [
             sys.executable,
             "-m",
-            "calibjax.cli",
+            "calibjax",
             *arguments,
             "--out",
             str(out),
