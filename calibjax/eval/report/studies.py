@@ -124,7 +124,7 @@ def rows_figure(of_set: StudySet, name: str, title: str) -> Drawing:
         ax.locator_params(axis="x", nbins=5)
         plain(ax)
         if len(names) > 1:
-            legend(ax)
+            legend(ax, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(names))
 
     figures = ", ".join(f"{figure.upper()} {short(left_out[figure]['value'])}" for figure in ("nll", "ece"))
     note = f"bars: 95% interval; ticks: each seed; dashed: temperature scaling; not drawn: uncalibrated, {figures}"
