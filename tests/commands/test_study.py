@@ -28,6 +28,7 @@ from calibjax.commands.study.transfer import SUBJECTS, answered_questions
 from calibjax.commands.train_ats import fit_ats
 from calibjax.data import Rows
 from calibjax.eval.compare.repeats import FIGURES, evaluate_repeats
+from calibjax.eval.report.studies import compared_with
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.train import AtsOptions
@@ -136,6 +137,14 @@ def files(tmp_path_factory):
 def study(files, out, name, *options):
     shared = ("--seq-len", "16", "--epochs", "1", "--seeds", "2", "--batch-size", "8", "--quiet", "--out", out)
     return main(["study", name, "--model", str(files / "model"), *map(str, (*shared, *options))])
+
+
+def test_a_line_names_the_rows_that_differences_are_from():
+    of = {"a": "temperature", "b": "a", "c": "a", "temperature": None}
+    rows = {name: {"against": {"name": other}} if other else {} for name, other in of.items()}
+    assert compared_with({"methods": rows}) == "Δ: of a from temperature scaling; of the others from a."
+    assert compared_with({"methods": {"b": rows["b"]}}) == "Δ: from a."
+    assert compared_with({"methods": {"temperature": {}}}) == ""
 
 
 @pytest.mark.parametrize(
