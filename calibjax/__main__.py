@@ -5,12 +5,14 @@ import signal
 import sys
 
 
-def main() -> int:
+def main(args: list[str] | None = None) -> int:
     """Runs `calibjax.cli.main`; Ctrl-C while that module is imported ends with exit code 130 and one line."""
     signal.signal(signal.SIGINT, _stop)
     from calibjax import cli
+    from calibjax.runtime.platforms import leave_out_torch
 
-    return cli.main()
+    leave_out_torch()
+    return cli.main(args)
 
 
 def _stop(number: int, frame: object) -> None:

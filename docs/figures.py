@@ -69,7 +69,35 @@ def interval(cell: str) -> tuple[float, float]:
     return (number(match[1]), number(match[2])) if match else (number(cell), number(cell))
 
 
+def spread(cell: str) -> float:
+    """Half the range of a cell such as `3.324 ±.002`; 0 where it has none."""
+    _, found, half = cell.partition("±")
+    return number(half) if found else 0.0
+
+
 # --- the figures ---
+
+
+def learning_curve(shown: list[Table]):
+    """NLL and ECE against the number of tokens, a row for each model, up to what the uncalibrated model has."""
+    figure = blank(8.4, 2.9 * len(shown))
+    for axes, table in zip(figure.subplots(len(shown), 2, squeeze=False), shown, strict=True):
+        tokens = [number(cell) for cell in table.column("fit tokens")[1:]]
+        heads = [name.removesuffix(": NLL") for name in table.header if name.endswith(": NLL")]
+        for axis, measure in zip(axes, ("NLL", "ECE"), strict=True):
+            columns = [table.column(f"{head}: {measure}") for head in heads]
+            base, least = number(columns[0][0]), min(number(cell) for column in columns for cell in column)
+            axis.axhline(base, color=MUTED, linestyle=":", label="uncalibrated")
+            for head, column, colour, mark in zip(heads, columns, LINES, MARKS, strict=False):
+                label = "temperature scaling" if head == "temperature" else head
+                values, half = ([read(cell) for cell in column[1:]] for read in (number, spread))
+                axis.errorbar(tokens, values, yerr=half, fmt=f"{mark}-", color=colour, markersize=5, label=label)
+            margin = (base - least) / 20
+            axis.set(xscale="log", xlabel="tokens to fit on", ylabel=f"{measure}, held out", title=table.section)
+            axis.set_ylim(least - margin, base + margin)
+            plain(axis)
+    legend(figure.axes[1])
+    return figure
 
 
 def smoothing(shown: list[Table]):
@@ -280,6 +308,7 @@ def _rows(shown: list[Table]):
 
 STUDIES = "docs/studies.md"
 FIGURES: dict[str, tuple[str, Callable[[Table], bool], Callable[[list[Table]], Any]]] = {
+    "data": ("docs/guides/data.md", lambda table: table.header[0] == "fit tokens", learning_curve),
     "smoothing": (STUDIES, lambda table: table.header[0] == "trained on", smoothing),
     "losses": (STUDIES, _study("Which loss"), _rows),
     "alpha": (STUDIES, _in("How much does the weight"), alpha),

@@ -2,7 +2,7 @@
 
 import sys
 
-from calibjax.cli import main
+from calibjax.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["eval", "tasks", *sys.argv[1:]]))

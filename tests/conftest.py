@@ -4,6 +4,7 @@ Compiled programs are kept in `.pytest_cache/compiled`, which workers, subproces
 holds the program, the flags and the versions; what is older than a week is removed.
 """
 
+import functools
 import gc
 import os
 import time
@@ -49,6 +50,7 @@ FAST = (
 """What `-m fast` runs: files and folders that touch every room and cost a second or few."""
 
 
+@functools.cache
 def is_fast(path: Path) -> bool:
     return any(path == TESTS / name or TESTS / name in path.parents for name in FAST)
 

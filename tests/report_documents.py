@@ -93,6 +93,7 @@ def document(named: Callable[[str], str] = str):
         figures = {"nll": nll, "brier": 0.2, "ece": error, "calibration_error": error, "factor": 1.0, "shrinkage": 0.5}
         return {"loss": name, **figures, "beats_temperature": beats}
 
+    subjects = [subject("law"), subject("high_school_government_and_politics")]
     difference = {"difference": 0.01, "low": 0.0, "high": 0.02}
     share = {"norm_percentile": 90.0, "logit_variance": 0.01, "logit_variance_percentile": 5.0, "null_space_share": 0.1}
     ours = ("uncalibrated", "temperature", "ats", "pretrained", named("mine"))
@@ -100,8 +101,7 @@ def document(named: Callable[[str], str] = str):
         "schema": 1,
         "held_out": results(*ours),
         "tasks": {
-            named(name): results("uncalibrated", named("mine")) | {"subjects": [subject("law"), subject("art")]}
-            for name in ("task", "other")
+            named(name): results("uncalibrated", named("mine")) | {"subjects": subjects} for name in ("task", "other")
         },
         "transfer": {named("domain"): results(*ours)},
         "texts": {"pretrained": text(-3.0), named("mine"): text(-2.0)},
@@ -122,7 +122,7 @@ def document(named: Callable[[str], str] = str):
         },
         "sweep": [edit(0, 0.0), edit(1, -0.5), edit(1, 0.5)],
         "neurons": [{"layer": 1, "index": 3, "norm": 1.5, **share}],
-        "subjects": [subject("law"), subject("art")],
+        "subjects": subjects,
         "training": {
             named("joint"): {"step": [10, 20], "loss": [3.0, 2.5], "validation_step": [20], "validation_nll": [2.6]}
         },

@@ -78,7 +78,7 @@ def test_help(capsys, command, named):
 
 @pytest.mark.parametrize(
     "command",
-    [["train/ats.py"], pytest.param(["-m", "calibjax.cli", "train", "ats"], marks=pytest.mark.slow)],
+    [["train/ats.py"], pytest.param(["-m", "calibjax", "train", "ats"], marks=pytest.mark.slow)],
     ids=str,
 )
 def test_script_is_the_command(command):

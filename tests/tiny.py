@@ -1,6 +1,7 @@
 """Models, sequences and files small enough that a test costs seconds: random, and the same on every machine."""
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -13,6 +14,8 @@ from calibjax.models import DecoderConfig, LanguageModel, abstract_params
 from calibjax.runtime.context import RunContext
 
 VOCAB, WIDTH, LENGTH = 24, 16, 10
+ONE_DEVICE = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"}
+"""Environment of a process of its own: one device, and otherwise the flags of the tests."""
 
 
 def make_lm(*, seed=0, dtype=jnp.float32, **changes) -> LanguageModel:

@@ -19,6 +19,7 @@ from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.distributed import DeviceOptions, to_host
+from calibjax.runtime.platforms import leave_out_torch
 from calibjax.runtime.sharding import local_rows, make_mesh
 from calibjax.train import AtsOptions, save_head
 from calibjax.train.sft import SftOptions, fit_sft
@@ -114,4 +115,5 @@ if __name__ == "__main__":
     named = {"coordinator": coordinator, "processes": int(processes), "process_id": int(number)}
     devices = DeviceOptions(heartbeat_timeout=10, **{"distributed": True} if coordinator == "slurm" else named)
     run = WorkerOptions(work=name, folder=Path(folder), out=Path(out), devices=devices)
+    leave_out_torch()
     sys.exit(execute(run, work))

@@ -504,13 +504,31 @@ def _set_name(source: str, sources: tuple[str, ...]) -> str:
 HEAD = "head/ (for calibjax.load_head)"
 
 
+def training_curves(directory: Path) -> dict[str, TrainingCurve]:
+    """What `train.loop.train` logged in and below a directory, by the name of each log's folder.
+
+    The same after a kill and a resume. Heads of folds are left out.
+    """
+    curves = {}
+    for file in sorted(directory.glob("**/train.jsonl")):
+        if "folds" in file.relative_to(directory).parts:
+            continue
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        curve: dict[str, list[Any]] = {}
+        for step, value in (("step", "loss"), ("validation_step", "validation_nll")):
+            of_value = [row for row in rows if value in row]
+            curve |= {step: [row["step"] for row in of_value], value: [row[value] for row in of_value]}
+        name = file.parent.relative_to(directory).as_posix()
+        curves[name.removeprefix("fit/")] = cast(TrainingCurve, curve)
+    return curves
+
+
 def write_results(document: Document, out: Path) -> None:
     """Writes metrics.json, then what is drawn from it."""
     from calibjax.eval.report.page import write_report
-    from calibjax.train.loop import training_curves
 
     if curves := training_curves(out):
-        document["training"] = cast(dict[str, TrainingCurve], curves)
+        document["training"] = curves
     write_file(out / "metrics.json", json.dumps(document, indent=2) + "\n")
     write_report(document, out)
 

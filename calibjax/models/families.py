@@ -25,6 +25,7 @@ from calibjax.models.hf_config import (
 from calibjax.models.rules import Rule, linear, norm
 from calibjax.nn.blocks import ACTIVATIONS, Rope
 from calibjax.runtime.errors import UserError, require_directory
+from calibjax.runtime.platforms import torch_left_out
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,7 +94,8 @@ def _read_hf_config(folder: Path) -> Any:
     if not FAMILIES[model_type].native:
         return types.SimpleNamespace(**settings)
 
-    from transformers import AutoConfig
+    with torch_left_out():
+        from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

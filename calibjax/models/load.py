@@ -22,6 +22,7 @@ from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, re
 from calibjax.runtime.distributed import is_first, together
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import read_json
+from calibjax.runtime.platforms import torch_left_out
 from calibjax.runtime.sharding import param_sharding
 
 if TYPE_CHECKING:
@@ -168,7 +169,8 @@ def _load_tokenizer(folder: Path, native: bool) -> "PreTrainedTokenizerBase | No
     names = _TOKENIZER_FILES if native else _TOKENIZER_FILES[:1]
     if not any((folder / name).is_file() for name in names):
         return None
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    with torch_left_out():
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         if native:

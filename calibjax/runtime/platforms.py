@@ -1,14 +1,18 @@
-"""Which platforms JAX tries: without the TPU plugin on a machine that has libtpu installed and no TPU.
+"""What is left out because it is installed and not used: the TPU plugin without a TPU, and PyTorch in a command.
 
 JAX initialises libtpu wherever it is installed, also where it only serves as a compiler (`calibjax plan`). Without a
 TPU this fails, after lines such as `Failed to find host bounds` on standard error and about a second.
+
+transformers imports PyTorch wherever it is installed, which takes about three seconds. A process of ours needs only its
+configurations and tokenizers.
 """
 
+import contextlib
 import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _NODES = ("accel*", "vfio/[0-9]*", "vfio/devices/*")
@@ -51,3 +55,28 @@ def skip_absent_tpu() -> None:
 
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", platforms)
+
+
+_without_torch = False
+
+
+def leave_out_torch() -> None:
+    """Declares that nothing in this process needs PyTorch: `torch_left_out` then hides it.
+
+    For the processes of the command line. A notebook may use models of PyTorch beside ours.
+    """
+    global _without_torch
+    _without_torch = True
+
+
+@contextlib.contextmanager
+def torch_left_out() -> Iterator[None]:
+    """For the first import of transformers, which looks for PyTorch once; hides it where nothing needs it."""
+    hidden = _without_torch and not {"torch", "transformers"} & sys.modules.keys()
+    if hidden:
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["torch"]

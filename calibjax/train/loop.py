@@ -91,26 +91,6 @@ class TrainLog:
             self._tracker.finish()
 
 
-def training_curves(directory: Path) -> dict[str, dict[str, list[Any]]]:
-    """What `train` logged in and below a directory, by the name of each log's folder; no names where it logged nothing.
-
-    Each: `step` and `loss` of batches, `validation_step` and `validation_nll`. The same after a kill and a resume.
-    Heads of folds are left out.
-    """
-    curves = {}
-    for file in sorted(directory.glob("**/train.jsonl")):
-        if "folds" in file.relative_to(directory).parts:
-            continue
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        curve: dict[str, list[Any]] = {}
-        for step, value in (("step", "loss"), ("validation_step", "validation_nll")):
-            of_value = [row for row in rows if value in row]
-            curve |= {step: [row["step"] for row in of_value], value: [row[value] for row in of_value]}
-        name = file.parent.relative_to(directory).as_posix()
-        curves[name.removeprefix("fit/")] = curve
-    return curves
-
-
 class Evaluation(NamedTuple):
     """Evaluation during training.
 

@@ -52,3 +52,20 @@ def test_no_noise(first):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_PLATFORMS", "TPU_"))}
     done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "cpu", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_transformers_of_a_command_finds_no_torch():
+    """Only where nothing in the process needs it; PyTorch itself can still be imported."""
+    code = (
+        "import importlib.util, sys\n"
+        "from calibjax.runtime.platforms import leave_out_torch, torch_left_out\n"
+        "with torch_left_out(): print('torch' in sys.modules)\n"
+        "leave_out_torch()\n"
+        "with torch_left_out(): from transformers import AutoConfig, AutoTokenizer\n"
+        "AutoConfig.for_model('llama'), AutoTokenizer.from_pretrained\n"
+        "print('torch' in sys.modules, importlib.util.find_spec('torch') is None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "False\nFalse False", done.stdout + done.stderr

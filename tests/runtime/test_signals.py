@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
-from tiny import write_model, write_text
+from tiny import ONE_DEVICE, write_model, write_text
 
 from calibjax.runtime import signals
 
@@ -27,7 +27,7 @@ def start(*command, script=None):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "XLA_FLAGS": ""},  # one device
+        env=os.environ | ONE_DEVICE | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
     )
 
 

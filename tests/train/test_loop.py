@@ -221,7 +221,8 @@ def empty(step):
     step.mkdir()
 
 
-DAMAGE = [missing_state, truncated, empty_metadata, missing_position, other_position, empty]
+DAMAGE = [truncated, other_position, empty]
+DAMAGE += [pytest.param(one, marks=pytest.mark.slow) for one in (missing_state, empty_metadata, missing_position)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from tiny import write_model, write_text
+from tiny import ONE_DEVICE, write_model, write_text
 
 from calibjax.train import load_head
 
@@ -36,7 +36,7 @@ class Run:
         self.command = [
             sys.executable,
             "-m",
-            "calibjax.cli",
+            "calibjax",
             *arguments,
             "--out",
             str(out),
@@ -48,7 +48,7 @@ class Run:
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        self.environment = {**os.environ, **cache, "XLA_FLAGS": ""}
+        self.environment = os.environ | cache | ONE_DEVICE
 
     def finish(self):
         done = subprocess.run(self.command, env=self.environment, capture_output=True, text=True, timeout=300)

@@ -264,6 +264,7 @@ def _sweep_panels(document: LayersDocument) -> list[Panel]:
         ax.plot(at["strength"], at["held_out"][name]["value"], "o", markersize=11, markerfacecolor="none", color=INK)
         ax.axhline(base["held_out"][name]["value"], color=MUTED, linewidth=1, linestyle="--")
         ax.set(xlabel="c, in mean norms of the residual")
+        ax.locator_params(axis="x", nbins=5)
         plain(ax)
         if blocks:
             legend(ax)
@@ -288,7 +289,7 @@ def _subjects(name: str, description: str, subjects: Sequence[SubjectRow]) -> Dr
         labels = [f"{(row['subject'] or 'no subject')[:32]} ({row['questions']:,})" for row in rows]
         ax.set_yticks(lines, labels, fontsize="small", parse_math=False)
         ax.set(xlim=(0, 1), ylim=(-0.7, len(rows) - 0.3))
-        legend(plain(ax), loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
+        legend(plain(ax), loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
 
     return Drawing(name, description, [Panel("", "", draw, 4.9, 1 + 0.22 * len(subjects))])
 

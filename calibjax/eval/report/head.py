@@ -103,7 +103,7 @@ def _card(methods: Mapping[str, Any], key: str, title: str, before: str, after: 
             notes.append(f" {100 * (new - old) / old:+.0f}%".replace("-", MINUS))
     if key == "ece":
         ece = methods[after]["ece"]
-        notes.append(element("span", f" 95% interval [{ece['low']:.4f}, {ece['high']:.4f}]"))
+        notes.append(element("span", f"{', ' if notes else ''}95% interval [{ece['low']:.4f}, {ece['high']:.4f}]"))
     middle = next(
         (name for name in ("temperature", "confidence_temperature", "base_temperature") if name in methods), None
     )

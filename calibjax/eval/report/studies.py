@@ -88,6 +88,19 @@ def variant_table(title: str, of_set: StudySet) -> TextTable:
     )
 
 
+def compared_with(of_set: StudySet) -> str:
+    """The rows that the differences of a set are from, since a narrow table has no column for them; "" for none."""
+    rows: dict[str, list[str]] = {}
+    for name, row in of_set["methods"].items():
+        if against := row.get("against"):
+            rows.setdefault(title_of(against["name"]), []).append(title_of(name))
+    if not rows:
+        return ""
+    *few, (reference, _) = sorted(rows.items(), key=lambda item: len(item[1]))
+    parts = [f"of {', '.join(names)} from {other}" for other, names in few]
+    return f"Δ: {'; '.join([*parts, f'of the others from {reference}' if few else f'from {reference}'])}."
+
+
 def _mean(figure: Mapping[str, Any], form: str = ".4f") -> str:
     """The mean over the seeds, ± half their range."""
     spread = (max(figure["seeds"]) - min(figure["seeds"])) / 2
@@ -124,7 +137,7 @@ def rows_figure(of_set: StudySet, name: str, title: str) -> Drawing:
         ax.locator_params(axis="x", nbins=5)
         plain(ax)
         if len(names) > 1:
-            legend(ax)
+            legend(ax, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(names))
 
     figures = ", ".join(f"{figure.upper()} {short(left_out[figure]['value'])}" for figure in ("nll", "ece"))
     note = f"bars: 95% interval; ticks: each seed; dashed: temperature scaling; not drawn: uncalibrated, {figures}"

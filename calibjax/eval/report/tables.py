@@ -136,7 +136,7 @@ def table(
         )
         for cells in rows
     )
-    size = 1 + sum(len(titles) > columns for columns in (3, 5, 8))
+    size = 1 + sum(len(titles) > columns for columns in (3, 5, 8, 10))
     made = element(
         "table",
         element("caption", caption) if caption else None,

@@ -17,7 +17,7 @@ from rich.text import Text
 from calibjax.eval.report import layers, texts
 from calibjax.eval.report.rows import TextTable, binning, held_out_table, remarks, sets_of, unit_of
 from calibjax.eval.report.schema import Document, StudyDocument
-from calibjax.eval.report.studies import study_table
+from calibjax.eval.report.studies import compared_with, study_table
 from calibjax.eval.report.subjects import subject_table
 from calibjax.eval.report.verdicts import set_verdict, study_verdict, verdict
 
@@ -119,7 +119,9 @@ def print_study(document: StudyDocument, *, files: str = "") -> None:
         "token's probability. + significantly lower (better) than the row compared with, - significantly higher: the "
         "interval of the difference excludes 0 (paired, not corrected for the number of rows)."
     ]
-    others = list(document["sets"])[1:]
+    first, *others = document["sets"]
+    if document["study"] != "transfer" and (compared := compared_with(document["sets"][first])):
+        notes.insert(0, compared)
     if others and document["study"] != "transfer":
         notes.append(f"Also evaluated on {', '.join(others)}: see the figures and metrics.json.")
     print_result(study_verdict(document), study_table(document), notes=[document["question"], *notes], files=files)
