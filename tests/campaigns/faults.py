@@ -237,7 +237,7 @@ def check(case, out, inputs, whole, code, printed, lift):
         return differences(case, out, whole)
     if code not in (1, 2):
         lift()
-        return [f"a traceback: {code[-3000:]}"]
+        return [f"exit code or traceback: {str(code)[-3000:]}"]
     problems = [] if printed.count("\n") == 1 else [f"{printed.count(chr(10))} lines: {printed[-1500:]}"]
     found = contents(out, case.results)
     aside = {file.read_bytes() for file in out.glob("*.old/*")}  # the next start puts it back
