@@ -4,13 +4,15 @@
 the directory of the command, in Python, TensorStore and safetensors alike: that one call; it and all later ones, as on
 a full disk; or from then on all that make something, as in a read-only directory. After each, the command succeeded
 and its results are those of a run without faults; or it ended with exit code 1 or 2 and one line, every earlier result
-is as it was or replaced as a whole, and the same command, started again, succeeds with the same results. Prints one
-JSON line for each case.
+is as it was or replaced as a whole, and the same command, started again, succeeds with the same results. With --disk
+(as root) the same is required on a tmpfs that is read-only, and on ever larger ones until the command succeeds: the
+kernel's own errors, also of mapped memory. Prints one JSON line for each case.
 """
 
 import argparse
 import contextlib
 import ctypes
+import gzip
 import io
 import json
 import os
@@ -22,6 +24,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -87,11 +90,10 @@ class Command:
     Attributes:
         arguments: `{inputs}` and `{out}` stand for directories.
         results: what is compared with a run without faults, as patterns.
-        earlier: whether the results are there before, from an earlier run.
     """
 
-    def __init__(self, *arguments, results, earlier=False):
-        self.arguments, self.results, self.earlier = arguments, results, earlier
+    def __init__(self, *arguments, results):
+        self.arguments, self.results = arguments, results
 
     def prepare(self, out):
         pass
@@ -107,6 +109,7 @@ class Command:
 
 MODEL = ("--model", "{inputs}/model")
 DATA = (*MODEL, "--data", "{inputs}/data.jsonl", "--out", "{out}/run")
+STUDY = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "1", "--seeds", "1", "--quiet")
 HEAD = ("metrics.json", "tokens.json", "head.json", "checksums.json")
 CASES = {
     "files": Files(),
@@ -132,9 +135,34 @@ CASES = {
         *("--strengths", "0.5", "--direction", "confident"),
         results=("metrics.json",),
     ),
-    "study pooling": Command(
-        *("study", "pooling", *DATA, "--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "1"),
-        *("--seeds", "1", "--quiet"),
+    "eval tasks": Command(
+        *("eval", "tasks", *MODEL, "--assets", "{inputs}", "--tasks", "arc_easy", "--temperature", "2", "--quiet"),
+        *("--out", "{out}/run"),
+        results=("metrics.json",),
+    ),
+    "compare": Command(
+        *("compare", "--table", "{inputs}/pairs.csv", "--methods", "platt", "isotonic", "--quiet"),
+        *("--out", "{out}/comparison", "--save", "{out}/method"),
+        results=("metrics.json", "method"),
+    ),
+    "apply": Command(
+        *("apply", "--table", "{inputs}/pairs.csv", "--method", "{inputs}/method", "--out", "{out}/new.csv"),
+        results=("new.csv",),
+    ),
+    "export": Command(
+        "export",
+        "{inputs}/run",
+        "--model",
+        "{inputs}/model",
+        "--out",
+        "{out}/head",
+        results=("head.*", "*.safetensors"),
+    ),
+    "quickstart": Command("quickstart", "--epochs", "1", "--out", "{out}/run", "--quiet", results=HEAD),
+    "study pooling": Command("study", "pooling", *DATA, *STUDY, results=("metrics.json", "head.json")),
+    "study transfer": Command(
+        *("study", "transfer", *MODEL, "--out", "{out}/run", *STUDY),
+        *("--domains", "one={inputs}/data.jsonl", "two={inputs}/more.jsonl"),
         results=("metrics.json", "head.json"),
     ),
 }
@@ -158,66 +186,134 @@ def contents(out, patterns):
     return {name: data for name, data in found.items() if "checkpoints" not in name and not name.endswith(".lock")}
 
 
-def try_case(case, library, folder, inputs, *, stride, seconds):
-    """Every fault, or each `stride`-th one; returns counts and what went wrong."""
-    counts, wrong, began = Counter(), [], time.monotonic()
+class Whole(NamedTuple):
+    """What a run without faults leaves.
 
-    def fresh(name):
-        out = folder / name
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
-        case.prepare(out)
-        return out
+    Attributes:
+        before: contents before it.
+        after: contents after it.
+        same: names of `after` that two such runs leave alike.
+        calls: number of calls that can fail.
+    """
 
-    whole = fresh("whole")
-    before = contents(whole, case.results)
-    library.fault_arm(os.fsencode(whole), 0, 0)
-    code, printed = run(case, whole, inputs)
+    before: dict[str, bytes]
+    after: dict[str, bytes]
+    same: set[str]
+    calls: int
+
+
+def fresh(case, folder):
+    out = folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    case.prepare(out)
+    return out
+
+
+def whole_run(case, library, folder, inputs):
+    out = fresh(case, folder)
+    before = contents(out, case.results)
+    library.fault_arm(os.fsencode(out), 0, 0)
+    code, printed = run(case, out, inputs)
     calls = library.fault_disarm()
     assert code == 0, (code, printed)
-    expected = contents(whole, case.results)
-    assert expected, list(whole.rglob("*"))
-    again = fresh("out")
-    assert run(case, again, inputs)[0] == 0
-    same = {name for name, data in expected.items() if contents(again, case.results)[name] == data}
-    for n in range(1, calls + stride, stride):
-        if time.monotonic() - began > seconds:
-            break
-        for mode in range(len(MODES)):
-            out = fresh("out")
+    after = contents(out, case.results)
+    assert after, list(out.rglob("*"))
+    out = fresh(case, folder)
+    assert run(case, out, inputs)[0] == 0
+    again = contents(out, case.results)
+    return Whole(before, after, {name for name, data in after.items() if again[name] == data}, calls)
+
+
+def differences(case, out, whole):
+    found = contents(out, case.results)
+    return [f"{name} differs" for name in whole.same if found.get(name) != whole.after[name]]
+
+
+def check(case, out, inputs, whole, code, printed, lift):
+    """What is wrong after a run with a fault, which `lift` removes."""
+    if code == 0:
+        lift()
+        return differences(case, out, whole)
+    if code not in (1, 2):
+        lift()
+        return [f"exit code or traceback: {str(code)[-3000:]}"]
+    problems = [] if printed.count("\n") == 1 else [f"{printed.count(chr(10))} lines: {printed[-1500:]}"]
+    found = contents(out, case.results)
+    aside = {file.read_bytes() for file in out.glob("*.old/*")}  # the next start puts it back
+    for name, data in whole.before.items():
+        if found.get(name) not in (data, whole.after[name]) and not (name not in found and data in aside):
+            problems.append(f"{name}: neither the earlier result nor the new one")
+    lift()
+    code, printed = run(case, out, inputs)
+    if code != 0:
+        problems.append(f"started again: {code} {printed[-1500:]}")
+    return problems + differences(case, out, whole)
+
+
+def try_calls(case, library, folder, inputs, whole, stride):
+    """Every fault, or each `stride`-th one; yields its name, the outcome, and what is wrong."""
+    for n in range(1, whole.calls + stride, stride):
+        for mode, name in enumerate(MODES):
+            out = fresh(case, folder)
             library.fault_arm(os.fsencode(out), n, mode)
             code, printed = run(case, out, inputs)
             reached = library.fault_disarm() >= n
-            failed = library.fault_failed().decode()
-            found, problems = contents(out, case.results), []
+            fault = f"{name} {n} {library.fault_failed().decode()}"
+            outcome = f"exit code {code}" if code in (1, 2) else "succeeded" if reached else "not reached"
+            yield fault, outcome, check(case, out, inputs, whole, code, printed, lambda: None)
+
+
+def try_disk(case, library, folder, inputs, whole, stride):
+    """A file system in memory: read-only, then of growing size until the command succeeds."""
+    out, size, code = folder / "disk", 8, 1
+
+    def mount(*options):
+        subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(out)], check=True)
+
+    def lift():
+        mount("remount", "rw", "size=1g")
+
+    out.mkdir(exist_ok=True)
+    for read_only in (True, *[False] * 100):
+        mount(f"size={size}k")
+        try:
+            case.prepare(out)
+            if read_only:
+                mount("remount", "ro")
+            code, printed = run(case, out, inputs)
+            problems = check(case, out, inputs, whole, code, printed, lift)
+        finally:
+            subprocess.run(["umount", "--lazy", str(out)], check=True)
+        problems += ["succeeded"] if read_only and code == 0 else []
+        fault = "read-only" if read_only else f"{size} KiB"
+        yield fault, f"exit code {code}" if code in (1, 2) else "succeeded", problems
+        if not read_only:
             if code == 0:
-                counts["succeeded" if reached else "not reached"] += 1
-                problems += [f"{name} differs" for name in same if found.get(name) != expected[name]]
-            elif code in (1, 2):
-                counts[f"exit code {code}"] += 1
-                if printed.count("\n") != 1:
-                    problems.append(f"{printed.count(chr(10))} lines: {printed[-1500:]}")
-                aside = {file.read_bytes() for file in out.glob("*.old/*")}  # the next start puts it back
-                for name, data in before.items():
-                    if found.get(name) not in (data, expected[name]) and not (name not in found and data in aside):
-                        problems.append(f"{name}: neither the earlier result nor the new one")
-                code, printed = run(case, out, inputs)
-                found = contents(out, case.results)
-                if code != 0:
-                    problems.append(f"started again: {code} {printed[-1500:]}")
-                problems += [f"{name} differs" for name in same if found.get(name) != expected[name]]
-            else:
-                problems.append(f"a traceback: {code[-3000:]}")
-            if problems:
-                wrong.append({"n": n, "mode": MODES[mode], "call": failed, "problems": problems})
-                print(json.dumps(wrong[-1]), file=sys.stderr, flush=True)
-    return {"calls": calls, **counts, "wrong": len(wrong), "seconds": round(time.monotonic() - began, 1)}
+                break
+            size = 4 * (size // 4 + max(1, size * stride // 16))
+
+
+def try_case(case, library, folder, inputs, *, tries, stride, seconds):
+    """Tries faults for so long at most; returns counts."""
+    began = time.monotonic()
+    whole = whole_run(case, library, folder, inputs)
+    counts, wrong = Counter(), 0
+    for fault, outcome, problems in tries(case, library, folder, inputs, whole, stride):
+        counts[outcome] += 1
+        if problems:
+            wrong += 1
+            print(json.dumps({"fault": fault, "problems": problems}), file=sys.stderr, flush=True)
+        if time.monotonic() - began > seconds:
+            break
+    return {"calls": whole.calls, **counts, "wrong": wrong, "seconds": round(time.monotonic() - began, 1)}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), choices=[[], *CASES])
-    parser.add_argument("--stride", type=int, default=1, help="every so many-th fault")
+    parser.add_argument("--disk", action="store_true", help="on small and read-only file systems; needs root")
+    parser.add_argument("--stride", type=int, default=1, help="every so many-th fault; 16ths by which disks grow")
     parser.add_argument("--seconds", type=float, default=1e9, help="of one case, at most")
     given = parser.parse_args()
     library = preload(sys.argv[1:])
@@ -225,25 +321,34 @@ def main():
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder, inputs = Path(name), Path(name) / "inputs"
         if given.cases != ["files"]:
-            make_inputs(inputs, with_run="report" in given.cases)
+            make_inputs(inputs)
+        tries = try_disk if given.disk else try_calls
         for case in given.cases:
-            found = try_case(CASES[case], library, folder, inputs, stride=given.stride, seconds=given.seconds)
+            limits = {"stride": given.stride, "seconds": given.seconds}
+            found = try_case(CASES[case], library, folder, inputs, tries=tries, **limits)
             print(json.dumps({"case": case, **found}), flush=True)
             lost += found["wrong"]
     return 1 if lost else 0
 
 
-def make_inputs(inputs, with_run):
-    from tiny import write_model, write_text
-
-    from calibjax.cli import main
+def make_inputs(inputs):
+    from tiny import WORDS, write_model, write_text
 
     write_model(inputs / "model")
     write_text(inputs / "data.jsonl", rows=40, words=16)
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert main(["convert", "--model", str(inputs / "model"), "--out", str(inputs / "orbax")]) == 0
-        if with_run:
-            assert CASES["train ats"].act(inputs, inputs) == 0
+    write_text(inputs / "more.jsonl", rows=40, words=16, seed=1)
+    pairs = [f"{0.2 + 0.01 * row},{int(row % 3 == 0)}" for row in range(60)]
+    (inputs / "pairs.csv").write_text("\n".join(["confidence,correct", *pairs]) + "\n")
+    questions = inputs / "data" / "llm_foundry_eval" / "arc_easy.jsonl.gz"
+    questions.parent.mkdir(parents=True)
+    with gzip.open(questions, "wt") as file:
+        for row in range(6):
+            query = {"query": f"Question: {WORDS[row]}", "choices": WORDS[row : row + 3], "gold": row % 3}
+            file.write(json.dumps(query) + "\n")
+    for case in ("train ats", "compare"):  # what report, export and apply read
+        assert run(CASES[case], inputs, inputs)[0] == 0
+    orbax = Command("convert", *MODEL, "--out", "{out}/orbax", results=())
+    assert run(orbax, inputs, inputs)[0] == 0
 
 
 if __name__ == "__main__":

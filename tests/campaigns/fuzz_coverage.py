@@ -4,13 +4,15 @@
 
 The targets, their files and what counts as lost are those of `fuzz_files.py`; inputs that reach new code of calibjax
 are kept and mutated again. The first byte of an input chooses the file, the others are its content. Starts from the
-files of `corpus.py` and from `tests/campaigns/found`, into which `--keep` writes the smallest inputs that add coverage.
-Prints one JSON line for each target, with every input (base64) that was lost.
+files of `corpus.py` and from `found`, where `--keep` adds small inputs that add coverage, each as `TARGET/HASH/FILE`,
+and `tests/test_fuzz_corpus.py` replays them. Prints one JSON line for each target, with every input (base64) that was
+lost.
 """
 
 import argparse
 import base64
 import contextlib
+import hashlib
 import importlib
 import io
 import json
@@ -36,6 +38,10 @@ FOUND = Path(__file__).with_name("found")
 FAST = ("config", "rows", "table", "report", "head")
 LARGEST = 20_000
 """Bytes of an input, so that a run tries many."""
+
+
+KEPT, SMALL = 16, 1_000
+"""Number of new inputs that one run keeps of a target, and their largest size in bytes."""
 
 
 def files_of(target: str, corpus: Path) -> list[Path]:
@@ -102,25 +108,37 @@ def fuzz(target: str, directory: Path, arguments: list[str]) -> None:
     atheris.Fuzz()
 
 
-def seeds(target: str, directory: Path) -> Path:
-    """A directory with one input for each file of the target, and those found before."""
-    into = directory / f"seeds-{target}"
+def seeds(target: str, directory: Path) -> tuple[Path, list[str]]:
+    """A directory with one input for each file of the target, and those found before; and the names of the files."""
+    into, corpus = directory / f"seeds-{target}", directory / "corpus"
     into.mkdir()
-    for index, file in enumerate(files_of(target, directory / "corpus")):
+    files = files_of(target, corpus)
+    names = ["/".join(file.relative_to(corpus).parts[1:]) for file in files]
+    for index, file in enumerate(files):
         (into / str(index)).write_bytes(bytes([index]) + file.read_bytes())
-    for file in sorted((FOUND / target).glob("*")):
-        shutil.copy(file, into / file.name)
-    return into
+    for file in filter(Path.is_file, (FOUND / target).rglob("*")):
+        digest, *parts = file.relative_to(FOUND / target).parts
+        (into / digest).write_bytes(bytes([names.index("/".join(parts))]) + file.read_bytes())
+    return into, names
 
 
-def campaign(target: str, directory: Path, seconds: int, keep: bool) -> dict[str, Any]:
+def keep(target: str, inputs: list[bytes], names: list[str]) -> None:
+    """Adds some inputs, of all sizes, to `found`."""
+    inputs = sorted((data for data in inputs if 1 < len(data) <= SMALL), key=len)
+    for data in inputs[:: 1 + len(inputs) // KEPT]:
+        file = FOUND / target / hashlib.sha256(data).hexdigest()[:8] / names[data[0] % len(names)]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data[1:])
+
+
+def campaign(target: str, directory: Path, seconds: int, keeps: bool) -> dict[str, Any]:
     def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, __file__, "--directory", directory, target, "--", *arguments]
         command.append(f"-artifact_prefix={directory}/")  # libFuzzer's own files, by default in the working directory
         return subprocess.run(list(map(str, command)), stderr=subprocess.PIPE, text=True, check=False)
 
-    inputs, began = seeds(target, directory), time.monotonic()
-    first = len(list(inputs.iterdir()))
+    (inputs, names), began = seeds(target, directory), time.monotonic()
+    first = {file.read_bytes() for file in inputs.iterdir()}
     done = run(f"-max_total_time={seconds}", f"-max_len={LARGEST}", "-timeout=120", "-rss_limit_mb=0", inputs)
     tried = re.findall(r"Done (\d+) runs|stat::number_of_executed_units: *(\d+)", done.stderr)
     covered = re.findall(r"cov: (\d+)", done.stderr)
@@ -128,40 +146,23 @@ def campaign(target: str, directory: Path, seconds: int, keep: bool) -> dict[str
     lost = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     if not tried or not covered:
         lost.append({"reason": f"the process ended with {done.returncode}", "message": done.stderr[-2000:]})
-    if keep:
-        small = directory / f"kept-{target}"
-        small.mkdir()
-        run("-merge=1", f"-max_len={LARGEST}", "-rss_limit_mb=0", small, inputs)
-        original = {file.read_bytes() for file in seeds_of(inputs, first)}
-        shutil.rmtree(FOUND / target, ignore_errors=True)
-        (FOUND / target).mkdir(parents=True)
-        new = sorted((file for file in small.iterdir() if file.read_bytes() not in original), key=_size)
-        for file in new[:32]:
-            if file.stat().st_size <= 2_000:
-                shutil.copy(file, FOUND / target / file.name[:16])
+    if keeps:
+        keep(target, [data for file in inputs.iterdir() if (data := file.read_bytes()) not in first], names)
     return {
         "target": target,
         "tried": int("".join(tried[-1])) if tried else 0,
-        "inputs": [first, len(list(inputs.iterdir()))],
+        "inputs": [len(first), len(list(inputs.iterdir()))],
         "edges covered": [int(covered[0]), int(covered[-1])] if covered else [],
         "lost": lost,
         "seconds": round(time.monotonic() - began),
     }
 
 
-def seeds_of(inputs: Path, count: int) -> list[Path]:
-    return [inputs / str(index) for index in range(count) if (inputs / str(index)).exists()]
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("targets", nargs="*", default=list(FAST), choices=[[], *fuzz_files.TARGETS])
     parser.add_argument("--seconds", type=int, default=300, help="of each target")
-    parser.add_argument("--keep", action="store_true", help="write the smallest inputs that add coverage to found/")
+    parser.add_argument("--keep", action="store_true", help="add small inputs that add coverage to found/")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     arguments = sys.argv[1:]
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments

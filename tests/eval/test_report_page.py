@@ -15,6 +15,7 @@ from report_documents import document, sample
 
 import calibjax.eval.report
 from calibjax.eval.report import page as page_of
+from calibjax.eval.report.figures import Drawing, Panel, figures_of
 from calibjax.eval.report.markup import data_script, element, joined
 from calibjax.eval.report.page import Run, page, save_report
 
@@ -105,6 +106,15 @@ def test_every_string_is_text(clean, hostile):
     data = json.loads(hostile.raw[1])
     assert data[1]["text"] == " word" + payload
     assert data[1]["top"][0][0] == " word" + payload
+
+
+def test_names_are_no_formulas():
+    """Of matplotlib, which reads $...$ as mathematics and raises where it is none."""
+    formula = "$\\frac$"
+    drawings = {drawing.name: drawing for drawing in figures_of(document(lambda name: formula + name))}
+    titles = Drawing("titles", formula, [Panel(formula, formula, lambda ax: None, 1, 1)], formula)
+    for drawing in (titles, drawings["subjects"], drawings["diversity"]):
+        drawing.figure().draw_without_rendering()
 
 
 def test_files_stay_in_the_directory(tmp_path, monkeypatch):
