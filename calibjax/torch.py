@@ -13,12 +13,13 @@ transformers:
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,6 +27,7 @@ __all__ = ["Attached", "Generated", "HeadError", "TemperatureHead", "TokenScores
 
 SCHEMA = 1
 _PROBE = "probe."
+_FILES = ("head.json", "head.safetensors")
 
 
 class HeadError(ValueError):
@@ -145,32 +147,46 @@ class _Export(NamedTuple):
 
 
 def load_head(directory: str | Path) -> TemperatureHead:
-    """Reads the head of an export; raises `HeadError` if the files are damaged or no export."""
+    """Reads the head of an export, of a directory or `org/name@revision` on the Hub; raises `HeadError` otherwise."""
     return _read(directory).head
 
 
-def _read(directory: str | Path) -> _Export:
-    directory = Path(directory)
+def _read(path: str | Path) -> _Export:
+    directory = _local(path)
     try:
-        description = json.loads((directory / "head.json").read_text(encoding="utf-8"))
+        contents = {name: (directory / name).read_bytes() for name in _FILES}
         expected = json.loads((directory / "checksums.json").read_text(encoding="utf-8"))["files"]
-        found = {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in expected}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HeadError(f"{directory}: not a head written by `calibjax export` ({error}).") from error
-    if not {"head.json", "head.safetensors"} <= found.keys():
-        raise HeadError(f"{directory}: not a head written by `calibjax export` (no checksum of head.safetensors).")
-    if different := sorted(name for name in found if found[name] != expected[name]):
+        different = [name for name in _FILES if hashlib.sha256(contents[name]).hexdigest() != expected[name]]
+        description = json.loads(contents["head.json"])
+        schema, is_export = description.get("schema"), "base" in description
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise HeadError(f"{path}: not a head written by `calibjax export` ({error}).") from error
+    if different:
         raise HeadError(f"{directory / different[0]}: damaged or edited (its checksum differs). Export the head again.")
-    if description.get("schema") != SCHEMA or "base" not in description:
-        raise HeadError(f"{directory}: this calibjax reads exports of schema {SCHEMA}. Export the head again.")
+    if schema != SCHEMA or not is_export:
+        raise HeadError(f"{path}: this calibjax reads exports of schema {SCHEMA}, not {schema}. Export the head again.")
     try:
-        tensors = load_file(directory / "head.safetensors")
+        tensors = load(contents["head.safetensors"])
         params = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PROBE)}
         probe = {name[len(_PROBE) :]: tensor for name, tensor in tensors.items() if name.startswith(_PROBE)}
         head = TemperatureHead(description["head"], params, description["log_factor"], description["constants"])
         return _Export(head, description["base"], {name: probe[name] for name in ("tokens", "hidden")})
     except Exception as error:  # safetensors raises its own error for malformed headers
-        raise HeadError(f"{directory}: not a head written by `calibjax export` ({error}).") from error
+        raise HeadError(f"{path}: not a head written by `calibjax export` ({error}).") from error
+
+
+def _local(path: str | Path) -> Path:
+    """A directory as it is; where nothing has this path, the files of a repository of the Hugging Face Hub."""
+    found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", str(path))
+    if found is None or Path(path).exists():
+        return Path(path)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(found[1], revision=found[2], allow_patterns=[*_FILES, "checksums.json"]))
+    except Exception as error:  # httpx's errors are no OSErrors
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise HeadError(f"{path}: no such directory, and the Hugging Face Hub gave none ({reason}).") from error
 
 
 class TokenScores(NamedTuple):
@@ -339,7 +355,7 @@ def attach(model: Any, directory: str | Path, *, logits: str = "calibrated", che
     Args:
         model: `AutoModelForCausalLM`, on one device, in any dtype. Left padding, caches, `generate` and beam search
             work.
-        directory: written by `calibjax export`.
+        directory: written by `calibjax export`, or `org/name@revision` on the Hub, by `calibjax push`.
         logits: "calibrated": the model's logits become `s * logits`, in float32, so that sampling follows the
             calibrated distribution. "unchanged": logits and sampling stay as they are; use `Attached.score` and
             `Attached.generate` for confidences.

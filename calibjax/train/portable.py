@@ -21,6 +21,7 @@ from calibjax.runtime.files import new_directory, write_file
 HEAD_SCHEMA = 1
 """Of head.json."""
 PORTABLE = "head.safetensors"
+PORTABLE_FILES = ("head.json", PORTABLE, CHECKSUMS)
 _PROBE, _PROBE_TOKENS = "probe.", 16
 
 
