@@ -12,8 +12,10 @@ transformers:
 
 import hashlib
 import json
+import logging
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Attached", "Generated", "HeadError", "TemperatureHead", "TokenScores", "attach", "load_head"]
+__all__ = ["Attached", "Generated", "HeadError", "TemperatureHead", "TokenScores", "attach", "load_head", "to_onnx"]
 
 SCHEMA = 1
 _PROBE = "probe."
@@ -69,6 +71,11 @@ class TemperatureHead(nn.Module):
     def reads_sequence(self) -> bool:
         """Whether the scale of a token depends on earlier tokens: then decoding needs keys and values of the head."""
         return self.kind == "transformer"
+
+    @property
+    def width(self) -> int:
+        """F, the number of features of a token."""
+        return sum(1 if name in ("max_logit", "log_std_logits") else self.hidden_size for name in self.features)
 
     def forward(self, features: Tensor, mask: Tensor | None = None, past: tuple[Any, int] | None = None) -> Tensor:
         """Computes log inverse temperatures.
@@ -149,6 +156,45 @@ class _Export(NamedTuple):
 def load_head(directory: str | Path) -> TemperatureHead:
     """Reads the head of an export, of a directory or `org/name@revision` on the Hub; raises `HeadError` otherwise."""
     return _read(directory).head
+
+
+def to_onnx(path: str | Path) -> bytes:
+    """Returns the head of an export as an ONNX model; needs onnx and onnxscript.
+
+    Args:
+        path: as of `load_head`.
+
+    Returns:
+        A model of `features` (float32 `[B, T, F]`) and `mask` (bool `[B, T]`, False for padding) to `log_scale`
+        (float32 `[B, T]`), B and T of any size.
+
+    Raises:
+        HeadError: as `load_head`.
+    """
+    head = load_head(path).eval()
+    features, mask = torch.zeros(2, 3, head.width), torch.ones(2, 3, dtype=torch.bool)
+    axes = {0: torch.export.Dim("B"), 1: torch.export.Dim("T")}
+    loggers = [logging.getLogger(f"torch.onnx{part}") for part in ("", "._internal.exporter._registration")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it describes its own workings
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            program = torch.onnx.export(
+                head,
+                (features, mask),
+                input_names=["features", "mask"],
+                output_names=["log_scale"],
+                dynamic_shapes=(axes, axes),
+                dynamo=True,
+                verbose=False,
+            )
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+        assert program is not None
+        return program.model_proto.SerializeToString()
 
 
 def _read(path: str | Path) -> _Export:

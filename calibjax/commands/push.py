@@ -9,14 +9,13 @@ from typing import Annotated, Any, cast
 
 import tyro
 
-from calibjax.commands.export import HeadOptions, exported_head
+from calibjax.commands.export import HeadOptions, write_export
 from calibjax.eval.report.card import Subject, model_card
 from calibjax.eval.report.figures import figures_of
 from calibjax.eval.report.schema import TokensDocument, read_metrics
 from calibjax.eval.report.svg import png
 from calibjax.models.hub import check_upload, commit_of, repository_of, upload
 from calibjax.runtime.errors import UserError
-from calibjax.train.portable import export_head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,9 @@ def run(options: PushOptions, log: Callable[[str], None] = print) -> dict[str, A
     if "held_out" not in document or options.method not in document["held_out"]["methods"]:
         raise UserError(f"{options.run}: expected a run of `train ats`, with held-out figures of {options.method}.")
     document = cast(TokensDocument, document)
-    head, lm, notes = exported_head(options, log)
+    with tempfile.TemporaryDirectory() as folder:
+        head, lm = write_export(options, Path(folder) / "head", log)
+        files = {file.name: file.read_bytes() for file in sorted((Path(folder) / "head").iterdir())}
     base = base or commit_of(lm.path)
     subject = Subject(
         repository=options.repository,
@@ -60,9 +61,6 @@ def run(options: PushOptions, log: Callable[[str], None] = print) -> dict[str, A
         head=repr(head),
     )
     document["run"] = _without_paths(document.get("run", {}))
-    with tempfile.TemporaryDirectory() as folder:
-        export_head(Path(folder) / "head", head, lm, notes=notes)
-        files = {file.name: file.read_bytes() for file in sorted((Path(folder) / "head").iterdir())}
     drawing = next(drawing for drawing in figures_of(document) if drawing.name == "reliability")
     files |= {
         "reliability.png": png(drawing.figure()),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,14 @@ def describe_head(head: FittedHead, notes: dict[str, Any] | None = None) -> dict
     }
 
 
-def export_head(directory: str | Path, head: FittedHead, lm: LanguageModel, *, notes: Any = None) -> None:
+def export_head(
+    directory: str | Path,
+    head: FittedHead,
+    lm: LanguageModel,
+    *,
+    notes: Any = None,
+    more: Mapping[str, str | bytes] | None = None,
+) -> None:
     """Writes a head as safetensors and JSON.
 
     `head.safetensors` holds the parameters by their dotted names, matrices as `[inputs, outputs]`, and a probe: the
@@ -49,6 +57,7 @@ def export_head(directory: str | Path, head: FittedHead, lm: LanguageModel, *, n
         head: a fitted head.
         lm: its base model.
         notes: JSON-able; kept in head.json.
+        more: content of further files by name.
 
     Raises:
         UserError: `lm` is not the base model of `head`, or the directory holds anything else.
@@ -72,6 +81,8 @@ def export_head(directory: str | Path, head: FittedHead, lm: LanguageModel, *, n
     def write(fresh: Path) -> None:
         write_file(fresh / PORTABLE, save(tensors, {"format": "calibjax-head"}))
         write_file(fresh / "head.json", json.dumps(description, indent=2) + "\n")
+        for name, content in (more or {}).items():
+            write_file(fresh / name, content)
         write_checksums(fresh, digests)
 
     with new_directory(Path(directory), replace=True) as fresh:
