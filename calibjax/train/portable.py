@@ -49,8 +49,8 @@ def export_head(
     """Writes a head as safetensors and JSON.
 
     `head.safetensors` holds the parameters by their dotted names, matrices as `[inputs, outputs]`, and a probe: the
-    hidden states of `lm` on a few tokens, by which other frameworks recognise the base model. `head.json` describes
-    both. `load_head` reads the directory back to the same bits.
+    hidden states of `lm` on a few tokens and their rows of the unembedding, by which other frameworks recognise the
+    base model. `head.json` describes both. `load_head` reads the directory back to the same bits.
 
     Args:
         directory: new, empty, or an earlier export, which is replaced as a whole.
@@ -67,6 +67,8 @@ def export_head(
     hidden = lm.hidden_states(tokens[None])[0]
     tensors = {name: np.asarray(leaf) for name, leaf in dotted_leaves(head.params)}
     tensors |= {f"{_PROBE}tokens": tokens, f"{_PROBE}hidden": np.asarray(hidden, np.float32)}
+    matrix = lm.params["embedding" if lm.config.tie_embeddings else "unembedding"]
+    tensors[f"{_PROBE}unembedding"] = np.asarray(matrix[tokens], np.float32)
     module = head.config.build()
     constants: dict[str, Any] = {"max_scale": MAX_SCALE}
     if isinstance(module, TransformerHead):
