@@ -233,17 +233,26 @@ def test_serving_imports_no_jax(tmp_path, llama):
     assert found.stdout == "mlp []\n", json.dumps(found.stdout)
 
 
+@pytest.mark.slow
 def test_the_guide(tmp_path, monkeypatch):
-    """Every Python block of docs/serving.md, one after the other."""
-    pytest.importorskip("torch")
+    """Every Python block of docs/serving.md, one after the other, on what its commands export."""
+    for package in ("torch", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
     for path in ("path/to/model", "runs/x"):
         (tmp_path / path).mkdir(parents=True)
     torch_model(tmp_path / "path/to/model", LLAMA_JSON)
-    lm = load_model(tmp_path / "path/to/model")
-    export_head(tmp_path / "runs/x/export", random_head(lm, "mlp"), lm)
+    head = random_head(load_model(tmp_path / "path/to/model"), "mlp")
+    save_head(tmp_path / "runs/x/head", head, notes={"model": "path/to/model"})
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    commands = re.findall(r"```sh\n(calibjax export .*?)\n```", page)
+    assert len(commands) == 2
+    for command in commands:
+        assert main(command.split()[1:]) == 0
     scope: dict = {}
     for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
         exec(block, scope)
     assert scope["generated"].scores.confidence.shape == (1, scope["generated"].sequences.shape[1] - 1)
+    log_probs = scope["log_probs"].detach().numpy()
+    np.testing.assert_allclose(scope["calibrated"], log_probs, atol=1e-5)  # StableHLO and PyTorch
+    assert scope["session"].get_outputs()[0].name == "log_scale"

