@@ -6,6 +6,7 @@ python eval/serving.py MODEL EXPORT      # EXPORT: of `calibjax export`
 import statistics
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ def main(model: str, export: str) -> None:
     def generate(**options):
         return lambda: np.asarray(calibjax.generate(lm, prompts, max_new_tokens=NEW, stop_tokens=(), **options).tokens)
 
-    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    theirs: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokens = torch.tensor(prompts)
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 

@@ -10,6 +10,7 @@ Both are those of `--logprobs-mode raw_logprobs`, vLLM's default: before penalti
 
 import inspect
 import os
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -88,26 +89,32 @@ class _Calibration:
 
 
 def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None:
-    import vllm
-    from vllm.config import get_current_vllm_config
-    from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-    from vllm.v1.sample.sampler import Sampler
-
-    parameters = [*inspect.signature(LogitsProcessor.forward).parameters][:4]
-    if parameters != ["self", "lm_head", "hidden_states", "embedding_bias"] or not hasattr(Sampler, "compute_logprobs"):
-        raise HeadError(
-            f"vLLM {vllm.__version__}: its layer of logits is not that of 0.32, which this plugin replaces. Install a "
-            f"version that it knows, or unset {HEAD}."
+    # By name: type checkers need not find vLLM, which has an environment of its own.
+    version = import_module("vllm").__version__
+    try:
+        get_config: Any = import_module("vllm.config").get_current_vllm_config
+        registered: Any = import_module("vllm.model_executor.custom_op").op_registry_oot
+        LogitsProcessor: Any = import_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
+        Sampler: Any = import_module("vllm.v1.sample.sampler").Sampler
+        parameters = [*inspect.signature(LogitsProcessor.forward).parameters][:4]
+        is_known = parameters == ["self", "lm_head", "hidden_states", "embedding_bias"] and callable(
+            Sampler.compute_logprobs
         )
-    if LogitsProcessor.__name__ in op_registry_oot:
+    except (ImportError, AttributeError):
+        is_known = False
+    if not is_known:
+        raise HeadError(
+            f"vLLM {version}: its layer of logits is not that of 0.32, which this plugin replaces. Install a version "
+            f"that it knows, or unset {HEAD}."
+        )
+    if LogitsProcessor.__name__ in registered:
         return  # a second call in this process
     scales = WeakTensorKeyDictionary()
 
     class CalibratedLogits(LogitsProcessor):
         def __init__(self, *args: Any, **options: Any):
             super().__init__(*args, **options)
-            config = get_current_vllm_config()
+            config = get_config()
             others = getattr(config, "use_v2_model_runner", False) or config.speculative_config is not None
             if others and not calibrates_sampling:
                 raise HeadError(
@@ -119,8 +126,16 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
                     "this model passes logits to its layer of logits, not hidden states; a head needs both."
                 )
 
-        def forward(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None, *more: Any) -> Any:
-            logits = super().forward(lm_head, hidden_states, embedding_bias, *more)
+        def forward(
+            self,
+            lm_head: Any,
+            hidden_states: Tensor,
+            embedding_bias: Tensor | None = None,
+            skip_gather: bool = False,
+        ) -> Tensor | None:
+            if skip_gather:
+                raise HeadError("a head needs the logits of the whole vocabulary; this engine divides them.")
+            logits = super().forward(lm_head, hidden_states, embedding_bias)
             if logits is None:  # of all ranks but one
                 return None
             log_scale = calibration.log_scale(lm_head, hidden_states, logits, embedding_bias)
