@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import calibjax
 import calibjax.torch
 
-ROWS, NEW, REPEATS = 4, 64, 7
+ROWS, NEW, REPEATS = 4, 32, 5
 
 
 def in_turns(plain, with_head) -> tuple[float, float]:
