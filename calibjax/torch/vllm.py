@@ -1,6 +1,6 @@
 """A plugin of vLLM that replaces its layer of logits by one that calibrates them with an exported head.
 
-    pip install calibjax lazy_loader --no-deps       # beside vLLM; JAX is not needed
+    pip install --no-deps lazy_loader calibjax       # beside vLLM; JAX is not needed
     CALIBJAX_HEAD=DIR vllm serve path/to/model       # a directory of `calibjax export`, or org/name@revision
 
 `CALIBJAX_LOGITS=calibrated`, the default: logits, and with them log-probabilities and sampling, are calibrated.
