@@ -340,6 +340,11 @@ class HeadConfig:
         if not NO_MIN_SCALE <= self.min_scale <= 1:
             raise ValueError(f"min_scale: expected {NO_MIN_SCALE:g} to 1, got {self.min_scale}.")
 
+    @property
+    def width(self) -> int:
+        """F, the number of features of a token."""
+        return sum(1 if name in ("max_logit", "log_std_logits") else self.hidden_size for name in self.features)
+
     def build(self) -> nn.Module:
         """The module.
 
@@ -355,10 +360,7 @@ class HeadConfig:
 
     def init(self, key: Array) -> Any:
         """Random parameters (identity at start by default); a pytree of float32 arrays."""
-        width = sum(
-            {"hidden_states": self.hidden_size, "argmax_embedding": self.hidden_size}.get(f, 1) for f in self.features
-        )
-        return self.build().init(key, jnp.zeros((1, 1, width), jnp.float32))["params"]
+        return self.build().init(key, jnp.zeros((1, 1, self.width), jnp.float32))["params"]
 
 
 def _number_of_heads(hidden_size: int) -> int:
@@ -391,6 +393,7 @@ def head_features(
     bias: Float[Array, " V"] | None = None,
     softcap: float | None = None,
     sharding: VocabSharding | None = None,
+    logits: Float[Array, "B T V"] | None = None,
 ) -> Float[Array, "B T F"]:
     """The features named, joined along the last axis, float32 (hidden states alone keep their dtype).
 
@@ -401,21 +404,26 @@ def head_features(
         covariance: of `logit_covariance`, to save its computation where log_std_logits is named.
         bias, softcap: of the logits. log_std_logits is taken before the soft-cap.
         sharding: how tokens and vocabulary are divided, as in `vocab_stats`.
+        logits: where they are at hand, to save the pass over the vocabulary.
     """
     if names == ("hidden_states",):
         return hidden
     wanted = [s for f, s in (("max_logit", "max_logit"), ("argmax_embedding", "argmax")) if f in names]
-    stats = None
-    if wanted:
+    if logits is not None:
+        top, best = jnp.max(logits, axis=-1), jnp.argmax(logits, axis=-1)
+    elif wanted:
         stats = vocab_stats(hidden, unembedding, bias=bias, softcap=softcap, statistics=wanted, sharding=sharding)
+        top, best = stats.max_logit, stats.argmax
+    else:
+        top = best = None
     parts = []
     for name in names:
         if name == "hidden_states":
             parts.append(hidden)
-        elif name == "max_logit" and stats is not None:
-            parts.append(stats.require("max_logit")[..., None])
-        elif name == "argmax_embedding" and stats is not None:
-            parts.append(lookup(unembedding, stats.require("argmax"), "unembedding", unembedding.dtype))
+        elif name == "max_logit" and top is not None:
+            parts.append(top[..., None])
+        elif name == "argmax_embedding" and best is not None:
+            parts.append(lookup(unembedding, best, "unembedding", unembedding.dtype))
         else:
             covariance = logit_covariance(unembedding, bias) if covariance is None else covariance
             augmented = jnp.concatenate([hidden.astype(jnp.float32), jnp.ones((*hidden.shape[:-1], 1))], axis=-1)

@@ -366,7 +366,8 @@ def test_quickstart(tmp_path, monkeypatch, capsys):
         assert ats[key] < single[key] < base[key], key
     assert single["ece"]["value"] < base["ece"]["low"]
     assert {entry.name for entry in out.iterdir()} == {
-        *("run.json", "run.yaml", "decoder", "fit", "head"),
+        *("run.json", "run.yaml", "decoder", "fit", "head", "model"),
         *("metrics.json", "tokens.json", "reliability.png", "report.html"),
     }
-    assert load_head(out).config.kind == "mlp"
+    assert load_head(out, load_model(out / "model")).config.kind == "mlp"
+    assert main(["export", str(out), "--out", str(tmp_path / "export")]) == 0

@@ -13,6 +13,7 @@ import scipy.special
 from parity import LLAMA_JSON, VARIANTS, random_tokens, settings_of, torch_model
 from tiny import make_lm
 
+from calibjax import recalibrate
 from calibjax.cli import main
 from calibjax.heads import FEATURES, HEADS, FittedHead, HeadConfig
 from calibjax.models import load_model
@@ -145,6 +146,8 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama, kind):
 def test_command(tmp_path):
     """`calibjax export` finds the base model of a run, and writes its head or its temperature."""
     pytest.importorskip("torch")
+    from transformers import GenerationConfig
+
     (tmp_path / "model").mkdir()
     torch_model(tmp_path / "model", LLAMA_JSON)
     lm = load_model(tmp_path / "model")
@@ -156,7 +159,40 @@ def test_command(tmp_path):
     args = ["export", str(tmp_path / "run" / "head"), "--out", str(tmp_path / "t"), "--method", "temperature"]
     assert main(args) == 0
     assert load_head(tmp_path / "t", lm).params["log_scale"] == np.float32(-np.log(1.25))
+    theirs = GenerationConfig.from_pretrained(tmp_path / "t")
+    assert (theirs.temperature, theirs.top_k, theirs.do_sample) == (1.25, 0, True)
+    save_head(tmp_path / "kept", head, notes={"model": str(tmp_path / "model")})  # as `compare --save`
+    assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "ats")]) == 0
     assert main(["export", str(tmp_path / "t"), "--out", str(tmp_path / "x")]) == 2  # names no model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_onnx_runs_any_batch_and_length(tmp_path, kind):
+    """onnxruntime against JAX, on other sizes than those of the export, and with padding on the left."""
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    from calibjax.torch import to_onnx
+
+    lm = make_lm()
+    head = random_head(lm, kind, ("hidden_states", "max_logit"))
+    export_head(tmp_path / "head", head, lm)
+    session = runtime.InferenceSession(to_onnx(tmp_path / "head"), providers=["CPUExecutionProvider"])
+    features = np.random.default_rng(0).normal(0, 2, (3, 7, head.config.width)).astype(np.float32)
+    mask = np.arange(7) >= np.array([[4], [0], [2]])
+    (found,) = session.run(None, {"features": features, "mask": mask})
+    segments = mask.astype(np.int32)
+    expected = head.config.build().apply({"params": head.params}, features, where=mask, segment_ids=segments) + 0.1
+    print(f"{kind}: {np.abs(found - expected)[mask].max():.1e}")
+    np.testing.assert_allclose(found[mask], expected[mask], atol=1e-5)
+
+
+def test_what_compare_kept(tmp_path):
+    data = recalibrate.Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
+    recalibrate.save(tmp_path / "kept", "platt", recalibrate.METHODS["platt"].fit(data))
+    assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "out")]) == 0
+    assert recalibrate.load(tmp_path / "out")(data) == pytest.approx(0.75, abs=1e-3)
+    assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "x"), "--also", "onnx"]) == 2
 
 
 def test_errors(tmp_path, llama):
@@ -197,17 +233,26 @@ def test_serving_imports_no_jax(tmp_path, llama):
     assert found.stdout == "mlp []\n", json.dumps(found.stdout)
 
 
+@pytest.mark.slow
 def test_the_guide(tmp_path, monkeypatch):
-    """Every Python block of docs/serving.md, one after the other."""
-    pytest.importorskip("torch")
+    """Every Python block of docs/serving.md, one after the other, on what its commands export."""
+    for package in ("torch", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
     for path in ("path/to/model", "runs/x"):
         (tmp_path / path).mkdir(parents=True)
     torch_model(tmp_path / "path/to/model", LLAMA_JSON)
-    lm = load_model(tmp_path / "path/to/model")
-    export_head(tmp_path / "runs/x/export", random_head(lm, "mlp"), lm)
+    head = random_head(load_model(tmp_path / "path/to/model"), "mlp")
+    save_head(tmp_path / "runs/x/head", head, notes={"model": "path/to/model"})
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    commands = re.findall(r"```sh\n(calibjax export .*?)\n```", page)
+    assert len(commands) == 2
+    for command in commands:
+        assert main(command.split()[1:]) == 0
     scope: dict = {}
     for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
         exec(block, scope)
     assert scope["generated"].scores.confidence.shape == (1, scope["generated"].sequences.shape[1] - 1)
+    log_probs = scope["log_probs"].detach().numpy()
+    np.testing.assert_allclose(scope["calibrated"], log_probs, atol=1e-5)  # StableHLO and PyTorch
+    assert scope["session"].get_outputs()[0].name == "log_scale"

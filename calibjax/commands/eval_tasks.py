@@ -73,8 +73,8 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
     Attributes:
         tasks: tasks of lm-eval, such as mmlu, arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, truthfulqa_mc2,
             truthfulqa_gen, triviaqa; or google_analogies; separated by commas or spaces.
-        head: directory of a fitted head, or of the run of `train ats` that holds it; it also holds the temperature
-            of temperature scaling.
+        head: directory of a fitted head, or of the run of `train ats` that holds it, or a head on the hub
+            (org/name@revision); it also holds the temperature of temperature scaling.
         temperature: temperature of temperature scaling, in place of that of --head.
         preset: how prompts are built and confidence is read: plain (zero-shot, softmax over the options), ats
             (5-shot MMLU, softmax over the letters, 15 open bins, mean probability of a text's tokens) or

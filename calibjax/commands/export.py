@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,68 +12,146 @@ import tyro
 
 from calibjax.commands.common import JsonOptions
 from calibjax.heads import FittedHead
-from calibjax.models import load_model
-from calibjax.runtime.errors import UserError
+from calibjax.models import LanguageModel, load_model
+from calibjax.models.stablehlo import head_program, model_program
+from calibjax.recalibrate.saved import is_recalibrator, load, save
+from calibjax.runtime.errors import UserError, about
+from calibjax.runtime.files import read_json
 from calibjax.train import load_head
 from calibjax.train.checkpoint import head_notes
 from calibjax.train.portable import constant_head, export_head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportOptions(JsonOptions):
-    """Exports the head of a run as one directory of safetensors and JSON, which JAX and PyTorch read.
-
-    In Python: `calibjax.load_head(OUT, lm)`, or `calibjax.torch.attach(model, OUT)` for a model of transformers, which
-    needs neither JAX nor Flax.
+class HeadOptions(JsonOptions):
+    """Which head leaves JAX.
 
     Attributes:
-        run: directory of a run of `train ats`, or of a head.
-        out: directory to write; an earlier export there is replaced.
+        run: directory of a run of `train ats` or `quickstart`, of a head, or of what `compare --save` kept.
         model: base model of the head; by default the one of the run.
         method: the fitted head, or temperature scaling of the same run.
         json: print what was written as one JSON document.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
-    out: Path
     model: str | None = None
     method: Literal["ats", "temperature"] = "ats"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions(HeadOptions):
+    """Exports the head of a run as one directory of safetensors and JSON, which JAX and PyTorch read.
+
+    In Python: `calibjax.load_head(OUT, lm)`, or `calibjax.torch.attach(model, OUT)` for a model of transformers, which
+    needs neither JAX nor Flax. With --method temperature, generation_config.json is that of the base model with the
+    settings that sample from the calibrated distribution.
+
+    Attributes:
+        out: directory to write; an earlier export of the same files is replaced.
+        also: further files: the head as an ONNX model (onnx) or as a program of StableHLO (stablehlo), or a program of
+            a small base model with its head (model-stablehlo), which JAX runs without calibjax.
+    """
+
+    out: Path
+    also: tuple[Literal["onnx", "stablehlo", "model-stablehlo"], ...] = ()
+
+
 def run(options: ExportOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns what was written."""
+    _check_programs(options.also)
+    if is_recalibrator(options.run):
+        return _recalibrator(options, log)
+    head, lm = write_export(options, options.out, log, options.also)
+    files = sorted(file.name for file in options.out.iterdir())
+    log(f"{head!r} in {options.out}: {', '.join(files)}")
+    return {"out": str(options.out), "base_fingerprint": lm.fingerprint, "files": files}
+
+
+def _recalibrator(options: ExportOptions, log: Callable[[str], None]) -> dict[str, Any]:
+    """What `compare --save` kept is portable as it is: it is verified and written again."""
+    if options.also or options.method != "ats" or options.model is not None:
+        raise UserError(f"{options.run} holds a recalibrator: --also, --method and --model are options of heads.")
+    kept = load(options.run)
+    save(options.out, kept.name, kept.state, notes=kept.notes)
+    files = sorted(file.name for file in options.out.iterdir())
+    log(f"{kept.name} in {options.out}: {', '.join(files)}")
+    return {"out": str(options.out), "method": kept.name, "files": files}
+
+
+def write_export(
+    options: HeadOptions, directory: Path, log: Callable[[str], None], also: tuple[str, ...] = ()
+) -> tuple[FittedHead, LanguageModel]:
+    """Writes the head that the options name into a directory; returns it and its base model."""
     head, notes = load_head(options.run), head_notes(options.run)
-    lm = load_model(_model_of(options))
-    document: dict[str, Any] = {"out": str(options.out), "base_fingerprint": lm.fingerprint}
+    with about("--model"):
+        lm = load_model(_model_of(options, notes))
+    more: dict[str, str | bytes] = {}
     if options.method == "temperature":
         head = _temperature_scaling(head, notes, options.run)
-        document["temperature"] = notes["temperature"]
+        temperature = notes["temperature"]
+        more["generation_config.json"] = _generation_config(lm, temperature)
         log(
-            f"Temperature scaling at {notes['temperature']:.4f}: the calibrated distribution is softmax(logits / "
-            f"{notes['temperature']:.4f}). It is not a sampling temperature: engines that return log-probabilities of "
-            "unscaled logits (vLLM's raw_logprobs) return them uncalibrated whatever temperature they sample at. "
-            f'To sample from the calibrated distribution, set "temperature": {notes["temperature"]:.4f} and '
-            '"do_sample": true in generation_config.json.'
+            f"Temperature scaling: the calibrated distribution is softmax(logits / {temperature:.4f}). Sampling at "
+            f"temperature {temperature:.4f}, with neither top-k nor top-p, draws from it; any other sampling "
+            "temperature does not change which probabilities are calibrated. Log-probabilities that an engine computes "
+            "before its sampling temperature, as vLLM's raw_logprobs, are uncalibrated whatever temperature is set."
         )
-    export_head(options.out, head, lm, notes=notes)
-    document["files"] = sorted(file.name for file in options.out.iterdir())
-    log(f"{head!r} in {options.out}: {', '.join(document['files'])}")
-    return document
+    if "stablehlo" in also:
+        more["head.stablehlo"] = head_program(head)
+    if "model-stablehlo" in also:
+        more["model.stablehlo"] = model_program(lm, head)
+    if "onnx" in also:
+        more["head.onnx"] = _onnx(head, lm)
+    export_head(directory, head, lm, notes=notes, more=more)
+    return head, lm
 
 
-def _model_of(options: ExportOptions) -> str:
-    """The base model: --model, or the one in metrics.json of the run."""
+_NEEDS = {"onnx": ("torch", "onnx", "onnxscript"), "stablehlo": ("flatbuffers",), "model-stablehlo": ("flatbuffers",)}
+
+
+def _check_programs(names: tuple[str, ...]) -> None:
+    """Raises `UserError` where a package that writes one of `--also` is missing."""
+    for name in names:
+        if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
+            raise UserError(f"--also {name}: {', '.join(missing)} not installed: pip install calibjax[export].")
+
+
+def _onnx(head: FittedHead, lm: LanguageModel) -> bytes:
+    from calibjax.torch import to_onnx
+
+    with tempfile.TemporaryDirectory() as folder:
+        export_head(Path(folder) / "head", head, lm)
+        return to_onnx(Path(folder) / "head")
+
+
+def _model_of(options: HeadOptions, notes: dict[str, Any]) -> str:
+    """The base model: --model, the one that the head or the metrics.json of its run names, or what the run wrote."""
     if options.model is not None:
         return options.model
-    for directory in (options.run, options.run.parent):
+    if isinstance(notes.get("model"), str):
+        return notes["model"]
+    for directory in (options.run, options.run.parent) if options.run.name == "head" else (options.run,):
+        if (directory / "model" / "config.json").is_file():
+            return str(directory / "model")
         try:
-            return str(json.loads((directory / "metrics.json").read_text(encoding="utf-8"))["run"]["model"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return str(read_json(directory / "metrics.json")["run"]["model"])
+        except (ValueError, KeyError, TypeError):
             continue
-    raise UserError(f"--model: expected the base model; {options.run} holds no metrics.json that names it.")
+    raise UserError(f"expected the base model; {options.run} holds no metrics.json that names it.")
 
 
 def _temperature_scaling(head: FittedHead, notes: dict[str, Any], directory: Path) -> FittedHead:
     if not isinstance(notes.get("temperature"), float) or not notes["temperature"] > 0:
         raise UserError(f"--method temperature: {directory} does not record a temperature; export its head instead.")
     return constant_head(head, notes["temperature"])
+
+
+def _generation_config(lm: LanguageModel, temperature: float) -> str:
+    """The base model's settings of generation, with those that sample from softmax(logits / temperature)."""
+    try:
+        own = read_json(lm.path / "generation_config.json") if lm.path is not None else {}
+    except ValueError:
+        own = {}
+    # Left out, transformers cuts the distribution to its 50 most likely tokens.
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    return json.dumps({**(own if isinstance(own, dict) else {}), **sampling}, indent=2) + "\n"

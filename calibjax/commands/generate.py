@@ -24,7 +24,8 @@ class GenerateOptions(JsonOptions, ModelOptions):
 
     Attributes:
         prompt: texts to continue.
-        head: directory of a fitted head, or of the run that holds it; without it, confidence is uncalibrated.
+        head: directory of a fitted head, or of the run that holds it, or a head on the hub (org/name@revision); without
+            it, confidence is uncalibrated.
         max_new_tokens: largest number of new tokens; fewer where the model ends its text.
         temperature: 0 takes the most likely token; otherwise tokens are drawn at this temperature, 0.0001 to 10,000.
         top_k: draw from this many of the most likely tokens.

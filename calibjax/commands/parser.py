@@ -222,8 +222,8 @@ def _wrapped(text: str) -> str:
 
 def _check_args(args: Sequence[str], options: Sequence[Option], prog: str) -> None:
     """Ends with one line on the first argument that is not as the options declare it, or on missing options."""
-    by_name = {name: option for option in options for name in option.names}
-    positional = next((option for option in options if any(marks(option.annotation, type(tyro.conf.Positional)))), None)
+    waiting = [option for option in options if any(marks(option.annotation, type(tyro.conf.Positional)))]
+    by_name = {name: option for option in options if option not in waiting for name in option.names}
     for arg in args:
         name = _name(arg)
         if name and name not in by_name and not _of_tyro(name):
@@ -235,12 +235,15 @@ def _check_args(args: Sequence[str], options: Sequence[Option], prog: str) -> No
             )
     if any(arg in ("-h", "--help") or _of_tyro(arg) for arg in args):
         return
-    given, option, values = set(), positional, -1  # of a positional option any number
+    given, option, values = set(), None, 0
     for arg in (*args, "--"):
         name, _, value = arg.partition("=")
         if not _name(arg) and arg != "--":
             if option is None or values == 0:
-                stop(f"{shortened(ascii(arg))}: {prog} takes no such argument; {prog} --help lists its options.")
+                if not waiting:
+                    stop(f"{shortened(ascii(arg))}: {prog} takes no such argument; {prog} --help lists its options.")
+                option = waiting.pop(0)
+                values = _arity(option)
             _check_value(option, arg)
             given.add(option.flag)
             values -= 1

@@ -1,6 +1,8 @@
 """`calibjax quickstart`: a language with known probabilities, an overconfident model of it, and its calibration."""
 
 import dataclasses
+import json
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +20,9 @@ from calibjax.data.synthetic import Syllables, TopicLanguage, as_sequences, make
 from calibjax.eval.report.schema import TokensDocument
 from calibjax.kernels import vocab_stats
 from calibjax.models import DecoderConfig, LanguageModel, hidden_states, init_params, unembedding
+from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import RunContext
+from calibjax.runtime.files import write_file
 from calibjax.runtime.options import Count, run_identity
 from calibjax.runtime.sharding import replicated
 from calibjax.train.checkpoint import save_head
@@ -80,6 +84,7 @@ def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> Token
         f"{_TRAIN} sequences to train the decoder on, {_FIT} to calibrate on, {_HELD_OUT} held out"
     )
     lm = _train_decoder(options, language, train_set, context.within("decoder"))
+    _write_model(options.out / "model", lm)
     plan = make_plan(AtsOptions(batch_size=32), lm.config.hidden_size)
     fitted = fit_ats(lm, fit_set, plan, context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
@@ -126,3 +131,27 @@ def _train_decoder(
         identity={"epochs": options.epochs, "seed": options.seed},
     )
     return LanguageModel.from_params(config, state.params, cast(Any, Syllables()))
+
+
+def _write_model(directory: Path, lm: LanguageModel) -> None:
+    """Writes the decoder in Hugging Face's layout, without a tokenizer: the base model of the head, for `export`."""
+    config = lm.config
+    assert config.rope is not None
+    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    settings = {
+        "model_type": config.family,
+        "architectures": ["LlamaForCausalLM"],
+        **{name: getattr(config, name) for name in same},
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    with tempfile.TemporaryDirectory() as like:
+        write_file(Path(like) / "config.json", json.dumps(settings))
+        save_model(directory, config, lm.params, like=Path(like), replace=True)

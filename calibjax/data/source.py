@@ -94,9 +94,9 @@ def read_source(
     Args:
         source: a `.jsonl`, `.json`, `.csv`, `.parquet` or `.txt` file (each but Parquet also with `.gz`); a directory
             of such files, read in the order of their names (other files are ignored); or the id of a dataset on the
-            Hugging Face Hub, with its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`). A `.json` file is
-            an array of objects, or one object per line; values of CSV are text; a `.txt` file is one row,
-            `{"text": <the whole file>}`.
+            Hugging Face Hub, with its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`) and a branch, tag or
+            commit after an at sign (`"org/name@revision"`). A `.json` file is an array of objects, or one object per
+            line; values of CSV are text; a `.txt` file is one row, `{"text": <the whole file>}`.
         split: split of a Hub dataset, "train" by default. In a directory, only files whose names begin with `split` are
             read. A single file has no splits.
         rows: keep only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
@@ -277,20 +277,26 @@ _EXPECTED = f"one of {', '.join(_READERS)} (each but .parquet may end in .gz as 
 
 # --- the hub ---
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?(@\w[\w./-]*)?")
 
 
 def _read_hub(name: str, split: str, rows: int | None) -> Rows:
     import datasets
     from datasets import config
 
-    repository, _, configuration = name.partition(":")
+    named, _, revision = name.partition("@")
+    repository, _, configuration = named.partition(":")
     try:
         with _offline_if_unreachable(repository):
             # Streaming fetches only what is read, but does not work offline from the cache.
             streaming = rows is not None and not config.HF_HUB_OFFLINE
             data: Any = datasets.load_dataset(
-                repository, configuration or None, split=split, streaming=streaming, cache_dir=_cache_directory()
+                repository,
+                configuration or None,
+                split=split,
+                revision=revision or None,
+                streaming=streaming,
+                cache_dir=_cache_directory(),
             )
             if rows is not None:
                 data = list(islice(data, rows))

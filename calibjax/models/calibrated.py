@@ -47,11 +47,16 @@ def _inputs(lm: LanguageModel, head: FittedHead, tokens, segment_ids) -> dict[st
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _logprobs(model, config, dtype, params, factor, frozen, batch, z):
     _, log_scale = batch_stats(model, config, params, frozen, batch, dtype=dtype, log_factor=factor, statistics=())
-    best = jnp.argmax(z, axis=-1, keepdims=True)
-    log_probs = jax.nn.log_softmax(jnp.exp(log_scale)[..., None] * z, axis=-1)
-    # Rounding can make a near tie a tie, or the other way round; the base model's choice stays strictly the first.
+    return scaled_log_probs(z, log_scale)
+
+
+def scaled_log_probs(logits: Float[Array, "B T V"], log_scale: Float[Array, "B T"]) -> Float[Array, "B T V"]:
+    """log softmax(exp(log_scale) · logits), float32; the largest logit stays strictly the first."""
+    best = jnp.argmax(logits, axis=-1, keepdims=True)
+    log_probs = jax.nn.log_softmax(jnp.exp(log_scale)[..., None] * logits, axis=-1)
+    # Rounding can make a near tie a tie, or the other way round.
     top = jnp.take_along_axis(log_probs, best, axis=-1)
-    others = jax.lax.broadcasted_iota(best.dtype, z.shape, z.ndim - 1) != best
+    others = jax.lax.broadcasted_iota(best.dtype, logits.shape, logits.ndim - 1) != best
     return jnp.where(others & (log_probs >= top), jnp.nextafter(top, -jnp.inf), log_probs)
 
 

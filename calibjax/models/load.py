@@ -1,7 +1,6 @@
 """Loading of a `LanguageModel` from a directory or the Hugging Face hub, without unpickling or running any file."""
 
 import functools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from calibjax.models.families import FAMILIES, config_from_hf
 from calibjax.models.fingerprint import combine_digests, join_digests, layer_name, tensor_digest
 from calibjax.models.hf_tensors import Piece, Plan, TensorEntry, plan_tensors
+from calibjax.models.hub import download, repository_of
 from calibjax.models.model import LanguageModel, check_tokenizer
 from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
 from calibjax.runtime.distributed import is_first, together
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _DTYPES = ("float32", "bfloat16")
 _SHORT = {"BF16": "bfloat16", "F16": "float16"}
 """Dtypes of safetensors with fewer bits than float32."""
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 # Subfolders and `consolidated*` hold the same weights in the authors' own layout.
 _HUB_SKIPPED = ["*/*", "consolidated*"]
@@ -47,7 +46,8 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
 
     Args:
         path: a directory in Hugging Face's layout (`config.json`, `model.safetensors` or its sharded index, tokenizer
-            files), an output directory of `calibjax convert`, or a model id on the hub, which is downloaded once.
+            files), an output directory of `calibjax convert`, or a model id on the hub, which is downloaded once;
+            `org/name@revision` pins a branch, tag or commit.
         dtype: dtype of the weights and of computations: float32 or bfloat16. Files may also hold float16.
         mesh: devices among which `sharding.RULES` divide the weights; `None` for the default device. Run the model
             under `jax.set_mesh(mesh)`, because kernels on TPUs are divided by the current mesh.
@@ -107,20 +107,10 @@ def tensor_dtypes(path: str | Path) -> dict[str, str]:
 
 
 def _find_folder(path: str | Path) -> Path:
-    if Path(path).exists() or not _HUB_ID.fullmatch(str(path)):
+    repository = repository_of(path)
+    if repository is None:
         return require_directory(path, "model")
-
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIPPED))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"model: {path} is not a local directory and could not be downloaded from the Hugging Face hub ({reason}). "
-            "Give the path of a directory, or a hub id that is cached or reachable."
-        ) from error
+    return download(repository, "model", _HUB_FILES, _HUB_SKIPPED)
 
 
 def _find_weights(folder: Path) -> list[Path]:

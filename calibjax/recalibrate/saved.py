@@ -60,6 +60,11 @@ class Recalibrator(NamedTuple):
         return np.asarray(jax.jit(self.method.apply)(self.state, reads))
 
 
+def is_recalibrator(directory: Path) -> bool:
+    """Whether a directory holds what `save` wrote, rather than a head."""
+    return (directory / _DESCRIPTION).is_file()
+
+
 def check_directory(directory: Path) -> None:
     """Raises `UserError` where `save` would find a file, or a directory that holds something else."""
     if directory.is_file() or directory.is_symlink():
@@ -115,7 +120,7 @@ def load(directory: str | Path) -> Recalibrator:
 
     directory = user_path(directory)
     file = directory / _DESCRIPTION
-    if not file.is_file():
+    if not is_recalibrator(directory):
         hint = (
             " It holds a temperature head: calibjax.load_head reads it." if (directory / "head.json").is_file() else ""
         )

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 
 from calibjax.heads import FittedHead, HeadConfig, check_log_factor
 from calibjax.models import LanguageModel
+from calibjax.models.hub import download, repository_of
 from calibjax.runtime.checksums import (
     CHECKSUMS,
     array_digests,
@@ -26,7 +27,7 @@ from calibjax.runtime.checksums import (
 from calibjax.runtime.distributed import is_first, on_first, together
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
-from calibjax.train.portable import HEAD_SCHEMA, PORTABLE, describe_head, read_portable
+from calibjax.train.portable import HEAD_SCHEMA, PORTABLE, PORTABLE_FILES, describe_head, read_portable
 from calibjax.train.state import TrainState
 
 _MOST_PARAMETERS = 2**31
@@ -195,7 +196,8 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
     """Reads a head that `calibjax train ats`, `calibjax export` or `save_head` wrote.
 
     Args:
-        path: the head's directory, or the run's directory that holds it as `head`.
+        path: the head's directory, or the run's directory that holds it as `head`; where nothing has this path, a
+            repository of the Hugging Face Hub that `calibjax push` wrote, as `org/name` or `org/name@revision`.
         lm: the base model to use it with; its fingerprint must be the one the head was fitted on.
 
     Returns:
@@ -270,7 +272,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _head_file(path: str | Path) -> Path:
-    directory = Path(path)
+    repository = repository_of(path) if "/" in str(path) else None
+    directory = Path(path) if repository is None else download(repository, "head", PORTABLE_FILES)
     if (directory / "head" / "head.json").is_file():
         directory = directory / "head"
     file = directory / "head.json"

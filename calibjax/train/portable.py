@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from calibjax.runtime.files import new_directory, write_file
 HEAD_SCHEMA = 1
 """Of head.json."""
 PORTABLE = "head.safetensors"
+PORTABLE_FILES = ("head.json", PORTABLE, CHECKSUMS)
 _PROBE, _PROBE_TOKENS = "probe.", 16
 
 
@@ -36,18 +38,26 @@ def describe_head(head: FittedHead, notes: dict[str, Any] | None = None) -> dict
     }
 
 
-def export_head(directory: str | Path, head: FittedHead, lm: LanguageModel, *, notes: Any = None) -> None:
+def export_head(
+    directory: str | Path,
+    head: FittedHead,
+    lm: LanguageModel,
+    *,
+    notes: Any = None,
+    more: Mapping[str, str | bytes] | None = None,
+) -> None:
     """Writes a head as safetensors and JSON.
 
     `head.safetensors` holds the parameters by their dotted names, matrices as `[inputs, outputs]`, and a probe: the
-    hidden states of `lm` on a few tokens, by which other frameworks recognise the base model. `head.json` describes
-    both. `load_head` reads the directory back to the same bits.
+    hidden states of `lm` on a few tokens and their rows of the unembedding, by which other frameworks recognise the
+    base model. `head.json` describes both. `load_head` reads the directory back to the same bits.
 
     Args:
         directory: new, empty, or an earlier export, which is replaced as a whole.
         head: a fitted head.
         lm: its base model.
         notes: JSON-able; kept in head.json.
+        more: content of further files by name.
 
     Raises:
         UserError: `lm` is not the base model of `head`, or the directory holds anything else.
@@ -57,6 +67,8 @@ def export_head(directory: str | Path, head: FittedHead, lm: LanguageModel, *, n
     hidden = lm.hidden_states(tokens[None])[0]
     tensors = {name: np.asarray(leaf) for name, leaf in dotted_leaves(head.params)}
     tensors |= {f"{_PROBE}tokens": tokens, f"{_PROBE}hidden": np.asarray(hidden, np.float32)}
+    matrix = lm.params["embedding" if lm.config.tie_embeddings else "unembedding"]
+    tensors[f"{_PROBE}unembedding"] = np.asarray(matrix[tokens], np.float32)
     module = head.config.build()
     constants: dict[str, Any] = {"max_scale": MAX_SCALE}
     if isinstance(module, TransformerHead):
@@ -71,6 +83,8 @@ def export_head(directory: str | Path, head: FittedHead, lm: LanguageModel, *, n
     def write(fresh: Path) -> None:
         write_file(fresh / PORTABLE, save(tensors, {"format": "calibjax-head"}))
         write_file(fresh / "head.json", json.dumps(description, indent=2) + "\n")
+        for name, content in (more or {}).items():
+            write_file(fresh / name, content)
         write_checksums(fresh, digests)
 
     with new_directory(Path(directory), replace=True) as fresh:

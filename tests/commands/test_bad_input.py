@@ -43,6 +43,7 @@ WORK = [
     "calibjax.commands.report.read_metrics",
     "calibjax.commands.apply.load",
     "calibjax.commands.export.load_head",
+    "calibjax.commands.push.check_upload",
     "calibjax.commands.plan.command.plan_job",
     "jax.distributed.initialize",
 ]
@@ -100,6 +101,7 @@ VALID = {
     "report": ["run"],
     "apply": ["--table", "table.csv", "--method", "kept", "--out", "out.csv"],
     "export": ["run", "--out", "out"],
+    "push": ["run", "org/name"],
     "generate": ["--model", "model", "--prompt", "w1"],
     "convert": ["--model", "model", "--out", "out"],
     "plan": ["--model", "gpt2", "--topology", "v5e:2x2", "--no-compile"],
@@ -181,6 +183,8 @@ def with_value(command, flag, value):
     valid = VALID[command]
     if flag in ("--runs", "--run"):
         return [value, *valid[1:]]
+    if flag == "--repository":
+        return [valid[0], value]
     if flag == "--table" and command == "compare":
         return ["--table", value]
     if flag == "--domains":
@@ -235,7 +239,7 @@ def check_absurd_values(at, number, command, option, step):
     if option.flag == "--domains":
         never, maybe = ["\0", "a\udcff", "a\nb", "", *NO_PATH], [LONG]
     for value in of_each(never, number, step):
-        positional = option.flag in ("--runs", "--run")
+        positional = option.flag in ("--runs", "--run", "--repository")
         refused(at, command, with_value(command, option.flag, value), *([] if positional else [option.flag]))
     for value in of_each(maybe, number, step):
         before = entries(at)
@@ -292,6 +296,7 @@ BAD = [
     ("compare", ["--model", "full"], "--model: full: expected a Hugging Face model"),
     ("eval bounds", ["--model", "full"], "--model: full: expected a Hugging Face model"),
     ("plan", ["--model", "gtp2"], "--model gtp2: expected a directory with config.json, or one of"),
+    ("push", ["--base", "a/b/c"], "--base a/b/c: expected org/name or org/name@revision"),
     # directories
     (ATS, ["--out", "file"], "--out file: expected a directory, but this is a file"),
     (ATS, ["--out", "full"], "--out full is not empty and holds no run of calibjax"),

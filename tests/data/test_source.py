@@ -220,12 +220,13 @@ class TestHub:
         monkeypatch.setattr(datasets, "load_dataset", load)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        assert list(read_source("someone/texts:small")) == ROWS
+        assert list(read_source("someone/texts:small@v1.0")) == ROWS
         assert list(read_source("someone/texts", split="test", rows=2)) == ROWS[:2]
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         assert list(read_source("someone/texts", rows=2)) == ROWS[:2]
         assert [args for args, _ in calls] == [("someone/texts", "small"), *[("someone/texts", None)] * 2]
         assert [options["split"] for _, options in calls] == ["train", "test", "train"]
+        assert [options["revision"] for _, options in calls] == ["v1.0", None, None]
         assert [options["streaming"] for _, options in calls] == [False, True, False]
 
     def test_not_there(self, monkeypatch):

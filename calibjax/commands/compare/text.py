@@ -1,5 +1,6 @@
 """A model and text as the material of a comparison: every next token is a prediction."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def from_model(
         "tokens",
         "sequences" if _one_row(held_out) else "rows of the text",
         f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",
-        save_head,
+        functools.partial(save_head, notes={"model": options.model, "data": options.data}),
     )
 
 

@@ -75,7 +75,7 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
     elif "texts" in document:
         notes += texts.findings(document)
     else:
-        notes += _notes(document)
+        notes += notes_of(document)
     if "tasks" in document:
         more += [subject_table(document, name) for name, of_task in document["tasks"].items() if of_task["subjects"]]
     if more and not subjects:
@@ -92,7 +92,7 @@ def _table_of(document: Document) -> TextTable:
     return held_out_table(document)
 
 
-def _notes(document: Document) -> list[str]:
+def notes_of(document: Document) -> list[str]:
     """The verdicts of further sets, remarks on benchmarks, and the conventions of the figures."""
     notes = []
     for index, (title, results) in enumerate(sets_of(document)):

@@ -1,0 +1,82 @@
+"""`calibjax push`: a fitted head on the Hugging Face Hub, with its figures and a model card."""
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import tyro
+
+from calibjax.commands.export import HeadOptions, write_export
+from calibjax.eval.report.card import Subject, model_card
+from calibjax.eval.report.figures import figures_of
+from calibjax.eval.report.schema import TokensDocument, read_metrics
+from calibjax.eval.report.svg import png
+from calibjax.models.hub import check_upload, commit_of, repository_of, upload
+from calibjax.runtime.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PushOptions(HeadOptions):
+    """Uploads the head of a run to the Hugging Face Hub, in one commit: what `calibjax export` writes, metrics.json
+    without paths of this machine, the reliability diagram, and a model card made from them.
+
+    The token is that of HF_TOKEN or `hf auth login`. `--head org/name` and `calibjax.load_head("org/name")` read it.
+
+    Attributes:
+        repository: org/name; made where there is none.
+        base: id of the base model on the hub, for the card, as org/name or org/name@revision; by default the one that
+            the run loaded it from.
+        private: make a new repository private.
+    """
+
+    repository: Annotated[str, tyro.conf.Positional]
+    base: str | None = None
+    private: bool = False
+
+
+def run(options: PushOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns what was uploaded."""
+    base = None if options.base is None else repository_of(options.base)
+    if options.base is not None and base is None:
+        raise UserError(f"--base {options.base}: expected org/name or org/name@revision.")
+    check_upload(options.repository)
+    document = read_metrics(options.run / "metrics.json")
+    if "held_out" not in document or options.method not in document["held_out"]["methods"]:
+        raise UserError(f"{options.run}: expected a run of `train ats`, with held-out figures of {options.method}.")
+    document = cast(TokensDocument, document)
+    with tempfile.TemporaryDirectory() as folder:
+        head, lm = write_export(options, Path(folder) / "head", log)
+        files = {file.name: file.read_bytes() for file in sorted((Path(folder) / "head").iterdir())}
+    base = base or commit_of(lm.path)
+    subject = Subject(
+        repository=options.repository,
+        base=None if base is None else base.name,
+        revision=None if base is None else base.revision,
+        name="" if lm.path is None else lm.path.resolve().name,
+        fingerprint=lm.fingerprint,
+        method=options.method,
+        head=repr(head),
+    )
+    document["run"] = _without_paths(document.get("run", {}))
+    drawing = next(drawing for drawing in figures_of(document) if drawing.name == "reliability")
+    files |= {
+        "reliability.png": png(drawing.figure()),
+        "metrics.json": (json.dumps(document, indent=2) + "\n").encode(),
+        "README.md": model_card(document, subject).encode(),
+    }
+    commit = upload(options.repository, files, f"Head for {subject.base or subject.name}", private=options.private)
+    log(f"{head!r} in {options.repository}@{commit}: {', '.join(sorted(files))}")
+    return {"repository": options.repository, "commit": commit, "base": subject.base, "files": sorted(files)}
+
+
+def _without_paths(value: Any) -> Any:
+    """A JSON value with names in place of paths of this machine."""
+    if isinstance(value, dict):
+        return {name: _without_paths(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(entry) for entry in value]
+    is_path = isinstance(value, str) and "/" in value and (value.startswith(("/", "~", ".")) or Path(value).exists())
+    return Path(value).name if is_path else value

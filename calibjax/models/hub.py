@@ -1,0 +1,116 @@
+"""Repositories of the Hugging Face Hub, through huggingface_hub: the local folder of one, and a commit to one."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from calibjax.runtime.errors import UserError
+
+_NAME = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w./-]*))?")
+
+
+class Repository(NamedTuple):
+    """A repository, and a branch, tag or commit of it; None: the newest of its main branch."""
+
+    name: str
+    revision: str | None
+
+
+def repository_of(path: str | Path) -> Repository | None:
+    """Reads `name`, `org/name` or `org/name@revision`; None where something has this path, or it has another form."""
+    found = _NAME.fullmatch(str(path))
+    return None if found is None or Path(path).exists() else Repository(found[1], found[2])
+
+
+def download(repository: Repository, what: str, files: Sequence[str], skipped: Sequence[str] = ()) -> Path:
+    """Downloads files once into the cache of huggingface_hub, which resumes and verifies.
+
+    Args:
+        repository: of models.
+        what: names the role in errors.
+        files: patterns of the files.
+        skipped: patterns of files to leave out.
+
+    Returns:
+        The folder of one commit.
+
+    Raises:
+        UserError: there is no such repository or revision, it is not open to this user, or neither the Hub nor a
+            complete copy in the cache can be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                repository.name, revision=repository.revision, allow_patterns=[*files], ignore_patterns=[*skipped]
+            )
+        )
+    except Exception as error:  # httpx's errors are no OSErrors
+        raise UserError(
+            f"{what}: {repository.name} is not a local directory and could not be downloaded from the Hugging Face hub "
+            f"({_reason(error, repository)}). Give the path of a directory, or a hub id that is cached or reachable."
+        ) from error
+
+
+def commit_of(folder: Path | None) -> Repository | None:
+    """The repository and commit that `download` returned as a folder; None for other folders."""
+    if folder is None or folder.parent.name != "snapshots" or not folder.parents[1].name.startswith("models--"):
+        return None
+    return Repository("/".join(folder.parents[1].name.split("--")[1:]), folder.name)
+
+
+def check_upload(name: str) -> None:
+    """Raises `UserError` where `upload` would before any transfer: a name of another form, offline, or no token."""
+    from huggingface_hub import constants, get_token
+
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise UserError(f"{name}: expected a repository as org/name.")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("HF_HUB_OFFLINE is set: unset it to upload.")
+    if get_token() is None:
+        raise UserError(f"{name}: no token: set HF_TOKEN to one with write access, or run `hf auth login`.")
+
+
+def upload(name: str, files: Mapping[str, bytes], message: str, *, private: bool = False) -> str:
+    """Writes files to a repository of models in one commit, and makes the repository where there is none.
+
+    Args:
+        name: org/name.
+        files: content by name.
+        message: of the commit.
+        private: of a new repository.
+
+    Returns:
+        The hash of the commit.
+
+    Raises:
+        UserError: as `check_upload`, or the Hub refuses it or cannot be reached; nothing was committed then.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    check_upload(name)
+    try:
+        api = HfApi()
+        api.create_repo(name, private=private or None, exist_ok=True)
+        operations = [CommitOperationAdd(path, content) for path, content in files.items()]
+        return api.create_commit(name, operations, commit_message=message).oid
+    except Exception as error:
+        reason = _reason(error, Repository(name, None))
+        raise UserError(f"{name}: nothing was uploaded to the Hugging Face hub ({reason}).") from error
+
+
+def _reason(error: Exception, repository: Repository) -> str:
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
+    if isinstance(error, GatedRepoError):
+        return "it is gated: accept its conditions on its page, and set HF_TOKEN or run `hf auth login`"
+    if isinstance(error, RevisionNotFoundError):
+        return f"it has no revision {repository.revision}"
+    if isinstance(error, RepositoryNotFoundError):
+        return "no such repository, or a private one that HF_TOKEN does not open"
+    if status in (401, 403):
+        return f"status {status}: the token in HF_TOKEN, or of `hf auth login`, does not allow it"
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,106 @@
+"""Programs in StableHLO, which JAX runs on CPU, GPU and TPU in a process that has no calibjax: `jax.export`.
+
+    from jax import export
+
+    program = export.deserialize(Path("DIR/head.stablehlo").read_bytes())
+    log_scale = program.call(features, mask)
+
+Batch and length are symbolic; parameters are constants of the program.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jaxtyping import Array, Bool, Float, Int
+
+from calibjax.heads import FittedHead, head_features
+from calibjax.models import decoder
+from calibjax.models.calibrated import check_base, scaled_log_probs
+from calibjax.models.frozen import freeze
+from calibjax.models.model import LanguageModel
+from calibjax.runtime.errors import UserError
+
+_PLATFORMS = ("cpu", "cuda", "tpu")
+_LARGEST = 2**30  # bytes of weights; the format holds 2 GiB
+
+
+def head_program(head: FittedHead) -> bytes:
+    """The head alone, from its features to log inverse temperatures.
+
+    Args:
+        head: a fitted head.
+
+    Returns:
+        A serialized program of features (float32 `[B, T, F]`, see `HeadConfig.features`) and mask (bool `[B, T]`, False
+        for padding) to log_scale (float32 `[B, T]`).
+    """
+    module, factor = head.config.build(), np.float32(head.log_factor)
+
+    def log_scale(features: Float[Array, "B T F"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+        segments = mask.astype(jnp.int32)
+        found = module.apply({"params": head.params}, features, where=mask, segment_ids=segments)
+        return jnp.asarray(found) + factor
+
+    return _serialized(log_scale, None, (("float32", head.config.width), ("bool", None)))
+
+
+def model_program(lm: LanguageModel, head: FittedHead) -> bytes:
+    """A small model with its head, from tokens to calibrated log-probabilities.
+
+    Args:
+        lm: the base model, at most 1 GiB of weights.
+        head: fitted on it.
+
+    Returns:
+        A serialized program of tokens (int32 `[B, T]`) and mask (bool `[B, T]`, False for padding) to log-probabilities
+        (float32 `[B, T, V]`, see `calibrated_logprobs`) and log_scale (float32 `[B, T]`). T is at most the model's
+        largest number of positions.
+
+    Raises:
+        UserError: the head belongs to another model, or the model is larger.
+    """
+    check_base(lm, head)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))
+    if size > _LARGEST:
+        raise UserError(
+            f"a program holds at most {_LARGEST >> 20:,} MiB of weights as constants; this model has {size >> 20:,}. "
+            "Export the head alone."
+        )
+    frozen, softcap = freeze(lm, head=head.config), lm.config.logit_softcap
+    module, factor = head.config.build(), np.float32(head.log_factor)
+
+    def log_probs(
+        tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]
+    ) -> tuple[Float[Array, "B T V"], Float[Array, "B T"]]:
+        segments = mask.astype(jnp.int32)
+        hidden = decoder.hidden_states(lm.config, lm.params, tokens, segment_ids=segments, dtype=lm.dtype)
+        logits = decoder.unembed(lm.config, lm.params, hidden)
+        features = head_features(
+            head.config.features,
+            hidden,
+            frozen.unembedding.astype(lm.dtype),
+            covariance=frozen.covariance,
+            bias=frozen.bias,
+            softcap=softcap,
+            logits=logits,
+        )
+        found = module.apply({"params": head.params}, features, where=mask, segment_ids=segments)
+        log_scale = jnp.asarray(found) + factor
+        return scaled_log_probs(logits, log_scale), log_scale
+
+    return _serialized(log_probs, lm.config.max_positions, (("int32", None), ("bool", None)))
+
+
+def _serialized(function: Callable[..., Any], longest: int | None, inputs: tuple[tuple[str, int | None], ...]) -> bytes:
+    """The program of a function of arrays [B, T] or [B, T, F], given by dtype and F."""
+    limits = ["b >= 1", "t >= 1", *([] if longest is None else [f"t <= {longest}"])]
+    batch, length = export.symbolic_shape("b, t", constraints=limits)
+    shapes = [
+        jax.ShapeDtypeStruct((batch, length) if width is None else (batch, length, width), jnp.dtype(dtype))
+        for dtype, width in inputs
+    ]
+    return bytes(export.export(jax.jit(function), platforms=_PLATFORMS)(*shapes).serialize())

@@ -1,0 +1,213 @@
+"""Exported heads on models of transformers."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from calibjax.torch.heads import Export, HeadError, head_features, logit_covariance, read_export, scaled_logits
+
+
+class TokenScores(NamedTuple):
+    """Scores of all tokens but the first by `Attached.score`, float32 `[B, T - 1]` each; 0 on padding.
+
+    Attributes:
+        log_probs: calibrated log-probability of the token, nats.
+        confidence: calibrated probability of the most likely token at its position.
+        temperature: that was applied.
+    """
+
+    log_probs: Tensor
+    confidence: Tensor
+    temperature: Tensor
+
+
+class Generated(NamedTuple):
+    """Returned by `Attached.generate`: `sequences` `[B, T]`, prompt included, and `TokenScores` of them."""
+
+    sequences: Tensor
+    scores: TokenScores
+
+
+class Attached:
+    """A head attached to a model by `attach`. `detach` removes it."""
+
+    def __init__(self, model: Any, export: Export, calibrate: bool):
+        self.model, self.head, self._base, self._calibrate = model, export.head, export.base, calibrate
+        self._hidden: Tensor | None = None
+        device = model.get_output_embeddings().weight.device
+        self.head.to(device)
+        self._covariance = (
+            logit_covariance(self._unembedding(), self._bias()) if self._reads("log_std_logits") else None
+        )
+        self._hooks = [
+            model.base_model.register_forward_hook(self._keep_hidden),
+            model.register_forward_hook(self._calibrate_output, with_kwargs=True),
+        ]
+
+    def detach(self) -> None:
+        """Removes the head; the model returns its own logits again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, attention_mask: Tensor | None = None) -> TokenScores:
+        """Scores given tokens `[B, T]` with one forward pass.
+
+        Args:
+            tokens: token ids.
+            attention_mask: `[B, T]`, 0 for padding. None: no padding.
+        """
+        calibrate, self._calibrate = self._calibrate, True
+        try:
+            output = self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+        finally:
+            self._calibrate = calibrate
+        log_probs = output.logits[:, :-1].to(torch.float32).log_softmax(-1)
+        of_target = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
+        scores = (of_target, log_probs.amax(-1).exp(), torch.exp(-output.log_scale[:, :-1]))
+        if attention_mask is None:
+            return TokenScores(*scores)
+        real = (attention_mask[:, 1:] * attention_mask[:, :-1]).bool()
+        return TokenScores(*(torch.where(real, x, 0.0) for x in scores))
+
+    def generate(self, inputs: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Generated:
+        """Generates by `model.generate`, then scores prompt and answer with one more forward pass.
+
+        Args:
+            inputs: token ids `[B, T]`; padding on the left.
+            attention_mask: `[B, T]`, 0 for padding.
+            options: of `model.generate`.
+        """
+        mask = torch.ones_like(inputs) if attention_mask is None else attention_mask
+        sequences = self.model.generate(inputs, attention_mask=mask, **options)
+        beams = len(sequences) // len(inputs)
+        new = torch.ones_like(sequences[:, inputs.shape[1] :])
+        pad, end = self.model.generation_config.pad_token_id, self.model.generation_config.eos_token_id
+        if end is not None and pad is not None:
+            ends = torch.isin(sequences[:, inputs.shape[1] :], torch.as_tensor(end, device=sequences.device))
+            new = ((ends.cumsum(1) - ends.long()) == 0).to(new.dtype)
+        mask = torch.cat([mask.repeat_interleave(beams, 0), new], dim=1)
+        return Generated(sequences, self.score(sequences, mask))
+
+    def _reads(self, feature: str) -> bool:
+        return feature in self.head.features
+
+    def _unembedding(self) -> Tensor:
+        return self.model.get_output_embeddings().weight.detach().to(torch.float32) / (
+            self._base["logit_divisor"] or 1.0
+        )
+
+    def _bias(self) -> Tensor | None:
+        bias = getattr(self.model.get_output_embeddings(), "bias", None)
+        return None if bias is None else bias.detach().to(torch.float32)
+
+    def _keep_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._hidden = output[0]
+
+    def _calibrate_output(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        hidden, self._hidden = self._hidden, None
+        if hidden is None or not hasattr(output, "logits"):
+            raise HeadError("the head needs a forward pass of the whole model that returns a ModelOutput.")
+        logits, keep = output.logits, kwargs.get("logits_to_keep", 0)
+        rows = (
+            slice(-keep, None) if isinstance(keep, int) and keep else keep if isinstance(keep, Tensor) else slice(None)
+        )
+        all_logits = logits
+        if self.head.reads_sequence and logits.shape[1] != hidden.shape[1] and len(self.head.features) > 1:
+            all_logits = self._logits(hidden)
+        elif not self.head.reads_sequence:
+            hidden = hidden[:, rows]
+        features = head_features(
+            self.head.features,
+            hidden,
+            all_logits,
+            self.model.get_output_embeddings().weight.detach(),
+            self._base["logit_divisor"] or 1.0,
+            self._covariance,
+        )
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+            raise HeadError("attention_mask: expected [B, T]; a head does not support masks of other shapes.")
+        past = self._past(getattr(output, "past_key_values", None)) if self.head.reads_sequence else None
+        if past is not None and mask is not None:
+            mask = mask[:, : past[0].layers[past[1]].get_seq_length() + hidden.shape[1]]
+        log_scale = self.head(features, mask if self.head.reads_sequence else None, past)
+        log_scale = log_scale[:, rows] if self.head.reads_sequence else log_scale
+        if self._calibrate:
+            output.logits = scaled_logits(logits, log_scale)
+        output.log_scale = log_scale
+        return output
+
+    def _past(self, cache: Any) -> tuple[Any, int] | None:
+        """The head's keys and values are one more layer of the model's cache, which beam search reorders with them."""
+        if cache is None:
+            return None
+        layers = getattr(cache, "layers", None)
+        if layers is None:
+            raise HeadError(f"a transformer head needs a cache of layers, got {type(cache).__name__}; use_cache=False.")
+        from transformers.cache_utils import DynamicLayer
+
+        index = self.model.config.get_text_config().num_hidden_layers
+        if len(layers) == index:
+            layers.append(DynamicLayer())
+        return cache, index
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = hidden.to(torch.float32) @ self._unembedding().T
+        bias = self._bias()
+        logits = logits if bias is None else logits + bias
+        cap = self._base["logit_softcap"]
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def attach(model: Any, directory: str | Path, *, logits: str = "calibrated", check: bool = True) -> Attached:
+    """Makes a causal language model of transformers calibrated by an exported head.
+
+    Args:
+        model: `AutoModelForCausalLM`, on one device, in any dtype. Left padding, caches, `generate` and beam search
+            work.
+        directory: written by `calibjax export`, or `org/name@revision` on the Hub, by `calibjax push`.
+        logits: "calibrated": the model's logits become `s * logits`, in float32, so that sampling follows the
+            calibrated distribution. "unchanged": logits and sampling stay as they are; use `Attached.score` and
+            `Attached.generate` for confidences.
+        check: compare the hidden states of a few tokens with those of the model that the head was fitted on. Set it
+            to False only for a model quantised after the fit.
+
+    Returns:
+        `Attached`. Outputs of the model get `log_scale` `[B, T]` beside their logits.
+
+    Raises:
+        HeadError: damaged files, another base model, or a head whose temperature depends on later tokens.
+    """
+    if logits not in ("calibrated", "unchanged"):
+        raise HeadError(f'logits: expected "calibrated" or "unchanged", got {logits!r}.')
+    export = read_export(directory)
+    if export.head.pooling == "sequence":
+        raise HeadError("pooling 'sequence': the temperature depends on later tokens; it cannot be used in decoding.")
+    found, expected = model.config.get_text_config().hidden_size, export.head.hidden_size
+    if found != expected:
+        raise HeadError(f"this head was fitted on a model of hidden size {expected}, the model given has {found}.")
+    if check:
+        _check_base(model, export)
+    return Attached(model, export, logits == "calibrated")
+
+
+@torch.no_grad()
+def _check_base(model: Any, export: Export) -> None:
+    weight = model.get_output_embeddings().weight
+    tokens = export.probe["tokens"].long().to(weight.device)
+    if model.config.get_text_config().vocab_size <= int(tokens.max()):
+        raise HeadError("this head was fitted on another base model (its vocabulary is larger).")
+    training = model.training
+    hidden = model.eval().base_model(input_ids=tokens[None], use_cache=False)[0][0].to(torch.float32)
+    model.train(training)
+    expected = export.probe["hidden"].to(weight.device)
+    error = float((hidden - expected).norm() / expected.norm())
+    limit = 1e-3 if weight.dtype == torch.float32 else 5e-2
+    if not error <= limit:
+        raise HeadError(
+            f"this head was fitted on another base model: on a probe of {len(tokens)} tokens the hidden states differ "
+            f"by {error:.2g} (relative; {limit:g} is allowed in {weight.dtype}). Fit a head for this model."
+        )

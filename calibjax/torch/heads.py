@@ -1,0 +1,235 @@
+"""Exported heads as modules of PyTorch: reading, features, and scaling of logits."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SCHEMA = 1
+_PROBE = "probe."
+_FILES = ("head.json", "head.safetensors")
+
+
+class HeadError(ValueError):
+    """Files that are not an exported head, a head of another model, or a call that a head does not support."""
+
+
+class TemperatureHead(nn.Module):
+    """A fitted head: log inverse temperature of each token from features of the frozen model.
+
+    Args:
+        config: `head` of head.json.
+        tensors: parameters by their names in JAX; matrices are stored `[inputs, outputs]`.
+        log_factor: common factor on every scale, as its log; not clipped.
+        constants: `constants` of head.json: largest inverse temperature before that factor, and sizes of the block.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        log_factor: float,
+        constants: Mapping[str, Any],
+    ):
+        super().__init__()
+        self.kind, self.features = str(config["kind"]), tuple(config["features"])
+        self.pooling, self.normalize = config["pooling"], bool(config["normalize"])
+        self.bounds = (math.log(config["min_scale"]), math.log(constants["max_scale"]))
+        self.log_factor, self.hidden_size = float(log_factor), int(config["hidden_size"])
+        for name, tensor in tensors.items():
+            self.register_buffer(name.replace(".", "_"), tensor.to(torch.float32), persistent=True)
+        if self.kind == "transformer":
+            width = tensors["block.attention.q.kernel"].shape[0]
+            self.num_heads, self.norm_eps = int(constants["num_heads"]), float(constants["norm_eps"])
+            pairs = width // self.num_heads // 2
+            frequencies = constants["rope_theta"] ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+            self.register_buffer("frequencies", frequencies.to(torch.float32), persistent=False)
+
+    @property
+    def reads_sequence(self) -> bool:
+        """Whether the scale of a token depends on earlier tokens: then decoding needs keys and values of the head."""
+        return self.kind == "transformer"
+
+    @property
+    def width(self) -> int:
+        """F, the number of features of a token."""
+        return sum(1 if name in ("max_logit", "log_std_logits") else self.hidden_size for name in self.features)
+
+    def forward(self, features: Tensor, mask: Tensor | None = None, past: tuple[Any, int] | None = None) -> Tensor:
+        """Computes log inverse temperatures.
+
+        Args:
+            features: `[B, T, F]`, see `head_features`.
+            mask: bool `[B, S]`, False for padding; the last T of S columns are those of `features`. None: no padding.
+            past: cache of transformers and the index of this head's layer in it; None without a cache.
+
+        Returns:
+            float32 `[B, T]`.
+        """
+        hidden = features.to(torch.float32)
+        low, high = self.bounds
+        if self.kind == "constant":
+            return self._get("log_scale").clamp(low, high).expand(hidden.shape[:2]) + self.log_factor
+        if self.kind == "mlp":
+            if self.normalize:
+                hidden = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)
+            gate, up = (hidden @ self._get("gate_up.kernel")).chunk(2, dim=-1)
+            hidden = F.silu(gate) * up
+        elif self.kind == "transformer":
+            hidden = self._block(hidden, mask, past)
+        log_scale = (hidden @ self._get("output.kernel"))[..., 0] + self._get("output.bias")
+        if self.pooling == "sequence":
+            counts = torch.ones_like(log_scale) if mask is None else mask.to(log_scale.dtype)
+            log_scale = ((log_scale * counts).sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)).expand(
+                log_scale.shape
+            )
+        return log_scale.clamp(low, high) + self.log_factor
+
+    def _get(self, name: str) -> Tensor:
+        return getattr(self, name.replace(".", "_"))
+
+    def _block(self, hidden: Tensor, mask: Tensor | None, past: tuple[Any, int] | None) -> Tensor:
+        """A Llama block; matrices of JAX are `[inputs, outputs]`."""
+        if hasattr(self, "project_kernel"):
+            hidden = hidden @ self._get("project.kernel")
+        batch, length, width = hidden.shape
+        total = length if mask is None else mask.shape[1]
+        if past is not None and mask is None:
+            total += past[0].layers[past[1]].get_seq_length()
+        seen = hidden.new_ones(batch, total, dtype=torch.bool) if mask is None else mask.to(torch.bool)
+        positions = (seen.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.norm_eps) * self._get(name)
+
+        def heads(x: Tensor, name: str) -> Tensor:
+            return (x @ self._get(name)).view(batch, length, self.num_heads, -1).transpose(1, 2)
+
+        normed = norm(hidden, "block.attention_norm.scale")
+        query, key, value = (heads(normed, f"block.attention.{name}.kernel") for name in "qkv")
+        angles = positions[:, None, :, None].to(torch.float32) * self._get("frequencies")
+        query, key = (_rotate(x, angles.cos(), angles.sin()) for x in (query, key))
+        if past is not None:
+            key, value = past[0].update(key, value, past[1])
+        columns = torch.arange(total, device=hidden.device)
+        visible = (columns[None, :] <= columns[-length:, None])[None] & (seen[:, None, :] == seen[:, -length:, None])
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None])
+        hidden = hidden + mixed.transpose(1, 2).reshape(batch, length, width) @ self._get("block.attention.o.kernel")
+        normed = norm(hidden, "block.mlp_norm.scale")
+        inner = F.silu(normed @ self._get("block.mlp.gate.kernel")) * (normed @ self._get("block.mlp.up.kernel"))
+        return hidden + inner @ self._get("block.mlp.down.kernel")
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Export(NamedTuple):
+    """A head, `base` of head.json, and the probe: `tokens` and what the base model computes from them."""
+
+    head: TemperatureHead
+    base: Mapping[str, Any]
+    probe: Mapping[str, Tensor]
+
+
+def load_head(directory: str | Path) -> TemperatureHead:
+    """Reads the head of an export, of a directory or `org/name@revision` on the Hub; raises `HeadError` otherwise."""
+    return read_export(directory).head
+
+
+def read_export(path: str | Path) -> Export:
+    directory = _local(path)
+    try:
+        contents = {name: (directory / name).read_bytes() for name in _FILES}
+        expected = json.loads((directory / "checksums.json").read_text(encoding="utf-8"))["files"]
+        different = [name for name in _FILES if hashlib.sha256(contents[name]).hexdigest() != expected[name]]
+        description = json.loads(contents["head.json"])
+        schema, is_export = description.get("schema"), "base" in description
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise HeadError(f"{path}: not a head written by `calibjax export` ({error}).") from error
+    if different:
+        raise HeadError(f"{directory / different[0]}: damaged or edited (its checksum differs). Export the head again.")
+    if schema != SCHEMA or not is_export:
+        raise HeadError(f"{path}: this calibjax reads exports of schema {SCHEMA}, not {schema}. Export the head again.")
+    try:
+        tensors = load(contents["head.safetensors"])
+        params = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PROBE)}
+        probe = {name[len(_PROBE) :]: tensor for name, tensor in tensors.items() if name.startswith(_PROBE)}
+        head = TemperatureHead(description["head"], params, description["log_factor"], description["constants"])
+        return Export(head, description["base"], {name: probe[name] for name in ("tokens", "hidden", "unembedding")})
+    except Exception as error:  # safetensors raises its own error for malformed headers
+        raise HeadError(f"{path}: not a head written by `calibjax export` ({error}).") from error
+
+
+def _local(path: str | Path) -> Path:
+    """A directory as it is; where nothing has this path, the files of a repository of the Hugging Face Hub."""
+    found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", str(path))
+    if found is None or Path(path).exists():
+        return Path(path)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(found[1], revision=found[2], allow_patterns=[*_FILES, "checksums.json"]))
+    except Exception as error:  # httpx's errors are no OSErrors
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise HeadError(f"{path}: no such directory, and the Hugging Face Hub gave none ({reason}).") from error
+
+
+def head_features(
+    names: tuple[str, ...],
+    hidden: Tensor,
+    logits: Tensor,
+    unembedding: Tensor,
+    divisor: float,
+    covariance: Tensor | None,
+) -> Tensor:
+    """Returns what a head reads, float32 `[..., F]`.
+
+    Args:
+        names: features of the head.
+        hidden: hidden states `[..., D]` after the final norm.
+        logits: `[..., V]`, of these hidden states.
+        unembedding: `[V, D]`, divided by the model's divisor of logits; may be None where no feature reads it.
+        covariance: of `logit_covariance`; None where no feature reads it.
+    """
+    parts = []
+    for name in names:
+        if name == "hidden_states":
+            parts.append(hidden)
+        elif name == "max_logit":
+            parts.append(logits.amax(-1, keepdim=True))
+        elif name == "argmax_embedding":
+            parts.append(unembedding[logits.argmax(-1)].to(torch.float32) / divisor)
+        else:
+            assert covariance is not None
+            augmented = torch.cat([hidden.to(torch.float32), hidden.new_ones((*hidden.shape[:-1], 1))], dim=-1)
+            variance = ((augmented @ covariance) * augmented).sum(-1, keepdim=True)
+            parts.append(0.5 * variance.clamp(min=1e-12).log())
+    return torch.cat([part.to(torch.float32) for part in parts], dim=-1)
+
+
+def logit_covariance(unembedding: Tensor, bias: Tensor | None) -> Tensor:
+    """Covariance of the rows of [W b] over the vocabulary, float32 `[D + 1, D + 1]`."""
+    last = unembedding.new_zeros(len(unembedding), 1) if bias is None else bias[:, None]
+    rows = torch.cat([unembedding, last], dim=1)
+    rows = rows - rows.mean(0, keepdim=True)
+    return rows.T @ rows / max(len(rows) - 1, 1)
+
+
+def scaled_logits(logits: Tensor, log_scale: Tensor) -> Tensor:
+    """s * logits in float32. Where rounding makes a tie, the model's own choice stays strictly the largest."""
+    logits = logits.to(torch.float32)
+    best = logits.argmax(-1, keepdim=True)
+    scaled = log_scale.exp()[..., None] * logits
+    top = scaled.gather(-1, best)
+    others = torch.arange(logits.shape[-1], device=logits.device) != best
+    return torch.where(others & (scaled >= top), torch.nextafter(top, top.new_tensor(-math.inf)), scaled)

@@ -1,0 +1,48 @@
+"""Exported heads as ONNX models."""
+
+import logging
+import warnings
+from pathlib import Path
+
+import torch
+
+from calibjax.torch.heads import load_head
+
+
+def to_onnx(path: str | Path) -> bytes:
+    """Returns the head of an export as an ONNX model; needs onnx and onnxscript.
+
+    Args:
+        path: as of `load_head`.
+
+    Returns:
+        A model of `features` (float32 `[B, T, F]`) and `mask` (bool `[B, T]`, False for padding) to `log_scale`
+        (float32 `[B, T]`), B and T of any size.
+
+    Raises:
+        HeadError: as `load_head`.
+    """
+    head = load_head(path).eval()
+    features, mask = torch.zeros(2, 3, head.width), torch.ones(2, 3, dtype=torch.bool)
+    axes = {0: torch.export.Dim("B"), 1: torch.export.Dim("T")}
+    loggers = [logging.getLogger(f"torch.onnx{part}") for part in ("", "._internal.exporter._registration")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it describes its own workings
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            program = torch.onnx.export(
+                head,
+                (features, mask),
+                input_names=["features", "mask"],
+                output_names=["log_scale"],
+                dynamic_shapes=(axes, axes),
+                dynamo=True,
+                verbose=False,
+            )
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+        assert program is not None
+        return program.model_proto.SerializeToString()

@@ -1,0 +1,155 @@
+"""A plugin of vLLM that replaces its layer of logits by one that calibrates them with an exported head.
+
+    pip install --no-deps lazy_loader calibjax       # beside vLLM; JAX is not needed
+    CALIBJAX_HEAD=DIR vllm serve path/to/model       # a directory of `calibjax export`, or org/name@revision
+
+`CALIBJAX_LOGITS=calibrated`, the default: logits, and with them log-probabilities and sampling, are calibrated.
+`CALIBJAX_LOGITS=unchanged`: tokens are sampled as without the plugin; the log-probabilities returned are calibrated.
+Both are those of `--logprobs-mode raw_logprobs`, vLLM's default: before penalties and the temperature of a request.
+"""
+
+import inspect
+import os
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from calibjax.torch.heads import Export, HeadError, head_features, logit_covariance, read_export, scaled_logits
+
+HEAD, LOGITS = "CALIBJAX_HEAD", "CALIBJAX_LOGITS"
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`; does nothing where `CALIBJAX_HEAD` is not set.
+
+    Raises:
+        HeadError: no such head, one that reads other tokens, or a version of vLLM whose layer of logits differs.
+    """
+    if not os.environ.get(HEAD):
+        return
+    mode = os.environ.get(LOGITS, "calibrated")
+    if mode not in ("calibrated", "unchanged"):
+        raise HeadError(f'{LOGITS}: expected "calibrated" or "unchanged", got {mode!r}.')
+    export = read_export(os.environ[HEAD])
+    if export.head.reads_sequence or export.head.pooling == "sequence":
+        raise HeadError(
+            f"{HEAD}: this head reads other tokens than the one it calibrates, and vLLM's layer of logits does not see "
+            "them. Fit a linear or an mlp head, pooled by token."
+        )
+    _replace_layer(_Calibration(export), mode == "calibrated")
+
+
+class _Calibration:
+    """A head beside the unembedding that vLLM holds."""
+
+    def __init__(self, export: Export):
+        self.head, self._base, self._probe = export.head, export.base, export.probe
+        self._covariance: Tensor | None = None
+        self._is_ready = False
+
+    @torch.no_grad()
+    def log_scale(self, lm_head: Any, hidden: Tensor, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """Log inverse temperatures `[tokens]` of hidden states `[tokens, D]` and their logits `[tokens, V]`."""
+        if not self._is_ready:
+            self._prepare(lm_head, hidden, bias)
+        divisor = self._base["logit_divisor"] or 1.0
+        features = head_features(self.head.features, hidden, logits, lm_head.weight, divisor, self._covariance)
+        return self.head(features[None])[0]
+
+    def _prepare(self, lm_head: Any, hidden: Tensor, bias: Tensor | None) -> None:
+        """Compares the base model, and moves the head to its device."""
+        if hidden.shape[-1] != self.head.hidden_size:
+            raise HeadError(
+                f"this head was fitted on a model of hidden size {self.head.hidden_size}, the model served has "
+                f"{hidden.shape[-1]}."
+            )
+        weight, shard = lm_head.weight, lm_head.shard_indices
+        start, stop = shard.org_vocab_start_index, shard.org_vocab_end_index
+        if {"argmax_embedding", "log_std_logits"} & {*self.head.features} and stop - start < self._base["vocab_size"]:
+            raise HeadError(
+                "features argmax_embedding and log_std_logits need the whole unembedding: no tensor parallelism."
+            )
+        tokens = self._probe["tokens"].long()
+        here = (tokens >= start) & (tokens < stop)
+        found = weight[(tokens[here] - start).to(weight.device)].to(torch.float32).cpu()
+        expected = self._probe["unembedding"][here]
+        limit = 1e-6 if weight.dtype == torch.float32 else 1e-2
+        if len(found) and not float((found - expected).norm()) <= limit * float(expected.norm()):
+            raise HeadError(
+                "this head was fitted on another base model: the unembedding differs. Fit a head for this one."
+            )
+        if "log_std_logits" in self.head.features:
+            rows = weight[: stop - start].to(torch.float32) / (self._base["logit_divisor"] or 1.0)
+            self._covariance = logit_covariance(rows, None if bias is None else bias.to(torch.float32))
+        self.head.to(hidden.device)
+        self._is_ready = True
+
+
+def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None:
+    # By name: type checkers need not find vLLM, which has an environment of its own.
+    version = import_module("vllm").__version__
+    try:
+        get_config: Any = import_module("vllm.config").get_current_vllm_config
+        registered: Any = import_module("vllm.model_executor.custom_op").op_registry_oot
+        LogitsProcessor: Any = import_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
+        Sampler: Any = import_module("vllm.v1.sample.sampler").Sampler
+        parameters = [*inspect.signature(LogitsProcessor.forward).parameters][:4]
+        is_known = parameters == ["self", "lm_head", "hidden_states", "embedding_bias"] and callable(
+            Sampler.compute_logprobs
+        )
+    except (ImportError, AttributeError):
+        is_known = False
+    if not is_known:
+        raise HeadError(
+            f"vLLM {version}: its layer of logits is not that of 0.32, which this plugin replaces. Install a version "
+            f"that it knows, or unset {HEAD}."
+        )
+    if LogitsProcessor.__name__ in registered:
+        return  # a second call in this process
+    scales = WeakTensorKeyDictionary()
+
+    class CalibratedLogits(LogitsProcessor):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options)
+            config = get_config()
+            others = getattr(config, "use_v2_model_runner", False) or config.speculative_config is not None
+            if others and not calibrates_sampling:
+                raise HeadError(
+                    f"{LOGITS}=unchanged needs vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0) and no "
+                    f"speculative decoding. Use {LOGITS}=calibrated."
+                )
+            if self.logits_as_input:
+                raise HeadError(
+                    "this model passes logits to its layer of logits, not hidden states; a head needs both."
+                )
+
+        def forward(
+            self,
+            lm_head: Any,
+            hidden_states: Tensor,
+            embedding_bias: Tensor | None = None,
+            skip_gather: bool = False,
+        ) -> Tensor | None:
+            if skip_gather:
+                raise HeadError("a head needs the logits of the whole vocabulary; this engine divides them.")
+            logits = super().forward(lm_head, hidden_states, embedding_bias)
+            if logits is None:  # of all ranks but one
+                return None
+            log_scale = calibration.log_scale(lm_head, hidden_states, logits, embedding_bias)
+            if calibrates_sampling:
+                return scaled_logits(logits, log_scale)
+            scales[logits] = log_scale
+            return logits
+
+    LogitsProcessor.register_oot(CalibratedLogits)
+    if not calibrates_sampling:
+
+        def compute_logprobs(logits: Tensor) -> Tensor:
+            if logits not in scales:
+                raise HeadError(f"{LOGITS}=unchanged: these logits are not those of vLLM's layer. Use calibrated.")
+            return scaled_logits(logits, scales[logits]).log_softmax(dim=-1, dtype=torch.float32)
+
+        Sampler.compute_logprobs = staticmethod(compute_logprobs)

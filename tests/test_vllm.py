@@ -1,0 +1,137 @@
+"""A real vLLM, in an environment of its own that `.ci/vllm` makes, serves calibrated log-probabilities."""
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from parity import torch_model
+from ports import free_port
+from test_torch import random_head
+from tiny import WORDS, write_tokenizer
+
+from calibjax.models import load_model
+from calibjax.models.calibrated import calibrated_logprobs
+from calibjax.train.portable import export_head
+
+PYTHON = Path(os.environ.get("CALIBJAX_VLLM", Path(__file__).parents[1] / ".venv-vllm")) / "bin" / "python"
+# Heads of 64 channels: vLLM's attention on a CPU has none of 8.
+SETTINGS = {
+    "model_type": "llama",
+    "vocab_size": len(WORDS) + 3,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+REQUESTS, NEW = 200, 8
+
+
+def environment(**given):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PYTHONPATH"))}
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "DO_NOT_TRACK": "1"}
+    return kept | offline | given
+
+
+@contextlib.contextmanager
+def serving(model, log, **given):
+    """The URL of `vllm serve` with these environment variables."""
+    port = free_port()
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m"]
+    command += ["--dtype", "float32", "--max-model-len", "64", "--enforce-eager", "--port", str(port)]
+    with log.open("w") as file:
+        server = subprocess.Popen(command, env=environment(**given), stdout=file, stderr=file, cwd=log.parent)
+        try:
+            for _ in range(600):
+                assert server.poll() is None, log.read_text()[-4000:]
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                    break
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}/v1/completions"
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def complete(url, prompt, temperature, seed):
+    """(tokens, their log-probabilities) of one request."""
+    asked = {"model": "m", "prompt": prompt, "max_tokens": NEW, "temperature": temperature, "seed": seed, "logprobs": 0}
+    asked |= {"return_tokens_as_token_ids": True, "ignore_eos": True}
+    request = urllib.request.Request(url, json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        found = json.load(answer)["choices"][0]["logprobs"]
+    return [int(token.removeprefix("token_id:")) for token in found["tokens"]], found["token_logprobs"]
+
+
+def complete_all(url, prompts, temperature=0.0):
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda each: complete(url, each[1], temperature, each[0]), enumerate(prompts)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} does not exist: .ci/vllm makes it (3 minutes)")
+def test_a_server(tmp_path):
+    model, folder = tmp_path / "model", tmp_path / "head"
+    model.mkdir()
+    torch_model(model, SETTINGS)
+    write_tokenizer(model, WORDS)
+    lm = load_model(model)
+    head = random_head(lm, "mlp", ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding"))
+    export_head(folder, head, lm)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, SETTINGS["vocab_size"], rng.integers(4, 24)).tolist() for _ in range(REQUESTS)]
+    found, sampled, seconds = {}, {}, {}
+    for mode in ("", "calibrated", "unchanged"):
+        given = {"CALIBJAX_HEAD": str(folder), "CALIBJAX_LOGITS": mode} if mode else {}
+        with serving(model, tmp_path / f"{mode or 'plain'}.log", **given) as url:
+            complete_all(url, prompts[:16])
+            before = time.perf_counter()
+            found[mode] = complete_all(url, prompts)
+            seconds[mode] = time.perf_counter() - before
+            sampled[mode] = complete_all(url, prompts[:20], temperature=1.0)
+    for mode in ("calibrated", "unchanged"):
+        assert [tokens for tokens, _ in found[mode]] == [tokens for tokens, _ in found[""]]  # greedy
+        errors, changes = [], []
+        for prompt, (tokens, log_probs), (_, plain) in zip(prompts, found[mode], found[""], strict=True):
+            text = np.array([prompt + tokens])
+            ours = np.asarray(calibrated_logprobs(lm, head, np.pad(text, ((0, 0), (0, 64 - text.size)))))[0]
+            at = np.arange(len(prompt) - 1, text.size - 1)
+            errors.append(np.abs(ours[at, tokens] - log_probs).max())
+            changes.append(np.abs(np.subtract(plain, log_probs)).max())
+        loss = seconds[mode] / seconds[""] - 1
+        print(
+            f"{mode}: largest |Δ log p| {max(errors):.1e}; {REQUESTS / seconds[mode]:.1f} requests/s, {loss:+.1%} time"
+        )
+        assert max(errors) < 1e-3
+        assert np.median(changes) > 1e-2  # the head does something
+    assert [tokens for tokens, _ in sampled["unchanged"]] == [tokens for tokens, _ in sampled[""]]
+    assert [tokens for tokens, _ in sampled["calibrated"]] != [tokens for tokens, _ in sampled[""]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} does not exist: .ci/vllm makes it (3 minutes)")
+def test_errors(tmp_path):
+    """One clear error where the engine starts."""
+    model = tmp_path / "model"
+    model.mkdir()
+    torch_model(model, SETTINGS)
+    lm = load_model(model)
+    export_head(tmp_path / "reads-sequence", random_head(lm, "transformer"), lm)
+    for path, message in (("reads-sequence", "reads other tokens"), ("nothing", "not a head written by")):
+        code = "from calibjax.torch.vllm import register; register()"
+        given = environment(CALIBJAX_HEAD=str(tmp_path / path))
+        done = subprocess.run([PYTHON, "-c", code], env=given, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1
+        assert message in done.stderr.splitlines()[-1]
