@@ -22,6 +22,9 @@ SECRETS = {"HF_TOKEN": "hf_SecretOfTheHub", "WANDB_API_KEY": "SecretOfWeightsAnd
 SHORT = ["--seq-len", "13", "--full-sequences", "--epochs", "2", "--batch-size", "8"]
 
 
+ONE = ("--loss", "joint", "--no-refit-temperature")  # one head is trained
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A model with its tokenizer, and a file of text for it."""
@@ -243,7 +246,7 @@ def done(made, tmp_path_factory):
     with redirect_stdout(stdout), redirect_stderr(stderr), pytest.MonkeyPatch.context() as patch:
         for name, secret in SECRETS.items():
             patch.setenv(name, secret)
-        code = train_ats(made, out, "--loss", "joint", "--json", "--eval-data", str(made / "other.jsonl"))
+        code = train_ats(made, out, *ONE, "--json", "--eval-data", str(made / "other.jsonl"))
     assert code == 0, stderr.getvalue()
     return out, stdout.getvalue(), stderr.getvalue()
 
@@ -287,7 +290,7 @@ def test_finished_run_again(done, made, capsys):
     """Nothing is trained anew, everything is written again, and all figures are the same; the tables are printed."""
     out, stdout, _ = done
     head = (out / "head" / "head.json").read_text()
-    code = train_ats(made, out, "--loss", "joint", "--eval-data", str(made / "other.jsonl"), "--quiet")
+    code = train_ats(made, out, *ONE, "--eval-data", str(made / "other.jsonl"), "--quiet")
     printed = capsys.readouterr()
     assert code == 0
     assert printed.err == ""
@@ -310,7 +313,7 @@ def test_other_run_in_the_same_place(done, made, capsys):
     before = (out / "metrics.json").read_bytes()
     for options, different in (
         (["--loss", "cross-entropy"], "ats.loss 'joint' there, 'cross-entropy' now"),
-        (["--loss", "joint", "--seed", "1"], "seed 0 there, 1 now"),
+        ([*ONE, "--seed", "1"], "seed 0 there, 1 now"),
     ):
         assert train_ats(made, out, *options) == 2
         lines = capsys.readouterr().err.strip().splitlines()

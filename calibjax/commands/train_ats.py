@@ -151,9 +151,7 @@ def fit_ats(
         fit_data = prepare(lm, sets, plan, context)
         scaling, temperature = fit_single_temperature(lm, fit_data.frozen, fit_data.arrays, plan.batch_size)
         context.log(describe_temperature(scaling, len(fit_data.arrays["targets"])))
-        trial, out_of_fold, comparison = choose_trial(
-            lm, fit_data, plan, scaling.log_scale, context, by_set=len(sets) > 1
-        )
+        trial, out_of_fold, comparison = choose_trial(fit_data, plan, scaling.log_scale, context, by_set=len(sets) > 1)
         refit = None if out_of_fold is None else describe_refit(out_of_fold, context)
         head = temperature
         if trial is not None:

@@ -90,11 +90,10 @@ def prepare(lm: LanguageModel, sets: Mapping[str, Sequences], plan: AtsPlan, con
         lm, sequences, mode=plan.cache_hidden, batch_size=plan.batch_size, context=context
     )
     frozen = freeze(lm, head=plan.head, hidden_given=hidden_given)
-    return FitData(arrays, frozen, folds, array_hash(sequences._asdict()))
+    return FitData(lm, arrays, frozen, folds, array_hash(sequences._asdict()))
 
 
 def cross_fit(
-    lm: LanguageModel,
     data: FitData,
     plan: AtsPlan,
     trial: Trial,
@@ -114,18 +113,18 @@ def cross_fit(
     for fold in folds:
         if fold not in log_scales:
             params = train_head(
-                *(lm, plan, trial, data.frozen, select(data.arrays, other_folds(data, fold))),
+                *(data.lm, plan, trial, data.frozen, select(data.arrays, other_folds(data, fold))),
                 context=context.within(f"folds/{fold}/{trial}"),
                 identity={"windows": data.hash, "fold": fold},
                 rows=smallest,
             )
-            log_scales[fold] = predict(lm, plan, params, data, fold)
+            log_scales[fold] = predict(data, plan, params, fold)
     tried = []
     for shrinkage in (0.0,) if towards is None else SHRINKAGES:
         shrunk = log_scales
         if towards is not None:
             shrunk = {fold: shrink(of_fold, towards(fold), shrinkage) for fold, of_fold in log_scales.items()}
-        scored = score(lm, data, plan, str(trial), shrunk, refit=plan.refit_temperature)
+        scored = score(data, plan, str(trial), shrunk, refit=plan.refit_temperature)
         tried.append(scored._replace(log_scales=log_scales, shrinkage=shrinkage))
     best = min(tried, key=lambda scored: scored.mean("nll"))
     note = f", shrunk by {best.shrinkage:g}" if best.shrinkage else ""
@@ -165,9 +164,7 @@ class Choice(NamedTuple):
     comparison: dict[str, Any] | None
 
 
-def choose_trial(
-    lm: LanguageModel, data: FitData, plan: AtsPlan, log_scale: float, context: RunContext, *, by_set: bool
-) -> Choice:
+def choose_trial(data: FitData, plan: AtsPlan, log_scale: float, context: RunContext, *, by_set: bool) -> Choice:
     """Chooses the loss with the lowest calibration error among those that beat temperature scaling, out of fold.
 
     All losses predict the first fold, or every set (`by_set`). The best of them predicts all folds: if it does not beat
@@ -183,15 +180,15 @@ def choose_trial(
         if not by_set:
             return log_scale
         others = select(data.arrays, other_folds(data, fold))
-        return fit_single_temperature(lm, data.frozen, others, plan.batch_size)[0].log_scale
+        return fit_single_temperature(data.lm, data.frozen, others, plan.batch_size)[0].log_scale
 
     @functools.cache
     def reference(folds: Sequence[int]) -> Score:
         shape = data.arrays["targets"].shape[1:]
         log_scales = {fold: np.full((len(data.folds[fold]), *shape), fitted(fold), np.float32) for fold in folds}
-        return score(lm, data, plan, "temperature scaling", log_scales, refit=False)
+        return score(data, plan, "temperature scaling", log_scales, refit=False)
 
-    fit = functools.partial(cross_fit, lm, data, plan, context=context, towards=fitted if by_set else None)
+    fit = functools.partial(cross_fit, data, plan, context=context, towards=fitted if by_set else None)
     if not plan.auto:
         return Choice(plan.trials[0], fit(plan.trials[0], folds), None)
 

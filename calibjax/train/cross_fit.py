@@ -29,15 +29,17 @@ _ERRORS = 2.0
 
 
 class FitData(NamedTuple):
-    """Sequences of a frozen model, divided into folds.
+    """A frozen model and sequences, divided into folds.
 
     Attributes:
+        lm: the model.
         arrays: arrays of all sequences, as `batch_stats` reads them; see `sequence_arrays`.
         frozen: arrays of the model.
         folds: rows of `arrays` of each fold; empty if nothing is chosen or refitted.
         hash: hash of the sequences.
     """
 
+    lm: LanguageModel
     arrays: Mapping[str, np.ndarray]
     frozen: Frozen
     folds: Sequence[Int[np.ndarray, " n"]]
@@ -100,7 +102,6 @@ class Score(NamedTuple):
 
 
 def score(
-    lm: LanguageModel,
     data: FitData,
     plan: AtsPlan,
     name: str,
@@ -117,11 +118,13 @@ def score(
     arrays = {**select(data.arrays, rows), "log_scale": np.concatenate(list(log_scales.values()))}
     fit = None
     if refit:
-        fit = recalibrate.fit_temperature(likelihood_pass(lm, data.frozen, arrays, plan.batch_size, top_label=True))
+        fit = recalibrate.fit_temperature(
+            likelihood_pass(data.lm, data.frozen, arrays, plan.batch_size, top_label=True)
+        )
     scored = Score(name, log_scales, fit, metrics.CalibrationSums(*[np.zeros(0)] * 7))
     parts = []
     for batch, real in eval_batches(arrays, plan.batch_size):
-        sums = to_host(_sums(lm.config, lm.dtype, data.frozen, batch, jnp.float32(scored.log_factor)))
+        sums = to_host(_sums(data.lm.config, data.lm.dtype, data.frozen, batch, jnp.float32(scored.log_factor)))
         parts.append(jax.tree.map(lambda x: np.asarray(x[:real], np.float64), sums))  # noqa: B023
     return scored._replace(sums=jax.tree.map(lambda *of: np.concatenate(of), *parts))
 
@@ -132,11 +135,11 @@ def ranked(candidates: Iterable[Score], reference: Score) -> list[Score]:
     return sorted(lower, key=lambda candidate: candidate.calibration_error)
 
 
-def predict(lm: LanguageModel, plan: AtsPlan, params: Any, data: FitData, fold: int) -> Float[np.ndarray, "n T"]:
+def predict(data: FitData, plan: AtsPlan, params: Any, fold: int) -> Float[np.ndarray, "n T"]:
     """The head's log 1/T of every token of a fold, float32."""
     parts = []
     for batch, real in eval_batches(select(data.arrays, data.folds[fold]), plan.batch_size):
-        parts.append(to_host(_log_scale(lm.config, plan.head, lm.dtype, params, data.frozen, batch))[:real])
+        parts.append(to_host(_log_scale(data.lm.config, plan.head, data.lm.dtype, params, data.frozen, batch))[:real])
     return np.concatenate(parts)
 
 

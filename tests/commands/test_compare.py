@@ -485,7 +485,11 @@ def test_ten_rows(capsys, tmp_path):
 def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     """All rows, from statistics and from arrays, are of the same tokens; those that must agree, agree."""
     monkeypatch.setattr(optimize, "STEPS", 100)
-    monkeypatch.setattr(command, "AtsOptions", lambda: ats_options.AtsOptions(epochs=2, loss="joint", batch_size=6))
+    monkeypatch.setattr(
+        command,
+        "AtsOptions",
+        lambda: ats_options.AtsOptions(epochs=2, loss="joint", refit_temperature=False, batch_size=6),
+    )
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
     text = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", "13", "--full-sequences"]

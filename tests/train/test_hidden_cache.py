@@ -137,7 +137,15 @@ def test_no_room_to_write(tmp_path):
 def test_the_same_head_whichever(tmp_path):
     sequences, heads = answered(LM, ragged(make_sequences(64))), {}
     for mode in ("memory", "disk", "off"):
-        options = AtsOptions(head="linear", loss="joint", epochs=3, batch_size=8, learning_rate=1e-2, cache_hidden=mode)
+        options = AtsOptions(
+            head="linear",
+            loss="joint",
+            epochs=3,
+            refit_temperature=False,
+            batch_size=8,
+            learning_rate=1e-2,
+            cache_hidden=mode,
+        )
         heads[mode] = fit_ats(LM, sequences, options, silent(tmp_path / mode)).head
     chex.assert_trees_all_equal(heads["memory"].params, heads["disk"].params)
     assert heads["memory"].log_factor == heads["disk"].log_factor
