@@ -3,8 +3,9 @@
     python train/study_pairs.py --assets path/to/assets --out runs/pairs
 
 On each domain, a part of the rows fits temperature scaling and an ATS head by `--loss auto`; both are evaluated on the
-held-out rows of every domain. Prints a table in Markdown and writes it to --out; finished pairs are kept there, so that
-an interrupted run resumes.
+held-out rows of every domain. With --leave-one-out both are fitted on all domains but one, as `train ats --data` with
+several sets, and evaluated on that one too. Prints a table in Markdown and writes it to --out; finished pairs are kept
+there, so that an interrupted run resumes.
 """
 
 import dataclasses
@@ -57,6 +58,7 @@ class Study:
         seeds: fits of each head; a seed sets its start, the order of the sequences and the folds.
         tokens: of each domain, in sequences from its first rows: 3/4 to fit on, the rest held out.
         recipe: as `train ats --recipe`.
+        leave_one_out: fit on all domains but one, instead of on one.
         quiet: no progress bar.
     """
 
@@ -66,6 +68,7 @@ class Study:
     seeds: int = 3
     tokens: int = 128_000
     recipe: Literal["default", "paper"] = "default"
+    leave_one_out: bool = False
     quiet: bool = False
 
 
@@ -108,11 +111,14 @@ def figures(lm: LanguageModel, held_out: Sequences, heads: dict[str, list[Any]],
 
 
 def run_domain(study: Study, lm: LanguageModel, sets: dict[str, Any], domain: str, file: Path) -> dict[str, Any]:
-    """Fits on one domain, with every seed, and evaluates on all."""
+    """Fits on one domain (on all others), with every seed, and evaluates on all."""
     if file.is_file():
         return json.loads(file.read_text())
+    data = sets[domain][0]
+    if study.leave_one_out:
+        data = {name: fit for name, (fit, _) in sets.items() if name != domain}
     fits = [
-        fit_ats(lm, sets[domain][0], AtsOptions(recipe=study.recipe), RunContext(seed=seed, progress=False))
+        fit_ats(lm, data, AtsOptions(recipe=study.recipe), RunContext(seed=seed, progress=False))
         for seed in range(study.seeds)
     ]
     heads = {_METHODS[0]: [fits[0].temperature], _METHODS[1]: [fit.head for fit in fits]}
@@ -126,9 +132,8 @@ def run_domain(study: Study, lm: LanguageModel, sets: dict[str, Any], domain: st
 
 def run(study: Study) -> dict[str, dict[str, Any]]:
     """model -> domain -> what `run_domain` returns."""
-    claim_directory(
-        study.out, {"command": "study_pairs", "tokens": study.tokens, "seeds": study.seeds, "recipe": study.recipe}
-    )
+    identity = {name: getattr(study, name) for name in ("tokens", "seeds", "recipe", "leave_one_out")}
+    claim_directory(study.out, {"command": "study_pairs", **identity})
     bar = tqdm(total=len(study.models) * len(DOMAINS), desc="pairs", disable=study.quiet)
     found: dict[str, dict[str, Any]] = {}
     for model in study.models:
@@ -157,7 +162,7 @@ def outcome(methods: dict[str, Any], figure: str) -> int:
     return -1 if difference["high"] < 0 else int(difference["low"] > 0)
 
 
-def tables(found: dict[str, dict[str, Any]]) -> str:
+def tables(found: dict[str, dict[str, Any]], *, leave_one_out: bool = False) -> str:
     """Own domains one by one, and counts of the outcomes on own and on carried domains."""
     head = "| model | domain | loss | NLL | Brier | ECE | debiased ECE | smooth ECE |"
     lines = ["Temperature scaling → ATS, mean of the seeds.", "", head, "|---" * 8 + "|"]
@@ -179,7 +184,8 @@ def tables(found: dict[str, dict[str, Any]]) -> str:
         "| pairs | figure | lower | within noise | higher | median ratio ATS / temperature scaling |",
         "|---" * 6 + "|",
     ]
-    for kind, own in (("own domain", True), ("carried", False)):
+    kinds = ("the domain left out", "the domains of the fit") if leave_one_out else ("own domain", "carried")
+    for kind, own in zip(kinds, (True, False), strict=True):
         chosen = [methods for _, domain, name, methods in pairs(found) if (domain == name) == own]
         for figure in ("nll", "brier", "ece"):
             counts = [sum(outcome(methods, figure) == sign for methods in chosen) for sign in (-1, 0, 1)]
@@ -199,9 +205,9 @@ def tables(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main(study: Study) -> None:
-    found = run(study)
-    write_file(study.out / "table.md", tables(found))
-    print(f"\n{tables(found)}\nresults in {study.out}: table.md, one .json for each model and domain")
+    table = tables(run(study), leave_one_out=study.leave_one_out)
+    write_file(study.out / "table.md", table)
+    print(f"\n{table}\nresults in {study.out}: table.md, one .json for each model and domain")
 
 
 if __name__ == "__main__":
