@@ -33,7 +33,7 @@ from tiny import write_model, write_text
 SHARED = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "2")
 SHARED += ("--learning-rate", "0.01", "--quiet")
 OPTIONS = {
-    "ats": [*SHARED, "--loss", "joint", "--head-kind", "linear"],
+    "ats": [*SHARED, "--loss", "joint", "--no-refit-temperature", "--head-kind", "linear"],
     "sft": [*SHARED],
     "lhts": [
         *(*SHARED, "--temperatures", "0.9", "--samples", "0.5", "--no-partition"),
