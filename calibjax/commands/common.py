@@ -384,10 +384,12 @@ def check_sources(options: Any) -> None:
     """Opens the text that the options name, unless it is on the hub, and recognises its format.
 
     Raises:
-        UserError: it cannot be read, or has not the columns that are expected.
+        UserError: none is given, it cannot be read, or has not the columns that are expected.
     """
     data = getattr(options, "data", None)
     split = getattr(options, "split", None)
+    if data == ():
+        raise UserError("--data: expected at least one file, directory or hub id, got none.")
     several = isinstance(data, tuple) and len(data) > 1
     for source in data if isinstance(data, tuple) else (data,):
         if source is not None:

@@ -107,7 +107,13 @@ def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, 
 
 
 def concatenate(sets: list[Sequences]) -> Sequences:
-    """Joins sets of sequences of one length; rows of different sets stay different."""
+    """Joins sets of sequences of one length; rows of different sets stay different.
+
+    Raises:
+        UserError: there is no set, or their sequences have different lengths.
+    """
+    if not sets:
+        raise UserError("sets: expected at least one set of sequences, got none.")
     lengths = {of_set.tokens.shape[1] for of_set in sets}
     if len(lengths) > 1:
         raise UserError(f"sets: expected sequences of one length, got {sorted(length + 1 for length in lengths)}.")

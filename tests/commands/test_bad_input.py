@@ -327,6 +327,7 @@ BAD = [
     (ATS, ["--learning-rate", "0"], "--learning-rate: expected above 0, got 0.0"),
     (ATS, ["--learning-rate", "inf"], "--learning-rate: expected above 0, finite, got inf"),
     (ATS, ["--warmup-fraction", "1"], "--warmup-fraction: expected at least 0 and below 1, got 1.0"),
+    (ATS, ["--data"], "--data: expected at least one file, directory or hub id, got none"),
     (ATS, ["--folds", "1"], "--folds: expected from 2 to 100, got 1"),
     (ATS, ["--fit-fraction", "1"], "--fit-fraction: expected above 0 and below 1, got 1.0"),
     (ATS, ["--fit-fraction", "nan"], "--fit-fraction: expected above 0 and below 1, got nan"),
