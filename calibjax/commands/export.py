@@ -68,7 +68,7 @@ def run(options: ExportOptions, log: Callable[[str], None] = print) -> dict[str,
 
 
 def _recalibrator(options: ExportOptions, log: Callable[[str], None]) -> dict[str, Any]:
-    """What `compare --save` kept is portable as it is: it is verified and written again."""
+    """Verifies what `compare --save` kept, which is portable already, and writes it again."""
     if options.also or options.method != "ats" or options.model is not None:
         raise UserError(f"{options.run} holds a recalibrator: --also, --method and --model are options of heads.")
     kept = load(options.run)

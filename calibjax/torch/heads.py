@@ -147,6 +147,7 @@ def load_head(directory: str | Path) -> TemperatureHead:
 
 
 def read_export(path: str | Path) -> Export:
+    """Reads and verifies what `calibjax export` wrote; path and errors as of `load_head`."""
     directory = _local(path)
     try:
         contents = {name: (directory / name).read_bytes() for name in _FILES}
@@ -171,7 +172,7 @@ def read_export(path: str | Path) -> Export:
 
 
 def _local(path: str | Path) -> Path:
-    """A directory as it is; where nothing has this path, the files of a repository of the Hugging Face Hub."""
+    """The directory of this path; where there is none, that of the files of a repository of the Hugging Face Hub."""
     found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", str(path))
     if found is None or Path(path).exists():
         return Path(path)

@@ -167,8 +167,8 @@ class Choice(NamedTuple):
 def choose_trial(data: FitData, plan: AtsPlan, log_scale: float, context: RunContext, *, by_set: bool) -> Choice:
     """Chooses the loss with the lowest calibration error among those that beat temperature scaling, out of fold.
 
-    All losses predict the first fold, or every set (`by_set`). The best of them predicts all folds: if it does not beat
-    temperature scaling there (`Score.beats`), the next one does, and temperature scaling is left in the end.
+    All losses predict the first fold, or every set (`by_set`). The best of them predicts all folds. If it does not beat
+    temperature scaling there (`Score.beats`), the next one is tried; if none does, temperature scaling is kept.
     """
     if not data.folds:
         return Choice(plan.trials[0], None, None)

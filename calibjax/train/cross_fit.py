@@ -125,7 +125,7 @@ def score(
     parts = []
     for batch, real in eval_batches(arrays, plan.batch_size):
         sums = to_host(_sums(data.lm.config, data.lm.dtype, data.frozen, batch, jnp.float32(scored.log_factor)))
-        parts.append(jax.tree.map(lambda x: np.asarray(x[:real], np.float64), sums))  # noqa: B023
+        parts.append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
     return scored._replace(sums=jax.tree.map(lambda *of: np.concatenate(of), *parts))
 
 

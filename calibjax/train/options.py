@@ -49,6 +49,7 @@ class AtsOptions:
         refit_temperature: fit one more scalar on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
         folds: parts of the fitting sequences. A head trained without a part predicts it, for the choice and the refit.
+            Of several sets, each set is a part.
         epochs: passes over the fitting sequences.
         batch_size: sequences per step.
         accumulate: micro-batches per step.

@@ -445,6 +445,10 @@ def test_the_row_of_a_long_file_is_named(tmp_path, name, value, message):
         ([], "give either --model and --data, or --table"),
         (["--model", "x"], "give either --model and --data, or --table"),
         (["--table", "x.csv", "--model", "x", "--data", "y"], "give either --model and --data, or --table"),
+        (
+            ["--table", "x.csv", "--split-order", "sequential"],
+            "--split-order: rows of a table are always drawn at random",
+        ),
         (["--table", "x.csv", "--methods", "plat"], "--methods: plat: expected all, or some of temperature,"),
         (["--table", "x.csv", "--max-tokens", "0"], "--max-tokens: expected at least 1"),
         *(

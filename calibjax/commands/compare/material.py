@@ -33,8 +33,7 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
             are predictions; the base model and temperature scaling are always shown.
         out: directory for metrics.json, report.html and reliability.png; without it only the table is printed.
         save: new directory for the fitted first row of the table, for `calibjax apply` and `recalibrate.load`.
-        fit_fraction: fraction of the data to fit on; of sequences the first, of a table's rows (or groups) drawn at
-            random.
+        fit_fraction: fraction of the data to fit on; of a table, rows (or groups) drawn at random.
         max_tokens: of text, predictions in each part at most, whole sequences drawn at random.
         sort: figure that the rows are ordered by, best first.
     """
@@ -52,6 +51,8 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
         """Raises `UserError` unless there is a model with its text, or else a table."""
         if (self.model is None) != (self.data is None) or (self.table is None) == (self.model is None):
             raise UserError("give either --model and --data, or --table.")
+        if self.table is not None and self.split_order != "shuffled":
+            raise UserError("--split-order: rows of a table are always drawn at random; leave it out.")
         if self.save is not None:
             check_directory(self.save)
 

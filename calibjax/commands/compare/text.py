@@ -43,7 +43,7 @@ def from_model(
     log(f"model: {lm!r}")
     check_context(options.text.seq_len, lm.config.max_positions)
     sequences = options.text.read(options.data, lm, log, split=options.split)
-    parts = split_text(sequences, options.fit_fraction, log, order="shuffled", seed=options.seed)
+    parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     plan = make_plan(AtsOptions(), lm.config.hidden_size)
     batch_size = plan.batch_size
 
