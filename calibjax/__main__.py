@@ -9,8 +9,9 @@ def main(args: list[str] | None = None) -> int:
     """Runs `calibjax.cli.main`; Ctrl-C while that module is imported ends with exit code 130 and one line."""
     signal.signal(signal.SIGINT, _stop)
     from calibjax import cli
-    from calibjax.runtime.platforms import leave_out_torch
+    from calibjax.runtime.platforms import keep_compiled_programs, leave_out_torch
 
+    keep_compiled_programs()
     leave_out_torch()
     return cli.main(args)
 

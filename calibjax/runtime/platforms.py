@@ -1,17 +1,22 @@
-"""What is left out because it is installed and not used: the TPU plugin without a TPU, and PyTorch in a command.
+"""What makes a command start fast: plugins and libraries that are not used are left out, compiled programs are kept.
 
 JAX initialises libtpu wherever it is installed, also where it only serves as a compiler (`calibjax plan`). Without a
 TPU this fails, after lines such as `Failed to find host bounds` on standard error and about a second.
 
 transformers imports PyTorch wherever it is installed, which takes about three seconds. A process of ours needs only its
 configurations and tokenizers.
+
+Half of a short command is compilation, of the same programs each time.
 """
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import pkgutil
+import platform
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -80,3 +85,39 @@ def torch_left_out() -> Iterator[None]:
     finally:
         if hidden:
             del sys.modules["torch"]
+
+
+def compilation_cache(environment: Mapping[str, str], cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """Variables by which JAX keeps compiled programs in the user's cache directory; none where they are set.
+
+    There is a directory for each kind of processor, because programs contain its instructions: home directories are
+    shared between machines. JAX removes the programs that were used least recently.
+
+    Args:
+        environment: environment variables. `JAX_COMPILATION_CACHE_DIR` names another directory,
+            `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
+        cpuinfo: the kernel's description of the processors; need not exist.
+    """
+    if {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & environment.keys():
+        return {}
+    kept = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~")).expanduser() / ".cache")
+    features = ""
+    with contextlib.suppress(OSError), cpuinfo.open() as lines:
+        features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    kind = f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(kept / "calibjax" / "compiled" / kind),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def keep_compiled_programs() -> None:
+    """Lets JAX keep compiled programs for the next command. Effective until JAX is imported.
+
+    What cannot be read or written there is compiled, without a word.
+    """
+    for name, value in compilation_cache(os.environ).items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")

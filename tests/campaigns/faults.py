@@ -252,10 +252,12 @@ def check(case, out, inputs, whole, code, printed, lift):
     return problems + differences(case, out, whole)
 
 
-def try_calls(case, library, folder, inputs, whole, stride):
+def try_calls(case, library, folder, inputs, whole, stride, in_turn):
     """Every fault, or each `stride`-th one; yields its name, the outcome, and what is wrong."""
-    for n in range(1, whole.calls + stride, stride):
+    for turn, n in enumerate(range(1, whole.calls + stride, stride)):
         for mode, name in enumerate(MODES):
+            if in_turn and mode != turn % len(MODES):
+                continue
             out = fresh(case, folder)
             library.fault_arm(os.fsencode(out), n, mode)
             code, printed = run(case, out, inputs)
@@ -265,7 +267,7 @@ def try_calls(case, library, folder, inputs, whole, stride):
             yield fault, outcome, check(case, out, inputs, whole, code, printed, lambda: None)
 
 
-def try_disk(case, library, folder, inputs, whole, stride):
+def try_disk(case, library, folder, inputs, whole, stride, in_turn):
     """A file system in memory: read-only, then of growing size until the command succeeds."""
     out, size, code = folder / "disk", 8, 1
 
@@ -295,12 +297,12 @@ def try_disk(case, library, folder, inputs, whole, stride):
             size = 4 * (size // 4 + max(1, size * stride // 16))
 
 
-def try_case(case, library, folder, inputs, *, tries, stride, seconds):
+def try_case(case, library, folder, inputs, *, tries, stride, in_turn, seconds):
     """Tries faults for so long at most; returns counts."""
     began = time.monotonic()
     whole = whole_run(case, library, folder, inputs)
     counts, wrong = Counter(), 0
-    for fault, outcome, problems in tries(case, library, folder, inputs, whole, stride):
+    for fault, outcome, problems in tries(case, library, folder, inputs, whole, stride, in_turn):
         counts[outcome] += 1
         if problems:
             wrong += 1
@@ -315,6 +317,7 @@ def main():
     parser.add_argument("cases", nargs="*", default=list(CASES), choices=[[], *CASES])
     parser.add_argument("--disk", action="store_true", help="on small and read-only file systems; needs root")
     parser.add_argument("--stride", type=int, default=1, help="every so many-th fault; 16ths by which disks grow")
+    parser.add_argument("--in-turn", action="store_true", help="each call fails in one of the three ways")
     parser.add_argument("--seconds", type=float, default=1e9, help="of one case, at most")
     given = parser.parse_args()
     library = preload(sys.argv[1:])
@@ -325,7 +328,7 @@ def main():
             make_inputs(inputs)
         tries = try_disk if given.disk else try_calls
         for case in given.cases:
-            limits = {"stride": given.stride, "seconds": given.seconds}
+            limits = {"stride": given.stride, "in_turn": given.in_turn, "seconds": given.seconds}
             found = try_case(CASES[case], library, folder, inputs, tries=tries, **limits)
             print(json.dumps({"case": case, **found}), flush=True)
             lost += found["wrong"]

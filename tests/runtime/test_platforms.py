@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from calibjax.runtime.platforms import platforms_without_tpu
+from calibjax.runtime.platforms import compilation_cache, platforms_without_tpu
 
 INSTALLED = importlib.util.find_spec("libtpu") is not None
 
@@ -69,3 +69,48 @@ def test_transformers_of_a_command_finds_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "False\nFalse False", done.stdout + done.stderr
+
+
+def test_compiled_programs_are_kept_for_each_kind_of_processor(tmp_path):
+    found = set()
+    for flags in ("flags\t: sse avx", "flags\t: sse avx avx512f"):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\nflags\t: of another\n")
+        kept = compilation_cache({"XDG_CACHE_HOME": "/cache"}, tmp_path / "cpuinfo")
+        found.add(kept["JAX_COMPILATION_CACHE_DIR"])
+    assert len(found) == 2
+    assert all(directory.startswith("/cache/calibjax/compiled/") for directory in found)
+    home = compilation_cache({"HOME": "/home/me"}, tmp_path / "none")["JAX_COMPILATION_CACHE_DIR"]
+    assert home.startswith("/home/me/.cache/calibjax/compiled/")
+
+
+@pytest.mark.parametrize("name", ["JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"])
+def test_a_cache_that_the_user_configured_is_left_alone(name):
+    assert compilation_cache({name: "0"}) == {}
+
+
+@pytest.mark.slow
+def test_a_second_command_compiles_nothing(tmp_path):
+    """And damaged programs, or a directory that cannot be made, change neither the output nor the exit code."""
+    table = tmp_path / "table.csv"
+    table.write_text("confidence,correct\n" + "".join(f"{0.2 + 0.01 * row},{int(row % 3 == 0)}\n" for row in range(60)))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
+
+    def run(cache, **more):
+        command = [sys.executable, "-m", "calibjax", "compare", "--table", str(table), "--methods", "platt", "--quiet"]
+        environment = {**kept, "XDG_CACHE_HOME": str(cache), **more}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    first = run(tmp_path / "cache")
+    programs = list((tmp_path / "cache").rglob("*-cache"))
+    assert len(programs) > 5
+    second = run(tmp_path / "cache", JAX_LOG_COMPILES="1", JAX_EXPLAIN_CACHE_MISSES="1")
+    assert second.stderr.count("Persistent compilation cache hit") == len(programs)
+    assert "PERSISTENT COMPILATION CACHE MISS" not in second.stderr
+    for program in programs:
+        program.write_bytes(program.read_bytes()[:100])
+    for cache in (tmp_path / "cache", table):
+        done = run(cache)
+        assert (done.stdout, done.stderr) == (first.stdout, first.stderr)
+    assert first.stdout == second.stdout
