@@ -63,7 +63,8 @@ def run(options: ExportOptions, log: Callable[[str], None] = print) -> dict[str,
         return _recalibrator(options, log)
     head, lm = write_export(options, options.out, log, options.also)
     files = sorted(file.name for file in options.out.iterdir())
-    log(f"{head!r} in {options.out}: {', '.join(files)}")
+    log(f"The head was exported: {head!r}.")
+    log(f"head in {options.out}: {', '.join(files)}")
     return {"out": str(options.out), "base_fingerprint": lm.fingerprint, "files": files}
 
 
@@ -74,7 +75,8 @@ def _recalibrator(options: ExportOptions, log: Callable[[str], None]) -> dict[st
     kept = load(options.run)
     save(options.out, kept.name, kept.state, notes=kept.notes)
     files = sorted(file.name for file in options.out.iterdir())
-    log(f"{kept.name} in {options.out}: {', '.join(files)}")
+    log(f"The recalibration method was exported: {kept.name}.")
+    log(f"method in {options.out}: {', '.join(files)}")
     return {"out": str(options.out), "method": kept.name, "files": files}
 
 

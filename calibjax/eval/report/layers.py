@@ -28,12 +28,11 @@ def findings(document: LayersDocument) -> list[str]:
             f"the last layer, ECE falls by {figures}."
         )
     chosen = direction["chosen"]
-    if not chosen["layer"]:
-        return [*lines, "No edit along the direction lowers the ECE of the half that chooses; none was applied."]
-    lines.append(
-        f"Edit chosen on one half: {chosen['strength']:+g} times the mean residual norm along the direction after "
-        f"block {chosen['layer']}. On the held-out half it changes ECE by {_difference(direction['difference'])}."
-    )
+    if chosen["layer"]:
+        lines.append(
+            f"Edit chosen on one half: {chosen['strength']:+g} times the mean residual norm along the direction after "
+            f"block {chosen['layer']}. On the held-out half it changes ECE by {_difference(direction['difference'])}."
+        )
     return lines
 
 

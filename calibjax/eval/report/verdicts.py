@@ -92,16 +92,12 @@ def _ats_verdict(methods: Mapping[str, AnyRow]) -> str:
         line = f"ATS is temperature scaling here, which no head beat beyond noise: {_ece(scaled, base)}"
         return f"WARNING: {line}; {title} {scaled[key]:.4f} against {base[key]:.4f} uncalibrated."
     ece, score = _ece(ats, scaled), f"{title} {ats[key]:.4f} against {scaled[key]:.4f}"
-    worse = [
-        text
-        for text, is_worse in (
-            (ece, ats["ece"]["value"] > scaled["ece"]["value"]),
-            (score, ats[key] > scaled[key]),
-        )
-        if is_worse
-    ]
-    if worse:
-        return f"WARNING: ATS is worse than temperature scaling here: {'; '.join(worse)}."
+    lower_ece, lower_score = ats["ece"]["value"] <= scaled["ece"]["value"], ats[key] <= scaled[key]
+    if not (lower_ece or lower_score):
+        return f"WARNING: ATS is worse than temperature scaling here: {ece}; {score}."
+    if not (lower_ece and lower_score):
+        better, figures = ("ECE", f"{ece}; {score}") if lower_ece else (title, f"{score}; {ece}")
+        return f"WARNING: ATS is better than temperature scaling in {better} only: {figures}."
     if _is_worse(ats, base, key):
         figures = f"{_ece(ats, base)}; {title} {ats[key]:.4f} against {base[key]:.4f}"
         return f"WARNING: ATS is worse than the uncalibrated model here: {figures}."
