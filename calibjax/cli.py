@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -116,10 +117,11 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
 
 
 def _quiet_loops() -> None:
-    """Drops the traceback that TensorStore's threads print for each write that ends after Orbax has raised.
+    """Drops what TensorStore's threads print for each write that ends after Orbax has raised, or that it never began.
 
-    They may print it after the command has ended: the hook stays.
+    They may print it after the command has ended: the hook and the filter stay.
     """
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     before = sys.unraisablehook
     if not (isinstance(before, functools.partial) and before.func is _report_unraisable):
         sys.unraisablehook = functools.partial(_report_unraisable, before)

@@ -231,6 +231,13 @@ def differences(case, out, whole):
     return [f"{name} differs" for name in whole.same if found.get(name) != whole.after[name]]
 
 
+def settle(out):
+    """Waits for what threads of a command that failed still write; to a user they end with its process."""
+    before = None
+    while before != (before := sorted(map(str, out.rglob("*")))):
+        time.sleep(0.1)
+
+
 def check(case, out, inputs, whole, code, printed, lift):
     """What is wrong after a run with a fault, which `lift` removes."""
     if code == 0:
@@ -246,6 +253,7 @@ def check(case, out, inputs, whole, code, printed, lift):
         if found.get(name) not in (data, whole.after[name]) and not (name not in found and data in aside):
             problems.append(f"{name}: neither the earlier result nor the new one")
     lift()
+    settle(out)
     code, printed = run(case, out, inputs)
     if code != 0:
         problems.append(f"started again: {code} {printed[-1500:]}")
