@@ -116,8 +116,6 @@ def test_what_the_hub_refuses(hub, base, monkeypatch):
 
 
 def test_heads_by_name(hub, base, tmp_path):
-    import calibjax.torch
-
     lm = load_model(base)
     export_head(tmp_path / "a", a_head(lm), lm)
     export_head(tmp_path / "b", a_head(lm, -0.5), lm)
@@ -127,7 +125,7 @@ def test_heads_by_name(hub, base, tmp_path):
     repository.refs["v1"] = first
     assert load_head("org/head", lm).params["log_scale"] == np.float32(-0.5)
     assert load_head("org/head@v1", lm).params["log_scale"] == np.float32(-0.3)
-    assert calibjax.torch.load_head(f"org/head@{first}").log_scale == np.float32(-0.3)
+    assert load_head(f"org/head@{first}", lm).params["log_scale"] == np.float32(-0.3)
     assert not any(request.path.endswith("README.md") for request in hub.requests)
     damaged = files_in(tmp_path / "a")
     damaged["head.safetensors"] = damaged["head.safetensors"][:-9]
@@ -141,6 +139,16 @@ def test_heads_by_name(hub, base, tmp_path):
     ):
         with pytest.raises(UserError, match=reason):
             load_head(name, model)
+
+
+def test_heads_by_name_in_pytorch(hub, base, tmp_path):
+    pytest.importorskip("torch")
+    import calibjax.torch
+
+    lm = load_model(base)
+    export_head(tmp_path / "head", a_head(lm), lm)
+    hub.models["org/head"] = repository = Repository(files_in(tmp_path / "head"))
+    assert calibjax.torch.load_head(f"org/head@{repository.refs['main']}").log_scale == np.float32(-0.3)
     with pytest.raises(calibjax.torch.HeadError, match="org/nothing: no such directory"):
         calibjax.torch.load_head("org/nothing")
 
