@@ -43,6 +43,8 @@ GEMMA3 = GEMMA2 | {"query_pre_attn_scalar": 40}
 NEOX = {"num_key_value_heads": None, "num_attention_heads": 3, "hidden_size": 24, "tie_word_embeddings": False}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 3}
 UNTIED = {"tie_word_embeddings": False}
+MIXTURE = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 9}
+GPT_OSS = {"head_dim": 8, "num_key_value_heads": 1, "max_position_embeddings": 131072, **UNTIED}
 # Keys of some families' configurations, which others ignore. Each would change the numbers.
 KEYS = {
     "hidden_act": "relu",
@@ -182,6 +184,35 @@ VARIANTS = {
         | {"num_key_value_heads": 2, "hidden_size": 16, **NO_BOS},
         "keys-of-other-families": KEYS | {"hidden_size": 16, **NO_BOS} | {"layer_types": ["sliding_attention"] * 2},
     },
+    "mixtral": {
+        "top-two": {"num_local_experts": 5, "num_experts_per_tok": 2, **UNTIED},
+        "window-tied-one": {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5},
+        "keys-of-other-families": KEYS | MIXTURE | {"sliding_window": None},
+    },
+    "qwen3_moe": {
+        "gqa": MIXTURE | {"head_dim": 8},
+        "normalised-biases-window": MIXTURE
+        | WINDOWS
+        | {"head_dim": 10, "attention_bias": True, "norm_topk_prob": True, **UNTIED},
+        "keys-of-other-families": KEYS | MIXTURE | {"head_dim": 8},
+    },
+    "olmoe": {
+        "mha": MIXTURE | {"num_key_value_heads": 2, **NO_BOS, **UNTIED},
+        "clipped-biases-normalised": MIXTURE
+        | {"clip_qkv": 0.6, "attention_bias": True, "norm_topk_prob": True, **NO_BOS},
+        "keys-of-other-families": KEYS | MIXTURE | NO_BOS,
+    },
+    "gpt_oss": {
+        "sinks-yarn-window": MIXTURE | GPT_OSS | {"sliding_window": 5},
+        "tied-no-biases-default-rope": MIXTURE
+        | GPT_OSS
+        | {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
+        | {"tie_word_embeddings": True, "swiglu_limit": 0.3, "swiglu_alpha": 1.1},
+        "keys-of-other-families": KEYS
+        | MIXTURE
+        | GPT_OSS
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+    },
     "gpt2": {
         "tied": GPT2_JSON,
         "untied-inner-relu-unscaled": GPT2_JSON
@@ -290,7 +321,9 @@ def torch_model(folder, settings):
     # Saving made transformers' reading of the keys explicit.
     (folder / "config.json").write_text(written)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(folder, attn_implementation="eager", dtype="float32").eval(), shapes
+    # The other implementation of experts requires sizes that are multiples of 8 in 16 bits.
+    options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": "float32"}
+    return load(folder, **options).eval(), shapes
 
 
 def torch_run(model, tokens):

@@ -22,5 +22,11 @@ PUBLISHED = {
     "olmo-2-7b": 7_298_617_344,
     "granite-3.1-2b": 2_533_531_648,
     "stablelm-3b": 2_795_443_200,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "olmoe-1b-7b": 6_919_161_856,
+    # Their card (arXiv 2508.10925, table 1) has 20.91 B and 116.83 B; the files hold experts in 4 bits.
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "gpt2": 124_439_808,
 }

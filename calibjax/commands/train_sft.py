@@ -67,8 +67,7 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensD
     stored = compute if adapters else jnp.dtype("float32")
     base = load_placed(options.model, context.mesh, compute, stored=stored, log=log)
     check_context(options.text.seq_len, base.config.max_positions)
-    if options.sft.lora is not None:
-        options.sft.lora.check(base.config.hidden_size)
+    options.sft.check_model(base.config)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
 

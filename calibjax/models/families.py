@@ -6,7 +6,7 @@ raises an error.
 
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from calibjax.models.hf_config import (
 )
 from calibjax.models.rules import Rule, linear, norm
 from calibjax.nn.blocks import ACTIVATIONS, Rope
+from calibjax.nn.experts import Mixture
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.platforms import torch_left_out
 
@@ -70,7 +71,9 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
     family = FAMILIES.get(hf.model_type)
     if family is None:
         raise UserError(_unsupported(hf.model_type))
-    refuse(hf, "quantization_config", getattr(hf, "quantization_config", None), allowed=(None,))
+    quantized = getattr(hf, "quantization_config", None)
+    if not (isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"):
+        refuse(hf, "quantization_config", quantized, allowed=(None,))
     refuse(hf, "is_causal", getattr(hf, "is_causal", True), allowed=(True,))
     try:
         return family.read_config(hf)
@@ -373,6 +376,93 @@ _QWEN_RULES = (
     Rule("lm_head.weight", ("unembedding",)),
 )
 
+
+def _mixtral_config(hf: Any) -> DecoderConfig:
+    mixture = Mixture(experts=hf.num_local_experts, per_token=hf.num_experts_per_tok)
+    return common_config(hf, mixture=mixture, **everywhere_local(hf))
+
+
+_MIXTRAL_RULES = (
+    *_ENDS,
+    *_PRE_NORMS,
+    *_QKV,
+    *_OUTPUT,
+    *linear("layers.{}.block_sparse_moe.gate", "layers.mlp.router"),
+    *linear("layers.{}.block_sparse_moe.experts.{}.w1", "layers.mlp.gate"),
+    *linear("layers.{}.block_sparse_moe.experts.{}.w3", "layers.mlp.up"),
+    *linear("layers.{}.block_sparse_moe.experts.{}.w2", "layers.mlp.down"),
+)
+
+
+def _optionally_normalized(hf: Any) -> Mixture:
+    return Mixture(experts=hf.num_experts, per_token=hf.num_experts_per_tok, normalized=hf.norm_topk_prob)
+
+
+def _qwen3_moe_config(hf: Any) -> DecoderConfig:
+    refuse(hf, "mlp_only_layers", hf.mlp_only_layers, allowed=([],))
+    refuse(hf, "decoder_sparse_step", hf.decoder_sparse_step, allowed=(1,))
+    return common_config(
+        hf,
+        qk_norm="head",
+        intermediate_size=hf.moe_intermediate_size,
+        mixture=_optionally_normalized(hf),
+        **attention_biases(hf),
+        **everywhere_local(hf),
+    )
+
+
+def _olmoe_config(hf: Any) -> DecoderConfig:
+    return common_config(
+        hf, qk_norm="projection", qkv_clip=hf.clip_qkv, mixture=_optionally_normalized(hf), **attention_biases(hf)
+    )
+
+
+_QWEN3_MOE_RULES = (
+    *_ENDS,
+    *_PRE_NORMS,
+    *_QKV,
+    *_QK_NORMS,
+    *_OUTPUT,
+    *linear("layers.{}.mlp.gate", "layers.mlp.router"),
+    *linear("layers.{}.mlp.experts.{}.gate_proj", "layers.mlp.gate"),
+    *linear("layers.{}.mlp.experts.{}.up_proj", "layers.mlp.up"),
+    *linear("layers.{}.mlp.experts.{}.down_proj", "layers.mlp.down"),
+)
+
+
+def _gpt_oss_config(hf: Any) -> DecoderConfig:
+    mixture = Mixture(
+        experts=hf.num_local_experts,
+        per_token=hf.num_experts_per_tok,
+        router_bias=True,
+        clamp=float(hf.swiglu_limit),
+        swish=float(hf.swiglu_alpha),
+    )
+    # `hidden_act` is not read: `clamp` names the activation.
+    return common_config(
+        hf,
+        activation="silu",
+        mlp_bias=True,
+        attention_sinks=True,
+        mixture=mixture,
+        **attention_biases(hf),
+        **local_layers(hf),
+    )
+
+
+_GPT_OSS_RULES = (
+    *_ENDS,
+    *_PRE_NORMS,
+    *_QKV,
+    Rule("layers.{}.self_attn.sinks", ("layers.attention.sinks",)),
+    *_OUTPUT,
+    *linear("layers.{}.mlp.router", "layers.mlp.router"),
+    Rule("layers.{}.mlp.experts.gate_up_proj", ("layers.mlp.gate.kernel", "layers.mlp.up.kernel"), by_column=True),
+    Rule("layers.{}.mlp.experts.gate_up_proj_bias", ("layers.mlp.gate.bias", "layers.mlp.up.bias"), by_column=True),
+    Rule("layers.{}.mlp.experts.down_proj", ("layers.mlp.down.kernel",)),
+    Rule("layers.{}.mlp.experts.down_proj_bias", ("layers.mlp.down.bias",)),
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": Family(_mistral_config, "model.", _LLAMA_RULES),
@@ -395,5 +485,9 @@ FAMILIES: dict[str, Family] = {
         _GPT_NEOX_RULES,
         ignored=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     ),
+    "mixtral": Family(_mixtral_config, "model.", _MIXTRAL_RULES),
+    "qwen3_moe": Family(_qwen3_moe_config, "model.", _QWEN3_MOE_RULES),
+    "olmoe": Family(_olmoe_config, "model.", _QWEN3_MOE_RULES),
+    "gpt_oss": Family(_gpt_oss_config, "model.", _GPT_OSS_RULES),
     "gpt2": Family(_gpt2_config, "transformer.", _GPT2_RULES, ignored=(r"h\.\d+\.attn\.(bias|masked_bias)",)),
 }

@@ -16,6 +16,7 @@ from calibjax.runtime.files import read_json
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "original_max_position_embeddings", "sliding_window"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("n_embd", "n_inner", "n_head", "n_positions", "seq_length", "kv_channels"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer")
@@ -187,14 +188,20 @@ def rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = F
 
 
 def _yarn(hf: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    for name in ("mscale", "mscale_all_dim"):
-        refuse(hf, f"rope_parameters.{name}", given.get(name), allowed=(None,))
-    refuse(hf, "rope_parameters.truncate", given.get("truncate", True), allowed=(True,))
+    def stretch(mscale: Any) -> float:
+        return 0.1 * mscale * math.log(max(given["factor"], 1)) + 1
+
+    # transformers reads it from the whole configuration, also if kinds of layers differ.
+    truncate = (getattr(hf, "rope_parameters", None) or given).get("truncate", True)
     amplitude = given.get("attention_factor")
+    if amplitude is None:
+        scales = given.get("mscale"), given.get("mscale_all_dim")
+        amplitude = stretch(scales[0]) / stretch(scales[1]) if all(scales) else stretch(1)
     return {
         "beta_fast": float(given.get("beta_fast") or 32),
         "beta_slow": float(given.get("beta_slow") or 1),
-        "amplitude": 0.1 * math.log(max(given["factor"], 1)) + 1 if amplitude is None else float(amplitude),
+        "truncate": bool(truncate),
+        "amplitude": float(amplitude),
     }
 
 

@@ -63,24 +63,21 @@ def save_model(
     with new_directory(directory, replace=replace) as fresh:
         on_first(lambda: copy_settings(source, fresh, dtype.name))
         leaves = dict(dotted_leaves(params))
-        files: list[list[tuple[Rule, str, int | None]]] = [[]]
+        files: list[list[tuple[Rule, str, tuple[int, ...]]]] = [[]]
         held = total = 0
-        for rule, name, layer in _tensors(config, leaves):
-            shapes = [leaves[target].shape[0 if layer is None else 1 :] for target in rule.targets]
+        for rule, name, index in _tensors(config, leaves):
+            shapes = [leaves[target].shape[len(index) :] for target in rule.targets]
             size = sum(int(np.prod(shape)) for shape in shapes) * dtype.itemsize
             if files[-1] and held + size > shard_bytes:
                 files.append([])
                 held = 0
-            files[-1].append((rule, name, layer))
+            files[-1].append((rule, name, index))
             held, total = held + size, total + size
         weight_map = {}
         for number, tensors in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             weight_map |= {name: file for _, name, _ in tensors}
-            values = {
-                name: _assemble(rule, rule.layout(config.num_heads), layer, leaves, dtype)
-                for rule, name, layer in tensors
-            }
+            values = {name: _assemble(rule, rule.layout(config), index, leaves, dtype) for rule, name, index in tensors}
             if is_first():
                 save_file(values, fresh / file, metadata={"format": "pt"})
         if len(files) > 1 and is_first():
@@ -113,26 +110,30 @@ def settings_files(source: Path) -> list[Path]:
 
 
 def copy_settings(source: Path, target: Path, dtype: str) -> None:
-    """Copies `settings_files` and sets `dtype` as the dtype of the weights in config.json."""
+    """Copies `settings_files` and sets `dtype` as the dtype of the weights in config.json, which are not quantised."""
     for file in settings_files(source):
         shutil.copy(file, target / file.name)
     written = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    written.pop("torch_dtype", None)  # the name before transformers 5
+    for name in ("torch_dtype", "quantization_config"):  # the first is the name before transformers 5
+        written.pop(name, None)
     write_file(target / "config.json", json.dumps({**written, "dtype": dtype}, indent=2) + "\n")
 
 
-def _tensors(config: DecoderConfig, leaves: Mapping[str, Any]) -> Iterator[tuple[Rule, str, int | None]]:
-    """Yields the rule, name and layer of every tensor of the checkpoint."""
+def _tensors(config: DecoderConfig, leaves: Mapping[str, Any]) -> Iterator[tuple[Rule, str, tuple[int, ...]]]:
+    """Yields the rule and the name of every tensor of the checkpoint, and its layer and expert in our parameters."""
     family = FAMILIES[config.family]
     for rule in family.rules:
         if not all(target in leaves for target in rule.targets):
             continue
-        stacked = rule.targets[0].startswith("layers.")
-        for layer in range(config.num_layers) if stacked else (None,):
-            yield rule, rule.full_name(family.prefix, layer), layer
+        for layer in range(config.num_layers) if rule.stacked else (None,):
+            for expert in rule.experts(config):
+                index = tuple(i for i in (layer, expert) if i is not None)
+                yield rule, rule.full_name(family.prefix, layer, expert), index
 
 
-def _assemble(rule: Rule, layout: Layout, layer: int | None, leaves: Mapping[str, Any], dtype: np.dtype) -> np.ndarray:
-    pieces = [leaves[target] if layer is None else leaves[target][layer] for target in rule.targets]
+def _assemble(
+    rule: Rule, layout: Layout, index: tuple[int, ...], leaves: Mapping[str, Any], dtype: np.dtype
+) -> np.ndarray:
+    pieces = [leaves[target][index] if index else leaves[target] for target in rule.targets]
     joined = layout.join(to_host(pieces))
     return np.ascontiguousarray(joined).astype(dtype)

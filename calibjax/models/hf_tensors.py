@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from calibjax.models.config import DecoderConfig
@@ -27,12 +28,16 @@ _MOST_NAMED = 10
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a checkpoint's header: name, shape, safetensors dtype such as `"BF16"`, and file."""
+    """A tensor in a checkpoint's header: name, shape, safetensors dtype such as `"BF16"`, and file.
+
+    `scales` is the file of the scales if the tensor is stored as MXFP4; see `merge_mxfp4`.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     file: Path
+    scales: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +45,19 @@ class Piece:
     """A tensor of the checkpoint, or a part of one, that fills a parameter or one layer of it.
 
     Args:
-        entry: tensor in the checkpoint.
+        entries: the tensor in the checkpoint; several are those of the experts of a layer, which are stacked.
         layer: layer that it fills, or `None` if the parameter is not stacked.
         layout: layout of the parameters within the tensor.
         columns: columns of this parameter in each group of the layout.
     """
 
-    entry: TensorEntry
+    entries: tuple[TensorEntry, ...]
     layer: int | None
     layout: Layout
     columns: slice
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the values of the parameter, given those of `entry`."""
+        """Returns the values of the parameter, given those of one of `entries`."""
         return self.layout.take(tensor, self.columns)
 
 
@@ -108,15 +113,17 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
     for rule in family.rules:
         if not all(target in leaves for target in rule.targets):
             continue
-        stacked = rule.targets[0].startswith("layers.")
-        for layer in range(config.num_layers) if stacked else (None,):
-            name = rule.source.format(layer)
-            entry = found.pop(name, None)
-            if entry is None:
-                problems["missing"].append(rule.full_name(family.prefix, layer))
-                continue
-            for target, piece in _fill(rule, rule.layout(config.num_heads), entry, layer, leaves, problems):
-                pieces[target].append(piece)
+        for layer in range(config.num_layers) if rule.stacked else (None,):
+            entries = []
+            for expert in rule.experts(config):
+                entry = found.pop(rule.source.format(layer, expert), None)
+                if entry is None:
+                    problems["missing"].append(rule.full_name(family.prefix, layer, expert))
+                else:
+                    entries.append(entry)
+            if len(entries) == len(rule.experts(config)):
+                for target, piece in _fill(rule, config, tuple(entries), layer, leaves, problems):
+                    pieces[target].append(piece)
     problems["unknown"].extend(entry.name for entry in found.values())
     if tied is not None and tied[0].shape != tied[1].shape:
         problems["wrong shape"].append(f"{tied[1].name} {list(tied[1].shape)}, expected {list(tied[0].shape)}")
@@ -144,28 +151,74 @@ def _take_tied(config: DecoderConfig, found: dict[str, TensorEntry]) -> tuple[Te
 
 def _fill(
     rule: Rule,
-    layout: Layout,
-    entry: TensorEntry,
+    config: DecoderConfig,
+    entries: tuple[TensorEntry, ...],
     layer: int | None,
     leaves: dict[str, jax.ShapeDtypeStruct],
     problems: dict[str, list[str]],
 ) -> list[tuple[str, Piece]]:
-    """Divides `entry` among the rule's targets; if it does not fit, adds to `problems` and returns an empty list."""
-    shapes = [leaves[target].shape[0 if layer is None else 1 :] for target in rule.targets]
+    """Divides tensors among the rule's targets; if they do not fit, adds to `problems` and returns an empty list."""
+    layout = rule.layout(config)
+    leading = (layer is not None) + (rule.experts(config) != (None,))
+    shapes = [leaves[target].shape[leading:] for target in rule.targets]
     ends = list(itertools.accumulate(shape[-1] for shape in shapes))
     expected = (*shapes[0][:-1], ends[-1])
-    expected = expected[::-1] if rule.transpose else expected
-    if entry.shape != expected:
-        problems["wrong shape"].append(f"{entry.name} {list(entry.shape)}, expected {list(expected)}")
-        return []
-    if entry.dtype not in _FLOATS:
-        problems["not floating-point"].append(f"{entry.name} {entry.dtype}")
+    expected = (*expected[:-2], expected[-1], expected[-2]) if rule.transpose else expected
+    wrong = [entry for entry in entries if entry.shape != expected]
+    unread = [entry for entry in entries if entry.dtype not in _FLOATS]
+    problems["wrong shape"] += [f"{entry.name} {list(entry.shape)}, expected {list(expected)}" for entry in wrong]
+    problems["not floating-point"] += [f"{entry.name} {entry.dtype}" for entry in unread]
+    if wrong or unread:
         return []
     edges = [0, *(end // layout.groups for end in ends)]
     return [
-        (target, Piece(entry, layer, layout, slice(start, end)))
+        (target, Piece(entries, layer, layout, slice(start, end)))
         for target, (start, end) in zip(rule.targets, itertools.pairwise(edges), strict=True)
     ]
+
+
+def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Returns the entries with each pair `NAME_blocks` and `NAME_scales` as one, `NAME`, of their bfloat16 values.
+
+    Blocks are bytes `[E, F, D / 32, 16]`, scales `[E, F, D / 32]`, values `[E, D, F]`; see `read_mxfp4`.
+    """
+    by_name = {entry.name: entry for entry in entries}
+    merged = []
+    for entry in by_name.values():
+        name = entry.name.removesuffix("_blocks")
+        scales = by_name.get(f"{name}_scales")
+        if name != entry.name and scales is not None:
+            if entry.shape != (*scales.shape, 16) or len(scales.shape) != 3 or {entry.dtype, scales.dtype} != {"U8"}:
+                raise UserError(
+                    f"{entry.name} {entry.dtype} {list(entry.shape)} and {scales.name} {scales.dtype} "
+                    f"{list(scales.shape)} are not a pair of MXFP4 blocks and scales."
+                )
+            experts, columns, groups = scales.shape
+            merged.append(TensorEntry(name, (experts, 32 * groups, columns), "BF16", entry.file, scales.file))
+        elif not (entry.name.endswith("_scales") and f"{entry.name.removesuffix('_scales')}_blocks" in by_name):
+            merged.append(entry)
+    return merged
+
+
+# Of the 16 numbers of 4 bits (OCP Microscaling Formats 1.0, section 5.3.3), the two in each byte; the low bits first.
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FP4_PAIRS = np.stack([np.tile(_FP4, 16), np.repeat(_FP4, 16)], axis=-1)
+
+
+def read_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Returns the values of MXFP4 blocks: numbers of 4 bits, 32 of which share a scale `2 ** (byte - 127)`.
+
+    Args:
+        blocks: bytes `[F, D / 32, 16]`.
+        scales: bytes `[F, D / 32]`.
+
+    Returns:
+        `[D, F]`, bfloat16, which represents all values exactly within its range.
+    """
+    values = _FP4_PAIRS[blocks].reshape(*scales.shape, 32)
+    with np.errstate(over="ignore"):
+        values = np.ldexp(values, scales[..., None].astype(np.int32) - 127)
+    return values.reshape(len(scales), -1).astype(jnp.bfloat16).T
 
 
 def _listing(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from calibjax.models.families import FAMILIES, config_from_hf
 from calibjax.models.fingerprint import combine_digests, join_digests, layer_name, tensor_digest
-from calibjax.models.hf_tensors import Piece, Plan, TensorEntry, plan_tensors
+from calibjax.models.hf_tensors import Piece, Plan, TensorEntry, merge_mxfp4, plan_tensors, read_mxfp4
 from calibjax.models.hub import download, repository_of
 from calibjax.models.model import LanguageModel, check_tokenizer
 from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
@@ -102,7 +102,7 @@ def tensor_dtypes(path: str | Path) -> dict[str, str]:
     plan = plan_tensors(config_from_hf(folder), _read_headers(_find_weights(folder)))
     common = stored_dtype(folder)
     pieces = [(layer_name(path, piece.layer), piece) for path, pieces in plan.pieces.items() for piece in pieces]
-    dtypes = {name: _SHORT.get(piece.entry.dtype, "float32") for name, piece in pieces}
+    dtypes = {name: _SHORT.get(piece.entries[0].dtype, "float32") for name, piece in pieces}
     return {name: dtype for name, dtype in dtypes.items() if dtype != common}
 
 
@@ -143,7 +143,11 @@ def _read_index(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _read_headers(files: list[Path]) -> Iterator[TensorEntry]:
+def _read_headers(files: list[Path]) -> list[TensorEntry]:
+    return merge_mxfp4(_read_stored(files))
+
+
+def _read_stored(files: list[Path]) -> Iterator[TensorEntry]:
     for file in files:
         try:
             with safe_open(file, framework="numpy") as handle:
@@ -193,7 +197,7 @@ def _read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[s
         for piece in plan.pieces[path]:
             whole = None
             if number % jax.process_count() == jax.process_index() or mesh is None:
-                whole = np.ascontiguousarray(piece.cut(_read(piece.entry)))
+                whole = np.ascontiguousarray(_read_piece(piece))
                 name = layer_name(path, piece.layer)
                 digests[name] = tensor_digest(name, whole)
             number += 1
@@ -207,7 +211,9 @@ def _read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[s
                     cause = (
                         "holds values too large for" if np.isfinite(values).all() else "holds NaN or infinity, read as"
                     )
-                    raise UserError(f"{piece.entry.file}: {piece.entry.name} {cause} {dtype.name}.")
+                    first = piece.entries[0]
+                    more = f" or one of its {len(piece.entries) - 1} siblings" if len(piece.entries) > 1 else ""
+                    raise UserError(f"{first.file}: {first.name}{more} {cause} {dtype.name}.")
         params[path] = _place(shards, sharding, leaf.shape)
     return traverse_util.unflatten_dict(params, sep="."), digests
 
@@ -234,17 +240,36 @@ def _place(shards: dict[_Index, np.ndarray], sharding: NamedSharding | None, sha
 
 
 def _read(entry: TensorEntry) -> np.ndarray:
-    with safe_open(entry.file, framework="numpy") as handle:
-        return handle.get_tensor(entry.name)
+    if entry.scales is None:
+        with safe_open(entry.file, framework="numpy") as handle:
+            return handle.get_tensor(entry.name)
+    with safe_open(entry.file, framework="numpy") as blocks, safe_open(entry.scales, framework="numpy") as scales:
+        views = blocks.get_slice(f"{entry.name}_blocks"), scales.get_slice(f"{entry.name}_scales")
+        values = np.empty(entry.shape, jnp.bfloat16)
+        for expert in range(entry.shape[0]):  # one at a time, because the intermediate values are float32
+            values[expert] = read_mxfp4(*(view[expert : expert + 1][0] for view in views))
+    return values
+
+
+def _read_piece(piece: Piece) -> np.ndarray:
+    values = [piece.cut(_read(entry)) for entry in piece.entries]
+    return values[0] if len(values) == 1 else np.stack(values)
 
 
 def _read_part(piece: Piece, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns `piece.cut(_read(piece.entry))[index]` and reads only this part if the tensor's layout allows it."""
-    if piece.layout.groups > 1:
-        return piece.cut(_read(piece.entry))[index]
+    """Returns `_read_piece(piece)[index]` and reads only this part if the layout of the tensors allows it."""
+    if len(piece.entries) > 1:
+        experts, *inner = index
+        return np.stack([_part_of(piece, entry, tuple(inner)) for entry in piece.entries[experts]])
+    return _part_of(piece, piece.entries[0], index)
+
+
+def _part_of(piece: Piece, entry: TensorEntry, index: tuple[slice, ...]) -> np.ndarray:
+    if piece.layout.groups > 1 or entry.scales is not None:
+        return piece.cut(_read(entry))[index]
     *others, last = index
     start = piece.columns.start
     inner = (*others, slice(start + last.start, start + last.stop))
-    with safe_open(piece.entry.file, framework="numpy") as handle:
-        view = handle.get_slice(piece.entry.name)
+    with safe_open(entry.file, framework="numpy") as handle:
+        view = handle.get_slice(entry.name)
         return view[inner[::-1]].T if piece.layout.transpose else view[inner]

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax import traverse_util
 
+from calibjax.models.config import DecoderConfig
 from calibjax.runtime.errors import UserError
 
 _TARGETS = {"all": "layers/.*", "attention": "layers/attention/.*", "mlp": "layers/mlp/.*"}
@@ -44,10 +45,20 @@ class LoraConfig:
         if self.targets not in _TARGETS:
             raise UserError(f"LoRA: targets must be one of {', '.join(_TARGETS)}, got {self.targets!r}.")
 
-    def check(self, hidden_size: int) -> None:
-        """Raises `UserError` for a rank above the width of the model, where adapters are larger than its weights."""
-        if self.rank > hidden_size:
-            raise UserError(f"--lora-rank: expected 1 to {hidden_size}, the width of the model, got {self.rank}.")
+    def check(self, config: DecoderConfig) -> None:
+        """Raises `UserError` for a rank above the model's width, and for adapters of a mixture of experts.
+
+        Adapters of such a rank are larger than the weights.
+        """
+        if self.rank > config.hidden_size:
+            raise UserError(
+                f"--lora-rank: expected 1 to {config.hidden_size}, the width of the model, got {self.rank}."
+            )
+        if config.mixture is not None and self.targets != "attention":
+            raise UserError(
+                f"--lora-targets {self.targets}: the experts and the router of {config.family} have no adapters; "
+                "use --lora-targets attention."
+            )
 
     def adapt(self, module: Module) -> Module:
         """Returns the module with adapters, as further parameters, beside the kernels of its blocks."""

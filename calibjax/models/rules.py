@@ -5,30 +5,45 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from calibjax.models.config import DecoderConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Rule for one tensor of a checkpoint: the parameters of our tree that it holds.
 
     Args:
-        source: name without the family's prefix; `{}` stands for the layer.
+        source: name without the family's prefix; `{}` stands for the layer, and a second `{}` for the expert. Without
+            one, a tensor of experts has all of them along its first axis.
         targets: dotted paths in our tree; several targets are concatenated along the output axis of the tensor.
         transpose: whether the file holds `[out, in]`. Ours is `[in, out]`, or `[V, D]` for embeddings.
         by_head: whether the targets are concatenated within each head instead of as a whole.
+        by_column: whether the columns of the targets alternate.
     """
 
     source: str
     targets: tuple[str, ...]
     transpose: bool = False
     by_head: bool = False
+    by_column: bool = False
 
-    def full_name(self, prefix: str, layer: int | None) -> str:
+    @property
+    def stacked(self) -> bool:
+        """Whether there is a tensor for each layer."""
+        return self.targets[0].startswith("layers.")
+
+    def experts(self, config: DecoderConfig) -> Sequence[int] | tuple[None]:
+        """Experts that have a tensor of their own in each layer, or one `None`."""
+        return range(config.mixture.experts) if config.mixture and self.source.count("{}") == 2 else (None,)
+
+    def full_name(self, prefix: str, layer: int | None, expert: int | None = None) -> str:
         """Name of the tensor with the family's prefix, which the unembedding never has."""
-        return ("" if self.targets[0].startswith("unembedding") else prefix) + self.source.format(layer)
+        return ("" if self.targets[0].startswith("unembedding") else prefix) + self.source.format(layer, expert)
 
-    def layout(self, num_heads: int) -> "Layout":
-        """Layout of the targets in the tensor of a model with `num_heads` heads."""
-        return Layout(self.transpose, num_heads if self.by_head else 1)
+    def layout(self, config: DecoderConfig) -> "Layout":
+        """Layout of the targets in the tensor of a model."""
+        groups = config.intermediate_size if self.by_column else config.num_heads if self.by_head else 1
+        return Layout(self.transpose, groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +51,7 @@ class Layout:
     """Layout of our parameters in a tensor of a checkpoint: `take` extracts a parameter, `join` is the inverse.
 
     Args:
-        transpose: whether the axes of the tensor are swapped.
+        transpose: whether the last two axes of the tensor are swapped.
         groups: number of groups of the output axis (our last axis); parameters are concatenated within each group.
     """
 
@@ -45,7 +60,7 @@ class Layout:
 
     def take(self, tensor: np.ndarray, columns: slice) -> np.ndarray:
         """Returns the parameter that holds `columns` of each group."""
-        tensor = tensor.T if self.transpose else tensor
+        tensor = tensor.swapaxes(-1, -2) if self.transpose else tensor
         grouped = tensor.reshape(*tensor.shape[:-1], self.groups, -1)[..., columns]
         return grouped.reshape(*tensor.shape[:-1], -1)
 
@@ -53,7 +68,7 @@ class Layout:
         """Returns the tensor that holds `parameters` in this order."""
         grouped = [part.reshape(*part.shape[:-1], self.groups, -1) for part in parameters]
         tensor = np.concatenate(grouped, axis=-1).reshape(*parameters[0].shape[:-1], -1)
-        return tensor.T if self.transpose else tensor
+        return tensor.swapaxes(-1, -2) if self.transpose else tensor
 
 
 def linear(source: str, *targets: str, transpose: bool = True, by_head: bool = False) -> tuple[Rule, Rule]:

@@ -3,10 +3,12 @@
 Sizes and settings are those of the published configurations.
 """
 
+import math
 from typing import Any
 
 from calibjax.models.config import DecoderConfig
 from calibjax.nn.blocks import Rope
+from calibjax.nn.experts import Mixture
 
 
 def _llama(layers: int, width: int, inner: int, heads: int, kv_heads: int, **others: Any) -> DecoderConfig:
@@ -74,6 +76,32 @@ def _gpt_like(family: str, layers: int, width: int, heads: int, **others: Any) -
         "mlp_bias": True,
     }
     return _llama(layers, width, 4 * width, heads, heads, **{**fields, **others})
+
+
+def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
+    return _llama(
+        layers,
+        *(2880, 2880, 64, 8),
+        family="gpt_oss",
+        vocab_size=201088,
+        head_dim=64,
+        max_positions=131072,
+        rope=Rope(
+            theta=150000.0,
+            scaling="yarn",
+            factor=32.0,
+            truncate=False,
+            original_max_positions=4096,
+            amplitude=0.1 * math.log(32) + 1,
+        ),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        attention_sinks=True,
+        mixture=Mixture(experts=experts, per_token=4, router_bias=True, clamp=7.0),
+        local_layers=tuple(layer % 2 == 0 for layer in range(layers)),
+        window=128,
+    )
 
 
 SHAPES: dict[str, DecoderConfig] = {
@@ -184,6 +212,45 @@ SHAPES: dict[str, DecoderConfig] = {
     "stablelm-3b": _llama(
         32, 2560, 6912, 32, 32, family="stablelm", vocab_size=50304, norm="layer", rope=Rope(fraction=0.25)
     ),
+    "mixtral-8x7b": _llama(
+        32,
+        4096,
+        14336,
+        32,
+        8,
+        family="mixtral",
+        max_positions=32768,
+        rope=Rope(theta=1e6),
+        mixture=Mixture(experts=8, per_token=2),
+    ),
+    "qwen3-30b-a3b": _llama(
+        48,
+        2048,
+        768,
+        32,
+        4,
+        family="qwen3_moe",
+        vocab_size=151936,
+        head_dim=128,
+        max_positions=40960,
+        norm_eps=1e-6,
+        rope=Rope(theta=1e6),
+        qk_norm="head",
+        mixture=Mixture(experts=128, per_token=8),
+    ),
+    "olmoe-1b-7b": _llama(
+        16,
+        2048,
+        1024,
+        16,
+        16,
+        family="olmoe",
+        vocab_size=50304,
+        qk_norm="projection",
+        mixture=Mixture(experts=64, per_token=8, normalized=False),
+    ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "gpt2": _gpt_like(
         "gpt2",
         12,

@@ -64,15 +64,17 @@ def attend(
     *,
     scale: float,
     softcap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H K"]:
     """Grouped-query attention: `softmax(softcap(scale * query key^T))` over visible columns, times `value`.
 
     Logits and softmax are float32. The implementation is chosen while tracing, by the target platform
-    (`platforms.platform`) and by shapes: `splash` on TPUs if it supports the shapes; otherwise matrix products on CPUs
-    and with a soft-cap; otherwise `jax.nn.dot_product_attention`. The last two store the logits `[B, H, T, S]`. If
-    `cudnn_attention` is set, cuDNN is used where it supports the inputs (bfloat16 or float16, at most 128 channels per
-    head, a multiple of 8, whole sequences with an even number of tokens). It stores no logits, but its backward pass
-    has no fixed order of sums unless XLA's flag `--xla_gpu_deterministic_ops` is set.
+    (`platforms.platform`) and by shapes: `splash` on TPUs if it supports the shapes and there are no sinks; otherwise
+    matrix products on CPUs and with a soft-cap or sinks; otherwise `jax.nn.dot_product_attention`. The last two store
+    the logits `[B, H, T, S]`. If `cudnn_attention` is set, cuDNN is used where it supports the inputs (bfloat16 or
+    float16, at most 128 channels per head, a multiple of 8, whole sequences with an even number of tokens). It stores
+    no logits, but its backward pass has no fixed order of sums unless XLA's flag `--xla_gpu_deterministic_ops` is
+    set.
 
     Args:
         query: `[B, T, H, K]`.
@@ -80,17 +82,18 @@ def attend(
         visible: mask of columns.
         scale: factor on the logits.
         softcap: c of `c * tanh(logits / c)`, or None.
+        sinks: for each head, the logit of a further column whose value is zero, or None.
 
     Returns:
         `[B, T, H, K]`, in the dtype of `value`.
     """
     name = platform().name
-    if name == "tpu" and visible.start is None and splash.suits(query, key):
+    if name == "tpu" and visible.start is None and sinks is None and splash.suits(query, key):
         arguments = (visible.segment_ids, visible.windows, visible.kind)
         return splash.attend(query, key, value, *arguments, scale=scale, softcap=softcap)
     mask = visible.mask(query.shape[1], key.shape[1])
-    if name == "cpu" or softcap is not None:
-        return _by_products(query, key, value, mask, scale=scale, softcap=softcap)
+    if name == "cpu" or softcap is not None or sinks is not None:
+        return _by_products(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
     # JAX's attention promotes dtypes internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
@@ -117,9 +120,16 @@ def _of_library(name: str, query: Array, key: Array) -> Literal["xla", "cudnn"]:
 
 
 def _by_products(
-    query: Array, key: Array, value: Array, mask: Array | None, *, scale: float, softcap: float | None
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Array | None = None,
 ) -> Array:
-    """Dense attention with the head axis before time, for CPUs and for soft-caps, which JAX's attention lacks.
+    """Dense attention with the head axis before time, for CPUs, and for soft-caps and sinks, which JAX's lacks.
 
     With this order of axes, XLA's products on CPUs need no transposes, and gradients are much faster.
     """
@@ -133,8 +143,16 @@ def _by_products(
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
     logits = jnp.where(mask[:, :, None], logits, jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(1, *logits.shape[1:3], 1, 1)
+        highest = jnp.maximum(highest, sinks)
+    highest = jax.lax.stop_gradient(highest)
+    weights = jnp.exp(logits - highest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - highest)
     # Normalised after the product: a pass over [T, K] instead of [T, T], forward and backward.
-    mixed = product(weights.astype(value.dtype), value) / jnp.sum(weights, axis=-1, keepdims=True)
+    mixed = product(weights.astype(value.dtype), value) / total
     mixed = mixed.astype(value.dtype)
     return jnp.moveaxis(mixed, 3, 1).reshape(batch, time, heads, width)

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from calibjax.nn.attention import Visible, attend
+from calibjax.nn.experts import Experts, Mixture
 from calibjax.runtime.errors import UserError, check_fields
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -54,6 +55,7 @@ class Rope:
         high_freq_factor: for `"llama3"` only; greater than `low_freq_factor`.
         beta_fast, beta_slow: for `"yarn"` only. Frequencies with more than `beta_fast` turns over the original context
             are kept, those with fewer than `beta_slow` are divided by `factor`.
+        truncate: for `"yarn"` only: whether the transition begins and ends at whole indices.
         divisors: for `"longrope"` only, one for each pair of channels.
         original_max_positions: context before scaling; for `"llama3"`, `"yarn"` and `"longrope"`.
         amplitude: factor on cosines and sines.
@@ -67,6 +69,7 @@ class Rope:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
     divisors: tuple[float, ...] = ()
     original_max_positions: int = 8192
     amplitude: float = 1.0
@@ -123,6 +126,9 @@ class BlockConfig:
         qkv_bias, output_bias, mlp_bias: whether these projections have a bias.
         attention_scale: factor on attention logits; `None` for `1 / sqrt(head_dim)`.
         attention_softcap: `c` in `c * tanh(attention logits / c)`, or `None`.
+        attention_sinks: whether every head has a sink: a logit that takes part in the softmax and attends to nothing.
+        qkv_clip: largest absolute value of queries and keys, before they are rotated, and of values; or `None`.
+        mixture: experts that replace the MLP, each gated and `intermediate_size` wide; `None` for one MLP.
         residual_scale: factor on the updates of the residual stream by attention and MLP, or `None`.
 
     Raises:
@@ -148,6 +154,9 @@ class BlockConfig:
     mlp_bias: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    attention_sinks: bool = False
+    qkv_clip: float | None = None
+    mixture: Mixture | None = None
     residual_scale: float | None = None
 
     def __post_init__(self):
@@ -174,8 +183,12 @@ class BlockConfig:
             raise UserError(f"norm_offset: only RMS norms have one, got {self.norm_offset} with norm {self.norm!r}.")
         if self.parallel is not None and self.norm_placement != "pre":
             raise UserError(f"norm_placement: expected 'pre' where parallel is set, got {self.norm_placement!r}.")
-        if self.attention_softcap is not None and not self.attention_softcap > 0:
-            raise UserError(f"attention_softcap: expected None or a positive number, got {self.attention_softcap}.")
+        for name in ("attention_softcap", "qkv_clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"{name}: expected None or a positive number, got {value}.")
+        if self.mixture is not None and not self.gated_mlp:
+            raise UserError("gated_mlp: expected True, because experts are gated.")
 
 
 class SequenceContext(NamedTuple):
@@ -254,10 +267,11 @@ def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
             """Index of the frequency with this number of turns over the original context."""
             return width * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-        low = max(math.floor(index(rope.beta_fast)), 0)
-        high = min(math.ceil(index(rope.beta_slow)), width - 1)
+        low, high = index(rope.beta_fast), index(rope.beta_slow)
+        low, high = (math.floor(low), math.ceil(high)) if rope.truncate else (low, high)
+        low, high = max(low, 0), min(high, width - 1)
         # 1e-3 makes the passage a step if low equals high.
-        stretch = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        stretch = np.clip((np.arange(width // 2) - low) / ((high - low) or 1e-3), 0.0, 1.0)
         frequencies = (1 - stretch) * frequencies + stretch * frequencies / rope.factor
     elif rope.scaling == "longrope":
         frequencies = frequencies / np.asarray(rope.divisors)
@@ -382,10 +396,11 @@ class Attention(nn.Module):
         def heads(count: int, name: str, norm: str | None = None) -> Array:
             x = dense(count * cfg.head_dim, cfg.qkv_bias, name)(hidden)
             split = (*hidden.shape[:2], count, cfg.head_dim)
-            if norm is None:
-                return x.reshape(split)
-            x = x.reshape(split) if norm == "head" else x
-            return make_norm(cfg, self.dtype, self.param_dtype, name=f"{name}_norm")(x).reshape(split)
+            if norm is not None:
+                x = x.reshape(split) if norm == "head" else x
+                x = make_norm(cfg, self.dtype, self.param_dtype, name=f"{name}_norm")(x)
+            x = x if cfg.qkv_clip is None else jnp.clip(x, -cfg.qkv_clip, cfg.qkv_clip)
+            return x.reshape(split)
 
         query, key = heads(cfg.num_heads, "q", cfg.qk_norm), heads(cfg.num_kv_heads, "k", cfg.qk_norm)
         value = heads(cfg.num_kv_heads, "v")
@@ -399,7 +414,10 @@ class Attention(nn.Module):
                 jax.lax.dynamic_update_slice_in_dim(old, x, start, axis=1) for old, x in zip(past, new, strict=True)
             )
         scale = cfg.head_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
-        mixed = attend(query, key, value, context.visible, scale=scale, softcap=cfg.attention_softcap)
+        sinks = None
+        if cfg.attention_sinks:
+            sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), self.param_dtype)
+        mixed = attend(query, key, value, context.visible, scale=scale, softcap=cfg.attention_softcap, sinks=sinks)
         return dense(cfg.hidden_size, cfg.output_bias, "o")(mixed.reshape(*hidden.shape[:2], -1)), new
 
 
@@ -469,7 +487,11 @@ class Block(nn.Module):
 
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
         attention = Attention(cfg, *kinds, self.kernel_init, name="attention")
-        mlp = MLP(cfg, *kinds, self.kernel_init, name="mlp")
+        if cfg.mixture is None:
+            mlp = MLP(cfg, *kinds, self.kernel_init, name="mlp")
+        else:
+            shape = (cfg.mixture, cfg.intermediate_size, ACTIVATIONS[cfg.activation], cfg.mlp_bias)
+            mlp = Experts(*shape, *kinds, self.kernel_init, name="mlp")
         normed = norm(hidden, "attention_norm", before)
         mixed, new = attention(normed, context, past)
         if cfg.parallel is not None:

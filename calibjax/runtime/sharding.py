@@ -25,6 +25,8 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"layers\.(attention\.[qkv]|mlp\.(gate|up))\.kernel", (None, "fsdp", "tensor")),  # [L, in, out], out divided
     (r"layers\.(attention\.[qkv]|mlp\.(gate|up))\.bias", (None, "tensor")),  # [L, out]
     (r"layers\.(attention\.o|mlp\.down)\.kernel", (None, "tensor", "fsdp")),  # [L, in, out], summed over tensor
+    (r"layers\.mlp\.(gate|up|down)\.kernel", (None, "tensor", "fsdp", None)),  # of experts, [L, E, in, out]
+    (r"layers\.mlp\.(gate|up|down)\.bias", (None, "tensor", None)),  # of experts, [L, E, out]
     (r"block\.(attention\.[qkv]|mlp\.(gate|up))\.kernel", ("fsdp", "tensor")),  # of a head, [in, out]
     (r"block\.(attention\.o|mlp\.down)\.kernel", ("tensor", "fsdp")),
     (r"(gate_up|project)\.kernel", ("fsdp", None)),

@@ -36,7 +36,7 @@ from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Rang
 from calibjax.runtime.sharding import param_shardings, replicated
 from calibjax.train.hidden_cache import array_hash
 from calibjax.train.state import Schedule
-from calibjax.train.tuning import TuningOptions, tune
+from calibjax.train.tuning import TuningOptions, check_dense, tune
 
 Method = Literal["lhts", "partition"]
 _CONDITION_RATE = 30.0  # learning rate of a condition vector over that of weights, in units of the embedding's RMS
@@ -269,6 +269,7 @@ def fit_lhts(
         NonFiniteLossError: training diverged.
     """
     options.check(context.mesh)
+    check_dense(lm.config, "choose a dense model")
     if not sequences.where.any():
         raise UserError("LHTS: the sequences have no token to predict; check the format of the data and the masks.")
     conditions = options.quantiles if method == "partition" else len(options.temperatures)

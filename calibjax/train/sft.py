@@ -24,7 +24,7 @@ from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count, NonNegative, Po
 from calibjax.runtime.sharding import param_shardings
 from calibjax.train.hidden_cache import array_hash
 from calibjax.train.options import checked_alpha
-from calibjax.train.tuning import TuningOptions, tune
+from calibjax.train.tuning import TuningOptions, check_dense, tune
 
 if TYPE_CHECKING:
     SftLossName = str
@@ -80,6 +80,13 @@ class SftOptions(TuningOptions):
             raise UserError(f"--loss {self.loss}: it is for temperature heads (train ats) only; choose another loss.")
         if LOSSES[self.loss].top_k and mesh.size > 1:
             raise UserError(f"--loss {self.loss}: it has no sharded form; choose another loss, or one device.")
+
+    def check_model(self, config: DecoderConfig) -> None:
+        """Raises `UserError` if these weights of such a model cannot be trained."""
+        if self.lora is None:
+            check_dense(config, "train adapters of its attention: --lora-rank 16 --lora-targets attention")
+        else:
+            self.lora.check(config)
 
     @property
     def lora(self) -> LoraConfig | None:
@@ -231,6 +238,7 @@ def fit_sft(
     """
     mesh = context.mesh
     options.check(mesh)
+    options.check_model(lm.config)
     if not sequences.where.any():
         raise UserError(
             "fine-tuning: the sequences have no token to predict; check the format of the data and the masks."

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from calibjax.data import batches, eval_batches
 from calibjax.models import decoder
+from calibjax.models.config import DecoderConfig
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import BatchSize, Count, Fraction, NonNegative, Positive, Range, check_options
@@ -76,6 +77,15 @@ class TuningOptions:
             warmup_fraction=self.warmup_fraction,
             weight_decay=self.weight_decay,
             clip_norm=self.clip_norm,
+        )
+
+
+def check_dense(config: DecoderConfig, remedy: str) -> None:
+    """Raises `UserError` for a mixture of experts, whose weights are not trained."""
+    if config.mixture is not None:
+        raise UserError(
+            f"{config.family} is a mixture of experts, whose weights are frozen here: the loss that balances the load "
+            f"of its experts is not implemented; {remedy}."
         )
 
 

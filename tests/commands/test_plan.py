@@ -20,6 +20,7 @@ from calibjax.commands.plan.compiled import compile_for_tpu, too_large
 from calibjax.commands.plan.count import flops
 from calibjax.commands.plan.hlo import collectives
 from calibjax.commands.plan.program import Job, build, device_bytes
+from calibjax.commands.plan.result import parameter_counts, plan_job
 from calibjax.models.shapes import SHAPES
 from calibjax.runtime.sharding import make_mesh
 from calibjax.runtime.tpu_compiler import DoesNotCompile, with_compiler
@@ -134,6 +135,20 @@ def test_operations_of_fine_tuning(remat):
     assert found == pytest.approx(expected, rel=0.01)
     if remat == "none":
         assert found == pytest.approx(six_n, rel=0.1)
+
+
+def test_operations_of_a_mixture():
+    """Two for each active parameter but the embedding, and attention; active ones as gpt-oss's card counts them."""
+    counts = parameter_counts(SHAPES["gpt-oss-120b"])
+    embedding = 201088 * 2880
+    assert round((counts["active"] - embedding) / 1e9, 2) == 5.13  # arXiv 2508.10925, table 1
+    assert round((parameter_counts(SHAPES["gpt-oss-20b"])["active"] - embedding) / 1e9, 2) == 3.61
+    job = make_job("gpt-oss-120b", batch=16)
+    tokens = 16 * 1024
+    expected = 2 * tokens * (counts["active"] - embedding) + 36 * 2 * 2 * tokens * 1024 * 64 * 64
+    found = plan_job(job, parse_topology("h100:16"), compiles=False)["flops_per_step"]
+    print(f"{found:.6e}, expected {expected:.6e}")
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_operations_as_xla_counts_them():

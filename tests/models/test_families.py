@@ -23,7 +23,7 @@ from parity import (
     torch_run,
     write_files,
 )
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from calibjax import models
 from calibjax.eval.layers.bounds import head_bound
@@ -48,6 +48,8 @@ REPEATED = {
     "gemma2": ("odd-layers-no-caps", "untied-biases"),
     "olmo2": ("gqa-tied-biases",),
     "granite": ("untied-biases",),
+    "mixtral": ("window-tied-one",),
+    "olmoe": ("clipped-biases-normalised",),
 }
 
 
@@ -156,6 +158,11 @@ def test_every_parameter_has_exactly_one_rule(tmp_path, family, name):
             {"model_type": "llama", "partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
             "partial_rotary_factor = 0.5 is not supported; expected None, 1.0",
         ),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "expected 1 to 8, the number of experts, got 9"),
+        ({"model_type": "mixtral", "num_local_experts": 1}, "experts: expected at least 2, got 1"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
         ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm = True is not supported; expected False"),
         ({"model_type": "phi", "partial_rotary_factor": 0.5, "head_dim": 6}, "even number of channels, got 3 of 6"),
     ],
@@ -164,6 +171,61 @@ def test_unsupported_configurations(tmp_path, settings, message):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_JSON | settings))
     with pytest.raises(UserError, match=message):
         config_from_hf(tmp_path)
+
+
+def quantized_gpt_oss(folder):
+    """A random model whose experts are MXFP4, as gpt-oss is published; returns the tensors of the file."""
+    random = np.random.default_rng(0)
+    settings = settings_of("gpt_oss", "sinks-yarn-window") | {"hidden_size": 64, "intermediate_size": 32}
+    settings |= {"num_hidden_layers": 1, "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = config_from_hf(folder)
+    leaves = {path: leaf.shape for path, leaf in dotted_leaves(models.abstract_params(config))}
+    tensors = {}
+    for rule in models.FAMILIES["gpt_oss"].rules:
+        if rule.targets[0] not in leaves:
+            continue
+        shape = list(leaves[rule.targets[0]][rule.stacked :])
+        shape[-1] *= len(rule.targets)
+        name = rule.full_name("model.", 0)
+        if len(shape) == 3:
+            experts, inner, outer = shape
+            scales = random.integers(118, 124, (experts, outer, inner // 32), np.uint8)
+            blocks = random.integers(0, 256, (*scales.shape, 16), np.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        else:
+            shape = shape[::-1] if rule.transpose else shape
+            tensors[name] = random.normal(0.1, 0.2, shape).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+def test_mxfp4_weights(tmp_path):
+    """Against transformers' dequantisation; what is written back is bfloat16 and the same model."""
+    pytest.importorskip("torch")
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = quantized_gpt_oss(tmp_path)
+    lm = load_model(tmp_path)
+    experts = lm.params["layers"]["mlp"]
+    for name, got in (
+        ("gate_up_proj", np.stack([experts["gate"]["kernel"][0], experts["up"]["kernel"][0]], -1)),
+        ("down_proj", np.asarray(experts["down"]["kernel"][0])),
+    ):
+        stored = [
+            torch.from_numpy(tensors[f"model.layers.0.mlp.experts.{name}_{part}"]) for part in ("blocks", "scales")
+        ]
+        expected = convert_moe_packed_tensors(*stored).float().numpy()
+        np.testing.assert_array_equal(got.reshape(expected.shape), expected)
+    save_model(tmp_path / "back", lm.config, lm.params, like=tmp_path, dtype=jnp.bfloat16)
+    back = load_model(tmp_path / "back")
+    np.testing.assert_array_equal(back.params["layers"]["mlp"]["up"]["kernel"], experts["up"]["kernel"])
+    np.testing.assert_array_equal(back.params["layers"]["mlp"]["gate"]["kernel"], experts["gate"]["kernel"])
+    bad = {name: x[:-1] if name.endswith("down_proj_scales") else x for name, x in tensors.items()}
+    save_file(bad, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="are not a pair of MXFP4 blocks and scales"):
+        load_model(tmp_path)
 
 
 def test_qwen_from_json_alone(tmp_path):

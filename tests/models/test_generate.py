@@ -58,7 +58,9 @@ def test_greedy_equals_transformers(name):
     assert got.texts(lm.tokenizer) == [lm.tokenizer.decode(golden[name], skip_special_tokens=True)]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", *map(slow, ["mistral", "gemma3_text", "phi"])])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gpt_oss", *map(slow, ["gpt2", "mistral", "gemma3_text", "phi", "mixtral"])]
+)
 def test_cached_forward_equals_transformers(tmp_path, family):
     """Four columns at a time; the first row padded on the left, the second on the right."""
     golden = np.load(GOLDENS / f"{family}.npz")

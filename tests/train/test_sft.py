@@ -17,6 +17,7 @@ from calibjax.data import load_sequences, read_source
 from calibjax.models import decoder, load_model
 from calibjax.models.hf_export import save_model
 from calibjax.models.lora import LoraConfig
+from calibjax.nn.experts import Mixture
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import options_identity
 from calibjax.runtime.sharding import make_mesh
@@ -319,3 +320,21 @@ def test_optimisers_and_schedules():
     np.testing.assert_allclose(got["a"], expected["a"], rtol=1e-6)
     size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(optimizer.init, params)))
     assert size < 1000, "no moment of the parameters' size"
+
+
+def test_experts_stay_frozen():
+    """Adapters of attention are trained; every other request is refused by name."""
+    lm, batch = setting(family="mixtral", mixture=Mixture(experts=4, per_token=2))
+    lora = LoraConfig(rank=2, targets="attention")
+    adapters = random_adapters(lm, lora)
+    objective = SftObjective(model=lm.config, lora=lora)
+    gradient = jax.jit(jax.grad(objective, has_aux=True))(adapters, lm.params, batch, {})[0]
+    plain = dataclasses.replace(objective, lora=None)
+    expected = jax.jit(jax.grad(lambda a: dense(plain, lora.merge(lm.params, a), batch)))(adapters)
+    assert_close(gradient, expected, 2e-5)
+    assert set(adapters["layers"]) == {"attention"}
+    with pytest.raises(UserError, match="--lora-targets all: the experts and the router of mixtral have no adapters"):
+        SftOptions(lora_rank=2).check_model(lm.config)
+    with pytest.raises(UserError, match="mixtral is a mixture of experts, whose weights are frozen here"):
+        SftOptions().check_model(lm.config)
+    SftOptions(lora_rank=2, lora_targets="attention").check_model(lm.config)

@@ -46,6 +46,7 @@ class PlanOptions(JsonOptions, ModelOptions):
         optimizer: of sft.
         label_smoothing: of sft.
         lora_rank: of sft: train adapters of this rank instead of the weights.
+        lora_targets: of sft: kernels with an adapter.
         head_kind: of ats and eval: the head that gives a token its temperature.
         compile: --no-compile reports what follows from the shapes alone.
         json: print one JSON document instead of tables.
@@ -63,6 +64,7 @@ class PlanOptions(JsonOptions, ModelOptions):
     optimizer: OptimizerKind = "adamw"
     label_smoothing: Weight = 0.1
     lora_rank: Count | None = None
+    lora_targets: Literal["all", "attention", "mlp"] = "all"
     head_kind: HeadKind = "mlp"
     compile: bool = True
 
@@ -82,6 +84,7 @@ class PlanOptions(JsonOptions, ModelOptions):
                 optimizer=self.optimizer,
                 label_smoothing=self.label_smoothing,
                 lora_rank=self.lora_rank,
+                lora_targets=self.lora_targets,
                 remat=self.remat,
             ),
         )
@@ -124,7 +127,7 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
     return document
 
 
-_OF_SFT = ("remat", "accumulate", "optimizer", "label_smoothing", "lora_rank")
+_OF_SFT = ("remat", "accumulate", "optimizer", "label_smoothing", "lora_rank", "lora_targets")
 
 
 def _check_options(options: PlanOptions) -> None:
@@ -224,6 +227,10 @@ def _mesh_table(plans: list[dict[str, Any]], best: str | None) -> TextTable:
 def _plan_table(document: dict[str, Any]) -> TextTable:
     rows = [[name.replace("_", " "), _size(size)] for name, size in document["bytes_per_device"].items()]
     rows.append(["fits", _verdict(document)])
+    counts = document["parameters"]
+    if counts["active"] < counts["total"]:
+        rows.append(["parameters of the model", f"{counts['total']:,}"])
+        rows.append(["parameters active for a token", f"{counts['active']:,}"])
     rows.append(["operations, FLOP", f"{document['flops_per_device']:.3g}"])
     rows.append(["operations of a step, FLOP", f"{document['flops_per_step']:.3g}"])
     for kind, of_kind in (document["collectives"] or {}).items():

@@ -34,6 +34,14 @@ def _of(eqn: Any) -> float:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         terms = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
         return 2.0 * terms * math.prod(eqn.outvars[0].aval.shape)
+    if name == "ragged_dot_general":
+        dimensions = eqn.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = dimensions.dot_dimension_numbers
+        terms = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+        products = terms * math.prod(eqn.outvars[0].aval.shape)
+        # Without a group axis in the second factor, the result has one, and each term belongs to one group.
+        groups = 1 if dimensions.rhs_group_dimensions else eqn.invars[2].aval.shape[-1]
+        return 2.0 * products / groups
     if name == "pallas_call":
         estimate = eqn.params.get("cost_estimate")
         if estimate is None:

@@ -70,8 +70,8 @@ class Job:
             )
         check_context(self.seq, self.config.max_positions)
         self.sft.check(self.abstract_mesh())
-        if self.objective == "sft" and self.sft.lora is not None:
-            self.sft.lora.check(self.config.hidden_size)
+        if self.objective == "sft":
+            self.sft.check_model(self.config)
         make_plan(self.ats, self.config.hidden_size)
 
 

@@ -1,5 +1,6 @@
 """One job on one topology: bytes, operations, collectives and the roofline, as plain data."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +9,10 @@ from calibjax.commands.plan.chips import Topology
 from calibjax.commands.plan.compiled import Compiled, compile_for_tpu
 from calibjax.commands.plan.count import flops
 from calibjax.commands.plan.program import Job, Program, build, device_bytes
+from calibjax.models.config import DecoderConfig
+from calibjax.models.decoder import abstract_params
+from calibjax.models.fingerprint import dotted_leaves
+from calibjax.nn.experts import use_ragged_dot
 from calibjax.runtime.sharding import AXES
 
 
@@ -20,7 +25,8 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         compiles: have the TPU compiler compile the step; otherwise only what follows from the shapes is known.
 
     Returns:
-        compiled: whether the compiler was asked; mesh; fits: None where only the compiler could tell; bytes_per_device:
+        compiled: whether the compiler was asked; parameters: those of the model, `total`, and `active` for a token;
+        mesh; fits: None where only the compiler could tell; bytes_per_device:
         parameters, optimizer, and what else is known: `batch_and_padding` and `temporaries` of a compiled step (with
         the program itself), or `gradients` and `block_inputs` that the step holds at least; `total` of them, and
         `available`; margin_bytes, None where the compiler did not say by how much the step is too large;
@@ -64,9 +70,12 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
             if result.total is not None:
                 total = max(result.total, known)
                 sizes = {name: sizes[name] for name in ("parameters", "optimizer")} | {"temporaries": total - known}
-    if operations is None:
+    if operations is None or job.config.mixture is not None:
         whole = build(job)
-        operations = flops(whole.function.trace(*whole.arguments).jaxpr)
+        # Traced for one device, every copy of a token is a row of one expert; on a mesh it has a row on each device
+        # that holds experts, of which one is used.
+        with use_ragged_dot(True):
+            operations = flops(whole.function.trace(*whole.arguments).jaxpr)
     received = None if moved is None else sum(of_kind["bytes"] for of_kind in moved.values())
     seconds = {
         "compute": operations / topology.devices / topology.chip.flops,
@@ -75,6 +84,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
     }
     return {
         "compiled": result is not None,
+        "parameters": parameter_counts(job.config),
         "mesh": ",".join(f"{axis}={n}" for axis, n in zip(AXES, job.mesh, strict=True)),
         "fits": fits,
         "bytes_per_device": {**sizes, "total": total, "available": topology.chip.memory},
@@ -86,6 +96,20 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         "compile_seconds": result.seconds if isinstance(result, Compiled) else None,
         "note": note,
     }
+
+
+def parameter_counts(config: DecoderConfig) -> dict[str, int]:
+    """Returns the number of parameters of a model, and of those that a token is multiplied with (or looked up in)."""
+    counts = {path: math.prod(leaf.shape) for path, leaf in dotted_leaves(abstract_params(config))}
+    total, mixture = sum(counts.values()), config.mixture
+    if mixture is None:
+        return {"total": total, "active": total}
+    expert = sum(
+        count // mixture.experts
+        for path, count in counts.items()
+        if path.startswith("layers.mlp.") and not path.startswith("layers.mlp.router.")
+    )
+    return {"total": total, "active": total - (mixture.experts - mixture.per_token) * expert}
 
 
 def _held(job: Job, placed: Program) -> dict[str, int]:

@@ -1,0 +1,259 @@
+"""Mixtures of experts: a router sends every token to a few of many MLPs (Shazeer et al., 2017, arXiv 1701.06538).
+
+No token is ever dropped: an expert takes as many tokens as are routed to it. The copies of the tokens are sorted by
+expert, so that each matrix product reads the rows of one expert: by `jax.lax.ragged_dot` on TPUs, and elsewhere by a
+loop over blocks of rows that have one expert, because XLA multiplies every row with every expert on other platforms.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from calibjax.kernels.platforms import platform
+from calibjax.runtime.errors import UserError, check_fields
+from calibjax.runtime.sharding import AXES
+
+use_ragged_dot = jax.make_user_context(False)
+"""`with use_ragged_dot(True):` makes programs traced within use `jax.lax.ragged_dot` on every platform."""
+
+_LARGEST_BLOCK = 128
+_ROWS, _EXPERTS = AXES[:2], AXES[2]  # mesh axes that divide tokens and experts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Configuration of the experts of a block. Hashable.
+
+    Args:
+        experts: number E of experts, at least 2.
+        per_token: number K of experts that each token is sent to, those with the largest router logits; of equal ones
+            those with the smaller index.
+        normalized: whether the weights of a token's experts are a softmax over its K logits. Otherwise they are K
+            entries of the softmax over all E.
+        router_bias: whether the router's logits have a bias.
+        clamp: `c` in `(clip(up x, -c, c) + 1) * g * sigmoid(swish * g)` with `g = min(gate x, c)`, which replaces the
+            activation of gpt-oss; or `None`.
+        swish: factor within the sigmoid; for `clamp` only.
+
+    Raises:
+        UserError: for a number out of range.
+    """
+
+    experts: int
+    per_token: int
+    normalized: bool = True
+    router_bias: bool = False
+    clamp: float | None = None
+    swish: float = 1.702
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.experts < 2:
+            raise UserError(f"experts: expected at least 2, got {self.experts}.")
+        if not 1 <= self.per_token <= self.experts:
+            raise UserError(
+                f"experts per token: expected 1 to {self.experts}, the number of experts, got {self.per_token}."
+            )
+        if self.clamp is not None and not self.clamp > 0:
+            raise UserError(f"swiglu_limit: expected a positive number, got {self.clamp}.")
+
+
+def route(logits: Float[Array, "N E"], mixture: Mixture) -> tuple[Float[Array, "N K"], Int[Array, "N K"]]:
+    """Returns the weights, in float32, and the indices of the experts of each token. For the rule see `Mixture`."""
+    logits = jnp.where(logits == 0, 0.0, logits)  # `top_k` orders -0.0 before 0.0
+    top, chosen = jax.lax.top_k(logits, mixture.per_token)
+    base = top if mixture.normalized else logits
+    return jnp.exp(top - jax.nn.logsumexp(base, axis=-1, keepdims=True)), chosen
+
+
+class _Slots(NamedTuple):
+    """The order in which copies of tokens are multiplied. All slots of a block have one expert.
+
+    Attributes:
+        token: token in each of S slots; any token in a slot that is not used.
+        expert: expert of each slot.
+        slot: slot of each token's K copies.
+        held: whether that copy is for one of the E experts.
+        sizes: number of slots of each expert; the last slots may belong to none.
+        block: number of slots in a block; None if the experts' slots follow each other without gaps.
+    """
+
+    token: Int[Array, " S"]
+    expert: Int[Array, " S"]
+    slot: Int[Array, "N K"]
+    held: Bool[Array, "N K"]
+    sizes: Int[Array, " E"]
+    block: int | None
+
+
+def _arrange(chosen: Int[Array, "N K"], experts: int, blocked: bool) -> _Slots:
+    """Assigns slots to the copies of tokens. Copies for experts outside `[0, experts)` are not held."""
+    tokens, copies = chosen.shape
+    rows = tokens * copies
+    held = (chosen >= 0) & (chosen < experts)
+    flat = jnp.where(held, chosen, experts).reshape(rows)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
+    starts = jnp.cumsum(sizes) - sizes
+    ranks = jnp.zeros(rows, jnp.int32).at[order].set(jnp.arange(rows, dtype=jnp.int32))
+    if not blocked:
+        expert = jnp.minimum(flat[order], experts - 1)
+        return _Slots(order // copies, expert, ranks.reshape(chosen.shape), held, sizes[:-1], None)
+    block = min(max(8, 1 << (rows // experts).bit_length() >> 1), _LARGEST_BLOCK)
+    # Every group that is not empty has at most one block that is not full.
+    count = min(rows, rows // block + min(experts, rows))
+    blocks = -(-sizes[:-1] // block)
+    ends = jnp.cumsum(blocks)
+    first = jnp.append(ends - blocks, count) * block
+    slot = jnp.where(flat < experts, first[flat] + ranks - starts[flat], count * block)
+    token = jnp.zeros(count * block, jnp.int32).at[slot].set(jnp.arange(rows, dtype=jnp.int32) // copies, mode="drop")
+    owner = jnp.searchsorted(ends, jnp.arange(count, dtype=ends.dtype), side="right", method="compare_all")
+    expert = jnp.repeat(jnp.minimum(owner, experts - 1), block)
+    return _Slots(token, expert, slot.reshape(chosen.shape), held, sizes[:-1], block)
+
+
+def _grouped_matmul(rows: Float[Array, "S D"], kernels: Float[Array, "E D F"], slots: _Slots) -> Float[Array, "S F"]:
+    """Multiplies each slot with the kernel of its expert."""
+    if slots.block is None:
+        return jax.lax.ragged_dot(rows, kernels, slots.sizes)
+    blocks = rows.reshape(-1, slots.block, rows.shape[-1])
+    product = jax.lax.map(lambda pair: pair[0] @ kernels[pair[1]], (blocks, slots.expert[:: slots.block]))
+    return product.reshape(-1, kernels.shape[-1])
+
+
+def mix(
+    hidden: Float[Array, "N D"],
+    weights: Float[Array, "N K"],
+    chosen: Int[Array, "N K"],
+    params: Mapping[str, Mapping[str, Array]],
+    activation: Callable[[Array, Array], Array],
+) -> Float[Array, "N D"]:
+    """The weighted sum of each token's experts `down(activation(gate x, up x))`, in float32.
+
+    Args:
+        hidden: tokens `[N, D]`.
+        weights, chosen: from `route`; an index outside `[0, E)` contributes zero.
+        params: of `gate`, `up` and `down`: `kernel` `[E, in, out]` and optionally `bias` `[E, out]`.
+        activation: function of gate and up.
+    """
+    blocked = platform().name != "tpu" and not use_ragged_dot.value
+    slots = _arrange(chosen, params["up"]["kernel"].shape[0], blocked)
+
+    def project(name: str, rows: Array) -> Array:
+        out = _grouped_matmul(rows, params[name]["kernel"], slots)
+        return out + params[name]["bias"][slots.expert] if "bias" in params[name] else out
+
+    rows = hidden[slots.token]
+    out = project("down", activation(project("gate", rows), project("up", rows)))
+    # By selection: a slot without an expert may hold anything.
+    copies = jnp.where(slots.held[..., None], out.at[slots.slot].get(mode="clip"), 0).astype(jnp.float32)
+    return jnp.einsum("nkd,nk->nd", copies, weights, precision="highest")
+
+
+class Experts(nn.Module):
+    """The MLP of a block with a mixture of experts. The router's product, softmax and choice are float32.
+
+    If a mesh with `AXES` is set, the experts are divided over its tensor axis: each device applies its experts to the
+    tokens of its rows, and the results are summed.
+
+    Args:
+        mixture: configuration of the experts.
+        width: width of each expert.
+        activation: activation of the gate.
+        use_bias: whether the projections of the experts have a bias.
+    """
+
+    mixture: Mixture
+    width: int
+    activation: Callable[[Array], Array]
+    use_bias: bool = False
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
+
+    @nn.compact
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        number, size = self.mixture.experts, hidden.shape[-1]
+        router = nn.Dense(
+            number,
+            use_bias=self.mixture.router_bias,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            dtype=jnp.float32,
+            precision="highest",
+            name="router",
+        )
+        logits = router(hidden.astype(jnp.float32).reshape(-1, size))
+        weights, chosen = route(logits, self.mixture)
+        params = {
+            name: _Projection((number, *shape), self.use_bias, self.param_dtype, self.kernel_init, name=name)()
+            for name, shape in (
+                ("gate", (size, self.width)),
+                ("up", (size, self.width)),
+                ("down", (self.width, size)),
+            )
+        }
+        params = jax.tree.map(lambda x: x.astype(self.dtype), params)
+        split = (*hidden.shape[:2], self.mixture.per_token)
+        return _over_mesh(
+            functools.partial(_mix_rows, activation=self._gated, experts=number),
+            hidden,
+            *(weights.reshape(split), chosen.reshape(split)),
+            params,
+        )
+
+    def _gated(self, gate: Array, up: Array) -> Array:
+        clamp = self.mixture.clamp
+        if clamp is None:
+            return self.activation(gate) * up
+        gate = jnp.minimum(gate, clamp)
+        return (jnp.clip(up, -clamp, clamp) + 1) * gate * jax.nn.sigmoid(self.mixture.swish * gate)
+
+
+class _Projection(nn.Module):
+    """Parameters of one projection of all experts: kernel `[E, in, out]` and bias `[E, out]`."""
+
+    shape: tuple[int, int, int]
+    use_bias: bool
+    param_dtype: DTypeLike
+    kernel_init: nn.initializers.Initializer
+
+    @nn.compact
+    def __call__(self) -> dict[str, Array]:
+        params = {"kernel": self.param("kernel", self.kernel_init, self.shape, self.param_dtype)}
+        if self.use_bias:
+            zeros = nn.initializers.zeros
+            params["bias"] = self.param("bias", zeros, (self.shape[0], self.shape[2]), self.param_dtype)
+        return params
+
+
+def _mix_rows(hidden, weights, chosen, params, *, activation, experts: int) -> Array:
+    """`mix` for `[B, T, D]` with the experts of this device, of `experts` in all."""
+    held = params["up"]["kernel"].shape[0]
+    if held < experts:
+        chosen = chosen - jax.lax.axis_index(_EXPERTS) * held
+    rows, weights, chosen = (x.reshape(-1, x.shape[-1]) for x in (hidden, weights, chosen))
+    out = mix(rows, weights, chosen, params, activation).reshape(hidden.shape)
+    return (jax.lax.psum(out, _EXPERTS) if held < experts else out).astype(hidden.dtype)
+
+
+def _over_mesh(function, hidden, weights, chosen, params) -> Array:
+    """Runs `function` on the rows and the experts of each device of the current mesh, if it has `AXES`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
+        return function(hidden, weights, chosen, params)
+    divides = hidden.shape[0] % (mesh.shape[_ROWS[0]] * mesh.shape[_ROWS[1]]) == 0
+    rows = PartitionSpec(_ROWS) if divides else PartitionSpec()
+    whole = params["up"]["kernel"].shape[0] % mesh.shape[_EXPERTS]
+    experts = PartitionSpec() if whole else PartitionSpec(_EXPERTS)
+    return jax.shard_map(function, in_specs=(rows, rows, rows, experts), out_specs=rows, check_vma=False)(
+        hidden, weights, chosen, params
+    )
