@@ -184,6 +184,44 @@ VARIANTS = {
         | {"num_key_value_heads": 2, "hidden_size": 16, **NO_BOS},
         "keys-of-other-families": KEYS | {"hidden_size": 16, **NO_BOS} | {"layer_types": ["sliding_attention"] * 2},
     },
+    "olmo3": {
+        "yarn-on-global-layers": {"num_hidden_layers": 4, "sliding_window": 5, "head_dim": 8, **NO_BOS, **UNTIED}
+        | {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0}}
+        | {"original_max_position_embeddings": 128},
+        "biases-own-layers-tied": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"sliding_window": 3, **NO_BOS},
+        "keys-of-other-families": KEYS | NO_BOS | {"sliding_window": 3},
+    },
+    "glm4": {
+        "interleaved-partial": {"head_dim": 12, "num_key_value_heads": 1, **NO_BOS, **UNTIED},
+        "no-biases-full-tied": {"attention_bias": False, "partial_rotary_factor": 1.0, "head_dim": 6, **NO_BOS},
+        "keys-of-other-families": KEYS | NO_BOS | {"head_dim": 8},
+    },
+    "smollm3": {
+        "no-rope-layers": {"num_hidden_layers": 4, **NO_BOS},
+        "windows-without-rope": {"no_rope_layers": [0, 1, 0], "num_hidden_layers": 3, "use_sliding_window": True}
+        | {"sliding_window": 4, "attention_bias": True, "mlp_bias": True, **NO_BOS, **UNTIED},
+        "keys-of-other-families": KEYS | NO_BOS | {"no_rope_layer_interval": 2},
+    },
+    "ministral": {
+        "windows-in-some-layers": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+        | {"head_dim": 8},
+        "keys-of-other-families": KEYS | UNTIED | {"head_dim": 8},
+    },
+    "ministral3": {
+        "yarn-mscale": {"head_dim": 8, "max_position_embeddings": 512}
+        | {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4.0}
+            | {"original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 0.5}
+            | {"llama_4_scaling_beta": 0.1}
+        },
+        "keys-of-other-families": KEYS
+        | UNTIED
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "llama_4_scaling_beta": 0.1}
+            | {"original_max_position_embeddings": 32}
+        },
+    },
     "mixtral": {
         "top-two": {"num_local_experts": 5, "num_experts_per_tok": 2, **UNTIED},
         "window-tied-one": {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5},

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.hf_config import (
+    TEXT_MODELS,
     activation,
     attention_biases,
     common_config,
@@ -26,6 +27,7 @@ from calibjax.models.rules import Rule, linear, norm
 from calibjax.nn.blocks import ACTIVATIONS, Rope
 from calibjax.nn.experts import Mixture
 from calibjax.runtime.errors import UserError, require_directory
+from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
     """Converts a Hugging Face configuration to a `DecoderConfig`, without running code from the model's directory.
 
     Args:
-        source: a model's directory with its `config.json`, or a configuration object of transformers.
+        source: a model's directory with its `config.json`, or a configuration object of transformers. Of a multimodal
+            model, the language model is described.
 
     Returns:
         The configuration.
@@ -68,6 +71,9 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
     hf: Any = source
     if isinstance(source, str | Path):
         hf = _read_hf_config(require_directory(source, "model"))
+    elif hf.model_type in TEXT_MODELS:
+        text = config_from_hf(hf.text_config)
+        return dataclasses.replace(text, tie_embeddings=hf.tie_word_embeddings, logit_softcap=None)
     family = FAMILIES.get(hf.model_type)
     if family is None:
         raise UserError(_unsupported(hf.model_type))
@@ -101,13 +107,15 @@ def _read_hf_config(folder: Path) -> Any:
         from transformers import AutoConfig
 
     try:
+        if "text_config" in read_json(file):
+            return AutoConfig.for_model(**settings)
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers computes with settings before, and while, it checks them
         raise UserError(f"{file}: transformers cannot read it: {error!r}") from error
 
 
 def _unsupported(model_type: object) -> str:
-    return f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}."
+    return f"model_type {model_type!r} is not supported; supported: {', '.join(sorted({*FAMILIES, *TEXT_MODELS}))}."
 
 
 # Tensor names that several families have in common.
@@ -195,6 +203,29 @@ def _gemma3_config(hf: Any) -> DecoderConfig:
     return _local_global_gemma_config(hf, qk_norm="head", rope=rope(hf, kinds["full_attention"]), local_rope=local)
 
 
+def _ministral_config(hf: Any) -> DecoderConfig:
+    return common_config(hf, **local_layers(hf))
+
+
+def _ministral3_config(hf: Any) -> DecoderConfig:
+    config = _mistral_config(hf)
+    if (hf.rope_parameters or {}).get("llama_4_scaling_beta"):
+        # Queries at positions beyond the original length have another scale, which is not implemented.
+        original = hf.rope_parameters["original_max_position_embeddings"]
+        return dataclasses.replace(config, max_positions=min(config.max_positions, original))
+    return config
+
+
+def _smollm3_config(hf: Any) -> DecoderConfig:
+    unrotated = tuple(not rotated for rotated in hf.no_rope_layers)
+    ours = local_layers(hf)
+    if ours.get("local_layers", unrotated) != unrotated:
+        refuse(hf, "layer_types", hf.layer_types, allowed=("sliding_attention where no_rope_layers has 0",))
+    if any(unrotated):
+        ours |= {"local_layers": unrotated, "local_rope": Rope(scaling="none")}
+    return common_config(hf, **attention_biases(hf), mlp_bias=hf.mlp_bias, **ours)
+
+
 def _phi3_config(hf: Any) -> DecoderConfig:
     return common_config(hf, rope=rope(hf, partial=True), **everywhere_local(hf))
 
@@ -209,8 +240,41 @@ _PHI3_RULES = (
 )
 
 
+_OLMO_RULES = (*_ENDS, *_POST_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_GATE_UP, *_DOWN)
+
+
 def _olmo2_config(hf: Any) -> DecoderConfig:
     return common_config(hf, norm_placement="post", qk_norm="projection", **attention_biases(hf))
+
+
+def _olmo3_config(hf: Any) -> DecoderConfig:
+    kinds = hf.rope_parameters
+    return common_config(
+        hf,
+        norm_placement="post",
+        qk_norm="projection",
+        rope=rope(hf, kinds["full_attention"]),
+        local_rope=rope(hf, kinds["sliding_attention"]),
+        **attention_biases(hf),
+        **local_layers(hf),
+    )
+
+
+def _glm4_config(hf: Any) -> DecoderConfig:
+    positions = dataclasses.replace(rope(hf, partial=True), interleaved=True)
+    return common_config(hf, norm_placement="both", qkv_bias=hf.attention_bias, rope=positions)
+
+
+_GLM4_RULES = (
+    *_ENDS,
+    *_PRE_NORMS,
+    *norm("layers.{}.post_self_attn_layernorm", "layers.attention_post_norm"),
+    *norm("layers.{}.post_mlp_layernorm", "layers.mlp_post_norm"),
+    *_QKV,
+    *_OUTPUT,
+    *linear("layers.{}.mlp.gate_up_proj", "layers.mlp.gate", "layers.mlp.up"),
+    *_DOWN,
+)
 
 
 def _granite_config(hf: Any) -> DecoderConfig:
@@ -466,6 +530,9 @@ _GPT_OSS_RULES = (
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": Family(_mistral_config, "model.", _LLAMA_RULES),
+    "ministral": Family(_ministral_config, "model.", _LLAMA_RULES),
+    "ministral3": Family(_ministral3_config, "model.", _LLAMA_RULES),
+    "smollm3": Family(_smollm3_config, "model.", _LLAMA_RULES),
     "qwen": Family(_qwen_config, "transformer.", _QWEN_RULES, (r"rotary_emb\.inv_freq",), native=False),
     "qwen2": Family(_qwen2_config, "model.", _LLAMA_RULES),
     "qwen3": Family(_qwen3_config, "model.", (*_LLAMA_RULES, *_QK_NORMS)),
@@ -474,7 +541,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         _gemma3_config, "model.", (*_ENDS, *_GEMMA_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_GATE_UP, *_DOWN)
     ),
-    "olmo2": Family(_olmo2_config, "model.", (*_ENDS, *_POST_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_GATE_UP, *_DOWN)),
+    "olmo2": Family(_olmo2_config, "model.", _OLMO_RULES),
+    "olmo3": Family(_olmo3_config, "model.", _OLMO_RULES),
+    "glm4": Family(_glm4_config, "model.", _GLM4_RULES),
     "granite": Family(_granite_config, "model.", _LLAMA_RULES),
     "stablelm": Family(_stablelm_config, "model.", _LLAMA_RULES),
     "phi": Family(_phi_config, "model.", _PHI_RULES),

@@ -24,7 +24,7 @@ _MOST_BYTES = 2**24
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Returns the settings of a config.json, before anything interprets them.
+    """Returns the settings of the language model in a config.json, before anything interprets them.
 
     Sizes must be positive and fit: transformers makes lists as long as the number of layers.
 
@@ -39,12 +39,28 @@ def read_settings(file: Path) -> dict[str, Any]:
             raise ValueError(f"found {str(settings)[:60]!r}")
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: not a JSON object ({error}).") from error
+    text = text_settings(settings)
     for names, largest in ((_SIZES, LARGEST_SIZE), (_LAYERS, MOST_LAYERS)):
         for name in names:
-            value = settings.get(name)
+            value = text.get(name)
             if value is not None and not (type(value) is int and 1 <= value <= largest):
                 raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {str(value)[:60]}.")
-    return settings
+    return text
+
+
+TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""Multimodal `model_type`s, and the `model_type` of their language model where they do not name it."""
+
+
+def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the language model of a multimodal model, or those of a language model as they are."""
+    kind, text = settings.get("model_type"), settings.get("text_config")
+    if not (isinstance(kind, str) and kind in TEXT_MODELS and isinstance(text, Mapping)):
+        return settings
+    # Of the whole model, not of its part: whether embeddings are tied, and how its weights are quantised.
+    shared = {name: settings[name] for name in ("tie_word_embeddings", "quantization_config") if name in settings}
+    # transformers does not cap the logits of a multimodal model.
+    return {"model_type": TEXT_MODELS[kind], **text, **shared, "final_logit_softcapping": None}
 
 
 def refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
 from calibjax.models.fingerprint import dotted_leaves
+from calibjax.models.hf_config import text_settings
 from calibjax.models.rules import Layout, Rule
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError, require_directory
@@ -110,10 +111,10 @@ def settings_files(source: Path) -> list[Path]:
 
 
 def copy_settings(source: Path, target: Path, dtype: str) -> None:
-    """Copies `settings_files` and sets `dtype` as the dtype of the weights in config.json, which are not quantised."""
+    """Copies `settings_files` and writes config.json: of the language model, with weights of `dtype`, not quantised."""
     for file in settings_files(source):
         shutil.copy(file, target / file.name)
-    written = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    written = text_settings(json.loads((source / "config.json").read_text(encoding="utf-8")))
     for name in ("torch_dtype", "quantization_config"):  # the first is the name before transformers 5
         written.pop(name, None)
     write_file(target / "config.json", json.dumps({**written, "dtype": dtype}, indent=2) + "\n")

@@ -69,11 +69,13 @@ class Plan:
         leaves: shape and dtype of each parameter by dotted path.
         pieces: pieces that fill each path; one per layer for stacked parameters.
         must_equal: two tensors that the model ties and the checkpoint stores separately, or `None`.
+        left_out: number of tensors of each part of a multimodal model that is not its language model.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct]
     pieces: dict[str, list[Piece]]
     must_equal: tuple[TensorEntry, TensorEntry] | None
+    left_out: dict[str, int]
 
     @property
     def names(self) -> list[str]:
@@ -99,8 +101,9 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
     leaves = dict(dotted_leaves(abstract_params(config)))
     problems: dict[str, list[str]] = collections.defaultdict(list)
     found: dict[str, TensorEntry] = {}
-    for entry in entries:
-        name = entry.name.removeprefix(family.prefix)
+    entries, left_out = _language_model(list(entries))
+    for name, entry in entries:
+        name = name.removeprefix(family.prefix)
         if any(re.fullmatch(pattern, name) for pattern in family.ignored):
             continue
         if name in found:
@@ -133,7 +136,27 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
             f"The weights do not match this {config.family} configuration. {report}. "
             "Check that config.json and the safetensors files are complete and come from the same model."
         )
-    return Plan(leaves, pieces, tied)
+    return Plan(leaves, pieces, tied, left_out)
+
+
+def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorEntry]], dict[str, int]]:
+    """Returns the tensors of the language model with their names in it, and how many each other part has.
+
+    A checkpoint of one model has no other part. In one of a multimodal model, the names of the language model are
+    `language_model.model...` and `language_model.lm_head...`, or as newer versions of transformers write them,
+    `model.language_model...` and `lm_head...`.
+    """
+    if not any("language_model." in entry.name for entry in entries):
+        return [(entry.name, entry) for entry in entries], {}
+    text, left_out = [], collections.Counter()
+    for entry in entries:
+        name = entry.name.removeprefix("model.")
+        own = name.removeprefix("language_model.")
+        if own != name or name.startswith("lm_head."):
+            text.append((own if own.startswith(("lm_head.", "model.")) else f"model.{own}", entry))
+        else:
+            left_out[name.split(".")[0]] += 1
+    return text, dict(left_out)
 
 
 def _take_tied(config: DecoderConfig, found: dict[str, TensorEntry]) -> tuple[TensorEntry, TensorEntry] | None:

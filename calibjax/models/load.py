@@ -1,6 +1,7 @@
 """Loading of a `LanguageModel` from a directory or the Hugging Face hub, without unpickling or running any file."""
 
 import functools
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vo
 # Subfolders and `consolidated*` hold the same weights in the authors' own layout.
 _HUB_SKIPPED = ["*/*", "consolidated*"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_log = logging.getLogger(__name__)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -69,6 +71,9 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
     tokenizer = _load_tokenizer(folder, native=FAMILIES[config.family].native)
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
+    if plan is not None and plan.left_out and is_first():
+        parts = ", ".join(f"{part} ({count:,} tensors)" for part, count in sorted(plan.left_out.items()))
+        _log.warning("%s: the language model is loaded; left out: %s.", folder, parts)
     if plan is None:
         assert description is not None
         params, fingerprint = restore_params(folder, description, config, dtype, mesh)

@@ -64,6 +64,35 @@ def _gemma2(layers: int, width: int, inner: int, heads: int, kv_heads: int) -> D
     )
 
 
+def _gemma3(
+    layers: int,
+    width: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    scaling: Any = None,
+    factor: float = 1.0,
+    **others: Any,
+) -> DecoderConfig:
+    return _gemma(
+        "gemma3_text",
+        layers,
+        width,
+        inner,
+        heads,
+        kv_heads,
+        norm_placement="both",
+        qk_norm="head",
+        attention_scale=256**-0.5,
+        rope=Rope(theta=1e6, scaling=scaling, factor=factor),
+        local_rope=Rope(theta=1e4),
+        local_layers=tuple((layer + 1) % 6 != 0 for layer in range(layers)),
+        window=window,
+        **others,
+    )
+
+
 def _gpt_like(family: str, layers: int, width: int, heads: int, **others: Any) -> DecoderConfig:
     """A decoder with LayerNorm, an ungated MLP of width 4 × `width`, and biases in all projections."""
     fields = {
@@ -110,9 +139,40 @@ SHAPES: dict[str, DecoderConfig] = {
     "llama-2-70b": _llama(80, 8192, 28672, 64, 8),
     "llama-3.1-8b": _llama3(32, 4096, 14336, 32, factor=8.0),
     "llama-3.1-70b": _llama3(80, 8192, 28672, 64, factor=8.0),
+    "llama-3.3-70b": _llama3(80, 8192, 28672, 64, factor=8.0),
     "llama-3.2-1b": _llama3(16, 2048, 8192, 32, factor=32.0, tie_embeddings=True),
     "mistral-7b": _llama(
         32, 4096, 14336, 32, 8, family="mistral", max_positions=32768, local_layers=(True,) * 32, window=4096
+    ),
+    "ministral-8b": _llama(
+        36, 4096, 12288, 32, 8, family="mistral", vocab_size=131072, max_positions=32768, rope=Rope(theta=1e8)
+    ),
+    "mistral-small-3.1-24b": _llama(
+        40,
+        5120,
+        32768,
+        32,
+        8,
+        family="mistral",
+        vocab_size=131072,
+        head_dim=128,
+        max_positions=131072,
+        rope=Rope(theta=1e9),
+    ),
+    "smollm3-3b": _llama(
+        36,
+        2048,
+        11008,
+        16,
+        4,
+        family="smollm3",
+        vocab_size=128256,
+        max_positions=65536,
+        norm_eps=1e-6,
+        tie_embeddings=True,
+        rope=Rope(theta=5e6),
+        local_rope=Rope(scaling="none"),
+        local_layers=tuple((layer + 1) % 4 == 0 for layer in range(36)),
     ),
     "qwen-7b": _llama(
         32, 4096, 11008, 32, 32, family="qwen", vocab_size=151936, max_positions=8192, norm_eps=1e-6, qkv_bias=True
@@ -146,22 +206,9 @@ SHAPES: dict[str, DecoderConfig] = {
     "gemma-2b": _gemma("gemma", 18, 2048, 16384, 8, 1),
     "gemma-2-2b": _gemma2(26, 2304, 9216, 8, 4),
     "gemma-2-9b": _gemma2(42, 3584, 14336, 16, 8),
-    "gemma-3-1b": _gemma(
-        "gemma3_text",
-        26,
-        1152,
-        6912,
-        4,
-        1,
-        vocab_size=262144,
-        max_positions=32768,
-        norm_placement="both",
-        qk_norm="head",
-        attention_scale=256**-0.5,
-        rope=Rope(theta=1e6),
-        local_rope=Rope(theta=1e4),
-        local_layers=tuple((layer + 1) % 6 != 0 for layer in range(26)),
-        window=512,
+    "gemma-3-1b": _gemma3(26, 1152, 6912, 4, 1, window=512, vocab_size=262144, max_positions=32768),
+    "gemma-3-4b": _gemma3(
+        34, 2560, 10240, 8, 4, window=1024, vocab_size=262208, max_positions=131072, scaling="linear", factor=8.0
     ),
     "phi-2": _gpt_like(
         "phi",
@@ -176,6 +223,9 @@ SHAPES: dict[str, DecoderConfig] = {
     ),
     "phi-3-mini-4k": _llama(
         32, 3072, 8192, 32, 32, family="phi3", vocab_size=32064, local_layers=(True,) * 32, window=2047
+    ),
+    "phi-4": _llama(
+        40, 5120, 17920, 40, 10, family="phi3", vocab_size=100352, max_positions=16384, rope=Rope(theta=250000.0)
     ),
     "pythia-1.4b": _gpt_like(
         "gpt_neox", 24, 2048, 16, vocab_size=50304, activation="gelu", parallel="two_norms", rope=Rope(fraction=0.25)
@@ -192,6 +242,36 @@ SHAPES: dict[str, DecoderConfig] = {
         norm_placement="post",
         qk_norm="projection",
         rope=Rope(theta=5e5),
+    ),
+    "olmo-3-7b": _llama(
+        32,
+        4096,
+        11008,
+        32,
+        32,
+        family="olmo3",
+        vocab_size=100278,
+        max_positions=65536,
+        norm_eps=1e-6,
+        norm_placement="post",
+        qk_norm="projection",
+        rope=Rope(theta=5e5, scaling="yarn", factor=8.0, original_max_positions=8192, amplitude=0.1 * math.log(8) + 1),
+        local_rope=Rope(theta=5e5),
+        local_layers=tuple((layer + 1) % 4 != 0 for layer in range(32)),
+        window=4096,
+    ),
+    "glm-4-9b": _llama(
+        40,
+        4096,
+        13696,
+        32,
+        2,
+        family="glm4",
+        vocab_size=151552,
+        max_positions=32768,
+        norm_placement="both",
+        qkv_bias=True,
+        rope=Rope(fraction=0.5, interleaved=True),
     ),
     "granite-3.1-2b": _llama(
         40,

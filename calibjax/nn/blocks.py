@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 _kernel_init = nn.initializers.normal(0.02)
 
 
-ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope")
+ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope", "none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Rope:
             wavelengths between `original_max_positions / high_freq_factor` and `original_max_positions /
             low_freq_factor`; `"yarn"`: likewise, with a transition that is linear in the index of the frequency (Peng
             et al., 2023, https://arxiv.org/abs/2309.00071, section 3.2); `"longrope"`: each frequency is divided by
-            its own of `divisors`.
+            its own of `divisors`; `"none"`: all are zero, so that nothing is rotated.
         factor: scaling of the context; positive.
         low_freq_factor: for `"llama3"` only.
         high_freq_factor: for `"llama3"` only; greater than `low_freq_factor`.
@@ -59,11 +59,12 @@ class Rope:
         divisors: for `"longrope"` only, one for each pair of channels.
         original_max_positions: context before scaling; for `"llama3"`, `"yarn"` and `"longrope"`.
         amplitude: factor on cosines and sines.
+        interleaved: whether pairs are neighbouring channels, instead of channels of the two halves.
     """
 
     theta: float = 10000.0
     fraction: float = 1.0
-    scaling: Literal["linear", "llama3", "yarn", "longrope"] | None = None
+    scaling: Literal["linear", "llama3", "yarn", "longrope", "none"] | None = None
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -73,6 +74,7 @@ class Rope:
     divisors: tuple[float, ...] = ()
     original_max_positions: int = 8192
     amplitude: float = 1.0
+    interleaved: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -275,6 +277,8 @@ def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         frequencies = (1 - stretch) * frequencies + stretch * frequencies / rope.factor
     elif rope.scaling == "longrope":
         frequencies = frequencies / np.asarray(rope.divisors)
+    elif rope.scaling == "none":
+        frequencies = np.zeros_like(frequencies)
     return frequencies.astype(np.float32)
 
 
@@ -287,15 +291,22 @@ def rotary_table(
 
 
 def rotate(
-    x: Float[Array, "B T H K"], table: tuple[Float[Array, "#B T 1 R"], Float[Array, "#B T 1 R"]]
+    x: Float[Array, "B T H K"],
+    table: tuple[Float[Array, "#B T 1 R"], Float[Array, "#B T 1 R"]],
+    interleaved: bool = False,
 ) -> Float[Array, "B T H K"]:
     """Rotates each pair `(x_i, x_{i + R})`, `i < R`, by its angle: the half-split order of Hugging Face's Llama.
 
-    Channels from 2R on pass unchanged. The arithmetic is float32 for any dtype of `x`, because bfloat16 cannot
-    represent the angles of large positions.
+    If `interleaved`, the pairs are `(x_{2i}, x_{2i + 1})`. Channels from 2R on pass unchanged. The arithmetic is
+    float32 for any dtype of `x`, because bfloat16 cannot represent the angles of large positions.
     """
     cos, sin = table
     pairs = cos.shape[-1]
+    if interleaved:
+        turned, rest = jnp.split(x.astype(jnp.float32), (2 * pairs,), axis=-1)
+        first, second = turned[..., ::2], turned[..., 1::2]
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(turned.shape)
+        return jnp.concatenate([turned, rest], axis=-1).astype(x.dtype)
     first, second, rest = jnp.split(x.astype(jnp.float32), (pairs, 2 * pairs), axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 
@@ -405,7 +416,8 @@ class Attention(nn.Module):
         query, key = heads(cfg.num_heads, "q", cfg.qk_norm), heads(cfg.num_kv_heads, "k", cfg.qk_norm)
         value = heads(cfg.num_kv_heads, "v")
         if context.rotary is not None:
-            query, key = rotate(query, context.rotary), rotate(key, context.rotary)
+            interleaved = cfg.rope is not None and cfg.rope.interleaved
+            query, key = (rotate(x, context.rotary, interleaved) for x in (query, key))
         new = (key, value)
         if past is not None:
             start = context.visible.start

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +49,17 @@ REPEATED = {
     "gemma2": ("odd-layers-no-caps", "untied-biases"),
     "olmo2": ("gqa-tied-biases",),
     "granite": ("untied-biases",),
+    "olmo3": ("biases-own-layers-tied",),
     "mixtral": ("window-tied-one",),
+    "qwen3_moe": ("normalised-biases-window",),
     "olmoe": ("clipped-biases-normalised",),
+    "gpt_oss": ("tied-no-biases-default-rope",),
 }
+
+
+ALIKE = ("olmo3", "ministral", "ministral3", "mixtral", "olmoe")
+"""Families whose blocks are those of others: by default, one of their random configurations is enough."""
+EACH = [pytest.param(family, marks=[pytest.mark.slow] if family in ALIKE else []) for family in models.FAMILIES]
 
 
 def is_first(family, name):
@@ -93,7 +102,7 @@ def read_golden(family, folder):
     return golden, settings, shapes
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 def test_golden(tmp_path, family):
     golden, _, _ = read_golden(family, tmp_path)
     got = our_run(load_model(tmp_path), golden["tokens"])
@@ -102,7 +111,7 @@ def test_golden(tmp_path, family):
     assert error <= 1e-5
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", [family for family in models.FAMILIES if family not in ALIKE] + ["mixtral"])
 def test_what_is_read_is_written_back(tmp_path, family):
     """The same names, shapes and values, and nothing else."""
     read_golden(family, tmp_path)
@@ -123,7 +132,10 @@ def test_layout_by_groups():
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if case[1] == "keys-of-other-families" else []) for case in CASES],
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if case[1] == "keys-of-other-families" or case[0] in ALIKE else [])
+        for case in CASES
+    ],
 )
 def test_every_parameter_has_exactly_one_rule(tmp_path, family, name):
     settings = settings_of(family, name)
@@ -141,7 +153,15 @@ def test_every_parameter_has_exactly_one_rule(tmp_path, family, name):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "'ministral' is not supported"),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1, 0], "layer_types": ["sliding_attention"] * 2},
+            "sliding_window",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1, 0], "sliding_window": 4}
+            | {"layer_types": ["sliding_attention"] * 2},
+            "layer_types = .* is not supported; expected 'sliding_attention where no_rope_layers has 0'",
+        ),
         ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
@@ -171,6 +191,52 @@ def test_unsupported_configurations(tmp_path, settings, message):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_JSON | settings))
     with pytest.raises(UserError, match=message):
         config_from_hf(tmp_path)
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "parts"),
+    [
+        ("gemma3", ("gemma3_text", "scaled-rope-own-pattern"), r"multi_modal_projector \(2 tensors\), vision_tower"),
+        pytest.param("mistral3", ("mistral", "untied-no-window"), "vision_tower", marks=pytest.mark.slow),
+    ],
+)
+def test_language_model_of_a_multimodal_model(tmp_path, caplog, kind, text, parts):
+    """Against the whole model of transformers on text; both kinds of names; what is written is a language model."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    inner = settings_of(*text)
+    tied = inner["tie_word_embeddings"]
+    settings = {"text_config": inner, "vision_config": VISION, "tie_word_embeddings": tied}
+    config = transformers.AutoConfig.for_model(kind, **json.loads(json.dumps(settings)))
+    theirs = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
+    tokens = random_tokens(inner)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+    lm = load_model(tmp_path)
+    assert re.search(rf"the language model is loaded; left out: .*{parts} \(\d+ tensors\)\.", caplog.text)
+    assert lm.config.family == text[0]
+    error = largest_error([np.asarray(lm.logits(tokens))], [expected])
+    print(f"{kind}: worst relative error {error:.1e}")
+    assert error <= 1e-5
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head"): x
+        for name, x in load_file(file).items()
+    }
+    save_file(tensors, file)
+    assert load_model(tmp_path).fingerprint == lm.fingerprint
+    assert config_from_hf(config) == lm.config
+    caplog.clear()
+    save_model(tmp_path / "back", lm.config, lm.params, like=tmp_path)
+    assert load_model(tmp_path / "back").fingerprint == lm.fingerprint
+    assert not caplog.text
 
 
 def quantized_gpt_oss(folder):

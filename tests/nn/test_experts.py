@@ -15,6 +15,7 @@ from calibjax.nn.experts import Mixture, mix, route, use_ragged_dot
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import make_mesh, param_shardings
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 N, D, F, E = 40, 6, 5, 7
 
 
@@ -110,6 +111,7 @@ def test_experts_are_divided_over_a_mesh():
             np.testing.assert_allclose(got, expected[:rows], rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_a_token_that_is_not_finite_stays_alone():
     lm = make_lm(family="mixtral", mixture=Mixture(experts=4, per_token=2))
     tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (3, 6))

@@ -60,6 +60,8 @@ def entropy_neurons(
     """
     if not 1 <= layers <= lm.config.num_layers:
         raise UserError(f"layers: expected 1 to {lm.config.num_layers}, the model's blocks, got {layers}.")
+    if lm.config.mixture is not None:
+        raise UserError(f"entropy neurons: {lm.config.family} is a mixture of experts; choose a model with one MLP.")
     mlp = lm.params["layers"]["mlp"]["down"]["kernel"]
     gain = np.asarray(lm.params["final_norm"]["scale"], np.float64) + lm.config.norm_offset
     mean, gram = _unit_moments(lm.unembedding)
