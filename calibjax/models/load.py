@@ -20,6 +20,7 @@ from calibjax.models.hf_tensors import Piece, Plan, TensorEntry, merge_mxfp4, pl
 from calibjax.models.hub import download, repository_of
 from calibjax.models.model import LanguageModel, check_tokenizer
 from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
+from calibjax.models.rules import transposed
 from calibjax.runtime.distributed import is_first, together
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import read_json
@@ -212,7 +213,7 @@ def _read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[s
                 slot = shard if piece.layer is None else shard[piece.layer]
                 with np.errstate(over="ignore"):
                     slot[...] = values
-                if not np.isfinite(slot).all():
+                if not _is_finite(slot):
                     cause = (
                         "holds values too large for" if np.isfinite(values).all() else "holds NaN or infinity, read as"
                     )
@@ -221,6 +222,13 @@ def _read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[s
                     raise UserError(f"{first.file}: {first.name}{more} {cause} {dtype.name}.")
         params[path] = _place(shards, sharding, leaf.shape)
     return traverse_util.unflatten_dict(params, sep="."), digests
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Whether all values are finite; of bfloat16 by its exponent, because numpy converts each number."""
+    if array.dtype == jnp.bfloat16:
+        return not array.size or int((array.view(np.uint16) & 0x7FFF).max()) < 0x7F80
+    return bool(np.isfinite(array).all())
 
 
 _Index = tuple[tuple[int, int], ...]
@@ -277,4 +285,4 @@ def _part_of(piece: Piece, entry: TensorEntry, index: tuple[slice, ...]) -> np.n
     inner = (*others, slice(start + last.start, start + last.stop))
     with safe_open(entry.file, framework="numpy") as handle:
         view = handle.get_slice(entry.name)
-        return view[inner[::-1]].T if piece.layout.transpose else view[inner]
+        return transposed(view[inner[::-1]]) if piece.layout.transpose else view[inner]

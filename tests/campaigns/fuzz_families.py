@@ -58,6 +58,10 @@ PARTIAL = {
     ],
     "head_dim": [8, 16],
 }
+LONGROPE = [
+    {"rope_type": "longrope", **THETA, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 64}
+    | {"short_factor": [1.0, 1.1, 1.7, 2.5], "long_factor": [2.0, 9.0, 9.0, 9.0]}
+]
 KINDS = {
     "rope_parameters": [
         {"full_attention": {"rope_type": "default", **THETA}, "sliding_attention": {"rope_type": "default", **THETA}},
@@ -83,7 +87,7 @@ DRAWN = {
     "mistral": WINDOW | ROPES,
     "ministral": TYPES | ROPES,
     "ministral3": WINDOW
-    | {"rope_parameters": [r | {"llama_4_scaling_beta": 0.1} for r in ROPES["rope_parameters"][3:]]},
+    | {"rope_parameters": [r | {"llama_4_scaling_beta": 0.1} for r in ROPES["rope_parameters"][4:]]},
     "smollm3": BIAS | ROPES | {"mlp_bias": YES_NO, "no_rope_layer_interval": [2, 3]},
     "qwen": EQUAL | {"num_key_value_heads": ["heads"], "tie_word_embeddings": [False]},
     "qwen2": ROPES
@@ -101,9 +105,14 @@ DRAWN = {
     | ROPES
     | {"mlp_bias": YES_NO, "embedding_multiplier": [1.0, 3.0], "attention_multiplier": [0.2, 0.4]}
     | {"residual_multiplier": [0.4, 1.0], "logits_scaling": [1.0, 2.5]},
-    "stablelm": PARTIAL | EQUAL | {"use_parallel_residual": YES_NO, "use_qkv_bias": YES_NO},
+    "stablelm": PARTIAL | EQUAL | {"hidden_size": [32], "use_parallel_residual": YES_NO, "use_qkv_bias": YES_NO},
     "phi": PARTIAL | {"head_dim": [None], "hidden_size": [32], "num_attention_heads": [2, 4]},
-    "phi3": WINDOW | PARTIAL | {"head_dim": [None], "hidden_size": [32], "num_attention_heads": [2, 4]},
+    "phi3": WINDOW
+    | {"head_dim": [None], "hidden_size": [32], "num_attention_heads": [4]}
+    | {
+        "rope_parameters": [{"rope_type": "default", **THETA, "partial_rotary_factor": f} for f in (1.0, 0.5)]
+        + LONGROPE
+    },
     "gpt_neox": BIAS
     | PARTIAL
     | EQUAL

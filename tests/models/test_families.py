@@ -33,7 +33,7 @@ from calibjax.models import LanguageModel, config_from_hf, load_model
 from calibjax.models.calibrated import calibrated_confidence
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hf_export import save_model
-from calibjax.models.rules import Layout
+from calibjax.models.rules import Layout, transposed
 from calibjax.runtime.errors import UserError
 from calibjax.train.sft import SftObjective
 
@@ -50,6 +50,7 @@ REPEATED = {
     "olmo2": ("gqa-tied-biases",),
     "granite": ("untied-biases",),
     "olmo3": ("biases-own-layers-tied",),
+    "glm4": ("no-biases-full-tied",),
     "mixtral": ("window-tied-one",),
     "qwen3_moe": ("normalised-biases-window",),
     "olmoe": ("clipped-biases-normalised",),
@@ -121,6 +122,14 @@ def test_what_is_read_is_written_back(tmp_path, family):
     assert before.keys() == after.keys()
     for name in before:
         np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (16, 5), (3, 33, 7)])
+def test_transposed(shape):
+    tensor = np.arange(np.prod(shape), dtype=np.float32).reshape(shape).astype(jnp.bfloat16)
+    got = transposed(tensor)
+    assert got.flags.c_contiguous
+    np.testing.assert_array_equal(got, tensor.swapaxes(-1, -2))
 
 
 def test_layout_by_groups():
