@@ -205,9 +205,10 @@ def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
 
     Blocks are bytes `[E, F, D / 32, 16]`, scales `[E, F, D / 32]`, values `[E, D, F]`; see `read_mxfp4`.
     """
+    entries = list(entries)
     by_name = {entry.name: entry for entry in entries}
     merged = []
-    for entry in by_name.values():
+    for entry in entries:
         name = entry.name.removesuffix("_blocks")
         scales = by_name.get(f"{name}_scales")
         if name != entry.name and scales is not None:
