@@ -53,7 +53,7 @@ TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 
 
 def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the language model of a multimodal model, or those of a language model as they are."""
+    """Returns the settings of the language model of a multimodal model; of a language model, the same settings."""
     kind, text = settings.get("model_type"), settings.get("text_config")
     if not (isinstance(kind, str) and kind in TEXT_MODELS and isinstance(text, Mapping)):
         return settings

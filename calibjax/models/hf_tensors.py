@@ -101,8 +101,8 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
     leaves = dict(dotted_leaves(abstract_params(config)))
     problems: dict[str, list[str]] = collections.defaultdict(list)
     found: dict[str, TensorEntry] = {}
-    entries, left_out = _language_model(list(entries))
-    for name, entry in entries:
+    named, left_out = _language_model(list(entries))
+    for name, entry in named:
         name = name.removeprefix(family.prefix)
         if any(re.fullmatch(pattern, name) for pattern in family.ignored):
             continue

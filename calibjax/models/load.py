@@ -272,8 +272,7 @@ def _read_piece(piece: Piece) -> np.ndarray:
 def _read_part(piece: Piece, index: tuple[slice, ...]) -> np.ndarray:
     """Returns `_read_piece(piece)[index]` and reads only this part if the layout of the tensors allows it."""
     if len(piece.entries) > 1:
-        experts, *inner = index
-        return np.stack([_part_of(piece, entry, tuple(inner)) for entry in piece.entries[experts]])
+        return np.stack([_part_of(piece, entry, index[1:]) for entry in piece.entries[index[0]]])
     return _part_of(piece, piece.entries[0], index)
 
 
