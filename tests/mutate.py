@@ -244,6 +244,10 @@ TABLE = [
     Mutation("data/examples.py", "np.maximum(end, begin + 1) > first", "end > first", "data/test_examples.py -k width"),
     Mutation("data/choices.py", "len(tokens) - 1 <= max_tokens", "len(tokens) <= max_tokens", "data/test_choices.py"),
     # nn and heads
+    Mutation(
+        "nn/experts.py", "base = top if mixture.normalized else logits", "base = top", "nn/test_experts.py -k routing"
+    ),
+    Mutation("nn/experts.py", "ranks - starts[flat], count", "ranks, count", "nn/test_experts.py -k products"),
     Mutation("nn/attention.py", "seen &= distance < (", "seen &= distance <= (", "models/test_decoder.py -k window"),
     Mutation(
         "nn/blocks.py", "self.offset + _last_axis(scale, x)", "_last_axis(scale, x)", "nn/test_blocks.py -k float64"

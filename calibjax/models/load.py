@@ -271,9 +271,10 @@ def _read_piece(piece: Piece) -> np.ndarray:
 
 def _read_part(piece: Piece, index: tuple[slice, ...]) -> np.ndarray:
     """Returns `_read_piece(piece)[index]` and reads only this part if the layout of the tensors allows it."""
-    if len(piece.entries) > 1:
+    first, *others = piece.entries
+    if others:
         return np.stack([_part_of(piece, entry, index[1:]) for entry in piece.entries[index[0]]])
-    return _part_of(piece, piece.entries[0], index)
+    return _part_of(piece, first, index)
 
 
 def _part_of(piece: Piece, entry: TensorEntry, index: tuple[slice, ...]) -> np.ndarray:

@@ -191,7 +191,7 @@ def test_bad_block_configurations(change, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scaling": "ntk"}, "linear, llama3, yarn, longrope; got 'ntk'"),
+        ({"scaling": "ntk"}, "linear, llama3, yarn, longrope, none; got 'ntk'"),
         ({"theta": 0.0}, "must be positive"),
         ({"scaling": "llama3", "low_freq_factor": 4.0}, "low_freq_factor < high_freq_factor"),
     ],
