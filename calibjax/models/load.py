@@ -149,6 +149,15 @@ def _read_index(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def _open(file: Path) -> Any:
+    """`safe_open`, which reports every failure to open a file as "No such file or directory"."""
+    try:
+        return safe_open(file, framework="numpy")
+    except FileNotFoundError:
+        with file.open("rb"):  # raises what the system says
+            raise UserError(f"{file} could not be opened, though it can be now: start again.") from None
+
+
 def _read_headers(files: list[Path]) -> list[TensorEntry]:
     return merge_mxfp4(_read_stored(files))
 
@@ -156,7 +165,7 @@ def _read_headers(files: list[Path]) -> list[TensorEntry]:
 def _read_stored(files: list[Path]) -> Iterator[TensorEntry]:
     for file in files:
         try:
-            with safe_open(file, framework="numpy") as handle:
+            with _open(file) as handle:
                 for name in handle.keys():  # noqa: SIM118 (not a dictionary)
                     view = handle.get_slice(name)
                     yield TensorEntry(name, tuple(view.get_shape()), view.get_dtype(), file)
@@ -254,9 +263,9 @@ def _place(shards: dict[_Index, np.ndarray], sharding: NamedSharding | None, sha
 
 def _read(entry: TensorEntry) -> np.ndarray:
     if entry.scales is None:
-        with safe_open(entry.file, framework="numpy") as handle:
+        with _open(entry.file) as handle:
             return handle.get_tensor(entry.name)
-    with safe_open(entry.file, framework="numpy") as blocks, safe_open(entry.scales, framework="numpy") as scales:
+    with _open(entry.file) as blocks, _open(entry.scales) as scales:
         views = blocks.get_slice(f"{entry.name}_blocks"), scales.get_slice(f"{entry.name}_scales")
         values = np.empty(entry.shape, jnp.bfloat16)
         for expert in range(entry.shape[0]):  # one at a time, because the intermediate values are float32
@@ -283,6 +292,6 @@ def _part_of(piece: Piece, entry: TensorEntry, index: tuple[slice, ...]) -> np.n
     *others, last = index
     start = piece.columns.start
     inner = (*others, slice(start + last.start, start + last.stop))
-    with safe_open(entry.file, framework="numpy") as handle:
+    with _open(entry.file) as handle:
         view = handle.get_slice(entry.name)
         return transposed(view[inner[::-1]]) if piece.layout.transpose else view[inner]

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import resource
 import shutil
 
 import chex
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, fingerprint, load_model
 from calibjax.models.hf_tensors import Piece, TensorEntry
-from calibjax.models.load import _read_part
+from calibjax.models.load import _open, _read_part
 from calibjax.models.rules import Layout
 from calibjax.models.shapes import SHAPES
 from calibjax.nn.blocks import Rope
@@ -185,6 +186,17 @@ def test_weights_too_large_for_the_dtype(tmp_path):
     tensors = change(llama_tensors(), "model.norm.weight", np.full(12, 1e60))
     with pytest.raises(UserError, match=r"model\.norm\.weight holds values too large for float32"):
         load_model(write_model(tmp_path, tensors))
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_missing(tmp_path):
+    file = write_model(tmp_path) / "model.safetensors"
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            _open(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
