@@ -50,6 +50,7 @@ COMMANDS: dict[str, Command] = {
     "eval bounds": Command("eval_bounds", "EvalBoundsOptions", "The smallest entropy that predictions can have."),
     "compare": Command("compare.command", "CompareOptions", "Compares all recalibration methods."),
     "apply": Command("apply", "ApplyOptions", "Recalibrates new predictions by a method that compare saved."),
+    "decide": Command("decide", "DecideOptions", "When to answer, so that few answers are wrong."),
     "report": Command("report", "ReportOptions", "Draws the report of one run or of several again."),
     "generate": Command("generate", "GenerateOptions", "Continues a text, with the confidence of each token."),
     "convert": Command("convert", "ConvertOptions", "Converts a model to Orbax or to safetensors."),

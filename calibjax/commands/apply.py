@@ -30,6 +30,7 @@ class ApplyOptions(JsonOptions):
 
     Attributes:
         table: new predictions: .csv, .parquet, .jsonl or .npz.
+        confidence: column of the confidence in the table.
         method: directory that `compare --save` wrote.
         out: file to write: .csv, .jsonl or .npz. For every row the calibrated confidence; of a method that recalibrates
             a distribution also the predicted class and the probability of every class.
@@ -38,6 +39,7 @@ class ApplyOptions(JsonOptions):
 
     heading: ClassVar[str] = "data"
     table: Path
+    confidence: str = "confidence"
     method: Path
     out: Path
 
@@ -51,7 +53,7 @@ def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, 
     """Runs the command; returns the number of rows, and the figures where the outcomes are known."""
     options.check()
     with about("--table"):
-        table = read_table(options.table, outcomes=False)
+        table = read_table(options.table, outcomes=False, column=options.confidence)
     with about("--method"):
         recalibrator = load(options.method)
     columns = _columns(recalibrator, table)

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,41 +19,51 @@ FEWEST_ROWS = 10
 _KINDS = ".csv, .parquet, .jsonl or .npz"
 _EXPECTED = (
     "expected the columns confidence and correct, or logit_0, logit_1, ... (or p_0, p_1, ...) and label, and "
-    "optionally group"
+    "optionally group and category"
 )
 _EXPECTED_ARRAYS = (
     "expected the arrays confidence and correct [N], or logits [N, K] and labels [N]; optionally features [N, D], "
-    "unembedding [K, D], group [N]"
+    "unembedding [K, D], group [N], category [N]"
 )
 _TINY = 1e-12  # lower bound of probabilities, so that logarithms are finite
 
 
 class PredictionTable(NamedTuple):
-    """Predictions of a file; `groups` `[N]` are numbered from 0 by first appearance, or None."""
+    """Predictions of a file.
+
+    Attributes:
+        predictions: with `categories` where the file has them: a checksum of each label, the same in every file.
+        groups: `[N]`, numbered from 0 by first appearance, or None.
+        categories: `[N]`, labels as text, or None.
+    """
 
     predictions: Predictions
     groups: np.ndarray | None
+    categories: np.ndarray | None = None
 
     def take(self, rows: np.ndarray) -> "PredictionTable":
         """Returns the rows at `rows`."""
         fields = self.predictions._asdict().items()
         picked = {name: x if x is None or name == "unembedding" else np.asarray(x)[rows] for name, x in fields}
-        return PredictionTable(Predictions(**picked), None if self.groups is None else self.groups[rows])
+        labels = (None if x is None else x[rows] for x in (self.groups, self.categories))
+        return PredictionTable(Predictions(**picked), *labels)
 
     def __len__(self) -> int:
         fields = (self.predictions.logits, self.predictions.confidence)
         return next(len(np.asarray(field)) for field in fields if field is not None)
 
 
-def read_table(path: str | Path, *, outcomes: bool = True) -> PredictionTable:
+def read_table(path: str | Path, *, outcomes: bool = True, column: str = "confidence") -> PredictionTable:
     """Reads a table of predictions.
 
     Args:
         path: `.csv`, `.parquet` or `.jsonl` (text also with `.gz`) with the columns `confidence` (0 to 1) and `correct`
             (0, 1, or the fraction of correct attempts); or `logit_0` ... `logit_{K−1}` (or `p_0` ..., which sum to
-            1) and `label` (0 to K − 1); optionally `group`, labels of dependent rows (questions, users, domains). Or
-            `.npz` with arrays `confidence` and `correct`, or `logits` `[N, K]` and `labels`, and optionally `features`
-            `[N, D]`, `unembedding` `[K, D]`, `group`. Logits take precedence over confidences.
+            1) and `label` (0 to K − 1); optionally `group`, labels of dependent rows (questions, users, domains), and
+            `category`, labels of kinds of questions (subjects, domains) that new data will have too. Or `.npz` with
+            arrays `confidence` and `correct`, or `logits` `[N, K]` and `labels`, and optionally `features` `[N, D]`,
+            `unembedding` `[K, D]`, `group`, `category`. Logits take precedence over confidences.
+        column: name of the confidences; one other than "confidence" takes precedence over logits.
         outcomes: False accepts a table without `correct` or `label`, and of any number of rows: it is not fitted to.
 
     Returns:
@@ -66,7 +77,11 @@ def read_table(path: str | Path, *, outcomes: bool = True) -> PredictionTable:
     path = user_path(path)
     if not path.is_file():
         raise UserError(f"--table {path}: there is no such file.")
-    arrays, names = _read_npz(path) if path.suffix == ".npz" else _read_columns(path)
+    arrays, names = (_read_npz if path.suffix == ".npz" else _read_columns)(path, column)
+    if column != "confidence":
+        if "confidence" not in arrays:
+            raise UserError(f"{path}: there is no column {column}; got: {', '.join(names[:12]) or 'none'}.")
+        arrays.pop("logits", None)
     if "logits" in arrays and ("labels" in arrays or not outcomes):
         logits = _logits(path, arrays["logits"])
         truth = _labels(path, arrays["labels"], logits.shape[1]) if "labels" in arrays else None
@@ -84,10 +99,16 @@ def read_table(path: str | Path, *, outcomes: bool = True) -> PredictionTable:
     if "group" in arrays and np.ndim(arrays["group"]) != 1:
         raise UserError(f"{path}: group: expected one label per row, got shape {np.shape(arrays['group'])}.")
     groups = _numbered(np.asarray(arrays["group"])) if "group" in arrays else None
+    categories = None
+    if "category" in arrays:
+        if np.ndim(arrays["category"]) != 1:
+            raise UserError(f"{path}: category: expected one label per row, got shape {np.shape(arrays['category'])}.")
+        categories = np.asarray(arrays["category"]).astype(str)
+        predictions = predictions._replace(categories=_category_numbers(path, categories))
     lengths = {name: np.shape(x)[:1] for name, x in arrays.items() if name != "unembedding"}
     if len(set(lengths.values())) != 1:
         raise UserError(f"{path}: expected the same number of rows in every array, got {lengths}.")
-    table = PredictionTable(predictions, groups)
+    table = PredictionTable(predictions, groups, categories)
     if not outcomes or truth is None:
         return table
     if len(table) < FEWEST_ROWS:
@@ -128,16 +149,29 @@ def _numbered(groups: np.ndarray) -> np.ndarray:
     return np.argsort(np.argsort(first))[inverse]
 
 
-def _read_npz(path: Path) -> tuple[dict[str, Any], list[str]]:
-    known = ("logits", "labels", "confidence", "correct", "features", "unembedding", "group")
+def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
+    """A number of each label that does not depend on the other labels: a fitted method meets them in another file."""
+    names, inverse = np.unique(labels, return_inverse=True)
+    numbers = np.array([zlib.crc32(name.encode()) & 0x7FFFFFFF for name in names.tolist()], np.int32)
+    if len(np.unique(numbers)) < len(numbers):
+        same = next(name for name in names if (numbers == numbers[names == name][0]).sum() > 1)
+        raise UserError(f"{path}: category: {same!r} has the checksum of another label; rename it.")
+    return numbers[inverse]
+
+
+def _read_npz(path: Path, confidence: str) -> tuple[dict[str, Any], list[str]]:
+    known = ("logits", "labels", "correct", "features", "unembedding", "group", "category")
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in known if name in file.files}, file.files
+            arrays = {name: file[name] for name in known if name in file.files}
+            if confidence in file.files:
+                arrays["confidence"] = file[confidence]
+            return arrays, file.files
     except Exception as error:  # of zipfile, zlib, tokenize and numpy
         raise UserError(f"{path} cannot be read as an .npz file ({error}).") from error
 
 
-def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
+def _read_columns(path: Path, confidence: str) -> tuple[dict[str, Any], list[str]]:
     import pyarrow
     import pyarrow.csv
     import pyarrow.parquet
@@ -159,9 +193,10 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{path}: expected columns with names of their own, got several named {', '.join(repeated)}.")
     columns = {name: table.column(name) for name in names}
-    arrays: dict[str, Any] = {name: columns[name] for name in ("confidence", "correct") if name in columns}
-    if "group" in columns:
-        arrays["group"] = np.asarray([_group_label(path, *cell) for cell in enumerate(columns["group"].to_pylist())])
+    wanted = {"confidence": confidence, "correct": "correct"}
+    arrays: dict[str, Any] = {name: columns[column] for name, column in wanted.items() if column in columns}
+    for name in {"group", "category"} & set(columns):
+        arrays[name] = np.asarray([_label_of(path, name, *cell) for cell in enumerate(columns[name].to_pylist())])
     if "label" in columns:
         arrays["labels"] = columns["label"]
     for prefix in ("logit", "p"):
@@ -174,17 +209,17 @@ def _read_columns(path: Path) -> tuple[dict[str, Any], list[str]]:
             )
         values = np.stack([_numbers(path, found[k], columns[found[k]]) for k in range(len(found))], axis=1)
         arrays["logits"] = values if prefix == "logit" else _log_probabilities(path, values)
-    for name, column in (("confidence", "confidence"), ("correct", "correct"), ("labels", "label")):
+    for name, column in (*wanted.items(), ("labels", "label")):
         if name in arrays:
             arrays[name] = _numbers(path, column, arrays[name])
     return arrays, list(columns)
 
 
-def _group_label(path: Path, row: int, label: Any) -> str:
+def _label_of(path: Path, name: str, row: int, label: Any) -> str:
     try:
         return label.decode("utf-8") if isinstance(label, bytes) else str(label)
     except UnicodeDecodeError:
-        raise UserError(f"{path}: group: row {row} holds {label!r}, expected text in UTF-8.") from None
+        raise UserError(f"{path}: {name}: row {row} holds {label!r}, expected text in UTF-8.") from None
 
 
 def _first_bad_row(path: Path, kind: str) -> str | None:

@@ -16,12 +16,14 @@ from calibjax.losses.per_token import (
     z_loss,
 )
 from calibjax.losses.registry import LOSSES, Hyperparameter, Loss, linear_loss
+from calibjax.losses.rewards import calibrated_reward
 
 __all__ = [
     "LOSSES",
     "Hyperparameter",
     "Loss",
     "brier",
+    "calibrated_reward",
     "confidence_penalty",
     "cross_entropy",
     "focal",

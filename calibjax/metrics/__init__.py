@@ -18,7 +18,7 @@ from calibjax.metrics.bootstrap import (
     resample_metric,
     resample_sums,
 )
-from calibjax.metrics.capability import pass_at_k, predicted_pass_at_k, success_fraction
+from calibjax.metrics.capability import capability_error, pass_at_k, predicted_pass_at_k, success_fraction
 from calibjax.metrics.errors import (
     Norm,
     adaptive_calibration_error,
@@ -62,6 +62,7 @@ __all__ = [
     "brier_score",
     "calibration_bias",
     "calibration_sums",
+    "capability_error",
     "classwise_calibration_error",
     "compare_resamples",
     "curve_from_sums",

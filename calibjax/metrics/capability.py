@@ -26,6 +26,36 @@ def success_fraction(successes: Int[Array, "..."], samples: Int[Array, "..."]) -
     return jnp.where(samples > 0, fraction, jnp.nan)
 
 
+@jax.jit
+def capability_error(
+    confidence: Float[Array, "..."], successes: Int[Array, "..."], samples: Int[Array, "..."]
+) -> Float[Array, "..."]:
+    """Unbiased estimate of (confidence − q)², q the success probability of a question: (confidence − c/n)² − v,
+    v = c(n − c)/(n²(n − 1)).
+
+    The squared distance from c/n is too large by the variance of c/n, q(1 − q)/n, of which v is the unbiased estimate.
+    The mean over questions is the capability-calibration error of arXiv 2602.13540 without the noise of the samples;
+    the estimate of a single question may be negative.
+
+    Args:
+        confidence: in the success of a sampled answer, in [0, 1], any shape.
+        successes: c, 0 <= c <= n, same shape.
+        samples: n, same shape or a scalar; they must be independent of the confidence.
+
+    Returns:
+        float32, the shape of `successes`; NaN where n < 2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> f"{float(capability_error(jnp.array(0.8), jnp.array(2), 4)):.4f}"  # 0.3² − 4/48
+        '0.0067'
+    """
+    c, n = jnp.asarray(successes), jnp.asarray(samples)
+    fraction = success_fraction(c, n)
+    variance = fraction * (1 - fraction) / jnp.maximum(n - 1, 1)
+    return jnp.where(n >= 2, jnp.square(jnp.asarray(confidence, jnp.float32) - fraction) - variance, jnp.nan)
+
+
 @functools.partial(jax.jit, static_argnames="k")
 def pass_at_k(successes: Int[Array, "..."], samples: Int[Array, "..."], k: int) -> Float[Array, "..."]:
     """Unbiased estimate of P(at least one of k samples is right), 1 − C(n − c, k)/C(n, k) (Chen et al. 2021, eq. 1).

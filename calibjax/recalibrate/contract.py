@@ -23,7 +23,10 @@ class Predictions(NamedTuple):
             that was tried n times (the model's capability on it).
         features: `[N, D]`, hidden states.
         unembedding: `[K, D]`: features @ unembedding.T are the logits.
-        slices: int `[N]`, in [0, N): which slice (domain, subject, user) a prediction belongs to.
+        slices: int `[N]`, in [0, N): which slice (domain, subject, user) a prediction belongs to. New data have slices
+            of their own.
+        categories: int `[N]`, >= 0: which category (domain, subject) a prediction belongs to. New data have the same
+            categories, by the same numbers.
     """
 
     logits: Float[Array, "N K"] | np.ndarray | None = None
@@ -33,6 +36,7 @@ class Predictions(NamedTuple):
     features: Float[Array, "N D"] | np.ndarray | None = None
     unembedding: Float[Array, "K D"] | np.ndarray | None = None
     slices: Int[Array, " N"] | np.ndarray | None = None
+    categories: Int[Array, " N"] | np.ndarray | None = None
 
 
 class FitReport(NamedTuple):
@@ -127,7 +131,7 @@ def _array(field: str, value: Any) -> np.ndarray:
     if value is None:
         raise UserError(f"this method needs {field}: give Predictions({field}=...).")
     value = np.asarray(value)
-    if field in ("labels", "slices"):
+    if field in ("labels", "slices", "categories"):
         if not np.issubdtype(value.dtype, np.integer):
             raise UserError(f"{field}: expected integers, got {value.dtype}.")
     elif np.iscomplexobj(value):
@@ -158,7 +162,13 @@ def _rows(arrays: Mapping[str, np.ndarray], where: Array | np.ndarray | None) ->
 
 def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: int | None) -> None:
     """Raises `UserError` with the first row that holds a value which is not finite or out of range."""
-    limits = {"confidence": (0, 1), "correct": (0, 1), "slices": (0, None), "labels": (0, classes)}
+    limits = {
+        "confidence": (0, 1),
+        "correct": (0, 1),
+        "labels": (0, classes),
+        "slices": (0, None),
+        "categories": (0, 2**31 - 1),
+    }
     for field, value in arrays.items():
         low, high = limits.get(field, (None, None))
         bad = ~np.isfinite(value)

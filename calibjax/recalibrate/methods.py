@@ -16,7 +16,18 @@ Example:
     scaling_binning (4,)
 """
 
-from calibjax.recalibrate import affine, clipping, ensemble, few_shot, local, logistic, networks, steps, temperature
+from calibjax.recalibrate import (
+    affine,
+    clipping,
+    ensemble,
+    few_shot,
+    local,
+    logistic,
+    multicalibration,
+    networks,
+    steps,
+    temperature,
+)
 from calibjax.recalibrate.contract import Method
 
 METHODS: dict[str, Method] = {
@@ -29,5 +40,6 @@ METHODS: dict[str, Method] = {
     **steps.METHODS,
     **local.METHODS,
     **few_shot.METHODS,
+    **multicalibration.METHODS,
 }
 """Name -> method, in the order of tables."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import EPS, assert_within
+from scipy import stats
 
 from calibjax import metrics
 from calibjax.metrics.bootstrap import POOLS
@@ -242,6 +243,16 @@ def test_brier_parts():
         # With shares for truth, what shares of one confidence spread is in `uncertainty` and not in `within`.
         assert_within(got, expected, 20 * EPS, name)
     assert_within(parts.reliability - parts.resolution + parts.uncertainty + parts.within, ((c - y) ** 2).mean(), 1e-6)
+
+
+def test_capability_error_is_unbiased():
+    """Its expectation over all numbers of successes, with their binomial probabilities, is (confidence - q)^2."""
+    for n, q, confidence in ((2, 0.3, 0.9), (5, 0.5, 0.5), (8, 0.95, 0.2)):
+        successes = np.arange(n + 1)
+        got = np.asarray(metrics.capability_error(jnp.full(n + 1, confidence), successes, n), np.float64)
+        expectation = (stats.binom.pmf(successes, n, q) * got).sum()
+        assert_within(expectation, (confidence - q) ** 2, 4 * EPS, f"n = {n}")
+    assert np.isnan(float(metrics.capability_error(0.5, 1, 1)))
 
 
 def test_pass_at_k():

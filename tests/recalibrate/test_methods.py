@@ -61,6 +61,7 @@ def described(logits, labels, features, unembedding, slices):
         features=features,
         unembedding=unembedding,
         slices=slices,
+        categories=slices % 3,
     )
 
 
@@ -315,6 +316,35 @@ def test_few_shot_knows_a_new_slice_by_its_confidences():
     far = test._replace(slices=test.slices.astype(np.int64) * 2**32)
     near, far = (apply_host("few_shot", states["few_shot"], data) for data in (test, far))
     np.testing.assert_allclose(near, far, rtol=1e-6, err_msg="numbers of slices beyond int32 stay apart")
+
+
+def test_multicalibration_within_categories():
+    """Two categories, miscalibrated in opposite ways: one curve for both fits neither, patches fit each bin of each."""
+    rng = np.random.default_rng(44)
+
+    def drawn(n):
+        confidence, category = rng.random(n).astype(np.float32), rng.integers(0, 2, n)
+        truth = np.where(category == 1, confidence**3, confidence ** (1 / 3))
+        correct = (rng.random(n) < truth).astype(np.float32)
+        return Predictions(confidence=confidence, correct=correct, categories=category * 7 + 5), truth
+
+    (train, _), (test, truth) = drawn(4000), drawn(4000)
+    error = {}
+    for name in ("multicalibration", "histogram"):
+        out = probabilities(name, METHODS[name].fit(train), test)
+        # Largest gap between mean confidence and mean truth in a category and a tenth of the confidences.
+        cells = test.categories * 100 + np.floor(out * 10)
+        sizes = {cell: (cells == cell).sum() for cell in np.unique(cells)}
+        error[name] = max(abs((out - truth)[cells == c].mean()) for c, size in sizes.items() if size > 100)
+    print(error)
+    assert error["multicalibration"] < 0.1
+    assert error["histogram"] > 0.2
+    state = METHODS["multicalibration"].fit(train)
+    unknown = test._replace(categories=np.full(4000, 3))
+    everyone = state._replace(**{f: getattr(state, f)[state.category == -1] for f in ("category", "bin", "shift")})
+    np.testing.assert_array_equal(
+        apply_host("multicalibration", state, unknown), apply_host("multicalibration", everyone, unknown)
+    )
 
 
 def verbalised(n, seed):

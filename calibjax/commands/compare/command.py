@@ -108,7 +108,7 @@ def _all(asked: tuple[str, ...]) -> bool:
 def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[str], None]) -> Material:
     assert options.table is not None
     with about("--table"):
-        table = read_table(options.table)
+        table = read_table(options.table, column=options.confidence)
     parts = split_table(table, options.fit_fraction, options.seed)
     calibration, held_out = (_with_slices(with_confidence(part.predictions), part.groups) for part in parts)
     groups = parts[1].groups

@@ -12,7 +12,7 @@ from calibjax.eval.compare.contenders import Contender, Outcome
 from calibjax.eval.compare.results import SortKey
 from calibjax.recalibrate.saved import check_directory
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count
+from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,14 +21,16 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
 
     On text: --model and --data; every next token is a prediction, and ATS is fitted as by `train ats` with its
     defaults. On existing predictions: --table, a .csv, .parquet or .jsonl file with the columns confidence and correct
-    (0, 1, or a fraction of attempts), or logit_0, logit_1, ... (or p_0, ...) and label, and optionally group; or an
-    .npz file with arrays confidence and correct, or logits and labels, and optionally features, unembedding, group.
-    Prints which method has the lowest log loss, whether it beats temperature scaling (corrected for the number of
-    methods), and a table with intervals. Exit code 1 where a method failed.
+    (0, 1, or a fraction of attempts), or logit_0, logit_1, ... (or p_0, ...) and label, and optionally group (dependent
+    rows) and category (kinds of questions that new data will have too); or an .npz file with arrays confidence and
+    correct, or logits and labels, and optionally features, unembedding, group, category. Prints which method has the
+    lowest log loss, whether it beats temperature scaling (corrected for the number of methods), and a table with
+    intervals. Exit code 1 where a method failed.
 
     Attributes:
         data: text for the model: file, directory or hub id, as for `train ats`.
         table: file of predictions, in place of --model and --data.
+        confidence: column of the confidence in the table.
         methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
             are predictions; the base model and temperature scaling are always shown.
         out: directory for metrics.json, report.html and reliability.png; without it only the table is printed.
@@ -41,6 +43,7 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
     model: str | None = None
     data: str | None = None
     table: Path | None = None
+    confidence: str = dataclasses.field(default="confidence", metadata=IDENTITY_IF_CHANGED)
     methods: tuple[str, ...] = ("all",)
     out: Path | None = presentation(None)
     max_tokens: Count = 10_000

@@ -1,11 +1,11 @@
 """Judges of free-text answers."""
 
-import importlib
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
+from calibjax.eval.answers.named import find_function
 from calibjax.runtime.errors import UserError
 
 Judge = Callable[[str, str, Sequence[str]], float]
@@ -28,11 +28,12 @@ def string_match(prompt: str, answer: str, right: Sequence[str]) -> float:
         >>> string_match("Which vegetable?", "onion rings", ["Onion"])
         0.0
     """
-    given = _plain(answer.strip().removeprefix("A:"))
-    return float(bool(given) and given in {_plain(text) for text in right})
+    given = plain_text(answer.strip().removeprefix("A:"))
+    return float(bool(given) and given in {plain_text(text) for text in right})
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
+    """A text in lower case, without punctuation, articles and repeated spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -61,16 +62,4 @@ def find_judge(name: str) -> Judge:
     Raises:
         UserError: there is no such function.
     """
-    if name == STRING_MATCH:
-        return string_match
-    module, _, function = name.partition(":")
-    try:
-        judge = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"--judge {name}: expected {STRING_MATCH}, or package.module:function, (prompt, answer, right answers) -> "
-            f"0 to 1 ({error})."
-        ) from error
-    if not callable(judge):
-        raise UserError(f"--judge {name}: expected a function, got {type(judge).__name__}.")
-    return cast(Judge, judge)
+    return find_function("--judge", name, {STRING_MATCH: string_match}, "(prompt, answer, right answers) -> 0 to 1")

@@ -1,0 +1,193 @@
+"""`calibjax decide`: when to answer, so that at most a given fraction is wrong."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from calibjax.commands.common import JsonOptions, presentation
+from calibjax.data.table import PredictionTable, read_table
+from calibjax.eval.answers.decisions import answering, option_sets, risk_threshold, selective_threshold, set_threshold
+from calibjax.eval.compare.contenders import with_confidence
+from calibjax.eval.report.rows import ABSENT, TextTable, short
+from calibjax.eval.report.terminal import print_result
+from calibjax.runtime.errors import UserError, about
+from calibjax.runtime.files import check_new_file, write_file
+from calibjax.runtime.options import Fraction
+
+AVERAGE, OF_ANSWERS = "of all questions", "of the answers"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecideOptions(JsonOptions):
+    """Finds the confidence above which to answer, with a guarantee on the fraction of wrong answers.
+
+    The table has the columns of `compare`: confidence and correct (0 or 1), or the probabilities of the options of
+    multiple choice (p_0, p_1, ... or logits) and label, for which sets of options that hold the right one are computed
+    too. Its rows are the only data that is used: leave out those that a model or a recalibrator was fitted on.
+
+    Attributes:
+        table: answers with known outcomes: .csv, .parquet, .jsonl or .npz.
+        confidence: column of the confidence.
+        risk: largest fraction of wrong answers.
+        level: probability, over the draw of the table, of the guarantee on the answers that are given.
+        by_category: a threshold for each value of the column category, each with the guarantee.
+        out: file to write, .json: thresholds and figures.
+    """
+
+    heading = "data"
+    table: Path
+    confidence: str = "confidence"
+    risk: Fraction = 0.05
+    level: Fraction = 0.9
+    by_category: bool = False
+    out: Path | None = presentation(None)
+
+    def check(self) -> None:
+        """Raises `UserError` for a file of another kind."""
+        if self.out is not None:
+            if self.out.suffix != ".json":
+                raise UserError(f"--out {self.out}: expected a file ending in .json.")
+            check_new_file(self.out)
+
+
+def run(options: DecideOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs the command; returns thresholds, with what they guarantee and what they do to the rows of the table."""
+    options.check()
+    with about("--table"):
+        table = read_table(options.table, column=options.confidence)
+    if options.by_category and table.categories is None:
+        raise UserError(f"--by-category: {options.table} has no column category.")
+    parts = {"": table}
+    if options.by_category:
+        assert table.categories is not None
+        names, of = np.unique(table.categories, return_inverse=True)
+        parts = {str(name): table.take(np.flatnonzero(of == number)) for number, name in enumerate(names)}
+    document: dict[str, Any] = {
+        "table": str(options.table),
+        "risk": options.risk,
+        "level": options.level,
+        "guarantees": _guarantees(options),
+        "categories": {name: _decided(part, options) for name, part in parts.items()},
+    }
+    if options.out is not None:
+        write_file(options.out, json.dumps(document, indent=2) + "\n")
+    if not options.json:
+        _print(document, options)
+    return document
+
+
+def _decided(table: PredictionTable, options: DecideOptions) -> dict[str, Any]:
+    """The decisions for the rows of one category."""
+    data = with_confidence(table.predictions)
+    confidence, correct = np.asarray(data.confidence, np.float64), np.asarray(data.correct, np.float64)
+    if not np.isin(correct, (0, 1)).all():
+        raise UserError(f"{options.table}: correct: expected 0 or 1, got fractions: list each attempt in a row.")
+    thresholds = {
+        AVERAGE: risk_threshold(confidence, correct, options.risk),
+        OF_ANSWERS: selective_threshold(confidence, correct, options.risk, options.level),
+    }
+    found: dict[str, Any] = {}
+    for name, threshold in thresholds.items():
+        row = answering(confidence, correct, threshold)._asdict()
+        found[name] = {**row, "threshold": _shortest(threshold), "answers": _answers(threshold)}
+        found[name]["wrong_of_answered"] = _finite(row["wrong_of_answered"])
+    if data.logits is not None:
+        found["options"] = _options(np.asarray(data.logits), np.asarray(data.labels), options.risk)
+    return found
+
+
+def _options(logits: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
+    """The sets of options: their threshold, and how large they are on the table."""
+    p = np.asarray(jax.nn.softmax(logits.astype(np.float32), axis=-1), np.float64)
+    threshold = set_threshold(p[np.arange(len(p)), labels], risk)
+    sets = option_sets(p, threshold)
+    sizes = sets.sum(axis=1)
+    return {
+        "threshold": _shortest(threshold),
+        "questions": len(p),
+        "right_in_set": float(sets[np.arange(len(p)), labels].mean()),
+        "mean_size": float(sizes.mean()),
+        "single": float((sizes == 1).mean()),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _shortest(threshold: float) -> float | None:
+    """A threshold with the digits of the table, which was read in float32; None if it is infinite."""
+    return float(str(np.float32(threshold))) if math.isfinite(threshold) else None
+
+
+def _answers(threshold: float) -> str:
+    return "some" if math.isfinite(threshold) else "none" if threshold > 0 else "all"
+
+
+def _guarantees(options: DecideOptions) -> dict[str, str]:
+    risk, each = f"{options.risk:.3g}", " of its category" if options.by_category else ""
+    return {
+        AVERAGE: f"a new question{each} is answered wrongly with probability at most {risk}, on average over tables of "
+        "this size; rows and new questions are exchangeable (conformal risk control)",
+        OF_ANSWERS: f"with probability {options.level:.3g} over the draw of the table, at most {risk} of the answers "
+        f"given to new questions{each} are wrong; rows and new questions are independent and drawn alike (binomial "
+        "tests)",
+        "options": f"the set of a new question{each} holds the right option with probability at least "
+        f"{1 - options.risk:.3g}; rows and new questions are exchangeable (split-conformal)",
+    }
+
+
+def _print(document: dict[str, Any], options: DecideOptions) -> None:
+    rows, sets = [], []
+    for category, decided in document["categories"].items():
+        for name in (AVERAGE, OF_ANSWERS):
+            row = decided[name]
+            shown = short(row["threshold"], ".6g") if row["threshold"] is not None else f"answers {row['answers']}"
+            figures = (row["answered"], row["wrong"], row["wrong_of_answered"])
+            cells = [ABSENT if value is None else short(value, ".3f") for value in figures]
+            rows.append([f"{category}, {name}" if category else name, f"{row['questions']:,}", shown, *cells])
+        if "options" in decided:
+            row = decided["options"]
+            shown = short(row["threshold"], ".6g") if row["threshold"] is not None else "every option"
+            cells = [f"{row['questions']:,}", shown, short(row["right_in_set"], ".3f"), f"{row['mean_size']:.2f}"]
+            sets.append([category or "all", *cells, short(row["single"], ".3f")])
+    columns = ["wrong answers limited", "questions", "confidence above", "answered", "wrong", "of answers"]
+    title = f"At most {options.risk:.3g} wrong; figures are those of the table itself"
+    order = (3, 2, 5, 4, 1)
+    more = []
+    if sets:
+        titles = ["options", "questions", "p at least", "right in set", "mean size", "one option"]
+        more.append(TextTable("Sets of options", titles, sets))
+    notes = [f"{name}: {text}." for name, text in document["guarantees"].items() if name != "options" or sets]
+    files = "" if options.out is None else f"thresholds and figures in {options.out}"
+    print_result(
+        _verdict(document, options), TextTable(title, columns, rows, order), notes=notes, more=more, files=files
+    )
+
+
+def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
+    decided = [row[OF_ANSWERS] for row in document["categories"].values()]
+    total = sum(row["questions"] for row in decided)
+    answered = sum(row["answered"] * row["questions"] for row in decided) / total
+    limit = f"at most {options.risk:.3g} of the answers are wrong (with probability {options.level:.3g})"
+    none = sum(row["answers"] == "none" for row in decided)
+    if none == len(decided):
+        return (
+            f"WARNING: no threshold is known to keep wrong answers at {options.risk:.3g} or less: the questions are "
+            "too few, or the confidence does not tell right from wrong well enough."
+        )
+    if options.by_category:
+        left = f"; {none} categories are not answered" if none else ""
+        return f"{answered:.1%} of the questions are answered, and in each category {limit}{left}."
+    threshold = decided[0]["threshold"]
+    if threshold is None:
+        return f"All questions can be answered: {limit}."
+    return (
+        f"Answer where the confidence is above {short(threshold, '.6g')}: {answered:.1%} of the questions, and {limit}."
+    )

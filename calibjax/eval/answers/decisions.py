@@ -1,0 +1,132 @@
+"""Decisions with finite-sample guarantees: when to answer, and which options to return.
+
+Every threshold is computed from n questions with known outcomes and holds for a new question that is exchangeable with
+them: drawn in the same way, in no order. Nothing else is assumed of the model or the confidence. A question is answered
+where its confidence is *above* the threshold; −inf answers everything, inf nothing. A guarantee for each category is
+the same function on the rows of that category (Vovk 2012, arXiv 1209.2673).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+_RANKS = 20
+"""Fractions answered that are tested by `selective_threshold`: 5%, 10%, ... 100%."""
+
+
+class Answering(NamedTuple):
+    """What a threshold does to questions with known outcomes.
+
+    Attributes:
+        threshold: answered where the confidence is above it.
+        questions: number of questions.
+        answered: fraction of the questions that are answered.
+        wrong: fraction of the questions that are answered, and wrongly.
+        wrong_of_answered: fraction of the answers that are wrong; NaN where none is given.
+    """
+
+    threshold: float
+    questions: int
+    answered: float
+    wrong: float
+    wrong_of_answered: float
+
+
+def answering(confidence: Float[np.ndarray, " N"], correct: Float[np.ndarray, " N"], threshold: float) -> Answering:
+    """Counts what a threshold does."""
+    taken = confidence > threshold
+    wrong = float((taken & (correct < 1)).sum())
+    count = len(confidence)
+    of_answered = wrong / taken.sum() if taken.any() else float("nan")
+    return Answering(threshold, count, float(taken.mean()), wrong / count, float(of_answered))
+
+
+def risk_threshold(confidence: Float[np.ndarray, " N"], correct: Float[np.ndarray, " N"], risk: float) -> float:
+    """The least threshold for which a new question is answered wrongly with probability at most `risk`.
+
+    Conformal risk control (Angelopoulos et al. 2024, arXiv 2208.02814, theorem 1) of the loss 1[c > t and wrong], which
+    falls in t and is at most 1: the least t with (#{i: c_i > t, wrong} + 1)/(n + 1) <= risk. The probability is over
+    the n questions and the new one together.
+
+    Args:
+        confidence: of n answers, any finite numbers.
+        correct: 1 for right, 0 for wrong.
+        risk: in (0, 1).
+
+    Returns:
+        The threshold: a confidence of a wrong answer, −inf, or inf where n is below 1/risk − 1.
+
+    Example:
+        >>> confidence = np.arange(20) / 20
+        >>> risk_threshold(confidence, (confidence > 0.4).astype(float), 0.1)
+        0.35
+    """
+    wrong = np.sort(np.asarray(confidence, np.float64)[np.asarray(correct) < 1])[::-1]
+    allowed = int(np.floor(risk * (len(confidence) + 1) * (1 + 1e-12))) - 1  # answers that may be wrong
+    if allowed < 0:
+        return float("inf")
+    return float(wrong[allowed]) if allowed < len(wrong) else float("-inf")
+
+
+def selective_threshold(
+    confidence: Float[np.ndarray, " N"], correct: Float[np.ndarray, " N"], risk: float, level: float = 0.9
+) -> float:
+    """The threshold that answers most, for which with probability `level` at most `risk` of the answers are wrong.
+
+    Selection with guaranteed risk (Geifman and El-Yaniv 2017, arXiv 1705.08500) by tests at 20 thresholds: the j-th
+    largest confidence for j = n/20, 2n/20, ..., and −inf. Given the value t of one of them, the N_t answers with
+    confidence above t are independent draws from those above t, so that with a risk of r(t) their number of wrong ones
+    is binomial, ties or not. A threshold passes where at r(t) = `risk` so few would have a probability of at most
+    (1 − `level`)/20: the chance that any passes whose risk is larger is below 1 − `level` (Bonferroni). Here the
+    questions must be independent and drawn alike, not only exchangeable. Of few questions the tests say little: a
+    threshold that answers m of them without a wrong one passes if (1 − `risk`)^m <= (1 − `level`)/20.
+
+    Args:
+        confidence, correct, risk: see `risk_threshold`.
+        level: probability over the n questions, in (0, 1).
+
+    Returns:
+        The threshold; inf where none passes.
+
+    Example:
+        >>> confidence = np.arange(400) / 400
+        >>> selective_threshold(confidence, (confidence > 0.4).astype(float), 0.1)
+        0.3975
+    """
+    from scipy.stats import binom
+
+    confidence = np.asarray(confidence, np.float64)
+    order = np.sort(confidence)[::-1]
+    ranks = np.unique(np.arange(1, _RANKS) * len(order) // _RANKS)
+    thresholds = np.unique([-np.inf, *order[ranks]])  # from that which answers most
+    taken = confidence[None, :] > thresholds[:, None]
+    answered, wrong = taken.sum(axis=1), (taken & (np.asarray(correct) < 1)[None, :]).sum(axis=1)
+    passes = binom.cdf(wrong, answered, risk) <= (1 - level) / _RANKS
+    return float(thresholds[np.argmax(passes)]) if passes.any() else float("inf")
+
+
+def set_threshold(probability: Float[np.ndarray, " N"], risk: float) -> float:
+    """The probability that an option of the set needs, so that the right one is in it with probability 1 − `risk`.
+
+    Split-conformal prediction (Vovk et al. 2005; the score 1 − p of Sadinle et al. 2019, arXiv 1609.00451): the
+    ⌊risk (n + 1)⌋-th least probability of a right option. The probability is over the n questions and the new one.
+
+    Args:
+        probability: of the right option of n questions.
+        risk: in (0, 1).
+
+    Returns:
+        The threshold, for `option_sets`; −inf, which takes every option, where n is below 1/risk − 1.
+
+    Example:
+        >>> set_threshold(np.arange(1, 20) / 20, 0.1)
+        0.1
+    """
+    place = int(np.floor(risk * (len(probability) + 1) * (1 + 1e-12)))
+    return float(np.sort(np.asarray(probability, np.float64))[place - 1]) if place else float("-inf")
+
+
+def option_sets(probabilities: Float[np.ndarray, "N O"], threshold: float) -> Bool[np.ndarray, "N O"]:
+    """Which options are in the set of each question: those whose probability reaches the threshold."""
+    return np.asarray(probabilities) >= threshold

@@ -1,0 +1,126 @@
+"""The registry of confidences in whole answers: each is a pure function of `Evidence`.
+
+Example:
+    >>> import jax.numpy as jnp
+    >>> evidence = Evidence(clusters=jnp.array([[0, 0, 1, 0]]), answer=jnp.array([0]))
+    >>> for name, method in METHODS.items():
+    ...     if all(getattr(evidence, field) is not None for field in method.reads):
+    ...         print(name, f"{float(method.function(evidence)[0]):.3f}")
+    agreement 0.750
+    entropy 0.189
+    first_second 0.500
+    consistency 0.750
+    discrete_semantic_entropy 0.594
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from calibjax.eval.answers.confidence import WORDS, AnswerConfidence, answer_confidence
+from calibjax.eval.answers.samples import entropy_confidence, semantic_confidence, two_way_confidence
+
+
+class Evidence(NamedTuple):
+    """What is known of the answers to N questions; a method reads the fields that it names, the others may be None.
+
+    Attributes:
+        options: `[N, O]`, log-probability of each option of a multiple choice, nats; −inf where there is none.
+        tokens: `[N, T]`, log-probability of each token of the answer, nats; −inf where there is none.
+        clusters: int `[N, K]`, which of the K samples mean the same (`calibjax.eval.answers.clusters`).
+        answer: int `[N]`, the cluster of the answer.
+        sample_log_probs: `[N, K]`, log-probability of each sample divided by its length, nats.
+        asked: `[N, 2]`, log-probability of "yes" and of "no" to the question whether the answer is right.
+        stated: `[N]`, the confidence that the model stated in words or numbers, in [0, 1].
+    """
+
+    options: Float[Array, "N O"] | None = None
+    tokens: Float[Array, "N T"] | None = None
+    clusters: Int[Array, "N K"] | None = None
+    answer: Int[Array, " N"] | None = None
+    sample_log_probs: Float[Array, "N K"] | None = None
+    asked: Float[Array, "N 2"] | None = None
+    stated: Float[Array, " N"] | None = None
+
+
+class Method(NamedTuple):
+    """One confidence: an entry of `METHODS`.
+
+    Attributes:
+        function: from `Evidence` to the confidence, float32 `[N]` in [0, 1]; pure and jittable.
+        reads: the fields of `Evidence` that it needs.
+        words: description, as reports print it.
+        source: the paper.
+    """
+
+    function: Callable[[Evidence], Float[Array, " N"]]
+    reads: tuple[str, ...]
+    words: str
+    source: str
+
+
+def _of(how: AnswerConfidence, field: str, source: str) -> Method:
+    """An entry of `answer_confidence`."""
+
+    def function(evidence: Evidence) -> Array:
+        values = getattr(evidence, field)
+        return answer_confidence(how, values, None if field == "clusters" else values > -jnp.inf)
+
+    return Method(function, (field,), WORDS[how], source)
+
+
+def _given(value: Array | None) -> Array:
+    assert value is not None, "a method was called without a field that it reads"
+    return value
+
+
+METHODS: dict[str, Method] = {
+    "options": _of("options", "options", "Hendrycks et al. 2021"),
+    "full_vocabulary": _of("full_vocabulary", "options", "arXiv 2508.00264"),
+    "arithmetic_mean": _of("arithmetic_mean", "tokens", "arXiv 2409.19817"),
+    "product": _of("product", "tokens", "the chain rule"),
+    "minimum": _of("minimum", "tokens", "Manakul et al. 2023, arXiv 2303.08896"),
+    "length_normalised": _of("length_normalised", "tokens", "Malinin and Gales 2021, arXiv 2002.07650"),
+    "agreement": _of("agreement", "clusters", "Wang et al. 2023, arXiv 2203.11171"),
+    "entropy": _of("entropy", "clusters", "Lyu et al. 2025, arXiv 2402.13904"),
+    "first_second": _of("first_second", "clusters", "Lyu et al. 2025, arXiv 2402.13904"),
+    "consistency": Method(
+        lambda e: semantic_confidence(_given(e.clusters), _given(e.answer)),
+        ("clusters", "answer"),
+        "fraction of the samples that mean the same as the answer",
+        "Manakul et al. 2023, arXiv 2303.08896",
+    ),
+    "semantic_confidence": Method(
+        lambda e: semantic_confidence(_given(e.clusters), _given(e.answer), _given(e.sample_log_probs)),
+        ("clusters", "answer", "sample_log_probs"),
+        "fraction of the samples' probability that means the same as the answer",
+        "Farquhar et al. 2024, doi 10.1038/s41586-024-07421-0",
+    ),
+    "semantic_entropy": Method(
+        lambda e: entropy_confidence(_given(e.clusters), _given(e.sample_log_probs)),
+        ("clusters", "sample_log_probs"),
+        "1 minus the entropy over meanings, of log K, weighted by probability",
+        "Farquhar et al. 2024, doi 10.1038/s41586-024-07421-0",
+    ),
+    "discrete_semantic_entropy": Method(
+        lambda e: entropy_confidence(_given(e.clusters)),
+        ("clusters",),
+        "1 minus the entropy over meanings, of log K",
+        "Farquhar et al. 2024, doi 10.1038/s41586-024-07421-0",
+    ),
+    "p_true": Method(
+        lambda e: two_way_confidence(_given(e.asked)),
+        ("asked",),
+        "probability that the model calls its answer right",
+        "Kadavath et al. 2022, arXiv 2207.05221",
+    ),
+    "verbalised": Method(
+        lambda e: jnp.asarray(_given(e.stated), jnp.float32),
+        ("stated",),
+        "confidence that the model states",
+        "Lin et al. 2022, arXiv 2205.14334",
+    ),
+}
+"""Name -> method. 1/perplexity of an answer is length_normalised."""

@@ -1,0 +1,182 @@
+"""Confidences from samples: exact expectations by enumeration, laws, and what lm-polygraph and uqlm compute."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import scipy.stats
+
+from calibjax.eval.answers.clusters import (
+    CLUSTERINGS,
+    clusters_of,
+    cosine_clusters,
+    find_clustering,
+    last_number,
+    normalised_clusters,
+)
+from calibjax.eval.answers.methods import METHODS, Evidence
+from calibjax.eval.answers.samples import entropy_confidence, semantic_confidence, semantic_entropy
+from calibjax.runtime.errors import UserError
+
+GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "answers.json").read_text())
+K = 4
+MEANINGS = np.array([0.5, 0.3, 0.15, 0.05])  # P(meaning) of a question whose answers are known
+EVERY = np.array(list(itertools.product(range(len(MEANINGS)), repeat=K)), np.int32)  # each way to draw K samples
+PROBABILITY = MEANINGS[EVERY].prod(axis=1)
+
+
+def test_consistency_is_unbiased():
+    """Its expectation over everything that could be drawn is the probability of the answer's meaning."""
+    for meaning, truth in enumerate(MEANINGS):
+        got = np.asarray(semantic_confidence(EVERY, np.full(len(EVERY), meaning)), np.float64)
+        assert abs((PROBABILITY * got).sum() - truth) < 1e-6
+
+
+def test_discrete_entropy_of_every_draw():
+    counts = (EVERY[:, :, None] == np.arange(len(MEANINGS))).sum(axis=1)
+    want = scipy.stats.entropy(counts, axis=1)
+    np.testing.assert_allclose(semantic_entropy(EVERY), want, atol=3e-7)
+    np.testing.assert_allclose(entropy_confidence(EVERY), 1 - want / math.log(K), atol=3e-7)
+
+
+def test_weights_are_probabilities_of_the_samples():
+    """With p of the samples as weights: the entropy of the masses of the clusters, in float64."""
+    rng = np.random.default_rng(0)
+    log_probs = rng.uniform(-40, 0, EVERY.shape) - 200.0  # far below what float32 can exponentiate
+    p = np.exp(log_probs - log_probs.max(axis=1, keepdims=True))
+    mass = (p[:, :, None] * (EVERY[:, :, None] == np.arange(len(MEANINGS)))).sum(axis=1) / p.sum(axis=1)[:, None]
+    np.testing.assert_allclose(semantic_entropy(EVERY, log_probs), scipy.stats.entropy(mass, axis=1), atol=1e-4)
+    got = semantic_confidence(EVERY, np.full(len(EVERY), 2), log_probs)
+    np.testing.assert_allclose(got, mass[:, 2], atol=1e-4)  # float32 of -240 leaves 1.5e-5 in an exponent
+
+
+def evidence(n=40, k=6, seed=1):
+    rng = np.random.default_rng(seed)
+    options, tokens = rng.uniform(-9, 0, (2, n, 5)).astype(np.float32)
+    tokens[:, 3:] = np.where(rng.random((n, 2)) < 0.5, -np.inf, tokens[:, 3:])
+    samples = rng.uniform(-5, 0, (n, k)).astype(np.float32)
+    clusters, answer = rng.integers(0, 4, (n, k)), rng.integers(0, 4, n)
+    return Evidence(options, tokens, clusters, answer, samples, samples[:, :2], rng.random(n).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_laws(name):
+    """In [0, 1]; names of the clusters and the order of the samples do not matter; jit gives the same."""
+    method, data = METHODS[name], evidence()
+    reads = Evidence(**{field: getattr(data, field) for field in method.reads})  # and nothing else
+    want = np.asarray(method.function(reads))
+    assert want.shape == (40,)
+    assert want.dtype == np.float32
+    assert want.min() >= 0
+    assert want.max() <= 1
+    np.testing.assert_allclose(jax.jit(method.function)(reads), want, atol=1e-6)
+    order, renamed = np.random.default_rng(2).permutation(6), np.array([7, 2, 9, 4])
+    shuffled = reads._replace(
+        clusters=None if reads.clusters is None else renamed[reads.clusters[:, order]],
+        answer=None if reads.answer is None else renamed[reads.answer],
+        sample_log_probs=None if reads.sample_log_probs is None else reads.sample_log_probs[:, order],
+    )
+    np.testing.assert_allclose(method.function(shuffled), want, atol=1e-6)
+
+
+def test_masked_samples_do_not_count():
+    data, rng = evidence(), np.random.default_rng(3)
+    kept = np.sort(rng.permuted(np.tile(np.arange(6), (40, 1)), axis=1)[:, :4], axis=1)
+    where = np.zeros((40, 6), bool)
+    np.put_along_axis(where, kept, True, axis=1)
+    noise = np.where(where, data.sample_log_probs, np.nan)
+    few, weights = (np.take_along_axis(x, kept, axis=1) for x in (data.clusters, data.sample_log_probs))
+    got = semantic_confidence(data.clusters, data.answer, noise, where), entropy_confidence(data.clusters, noise, where)
+    want = semantic_confidence(few, data.answer, weights), entropy_confidence(few, weights)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    nothing = np.zeros_like(where)
+    assert not np.any(semantic_confidence(data.clusters, data.answer, noise, nothing))
+    assert not np.any(entropy_confidence(data.clusters, noise, nothing))
+
+
+# --- clusterings ---
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 + 4 = 7.", 7),
+        ("$1,234,567.50 in all", 1234567.5),
+        ("-12", -12),
+        ("\u221212 degrees", -12),
+        ("about .5", 0.5),
+        ("none", None),
+        ("7.0", 7),
+    ],
+)
+def test_last_number(text, number):
+    found = last_number(text)
+    assert (None if found is None else float(found)) == number
+
+
+@pytest.mark.parametrize("name", CLUSTERINGS)
+def test_clusters_are_an_equivalence(name):
+    """Equal texts are together, whatever their order; the answer is compared as the samples are."""
+    texts = ["The answer is 12.", "12", " 12", "twelve", "Twelve!", "13", "12.0"]
+    wanted = {"exact": [0, 1, 1, 2, 3, 4, 5], "normalised": [0, 1, 1, 2, 2, 3, 4], "numeric": [0, 0, 0, 1, 1, 2, 0]}
+    assert CLUSTERINGS[name]("", texts) == wanted[name]
+    clusters, answer = clusters_of(CLUSTERINGS[name], ["q"], [texts[3]], [texts])
+    assert (clusters[0] == answer[0]).tolist() == [number == wanted[name][3] for number in wanted[name]]
+
+
+def first_letter(question, answers):
+    """A clustering of the user's."""
+    return [ord(answer[0]) for answer in answers]
+
+
+def test_a_clustering_of_the_user():
+    found = find_clustering(f"{__name__}:first_letter")
+    clusters, answer = clusters_of(found, ["q"], ["b1"], [["a1", "b2", "b3"]])
+    assert (clusters[0] == answer[0]).tolist() == [False, True, True]
+    with pytest.raises(UserError, match="--same nowhere:f: expected exact, normalised, numeric, or package"):
+        find_clustering("nowhere:f")
+    with pytest.raises(UserError, match="expected a whole number for each of 2 answers"):
+        clusters_of(lambda question, answers: [0], ["q"], ["a"], [["b"]])
+
+
+def test_cosine_clusters_compare_with_the_first():
+    angles = np.radians([0, 20, 40, 180, 21])
+    vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1) * np.array([1, 5, 2, 3, 1e-3])[:, None]
+    assert cosine_clusters(vectors, math.cos(math.radians(25))).tolist() == [0, 0, 1, 2, 0]
+
+
+# --- other libraries on the same table of samples ---
+
+
+def golden_evidence():
+    table = GOLDENS["table"]
+    clusters, answer = clusters_of(
+        normalised_clusters,
+        [row["question"] for row in table],
+        [row["answer"] for row in table],
+        [row["samples"] for row in table],
+    )
+    tokens = np.full((len(table), 8), -np.inf, np.float32)
+    for place, row in enumerate(table):
+        tokens[place, : len(row["token_log_probs"])] = row["token_log_probs"]
+    means = np.array([[np.mean(sample) for sample in row["sample_log_probs"]] for row in table])
+    return Evidence(tokens=tokens, clusters=clusters, answer=answer, sample_log_probs=means.astype(np.float32))
+
+
+@pytest.mark.parametrize(("name", "library"), [(m, lib) for m, libs in GOLDENS["methods"].items() for lib in libs])
+def test_other_libraries(name, library):
+    data = golden_evidence()
+    if name.startswith("entropy of "):  # they give nats, we a confidence
+        got = semantic_entropy(data.clusters, data.sample_log_probs if name.endswith("probability") else None)
+    elif name == "perplexity":
+        got = 1 / METHODS["length_normalised"].function(data)
+    else:
+        got = METHODS[name].function(data)
+    want = np.array(GOLDENS["methods"][name][library])
+    worst = np.abs(np.asarray(got) - want).max()
+    print(f"{name}, {library} {GOLDENS['versions'][library]}: worst difference {worst:.1e}")
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)

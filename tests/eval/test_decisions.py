@@ -1,0 +1,94 @@
+"""Guarantees of decisions: coverage over random splits, on average exactly what the theorems say, also per category."""
+
+import numpy as np
+import pytest
+
+from calibjax.eval.answers.decisions import (
+    answering,
+    option_sets,
+    risk_threshold,
+    selective_threshold,
+    set_threshold,
+)
+
+SPLITS = 1000
+N, POOL = 150, 900
+
+
+def pool(seed=0):
+    """Confidences with ties, which are overconfident for one category and underconfident for the other."""
+    rng = np.random.default_rng(seed)
+    confidence = rng.beta(4, 2, POOL).round(2)
+    category = rng.integers(0, 2, POOL)
+    truth = np.where(category == 1, confidence**3, np.sqrt(confidence))
+    return confidence, (rng.random(POOL) < truth).astype(float), category
+
+
+def splits(count, size, seed=1):
+    rng = np.random.default_rng(seed)
+    for _ in range(SPLITS):
+        order = rng.permutation(count)
+        yield order[:size], order[size:]
+
+
+@pytest.mark.parametrize("category", [None, 0, 1])
+def test_risk_over_random_splits(category):
+    """Splits of a pool are exchangeable: the expectation is at most the risk, and near it."""
+    confidence, correct, kind = pool()
+    if category is not None:
+        confidence, correct = confidence[kind == category], correct[kind == category]
+    wrong = []
+    for fit, new in splits(len(confidence), N):
+        threshold = risk_threshold(confidence[fit], correct[fit], 0.1)
+        wrong.append(answering(confidence[new], correct[new], threshold).wrong)
+    mean, error = np.mean(wrong), np.std(wrong) / np.sqrt(SPLITS)
+    print(f"category {category}: wrong {mean:.4f} +- {error:.4f}")
+    assert mean <= 0.1 + 3 * error
+    assert mean >= 0.1 - 2 / (N + 1) - 0.02 - 3 * error  # the theorem's lower bound, less what ties at one value hold
+
+
+def test_sets_over_random_splits():
+    rng = np.random.default_rng(2)
+    p = rng.dirichlet(np.full(5, 0.6), POOL)
+    label = (p.cumsum(axis=1) < rng.random((POOL, 1))).sum(axis=1).clip(0, 4)
+    flat = p**0.3 / (p**0.3).sum(axis=1, keepdims=True)  # miscalibrated: the guarantee holds all the same
+    of_label = flat[np.arange(POOL), label]
+    covered = []
+    for fit, new in splits(POOL, N):
+        sets = option_sets(flat[new], set_threshold(of_label[fit], 0.1))
+        covered.append(sets[np.arange(len(new)), label[new]].mean())
+    mean, error = np.mean(covered), np.std(covered) / np.sqrt(SPLITS)
+    print(f"covered {mean:.4f} +- {error:.4f}")
+    assert mean >= 0.9 - 3 * error
+    assert mean <= 0.9 + 1 / (N + 1) + 3 * error
+
+
+@pytest.mark.parametrize("digits", [1, 9])
+def test_selection_with_known_risk(digits):
+    """P(right | c) = c for c uniform: above t a fraction (1 - t)/2 is wrong."""
+    rng, level, risk = np.random.default_rng(3), 0.8, 0.2
+    broken, answered = [], []
+    for _ in range(SPLITS):
+        confidence = np.ceil(rng.random(1000) * 10**digits) / 10**digits
+        correct = (rng.random(1000) < confidence - 0.5 / 10**digits).astype(float)
+        threshold = selective_threshold(confidence, correct, risk, level)
+        broken.append(np.isfinite(threshold) and (1 - threshold) / 2 > risk + 1e-9)
+        answered.append(answering(confidence, correct, threshold).answered)
+    error = np.sqrt(level * (1 - level) / SPLITS)
+    print(f"broken {np.mean(broken):.3f}, answered {np.mean(answered):.3f} of {2 * risk:.1f}")
+    assert np.mean(broken) <= 1 - level + 3 * error
+    assert np.mean(answered) > 0.5 * 2 * risk  # 2 risk could be answered, were the truth known
+
+
+def test_by_hand():
+    confidence, correct = np.array([0.9, 0.8, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]), np.array([1, 0, 1, 1, 0, 1, 1, 0, 1])
+    # (wrong above t + 1)/10 <= 0.2: one wrong answer, 0.8, may be given
+    assert risk_threshold(confidence, correct, 0.2) == 0.6
+    assert risk_threshold(confidence, correct, 0.1) == 0.8
+    assert risk_threshold(confidence, correct, 0.09) == np.inf
+    assert risk_threshold(confidence, correct, 0.4) == -np.inf
+    assert answering(confidence, correct, 0.6) == (0.6, 9, 4 / 9, 1 / 9, 1 / 4)
+    assert set_threshold(confidence, 0.1) == 0.2
+    assert set_threshold(confidence, 0.09) == -np.inf
+    for count, threshold in ((50, np.inf), (51, -np.inf)):  # 0.9^50 = 0.0052 is above 0.1/20, and 0.9^51 below
+        assert selective_threshold(np.full(count, 0.5), np.ones(count), 0.1) == threshold
