@@ -1,7 +1,9 @@
 """`calibjax eval tasks`: accuracy and calibration of a model on the benchmarks of lm-eval."""
 
+import csv
 import dataclasses
 import functools
+import io
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -21,6 +23,7 @@ from calibjax.commands.common import (
     on_devices,
     presentation,
 )
+from calibjax.eval.answers.clusters import find_clustering
 from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfidence
 from calibjax.eval.answers.judges import STRING_MATCH, find_judge
 from calibjax.eval.report.schema import TasksDocument
@@ -29,18 +32,36 @@ from calibjax.eval.tasks.local_data import assets_folder
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
+from calibjax.models.generate import TEMPERATURES
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, together
 from calibjax.runtime.errors import UserError, about, require_directory
-from calibjax.runtime.files import new_file
-from calibjax.runtime.options import INT_MAX, BatchSize, Bins, Count, Positive, Range, named, run_identity
+from calibjax.runtime.files import new_file, write_file
+from calibjax.runtime.options import (
+    IDENTITY_IF_CHANGED,
+    INT_MAX,
+    BatchSize,
+    Bins,
+    Count,
+    Positive,
+    Range,
+    named,
+    run_identity,
+)
 from calibjax.train import head_notes, load_head
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks import TaskManager
 
+    from calibjax.eval.answers.clusters import Clustering
     from calibjax.eval.tasks.evaluate import Answers, How
+    from calibjax.eval.tasks.evidence import Asking
+
+
+HIDDEN = "hidden"
+"""Name of the clustering by the model's own hidden states."""
+Temperature = Annotated[float, Range(*TEMPERATURES)]
 
 
 class Preset(NamedTuple):
@@ -84,6 +105,13 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
         shots: examples before each question of every task.
         options: confidence of a chosen option, in place of the preset's.
         text: confidence of a written answer, in place of the preset's.
+        confidence: further confidences in written answers, such as consistency, semantic_entropy, p_true or verbalised
+            (docs/answers.md), separated by commas or spaces; they are rows of the tables, and columns of
+            answers/TASK.csv.
+        samples: answers sampled for each question, where a confidence needs them.
+        sampling_temperature: temperature of these samples.
+        same: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of the model's
+            hidden states), or package.module:function.
         judge: how written answers are judged: string-match, or package.module:function.
         max_new_tokens: largest number of tokens of a written answer.
         limit: use only so many questions of each task (of MMLU: of each subject), drawn at random.
@@ -104,6 +132,10 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
     shots: Annotated[int, Range(0, INT_MAX)] | None = None
     options: OptionConfidence | None = named("option-confidence", None)
     text: TextConfidence | None = named("text-confidence", None)
+    confidence: tuple[str, ...] = dataclasses.field(default=(), metadata=IDENTITY_IF_CHANGED)
+    samples: Annotated[int, Range(2, 1024)] = dataclasses.field(default=8, metadata=IDENTITY_IF_CHANGED)
+    sampling_temperature: Temperature = dataclasses.field(default=1.0, metadata=IDENTITY_IF_CHANGED)
+    same: str = dataclasses.field(default="normalised", metadata=IDENTITY_IF_CHANGED)
     judge: str = STRING_MATCH
     max_new_tokens: Count | None = None
     limit: Count | None = None
@@ -118,14 +150,20 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
 @on_devices
 def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    names = tuple(dict.fromkeys(name for part in options.tasks for name in part.split(",") if name))
+    names, further = (
+        tuple(dict.fromkeys(name for part in given for name in part.split(",") if name))
+        for given in (options.tasks, options.confidence)
+    )
     try:
         from calibjax.eval.tasks.evaluate import How
+        from calibjax.eval.tasks.evidence import hidden_clustering
         from calibjax.eval.tasks.harness import HarnessLM
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a line for every task, of what is meant here
     judge = find_judge(options.judge)
+    clustering = None if options.same == HIDDEN else find_clustering(options.same)
+    _check_confidences(further)
     assets = assets_folder(options.assets)
     if options.assets is not None:
         with about("--assets"):
@@ -133,7 +171,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
     if options.head is not None:
         with about("--head"):
             head_notes(options.head)
-    options = dataclasses.replace(options, tasks=names, assets=assets)
+    options = dataclasses.replace(options, tasks=names, confidence=further, assets=assets)
     manager = together(functools.partial(_check_tasks, names, assets))
     context = begin("eval tasks", options, log)
     tasks = together(functools.partial(_load_tasks, names, manager, assets, log))
@@ -149,6 +187,8 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
         options.max_new_tokens,
         options.limit,
         options.seed,
+        _asking(options, clustering or hidden_clustering(lm)) if further else None,
+        log,
     )
     hows = {
         name: how._replace(
@@ -157,15 +197,45 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
         for name in names
     }
     answers = _ask_all(options, model, tasks, hows, context)
-    document = _document(options, list(heads), tasks, hows, answers)
+    rows = [*heads, *further]
+    document = _document(options, rows, tasks, hows, answers)
     document["run"] = {**run_identity("eval tasks", options), "base_fingerprint": lm.fingerprint}
     if options.out is not None:
+        for name, found in answers.items():
+            if further and (found.choice < 0).all() and is_first():
+                _write_table(options.out / "answers" / f"{name}.csv", rows, found)
         finish(
             document, options.out, holds="answers/ (every question)", show=not options.json, subjects=options.subjects
         )
     elif not options.json and is_first():
         print_report(document, subjects=options.subjects)
     return document
+
+
+def _check_confidences(names: tuple[str, ...]) -> None:
+    from calibjax.eval.tasks.evidence import WRITTEN
+
+    unknown = [name for name in names if name not in WRITTEN]
+    if unknown:
+        raise UserError(f"--confidence {', '.join(unknown)}: expected some of {', '.join(WRITTEN)}.")
+
+
+def _asking(options: EvalTasksOptions, same: "Clustering") -> "Asking":
+    from calibjax.eval.tasks.evidence import Asking
+
+    folder = None if options.out is None else options.out / "answers" / "samples"
+    return Asking(options.confidence, options.samples, options.sampling_temperature, same, folder)
+
+
+def _write_table(file: Path, rows: list[str], answers: "Answers") -> None:
+    """The table of answers: a row for each question, a column for each confidence."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["question", "answer", "category", "correct", *rows])
+    columns = (answers.question, answers.answer, answers.subject, answers.correct[0], *answers.confidence)
+    for cells in zip(*columns, strict=True):
+        lines.writerow([cell if isinstance(cell, str) else f"{cell:.9g}" for cell in cells])
+    write_file(file, text.getvalue())
 
 
 class _Task(NamedTuple):
@@ -286,7 +356,9 @@ def _stored(file: Path) -> "Answers":
     from calibjax.eval.tasks.evaluate import Answers
 
     with np.load(file) as held:
-        fields = {name: held[name] for name in Answers._fields if name != "harness"}
+        fields = {name: held[name] for name in Answers._fields if name in held.files}
+        for name in {"question", "answer"} - set(fields):  # of a run before there were any
+            fields[name] = np.full(fields["confidence"].shape[1], "")
         harness = {name.removeprefix("harness_"): held[name] for name in held.files if name.startswith("harness_")}
     return Answers(**{**fields, "too_long": int(fields["too_long"])}, harness=harness)
 
@@ -309,22 +381,25 @@ def _document(
     }
     sets, spoken = {}, {}
     for name, found in answers.items():
-        how = hows[name]
+        how, methods = hows[name], names[: len(found.confidence)]
         written = (found.choice < 0).all()
         spoken[name] = f"{how.text} ({WORDS[how.text]})" if written else f"{how.options} ({WORDS[how.options]})"
         if written:
             spoken[name] += f"; judge: {options.judge}"
         part = next(iter(tasks[name].parts.values()))
         sets[name] = {
-            **answers_json(found, names, **binning),
+            **answers_json(found, methods, **binning),
             "title": name,
             "confidence": spoken[name],
             "shots": (part.config.num_fewshot or 0) if how.shots is None else how.shots,
             "source": tasks[name].source,
-            "subjects": subjects_json(found, names, **binning),
+            "subjects": subjects_json(found, methods, **binning),
         }
     if len(sets) == 1:
         return {"schema": SCHEMA, "held_out": next(iter(sets.values())), "tasks": sets}
-    together = answers_json(Answers.join(list(answers.values())), names, **binning)
+    shared = min(len(found.confidence) for found in answers.values())  # options have no further confidences
+    together = answers_json(
+        Answers.join([found.first(shared) for found in answers.values()]), names[:shared], **binning
+    )
     said = "; ".join(dict.fromkeys(spoken.values()))
     return {"schema": SCHEMA, "held_out": {**together, "title": "all tasks", "confidence": said}, "tasks": sets}

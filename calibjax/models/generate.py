@@ -77,8 +77,11 @@ class Sampling:
         top_p: sample from the fewest tokens whose probabilities sum to `top_p`, in (0, 1]; None: from all.
         calibrated: sample from the calibrated distribution; otherwise from the base model's, so that a head changes the
             confidence and not the text.
-        key: key of `jax.random`, required if `temperature` is above 0. The samples of a row depend only on the key, the
-            index of the row and its text.
+        key: key of `jax.random`, required if `temperature` is above 0. The samples of a prompt depend only on the key,
+            its number and its text.
+        count: samples of each prompt, K; each prompt is processed once, and its cache is copied for them.
+        numbers: a number of each prompt, folded into the key; None: its index. With numbers of their own, prompts have
+            the same samples in whatever batch they are.
 
     Raises:
         UserError: a value is out of range, or is given without a temperature.
@@ -93,6 +96,8 @@ class Sampling:
     top_p: float | None = None
     calibrated: bool = False
     key: PRNGKeyArray | None = None
+    count: int = 1
+    numbers: tuple[int, ...] | None = None
 
     def __post_init__(self):
         low, high = TEMPERATURES
@@ -107,6 +112,8 @@ class Sampling:
             raise UserError(f"top_p: expected a number in (0, 1], got {self.top_p}.")
         if not self.temperature and (self.top_k is not None or self.top_p is not None or self.calibrated):
             raise UserError("top_k, top_p and drawing from the calibrated distribution need a temperature above 0.")
+        if self.count < 1 or (self.count > 1 and not self.temperature):
+            raise UserError(f"count: expected 1, or more than one with a temperature above 0, got {self.count}.")
         if self.temperature and self.key is None:
             raise UserError(
                 "key: draws need one, such as jax.random.key(0); or temperature=0 for the most likely token."
@@ -172,6 +179,7 @@ class _Program(NamedTuple):
     max_new_tokens: int
     top_k: int | None
     sample_calibrated: bool
+    count: int
 
 
 class _Inputs(NamedTuple):
@@ -181,6 +189,7 @@ class _Inputs(NamedTuple):
         frozen, head_params, log_factor: the model and its head.
         tokens, segment_ids: int32 [B, T], the prompts.
         stop_tokens: int32 [E], filled up with -1.
+        numbers: int32 [B], of the prompts.
         key, temperature, top_p: of the sampling; temperature None takes the most likely token.
     """
 
@@ -190,6 +199,7 @@ class _Inputs(NamedTuple):
     tokens: Any
     segment_ids: Any
     stop_tokens: Any
+    numbers: Any
     key: PRNGKeyArray
     temperature: Any
     top_p: Any
@@ -199,7 +209,10 @@ class _Inputs(NamedTuple):
 def _generate(program: _Program, inputs: _Inputs) -> Generation:
     rows, width = inputs.tokens.shape
     unembedding = inputs.frozen.unembedding.astype(program.dtype)
-    row_keys = jax.vmap(lambda row: jax.random.fold_in(inputs.key, row))(jnp.arange(rows))
+    row_keys = jax.vmap(lambda number: jax.random.fold_in(inputs.key, number))(inputs.numbers)
+    if program.count > 1:
+        samples = jnp.arange(program.count)
+        row_keys = jax.vmap(lambda key: jax.vmap(lambda k: jax.random.fold_in(key, k))(samples))(row_keys).ravel()
 
     def step(state: _State) -> _State:
         last = jax.lax.dynamic_slice_in_dim(state.generated.tokens, state.count - 1, 1, axis=1)
@@ -213,7 +226,7 @@ def _generate(program: _Program, inputs: _Inputs) -> Generation:
         return (state.count < program.max_new_tokens) & ~jnp.all(state.done)
 
     columns = width + program.max_new_tokens - 1  # the last token needs no forward pass
-    config, shape = program.config, (rows, program.max_new_tokens)
+    config, shape = program.config, (rows * program.count, program.max_new_tokens)
     nothing = Generation(
         jnp.full(shape, -1, jnp.int32),
         jnp.zeros(shape),
@@ -223,15 +236,23 @@ def _generate(program: _Program, inputs: _Inputs) -> Generation:
     )
     state = _State(
         jnp.int32(0),
-        jnp.zeros(rows, bool),
+        jnp.zeros(rows * program.count, bool),
         nothing,
         empty_cache(config, rows, columns, layers=config.num_layers, dtype=program.dtype),
         program.head.empty_cache(rows, columns),
     )
     logits, log_scale, cache, head_cache = _run(program, inputs, unembedding, inputs.tokens, inputs.segment_ids, state)
+    logits, log_scale = (jnp.repeat(x, program.count, axis=0) for x in (logits, log_scale))
+    cache, head_cache = (None if x is None else _repeated(x, program.count) for x in (cache, head_cache))
     state = state._replace(cache=cache, head_cache=head_cache)
     start = _choose(program, inputs, row_keys, logits, log_scale, state)
     return jax.lax.while_loop(unfinished, step, start).generated
+
+
+def _repeated(cache: Cache, count: int) -> Cache:
+    """Each row of a cache `count` times."""
+    keys, values = (jnp.repeat(x, count, axis=x.ndim - 4) for x in (cache.keys, cache.values))
+    return cache._replace(keys=keys, values=values, segment_ids=jnp.repeat(cache.segment_ids, count, axis=0))
 
 
 def _run(
@@ -328,13 +349,15 @@ def generate(
             else the tokenizer's end of sequence; () for none.
 
     Returns:
-        `Generation`, `[B, N]`.
+        `Generation`, `[B, N]`; with `sampling.count` K above 1 `[B·K, N]`, the samples of a prompt one after the other.
 
     Raises:
         UserError: an argument is out of range, a prompt does not fit the model, or the head belongs to another model or
             pools over sequences.
     """
     ids = _token_ids(lm, prompts)
+    if sampling.numbers is not None and len(sampling.numbers) != len(ids):
+        raise UserError(f"numbers: expected one for each of {len(ids)} prompts, got {len(sampling.numbers)}.")
     if head is not None:
         _check_head(lm, head)
     longest = max(map(len, ids))
@@ -354,7 +377,9 @@ def generate(
     rows = -(-len(ids) // groups) * groups
     tokens, segment_ids = _padded(ids, rows)
     head_config = _IDENTITY if head is None else head.config
-    program = _Program(lm.config, head_config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated)
+    program = _Program(
+        lm.config, head_config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
+    )
     inputs = _Inputs(
         frozen=freeze(lm, head=head_config),
         head_params={"log_scale": np.float32(0)} if head is None else head.params,
@@ -364,13 +389,17 @@ def generate(
         stop_tokens=np.pad(
             np.asarray(stops, np.int32), (0, _STOP_TOKENS - len(stops) % _STOP_TOKENS), constant_values=-1
         ),
+        numbers=np.resize(np.arange(rows) if sampling.numbers is None else np.asarray(sampling.numbers), rows).astype(
+            np.int32
+        ),
         key=jax.random.key(0) if sampling.key is None else sampling.key,
         temperature=np.float32(sampling.temperature) if sampling.temperature else None,
         top_p=None if sampling.top_p is None else np.float32(sampling.top_p),
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         generated = _generate(program, inputs)
-    return generated if rows == len(ids) else jax.tree.map(lambda x: x[: len(ids)], generated)
+    real = len(ids) * sampling.count
+    return generated if rows == len(ids) else jax.tree.map(lambda x: x[:real], generated)
 
 
 def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:

@@ -59,8 +59,8 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, bins: int = 10) -
     Example:
         >>> confidence, categories = np.full(200, 0.7), np.arange(200) % 2
         >>> data = Predictions(confidence=confidence, correct=categories == 0, categories=categories)
-        >>> np.asarray(apply(fit(data), data))[:4].round(3).tolist()
-        [0.995, 0.005, 0.995, 0.005]
+        >>> [f"{q:.3f}" for q in np.asarray(apply(fit(data), data))[:3]]
+        ['0.995', '0.005', '0.995']
     """
     confidence, correct, categories = select(data, ("confidence", "correct", "categories"), where)
     names, category_of = np.unique(categories, return_inverse=True)

@@ -100,6 +100,7 @@ VALID = {
     "compare": text(),
     "report": ["run"],
     "apply": ["--table", "table.csv", "--method", "kept", "--out", "out.csv"],
+    "decide": ["--table", "table.csv"],
     "export": ["run", "--out", "out"],
     "push": ["run", "org/name"],
     "generate": ["--model", "model", "--prompt", "w1"],

@@ -154,16 +154,44 @@ def test_default_stop_tokens(tmp_path):
 # --- draws ---
 
 
+SAMPLING = ("top_k", "top_p", "calibrated", "count", "numbers")
+
+
 def draw(*, key=5, prompts=(PROMPTS[0],) * 1000, lm=None, scale=0.3, temperature=2.0, **options):
     """Two tokens a row, beside a head that has the same scale everywhere."""
     lm = lm or the_lm()
     head = FittedHead(
         HeadConfig(kind="constant", hidden_size=1), {"log_scale": np.log(np.float32(scale))}, 0.0, lm.fingerprint
     )
-    sampling = {name: options.pop(name) for name in ("top_k", "top_p", "calibrated") if name in options}
+    sampling = {name: options.pop(name) for name in SAMPLING if name in options}
     sampling = Sampling(temperature=temperature, key=jax.random.key(key), **sampling)
     options = {"sampling": sampling, "max_new_tokens": 2} | options
     return jax.tree.map(np.asarray, generate(lm, prompts, head=head, **options))
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_samples_of_one_prompt(head):
+    """K a prompt, one after the other; what is drawn for a number does not depend on the prompts beside it."""
+    lm = the_lm()
+    fitted = head_of("transformer") if head else None
+    options = {"max_new_tokens": 3, "stop_tokens": (), "head": fitted}
+
+    def drawn(prompts, numbers):
+        sampling = Sampling(temperature=1.5, key=jax.random.key(3), count=4, numbers=numbers)
+        return jax.tree.map(np.asarray, generate(lm, prompts, sampling=sampling, **options))
+
+    together, alone = drawn(PROMPTS[:3], (7, 2, 9)), drawn(PROMPTS[2:0:-1], (9, 2))
+    assert together.tokens.shape == (12, 3)
+    np.testing.assert_array_equal(together.tokens[8:12], alone.tokens[:4])
+    np.testing.assert_array_equal(together.tokens[4:8], alone.tokens[4:])
+    assert len({tuple(row) for row in together.tokens.tolist()}) > 6
+    for row, tokens in enumerate(together.tokens.tolist()):
+        prompt = list(PROMPTS[row // 4])
+        logits = np.asarray(lm.logits(np.array([(prompt + tokens + [0] * 20)[:20]])), np.float64)[0]
+        want = [np.log(probabilities_of(logits[len(prompt) - 1 + k])[token]) for k, token in enumerate(tokens)]
+        np.testing.assert_allclose(together.base_log_probs[row], want, atol=2e-5)
+    with pytest.raises(UserError, match="numbers: expected one for each of 2 prompts, got 3"):
+        drawn(PROMPTS[:2], (1, 2, 3))
 
 
 def probabilities_of(logits):
@@ -173,8 +201,12 @@ def probabilities_of(logits):
 
 @pytest.mark.parametrize(
     ("options", "scale"),
-    [({"top_k": 8, "top_p": 0.9}, 1.0), ({"calibrated": True}, 0.3)],
-    ids=["top-k-top-p", "calibrated"],
+    [
+        ({"top_k": 8, "top_p": 0.9}, 1.0),
+        ({"calibrated": True}, 0.3),
+        ({"calibrated": True, "count": 1000, "prompts": (PROMPTS[0],)}, 0.3),
+    ],
+    ids=["top-k-top-p", "calibrated", "one-prompt"],
 )
 def test_draws_follow_the_distribution(options, scale):
     got = draw(**options)

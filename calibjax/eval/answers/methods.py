@@ -32,8 +32,8 @@ class Evidence(NamedTuple):
         clusters: int `[N, K]`, which of the K samples mean the same (`calibjax.eval.answers.clusters`).
         answer: int `[N]`, the cluster of the answer.
         sample_log_probs: `[N, K]`, log-probability of each sample divided by its length, nats.
-        asked: `[N, 2]`, log-probability of "yes" and of "no" to the question whether the answer is right.
-        stated: `[N]`, the confidence that the model stated in words or numbers, in [0, 1].
+        asked: `[N, 2]`, log-probability of "yes" and of "no" to a question whether the answer is right.
+        stated: `[N]`, the confidence that the model stated in words or numbers, in [0, 1]; NaN where it cannot be read.
     """
 
     options: Float[Array, "N O"] | None = None
@@ -76,6 +76,11 @@ def _given(value: Array | None) -> Array:
     return value
 
 
+def _stated(value: Array) -> Array:
+    """One half, which says nothing, where the model stated nothing that can be read."""
+    return jnp.where(jnp.isnan(value), 0.5, jnp.asarray(value, jnp.float32)).astype(jnp.float32)
+
+
 METHODS: dict[str, Method] = {
     "options": _of("options", "options", "Hendrycks et al. 2021"),
     "full_vocabulary": _of("full_vocabulary", "options", "arXiv 2508.00264"),
@@ -113,13 +118,25 @@ METHODS: dict[str, Method] = {
     "p_true": Method(
         lambda e: two_way_confidence(_given(e.asked)),
         ("asked",),
-        "probability that the model calls its answer right",
+        "probability that the model calls its answer true",
+        "Kadavath et al. 2022, arXiv 2207.05221",
+    ),
+    "p_not_none": Method(
+        lambda e: two_way_confidence(_given(e.asked)),
+        ("asked",),
+        "probability that the model prefers its answer to none of the above",
         "Kadavath et al. 2022, arXiv 2207.05221",
     ),
     "verbalised": Method(
-        lambda e: jnp.asarray(_given(e.stated), jnp.float32),
+        lambda e: _stated(_given(e.stated)),
         ("stated",),
-        "confidence that the model states",
+        "confidence that the model states as a number",
+        "Lin et al. 2022, arXiv 2205.14334",
+    ),
+    "verbalised_words": Method(
+        lambda e: _stated(_given(e.stated)),
+        ("stated",),
+        "confidence that the model states in words",
         "Lin et al. 2022, arXiv 2205.14334",
     ),
 }

@@ -22,10 +22,12 @@ class Continued(NamedTuple):
         text: text before the first stop sequence, without special tokens.
         tokens: ids of that text without trailing space; at least the first token, even if the text is empty. A token
             that holds the end of the text and the beginning of the stop sequence is included.
+        log_probs: of these tokens under the base model, nats, whatever distribution they were drawn from.
     """
 
     text: str
     tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
 
 
 def room_for_context(max_new_tokens: int, max_length: int) -> int:
@@ -49,6 +51,9 @@ def continue_contexts(
     sampling: Sampling = Sampling(),
 ) -> Iterator[tuple[int, Continued]]:
     """Yields the index of each context and its continuation, batch by batch; arguments are checked before the first.
+
+    With `sampling.count` above 1 each context is yielded so many times, with one sample each, and `sampling.numbers`
+    are those of the contexts.
 
     Contexts are cut to their last `max_length - max_new_tokens` tokens. A row ends at a stop sequence, at a stop token
     of the model or after `max_new_tokens`; rows that have ended are not computed further.
@@ -74,8 +79,10 @@ def continue_contexts(
     def batches() -> Iterator[tuple[int, Continued]]:
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
-            found = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, sampling)
-            yield from zip(numbers, found, strict=True)
+            own = numbers if sampling.numbers is None else [sampling.numbers[n] for n in numbers]
+            drawn = dataclasses.replace(sampling, numbers=tuple(own))
+            found = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, drawn)
+            yield from zip([n for n in numbers for _ in range(sampling.count)], found, strict=True)
 
     return batches()
 
@@ -88,25 +95,45 @@ def _continue(
     rows: int,
     sampling: Sampling,
 ) -> list[Continued]:
-    """Continues at most `rows` prompts together."""
-    written: list[list[int]] = [[] for _ in prompts]
-    open_rows, done, stops = list(range(len(prompts))), 0, default_stop_tokens(lm)
+    """Continues at most `rows` prompts together, each `sampling.count` times."""
+    count, stops = sampling.count, default_stop_tokens(lm)
+    assert sampling.numbers is not None
+    starts = [prompt for prompt in prompts for _ in range(count)]
+    written: list[list[int]] = [[] for _ in starts]
+    log_probs: list[list[float]] = [[] for _ in starts]
+    # Later rounds continue samples of their own, numbered by prompt and sample.
+    numbers = [number * count + k for number in sampling.numbers for k in range(count)]
+    open_rows, done = list(range(len(starts))), 0
     while open_rows and done < max_new_tokens:
         step = min(_AT_ONCE, max_new_tokens - done)
-        given = [prompts[row] + written[row] for row in open_rows]
-        given += [given[-1]] * (rows - len(given))  # one shape, whatever the number of unfinished rows
-        key = None if sampling.key is None else jax.random.fold_in(sampling.key, done)
-        out = generate(lm, given, max_new_tokens=step, sampling=dataclasses.replace(sampling, key=key))
-        tokens, where = to_host((out.tokens, out.where))
+        if done:
+            given, own, each, size = (
+                [starts[r] + written[r] for r in open_rows],
+                [numbers[r] for r in open_rows],
+                1,
+                rows * count,
+            )
+        else:
+            given, own, each, size = prompts, list(sampling.numbers), count, rows
+        missing = size - len(given)  # one shape, whatever the number of unfinished rows
+        now = dataclasses.replace(
+            sampling,
+            key=None if sampling.key is None else jax.random.fold_in(sampling.key, done),
+            count=each,
+            numbers=(*own, *own[-1:] * missing),
+        )
+        out = generate(lm, [*given, *given[-1:] * missing], max_new_tokens=step, sampling=now)
+        tokens, logs, where = to_host((out.tokens, out.base_log_probs, out.where))
         for place, row in enumerate(open_rows):
             written[row] += tokens[place][where[place]].tolist()
+            log_probs[row] += logs[place][where[place]].tolist()
         done += step
         open_rows = [
             row
             for row in open_rows
             if written[row][-1] not in stops and _first_stop(_decode(lm, written[row]), until) is None
         ]
-    return [_cut(lm, tokens, until) for tokens in written]
+    return [_cut(lm, *pair, until) for pair in zip(written, log_probs, strict=True)]
 
 
 def _decode(lm: LanguageModel, tokens: Sequence[int]) -> str:
@@ -118,14 +145,13 @@ def _first_stop(text: str, until: Sequence[str]) -> int | None:
     return min((place for place in places if place >= 0), default=None)
 
 
-def _cut(lm: LanguageModel, tokens: list[int], until: Sequence[str]) -> Continued:
+def _cut(lm: LanguageModel, tokens: list[int], log_probs: list[float], until: Sequence[str]) -> Continued:
     text = _decode(lm, tokens)
     end = _first_stop(text, until)
     if end is None:
-        stops = default_stop_tokens(lm)
-        kept = tokens[:-1] if tokens[-1] in stops else tokens
-        return Continued(text, tuple(kept or tokens[:1]))
-    count, needed = 0, len(text[:end].rstrip())
-    while count < len(tokens) and len(_decode(lm, tokens[:count])) < needed:
-        count += 1
-    return Continued(text[:end], tuple(tokens[: max(count, 1)]))
+        count = max(len(tokens) - (tokens[-1] in default_stop_tokens(lm)), 1)
+    else:
+        text, count, needed = text[:end], 1, len(text[:end].rstrip())
+        while count < len(tokens) and len(_decode(lm, tokens[:count])) < needed:
+            count += 1
+    return Continued(text, tuple(tokens[:count]), tuple(log_probs[:count]))

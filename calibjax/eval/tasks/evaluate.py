@@ -12,6 +12,7 @@ from lm_eval.api.task import ConfigurableTask
 from calibjax.eval.answers.confidence import OptionConfidence, TextConfidence, answer_confidence
 from calibjax.eval.answers.judges import Judge, references
 from calibjax.eval.tasks.continuation import continue_contexts, room_for_context
+from calibjax.eval.tasks.evidence import Asking, Questions, confidences
 from calibjax.eval.tasks.harness import HarnessLM
 from calibjax.eval.tasks.scoring import Continuation, Score
 from calibjax.models.generate import Sampling
@@ -24,7 +25,7 @@ _confidence = jax.jit(answer_confidence, static_argnums=0)
 
 
 class Answers(NamedTuple):
-    """Answers to N questions under M heads.
+    """Answers to N questions under M heads; of written answers M also counts the further confidences, after the heads.
 
     Attributes:
         confidence: float32 `[M, N]`.
@@ -36,6 +37,7 @@ class Answers(NamedTuple):
         harness: `[N]` each, the harness's own metrics, of the first head.
         cut: `[N]`, tokens at the start of the prompt that the model could not read.
         too_long: questions left out because an option alone is longer than the model reads.
+        question, answer: `[N]`, of written answers where further confidences are computed; otherwise "".
     """
 
     confidence: Float[np.ndarray, "M N"]
@@ -46,11 +48,18 @@ class Answers(NamedTuple):
     harness: dict[str, np.ndarray]
     cut: Int[np.ndarray, " N"]
     too_long: int
+    question: np.ndarray
+    answer: np.ndarray
+
+    def first(self, rows: int) -> "Answers":
+        """Keeps the first rows of M."""
+        arrays = ("confidence", "correct", "choice", "log_prob")
+        return self._replace(**{name: getattr(self, name)[:rows] for name in arrays})
 
     @classmethod
     def join(cls, parts: Sequence["Answers"]) -> "Answers":
         """Concatenates answers in their order."""
-        arrays = ("confidence", "correct", "choice", "log_prob", "subject", "cut")
+        arrays = ("confidence", "correct", "choice", "log_prob", "subject", "cut", "question", "answer")
         joined = {name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays}
         told = [part for part in parts if part.harness]  # a part without questions has no metrics
         names = [name for name in (told[0].harness if told else {}) if all(name in part.harness for part in told)]
@@ -68,7 +77,9 @@ class How(NamedTuple):
         judge: of written answers.
         max_new_tokens: largest number of tokens of a free-text answer; None: the task's, or else the model's default.
         limit: ask only so many questions of each task, drawn at random.
-        seed: of that draw, and of examples.
+        seed: of that draw, of examples and of samples.
+        asking: further confidences in written answers; None: none.
+        log: called with a line on what could not be read.
     """
 
     shots: int | None
@@ -78,6 +89,8 @@ class How(NamedTuple):
     max_new_tokens: int | None
     limit: int | None
     seed: int
+    asking: Asking | None = None
+    log: Callable[[str], None] = print
 
 
 def question_count(task: ConfigurableTask, limit: int | None) -> int:
@@ -158,6 +171,7 @@ class _Asked(NamedTuple):
     documents: list[Any]
     prompts: Sequence[Any]
     options: list[list[Continuation]]
+    numbers: Sequence[int]
 
 
 def _questions(task: ConfigurableTask, how: How) -> Iterator[int]:
@@ -177,7 +191,7 @@ def _asked(lm: HarnessLM, name: str, part: Part, how: How, questions: Sequence[i
         for document, prompt in zip(documents, prompts, strict=True):
             requests: Any = task.construct_requests(document, prompt)
             options.append([lm.encode(*request.args) for request in requests])
-    return _Asked(name, part, documents, prompts, options)
+    return _Asked(name, part, documents, prompts, options, questions)
 
 
 def _answer_all(lm: HarnessLM, how: How, several: Sequence[_Asked], tick: Callable[[int], Any]) -> list[Answers]:
@@ -189,7 +203,7 @@ def _answer_all(lm: HarnessLM, how: How, several: Sequence[_Asked], tick: Callab
         if asked.part.task.OUTPUT_TYPE == "multiple_choice":
             found.append(_choose(lm, how, asked, scores))
         else:
-            found.append(_ask_texts(lm, asked.part.task, how, asked.documents, asked.prompts, asked.part.subject))
+            found.append(_ask_texts(lm, how, asked))
         tick(len(asked.documents))
     return found
 
@@ -253,6 +267,7 @@ def _choose(lm: HarnessLM, how: How, asked: _Asked, all_scores: Iterator[Score])
         _numbers(harness),
         cut,
         too_long,
+        *(np.full(n, "") for _ in range(2)),
     )
 
 
@@ -276,7 +291,8 @@ def _grouped(owners: Sequence[int], scores: list[Score]) -> Iterator[tuple[int, 
         start = end
 
 
-def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
+def _ask_texts(lm: HarnessLM, how: How, asked: _Asked) -> Answers:
+    task, documents, prompts = asked.part.task, asked.documents, asked.prompts
     options = _writing(lm, task, how)
     whole = [lm.tok_encode(prompt) for prompt in prompts]
     room = room_for_context(options["max_new_tokens"], lm.max_length)
@@ -293,18 +309,27 @@ def _ask_texts(lm, task, how: How, documents, prompts, subject) -> Answers:
     there = np.isfinite(log_probs)
     confidence = np.stack([_confidence(how.text, *pair) for pair in zip(log_probs, there, strict=True)])[:, :n]
     rows = list(zip(prompts, [t.text for t in texts], map(references, documents), strict=True))
+    question, answer = (np.full(n, "") for _ in range(2))
+    if how.asking is not None and n:
+        question = np.array([str(task.doc_to_text(document)) for document in documents])
+        answer = np.array([text.text.strip() for text in texts])
+        given = Questions(asked.name, asked.numbers, question.tolist(), contexts, answer.tolist(), log_probs[0, :n])
+        further = confidences(lm, how.asking, given, options, how.seed, how.log)
+        confidence = np.concatenate([confidence, further])
     # In one process only: a judge may cost money, and may judge differently when it is called again.
     correct = from_first(lambda: [how.judge(*row) for row in rows], np.zeros(n, np.float32))
     harness = [task.process_results(document, [t.text.strip()]) for document, t in zip(documents, texts, strict=True)]
     return Answers(
         confidence.astype(np.float32),
-        np.broadcast_to(correct, (heads, n)).copy(),
-        np.full((heads, n), -1, np.int32),
-        np.full((heads, n), np.nan, np.float32),
-        np.array([str(document.get("category", subject)) for document in documents], str),
+        np.broadcast_to(correct, confidence.shape).copy(),
+        np.full(confidence.shape, -1, np.int32),
+        np.full(confidence.shape, np.nan, np.float32),
+        np.array([str(document.get("category", asked.part.subject)) for document in documents], str),
         _numbers(harness),
         np.array([max(len(context) - room, 0) for context in whole], np.int32),
         0,
+        question,
+        answer,
     )
 
 

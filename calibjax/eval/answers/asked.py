@@ -1,0 +1,86 @@
+"""Asking a model about its own answer: prompts, and strict readers of what it replies."""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+_WORDS = {
+    "almost certain": 0.95,
+    "very likely": 0.9,
+    "likely": 0.7,
+    "even chance": 0.5,
+    "unlikely": 0.3,
+    "very unlikely": 0.1,
+    "almost impossible": 0.05,
+}
+"""Words of estimative probability, with values near the medians that people give them (Fagen-Ulmschneider 2015)."""
+_PERCENT = re.compile(r"(100|\d{1,2})(?:\.0+)?\s*%?", re.ASCII)
+_FRACTION = re.compile(r"0?\.\d+|1\.0+|0\.0*", re.ASCII)
+
+
+def read_number(reply: str) -> float | None:
+    """The confidence in a reply that is nothing but a number; None for any other reply.
+
+    Read is the first line: 0 to 100 as per cent, with or without the sign; a number with a decimal point from 0 to 1 as
+    a probability. So "1" is 1%, and "1.0" certainty.
+
+    Example:
+        >>> [read_number(reply) for reply in (" 85%.", "0.7", "1.0", "1", "150", "maybe 80")]
+        [0.85, 0.7, 1.0, 0.01, None, None]
+    """
+    line = _first_line(reply)
+    if _FRACTION.fullmatch(line):
+        return float(line)
+    found = _PERCENT.fullmatch(line)
+    return float(found[1]) / 100 if found else None
+
+
+def read_words(reply: str) -> float | None:
+    """The confidence in a reply that is one of seven expressions; None for any other reply.
+
+    Example:
+        >>> [read_words(reply) for reply in (" Very likely.", "even chance", "likely or not")]
+        [0.9, 0.5, None]
+    """
+    return _WORDS.get(_first_line(reply).lower())
+
+
+def _first_line(reply: str) -> str:
+    lines = reply.strip().splitlines()
+    return lines[0].strip().rstrip(".").strip() if lines else ""
+
+
+class TwoWay(NamedTuple):
+    """A question with two replies of which the probability is read: that for the answer, and that against it."""
+
+    prompt: str
+    yes: str
+    no: str
+
+
+class Stated(NamedTuple):
+    """A question whose reply is generated, and its reader, which returns a confidence or None."""
+
+    prompt: str
+    read: Callable[[str], float | None]
+
+
+TWO_WAY = {
+    "p_true": TwoWay(
+        "{question}\nProposed answer: {answer}\nIs the proposed answer True or False?\nReply:", " True", " False"
+    ),
+    "p_not_none": TwoWay("{question}\n(A) {answer}\n(B) None of the above\nThe right option is (", "A", "B"),
+}
+"""Name of a method -> its question. `{question}` is the task's own prompt without examples."""
+STATED = {
+    "verbalised": Stated(
+        "{question}\nProposed answer: {answer}\nProbability that the proposed answer is right, from 0% to 100%:",
+        read_number,
+    ),
+    "verbalised_words": Stated(
+        "{question}\nProposed answer: {answer}\nChoose one: " + ", ".join(_WORDS) + ".\nThat the proposed answer is "
+        "right is:",
+        read_words,
+    ),
+}
+"""Name of a method -> its question."""

@@ -1,0 +1,145 @@
+"""`eval tasks --confidence`: samples, what the model says of its answers, and the table of answers."""
+
+import csv
+import dataclasses
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
+
+from tiny import WORDS, write_model
+
+from calibjax.cli import main
+from calibjax.commands import eval_tasks
+from calibjax.commands.eval_tasks import EvalTasksOptions
+from calibjax.eval.answers.asked import TWO_WAY, read_number, read_words
+from calibjax.eval.answers.judges import plain_text
+from calibjax.eval.tasks import evidence
+from calibjax.models import load_model
+from calibjax.models.generate import generate
+from calibjax.runtime.errors import UserError
+
+METHODS = ("consistency", "discrete_semantic_entropy", "semantic_entropy", "p_true", "verbalised")
+K, COUNT = 4, 20
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A model, and questions whose right answers it may give."""
+    folder = tmp_path_factory.mktemp("material")
+    lm = load_model(write_model(folder / "model"))
+    rng = np.random.default_rng(0)
+    contexts = [f"Question: {' '.join(rng.choice(WORDS, rng.integers(1, 6)))}\nAnswer:" for _ in range(COUNT)]
+    texts = generate(lm, contexts, max_new_tokens=2).texts(lm.tokenizer)
+    (folder / "data" / "triviaqa").mkdir(parents=True)
+    with gzip.open(folder / "data" / "triviaqa" / "triviaqa_sm_sub.jsonl.gz", "wt") as out:
+        for n, (context, text) in enumerate(zip(contexts, texts, strict=True)):
+            out.write(json.dumps({"context": context, "answer": "w0", "aliases": [text if n % 2 else "w1"]}) + "\n")
+    return folder, lm
+
+
+@pytest.fixture(scope="module")
+def run(material):
+    folder = material[0]
+    options = {"assets": folder, "max_new_tokens": 2, "quiet": True, "samples": K, "sampling_temperature": 0.3}
+    run = EvalTasksOptions(
+        model=str(folder / "model"), tasks=("triviaqa",), confidence=METHODS, out=folder / "asked", **options
+    )
+    lines = []
+    return run, eval_tasks.run(run, log=lines.append), lines
+
+
+def table_of(run):
+    with (run[0].out / "answers" / "triviaqa.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_is_what_the_samples_give(run, material):
+    rows = table_of(run)
+    assert len(rows) == COUNT
+    (file,) = (run[0].out / "answers" / "samples").iterdir()
+    samples = json.loads(file.read_text())
+    assert [len(row) for row in samples] == [K] * COUNT
+    found = {name: np.array([float(row[name]) for row in rows]) for name in METHODS}
+    for n, row in enumerate(rows):
+        texts = [plain_text(text) for text, _ in samples[n]]
+        assert found["consistency"][n] == pytest.approx(np.mean([text == plain_text(row["answer"]) for text in texts]))
+        p = np.array([texts.count(text) for text in dict.fromkeys(texts)]) / K
+        assert found["discrete_semantic_entropy"][n] == pytest.approx(1 + (p * np.log(p)).sum() / np.log(K), abs=1e-5)
+    assert len(np.unique(found["consistency"])) > 2
+    asked, lm = TWO_WAY["p_true"], material[1]
+    prompt = asked.prompt.format(question=rows[0]["question"], answer=rows[0]["answer"])
+    context = lm.tokenizer.encode(prompt)
+    logits = np.asarray(lm.logits(np.array([context])), np.float64)[0, -1]
+    yes, no = (logits[lm.tokenizer.encode(word)[0]] for word in (asked.yes, asked.no))
+    assert found["p_true"][0] == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-5)
+    assert any("replies could not be read; their confidence is .5" in line for line in run[2])
+    methods = run[1]["held_out"]["methods"]
+    assert set(methods) == {"uncalibrated", *METHODS}
+    correct = np.array([float(row["correct"]) for row in rows])
+    assert methods["consistency"]["brier"] == pytest.approx(((found["consistency"] - correct) ** 2).mean(), abs=1e-6)
+
+
+def test_a_killed_run_resumes_with_its_samples(run, monkeypatch):
+    """Of a run that was killed after the samples: none is drawn again, and the table is the same."""
+    before = (run[0].out / "answers" / "triviaqa.csv").read_bytes()
+    for file in (run[0].out / "answers").glob("*.*"):
+        file.unlink()
+    real = evidence.continue_contexts
+
+    def only_replies(lm, contexts, **options):
+        assert "sampling" not in options
+        return real(lm, contexts, **options)
+
+    monkeypatch.setattr(evidence, "continue_contexts", only_replies)
+    assert eval_tasks.run(run[0], log=lambda _: None) == run[1]
+    assert (run[0].out / "answers" / "triviaqa.csv").read_bytes() == before
+
+
+def test_samples_belong_to_their_question(run, tmp_path):
+    """The same samples where other questions are asked beside it."""
+    few = dataclasses.replace(run[0], limit=6, out=tmp_path / "few", confidence=("consistency",))
+    eval_tasks.run(few, log=lambda _: None)
+    all_rows = {row["question"]: row for row in table_of(run)}
+    rows = table_of((few,))
+    assert len(rows) == 6
+    assert [row["consistency"] for row in rows] == [all_rows[row["question"]]["consistency"] for row in rows]
+
+
+def test_the_table_can_be_decided_and_compared(run, capsys):
+    file = str(run[0].out / "answers" / "triviaqa.csv")
+    assert main(["decide", "--table", file, "--confidence", "consistency", "--risk", "0.3"]) == 0
+    assert main(["compare", "--table", file, "--confidence", "p_true", "--methods", "platt", "--quiet"]) == 0
+    assert "platt" in capsys.readouterr().out
+
+
+def test_hidden_states_as_meanings(material):
+    lm = load_model(material[0] / "model")
+    clusters = evidence.hidden_clustering(lm, 0.999)("q", ["w1 w2", "w1 w2", "w7", "w1 w2"])
+    assert clusters[:2] + clusters[3:] == [0, 0, 0]
+    assert clusters[2] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"confidence": ("consistencey",)}, "--confidence consistencey: expected some of arithmetic_mean, product"),
+        ({"same": "alike"}, "--same alike: expected exact, normalised, numeric, or package.module:function"),
+        ({"samples": 1}, "--samples: expected"),
+    ],
+)
+def test_invalid_input(run, changes, message):
+    with pytest.raises(UserError, match=message):
+        eval_tasks.run(dataclasses.replace(run[0], **changes), log=lambda _: None)
+
+
+def test_replies_are_read_strictly():
+    read = {"85%": 0.85, "100": 1.0, "0": 0.0, " 42 .": 0.42, "0.25\nmore": 0.25, ".5": 0.5, "1": 0.01, "1.0": 1.0}
+    assert {reply: read_number(reply) for reply in read} == read
+    unread = ("", "101", "-5", "80-90", "I am 80% sure", "1.5", "nan", "\uff18\uff15")
+    assert [read_number(reply) for reply in unread] == [None] * len(unread)
+    assert read_words("Almost certain.") == 0.95
+    assert [read_words(reply) for reply in ("", "likely, I think", "no")] == [None] * 3
