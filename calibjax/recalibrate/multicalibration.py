@@ -107,7 +107,8 @@ def apply(state: PatchState, data: Predictions) -> Float[Array, " N"]:
         return jnp.where(mine, jnp.clip(q + shift, state.margin, 1 - state.margin), q), None
 
     start = jnp.asarray(data.confidence, jnp.float32)
-    return jax.lax.scan(patch, start, tuple(map(jnp.asarray, (state.category, state.bin, state.shift))))[0]
+    patches = jnp.asarray(state.category), jnp.asarray(state.bin), jnp.asarray(state.shift)
+    return jax.lax.scan(patch, start, patches)[0]
 
 
 METHODS = {
