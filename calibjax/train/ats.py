@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from calibjax import metrics
 from calibjax.data import Sequences, batches, concatenate, divide
 from calibjax.heads import HeadConfig
 from calibjax.losses import LOSSES, linear_loss
@@ -23,8 +24,10 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.sharding import local_rows, param_shardings
 from calibjax.train.cross_fit import (
     SHRINKAGES,
+    SHRINKAGES_OF_ONE_SET,
     FitData,
     Score,
+    Shrinkage,
     is_significant,
     other_folds,
     predict,
@@ -101,12 +104,12 @@ def cross_fit(
     context: RunContext,
     *,
     known: Score | None = None,
-    towards: Callable[[int], float] | None = None,
+    shrinkage: Shrinkage,
 ) -> Score:
     """Predicts each of `folds` by a head trained on all other folds; returns the score on these and on `known` ones.
 
-    `towards`: the log 1/T of temperature scaling fitted without a fold, towards which the predictions are shrunk by the
-    fraction of `SHRINKAGES` with the lowest NLL; None: no shrinkage.
+    The predictions are shrunk towards temperature scaling by one of the fractions of `shrinkage`: the one with the
+    lowest NLL among those that do not raise ECE beyond noise.
     """
     log_scales = dict(known.log_scales if known is not None else {})
     smallest = min(len(other_folds(data, fold)) for fold in range(len(data.folds)))
@@ -120,13 +123,12 @@ def cross_fit(
             )
             log_scales[fold] = predict(data, plan, params, fold)
     tried = []
-    for shrinkage in (0.0,) if towards is None else SHRINKAGES:
-        shrunk = log_scales
-        if towards is not None:
-            shrunk = {fold: shrink(of_fold, towards(fold), shrinkage) for fold, of_fold in log_scales.items()}
+    for fraction in shrinkage.fractions:
+        shrunk = {fold: shrink(of_fold, shrinkage.towards(fold), fraction) for fold, of_fold in log_scales.items()}
         scored = score(data, plan, str(trial), shrunk, refit=plan.refit_temperature)
-        tried.append(scored._replace(log_scales=log_scales, shrinkage=shrinkage))
-    best = min(tried, key=lambda scored: scored.mean("nll"))
+        tried.append(scored._replace(log_scales=log_scales, shrinkage=fraction))
+    harmless = [of for of in tried if not of.shrinkage or not metrics.error_comparison(of.sums, tried[0].sums).low > 0]
+    best = min(harmless, key=lambda scored: scored.mean("nll"))
     note = f", shrunk by {best.shrinkage:g}" if best.shrinkage else ""
     context.log(
         f"ATS {trial}: predicted out of fold, NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}, "
@@ -188,7 +190,8 @@ def choose_trial(data: FitData, plan: AtsPlan, log_scale: float, context: RunCon
         log_scales = {fold: np.full((len(data.folds[fold]), *shape), fitted(fold), np.float32) for fold in folds}
         return score(data, plan, "temperature scaling", log_scales, refit=False)
 
-    fit = functools.partial(cross_fit, data, plan, context=context, towards=fitted if by_set else None)
+    shrinkage = Shrinkage(fitted, SHRINKAGES if by_set else SHRINKAGES_OF_ONE_SET)
+    fit = functools.partial(cross_fit, data, plan, context=context, shrinkage=shrinkage)
     if not plan.auto:
         return Choice(plan.trials[0], fit(plan.trials[0], folds), None)
 

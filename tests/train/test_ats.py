@@ -107,6 +107,7 @@ def test_auto_chooses_by_out_of_fold_predictions(auto):
             identity={"windows": data.hash, "fold": 0},
             rows=min(len(SEQUENCES.tokens) - len(rows) for rows in data.folds),
         )
+        params = ats.shrink_head(params, constant[0, 0], row["shrinkage"])
         delivered = log_scale_of(LM, FittedHead(plan.head, params, math.log(row["factor"]), LM.fingerprint), fold)
         np.testing.assert_allclose(row["nll"], nll_of(LM, fold, delivered), rtol=2e-6)
         if row["factor"] != 1.0:  # the refit is the best factor for the top label
@@ -182,6 +183,23 @@ def test_a_shrunk_head_is_on_the_way_to_temperature_scaling(kind):
     )
     np.testing.assert_allclose(after, 0.25 * before - 0.375, atol=1e-6)
     np.testing.assert_allclose(after, ats.shrink(before, -0.5, 0.75), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("towards", "noise", "shrinkage"), [("fitted", 0.5, 0.75), ("fitted", 0.0, 0.0), (1.5, 0.0, 0.0)]
+)
+def test_noise_is_shrunk_towards_a_temperature_that_fits(auto, tmp_path, towards, noise, shrinkage):
+    """Log scales that are noise about the temperature go most of the way to it, and none of the way to a worse one."""
+    plan = make_plan(AtsOptions(**QUICK, refit_temperature=False), LM.config.hidden_size)
+    data = ats.prepare(LM, {"fit": SEQUENCES}, plan, silent(tmp_path))
+    fitted = float(auto[0].temperature.params["log_scale"])
+    shape = (len(data.folds[0]), SEQUENCES.tokens.shape[1])
+    log_scales = {0: (fitted + noise * np.random.default_rng(0).normal(size=shape)).astype(np.float32)}
+    known = cross_fit.score(data, plan, "noise", log_scales, refit=False)
+    way = cross_fit.Shrinkage(lambda fold: fitted if towards == "fitted" else towards, cross_fit.SHRINKAGES)
+    best = ats.cross_fit(data, plan, plan.trials[0], [0], silent(tmp_path), known=known, shrinkage=way)
+    assert best.shrinkage == shrinkage
+    np.testing.assert_array_equal(best.log_scales[0], log_scales[0])
 
 
 def test_the_head_finds_what_is_to_be_found(auto):

@@ -360,7 +360,7 @@ class ComparedLoss(TypedDict):
     """Temperature scaling, or heads of one loss, on sequences that they were not fitted on; nll in nats a token.
 
     `calibration_error` is debiased (`metrics.debiased_from_sums`); `factor` is the refitted one on every scale;
-    `shrinkage` the fraction of the way to temperature scaling, where several sets were given.
+    `shrinkage` the fraction of the way to temperature scaling by which the log scales are moved.
     """
 
     loss: str
