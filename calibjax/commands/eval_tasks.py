@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import functools
 import io
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ from calibjax.models.generate import TEMPERATURES
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, together
 from calibjax.runtime.errors import UserError, about, require_directory
-from calibjax.runtime.files import new_file, write_file
+from calibjax.runtime.files import new_file, read_json, write_file
 from calibjax.runtime.options import (
     IDENTITY_IF_CHANGED,
     INT_MAX,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
     from calibjax.eval.answers.clusters import Clustering
-    from calibjax.eval.tasks.evaluate import Answers, How
+    from calibjax.eval.tasks.evaluate import Answers, Calibration, How, Part
     from calibjax.eval.tasks.evidence import Asking
 
 
@@ -97,13 +98,17 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
         head: directory of a fitted head, or of the run of `train ats` that holds it, or a head on the hub
             (org/name@revision); it also holds the temperature of temperature scaling.
         temperature: temperature of temperature scaling, in place of that of --head.
+        fit: fit temperature scaling over the options of each task, on calibration questions of the task: a split that
+            is neither asked nor gives examples, or else a fifth of the questions, which are then not asked. Of a head,
+            too, the options' log-likelihoods get a fitted temperature. Tasks of written answers have no options.
         preset: how prompts are built and confidence is read: plain (zero-shot, softmax over the options), ats
             (5-shot MMLU, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
             label-smoothing (probability of the option among the whole vocabulary).
         out: directory for metrics.json, report.html and figures; without it only the tables are printed.
         assets: folder whose data/ holds the questions; by default CALIBJAX_ASSETS.
         shots: examples before each question of every task.
-        options: confidence of a chosen option, in place of the preset's.
+        options: confidence of a chosen option, in place of the preset's: options (by summed log-likelihoods),
+            options_per_token (by their mean per token, for options of different lengths) or full_vocabulary.
         text: confidence of a written answer, in place of the preset's.
         confidence: further confidences in written answers, such as consistency, semantic_entropy, p_true or verbalised
             (docs/answers.md), separated by commas or spaces; they are rows of the tables, and columns of
@@ -126,6 +131,7 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
     tasks: tuple[str, ...]
     head: Path | None = None
     temperature: Positive | None = None
+    fit: bool = dataclasses.field(default=False, metadata=IDENTITY_IF_CHANGED)
     preset: Literal["plain", "ats", "label-smoothing"] = "plain"
     out: Path | None = presentation(None)
     assets: Path | None = None
@@ -155,11 +161,15 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
         for given in (options.tasks, options.confidence)
     )
     try:
-        from calibjax.eval.tasks.evaluate import How
+        from calibjax.eval.tasks.evaluate import How, check
         from calibjax.eval.tasks.evidence import hidden_clustering
         from calibjax.eval.tasks.harness import HarnessLM
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
+    if options.fit and options.temperature is not None:
+        raise UserError("--temperature: --fit fits the temperature; leave one of them out.")
+    if options.fit and (options.options or PRESETS[options.preset].options) == "full_vocabulary":
+        raise UserError("--fit: expected a confidence among the options; give --option-confidence options.")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a line for every task, of what is meant here
     judge = find_judge(options.judge)
     clustering = None if options.same == HIDDEN else find_clustering(options.same)
@@ -189,6 +199,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
         options.seed,
         _asking(options, clustering or hidden_clustering(lm)) if further else None,
         log,
+        options.fit,
     )
     hows = {
         name: how._replace(
@@ -196,9 +207,14 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
         )
         for name in names
     }
+    for name, task in tasks.items():
+        for part in task.parts.values():
+            check(model, part, hows[name])
+    fits = _fit_all(options, model, tasks, hows, log) if options.fit else {}
+    hows = {name: of._replace(scales=fits[name].scales) if name in fits else of for name, of in hows.items()}
     answers = _ask_all(options, model, tasks, hows, context)
     rows = [*heads, *further]
-    document = _document(options, rows, tasks, hows, answers)
+    document = _document(options, rows, tasks, hows, answers, fits)
     document["run"] = {**run_identity("eval tasks", options), "base_fingerprint": lm.fingerprint}
     if options.out is not None:
         for name, found in answers.items():
@@ -289,11 +305,13 @@ def _load_tasks(
 def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], None]) -> dict[str, FittedHead]:
     heads = {"uncalibrated": identity_head(lm)}
     temperature = options.temperature
-    if options.head is not None and temperature is None:
+    if options.fit:
+        heads["temperature"] = identity_head(lm)  # its factor is of the options, not of the tokens
+    elif options.head is not None and temperature is None:
         temperature = head_notes(options.head).get("temperature")
         if temperature is None:
             log(f"{options.head} holds no temperature: give --temperature to compare with temperature scaling")
-    if temperature is not None:
+    if temperature is not None and not options.fit:
         config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
         params = {"log_scale": jnp.float32(-math.log(temperature))}
         heads["temperature"] = FittedHead(config, params, 0.0, lm.fingerprint)
@@ -306,24 +324,20 @@ def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], No
 def _ask_all(
     options: EvalTasksOptions, model: Any, tasks: Mapping[str, _Task], hows: "Mapping[str, How]", context: RunContext
 ) -> dict[str, "Answers"]:
-    from calibjax.eval.tasks.evaluate import Answers, Part, ask_parts, check, question_count
+    from calibjax.eval.tasks.evaluate import Answers, ask_parts, question_count
 
-    for name, task in tasks.items():
-        for part in task.parts.values():
-            check(model, part, hows[name])
-    counts = [question_count(part, options.limit) for task in tasks.values() for part in task.parts.values()]
+    counts = [question_count(part, hows[name]) for name, task in tasks.items() for part in task.parts.values()]
     bar = context.bar(title="benchmarks", unit="question", total=sum(counts))
     answers = {}
     for name, task in tasks.items():
         found: dict[str, Answers] = {}
-        parts: dict[str, Part] = {}
+        parts = _parts(task)
         for label, part in task.parts.items():
             file = _answers_file(options, name, label)
             if file is not None and on_first(file.is_file):
                 found[label] = _stored(file)
-                bar.update(question_count(part, options.limit))
-            else:
-                parts[label] = Part(part, str(part.config.task_alias or label) if len(task.parts) > 1 else "")
+                bar.update(question_count(part, hows[name]))
+                del parts[label]
         for label, kept in ask_parts(model, parts, hows[name], tick=bar.update):
             bar.set_postfix_str(label)
             file = _answers_file(options, name, label)
@@ -338,6 +352,46 @@ def _ask_all(
             f"--tasks {', '.join(empty)}: every question has an option that is longer than the model reads."
         )
     return answers
+
+
+def _parts(task: _Task) -> dict[str, "Part"]:
+    from calibjax.eval.tasks.evaluate import Part
+
+    several = len(task.parts) > 1
+    return {
+        label: Part(part, str(part.config.task_alias or label) if several else "") for label, part in task.parts.items()
+    }
+
+
+def _fit_all(
+    options: EvalTasksOptions,
+    model: Any,
+    tasks: Mapping[str, _Task],
+    hows: "Mapping[str, How]",
+    log: Callable[[str], None],
+) -> dict[str, "Calibration"]:
+    """Temperature scaling over the options of each task, kept beside the answers for a run that resumes."""
+    from calibjax.eval.tasks.evaluate import Calibration, fit_options
+
+    fits = {}
+    for name, task in tasks.items():
+        file = None if options.out is None else options.out / "answers" / f"{name}.fit.json"
+        if file is not None and on_first(file.is_file):
+            scales, *rest = read_json(file)
+            fits[name] = Calibration(tuple(scales), *rest)
+        else:
+            fits[name] = fit_options(model, _parts(task), hows[name])
+            if file is not None and is_first():
+                file.parent.mkdir(exist_ok=True)
+                write_file(file, json.dumps(fits[name]) + "\n")
+        log(f"task {name}: {_describe(fits[name])}")
+    return fits
+
+
+def _describe(fit: "Calibration") -> str:
+    temperatures = " and ".join(f"{1 / scale:.4g}" for scale in fit.scales[1:])
+    bound = ", the largest: no sign of the right option" if min(fit.scales) < 1.01 * math.exp(-6) else ""
+    return f"temperature over the options {temperatures}{bound}, fitted on {fit.questions:,} questions ({fit.source})"
 
 
 def _answers_file(options: EvalTasksOptions, task: str, part: str) -> Path | None:
@@ -369,6 +423,7 @@ def _document(
     tasks: Mapping[str, _Task],
     hows: "Mapping[str, How]",
     answers: Mapping[str, "Answers"],
+    fits: Mapping[str, "Calibration"],
 ) -> TasksDocument:
     from calibjax.eval.tasks.evaluate import Answers
     from calibjax.eval.tasks.results import answers_json, subjects_json
@@ -384,8 +439,12 @@ def _document(
         how, methods = hows[name], names[: len(found.confidence)]
         written = (found.choice < 0).all()
         spoken[name] = f"{how.text} ({WORDS[how.text]})" if written else f"{how.options} ({WORDS[how.options]})"
+        if name not in fits and {"temperature", "ats"} & set(names):
+            spoken[name] += "; temperatures calibrate tokens"
         if written:
             spoken[name] += f"; judge: {options.judge}"
+        if name in fits:
+            spoken[name] += f"; {_describe(fits[name])}"
         part = next(iter(tasks[name].parts.values()))
         sets[name] = {
             **answers_json(found, methods, **binning),

@@ -155,7 +155,8 @@ def test_the_document_says_what_its_numbers_are(run):
     assert document["held_out"]["tokens"] == sum(results["tokens"] for results in document["tasks"].values())
     assert list(document["held_out"]["methods"]) == ["uncalibrated", "temperature"]
     arc, trivia = (document["tasks"][name] for name in ("arc_easy", "triviaqa"))
-    assert arc["confidence"].startswith("options (probability of the chosen option among the options)")
+    assert arc["confidence"].startswith("options (probability of the chosen option among the options, by their summed")
+    assert all(of["confidence"].count("temperatures calibrate tokens") == 1 for of in (arc, trivia))
     assert trivia["confidence"].startswith("length_normalised")
     assert trivia["confidence"].endswith("judge: string-match")
     assert arc["source"] == "local data"
@@ -210,6 +211,12 @@ def test_a_run_does_not_go_on_with_other_questions(run, tmp_path):
         ({"tasks": ("hellaswag",)}, "hellaswag_val.jsonl.gz does not exist"),
         ({"tasks": ("arc_easy",), "judge": "no.such:judge"}, "--judge no.such:judge: expected string-match"),
         ({"tasks": ("arc_easy",), "limit": 0}, "--limit: expected at least 1, got 0"),
+        ({"tasks": ("triviaqa",), "max_new_tokens": 4, "fit": True}, "--fit fits a temperature over options"),
+        ({"tasks": ("arc_easy",), "temperature": 2.0, "fit": True}, "--fit fits the temperature; leave one of them"),
+        (
+            {"tasks": ("arc_easy",), "options": "full_vocabulary", "fit": True},
+            "expected a confidence among the options",
+        ),
         ({"tasks": ("arc_easy",), "temperature": -1.0}, "--temperature: expected above 0, got -1.0"),
     ],
 )
@@ -238,6 +245,44 @@ def test_preset_of_label_smoothing_reads_the_whole_vocabulary(material, capsys):
     assert row["nll"] == pytest.approx(-right.mean(), abs=1e-4)
 
 
+@pytest.mark.parametrize("confidence", ["options", "options_per_token"])
+def test_fit_is_temperature_scaling_over_the_options(material, tmp_path, confidence):
+    """The factor by scipy on the questions set aside; all figures on the others, by hand."""
+    from scipy.optimize import minimize_scalar
+    from scipy.special import log_softmax
+
+    from calibjax.eval.tasks.evaluate import _set_aside
+
+    folder, lm, arc, *_ = material
+    options = {"assets": folder, "bins": BINS, "quiet": True, "batch_size": 8, "seed": 3, "out": tmp_path / "out"}
+    run = EvalTasksOptions(model=str(folder / "model"), tasks=("arc_easy",), fit=True, options=confidence, **options)
+    document = benchmarks.run(run, log=lambda _: None)
+    each = [[log_probs(lm, row["query"] + "\nAnswer:", f" {choice}", 1.0) for choice in row["choices"]] for row in arc]
+    reduce = np.mean if confidence == "options_per_token" else np.sum
+    scores = np.array([[reduce(values) for values in row] for row in each])
+    gold = np.array([row["gold"] for row in arc])
+    aside = np.zeros(len(arc), bool)
+    aside[_set_aside(len(arc), 3)] = True
+    assert aside.sum() == len(arc) // 5
+
+    def nll(u, chosen):
+        return -log_softmax(np.exp(u) * scores[chosen], axis=1)[np.arange(chosen.sum()), gold[chosen]].mean()
+
+    u = minimize_scalar(nll, args=(aside,), bounds=(-6, 6), method="bounded", options={"xatol": 1e-6}).x
+    methods = document["held_out"]["methods"]
+    assert document["held_out"]["tokens"] == (~aside).sum()
+    for name, log_scale in (("uncalibrated", 0.0), ("temperature", u)):
+        p = np.exp(log_softmax(np.exp(log_scale) * scores[~aside], axis=1))
+        correct = p.argmax(axis=1) == gold[~aside]
+        assert methods[name]["accuracy"] == pytest.approx(correct.mean(), abs=1e-9)
+        assert methods[name]["confidence"] == pytest.approx(p.max(axis=1).mean(), abs=2e-4)
+        assert methods[name]["ece"]["value"] == pytest.approx(ece(p.max(axis=1), correct), abs=2e-4)
+        assert methods[name]["nll"] == pytest.approx(nll(log_scale, ~aside), abs=2e-4)
+    assert f"temperature over the options {np.exp(-u):.3g}"[:-1] in document["held_out"]["confidence"]
+    assert "fitted on 4 questions (a fifth of the questions, which are not asked)" in document["held_out"]["confidence"]
+    assert benchmarks.run(run, log=lambda _: None) == document  # the fit is kept
+
+
 def test_presets_of_the_papers():
     ats = benchmarks.PRESETS["ats"]
     assert (ats.shots["mmlu"], ats.options, ats.text, ats.bins, ats.closed) == (
@@ -257,6 +302,7 @@ def test_judges():
 @pytest.mark.slow
 def test_mmlu_of_all_subjects_has_the_prompts_of_the_harness(tmp_path):
     """Real questions: 57 subjects, five examples each, against the format of Hendrycks et al. written out here."""
+    from calibjax.eval.tasks.evaluate import How, calibration_questions, calibration_split, question_count
     from calibjax.eval.tasks.local_data import _rows, task_manager
 
     rows = _rows(data_path("mmlu/mmlu.jsonl.gz"))
@@ -274,6 +320,15 @@ def test_mmlu_of_all_subjects_has_the_prompts_of_the_harness(tmp_path):
     dev = [f"{asked(row)} {'ABCD'[row['answer']]}\n\n" for row in mine if row["split"] == "dev"]
     test = next(row for row in mine if row["split"] == "test")
     first = "The following are multiple choice questions (with answers) about high school us history.\n\n"
+    how = How(0, "options", "product", string_match, None, None, 0, fit=True)
+    assert calibration_split(task, how) == "dev"
+    assert len(calibration_questions(task, how)) == 5
+    assert question_count(task, how) == len(task.eval_docs)
+    few = how._replace(shots=5)  # the examples before a question hold the answers of dev
+    assert calibration_split(task, few) is None
+    aside = [document["question"] for document in calibration_questions(task, few)]
+    assert len(aside) == len(task.eval_docs) // 5
+    assert question_count(task, few) == len(task.eval_docs) - len(aside)
     assert task.fewshot_context(task.eval_docs[0], num_fewshot=5) == first + "".join(dev) + asked(test)
 
     run = EvalTasksOptions(

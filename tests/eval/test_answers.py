@@ -33,6 +33,7 @@ def one(how, values):
     p = np.exp(values.astype(np.float64))
     return {
         "options": lambda: scipy.special.softmax(values.astype(np.float64)).max(),
+        "options_per_token": lambda: scipy.special.softmax(values.astype(np.float64)).max(),
         "full_vocabulary": p.max,
         "arithmetic_mean": p.mean,
         "product": p.prod,
@@ -53,5 +54,5 @@ def test_confidences(how):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="expected one of options, full_vocabulary"):
+    with pytest.raises(ValueError, match="expected one of options, options_per_token"):
         answer_confidence("mean", LOG_PROBS)  # pyright: ignore[reportArgumentType]

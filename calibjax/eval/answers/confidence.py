@@ -3,6 +3,7 @@
 | name | confidence of | read from |
 |---|---|---|
 | options | the chosen option, given that it is one of the options (letters only, where they are letters) | options |
+| options_per_token | the same, of each option's mean log-probability per token | options |
 | full_vocabulary | the chosen option, in the distribution over the whole vocabulary | options |
 | arithmetic_mean | a text: the mean of its tokens' probabilities | tokens |
 | product | a text: their product, the probability of the text | tokens |
@@ -21,13 +22,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.recalibrate import sample_agreement
 
-OptionConfidence = Literal["options", "full_vocabulary"]
+OptionConfidence = Literal["options", "options_per_token", "full_vocabulary"]
 TextConfidence = Literal["arithmetic_mean", "product", "minimum", "length_normalised"]
 SampleConfidence = Literal["agreement", "entropy", "first_second"]
 AnswerConfidence = OptionConfidence | TextConfidence | SampleConfidence
 
 WORDS: dict[str, str] = {
-    "options": "probability of the chosen option among the options",
+    "options": "probability of the chosen option among the options, by their summed log-likelihoods",
+    "options_per_token": "probability of the chosen option among the options, by their log-likelihoods per token",
     "full_vocabulary": "probability of the chosen option among everything the model could write",
     "arithmetic_mean": "mean probability of the answer's tokens",
     "product": "product of the probabilities of the answer's tokens",
@@ -52,8 +54,8 @@ def answer_confidence(
     Args:
         how: see the table above.
         values: of "options" and "full_vocabulary" the log-probability of each of K options, an option of several tokens
-            having that of all of them; of texts the log-probability of each token; of samples each answer as an
-            integer, equal answers equal numbers.
+            having that of all of them, of "options_per_token" that divided by their number; of texts that of each
+            token; of samples each answer as an integer, equal answers equal numbers.
         where: False for what is not there; None: everything is.
 
     Returns:
@@ -81,7 +83,7 @@ def answer_confidence(
         return _of_samples(how, jnp.asarray(values), there)
     log_probs = jnp.where(there, jnp.asarray(values, jnp.float32), -jnp.inf)
     found, count = jnp.any(there, axis=-1), jnp.maximum(jnp.sum(there, axis=-1), 1)
-    if how == "options":
+    if how in ("options", "options_per_token"):
         log_confidence = jnp.max(log_probs, axis=-1) - jax.nn.logsumexp(log_probs, axis=-1)
     elif how == "full_vocabulary":
         log_confidence = jnp.max(log_probs, axis=-1)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from lm_eval.api.task import ConfigurableTask
 
+from calibjax import recalibrate
 from calibjax.eval.answers.confidence import OptionConfidence, TextConfidence, answer_confidence
 from calibjax.eval.answers.judges import Judge, references
 from calibjax.eval.tasks.continuation import continue_contexts, room_for_context
@@ -16,11 +17,14 @@ from calibjax.eval.tasks.evidence import Asking, Questions, confidences
 from calibjax.eval.tasks.harness import HarnessLM
 from calibjax.eval.tasks.scoring import Continuation, Score
 from calibjax.models.generate import Sampling
+from calibjax.recalibrate import Predictions
 from calibjax.runtime.distributed import check_same, from_first
 from calibjax.runtime.errors import UserError
 
 _AT_ONCE = 256
 """Questions whose log-probabilities are stored at a time."""
+_MOST_CALIBRATION = 1_000
+"""Questions of a part that a temperature over the options is fitted on."""
 _confidence = jax.jit(answer_confidence, static_argnums=0)
 
 
@@ -80,6 +84,9 @@ class How(NamedTuple):
         seed: of that draw, of examples and of samples.
         asking: further confidences in written answers; None: none.
         log: called with a line on what could not be read.
+        fit: leave calibration questions out, where the task has none beside those that it asks; see
+            `calibration_questions`.
+        scales: factor on the options' log-likelihoods of each head; empty for 1.
     """
 
     shots: int | None
@@ -91,17 +98,30 @@ class How(NamedTuple):
     seed: int
     asking: Asking | None = None
     log: Callable[[str], None] = print
+    fit: bool = False
+    scales: tuple[float, ...] = ()
 
 
-def question_count(task: ConfigurableTask, limit: int | None) -> int:
-    """Returns the number of questions that `ask` uses."""
-    return min(len(task.eval_docs), limit or len(task.eval_docs))
+class Calibration(NamedTuple):
+    """Temperature scaling over the options: the factor of each head, and the questions that it was fitted on."""
+
+    scales: tuple[float, ...]
+    questions: int
+    source: str
+
+
+def question_count(task: ConfigurableTask, how: How) -> int:
+    """Returns the number of questions that `ask_parts` uses."""
+    count = len(_pool(task, how))
+    return min(count, how.limit or count)
 
 
 def check(lm: HarnessLM, task: ConfigurableTask, how: How) -> None:
     """Raises `UserError` if a task is neither multiple choice nor free text, has too few few-shot examples, or allows
     longer answers than the model's context."""
     kind = task.OUTPUT_TYPE
+    if how.fit and kind != "multiple_choice":
+        raise UserError(f"task {task.config.task}: --fit fits a temperature over options, and this task has none.")
     if kind not in ("multiple_choice", "generate_until"):
         raise UserError(f"task {task.config.task}: expected multiple choice or free text, got {kind}.")
     shots = _shots(task, how)
@@ -151,8 +171,9 @@ def ask_parts(
     """
     waiting: list[_Asked] = []
     for name, part in parts.items():
-        count = question_count(part.task, how.limit)
-        pieces = (_asked(lm, name, part, how, piece) for piece in _pieces(_questions(part.task, how), _AT_ONCE))
+        count = question_count(part.task, how)
+        questions = (part.task.eval_docs[index] for index in _questions(part.task, how))
+        pieces = (_asked(lm, name, part, how, piece) for piece in _pieces(questions, _AT_ONCE))
         if count > _AT_ONCE or part.task.OUTPUT_TYPE != "multiple_choice":
             yield name, Answers.join([_answer_all(lm, how, [piece], tick)[0] for piece in pieces])
             continue
@@ -175,15 +196,92 @@ class _Asked(NamedTuple):
 
 
 def _questions(task: ConfigurableTask, how: How) -> Iterator[int]:
-    count = question_count(task, how.limit)
-    chosen = np.random.default_rng(how.seed).choice(len(task.eval_docs), count, replace=False)
-    return iter(np.sort(chosen).tolist())
+    pool = _pool(task, how)
+    chosen = np.random.default_rng(how.seed).choice(len(pool), question_count(task, how), replace=False)
+    return iter(pool[np.sort(chosen)].tolist())
 
 
-def _asked(lm: HarnessLM, name: str, part: Part, how: How, questions: Sequence[int]) -> _Asked:
+def _pool(task: ConfigurableTask, how: How) -> Int[np.ndarray, " n"]:
+    """The numbers of the questions that may be asked: all but those that a temperature is fitted on."""
+    count = len(task.eval_docs)
+    if not how.fit or calibration_split(task, how) is not None:
+        return np.arange(count)
+    return np.setdiff1d(np.arange(count), _set_aside(count, how.seed))
+
+
+def _set_aside(count: int, seed: int) -> Int[np.ndarray, " n"]:
+    """A fifth of `count` questions, drawn at random."""
+    return np.sort(np.random.default_rng((seed, 1)).choice(count, count // 5, replace=False))
+
+
+def calibration_split(task: ConfigurableTask, how: How) -> str | None:
+    """The name of a split that is neither asked nor gives the examples before a question; None if there is none."""
+    evaluated = task.config.test_split or task.config.validation_split
+    examples = _example_split(task) if _shots(task, how) else None
+    splits = (task.config.validation_split, task.config.training_split, task.fewshot_cfg.split)
+    return next((split for split in splits if split and split not in (evaluated, examples)), None)
+
+
+def calibration_questions(task: ConfigurableTask, how: How) -> list[Any]:
+    """Questions to fit on, at most 1,000: those of `calibration_split`, or else a fifth of the task's own.
+
+    They are drawn with the seed. No question is both here and in `ask_parts`.
+    """
+    split = calibration_split(task, how)
+    if split is None:
+        documents: Any = task.eval_docs
+        numbers = _set_aside(len(documents), how.seed)
+    else:
+        process = task.config.process_docs
+        documents = task.dataset[split] if process is None else process(task.dataset[split])
+        numbers = np.arange(len(documents))
+    if len(numbers) > _MOST_CALIBRATION:
+        numbers = np.sort(np.random.default_rng((how.seed, 2)).choice(numbers, _MOST_CALIBRATION, replace=False))
+    return [documents[index] for index in numbers.tolist()]
+
+
+def fit_options(lm: HarnessLM, parts: Mapping[str, Part], how: How) -> Calibration:
+    """Fits temperature scaling over the options to each head but the first, on calibration questions of all parts.
+
+    The factor minimises the negative log-likelihood of the right option, −log softmax(s a)_right over the options'
+    log-likelihoods a (summed or per token, as `how.options`). It never changes the choice.
+
+    Raises:
+        UserError: no calibration question has exactly one right option.
+    """
+    several = [
+        _asked(lm, name, part, how, piece)
+        for name, part in parts.items()
+        for piece in _pieces(iter(calibration_questions(part.task, how)), _AT_ONCE)
+    ]
+    scored = [pair for asked in several for pairs in asked.options if _fit(lm, pairs) for pair in pairs]
+    scores = iter(lm.scorer.score(scored))
+    logits, labels = [], []
+    for asked in several:
+        kept, log_probs, _ = _option_log_probs(lm, how, asked, scores)
+        for number, document in enumerate(kept):
+            right = right_options(asked.part.task, document)
+            if len(right) == 1:
+                logits.append(log_probs[:, number])
+                labels.append(right[0])
+    if not labels:
+        raise UserError(f"--fit: no calibration question of {', '.join(parts)} has exactly one right option.")
+    width = max(row.shape[1] for row in logits)
+    rows = [np.pad(row, ((0, 0), (0, width - row.shape[1])), constant_values=-np.inf) for row in logits]
+    # What is not there has probability 0 at every temperature; a fit reads finite numbers.
+    padded = np.maximum(np.stack(rows, axis=1), -1e30)
+    scales = [1.0]
+    for of_head in padded[1:]:
+        state = recalibrate.METHODS["temperature"].fit(Predictions(logits=of_head, labels=np.asarray(labels)))
+        scales.append(float(np.exp(state.log_scale)))
+    splits = {calibration_split(part.task, how) for part in parts.values()}
+    source = "a fifth of the questions, which are not asked" if None in splits else ", ".join(sorted(map(str, splits)))
+    return Calibration(tuple(scales), len(labels), source)
+
+
+def _asked(lm: HarnessLM, name: str, part: Part, how: How, documents: list[Any]) -> _Asked:
     task, shots = part.task, _shots(part.task, how)
     task.set_fewshot_seed(how.seed)
-    documents = [task.eval_docs[index] for index in questions]
     prompts = [task.fewshot_context(document, num_fewshot=shots) for document in documents]
     check_same([str(len(documents)), *prompts], f"the questions of {task.config.task}")
     options: list[list[Continuation]] = []
@@ -215,10 +313,14 @@ def _fit(lm: HarnessLM, pairs: Sequence[Continuation]) -> bool:
 
 def _examples(task: ConfigurableTask) -> int:
     """Returns the number of few-shot examples of a task, not counting its test questions."""
-    splits = (task.fewshot_cfg.split, task.config.training_split, task.config.validation_split)
-    own = next((split for split in splits if split and split != task.config.test_split), None)
+    own = _example_split(task)
     evaluated = task.config.test_split or task.config.validation_split
     return 0 if own is None or own == evaluated else len(task.dataset[own])
+
+
+def _example_split(task: ConfigurableTask) -> str | None:
+    splits = (task.fewshot_cfg.split, task.config.training_split, task.config.validation_split)
+    return next((split for split in splits if split and split != task.config.test_split), None)
 
 
 def _pieces(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
@@ -226,31 +328,46 @@ def _pieces(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield piece
 
 
-def _choose(lm: HarnessLM, how: How, asked: _Asked, all_scores: Iterator[Score]) -> Answers:
-    """The options chosen; takes the scores of this part's options from `all_scores`."""
-    task, subject = asked.part.task, asked.part.subject
+def _option_log_probs(
+    lm: HarnessLM, how: How, asked: _Asked, all_scores: Iterator[Score]
+) -> tuple[list[Any], Float[np.ndarray, "M _ K"], list[tuple[int, list[Score]]]]:
+    """The questions whose options can be read, log-likelihoods of their options, and each one's number and scores.
+
+    The log-likelihoods are of `_AT_ONCE` questions: of those that are not there, and of options that a question does
+    not have, −inf. They are summed over the tokens of an option, or their mean (`options_per_token`).
+    """
     readable = [_fit(lm, pairs) for pairs in asked.options]
     kept = [document for document, fits in zip(asked.documents, readable, strict=True) if fits]
     counts = [len(pairs) for pairs, fits in zip(asked.options, readable, strict=True) if fits]
-    too_long = len(asked.documents) - len(kept)
     owners = np.repeat(np.arange(len(kept)), counts).tolist()
-    scores = list(islice(all_scores, len(owners)))
+    scores = list(_grouped(owners, list(islice(all_scores, len(owners)))))
     most = max(counts, default=1)
     heads, width = len(lm.scorer.names), max(-(-most // 4) * 4, 4)  # few shapes
     log_probs = np.full((heads, _AT_ONCE, width), -np.inf, np.float32)
-    for question, options in _grouped(owners, scores):
+    for question, options in scores:
         for place, score in enumerate(options):
-            log_probs[:, question, place] = score.log_probs.sum(axis=1)
-    n = len(kept)
+            total = score.log_probs.sum(axis=1)
+            per_token = how.options == "options_per_token"
+            log_probs[:, question, place] = total / score.log_probs.shape[1] if per_token else total
+    return kept, log_probs, scores
+
+
+def _choose(lm: HarnessLM, how: How, asked: _Asked, all_scores: Iterator[Score]) -> Answers:
+    """The options chosen; takes the scores of this part's options from `all_scores`."""
+    task, subject = asked.part.task, asked.part.subject
+    kept, log_probs, scores = _option_log_probs(lm, how, asked, all_scores)
+    if how.scales:
+        log_probs = np.asarray(how.scales, np.float32)[:, None, None] * log_probs
+    heads, n = len(lm.scorer.names), len(kept)
     there = np.isfinite(log_probs)
     confidence = np.stack([_confidence(how.options, *pair) for pair in zip(log_probs, there, strict=True)])[:, :n]
     choice = log_probs[:, :n].argmax(axis=-1)
     distribution = log_probs[:, :n]
-    if how.options == "options":
+    if how.options != "full_vocabulary":
         distribution = distribution - np.logaddexp.reduce(distribution, axis=-1, keepdims=True)
     correct, of_right, harness = np.zeros((heads, n)), np.full((heads, n), np.nan), []
     cut = np.zeros(n, np.int32)
-    for question, options in _grouped(owners, scores):
+    for question, options in scores:
         right = right_options(task, kept[question])
         correct[:, question] = np.isin(choice[:, question], right)
         if len(right) == 1:
@@ -266,7 +383,7 @@ def _choose(lm: HarnessLM, how: How, asked: _Asked, all_scores: Iterator[Score])
         np.array([str(document.get("category", subject)) for document in kept], str),
         _numbers(harness),
         cut,
-        too_long,
+        len(asked.documents) - n,
         *(np.full(n, "") for _ in range(2)),
     )
 
