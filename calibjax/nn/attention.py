@@ -131,21 +131,21 @@ def _by_products(
 ) -> Array:
     """Dense attention with the head axis before time, for CPUs, and for soft-caps and sinks, which JAX's lacks.
 
-    With this order of axes, XLA's products on CPUs need no transposes, and gradients are much faster.
+    With this order of axes, XLA's products on CPUs need no transposes, and gradients are much faster; an axis of groups
+    beside that of heads would make them slower by a third.
     """
-    batch, time, heads, width = query.shape
-    groups = heads // key.shape[2]
-    query = jnp.moveaxis(query.reshape(batch, time, key.shape[2], groups, width), 1, 3)
-    key, value = jnp.moveaxis(key, 1, 2)[:, :, None], jnp.moveaxis(value, 1, 2)[:, :, None]
-    key, value = (jnp.broadcast_to(x, (*query.shape[:3], *x.shape[3:])) for x in (key, value))
+    time, groups = query.shape[1], query.shape[2] // key.shape[2]
+    query, key, value = (jnp.moveaxis(x, 1, 2) for x in (query, key, value))
+    if groups > 1:
+        key, value = (jnp.repeat(x, groups, axis=1) for x in (key, value))
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     logits = product(query, jnp.swapaxes(key, -1, -2)) * scale
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
-    logits = jnp.where(mask[:, :, None], logits, jnp.finfo(jnp.float32).min)
+    logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
     highest = jnp.max(logits, axis=-1, keepdims=True)
     if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(1, *logits.shape[1:3], 1, 1)
+        sinks = sinks.astype(jnp.float32).reshape(1, -1, 1, 1)
         highest = jnp.maximum(highest, sinks)
     highest = jax.lax.stop_gradient(highest)
     weights = jnp.exp(logits - highest)
@@ -154,5 +154,4 @@ def _by_products(
         total = total + jnp.exp(sinks - highest)
     # Normalised after the product: a pass over [T, K] instead of [T, T], forward and backward.
     mixed = product(weights.astype(value.dtype), value) / total
-    mixed = mixed.astype(value.dtype)
-    return jnp.moveaxis(mixed, 3, 1).reshape(batch, time, heads, width)
+    return jnp.moveaxis(mixed.astype(value.dtype), 2, 1)
