@@ -5,6 +5,7 @@ python eval/bench_sampling.py MODEL [--prompt 128] [--new 32]
 
 import argparse
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ def main() -> None:
     given = parser.parse_args()
     lm = calibjax.load_model(given.model)
     prompts = np.random.default_rng(0).integers(3, lm.config.vocab_size, (PROMPTS, given.prompt)).tolist()
-    other = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype="float32").eval()
+    other: Any = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype="float32").eval()
     other.generation_config.eos_token_id = None
     ids = torch.tensor(prompts)
     config = {"do_sample": True, "temperature": 1.0, "top_k": 0, "num_return_sequences": SAMPLES, "pad_token_id": 0}
