@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 
@@ -33,7 +33,7 @@ from calibjax.runtime.distributed import DeviceOptions, is_first, to_host
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import run_identity
 from calibjax.runtime.sharding import check_batch, param_shardings
-from calibjax.train.ats import choose_trial, describe_refit, prepare, shrink_head, train_head
+from calibjax.train.ats import AtsFit, choose_trial, describe_refit, prepare, shrink_head, train_head
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, AtsPlan, make_plan
 from calibjax.train.temperature import describe_temperature, fit_single_temperature
@@ -58,30 +58,6 @@ class TrainAtsOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
     data: tuple[str, ...]  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     devices: DeviceOptions = presentation(DeviceOptions())
     ats: AtsOptions = AtsOptions()
-
-
-class AtsFit(NamedTuple):
-    """What `fit_ats` returns.
-
-    Attributes:
-        head: the fitted head.
-        temperature: temperature scaling, as a head.
-        report: JSON-able: what was chosen and refitted.
-        comparison: JSON-able: the losses of `--loss auto` on sequences that they were not fitted on; None without it.
-    """
-
-    head: FittedHead
-    temperature: FittedHead
-    report: dict[str, Any]
-    comparison: dict[str, Any] | None = None
-
-    @property
-    def heads(self) -> dict[str, FittedHead]:
-        """Temperature scaling and the fitted head by name, as `calibjax.evaluate` takes them."""
-        return {"temperature": self.temperature, "ats": self.head}
-
-    def __repr__(self) -> str:
-        return f"AtsFit({self.head!r}, loss {self.report['loss']}, temperature {self.report['temperature']:.4g})"
 
 
 @on_devices
@@ -155,11 +131,8 @@ def fit_ats(
         refit = None if out_of_fold is None else describe_refit(out_of_fold, context)
         head = temperature
         if trial is not None:
-            params = train_head(
-                *(lm, plan, trial, fit_data.frozen, fit_data.arrays),
-                context=context.within(str(trial)),
-                identity={"windows": fit_data.hash},
-            )
+            inputs = (lm, plan, trial, fit_data.frozen, fit_data.arrays)
+            params = train_head(*inputs, context=context.within(str(trial)), identity={"windows": fit_data.hash})
             params, log_factor = to_host(params), 0.0
             if out_of_fold is not None:
                 log_factor = out_of_fold.log_factor
@@ -185,18 +158,12 @@ def evaluate(
 ) -> dict[str, dict[str, MethodResult]]:
     """The base model, temperature scaling and ATS on every set; options as `evaluate_tokens`'."""
     heads = {"uncalibrated": identity_head(lm), "temperature": fitted.temperature, "ats": fitted.head}
+    results = {}
     with jax.set_mesh(context.mesh):
-        return {
-            name: evaluate_tokens(
-                lm,
-                sequences,
-                heads,
-                batch_size=plan.batch_size,
-                context=context.titled(f"evaluating {name.replace('_', ' ')}"),
-                **options,
-            )
-            for name, sequences in sets.items()
-        }
+        for name, of_set in sets.items():
+            titled = context.titled(f"evaluating {name.replace('_', ' ')}")
+            results[name] = evaluate_tokens(lm, of_set, heads, batch_size=plan.batch_size, context=titled, **options)
+    return results
 
 
 def write_tokens(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from calibjax import metrics
 from calibjax.data import Sequences, batches, concatenate, divide
-from calibjax.heads import HeadConfig
+from calibjax.heads import FittedHead, HeadConfig
 from calibjax.losses import LOSSES, linear_loss
 from calibjax.models import LanguageModel
 from calibjax.models.config import DecoderConfig
@@ -41,6 +41,30 @@ from calibjax.train.options import AtsPlan, Trial
 from calibjax.train.state import OptimizerConfig, create_state
 from calibjax.train.step import TrainStep, make_train_step
 from calibjax.train.temperature import fit_single_temperature
+
+
+class AtsFit(NamedTuple):
+    """What `calibjax.fit_ats` returns.
+
+    Attributes:
+        head: the fitted head.
+        temperature: temperature scaling, as a head.
+        report: JSON-able: what was chosen and refitted.
+        comparison: JSON-able: the losses of `--loss auto` on sequences that they were not fitted on; None without it.
+    """
+
+    head: FittedHead
+    temperature: FittedHead
+    report: dict[str, Any]
+    comparison: dict[str, Any] | None = None
+
+    @property
+    def heads(self) -> dict[str, FittedHead]:
+        """Temperature scaling and the fitted head by name, as `calibjax.evaluate` takes them."""
+        return {"temperature": self.temperature, "ats": self.head}
+
+    def __repr__(self) -> str:
+        return f"AtsFit({self.head!r}, loss {self.report['loss']}, temperature {self.report['temperature']:.4g})"
 
 
 @dataclasses.dataclass(frozen=True)
