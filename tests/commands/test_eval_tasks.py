@@ -326,7 +326,7 @@ def test_mmlu_of_all_subjects_has_the_prompts_of_the_harness(tmp_path):
     assert question_count(task, how) == len(task.eval_docs)
     few = how._replace(shots=5)  # the examples before a question hold the answers of dev
     assert calibration_split(task, few) is None
-    aside = [document["question"] for document in calibration_questions(task, few)]
+    aside = [document["question"] for _, document in calibration_questions(task, few)]
     assert len(aside) == len(task.eval_docs) // 5
     assert question_count(task, few) == len(task.eval_docs) - len(aside)
     assert task.fewshot_context(task.eval_docs[0], num_fewshot=5) == first + "".join(dev) + asked(test)

@@ -172,7 +172,7 @@ def ask_parts(
     waiting: list[_Asked] = []
     for name, part in parts.items():
         count = question_count(part.task, how)
-        questions = (part.task.eval_docs[index] for index in _questions(part.task, how))
+        questions = ((index, part.task.eval_docs[index]) for index in _questions(part.task, how))
         pieces = (_asked(lm, name, part, how, piece) for piece in _pieces(questions, _AT_ONCE))
         if count > _AT_ONCE or part.task.OUTPUT_TYPE != "multiple_choice":
             yield name, Answers.join([_answer_all(lm, how, [piece], tick)[0] for piece in pieces])
@@ -222,8 +222,8 @@ def calibration_split(task: ConfigurableTask, how: How) -> str | None:
     return next((split for split in splits if split and split not in (evaluated, examples)), None)
 
 
-def calibration_questions(task: ConfigurableTask, how: How) -> list[Any]:
-    """Questions to fit on, at most 1,000: those of `calibration_split`, or else a fifth of the task's own.
+def calibration_questions(task: ConfigurableTask, how: How) -> list[tuple[int, Any]]:
+    """Questions to fit on with their numbers, at most 1,000: of `calibration_split`, or a fifth of the task's own.
 
     They are drawn with the seed. No question is both here and in `ask_parts`.
     """
@@ -237,7 +237,7 @@ def calibration_questions(task: ConfigurableTask, how: How) -> list[Any]:
         numbers = np.arange(len(documents))
     if len(numbers) > _MOST_CALIBRATION:
         numbers = np.sort(np.random.default_rng((how.seed, 2)).choice(numbers, _MOST_CALIBRATION, replace=False))
-    return [documents[index] for index in numbers.tolist()]
+    return [(index, documents[index]) for index in numbers.tolist()]
 
 
 def fit_options(lm: HarnessLM, parts: Mapping[str, Part], how: How) -> Calibration:
@@ -279,8 +279,10 @@ def fit_options(lm: HarnessLM, parts: Mapping[str, Part], how: How) -> Calibrati
     return Calibration(tuple(scales), len(labels), source)
 
 
-def _asked(lm: HarnessLM, name: str, part: Part, how: How, documents: list[Any]) -> _Asked:
+def _asked(lm: HarnessLM, name: str, part: Part, how: How, questions: Sequence[tuple[int, Any]]) -> _Asked:
+    """`questions`: their numbers in the task (in its calibration split), and what they are."""
     task, shots = part.task, _shots(part.task, how)
+    numbers, documents = [number for number, _ in questions], [document for _, document in questions]
     task.set_fewshot_seed(how.seed)
     prompts = [task.fewshot_context(document, num_fewshot=shots) for document in documents]
     check_same([str(len(documents)), *prompts], f"the questions of {task.config.task}")
@@ -289,7 +291,7 @@ def _asked(lm: HarnessLM, name: str, part: Part, how: How, documents: list[Any])
         for document, prompt in zip(documents, prompts, strict=True):
             requests: Any = task.construct_requests(document, prompt)
             options.append([lm.encode(*request.args) for request in requests])
-    return _Asked(name, part, documents, prompts, options, questions)
+    return _Asked(name, part, documents, prompts, options, numbers)
 
 
 def _answer_all(lm: HarnessLM, how: How, several: Sequence[_Asked], tick: Callable[[int], Any]) -> list[Answers]:
