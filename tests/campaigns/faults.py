@@ -271,7 +271,8 @@ def try_calls(case, library, folder, inputs, whole, stride, in_turn):
             code, printed = run(case, out, inputs)
             reached = library.fault_disarm() >= n
             fault = f"{name} {n} {library.fault_failed().decode()}"
-            outcome = f"exit code {code}" if code in (1, 2) else "succeeded" if reached else "not reached"
+            ended = f"exit code {code}" if code in (1, 2) else "succeeded" if code == 0 else "traceback"
+            outcome = ended if reached else "not reached"
             yield fault, outcome, check(case, out, inputs, whole, code, printed, lambda: None)
 
 
