@@ -11,7 +11,7 @@ from calibjax.train import options
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-GUIDES = ("guides/calibrate.md", "guides/hugging_face.md", "recalibration.md")
+GUIDES = ("answers.md", "guides/calibrate.md", "guides/hugging_face.md", "recalibration.md")
 """Pages of docs/ with Python; they use the head that the README saves."""
 
 
