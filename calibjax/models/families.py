@@ -499,8 +499,9 @@ def _gpt_oss_config(hf: Any) -> DecoderConfig:
         experts=hf.num_local_experts,
         per_token=hf.num_experts_per_tok,
         router_bias=True,
-        clamp=float(hf.swiglu_limit),
-        swish=float(hf.swiglu_alpha),
+        # Constants of transformers' code, not of its configuration, before they were options.
+        clamp=float(getattr(hf, "swiglu_limit", 7.0)),
+        swish=float(getattr(hf, "swiglu_alpha", 1.702)),
     )
     # `hidden_act` is not read: `clamp` names the activation.
     return common_config(
