@@ -157,7 +157,7 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
             shown = short(row["threshold"], ".6g") if row["threshold"] is not None else "every option"
             cells = [f"{row['questions']:,}", shown, short(row["right_in_set"], ".3f"), f"{row['mean_size']:.2f}"]
             sets.append([category or "all", *cells, short(row["single"], ".3f")])
-    columns = ["wrong answers limited", "questions", "confidence above", "answered", "wrong", "of answers"]
+    columns = ["wrong answers limited", "questions", "confidence above", "answered", "wrong of all", "wrong of answers"]
     title = f"At most {options.risk:.3g} wrong; figures are those of the table itself"
     order = (3, 2, 5, 4, 1)
     more = []
