@@ -132,8 +132,8 @@ def cross_fit(
 ) -> Score:
     """Predicts each of `folds` by a head trained on all other folds; returns the score on these and on `known` ones.
 
-    The predictions are shrunk towards temperature scaling by one of the fractions of `shrinkage`: the one with the
-    lowest NLL among those that do not raise ECE beyond noise.
+    The predictions are shrunk towards temperature scaling by one of the fractions of `shrinkage` that do not raise ECE
+    beyond noise.
     """
     log_scales = dict(known.log_scales if known is not None else {})
     smallest = min(len(other_folds(data, fold)) for fold in range(len(data.folds)))
@@ -152,7 +152,7 @@ def cross_fit(
         scored = score(data, plan, str(trial), shrunk, refit=plan.refit_temperature)
         tried.append(scored._replace(log_scales=log_scales, shrinkage=fraction))
     harmless = [of for of in tried if not of.shrinkage or not metrics.error_comparison(of.sums, tried[0].sums).low > 0]
-    best = min(harmless, key=lambda scored: scored.mean("nll"))
+    best = harmless[-1] if shrinkage.most else min(harmless, key=lambda scored: scored.mean("nll"))
     note = f", shrunk by {best.shrinkage:g}" if best.shrinkage else ""
     context.log(
         f"ATS {trial}: predicted out of fold, NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}, "
@@ -214,7 +214,7 @@ def choose_trial(data: FitData, plan: AtsPlan, log_scale: float, context: RunCon
         log_scales = {fold: np.full((len(data.folds[fold]), *shape), fitted(fold), np.float32) for fold in folds}
         return score(data, plan, "temperature scaling", log_scales, refit=False)
 
-    shrinkage = Shrinkage(fitted, SHRINKAGES if by_set else SHRINKAGES_OF_ONE_SET)
+    shrinkage = Shrinkage(fitted, SHRINKAGES if by_set else SHRINKAGES_OF_ONE_SET, most=not by_set)
     fit = functools.partial(cross_fit, data, plan, context=context, shrinkage=shrinkage)
     if not plan.auto:
         return Choice(plan.trials[0], fit(plan.trials[0], folds), None)

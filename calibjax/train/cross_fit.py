@@ -25,8 +25,8 @@ from calibjax.train.temperature import likelihood_pass
 SHRINKAGES = (0.0, 0.25, 0.5, 0.75)
 """Fractions of the way from a head's log scales to temperature scaling's, tried where several sets are given."""
 SHRINKAGES_OF_ONE_SET = SHRINKAGES[:2]
-"""Those tried where one set is given. Its own text cannot measure how a head carries to others: more than a quarter of
-the way carries better still, but raises ECE on the set itself."""
+"""Those of one set, whose text cannot measure how a head carries to another: the way carries better at little cost on
+the set itself; more than a quarter of it carries better still, but raises ECE there."""
 _ERRORS = 2.0
 """Standard errors beyond which a difference is not noise."""
 
@@ -36,11 +36,13 @@ class Shrinkage(NamedTuple):
 
     Attributes:
         towards: fold -> log 1/T of temperature scaling, fitted without the fold.
-        fractions: of the way, that are tried; the first is 0.
+        fractions: of the way, that are tried, ascending; the first is 0.
+        most: take the largest that does not raise ECE beyond noise; else, of these, the one with the lowest NLL.
     """
 
     towards: Callable[[int], float]
     fractions: Sequence[float]
+    most: bool = False
 
 
 class FitData(NamedTuple):
