@@ -45,8 +45,8 @@ class AtsOptions:
             and joint for a few alpha. Of those whose NLL and Brier score, on sequences that their training never saw,
             are lower than temperature scaling's beyond noise, it keeps the one with the lowest calibration error; if
             there is none, the head is temperature scaling.
-            Log scales are moved a quarter of the way to temperature scaling (of several sets up to three quarters)
-            where this lowers NLL on such sequences and does not raise ECE beyond noise.
+            Log scales are moved a quarter of the way to temperature scaling where this does not raise ECE beyond noise
+            on such sequences; of several sets, by the fraction up to three quarters that lowers NLL most.
         alpha: main weight of the loss (ALPHAS). With --loss auto, that of joint in place of the grid.
         refit_temperature: fit one more scalar on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.

@@ -186,9 +186,11 @@ def test_a_shrunk_head_is_on_the_way_to_temperature_scaling(kind):
 
 
 @pytest.mark.parametrize(
-    ("towards", "noise", "shrinkage"), [("fitted", 0.5, 0.75), ("fitted", 0.0, 0.0), (1.5, 0.0, 0.0)]
+    ("towards", "noise", "most", "shrinkage"),
+    [("fitted", 0.5, False, 0.75), ("fitted", 0.0, False, 0.0), ("fitted", 0.0, True, 0.75)]
+    + [(1.5, 0.0, False, 0.0), (6.0, 0.0, True, 0.0)],
 )
-def test_noise_is_shrunk_towards_a_temperature_that_fits(auto, tmp_path, towards, noise, shrinkage):
+def test_noise_is_shrunk_towards_a_temperature_that_fits(auto, tmp_path, towards, noise, most, shrinkage):
     """Log scales that are noise about the temperature go most of the way to it, and none of the way to a worse one."""
     plan = make_plan(AtsOptions(**QUICK, refit_temperature=False), LM.config.hidden_size)
     data = ats.prepare(LM, {"fit": SEQUENCES}, plan, silent(tmp_path))
@@ -196,7 +198,7 @@ def test_noise_is_shrunk_towards_a_temperature_that_fits(auto, tmp_path, towards
     shape = (len(data.folds[0]), SEQUENCES.tokens.shape[1])
     log_scales = {0: (fitted + noise * np.random.default_rng(0).normal(size=shape)).astype(np.float32)}
     known = cross_fit.score(data, plan, "noise", log_scales, refit=False)
-    way = cross_fit.Shrinkage(lambda fold: fitted if towards == "fitted" else towards, cross_fit.SHRINKAGES)
+    way = cross_fit.Shrinkage(lambda fold: fitted if towards == "fitted" else towards, cross_fit.SHRINKAGES, most)
     best = ats.cross_fit(data, plan, plan.trials[0], [0], silent(tmp_path), known=known, shrinkage=way)
     assert best.shrinkage == shrinkage
     np.testing.assert_array_equal(best.log_scales[0], log_scales[0])
