@@ -29,6 +29,7 @@ from calibjax.metrics.errors import (
     debiased_from_sums,
     ece_from_sums,
     expected_calibration_error,
+    groupwise_calibration_error,
     maximum_calibration_error,
     mce_from_sums,
     rmsce_from_sums,
@@ -37,7 +38,15 @@ from calibjax.metrics.errors import (
 from calibjax.metrics.intervals import Comparison, ErrorInterval, Interval, error_comparison, error_interval, holm
 from calibjax.metrics.local import GroupingParts, grouping_loss, grouping_parts, local_calibration_error
 from calibjax.metrics.ranking import aurc, auroc, ause, excess_aurc
-from calibjax.metrics.scores import BrierParts, brier_parts, brier_score, negative_log_likelihood, summarise
+from calibjax.metrics.scores import (
+    BrierParts,
+    ConfidenceParts,
+    brier_parts,
+    brier_score,
+    confidence_parts,
+    negative_log_likelihood,
+    summarise,
+)
 from calibjax.metrics.smooth import ReliabilityCurve, curve_from_sums, grid_sums, reliability_curve
 from calibjax.metrics.sums import CalibrationSums, calibration_sums, total
 
@@ -46,6 +55,7 @@ __all__ = [
     "CalibrationSums",
     "Closed",
     "Comparison",
+    "ConfidenceParts",
     "ErrorInterval",
     "GroupingParts",
     "Interval",
@@ -65,6 +75,7 @@ __all__ = [
     "capability_error",
     "classwise_calibration_error",
     "compare_resamples",
+    "confidence_parts",
     "curve_from_sums",
     "debiased_calibration_error",
     "debiased_from_sums",
@@ -77,6 +88,7 @@ __all__ = [
     "grid_sums",
     "grouping_loss",
     "grouping_parts",
+    "groupwise_calibration_error",
     "holm",
     "ks_calibration_error",
     "local_calibration_error",

@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.metrics._points import divisor, is_known, metric, points
 from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
@@ -225,3 +225,75 @@ def _classwise(probabilities, labels, *, bins: int, closed: Closed, where):
     confidence, correct, weight = (x.T for x in data[:3])
     sums = sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, weight)
     return data.answer(ece_from_sums(sums).mean())
+
+
+def groupwise_calibration_error(
+    confidence: Float[Array, " N"],
+    correct: Array,
+    groups: Int[Array, " N"] | Bool[Array, "N G"],
+    *,
+    number: int | None = None,
+    reduction: Literal["mean", "max"] = "mean",
+    bins: int = 15,
+    closed: Closed = "right",
+    where: Array | None = None,
+) -> Float[Array, ""]:
+    """Calibration error within groups of points, which the error over all points may hide.
+
+    With ECE_g the expected calibration error of the n_g points of group g:
+
+    - "mean": Σ_g n_g ECE_g / Σ_g n_g. If the groups are the predicted classes, this is the top-label calibration error
+      (Gupta and Ramdas 2022); if they are the true classes, it is class-conditional.
+    - "max": max_g (n_g/n) ECE_g, the multicalibration error (Hébert-Johnson et al. 2018). A group counts by its share
+      of the points: a promise about a small group takes as many points as one about a large one.
+
+    Both are biased upwards where groups have few points in a bin.
+
+    Args:
+        confidence, correct, bins, closed, where: see `expected_calibration_error`.
+        groups: `[N]`, the group of each point, from 0 to `number` − 1; or bool `[N, G]`, the points of each group.
+            Groups may overlap or leave points out.
+        number: number of groups, for `[N]`; None: one more than the largest (not under jit).
+        reduction: see above.
+
+    Returns:
+        float32 scalar in [0, 1]; NaN where no point counts, and for "mean" if none of them is in a group.
+
+    Raises:
+        ValueError: a group that is not in [0, number), or as `expected_calibration_error`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> confidence, correct = jnp.full(4, 0.5), jnp.array([1, 1, 0, 0])
+        >>> float(expected_calibration_error(confidence, correct))
+        0.0
+        >>> float(groupwise_calibration_error(confidence, correct, jnp.array([0, 0, 1, 1])))
+        0.5
+    """
+    if reduction not in ("mean", "max"):
+        raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')
+    if jnp.ndim(groups) == 1:
+        groups = as_indices(groups)
+        if is_known(groups):
+            found = np.asarray(groups) if where is None else np.asarray(groups)[np.asarray(where) > 0]
+            number = int(found.max(initial=-1)) + 1 if number is None else number
+            if ((found < 0) | (found >= number)).any():
+                raise ValueError(f"groups: expected integers in [0, {number}), got {found.min()} to {found.max()}.")
+        elif number is None:
+            raise ValueError("groups: expected number= under jit, where the largest group is not known.")
+        groups = jax.nn.one_hot(groups, number, dtype=bool)
+    return _groupwise(confidence, correct, groups, reduction=reduction, bins=bins, closed=closed, where=where)
+
+
+@metric("reduction", "bins", "closed")
+def _groupwise(confidence, correct, groups, *, reduction: str, bins: int, closed: Closed, where):
+    data = points(confidence, correct, where)
+    shape = groups.T.shape
+    index = bin_index(data.confidence, bins, closed)
+    spread = (jnp.broadcast_to(x, shape) for x in (index, data.confidence, data.correct))
+    sums = sums_of_index(*spread, bins, jnp.where(groups.T, data.weight, 0.0))
+    count = sums.whole()[0]
+    mass = jnp.where(count > 0, count * ece_from_sums(sums), 0.0)
+    if reduction == "max":
+        return data.answer(jnp.max(mass, initial=0.0) / divisor(jnp.sum(data.weight)))
+    return data.answer(jnp.where(jnp.sum(count) > 0, jnp.sum(mass) / divisor(jnp.sum(count)), jnp.nan))

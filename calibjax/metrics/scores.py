@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import xlog1py, xlogy
+from jaxtyping import Array
 
 from calibjax.metrics._points import divisor, metric, points
 from calibjax.metrics.errors import bias_from_sums, ece_from_sums, mce_from_sums, rmsce_from_sums
@@ -53,14 +54,20 @@ class BrierParts(NamedTuple):
     within: np.ndarray
 
 
-def brier_parts(sums: CalibrationSums) -> BrierParts:
+def brier_parts(sums: CalibrationSums, *, debiased: bool = False) -> BrierParts:
     """Decomposition of the Brier score (Murphy 1973) with the remainder due to binning (Stephenson et al. 2008).
+
+    Few points in a bin make reliability and resolution too large, for the noise of the bin's accuracy counts as
+    miscalibration and as resolution. `debiased` subtracts it from both: Σ_b (n_b/n) s²_b/n_b with s²_b the sample
+    variance of correctness in the bin (Ferro and Fricker 2012, doi 10.1002/qj.1924); uncertainty becomes the sample
+    variance. The sum does not change, and reliability or resolution may be negative.
 
     Args:
         sums: sums with every point in a bin (`closed` "right" or "left"); more bins make the remainder smaller.
+        debiased: remove the bias of few points; bins of one point are left as they are.
 
     Raises:
-        ValueError: if a point is in no bin.
+        ValueError: if a point is in no bin, or `debiased` and a count is not a whole number.
 
     Example:
         >>> import jax.numpy as jnp
@@ -79,9 +86,61 @@ def brier_parts(sums: CalibrationSums) -> BrierParts:
     reliability = np.square(rmsce_from_sums(sums))
     resolution = (fraction * spread).sum(-1)
     uncertainty = squared / points - np.square(accuracy)
-    return BrierParts(
-        reliability, resolution, uncertainty, sums.brier / points - (reliability - resolution + uncertainty)
-    )
+    within = sums.brier / points - (reliability - resolution + uncertainty)
+    if debiased:
+        if (sums.count % 1 != 0).any():
+            raise ValueError("brier_parts: debiased expects sums of whole counts, got fractional counts.")
+        noise = (fraction * _variance_of_mean(sums.count, sums.correct, sums.correct_squared)).sum(-1)
+        of_all = _variance_of_mean(points, correct, squared)
+        reliability, resolution, uncertainty = reliability - noise, resolution - noise + of_all, uncertainty + of_all
+    return BrierParts(reliability, resolution, uncertainty, within)
+
+
+def _variance_of_mean(count: np.ndarray, total: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    """Unbiased estimate of the variance of a mean; 0 for fewer than two points."""
+    several = np.maximum(count, 2)
+    return np.where(count > 1, (squares / several - np.square(total / several)) / (several - 1), 0.0)
+
+
+class ConfidenceParts(NamedTuple):
+    """bias = (1 − accuracy) wrong − accuracy (1 − right), each a float32 scalar.
+
+    Attributes:
+        accuracy: mean correctness.
+        right: mean confidence in correct answers; NaN if there is none.
+        wrong: mean confidence in incorrect answers; NaN if there is none.
+        bias: mean confidence − accuracy.
+    """
+
+    accuracy: Array
+    right: Array
+    wrong: Array
+    bias: Array
+
+
+@metric()
+def confidence_parts(confidence, correct, *, where=None):
+    """Confidence in correct and in incorrect answers, and how far each is from what it should be.
+
+    Of a model that is overconfident at every level of confidence, ECE is the bias. It falls where confidence in all
+    answers falls, and where only that in incorrect ones does; the separation, right − wrong, tells which (the concern
+    of arXiv 2106.09385). The decomposition holds for any model.
+
+    Returns:
+        `ConfidenceParts`; NaN where no point counts. For the arguments see `expected_calibration_error`; a fractional
+        correctness y counts as y of a correct answer and 1 − y of an incorrect one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> parts = confidence_parts(jnp.array([0.75, 0.5, 0.75]), jnp.array([1, 1, 0]))
+        >>> float(parts.right), float(parts.wrong), float(parts.bias)
+        (0.625, 0.75, 0.0)
+    """
+    data = points(confidence, correct, where)
+    accuracy, mean = data.mean(data.correct), data.mean(data.confidence)
+    right = data.mean(data.confidence * data.correct) / accuracy
+    wrong = data.mean(data.confidence * (1 - data.correct)) / data.mean(1 - data.correct)
+    return ConfidenceParts(accuracy, right, wrong, mean - accuracy)
 
 
 def summarise(sums: CalibrationSums) -> dict[str, float]:

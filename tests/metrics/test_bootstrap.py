@@ -245,6 +245,25 @@ def test_brier_parts():
     assert_within(parts.reliability - parts.resolution + parts.uncertainty + parts.within, ((c - y) ** 2).mean(), 1e-6)
 
 
+def test_debiased_brier_parts_are_unbiased():
+    """Their expectation over all outcomes: the reliability of the probabilities; no resolution where all are one."""
+    c = np.array([0.25, 0.25, 0.25, 0.75, 0.75])
+    for p, want in (([0.4] * 3 + [0.7] * 2, 0.6 * 0.15**2 + 0.4 * 0.05**2), ([0.5] * 5, 0.25**2)):
+        outcomes = np.array(list(itertools.product((0, 1), repeat=5)))
+        chance = np.prod(np.where(outcomes, p, 1 - np.array(p)), axis=1)
+        sums = sums_of(np.broadcast_to(c, outcomes.shape), outcomes, bins=2)
+        plain, parts = metrics.brier_parts(sums), metrics.brier_parts(sums, debiased=True)
+        assert_within(chance @ parts.reliability, want, 20 * EPS, "reliability")
+        if min(p) == max(p):
+            assert_within(chance @ parts.resolution, 0.0, 20 * EPS, "resolution")
+        np.testing.assert_allclose(parts.uncertainty, outcomes.var(axis=1, ddof=1), atol=20 * EPS)
+        np.testing.assert_array_equal(parts.within, plain.within)
+        sign = np.array([1, -1, 1])
+        np.testing.assert_allclose(sign @ np.array(parts[:3]), sign @ np.array(plain[:3]), atol=20 * EPS)
+    with pytest.raises(ValueError, match="whole counts"):
+        metrics.brier_parts(sums_of(c, c, bins=2, where=np.full(5, 0.5)), debiased=True)
+
+
 def test_capability_error_is_unbiased():
     """Its expectation over all numbers of successes, with their binomial probabilities, is (confidence - q)^2."""
     for n, q, confidence in ((2, 0.3, 0.9), (5, 0.5, 0.5), (8, 0.95, 0.2)):

@@ -45,6 +45,8 @@ SCALED = (  # only ratios of weights matter
     "auroc",
     "local_calibration_error",
     "classwise_calibration_error",
+    "groupwise_calibration_error",
+    "confidence_parts",
 )
 COUNTED = (  # two points are more than one: weights are counts
     "adaptive_calibration_error",
@@ -118,6 +120,7 @@ def of_points(name, c, y, x):
     arrays = {
         "classwise_calibration_error": (np.stack([c, 1 - c], -1), np.stack([y, 1 - y], -1)),
         "grouping_parts": (c, y, (x[:, 0] > 0).astype(int)),
+        "groupwise_calibration_error": (c, y, (x[:, 0] > 0).astype(int)),
     }.get(name, (c, y, x) if name in FEATURED else (c, y))
     options = {"number": 2} if name == "grouping_parts" else {}
     return lambda where: getattr(metrics, name)(*arrays, where=where, **options)
@@ -342,6 +345,42 @@ def test_classwise():
     assert_within(got, np.mean(errors), 20 * EPS, "labels")
     shares = metrics.classwise_calibration_error(p, np.eye(4)[labels], where=where)
     assert_within(shares, np.mean(errors), 20 * EPS, "shares")
+
+
+def test_groupwise():
+    """Groups one by one, overlapping ones and weights included; one group is the ECE."""
+    c, y, x = points("soft")
+    weights = np.arange(N) % 3
+    groups = np.stack([x[:, 0] > 0, x[:, 1] > 1, np.zeros(N, bool)], axis=1)
+    rows = np.repeat(np.arange(N), weights)
+    sizes, errors = [], []
+    for inside in groups.T[:2]:
+        own = rows[inside[rows]]
+        sizes.append(len(own))
+        errors.append(oracle.binned(c[own].astype(float), y[own].astype(float), oracle.bins_of(c[own], BINS)))
+    dirty = np.where(weights > 0, c, np.nan)
+    got = metrics.groupwise_calibration_error(dirty, y, groups, where=weights)
+    assert_within(got, np.dot(sizes, errors) / sum(sizes), 20 * EPS, "mean")
+    got = metrics.groupwise_calibration_error(dirty, y, groups, where=weights, reduction="max")
+    assert_within(got, np.max(np.multiply(sizes, errors)) / len(rows), 20 * EPS, "max")
+    one = metrics.groupwise_calibration_error(c, y, np.zeros(N, int))
+    assert_within(one, metrics.expected_calibration_error(c, y), 4 * EPS, "one group")
+    jitted = jax.jit(functools.partial(metrics.groupwise_calibration_error, number=2))
+    kinds = np.asarray(groups[:, 0], int)
+    assert_within(jitted(c, y, kinds), metrics.groupwise_calibration_error(c, y, kinds), 4 * EPS, "jit")
+    assert np.isnan(metrics.groupwise_calibration_error(c, y, np.zeros((N, 2), bool)))
+    with pytest.raises(ValueError, match=r"groups: expected integers in \[0, 2\), got 0 to 2"):
+        metrics.groupwise_calibration_error(c, y, kinds + kinds[::-1], number=2)
+
+
+def test_confidence_parts():
+    c, y = metric_data.continuous()
+    parts = metrics.confidence_parts(c, y)
+    want = (y.mean(), c[y == 1].mean(), c[y == 0].mean(), c.mean() - y.mean())
+    for name, got, expected in zip(parts._fields, parts, want, strict=True):
+        assert_within(got, expected, 20 * EPS, name)
+    bias = (1 - parts.accuracy) * parts.wrong - parts.accuracy * (1 - parts.right)
+    assert_within(bias, want[-1], 20 * EPS, "bias")
 
 
 @pytest.mark.parametrize("bad", [4, -1, 2**32 + 1])

@@ -187,8 +187,13 @@ def test_a_shrunk_head_is_on_the_way_to_temperature_scaling(kind):
 
 @pytest.mark.parametrize(
     ("towards", "noise", "most", "shrinkage"),
-    [("fitted", 0.5, False, 0.75), ("fitted", 0.0, False, 0.0), ("fitted", 0.0, True, 0.75)]
-    + [(1.5, 0.0, False, 0.0), (6.0, 0.0, True, 0.0)],
+    [
+        ("fitted", 0.5, False, 0.75),
+        ("fitted", 0.0, False, 0.0),
+        ("fitted", 0.0, True, 0.75),
+        (1.5, 0.0, False, 0.0),
+        (6.0, 0.0, True, 0.0),
+    ],
 )
 def test_noise_is_shrunk_towards_a_temperature_that_fits(auto, tmp_path, towards, noise, most, shrinkage):
     """Log scales that are noise about the temperature go most of the way to it, and none of the way to a worse one."""
