@@ -122,6 +122,9 @@ def document(named: Callable[[str], str] = str):
         },
         "sweep": [edit(0, 0.0), edit(1, -0.5), edit(1, 0.5)],
         "neurons": [{"layer": 1, "index": 3, "norm": 1.5, **share}],
+        "ablation": [
+            {"name": named("none"), "entropy": 2.0, "confidence": 0.5, "accuracy": 0.4, "ece": 0.1, "nll": 2.5}
+        ],
         "subjects": subjects,
         "training": {
             named("joint"): {"step": [10, 20], "loss": [3.0, 2.5], "validation_step": [20], "validation_nll": [2.6]}
@@ -180,7 +183,7 @@ def documents():
     text = next(iter(drawn["texts"].values()))
     tuned = dict.fromkeys(("base", "fine_tuned", "base_temperature"), tokens["methods"]["ats"])
     edited = {**tokens, "methods": dict.fromkeys(("uncalibrated", "edited"), tokens["methods"]["ats"])}
-    parts = {name: drawn[name] for name in ("direction", "sweep", "neurons", "subjects")}
+    parts = {name: drawn[name] for name in ("direction", "sweep", "neurons", "ablation", "subjects")}
     return {
         "tokens": {**base, "held_out": tokens, "transfer": {"other": {**tokens, "methods": tuned}}},
         "compare": {**base, "held_out": held_out},

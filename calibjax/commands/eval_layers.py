@@ -30,6 +30,7 @@ from calibjax.data import (
     is_multiple_choice,
 )
 from calibjax.eval.figures_json import row_json
+from calibjax.eval.layers.ablation import ablate
 from calibjax.eval.layers.directions import (
     Recipe,
     choose_edit,
@@ -58,8 +59,9 @@ class EvalLayersOptions(BinningOptions, OutputOptions, SourceOptions, ModelOptio
 
     Prints, for each layer, accuracy, confidence, calibration errors, entropy and the divergence from the last; where
     the decision settles and whether confidence is corrected after it; a calibration direction in the residual stream,
-    found and chosen on one half of the data, and what adding it does to the other half; and the entropy neurons. --data
-    with the columns question, choices and answer is read as multiple choice, anything else as text.
+    found and chosen on one half of the data, and what adding it does to the other half; and the entropy neurons, and
+    what the model does without them. --data with the columns question, choices and answer is read as multiple choice,
+    anything else as text.
 
     Attributes:
         data: file, directory or hub id, as for `train ats`, or of multiple-choice questions.
@@ -150,6 +152,7 @@ def _analyse(
             sweep(lm, half, read, directions, swept, options.strengths, **binned) for half in (fit, held_out)
         )
         neurons = entropy_neurons(lm, space, layers=options.neuron_layers)
+        ablation = ablate(lm, material.halves, read, neurons, space, **binned)
     layers = layers_json(
         outputs, bins=options.bins, closed=options.closed, settled_share=options.settled, seed=options.seed
     )
@@ -190,6 +193,7 @@ def _analyse(
             for edit, sums in on_fit.items()
         ],
         "neurons": [neuron.to_json() for neuron in neurons],
+        "ablation": ablation,
         "run": {**run_identity("eval layers", options), "base_fingerprint": lm.fingerprint},
     }
 

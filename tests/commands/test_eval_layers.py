@@ -10,6 +10,7 @@ import pytest
 from tiny import make_lm, make_sequences, ragged, silent
 
 from calibjax import metrics, models
+from calibjax.eval.layers.ablation import CONTROLS, ablate, equal_norm, rotated
 from calibjax.eval.layers.directions import (
     Edit,
     choose_edit,
@@ -300,6 +301,82 @@ def test_curves_as_json():
             assert row[name]["low"] <= row[name]["high"]
         assert row["agreement"] == (outputs.argmax[layer] == outputs.argmax[-1]).mean()
     assert document["curves"][-1]["agreement"] == 1
+
+
+def with_output_weights(lm, change):
+    """The model with other output weights of its last MLP; `change` of a copy of them."""
+    params = jax.tree.map(np.array, lm.params)
+    change(params["layers"]["mlp"]["down"]["kernel"][-1])
+    return dataclasses.replace(lm, params=jax.tree.map(jnp.asarray, params))
+
+
+def test_ablation_equals_the_dense_formula():
+    """The last residual minus (a_j − mean a_j) w_j of each neuron; a_j is read off a model that writes only it."""
+    fit, held_out = SEQUENCES.take(np.arange(9)), SEQUENCES.take(np.arange(9, 21))
+    space = null_space(LM, energy=0.2)
+    neurons = entropy_neurons(LM, space, count=2, largest=0.5)
+    rows = {row["name"]: row for row in ablate(LM, (fit, held_out), make_readout(LM), neurons, space, batch_size=8)}
+    assert list(rows) == ["none", "mean-ablated", "rotated", *(f"equal norm {k + 1}" for k in range(CONTROLS))]
+
+    weights = np.asarray(LM.params["layers"]["mlp"]["down"]["kernel"][-1], np.float64)
+    own = [neuron.index for neuron in neurons]
+    silent_lm = with_output_weights(LM, lambda kernel: kernel.fill(0.0))
+
+    def activations(sequences):
+        out = []
+        for number, index in enumerate(own):
+
+            def write(kernel, at=(index, number)):
+                kernel.fill(0.0)
+                kernel[at] = 1.0
+
+            probe = with_output_weights(LM, write)
+            out.append((dense_states(probe, sequences)[0][-1] - dense_states(silent_lm, sequences)[0][-1])[..., number])
+        return np.stack(out, axis=-1)
+
+    mean = activations(fit)[fit.where].mean(axis=0)
+    outside = np.eye(16) - space.basis @ space.basis.T
+    turned = weights[own] @ outside
+    turned *= np.linalg.norm(weights[own], axis=1, keepdims=True) / np.linalg.norm(turned, axis=1, keepdims=True)
+    a, residual = activations(held_out), dense_states(LM, held_out)[0][-1]
+    scale = np.asarray(LM.params["final_norm"]["scale"], np.float64)
+    for name, written in {
+        "none": 0.0,
+        "mean-ablated": (mean - a) @ weights[own],
+        "rotated": a @ (turned - weights[own]),
+    }.items():
+        h = residual + written
+        normed = h / np.sqrt((h**2).mean(axis=-1, keepdims=True) + LM.config.norm_eps) * scale
+        log_p = log_softmax(normed @ np.asarray(LM.unembedding, np.float64).T)[held_out.where]
+        p, targets = np.exp(log_p), held_out.targets[held_out.where]
+        expected = {
+            "entropy": -(p * log_p).sum(-1).mean(),
+            "confidence": p.max(-1).mean(),
+            "accuracy": (p.argmax(-1) == targets).mean(),
+            "ece": float(metrics.expected_calibration_error(p.max(-1), p.argmax(-1) == targets)),
+            "nll": -log_p[np.arange(len(targets)), targets].mean(),
+        }
+        for key, value in expected.items():
+            np.testing.assert_allclose(rows[name][key], value, rtol=2e-5, atol=2e-6, err_msg=f"{name}, {key}")
+    assert rows["mean-ablated"]["nll"] != rows["none"]["nll"]
+
+
+def test_neurons_of_equal_norm():
+    norms = np.random.default_rng(0).uniform(1, 2, 20)
+    sets = equal_norm(norms, np.array([3, 7]))
+    assert len({3, 7, *np.concatenate(sets).tolist()}) == 2 + 2 * CONTROLS
+    others = np.delete(norms, [3, 7])
+    assert np.abs(norms[sets[0][0]] - norms[3]) == np.abs(others - norms[3]).min()
+    assert equal_norm(norms[:2], np.array([0, 1])) == []
+
+
+def test_what_lies_in_the_null_space_is_left_out():
+    space = null_space(LM, energy=0.2)
+    vectors = np.stack([space.basis[:, 0], np.random.default_rng(0).normal(size=16)])
+    turned = rotated(vectors, space)
+    np.testing.assert_array_equal(turned[0], 0.0)
+    np.testing.assert_allclose(turned[1] @ space.basis, 0.0, atol=1e-12)
+    np.testing.assert_allclose(np.linalg.norm(turned[1]), np.linalg.norm(vectors[1]), rtol=1e-12)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])

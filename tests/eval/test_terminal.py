@@ -53,7 +53,7 @@ def test_importance_decides_and_not_the_place(capsys, monkeypatch):
 KINDS = {
     "tokens": ("held_out", "transfer"),
     "tasks": ("held_out", "tasks"),
-    "layers": ("held_out", "layers", "direction", "sweep", "neurons", "subjects"),
+    "layers": ("held_out", "layers", "direction", "sweep", "neurons", "ablation", "subjects"),
     "texts": ("held_out", "texts", "analogies"),
 }
 

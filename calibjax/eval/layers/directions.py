@@ -157,10 +157,10 @@ def _edited_batch(config, dtype, bins, closed, params, read: Readout, edit, batc
         bias=read.bias,
         softcap=config.logit_softcap,
         where=batch["where"],
-        statistics=("log_normalizer", "target_logit", "max_logit", "correct"),
+        statistics=("log_normalizer", "target_logit", "max_logit", "expected_logit", "correct"),
         sharding=readout_sharding(config, read),
     )
-    return metrics.calibration_sums(
+    sums = metrics.calibration_sums(
         stats.confidence(),
         stats.require("correct"),
         log_prob=stats.log_prob(),
@@ -168,6 +168,7 @@ def _edited_batch(config, dtype, bins, closed, params, read: Readout, edit, batc
         closed=closed,
         where=stats.valid,
     )
+    return sums, jnp.sum(jnp.where(stats.valid, stats.entropy(), 0.0), axis=-1)
 
 
 def evaluate_edit(
@@ -184,11 +185,25 @@ def evaluate_edit(
 
     All edits share one compiled program; zeros are no edit.
     """
+    return evaluate_edited(lm, sequences, read, edit, batch_size=batch_size, bins=bins, closed=closed)[0]
+
+
+def evaluate_edited(
+    lm: LanguageModel,
+    sequences: Sequences,
+    read: Readout,
+    edit: Float[np.ndarray, "L D"],
+    *,
+    batch_size: int = 16,
+    bins: int = 15,
+    closed: Closed = "right",
+) -> tuple[CalibrationSums, Float[np.ndarray, " S"]]:
+    """`evaluate_edit`, and the sum of the predictions' entropies in each sequence, nats."""
     arrays, parts, device_read = scored_batch(sequences, read), [], read._replace(ids=None)
     for batch, real in eval_batches(arrays, batch_size):
         args = (lm.params, device_read, jnp.asarray(edit), batch)
-        sums = to_host(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
-        parts.append(CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
+        found = to_host(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
+        parts.append(jax.tree.map(lambda x, real=real: np.asarray(x[:real], np.float64), found))
     return jax.tree.map(lambda *pieces: np.concatenate(pieces), *parts)
 
 

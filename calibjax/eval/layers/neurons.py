@@ -62,17 +62,11 @@ def entropy_neurons(
         raise UserError(f"layers: expected 1 to {lm.config.num_layers}, the model's blocks, got {layers}.")
     if lm.config.mixture is not None:
         raise UserError(f"entropy neurons: {lm.config.family} is a mixture of experts; choose a model with one MLP.")
-    mlp = lm.params["layers"]["mlp"]["down"]["kernel"]
     gain = np.asarray(lm.params["final_norm"]["scale"], np.float64) + lm.config.norm_offset
     mean, gram = _unit_moments(lm.unembedding)
     chosen = []
     for layer in range(lm.config.num_layers - layers, lm.config.num_layers):
-        written = np.asarray(to_host(mlp[layer]), np.float64)  # [neurons, D]
-        if lm.config.norm_placement != "pre":
-            after = lm.params["layers"]["mlp_post_norm"]["scale"][layer]
-            written = written * (np.asarray(after, np.float64) + lm.config.norm_offset)[None, :]
-        if lm.config.norm == "layer":
-            written = written - written.mean(axis=1, keepdims=True)
+        written = output_weights(lm, layer)
         norm = np.linalg.norm(written, axis=1)
         effect = written * gain[None, :]
         effect = effect / np.maximum(np.linalg.norm(effect, axis=1), np.finfo(np.float64).tiny)[:, None]
@@ -91,6 +85,18 @@ def entropy_neurons(
                 )
             )
     return chosen
+
+
+def output_weights(lm: LanguageModel, layer: int) -> Float[np.ndarray, "neurons D"]:
+    """What each neuron of the MLP of block `layer` (from 0) writes, float64.
+
+    Times the scale of a norm of the MLP's output, if there is one; centred for a LayerNorm, which removes the mean.
+    """
+    written = np.asarray(to_host(lm.params["layers"]["mlp"]["down"]["kernel"][layer]), np.float64)
+    if lm.config.norm_placement != "pre":
+        after = lm.params["layers"]["mlp_post_norm"]["scale"][layer]
+        written = written * (np.asarray(after, np.float64) + lm.config.norm_offset)[None, :]
+    return written - written.mean(axis=1, keepdims=True) if lm.config.norm == "layer" else written
 
 
 def _unit_moments(unembedding: Float[Array, "V D"]) -> tuple[Float[np.ndarray, " D"], Float[np.ndarray, "D D"]]:

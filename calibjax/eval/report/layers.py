@@ -1,7 +1,7 @@
 """The part of a report on `calibjax eval layers`: findings and tables."""
 
 from calibjax.eval.report.rows import TextTable, short, unit_of
-from calibjax.eval.report.schema import Difference, Interval, LayersDocument
+from calibjax.eval.report.schema import AblationRow, Difference, Interval, LayersDocument
 
 
 def findings(document: LayersDocument) -> list[str]:
@@ -41,8 +41,10 @@ def _difference(change: Difference) -> str:
 
 
 def tables(document: LayersDocument) -> list[TextTable]:
-    """The layers; the direction after each block; the sweep on the held-out half; neurons; subjects."""
+    """The layers; the direction after each block; the sweep on the held-out half; neurons, without them; subjects."""
     out = [layer_table(document), _direction_table(document), _sweep_table(document), _neuron_table(document)]
+    if "ablation" in document:
+        out.append(_ablation_table(document["ablation"]))
     return [*out, subject_table(document)] if document["subjects"] else out
 
 
@@ -109,6 +111,17 @@ def _neuron_table(document: LayersDocument) -> TextTable:
                 f"{row['null_space_share']:.3f}",
             ]
             for row in document["neurons"]
+        ],
+    )
+
+
+def _ablation_table(rows: list[AblationRow]) -> TextTable:
+    return TextTable(
+        "the entropy neurons of the last block changed, beside others of equal norm; held-out half",
+        ["change", "entropy", "confidence", "accuracy", "ECE", "NLL"],
+        [
+            [row["name"], *(f"{row[key]:.4f}" for key in ("entropy", "confidence", "accuracy", "ece", "nll"))]
+            for row in rows
         ],
     )
 

@@ -344,6 +344,17 @@ class NeuronRow(TypedDict):
     null_space_share: float
 
 
+class AblationRow(TypedDict):
+    """The held-out half with neurons of the last block changed; see `ablation.ablate`. Entropy and NLL in nats."""
+
+    name: str
+    entropy: float
+    confidence: float
+    accuracy: float
+    ece: float
+    nll: float
+
+
 # --- documents ---
 
 
@@ -437,6 +448,7 @@ class LayersDocument(DocumentBase):
     direction: Direction
     sweep: list[SweepRow]
     neurons: list[NeuronRow]
+    ablation: NotRequired[list[AblationRow]]
     subjects: list[SubjectRow]
 
 
