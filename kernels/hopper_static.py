@@ -27,23 +27,10 @@ import jax
 import numpy as np
 from bench import PRESETS, _softcap
 from contenders import Problem
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# An H100 SXM as its driver describes it, in XLA's format of a target.
-H100 = """gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84929347584
-  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 28 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+from calibjax.runtime.gpu_compiler import gpu_devices
+
 TASKS = ("statistics", "forward", "hidden", "both")
 
 
@@ -54,10 +41,7 @@ def installed() -> bool:
 
 def target() -> Mesh:
     """A mesh of one H100 that need not be there."""
-    description: Any = topologies.get_topology_desc(
-        platform="cuda", topology_name="h100", target_config=H100, topology="1x1x1"
-    )
-    return Mesh(np.array(description.devices), ("device",))
+    return Mesh(np.array(gpu_devices("h100", 1)), ("device",))
 
 
 @contextlib.contextmanager

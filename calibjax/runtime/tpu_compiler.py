@@ -45,6 +45,8 @@ def with_compiler(
 ) -> Any:
     """Returns `function(*args)`, called in a new process that can compile for TPUs (`jax.experimental.topologies`).
 
+    It compiles for GPUs too (`gpu_compiler`), where JAX's CUDA plugin is installed.
+
     Args:
         function: module-level function; it and its result are pickled.
         *args: picklable arguments.
@@ -104,6 +106,7 @@ def _environment(flags: Sequence[str]) -> dict[str, str]:
     """Environment variables that must be set before jax and libtpu are loaded."""
     return {
         "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "-1",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",

@@ -127,7 +127,8 @@ class SftObjective:
         self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         if self.lora is not None:
-            params = self.lora.join(frozen, params)
+            # Adapters are float32; their products are added to those of the kernels, in the compute dtype.
+            params = self.lora.join(frozen, jax.tree.map(lambda x: x.astype(self.dtype), params))
         hidden = decoder.hidden_states(
             self.model,
             params,

@@ -12,19 +12,22 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from published_sizes import PUBLISHED
-from tiny import make_lm, write_model
+from tiny import make_lm, make_sequences, ragged, silent, write_model
 
 from calibjax.cli import main
 from calibjax.commands.plan.chips import CHIPS, GIB, parse_topology
-from calibjax.commands.plan.compiled import compile_for_tpu, too_large
+from calibjax.commands.plan.compiled import compile_step, too_large
 from calibjax.commands.plan.count import flops
+from calibjax.commands.plan.duration import head_steps
 from calibjax.commands.plan.hlo import collectives
 from calibjax.commands.plan.program import Job, build, device_bytes
 from calibjax.commands.plan.result import parameter_counts, plan_job
+from calibjax.commands.train_ats import fit_ats
 from calibjax.models.shapes import SHAPES
+from calibjax.runtime import gpu_compiler
 from calibjax.runtime.sharding import make_mesh
 from calibjax.runtime.tpu_compiler import DoesNotCompile, with_compiler
-from calibjax.train.options import AtsOptions
+from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.sft import SftOptions
 
 needs_compiler = pytest.mark.skipif(
@@ -308,7 +311,7 @@ def test_json_of_a_gpu_host_and_a_local_model(tmp_path, capsys):
     folder = write_model(tmp_path / "model")
     for weights in folder.glob("*.safetensors"):
         weights.unlink()
-    options = ["--objective", "sft", "--topology", "h100:4", "--batch-size", "8", "--seq-len", "16"]
+    options = ["--objective", "sft", "--topology", "h100:4", "--batch-size", "8", "--seq-len", "16", "--no-compile"]
     found = plan(capsys, "--model", str(folder), *options, "--mesh", "data=4")
     config = json.loads((folder / "config.json").read_text())
     width, inner, layers = (config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
@@ -320,7 +323,7 @@ def test_json_of_a_gpu_host_and_a_local_model(tmp_path, capsys):
     assert sizes["parameters"] == sizes["gradients"] == 4 * count
     assert sizes["block_inputs"] == layers * 2 * 16 * width * 2
     assert sizes["total"] == sum(sizes[name] for name in ("parameters", "optimizer", "gradients", "block_inputs"))
-    assert (found["fits"], found["libtpu"], found["collectives"]) == (None, None, None)
+    assert (found["fits"], found["compiler"], found["collectives"]) == (None, None, None)
     assert found["margin_bytes"] == sizes["available"] - sizes["total"]
     assert found["flops_per_device"] * 4 == found["flops_per_step"]
 
@@ -333,8 +336,58 @@ def test_json_of_what_cannot_fit(capsys):
     assert found["margin_bytes"] < -40 * GIB
 
 
+def test_chips_are_listed(capsys):
+    assert main(["plan", "--list-chips", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["chips"]
+    assert {name: (of["platform"], of["flops"]) for name, of in listed.items()} == {
+        name: (chip.platform, chip.flops) for name, chip in CHIPS.items()
+    }
+    assert main(["plan", "--list-chips"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in out for name in CHIPS)
+
+
+def test_duration_of_fine_tuning(capsys):
+    """Steps of all epochs but for the rows of validation, each of the bound, at the given fractions of it."""
+    options = ["--objective", "sft", "--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64", "--no-compile"]
+    run = ["--tokens", "64000", "--epochs", "3", "--utilisation", "0.25", "0.5"]
+    found = plan(capsys, "--model", "gpt2", *options, *run)
+    steps, bound = 3 * (1000 - 50) // 4, found["roofline_seconds"]["bound"]
+    assert (found["run"]["sequences"], found["run"]["steps"]) == (1000, steps)
+    assert found["run"]["seconds"] == [steps * bound / 0.5, steps * bound / 0.25]
+    assert (found["run"]["seconds_cached"], found["run"]["cache_bytes"]) == (None, None)
+
+
+def test_duration_of_temperatures(capsys):
+    """Cached, the model runs once, and a step is the head's: its products and the unembedding's, by hand."""
+    options = ["--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64", "--head-kind", "linear", "--no-compile"]
+    found = plan(capsys, "--model", "gpt2", *options, "--tokens", "64000")
+    run, rows = found["run"], 4 * 64
+    of_head = (2 * rows * 50257 * 768 + 2 * 2 * rows * 768) / 4 / CHIPS["v5e"].flops
+    forward = found["flops_per_device"] / CHIPS["v5e"].flops - of_head
+    assert found["cache_bytes_per_token"] == 768 * 2
+    assert run["cache_bytes"] == 64000 * 768 * 2
+    assert run["steps"] == 6 * 1000 // 4 + 7 * (6 * 750 // 4)
+    assert run["seconds_cached"][0] * run["utilisation"][1] == pytest.approx(
+        250 * forward + run["steps"] * of_head, rel=1e-3
+    )
+    assert run["seconds"][0] > run["seconds_cached"][0]
+
+
+@pytest.mark.slow
+def test_steps_of_heads_are_those_of_training(tmp_path):
+    """Of the heads of all folds and the last one, as their logs count them."""
+    lm, sequences = make_lm(vocab_size=43), ragged(make_sequences(30, vocab_size=43))
+    options = AtsOptions(epochs=2, batch_size=8, cache_hidden="off", folds=3, loss="cross-entropy")
+    fit_ats(lm, sequences, options, silent(tmp_path))
+    logs = [json.loads(log.read_text().splitlines()[-1])["step"] for log in tmp_path.rglob("train.jsonl")]
+    print(logs)
+    assert len(logs) == 4
+    assert sum(logs) == head_steps(make_plan(options, lm.config.hidden_size), len(sequences.tokens), 8)
+
+
 def test_without_the_compiler(monkeypatch, capsys):
-    monkeypatch.setattr("calibjax.commands.plan.command.compiler_version", lambda: None)
+    monkeypatch.setattr("calibjax.runtime.tpu_compiler.compiler_version", lambda: None)
     assert main(["plan", "--model", "gpt2", "--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "From the shapes alone: the TPU compiler is not installed" in out
@@ -377,6 +430,12 @@ def test_suggest_tries_every_mesh_that_divides_the_batch(capsys):
         (["--topology", "v9:4x4"], "--topology v9:4x4: expected one of v5e, v5p"),
         (["--topology", "v5e:16,1"], "such as v5e:4x4"),
         (["--seq-len", "200000"], "200000"),
+        (
+            ["--tokens", "9", "--utilisation", "0.5", "0.3"],
+            "--utilisation: expected two fractions, the smaller one first",
+        ),
+        (["--epochs", "2"], "--epochs: it is for the duration of a run; give --tokens too"),
+        (["--objective", "eval", "--epochs", "2", "--tokens", "9"], "--epochs: --objective eval does not read it"),
         (["--seq-len", "0"], "--seq-len: expected at least 1, got 0"),
         (["--suggest", "--mesh", "fsdp=16"], "--suggest: it tries every mesh; leave --mesh out"),
         (["--lora-rank", "8", "--remat", "none"], "--remat, --lora-rank: --objective ats does not read it"),
@@ -403,6 +462,25 @@ def test_chips_are_plausible():
 # --- the real thing ---
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    gpu_compiler.compiler_version() is None,
+    reason="JAX's CUDA plugin, which holds the compiler for GPUs, is not installed",
+)
+def test_a_step_compiles_for_gpus(capsys):
+    """Adapters of gpt2 on eight H100, and on one: the arguments that are planned, and what moves between them."""
+    options = ["--model", "gpt2", "--objective", "sft", "--lora-rank", "8", "--batch-size", "8", "--seq-len", "256"]
+    many, one = (plan(capsys, *options, "--topology", f"h100:{count}") for count in (8, 1))
+    assert many["compiler"].startswith("jax-cuda")
+    assert (many["compiled"], many["fits"], one["fits"]) == (True, True, True)
+    assert many["collectives"]["all-gather"]["count"] >= 12
+    assert one["collectives"] == {}
+    sizes = [found["bytes_per_device"] for found in (many, one)]
+    assert 4 * sizes[0]["parameters"] < sizes[1]["parameters"]
+    assert 2 * sizes[0]["temporaries"] < sizes[1]["temporaries"]
+    assert many["flops_per_step"] == pytest.approx(one["flops_per_step"], rel=0.02)
+
+
 @needs_compiler
 def test_unknown_slices_are_the_users_mistake(capsys):
     assert main(["plan", "--model", "gpt2", "--topology", "v5e:3x5", "--batch-size", "15", "--seq-len", "64"]) == 2
@@ -417,7 +495,7 @@ def test_a_step_of_8b_compiles_for_v5e():
     What is gathered is the model, once, each weight by those that share it along fsdp; where libtpu hands the shards
     round while it multiplies, it does so once or twice more than it must.
     """
-    found = compile_for_tpu(make_job(head="mlp"), "v5e:4x4")
+    found = compile_step(make_job(head="mlp"), parse_topology("v5e:4x4"))
     print(f"{found.total / GIB:.2f} GiB, compiled in {found.seconds:.0f} s: {found.collectives}")
     assert found.total < CHIPS["v5e"].memory / 2
     assert found.unknown_loops == 0

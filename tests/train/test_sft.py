@@ -171,6 +171,25 @@ def logged(directory):
     return np.array([row.get("loss", row.get("validation_nll")) for row in rows])
 
 
+def test_adapters_of_a_bfloat16_model():
+    """Products are bfloat16, as the kernels' are: gradients of adapters are float32, and as exact as those of weights."""
+    lm, batch = setting()
+    adapters = random_adapters(lm)
+    errors = {}
+    for lora, trained in ((LORA, adapters), (None, LORA.merge(lm.params, adapters))):
+        gradients = []
+        for dtype in (jnp.float32, jnp.bfloat16):
+            objective = SftObjective(model=lm.config, label_smoothing=0.1, dtype=dtype, lora=lora, remat="full")
+            frozen = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), lm.params)
+            of = jax.jit(jax.grad(lambda p, f, o=objective: o(p, f, batch, {})[0]))
+            gradients.append(of(trained, frozen))
+        chex.assert_trees_all_equal_shapes_and_dtypes(gradients[1], trained)
+        difference = jax.tree.map(jnp.subtract, *gradients)
+        errors[lora] = float(optax.global_norm(difference) / optax.global_norm(gradients[0]))
+    print(errors)
+    assert errors[LORA] < 2 * errors[None]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [None, 2], ids=["full", "adapters"])
 def test_meshes_give_the_losses_of_one_device(tmp_path, lora_rank):

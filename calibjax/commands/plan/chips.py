@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from calibjax.runtime.errors import UserError
 
@@ -41,6 +41,11 @@ CHIPS = {
     "h200": Chip("gpu", int(141e9), 989e12, 4800e9, 450e9, "https://www.nvidia.com/en-us/data-center/h200/"),
 }
 """Chips by libtpu's name of the generation; GPUs are the SXM models."""
+
+
+def chips_json() -> dict[str, dict[str, Any]]:
+    """The chips that `--topology` knows, by name, as plain data."""
+    return {name: chip._asdict() for name, chip in CHIPS.items()}
 
 
 class Topology(NamedTuple):

@@ -3,10 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import jax
 
 from calibjax.commands.common import JsonOptions, ModelOptions
-from calibjax.commands.plan.chips import GIB, Topology, parse_topology
+from calibjax.commands.plan.chips import CHIPS, GIB, Topology, chips_json, parse_topology
+from calibjax.commands.plan.duration import run_cost
 from calibjax.commands.plan.program import Job, ObjectiveName
 from calibjax.commands.plan.result import plan_job
 from calibjax.eval.report.rows import TextTable
@@ -16,21 +19,26 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Remat
 from calibjax.models.families import config_from_hf
 from calibjax.models.shapes import SHAPES
+from calibjax.runtime import gpu_compiler, tpu_compiler
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import BatchSize, Count, Weight, check_options
+from calibjax.runtime.options import BatchSize, Count, Range, Weight, check_options
 from calibjax.runtime.sharding import AXES, mesh_shape
-from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version
+from calibjax.runtime.tpu_compiler import DoesNotCompile
 from calibjax.train.options import AtsOptions
 from calibjax.train.sft import SftOptions
 from calibjax.train.state import OptimizerKind
 
+UTILISATION = (0.3, 0.6)
+"""Fractions of the roofline; docs/plan.md says where they come from."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(JsonOptions, ModelOptions):
-    """Reports whether a step fits on devices that need not be present, and its time at the least.
+    """Reports whether a step fits on devices that need not be present, its time at the least, and that of a run.
 
-    For TPUs the real step is compiled ahead of time. That needs libtpu (pip install "jax[tpu]") but no TPU, and takes
-    minutes for a large model. Without libtpu, and for GPUs, it reports what follows from the shapes alone.
+    The real step is compiled ahead of time. That needs the compiler, which is libtpu (pip install "jax[tpu]") or JAX's
+    CUDA plugin (pip install "jax[cuda13]"), but no TPU or GPU; for TPUs it takes minutes for a large model. Without the
+    compiler it reports what follows from the shapes alone.
 
     Attributes:
         model: name of a published model (docs/models.md), or a directory with config.json; no weights are read.
@@ -39,6 +47,10 @@ class PlanOptions(JsonOptions, ModelOptions):
         batch_size: sequences per step.
         seq_len: tokens per sequence.
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
+        tokens: tokens to train (or evaluate) on: reports the duration of the run and what its hidden states take.
+        epochs: passes over them; by default as the command's.
+        utilisation: fractions of the roofline that are reached, the smallest and the largest, for the duration.
+        list_chips: print the chips that --topology knows, with their rates, and nothing else.
         suggest: plan every mesh of the topology, and name the best that fits.
         dtype: compute dtype, and that of frozen weights; trained ones are float32.
         remat: of sft: what the backward pass recomputes of a block.
@@ -52,11 +64,16 @@ class PlanOptions(JsonOptions, ModelOptions):
         json: print one JSON document instead of tables.
     """
 
-    topology: str
+    model: str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    topology: str | None = None
     objective: ObjectiveName = "ats"
     batch_size: BatchSize = 64
     seq_len: Count = 1024
     mesh: str | None = None
+    tokens: Annotated[int, Range(1, 10**15)] | None = None
+    epochs: Count | None = None
+    utilisation: tuple[Annotated[float, Range(0, 1, open="low")], ...] = UTILISATION
+    list_chips: bool = False
     suggest: bool = False
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     remat: Remat = "full"
@@ -77,8 +94,9 @@ class PlanOptions(JsonOptions, ModelOptions):
             seq=self.seq_len,
             mesh=mesh,
             dtype=self.dtype,
-            ats=AtsOptions(head=self.head_kind),
+            ats=AtsOptions(head=self.head_kind, epochs=self.epochs),
             sft=SftOptions(
+                epochs=self.epochs or SftOptions.epochs,
                 batch_size=self.batch_size,
                 accumulate=self.accumulate,
                 optimizer=self.optimizer,
@@ -93,6 +111,11 @@ class PlanOptions(JsonOptions, ModelOptions):
 def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns the document that `--json` prints."""
     check_options(options)
+    if options.list_chips:
+        return _list_chips(options)
+    if options.model is None or options.topology is None:
+        raise UserError("give --model and --topology, or --list-chips.")
+    jax.config.update("jax_platforms", "cpu")  # programs are traced, and nothing runs on a device
     topology = parse_topology(options.topology)
     config = _config(options.model)
     _check_options(options)
@@ -100,13 +123,16 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
         raise UserError("--suggest: it tries every mesh; leave --mesh out.")
     meshes = _meshes(topology.devices) if options.suggest else [mesh_shape(options.mesh, topology.devices)]
     jobs = _checked([options.job(config, mesh) for mesh in meshes])
-    compiler = compiler_version() if options.compile and topology.chip.platform == "tpu" else None
+    compiler = _compiler(topology) if options.compile else None
     plans, reasons = [], []
     for number, job in enumerate(jobs, 1):
         if options.suggest:
             log(f"planning {mesh_text(job.mesh)} ({number} of {len(jobs)}) ...")
         try:
-            plans.append(plan_job(job, topology, compiles=compiler is not None))
+            plan = plan_job(job, topology, compiles=compiler is not None)
+            if options.tokens is not None:
+                plan["run"] = run_cost(job, topology, plan, options.tokens, _utilisation(options))
+            plans.append(plan)
         except DoesNotCompile as reason:
             reasons.append(f"--mesh {mesh_text(job.mesh)} does not compile for {options.topology}: {reason}")
             if options.suggest:
@@ -115,7 +141,7 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
         raise UserError(reasons[0])
     document: dict[str, Any] = {name: getattr(options, name) for name in ("model", "objective", "topology", "dtype")}
     document |= {"batch": options.batch_size, "seq": options.seq_len}
-    document |= {"devices": topology.devices, "libtpu": compiler}
+    document |= {"devices": topology.devices, "compiler": compiler}
     if options.suggest:
         fitting = [plan for plan in plans if plan["fits"] is not False]
         best = min(fitting, key=_cost, default={"fits": False, "mesh": None})
@@ -127,6 +153,38 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
     return document
 
 
+def _list_chips(options: PlanOptions) -> dict[str, Any]:
+    if not options.json:
+        rows = [
+            [name, _size(chip.memory), *(f"{x / 1e9:,.0f}" for x in (chip.bandwidth, chip.interconnect))]
+            for name, chip in CHIPS.items()
+        ]
+        for row, chip in zip(rows, CHIPS.values(), strict=True):
+            row.insert(2, f"{chip.flops / 1e12:,.0f}")
+        columns = ["chip", "memory", "bfloat16, TFLOP/s", "memory, GB/s", "between devices, GB/s"]
+        print_result(
+            "Chips that --topology knows, with the rates that their vendors state, of one device.",
+            TextTable("", columns, rows),
+            notes=[f"{name}: {chip.source}" for name, chip in CHIPS.items()],
+        )
+    return {"chips": chips_json()}
+
+
+def _compiler(topology: Topology) -> str | None:
+    """The compiler for these devices, with its version; None if it is not installed."""
+    if topology.chip.platform == "gpu":
+        return gpu_compiler.compiler_version()
+    version = tpu_compiler.compiler_version()
+    return None if version is None else f"libtpu {version}"
+
+
+def _utilisation(options: PlanOptions) -> tuple[float, float]:
+    found = options.utilisation
+    if len(found) != 2 or found[0] > found[1]:
+        raise UserError(f"--utilisation: expected two fractions, the smaller one first, such as 0.3 0.6, got {found}.")
+    return found[0], found[1]
+
+
 _OF_SFT = ("remat", "accumulate", "optimizer", "label_smoothing", "lora_rank", "lora_targets")
 
 
@@ -134,9 +192,14 @@ def _check_options(options: PlanOptions) -> None:
     """Raises `UserError` for options that this objective does not read."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     unread = ("head_kind",) if options.objective == "sft" else _OF_SFT
+    unread = (*unread, "epochs") if options.objective == "eval" else unread
     given = [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name) != defaults[name]]
     if given:
         raise UserError(f"{', '.join(given)}: --objective {options.objective} does not read it; leave it out.")
+    of_run = [f"--{name}" for name in ("epochs", "utilisation") if getattr(options, name) != defaults[name]]
+    if of_run and options.tokens is None:
+        raise UserError(f"{', '.join(of_run)}: it is for the duration of a run; give --tokens too.")
+    _utilisation(options)
 
 
 def _config(model: str) -> DecoderConfig:
@@ -203,13 +266,14 @@ def _print(document: dict[str, Any], options: PlanOptions, topology: Topology) -
 def _source(document: dict[str, Any], plans: list[dict[str, Any]], options: PlanOptions, topology: Topology) -> str:
     """Where the figures come from."""
     if any(plan["compiled"] for plan in plans):
-        return f"The step was compiled by libtpu {document['libtpu']}; nothing was run."
-    if document["libtpu"]:
+        return f"The step was compiled by {document['compiler']}; nothing was run."
+    if document["compiler"]:
         return "From the shapes alone."
     unknown = "From the shapes alone: {}, so temporaries and collectives are not known."
-    if topology.chip.platform == "gpu" or not options.compile:
+    if not options.compile:
         return unknown.format("nothing was compiled")
-    return unknown.format("the TPU compiler is not installed") + ' Install it with: pip install "jax[tpu]"'
+    name, extra = ("GPU", "cuda13") if topology.chip.platform == "gpu" else ("TPU", "tpu")
+    return unknown.format(f"the {name} compiler is not installed") + f' Install it with: pip install "jax[{extra}]"'
 
 
 def _mesh_table(plans: list[dict[str, Any]], best: str | None) -> TextTable:
@@ -231,6 +295,10 @@ def _plan_table(document: dict[str, Any]) -> TextTable:
     if counts["active"] < counts["total"]:
         rows.append(["parameters of the model", f"{counts['total']:,}"])
         rows.append(["parameters active for a token", f"{counts['active']:,}"])
+    if document["experts_per_device"] is not None:
+        rows.append(["experts of each block", f"{document['experts_per_device']:,}"])
+    if document["cache_bytes_per_token"] is not None:
+        rows.append(["cache of hidden states, per token", f"{document['cache_bytes_per_token']:,} bytes"])
     rows.append(["operations, FLOP", f"{document['flops_per_device']:.3g}"])
     rows.append(["operations of a step, FLOP", f"{document['flops_per_step']:.3g}"])
     for kind, of_kind in (document["collectives"] or {}).items():
@@ -240,7 +308,26 @@ def _plan_table(document: dict[str, Any]) -> TextTable:
     for name in ("compute", "memory", "interconnect", "bound"):
         if seconds[name] is not None:
             rows.append([f"roofline, {name}", f"{1e3 * seconds[name]:,.0f} ms"])
+    rows += _run_rows(document["run"]) if "run" in document else []
     return TextTable(f"mesh {document['mesh']}", ["per device", ""], rows)
+
+
+def _run_rows(run: dict[str, Any]) -> list[list[str]]:
+    """Rows on the duration of a run."""
+    low, high = run["utilisation"]
+    rows = [["steps of the run", f"{run['steps']:,}"]]
+    if run["seconds_cached"] is not None:
+        rows.append(["cache of hidden states, each host", _size(run["cache_bytes"])])
+        rows.append([f"run at {low:.0%} to {high:.0%}, with it", _span(run["seconds_cached"])])
+        rows.append(["run, without it", _span(run["seconds"])])
+    else:
+        rows.append([f"run at {low:.0%} to {high:.0%}", _span(run["seconds"])])
+    return rows
+
+
+def _span(seconds: list[float]) -> str:
+    unit, name = next((u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min"), (0.0, "s")) if seconds[1] >= 2 * u)
+    return f"{seconds[0] / (unit or 1):,.1f} to {seconds[1] / (unit or 1):,.1f} {name}"
 
 
 def _size(size: int) -> str:

@@ -2,15 +2,16 @@
 
 import re
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from calibjax.commands.plan.chips import GIB
+from calibjax.commands.plan.chips import GIB, Topology
 from calibjax.commands.plan.count import flops
 from calibjax.commands.plan.hlo import Collective, collectives
 from calibjax.commands.plan.program import Job, build
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.gpu_compiler import gpu_devices
 from calibjax.runtime.sharding import make_mesh
 from calibjax.runtime.tpu_compiler import DoesNotCompile, slice_devices, with_compiler
 
@@ -47,8 +48,8 @@ class TooLarge(NamedTuple):
     reason: str
 
 
-def compile_for_tpu(job: Job, topology: str) -> Compiled | TooLarge:
-    """Compiles a job for the devices of a TPU topology such as "v5e:4x4", in a process of its own.
+def compile_step(job: Job, topology: Topology) -> Compiled | TooLarge:
+    """Compiles a job for the devices of a topology such as "v5e:4x4" or "h100:8", in a process of its own.
 
     Raises:
         UserError: libtpu has no such topology, or it has another number of devices.
@@ -70,11 +71,18 @@ def too_large(message: str) -> TooLarge:
     return TooLarge(total, " ".join(message.split())[:300])
 
 
-def _compile(job: Job, topology: str) -> Compiled:
+def _devices(topology: Topology) -> list[Any]:
+    if topology.chip.platform == "gpu":
+        return gpu_devices(topology.name.partition(":")[0], topology.devices)
     try:
-        devices = slice_devices(topology)
+        return slice_devices(topology.name)
     except Exception as error:  # of several kinds
-        raise UserError(f"--topology {topology}: libtpu has no such slice ({str(error).splitlines()[0]}).") from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--topology {topology.name}: libtpu has no such slice ({reason}).") from error
+
+
+def _compile(job: Job, topology: Topology) -> Compiled:
+    devices = _devices(topology)
     mesh = make_mesh(job.mesh, devices)
     program = build(job, mesh)
     start = time.perf_counter()

@@ -42,6 +42,7 @@ class Job:
         dtype: compute dtype, and that of frozen weights.
         ats: how the head is fitted; its `batch_size` is not read.
         sft: how the model is fine-tuned; its `batch_size` is `batch`.
+        cached: of ats: batches hold hidden states, so that the step is that of the head alone.
     """
 
     config: DecoderConfig
@@ -52,6 +53,11 @@ class Job:
     dtype: str
     ats: AtsOptions
     sft: SftOptions
+    cached: bool = False
+
+    def with_cache(self) -> "Job":
+        """The step on cached hidden states."""
+        return dataclasses.replace(self, cached=True)
 
     def abstract_mesh(self) -> AbstractMesh:
         """The mesh without devices: enough to say where arrays lie."""
@@ -128,6 +134,9 @@ def _batch(job: Job, mesh: Any) -> dict[str, Any]:
         "positions": jnp.int32,
     }
     batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), kind) for name, kind in kinds.items()}
+    if job.cached:
+        del batch["tokens"], batch["positions"]
+        batch["hidden"] = jax.ShapeDtypeStruct((job.batch, job.seq, job.config.hidden_size), jnp.dtype(job.dtype))
     return batch if mesh is None else _place(batch, batch_sharding(mesh))
 
 
@@ -164,7 +173,8 @@ def _head(job: Job, head: HeadConfig, mesh: Any) -> Any:
 
 def _frozen(job: Job, weights: Any, head: HeadConfig) -> Any:
     """What `freeze` makes of the weights. Within a step, so that what it holds twice is one argument, as in memory."""
-    return freeze(LanguageModel(job.config, weights, jnp.dtype(job.dtype), ""), head=head)
+    lm = LanguageModel(job.config, weights, jnp.dtype(job.dtype), "")
+    return freeze(lm, head=head, hidden_given=job.cached)
 
 
 def _ats(job: Job, mesh: Any, batch: Any) -> Program:

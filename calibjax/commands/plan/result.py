@@ -6,14 +6,17 @@ from typing import Any
 import jax.numpy as jnp
 
 from calibjax.commands.plan.chips import Topology
-from calibjax.commands.plan.compiled import Compiled, compile_for_tpu
+from calibjax.commands.plan.compiled import Compiled, compile_step
 from calibjax.commands.plan.count import flops
+from calibjax.commands.plan.duration import cache_bytes_per_token
 from calibjax.commands.plan.program import Job, Program, build, device_bytes
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import abstract_params
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.nn.experts import use_ragged_dot
 from calibjax.runtime.sharding import AXES
+
+_PREALLOCATED = 0.75  # of a GPU's memory, by JAX unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 
 
 def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
@@ -22,11 +25,12 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
     Args:
         job: what runs.
         topology: where.
-        compiles: have the TPU compiler compile the step; otherwise only what follows from the shapes is known.
+        compiles: compile the step for these devices; otherwise only what follows from the shapes is known.
 
     Returns:
         compiled: whether the compiler was asked; parameters: those of the model, `total`, and `active` for a token;
-        mesh; fits: None where only the compiler could tell; bytes_per_device:
+        experts_per_device: of a mixture, otherwise None; cache_bytes_per_token: of `ats`, otherwise None; mesh; fits:
+        None where only the compiler could tell; bytes_per_device:
         parameters, optimizer, and what else is known: `batch_and_padding` and `temporaries` of a compiled step (with
         the program itself), or `gradients` and `block_inputs` that the step holds at least; `total` of them, and
         `available`; margin_bytes, None where the compiler did not say by how much the step is too large;
@@ -35,7 +39,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         compiler said, or None.
 
     Raises:
-        UserError, DoesNotCompile: as `compile_for_tpu`.
+        UserError, DoesNotCompile: as `compile_step`.
     """
     placed = build(job, job.abstract_mesh())
     sizes: dict[str, int] = {
@@ -47,20 +51,15 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
     if compiles and known > topology.chip.memory:
         note = "Parameters and optimiser alone do not fit: not compiled."
     elif compiles:
-        result = compile_for_tpu(job, topology.name)
+        result = compile_step(job, topology)
     if isinstance(result, Compiled):
         sizes["batch_and_padding"] = result.arguments - known
         sizes["temporaries"] = result.total - result.arguments
-        total, fits, operations = result.total, True, result.flops
-        if result.collectives is None:
-            note = (
-                "Compiled; but jaxlib cannot read libtpu's program, so what moves between devices is not known. "
-                'pip install "jax[tpu]" gets the libtpu that this jax goes with.'
-            )
-        else:
+        # A compiler for TPUs refuses what does not fit; that for GPUs compiles it.
+        total, fits, operations = result.total, result.total <= topology.chip.memory, result.flops
+        if result.collectives is not None:
             moved = {kind: of_kind._asdict() for kind, of_kind in sorted(result.collectives.items())}
-        if result.unknown_loops:
-            note = f"{result.unknown_loops} loops of unknown length: their collectives count once."
+        note = _note(result, topology)
     else:
         sizes |= _held(job, placed)
         total = sum(sizes.values())
@@ -85,6 +84,8 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
     return {
         "compiled": result is not None,
         "parameters": parameter_counts(job.config),
+        "experts_per_device": _experts(job),
+        "cache_bytes_per_token": cache_bytes_per_token(job) if job.objective == "ats" else None,
         "mesh": ",".join(f"{axis}={n}" for axis, n in zip(AXES, job.mesh, strict=True)),
         "fits": fits,
         "bytes_per_device": {**sizes, "total": total, "available": topology.chip.memory},
@@ -96,6 +97,24 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         "compile_seconds": result.seconds if isinstance(result, Compiled) else None,
         "note": note,
     }
+
+
+def _note(result: Compiled, topology: Topology) -> str | None:
+    """What there is to know about a step that was compiled."""
+    if result.collectives is None:
+        return (
+            "Compiled; but jaxlib cannot read libtpu's program, so what moves between devices is not known. "
+            'pip install "jax[tpu]" gets the libtpu that this jax goes with.'
+        )
+    memory = topology.chip.memory
+    if topology.chip.platform == "gpu" and _PREALLOCATED * memory < result.total <= memory:
+        return (
+            f"JAX takes {_PREALLOCATED:.0%} of a GPU's memory, and this needs more: set "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."
+        )
+    if result.unknown_loops:
+        return f"{result.unknown_loops} loops of unknown length: their collectives count once."
+    return None
 
 
 def parameter_counts(config: DecoderConfig) -> dict[str, int]:
@@ -110,6 +129,14 @@ def parameter_counts(config: DecoderConfig) -> dict[str, int]:
         if path.startswith("layers.mlp.") and not path.startswith("layers.mlp.router.")
     )
     return {"total": total, "active": total - (mixture.experts - mixture.per_token) * expert}
+
+
+def _experts(job: Job) -> int | None:
+    """How many experts of a block each device holds, in part or whole, as `sharding.RULES` divide them."""
+    if job.config.mixture is None:
+        return None
+    experts, tensor = job.config.mixture.experts, job.mesh[AXES.index("tensor")]
+    return experts if experts % tensor else experts // tensor
 
 
 def _held(job: Job, placed: Program) -> dict[str, int]:
