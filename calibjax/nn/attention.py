@@ -69,9 +69,9 @@ def attend(
     """Grouped-query attention: `softmax(softcap(scale * query key^T))` over visible columns, times `value`.
 
     Logits and softmax are float32. The implementation is chosen while tracing, by the target platform
-    (`platforms.platform`) and by shapes: `splash` on TPUs if it supports the shapes and there are no sinks; otherwise
-    matrix products on CPUs and with a soft-cap or sinks; otherwise `jax.nn.dot_product_attention`. The last two store
-    the logits `[B, H, T, S]`. If `cudnn_attention` is set, cuDNN is used where it supports the inputs (bfloat16 or
+    (`platforms.platform`) and by shapes: `splash` on TPUs if it supports the shapes; otherwise matrix products on CPUs
+    and with a soft-cap or sinks; otherwise `jax.nn.dot_product_attention`. The last two store the logits
+    `[B, H, T, S]`. If `cudnn_attention` is set, cuDNN is used where it supports the inputs (bfloat16 or
     float16, at most 128 channels per head, a multiple of 8, whole sequences with an even number of tokens). It stores
     no logits, but its backward pass has no fixed order of sums unless XLA's flag `--xla_gpu_deterministic_ops` is
     set.
@@ -88,9 +88,9 @@ def attend(
         `[B, T, H, K]`, in the dtype of `value`.
     """
     name = platform().name
-    if name == "tpu" and visible.start is None and sinks is None and splash.suits(query, key):
+    if name == "tpu" and visible.start is None and splash.suits(query, key):
         arguments = (visible.segment_ids, visible.windows, visible.kind)
-        return splash.attend(query, key, value, *arguments, scale=scale, softcap=softcap)
+        return splash.attend(query, key, value, *arguments, scale=scale, softcap=softcap, sinks=sinks)
     mask = visible.mask(query.shape[1], key.shape[1])
     if name == "cpu" or softcap is not None or sinks is not None:
         return _by_products(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)

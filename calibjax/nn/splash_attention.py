@@ -54,36 +54,43 @@ def attend(
     *,
     scale: float,
     softcap: float | None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H K"]:
     """Causal attention within segments for shapes that `suits` accepts. For the arguments see `attention.attend`."""
 
-    def of_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any) -> Any:
+    def of_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any, sinks: Any) -> Any:
         # The kernel has no scale argument. The product is rounded to the dtype of the queries.
         query = (query.astype(jnp.float32) * scale).astype(query.dtype)
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-        arguments = (query, key, value, segment_ids)
+        arguments = (query, key, value, segment_ids, sinks)
         branches = [functools.partial(_over_rows, window, softcap) for window in windows]
         mixed = branches[0](*arguments) if kind is None else jax.lax.switch(kind, branches, *arguments)
         return jnp.swapaxes(mixed, 1, 2)
 
-    arguments = (query, key, value, segment_ids, kind)
+    arguments = (query, key, value, segment_ids, kind, sinks)
     if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
         return of_device(*arguments)
     rows: Any = PartitionSpec(_ROWS)
     divided: Any = PartitionSpec(_ROWS, None, _HEADS)
-    return jax.shard_map(
-        of_device, in_specs=(divided, divided, divided, rows, PartitionSpec()), out_specs=divided, check_vma=False
-    )(*arguments)
+    specs = (divided, divided, divided, rows, PartitionSpec(), PartitionSpec(_HEADS))
+    return jax.shard_map(of_device, in_specs=specs, out_specs=divided, check_vma=False)(*arguments)
 
 
 def _over_rows(
-    window: int | None, softcap: float | None, query: Array, key: Array, value: Array, segment_ids: Array | None
+    window: int | None,
+    softcap: float | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    segment_ids: Array | None,
+    sinks: Array | None,
 ) -> Array:
     """Maps the kernel over the rows of the batch; the head axis is before time."""
     kernel = _kernel(query.shape[1], query.shape[2], window, softcap)
 
     def of_row(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
-        return kernel(query, key, value, None if segment_ids is None else library.SegmentIds(segment_ids, segment_ids))
+        ids = None if segment_ids is None else library.SegmentIds(segment_ids, segment_ids)
+        return kernel(query, key, value, ids, sinks)
 
     # The kernel promotes dtypes and ranks internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -70,7 +70,7 @@ def numbers(heads=4, kv_heads=2, width=16):
     return [random.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def dense_float64(query, key, value, segment_ids, window, scale, softcap):
+def dense_float64(query, key, value, segment_ids, window, scale, softcap, sinks=None):
     """Row by row and head by head, as the formula has it."""
     index = np.arange(query.shape[1])
     distance = index[:, None] - index[None]
@@ -82,25 +82,33 @@ def dense_float64(query, key, value, segment_ids, window, scale, softcap):
         logits = scale * q[:, head] @ k[:, head // groups].T
         logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
         weights = np.where(seen, np.exp(logits), 0)
-        out[row, :, head] = weights @ v[:, head // groups] / weights.sum(-1, keepdims=True)
+        total = weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(float(sinks[head])))
+        out[row, :, head] = weights @ v[:, head // groups] / total
     return out
 
 
-@pytest.mark.parametrize("softcap", [2.0, pytest.param(None, marks=pytest.mark.slow)])
-def test_kernel_equals_dense_form(on_tpu, softcap):
+@pytest.mark.parametrize(
+    ("softcap", "sinks"),
+    [(2.0, None), pytest.param(None, np.float32([-1.0, 0.5, 2.0, 4.0]), marks=pytest.mark.slow)],
+    ids=["softcap", "sinks"],
+)
+def test_kernel_equals_dense_form(on_tpu, softcap, sinks):
     """Forward and gradients: packed, padded on both sides, two kinds of window in one program, grouped queries."""
     *arguments, weight = numbers()
+    arguments.append(sinks)
     ids = segments()
 
-    def loss(form, query, key, value, kind):
-        out = form(query, key, value, Visible(ids, windows=(None, WINDOW), kind=kind))
+    def loss(form, query, key, value, sinks, kind):
+        out = form(query, key, value, Visible(ids, windows=(None, WINDOW), kind=kind), sinks=sinks)
         return jnp.sum(out * weight), out
 
-    def dense(query, key, value, visible):
-        return attention._by_products(query, key, value, visible.mask(TIME, TIME), scale=0.3, softcap=softcap)
+    def dense(query, key, value, visible, sinks):
+        mask = visible.mask(TIME, TIME)
+        return attention._by_products(query, key, value, mask, scale=0.3, softcap=softcap, sinks=sinks)
 
+    trained = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
     run, plain = (
-        jax.jit(jax.grad(functools.partial(loss, form), argnums=(0, 1, 2), has_aux=True))
+        jax.jit(jax.grad(functools.partial(loss, form), argnums=trained, has_aux=True))
         for form in (functools.partial(attention.attend, scale=0.3, softcap=softcap), dense)
     )
     assert "pallas_call" in str(jax.make_jaxpr(run)(*arguments, jnp.int32(0)))
@@ -108,11 +116,11 @@ def test_kernel_equals_dense_form(on_tpu, softcap):
     for kind, window in enumerate((None, WINDOW)):
         gradients, out = run(*arguments, jnp.int32(kind))
         expected, _ = plain(*arguments, jnp.int32(kind))
-        exact = dense_float64(*arguments, ids, window, 0.3, softcap)
+        exact = dense_float64(*arguments[:3], ids, window, 0.3, softcap, sinks)
         print(f"window {window}: {np.abs(out - exact).max():.1e} of {np.abs(exact).max():.1f}")
         np.testing.assert_allclose(out, exact, rtol=0, atol=1e-5)
         for got, want in zip(gradients, expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=5e-5)
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=5e-5)  # of a sink, a sum over all tokens
         outs.append(out)
     assert np.abs(outs[0] - outs[1]).max() > 0.1  # the window does cut
 
