@@ -12,10 +12,16 @@ from calibjax.data import Sequences
 from calibjax.data.synthetic import as_sequences
 from calibjax.models import DecoderConfig, LanguageModel, abstract_params
 from calibjax.runtime.context import RunContext
+from calibjax.runtime.sharding import make_mesh
 
 VOCAB, WIDTH, LENGTH = 24, 16, 10
 ONE_DEVICE = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"}
 """Environment of a process of its own: one device, and otherwise the flags of the tests."""
+
+
+def on_one_device(monkeypatch) -> None:
+    """Gives commands the devices of a machine that has one."""
+    monkeypatch.setattr("calibjax.runtime.distributed.parse_mesh", lambda text: make_mesh(devices=jax.devices()[:1]))
 
 
 def make_lm(*, seed=0, dtype=jnp.float32, **changes) -> LanguageModel:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,13 +12,18 @@ from assets import ASSETS, data_path, model_path
 from tiny import make_sequences, ragged, silent
 
 from calibjax.cli import execute
-from calibjax.commands import eval_layers, eval_tasks
+from calibjax.commands import eval_bounds, eval_layers, eval_tasks, generate
 from calibjax.commands.common import DataOptions
+from calibjax.commands.compare import command as compare
+from calibjax.commands.compare import text as compare_text
+from calibjax.commands.study import ablations
+from calibjax.commands.study.ablations import ABLATIONS
 from calibjax.commands.train_ats import fit_ats
 from calibjax.data import batches
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model
+from calibjax.recalibrate import optimize
 from calibjax.runtime.distributed import DeviceOptions, to_host
 from calibjax.runtime.platforms import leave_out_torch
 from calibjax.runtime.sharding import local_rows, make_mesh
@@ -83,6 +89,43 @@ def evaluate(out: Path, announce):
     (out / f"layers{jax.process_index()}.json").write_text(json.dumps(document))
 
 
+def commands(folder: Path, out: Path, devices: DeviceOptions, announce):
+    """`compare`, `study`, `generate` and `eval bounds` of a model and text in a folder; name -> document.
+
+    Heads are fitted with one loss, in few steps.
+    """
+    model, text = str(folder / "model"), {"data": str(folder / "data.jsonl"), "text": DataOptions(seq_len=12)}
+    shared = {"model": model, "devices": devices}
+    quick = AtsOptions(epochs=2, loss="joint", refit_temperature=False, batch_size=8)
+    methods = ("ats", "ensemble_temperature", "feature_clipping", "platt")
+    linear = ABLATIONS["pooling"]._replace(variants={"linear": {"head": "linear"}}, against={})
+    with (
+        mock.patch.object(compare_text, "AtsOptions", return_value=quick),
+        mock.patch.object(optimize, "STEPS", 100),
+        mock.patch.dict(ABLATIONS, {"pooling": linear}),
+    ):
+        compared = compare.run(
+            compare.CompareOptions(
+                **shared, **text, methods=methods, out=out / "compare", save=out / "saved", quiet=True, max_tokens=300
+            ),
+            announce,
+        )
+        steps = {"seeds": 1, "epochs": 1, "batch_size": 8, "fit_fraction": 0.5}
+        studied = ablations.run(
+            "pooling", ablations.AblationOptions(**shared, **text, **steps, out=out / "study", quiet=True), announce
+        )
+    head = out / "study/heads/linear/0"
+    prompts = {"prompt": ("w1 w2", "w3", "w4 w5 w6"), "max_new_tokens": 5, "head": head}
+    drawn = {"temperature": 1.0, "top_k": 9, "sample_calibrated": True, "seed": 2}
+    return {
+        "compare": {name: compared["held_out"][name] for name in ("methods", "tokens", "failed")},
+        "study": studied["sets"],
+        "generate": generate.run(generate.GenerateOptions(**shared, **prompts), announce),
+        "samples": generate.run(generate.GenerateOptions(**shared, **prompts, **drawn), announce),
+        "bounds": eval_bounds.run(eval_bounds.EvalBoundsOptions(model=(model,), devices=devices), announce),
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
     work: str
@@ -95,6 +138,11 @@ class WorkerOptions:
 def work(run, announce):
     if run.work == "eval":
         evaluate(run.out, announce)
+        announce("done, says the first")
+        return {}
+    if run.work == "commands":
+        found = commands(run.folder, run.out, DeviceOptions(), announce)
+        (run.out / f"documents{jax.process_index()}.json").write_text(json.dumps(found))
         announce("done, says the first")
         return {}
     mesh = make_mesh(SHAPES[run.work])

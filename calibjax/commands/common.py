@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
@@ -272,21 +273,26 @@ class DataOptions:
 
 
 def on_devices(work: Work) -> Work:
-    """Wraps the function of a command whose options have `devices` and `dtype`: attention is as these options choose.
+    """Wraps the function of a command, one of whose arguments are options with `devices` and `dtype`.
+
+    Attention is as these options choose.
 
     Raises:
         UserError: `--cudnn-attention` with a dtype that cuDNN's attention does not take.
     """
 
     @functools.wraps(work)
-    def carried_out(run: Any, *args: Any, **options: Any) -> Any:
+    def carried_out(*args: Any, **options: Any) -> Any:
+        run = next(value for value in args if hasattr(value, "devices"))
+        if not run.devices.cudnn_attention and "calibjax.nn.attention" not in sys.modules:
+            return work(*args, **options)  # a table needs no models
         from calibjax.nn.attention import cudnn_attention
 
         asked = run.devices.cudnn_attention or cudnn_attention.value
         if asked and run.dtype == "float32":
             raise UserError("--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16, or leave it out.")
         with cudnn_attention(asked):
-            return work(run, *args, **options)
+            return work(*args, **options)
 
     return cast(Work, carried_out)
 

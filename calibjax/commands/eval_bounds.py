@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from calibjax.commands.common import JsonOptions
+from calibjax.commands.common import JsonOptions, load_placed, presentation
 from calibjax.eval.layers.bounds import head_bound, print_head_bounds
-from calibjax.models import load_model
+from calibjax.runtime.distributed import DeviceOptions, is_first
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_file, write_file
 
@@ -24,10 +24,12 @@ class EvalBoundsOptions(JsonOptions):
         model: directories with config.json and safetensors, or hub ids.
         out: file to write the figures to, as JSON.
         json: print the figures as one JSON document instead of the table.
+        devices: devices that the weights are divided over.
     """
 
     model: tuple[str, ...]
     out: Path | None = None
+    devices: DeviceOptions = presentation(DeviceOptions())
 
 
 def run(options: EvalBoundsOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
@@ -37,10 +39,18 @@ def run(options: EvalBoundsOptions, log: Callable[[str], None] = print) -> dict[
     if options.out is not None:
         with about("--out"):
             check_new_file(options.out)
-    with about("--model"):
-        bounds = [head_bound(load_model(model), Path(model.rstrip("/")).name) for model in options.model]
+    if options.devices.cudnn_attention:
+        raise UserError("--cudnn-attention: no attention is computed here; leave it out.")
+    mesh = options.devices.make_mesh()
+    bounds = []
+    for model in options.model:
+        lm = load_placed(model, mesh, "float32")
+        with about("--model"):
+            bounds.append(head_bound(lm, Path(model.rstrip("/")).name))
     document = {"models": [bound.to_json() for bound in bounds]}
     files = ""
+    if not is_first():
+        return document
     if options.out is not None:
         write_file(options.out, json.dumps(document, indent=2) + "\n")
         files = f"figures in {options.out}"

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from calibjax.commands.common import JsonOptions, ModelOptions
+from calibjax.commands.common import JsonOptions, ModelOptions, load_placed, on_devices, presentation
 from calibjax.eval.report.rows import TextTable
 from calibjax.eval.report.terminal import print_result
-from calibjax.models import load_model
 from calibjax.models.generate import Sampling, generate
+from calibjax.runtime.distributed import DeviceOptions, is_first, to_host
 from calibjax.runtime.errors import UserError, about, printable
 from calibjax.runtime.options import AnyText, Count, NonNegative, Range, Seed, check_options
 from calibjax.train import head_notes, load_head
@@ -33,6 +33,7 @@ class GenerateOptions(JsonOptions, ModelOptions):
         sample_calibrated: draw from the calibrated distribution; otherwise the head changes no token.
         seed: seed of the draws.
         json: print one JSON document instead of text and tables.
+        devices: devices to run on.
     """
 
     prompt: tuple[Annotated[str, AnyText()], ...]
@@ -43,8 +44,10 @@ class GenerateOptions(JsonOptions, ModelOptions):
     top_p: Annotated[float, Range(0, 1, open="low")] | None = None
     sample_calibrated: bool = False
     seed: Seed = 0
+    devices: DeviceOptions = presentation(DeviceOptions())
 
 
+@on_devices
 def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns texts and tokens."""
     check_options(options)
@@ -60,8 +63,7 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
     if options.head is not None:
         with about("--head"):
             head_notes(options.head)
-    with about("--model"):
-        lm = load_model(options.model, dtype=options.dtype)
+    lm = load_placed(options.model, options.devices.make_mesh(), options.dtype)
     generated = generate(
         lm,
         options.prompt,
@@ -69,7 +71,8 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
     )
-    columns = {name: np.asarray(value) for name, value in generated._asdict().items()}
+    generated = to_host(generated)
+    columns = generated._asdict()
     texts = []
     for row, (prompt, text) in enumerate(zip(options.prompt, generated.texts(lm.tokenizer), strict=True)):
         kept = columns["where"][row]
@@ -81,7 +84,7 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
             for i, p, c, t in zip(*values, strict=True)
         ]
         texts.append({"prompt": prompt, "text": text, "tokens": tokens})
-    if not options.json:
+    if not options.json and is_first():
         _print(texts, calibrated=options.head is not None)
     return {
         "model": options.model,

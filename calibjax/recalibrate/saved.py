@@ -12,6 +12,7 @@ import numpy as np
 from calibjax.recalibrate.contract import Method, Predictions
 from calibjax.recalibrate.methods import METHODS
 from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_checksums
+from calibjax.runtime.distributed import on_first
 from calibjax.runtime.errors import UserError, user_path
 from calibjax.runtime.files import new_directory, write_file
 
@@ -75,7 +76,7 @@ def check_directory(directory: Path) -> None:
 
 
 def save(directory: str | Path, name: str, state: Any, *, notes: Mapping[str, Any] | None = None) -> None:
-    """Writes a fitted method; one that is already there is replaced as a whole.
+    """Writes a fitted method; one that is already there is replaced as a whole. All processes of a job call it.
 
     Args:
         directory: of the files state.safetensors, recalibrator.json and checksums.json.
@@ -105,9 +106,13 @@ def save(directory: str | Path, name: str, state: Any, *, notes: Mapping[str, An
     arrays = {path: np.ascontiguousarray(leaf) for path, leaf in _flat(state).items()}
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
     with new_directory(Path(directory), replace=True) as fresh:
-        write_file(fresh / _ARRAYS, to_bytes(arrays))
-        write_file(fresh / _DESCRIPTION, json.dumps(description, indent=2) + "\n")
-        write_checksums(fresh, array_digests(arrays))
+
+        def write() -> None:
+            write_file(fresh / _ARRAYS, to_bytes(arrays))
+            write_file(fresh / _DESCRIPTION, json.dumps(description, indent=2) + "\n")
+            write_checksums(fresh, array_digests(arrays))
+
+        on_first(write)
 
 
 def load(directory: str | Path) -> Recalibrator:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv as pa_csv
 from pyarrow import parquet
-from tiny import write_model, write_text
+from tiny import on_one_device, write_model, write_text
 
 import calibjax.commands.compare.text as command
 from calibjax.cli import main
@@ -488,6 +488,7 @@ def test_ten_rows(capsys, tmp_path):
 
 def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     """All rows, from statistics and from arrays, are of the same tokens; those that must agree, agree."""
+    on_one_device(monkeypatch)
     monkeypatch.setattr(optimize, "STEPS", 100)
     monkeypatch.setattr(
         command,

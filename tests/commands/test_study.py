@@ -15,6 +15,7 @@ from tiny import (
     dense_log_probs,
     make_lm,
     make_sequences,
+    on_one_device,
     ragged,
     silent,
     write_model,
@@ -116,6 +117,11 @@ def test_a_head_of_a_study_is_that_of_train_ats(tmp_path):
 
 
 # --- the commands ---
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    on_one_device(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import worker
 from assets import data_path, model_path
 from ports import free_port
-from tiny import write_model
+from tiny import on_one_device, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.models import load_model
@@ -224,6 +224,43 @@ def test_two_processes_evaluate_as_one_does(folder, tmp_path):
                 np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
+def assert_documents_agree(one, other):
+    """Times aside; fractions of ranks and of resamples move by a few of theirs where rounding changes an order."""
+    counted = ("p_value", "holm_p", "share_lower", "auroc")
+    figures = [figure for figure in differences(one, other) if "seconds" not in figure[0]]
+    figures.sort(key=lambda figure: -figure[1])
+    print(len(figures), *figures[:5])
+    assert max(error for path, error in figures if not path.endswith(counted)) < 1e-4
+    assert max(error for path, error in figures if path.endswith(counted)) < 1e-2
+
+
+@pytest.fixture(scope="module")
+def commands_alone(folder):
+    """The documents of one device."""
+    write_text(folder / "data.jsonl", rows=60, words=16)
+    with pytest.MonkeyPatch.context() as patch:
+        on_one_device(patch)
+        return worker.commands(folder, folder / "commands", DeviceOptions(), lambda line: None)
+
+
+@pytest.mark.slow
+def test_commands_on_a_mesh_find_what_they_find_on_one_device(folder, commands_alone, tmp_path):
+    found = worker.commands(folder, tmp_path, DeviceOptions(mesh="data=2,fsdp=2,tensor=2"), lambda line: None)
+    assert_documents_agree(commands_alone, found)
+
+
+@pytest.mark.slow
+def test_commands_of_two_processes_find_what_one_does(folder, commands_alone, tmp_path):
+    """One prints and writes; both return the same documents."""
+    for number, (code, out, error) in enumerate(Job("commands", folder, tmp_path, processes=2, devices=2).finish()):
+        assert code == 0, out + error
+        for said in ("results in", "→", "cannot have an entropy below", "done, says the first"):
+            assert (said in out) == (number == 0), out
+        assert_documents_agree(commands_alone, json.loads((tmp_path / f"documents{number}.json").read_text()))
+    for file in ("compare/metrics.json", "compare/report.html", "study/metrics.json", "saved/checksums.json"):
+        assert (tmp_path / file).stat().st_size
+
+
 # --- options ---
 
 
@@ -253,7 +290,10 @@ def test_alone_nothing_is_joined(monkeypatch):
     DeviceOptions().join()
 
 
-@pytest.mark.parametrize("command", ["train ats", "train sft", "train lhts", "eval layers", "eval tasks"])
+@pytest.mark.parametrize(
+    "command",
+    ["train ats", "train sft", "train lhts", "eval layers", "eval tasks", "eval bounds", "compare", "study pooling"],
+)
 def test_every_command_joins_before_anything_else(command, monkeypatch, capsys, tmp_path):
     given = {}
 
@@ -262,7 +302,7 @@ def test_every_command_joins_before_anything_else(command, monkeypatch, capsys, 
         raise RuntimeError("no such host")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    asked = ["--tasks" if command == "eval tasks" else "--data", "nowhere"]
+    asked = {"eval tasks": ["--tasks", "nowhere"], "eval bounds": []}.get(command, ["--data", "nowhere"])
     where = ["--model", "nowhere", *asked, "--out", str(tmp_path / "out")]
     job = ["--coordinator", "host:1234", "--processes", "4", "--process-id", "3", "--heartbeat-timeout", "30"]
     assert main([*command.split(), *where, *job]) == 2

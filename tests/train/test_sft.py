@@ -172,7 +172,7 @@ def logged(directory):
 
 
 def test_adapters_of_a_bfloat16_model():
-    """Products are bfloat16, as the kernels' are: gradients of adapters are float32, and as exact as those of weights."""
+    """Products are bfloat16, as the kernels' are: gradients of adapters are float32, as exact as those of weights."""
     lm, batch = setting()
     adapters = random_adapters(lm)
     errors = {}

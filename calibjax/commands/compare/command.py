@@ -1,15 +1,18 @@
 """`calibjax compare`: all recalibration methods, on a model and text or on a table of predictions."""
 
+import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from calibjax.commands.common import (
     SCHEMA,
     begin,
+    on_devices,
     write_results,
 )
 from calibjax.commands.compare.material import CompareOptions, Material
@@ -19,10 +22,12 @@ from calibjax.eval.compare.results import comparison_json, print_comparison
 from calibjax.eval.report.schema import CompareDocument
 from calibjax.recalibrate import METHODS, Predictions
 from calibjax.recalibrate.saved import save
+from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.options import run_identity
 
 
+@on_devices
 def run(options: CompareOptions, log: Callable[[str], None] = print) -> CompareDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     names = _method_names(options.methods)
@@ -33,8 +38,11 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> CompareD
         else:
             from calibjax.commands.compare.text import from_model  # imports models, which a table does not need
 
+            if options.out is None and jax.process_count() > 1:
+                raise UserError("--out: several processes need a directory that they share.")
             fits = Path(scratch) if options.out is None else options.out / "fit"
-            material = from_model(options, names, fits, log, however_large=not _all(options.methods))
+            of_model = dataclasses.replace(context, directory=fits)
+            material = from_model(options, names, of_model, however_large=not _all(options.methods))
         results, failed = run_contenders(material.rows, context=context)
     results = {"uncalibrated": Result(material.base, 0.0, 0, None), **results}
     methods = comparison_json(
@@ -61,11 +69,13 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> CompareD
         "run": run_identity("compare", options),
     }
     files = []
-    if options.out is not None:
+    if options.out is not None and is_first():
         write_results(document, options.out)
         files.append(f"results in {options.out}: report.html, metrics.json, reliability.png")
     if options.save is not None:
         files.append(_save_first(options.save, next(iter(methods)), results, material))
+    if not is_first():
+        return document
     if not options.json:
         print_comparison(document["held_out"], material.title, files="\n".join(files))
     elif options.save is not None:

@@ -11,6 +11,7 @@ from calibjax.commands.common import BinningOptions, ModelOptions, OutputOptions
 from calibjax.eval.compare.contenders import Contender, Outcome
 from calibjax.eval.compare.results import SortKey
 from calibjax.recalibrate.saved import check_directory
+from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count
 
@@ -38,6 +39,7 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
         fit_fraction: fraction of the data to fit on; of a table, rows (or groups) drawn at random.
         max_tokens: of text, predictions in each part at most, whole sequences drawn at random.
         sort: figure that the rows are ordered by, best first.
+        devices: devices that run the model; --table needs none.
     """
 
     model: str | None = None
@@ -48,6 +50,7 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
     out: Path | None = presentation(None)
     max_tokens: Count = 10_000
     sort: SortKey = presentation("log_loss")
+    devices: DeviceOptions = presentation(DeviceOptions())
     save: Path | None = presentation(None)
 
     def check(self) -> None:

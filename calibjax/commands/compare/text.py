@@ -1,25 +1,25 @@
 """A model and text as the material of a comparison: every next token is a prediction."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from calibjax.commands.common import split_text
+from calibjax.commands.common import load_placed, split_text
 from calibjax.commands.compare.material import CompareOptions, Material
 from calibjax.commands.train_ats import fit_ats
 from calibjax.data import Sequences, check_context, eval_batches
 from calibjax.eval.compare.contenders import Contender, Outcome, contenders
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.heads import FittedHead
-from calibjax.models import LanguageModel, load_model
+from calibjax.models import LanguageModel
 from calibjax.models.frozen import freeze
 from calibjax.recalibrate import METHODS, Predictions
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.errors import about
+from calibjax.runtime.distributed import to_host, together
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.temperature import fit_single_temperature
@@ -30,22 +30,26 @@ _LOGITS_HELD = 2**28  # numbers of each part: a gibibyte
 def from_model(
     options: CompareOptions,
     names: tuple[str, ...],
-    fits: Path,
-    log: Callable[[str], None],
+    context: RunContext,
     *,
     however_large: bool,
 ) -> Material:
-    """Methods on the next tokens of a text; `fits` holds the checkpoints of ATS, `however_large` as `contenders`'."""
+    """Methods on the next tokens of a text; `however_large` as `contenders`'.
+
+    The model, temperature scaling and ATS run on the mesh of `context`, whose directory holds the checkpoints of ATS.
+    The other methods are fitted on the predictions, in every process alike.
+    """
     assert options.model is not None
     assert options.data is not None
-    with about("--model"):
-        lm = load_model(options.model, dtype=jnp.dtype(options.dtype))
-    log(f"model: {lm!r}")
+    log, mesh = context.log, context.mesh
+    lm = load_placed(options.model, mesh, options.dtype, log=log)
     check_context(options.text.seq_len, lm.config.max_positions)
-    sequences = options.text.read(options.data, lm, log, split=options.split)
+    sequences = together(functools.partial(options.text.read, options.data, lm, log, split=options.split))
     parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     plan = make_plan(AtsOptions(), lm.config.hidden_size)
-    batch_size = plan.batch_size
+    divisor = mesh.shape["data"] * mesh.shape["fsdp"]
+    batch_size = -(-plan.batch_size // divisor) * divisor
+    plan = dataclasses.replace(plan, batch_size=batch_size)
 
     heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
     others = tuple(name for name in names if name not in heads)
@@ -64,33 +68,26 @@ def from_model(
         )
     )
 
-    def outcome_of(head: FittedHead, sequences: Sequences) -> Outcome:
-        done = evaluate_tokens(
-            lm, sequences, {"head": head}, batch_size=batch_size, keep_tokens=True, context=RunContext(progress=False)
-        )
-        tokens = done["head"].tokens
-        assert tokens is not None
-        where = sequences.where
-        confidence, choice, log_prob = (
-            np.asarray(x)[where] for x in (tokens.confidence, tokens.argmax, tokens.log_prob)
-        )
-        return Outcome(confidence, (choice == sequences.targets[where]).astype(np.float32), choice, log_prob)
+    outcome_of = functools.partial(_outcome, lm, batch_size, context)
 
     def temperature() -> FittedHead:
-        return fit_single_temperature(lm, freeze(lm), fit.arrays(), batch_size)[1]
+        with jax.set_mesh(mesh):
+            return fit_single_temperature(lm, freeze(lm), fit.arrays(), batch_size)[1]
 
     def ats() -> FittedHead:
-        return fit_ats(lm, fit, plan, RunContext(directory=fits / "ats", seed=options.seed).silent()).head
+        return fit_ats(lm, fit, plan, context.within("ats").silent()).head
 
     base, rows, left_out = outcome_of(identity_head(lm), held_out), {}, {}
     for name, fit_head in (("temperature", temperature), ("ats", ats)):
         if name == "temperature" or name in names:
             rows[name] = Contender(fit_head, lambda head: outcome_of(head, held_out), _head_parameters)
     if others:
-        calibration, testing = (
-            _predictions(lm, sequences, outcome, batch_size, logits=needs_logits)
-            for sequences, outcome in ((fit, outcome_of(identity_head(lm), fit)), (held_out, base))
-        )
+        of_fit = outcome_of(identity_head(lm), fit)
+        with jax.set_mesh(mesh):
+            calibration, testing = (
+                _predictions(lm, sequences, outcome, batch_size, logits=needs_logits)
+                for sequences, outcome in ((fit, of_fit), (held_out, base))
+            )
         more, left_out = contenders(calibration, testing, base, others, however_large=however_large)
         rows |= more
         if calibration.unembedding is None and "feature_clipping" in left_out:
@@ -106,6 +103,19 @@ def from_model(
         f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",
         functools.partial(save_head, notes={"model": options.model, "data": options.data}),
     )
+
+
+def _outcome(
+    lm: LanguageModel, batch_size: int, context: RunContext, head: FittedHead, sequences: Sequences
+) -> Outcome:
+    """The predictions of the scored tokens under a head, on the mesh of `context`."""
+    options: dict[str, Any] = {"batch_size": batch_size, "keep_tokens": True, "context": context.silent()}
+    with jax.set_mesh(context.mesh):
+        tokens = evaluate_tokens(lm, sequences, {"head": head}, **options)["head"].tokens
+    assert tokens is not None
+    where = sequences.where
+    confidence, choice, log_prob = (np.asarray(x)[where] for x in (tokens.confidence, tokens.argmax, tokens.log_prob))
+    return Outcome(confidence, (choice == sequences.targets[where]).astype(np.float32), choice, log_prob)
 
 
 def _tokens(sequences: Sequences) -> int:
@@ -144,13 +154,12 @@ def _predictions(
     hidden, z = [], []
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         tokens, segments, positions = (batch[name] for name in ("tokens", "segment_ids", "positions"))
-        where = np.asarray(batch["where"])
+        where = np.array(to_host(batch["where"]))
         where[real:] = False
-        hidden.append(
-            np.asarray(lm.hidden_states(tokens, segment_ids=segments, positions=positions), np.float32)[where]
-        )
+        at = {"segment_ids": segments, "positions": positions}
+        hidden.append(to_host(lm.hidden_states(tokens, **at)).astype(np.float32)[where])
         if logits:
-            z.append(np.asarray(lm.logits(tokens, segment_ids=segments, positions=positions), np.float32)[where])
+            z.append(to_host(lm.logits(tokens, **at)).astype(np.float32)[where])
     linear = lm.config.logit_softcap is None and lm.unembedding_bias is None
     return Predictions(
         logits=np.concatenate(z) if logits else None,
@@ -158,6 +167,6 @@ def _predictions(
         confidence=outcome.confidence,
         correct=outcome.correct,
         features=np.concatenate(hidden),
-        unembedding=np.asarray(lm.unembedding, np.float32) if linear else None,
+        unembedding=to_host(lm.unembedding).astype(np.float32) if linear else None,
         slices=_clusters(sequences),
     )

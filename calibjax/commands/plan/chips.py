@@ -14,8 +14,8 @@ class Chip(NamedTuple):
 
     Attributes:
         platform: "tpu" or "gpu".
-        memory: bytes. Of TPUs what libtpu 0.0.51 lets a program use, as it says where one does not fit; of GPUs what
-            the vendor states.
+        memory: bytes that a program can use. Of TPUs what libtpu 0.0.51 says where one does not fit; of GPUs 95% of
+            what the vendor states: the rest is left to CUDA's context and NCCL's buffers.
         flops: bfloat16 operations a second, dense.
         bandwidth: of the device's memory, bytes a second.
         interconnect: to other devices of the slice or host, bytes a second that one device receives: half of what the
@@ -36,9 +36,9 @@ CHIPS = {
     "v5e": Chip("tpu", int(15.75 * GIB), 197e12, 819e9, 200e9, f"{_CLOUD}/v5e"),
     "v5p": Chip("tpu", int(95.73 * GIB), 459e12, 2765e9, 600e9, f"{_CLOUD}/v5p"),
     "v6e": Chip("tpu", int(31.24 * GIB), 918e12, 1600e9, 400e9, f"{_CLOUD}/v6e"),
-    "a100": Chip("gpu", int(80e9), 312e12, 2039e9, 300e9, "https://www.nvidia.com/en-us/data-center/a100/"),
-    "h100": Chip("gpu", int(80e9), 989e12, 3350e9, 450e9, "https://www.nvidia.com/en-us/data-center/h100/"),
-    "h200": Chip("gpu", int(141e9), 989e12, 4800e9, 450e9, "https://www.nvidia.com/en-us/data-center/h200/"),
+    "a100": Chip("gpu", int(0.95 * 80e9), 312e12, 2039e9, 300e9, "https://www.nvidia.com/en-us/data-center/a100/"),
+    "h100": Chip("gpu", int(0.95 * 80e9), 989e12, 3350e9, 450e9, "https://www.nvidia.com/en-us/data-center/h100/"),
+    "h200": Chip("gpu", int(0.95 * 141e9), 989e12, 4800e9, 450e9, "https://www.nvidia.com/en-us/data-center/h200/"),
 }
 """Chips by libtpu's name of the generation; GPUs are the SXM models."""
 

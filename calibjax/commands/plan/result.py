@@ -16,7 +16,7 @@ from calibjax.models.fingerprint import dotted_leaves
 from calibjax.nn.experts import use_ragged_dot
 from calibjax.runtime.sharding import AXES
 
-_PREALLOCATED = 0.75  # of a GPU's memory, by JAX unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+_PREALLOCATED = 0.75  # of a GPU's whole memory, by JAX unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 
 
 def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _note(result: Compiled, topology: Topology) -> str | None:
             'pip install "jax[tpu]" gets the libtpu that this jax goes with.'
         )
     memory = topology.chip.memory
-    if topology.chip.platform == "gpu" and _PREALLOCATED * memory < result.total <= memory:
+    if topology.chip.platform == "gpu" and _PREALLOCATED / 0.95 * memory < result.total <= memory:
         return (
             f"JAX takes {_PREALLOCATED:.0%} of a GPU's memory, and this needs more: set "
             "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."

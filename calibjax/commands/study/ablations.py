@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from calibjax.commands.common import EvalDataOptions, claim_directory, leave_config, split_text
+import jax
+
+from calibjax.commands.common import EvalDataOptions, claim_directory, leave_config, on_devices, split_text
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked, parameters_of
 from calibjax.eval.compare.repeats import evaluate_repeats
 from calibjax.eval.report.schema import StudyDocument
@@ -92,30 +94,33 @@ class AblationOptions(EvalDataOptions, StudyOptions):
     data: str
 
 
+@on_devices
 def run(name: str, options: AblationOptions, log: Callable[[str], None] = print) -> StudyDocument:
     """Carries out `AblationOptions` for one of `ABLATIONS`; returns what it wrote to metrics.json."""
-    study, lm = ABLATIONS[name], load_checked(options, log)
+    study, (lm, mesh) = ABLATIONS[name], load_checked(options, log)
     fit, held_out = split_text(options.text.read(options.data, lm, log), options.fit_fraction, log)
     sets = {"held out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     claim_directory(options.out, options.identity(name, {"fit": fit}))
     leave_config(options.out, f"study {name}", options)
     variants = {variant: options.variant(**changes) for variant, changes in study.variants.items()}
     log(f"{len(variants)} variants, {options.seeds} seeds: {len(fit.tokens):,} sequences to fit on")
-    context = RunContext(directory=options.out / "heads", log=log, progress=not options.quiet)
-    heads = fit_heads(lm, fit, variants, seeds=options.seeds, context=context)
+    context = RunContext(directory=options.out / "heads", mesh=mesh, log=log, progress=not options.quiet)
+    with jax.set_mesh(mesh):
+        heads = fit_heads(lm, fit, variants, seeds=options.seeds, context=context)
     against = dict.fromkeys(variants, SINGLE) | dict(study.against)
     document: dict[str, Any] = {"study": name, "question": study.question, "sets": {}}
     for title, sequences in sets.items():
-        of_set = evaluate_repeats(
-            lm,
-            sequences,
-            {"uncalibrated": [identity_head(lm)], **heads},
-            against={"uncalibrated": SINGLE, **against},
-            batch_size=options.batch_size,
-            bins=options.bins,
-            closed=options.closed,
-            context=context.titled(f"evaluating {title}"),
-        )
+        with jax.set_mesh(mesh):
+            of_set = evaluate_repeats(
+                lm,
+                sequences,
+                {"uncalibrated": [identity_head(lm)], **heads},
+                against={"uncalibrated": SINGLE, **against},
+                batch_size=options.batch_size,
+                bins=options.bins,
+                closed=options.closed,
+                context=context.titled(f"evaluating {title}"),
+            )
         for variant, row in of_set["methods"].items():
             row["parameters"] = parameters_of(heads[variant][0]) if variant in heads else 0
             if variant in variants:

@@ -1,6 +1,7 @@
 """What every study shares: its options, many heads fitted on the same hidden states, and its end."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, cast
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from calibjax.commands.common import (
     SCHEMA,
@@ -17,19 +18,20 @@ from calibjax.commands.common import (
     DirectoryOptions,
     ModelOptions,
     check_sources,
+    load_placed,
     presentation,
 )
 from calibjax.data import Sequences, check_context
 from calibjax.eval.report import print_study, write_study
 from calibjax.eval.report.schema import StudyDocument
 from calibjax.heads import FittedHead
-from calibjax.models import LanguageModel, load_model
+from calibjax.models import LanguageModel
 from calibjax.models.frozen import freeze
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.errors import about
+from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, to_host
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import BatchSize, Count, Fraction, Positive, Range, check_options, run_identity
-from calibjax.runtime.sharding import replicated
+from calibjax.runtime.sharding import check_batch
 from calibjax.train import AtsOptions, load_head, save_head
 from calibjax.train.ats import train_head
 from calibjax.train.hidden_cache import array_hash, sequence_arrays
@@ -52,6 +54,7 @@ class StudyOptions(BinningOptions, DirectoryOptions, ModelOptions):
         batch_size: sequences per step.
         learning_rate: peak learning rate.
         text: how text becomes sequences.
+        devices: devices of the study.
     """
 
     fit_fraction: Fraction = 0.6
@@ -60,6 +63,7 @@ class StudyOptions(BinningOptions, DirectoryOptions, ModelOptions):
     batch_size: BatchSize = 16
     learning_rate: Positive = 2e-3
     text: DataOptions = DataOptions()
+    devices: DeviceOptions = presentation(DeviceOptions())
 
     def variant(self, **changes: Any) -> AtsOptions:
         """Options of one head of the study: one loss, fitted on all sequences, no temperature refitted on top."""
@@ -72,16 +76,16 @@ class StudyOptions(BinningOptions, DirectoryOptions, ModelOptions):
         return {**run_identity(f"study {command}", self), "windows": hashes}
 
 
-def load_checked(options: StudyOptions, log: Callable[[str], None]) -> LanguageModel:
-    """The model, and the checks that can be made without the data."""
+def load_checked(options: StudyOptions, log: Callable[[str], None]) -> tuple[LanguageModel, Mesh]:
+    """The model on the devices of the study, and the checks that can be made without the data."""
     check_options(options)
+    mesh = options.devices.make_mesh()
+    check_batch(mesh, options.batch_size)
     make_plan(options.variant(), hidden_size=64)
     check_sources(options)
-    with about("--model"):
-        lm = load_model(options.model, dtype=jnp.dtype(options.dtype))
-    log(f"model: {lm!r}")
+    lm = load_placed(options.model, mesh, options.dtype, log=log)
     check_context(options.text.seq_len, lm.config.max_positions)
-    return lm
+    return lm, mesh
 
 
 def fit_heads(
@@ -94,6 +98,8 @@ def fit_heads(
 ) -> dict[str, list[FittedHead]]:
     """Fits every variant with every seed on the same hidden states, computed once, and temperature scaling.
 
+    Runs on the current mesh (`jax.set_mesh`), that of `context`, on which the model was loaded.
+
     Args:
         lm: the frozen model.
         sequences: to fit on.
@@ -105,7 +111,7 @@ def fit_heads(
     Returns:
         name -> the head of each seed, first `SINGLE`, which has one.
     """
-    directory, mesh = context.require_directory(), context.mesh
+    directory = context.require_directory()
     folders = {name: directory / re.sub(r"[^\w.+-]+", "-", name) for name in variants}
     places = {(name, seed): folder / str(seed) for name, folder in folders.items() for seed in range(seeds)}
     places = {(SINGLE, 0): directory / SINGLE / "0", **places}
@@ -121,19 +127,19 @@ def fit_heads(
             place = places[name, seed]
             fit = place.with_name(f"{place.name}.fit")
             if name == SINGLE:
-                frozen = jax.device_put(freeze(lm, hidden_given=given), replicated(mesh))
+                frozen = freeze(lm, hidden_given=given)
                 head = fit_single_temperature(lm, frozen, arrays, batch_size)[1]
             else:
                 plan = plans[name]
-                frozen = jax.device_put(freeze(lm, head=plan.head, hidden_given=given), replicated(mesh))
+                frozen = freeze(lm, head=plan.head, hidden_given=given)
                 params = train_head(
                     *(lm, plan, plan.trials[0], frozen, arrays),
                     context=dataclasses.replace(context.silent(), directory=fit, seed=seed),
                     identity=of_sequences,
                 )
-                head = FittedHead(plan.head, params, 0.0, lm.fingerprint)
+                head = FittedHead(plan.head, to_host(params), 0.0, lm.fingerprint)
             save_head(place, head)
-            shutil.rmtree(fit, ignore_errors=True)
+            on_first(functools.partial(shutil.rmtree, fit, ignore_errors=True))
     return {
         name: [load_head(place, lm) for (of, _), place in places.items() if of == name] for name in (SINGLE, *variants)
     }
@@ -146,10 +152,12 @@ def parameters_of(head: FittedHead) -> int:
 
 def finish_study(study: dict[str, Any], options: StudyOptions, log: Callable[[str], None]) -> StudyDocument:
     """Adds what every study reports of itself, writes metrics.json and the figures, and prints the tables."""
-    unsaid = ("json", "quiet", "out")
+    unsaid = ("json", "quiet", "out", "devices")
     described = {name: value for name, value in dataclasses.asdict(options).items() if name not in unsaid}
     convention = {"bins": options.bins, "closed": options.closed}
     document = cast(StudyDocument, {"schema": SCHEMA, **study, **convention, "run": described})
+    if not is_first():
+        return document
     write_file(options.out / "metrics.json", json.dumps(document, indent=2) + "\n")
     files = write_study(document, options.out)
     where = f"results in {options.out}: metrics.json, {', '.join(files)}, heads/"

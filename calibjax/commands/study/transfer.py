@@ -5,9 +5,10 @@ import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
-from calibjax.commands.common import check_source, claim_directory, leave_config, split_text
+from calibjax.commands.common import check_source, claim_directory, leave_config, on_devices, split_text
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked
 from calibjax.data import (
     Rows,
@@ -65,6 +66,7 @@ class TransferOptions(StudyOptions):
     mmlu: str | None = None
 
 
+@on_devices
 def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDocument:
     """Carries out `TransferOptions`; returns what it wrote to metrics.json."""
     named = [domain.partition("=") for domain in options.domains]
@@ -85,7 +87,7 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDo
     if options.mmlu is not None:
         with about("--mmlu"):
             _questions(options.mmlu)
-    lm = load_checked(options, log)
+    lm, mesh = load_checked(options, log)
     domains = {name: options.text.read(source, lm, log, column_optional=True) for name, _, source in named}
     if options.mmlu is not None:
         domains |= _subject_domains(options, options.mmlu, lm, log)
@@ -97,16 +99,11 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDo
     claim_directory(options.out, options.identity("transfer", {name: fit for name, (fit, _) in parts.items()}))
     leave_config(options.out, "study transfer", options)
     log(f"{len(parts)} domains of {smallest:,} sequences, {options.seeds} seeds")
-    context = RunContext(directory=options.out / "heads", log=log, progress=not options.quiet)
+    context = RunContext(directory=options.out / "heads", mesh=mesh, log=log, progress=not options.quiet)
     heads = {"uncalibrated": [identity_head(lm)]}
     for name, (fit, _) in parts.items():
-        fitted = fit_heads(
-            lm,
-            fit,
-            {"ats": options.variant()},
-            seeds=options.seeds,
-            context=context.within(name),
-        )
+        with jax.set_mesh(mesh):
+            fitted = fit_heads(lm, fit, {"ats": options.variant()}, seeds=options.seeds, context=context.within(name))
         heads |= {row_name(method, name): fitted[method] for method in (SINGLE, "ats")}
     document: dict[str, Any] = {"study": "transfer", "question": "Does it hold on another domain?", "sets": {}}
     for target, (_, held_out) in parts.items():
@@ -116,16 +113,17 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDo
             for source in parts
             if source != target
         }
-        document["sets"][target] = evaluate_repeats(
-            lm,
-            held_out,
-            heads,
-            against={**against, row_name("ats", target): row_name(SINGLE, target)},
-            batch_size=options.batch_size,
-            bins=options.bins,
-            closed=options.closed,
-            context=context.titled(f"evaluating on {target}"),
-        )
+        with jax.set_mesh(mesh):
+            document["sets"][target] = evaluate_repeats(
+                lm,
+                held_out,
+                heads,
+                against={**against, row_name("ats", target): row_name(SINGLE, target)},
+                batch_size=options.batch_size,
+                bins=options.bins,
+                closed=options.closed,
+                context=context.titled(f"evaluating on {target}"),
+            )
     return finish_study(document, options, log)
 
 
