@@ -66,7 +66,7 @@ def sft(folder: Path, out: Path, mesh):
     save_model(out / "model", tuned.config, tuned.params, like=folder / "model")
     part = local_rows(mesh, 8)
     return {
-        "fingerprint": np.frombuffer(bytes.fromhex(lm.fingerprint), np.uint8),
+        "fingerprint": np.frombuffer(lm.fingerprint.encode(), np.uint8),
         "read": next(batches(SEQUENCES._asdict(), 8, seed=0, epochs=1, part=part))["tokens"],
         "validation": np.array(tuned.report["validation_nll"]),
         **{f"tuned{i}": leaf for i, leaf in enumerate(jax.tree.leaves(to_host(tuned.params)))},

@@ -11,7 +11,7 @@ reads nothing until a weight is used: its second row sums every weight once.
 
 Memory is the peak of the memory that the process allocates while it loads (its anonymous pages, polled every few
 milliseconds), and the growth of its resident set, which includes pages of mapped files. On a CPU both include the
-parameters.
+parameters. Bytes read are those of system calls, without mapped files, which transformers uses.
 """
 
 import concurrent.futures
@@ -61,6 +61,7 @@ class Bench:
         intermediate_size: of the MLP.
         layers: L.
         shard_bytes: largest size of one file.
+        contenders: beginnings of the names of those to run; all if there are none.
         json: print one JSON document instead of the table.
     """
 
@@ -69,6 +70,7 @@ class Bench:
     intermediate_size: int = 8_192
     layers: int = 16
     shard_bytes: int = 500_000_000
+    contenders: tuple[str, ...] = ()
     json: bool = False
 
     def settings(self) -> dict[str, Any]:
@@ -103,6 +105,11 @@ def write(bench: Bench, folder: Path) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+def _bytes_read() -> int:
+    """Bytes that the process has read by system calls, from the disk or the page cache; not those of mapped files."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def _resident(kind: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
@@ -115,10 +122,12 @@ class _Peak(threading.Thread):
         super().__init__(daemon=True)
         self.before = self.highest = _resident("RssAnon")
         self.stopped = threading.Event()
+        self.used = 0.0
 
     def run(self):
         while not self.stopped.wait(0.003):
             self.highest = max(self.highest, _resident("RssAnon"))
+        self.used = time.thread_time()
 
 
 def measure(folder: Path, name: str, process: int = 0, coordinator: str = "") -> dict[str, float]:
@@ -143,15 +152,20 @@ def measure(folder: Path, name: str, process: int = 0, coordinator: str = "") ->
     mapped = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = _Peak()
     peak.start()
+    before = _bytes_read()
     begin, used = time.perf_counter(), time.process_time()
     loaded = load(folder / "model")
     seconds, used = time.perf_counter() - begin, time.process_time() - used
     peak.stopped.set()
     peak.join()
+    read, used = _bytes_read() - before, used - peak.used
     held = _resident("RssAnon") - peak.before
     del loaded
     mapped = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - mapped
-    return {"seconds": seconds, "cpu": used, "peak": peak.highest - peak.before, "held": held, "resident": mapped}
+    if processes > 1:
+        jax.distributed.shutdown()
+    sizes = {"peak": peak.highest - peak.before, "held": held, "resident": mapped, "read": read}
+    return {"seconds": seconds, "cpu": used, **sizes}
 
 
 def _in_a_process(function, *arguments, devices: int = 1):
@@ -185,7 +199,7 @@ def main(bench: Bench) -> None:
         count = _in_a_process(write, bench, folder / "model")
         files = list((folder / "model" / "safetensors").glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
-        for name in CONTENDERS:
+        for name in (name for name in CONTENDERS if name.startswith(bench.contenders or "")):
             try:
                 results[name] = _largest(folder, name)
             except ImportError as error:
@@ -198,13 +212,13 @@ def main(bench: Bench) -> None:
         f"{count:,} parameters, bfloat16, {len(files)} files, {size / 1e9:.2f} GB; jax {jax.__version__}, Python "
         f"{platform.python_version()}, {os.cpu_count()} cores\n"
     )
-    print("| | time | CPU time | peak memory | held afterwards | growth of the resident set |")
-    print("|---|---|---|---|---|---|")
+    print("| | time | CPU time | peak memory | held afterwards | growth of the resident set | bytes read |")
+    print("|---|---|---|---|---|---|---|")
     for name, result in results.items():
         if "skipped" in result:
             print(f"| {name} | not run: {result['skipped']} | | | | |")
         else:
-            sizes = " | ".join(f"{result[key] / 1e9:.2f} GB" for key in ("peak", "held", "resident"))
+            sizes = " | ".join(f"{result[key] / 1e9:.2f} GB" for key in ("peak", "held", "resident", "read"))
             print(f"| {name} | {result['seconds']:.1f} s | {result['cpu']:.1f} s | {sizes} |")
 
 

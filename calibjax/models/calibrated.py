@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from calibjax.heads import FittedHead
 from calibjax.models import decoder
 from calibjax.models.frozen import batch_stats, freeze
+from calibjax.models.load import is_base
 from calibjax.models.model import LanguageModel
 from calibjax.runtime.errors import UserError
 
@@ -25,7 +26,7 @@ class TokenConfidence(NamedTuple):
 
 def check_base(lm: LanguageModel, head: FittedHead) -> None:
     """Raises `UserError` where the head was not fitted on this model."""
-    if head.fingerprint != lm.fingerprint:
+    if not is_base(lm, head.fingerprint):
         raise UserError(
             f"the head was fitted on another base model (fingerprint {head.fingerprint[:12]}..., this one has "
             f"{lm.fingerprint[:12]}...)."

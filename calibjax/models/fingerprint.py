@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,12 @@ from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
 from calibjax.models.config import DecoderConfig
+
+VERSION = 2
+"""Version of fingerprints. Those of version 1 have no prefix, and hash each tensor as one piece."""
+
+_CHUNK = 2**18
+"""Numbers in a chunk, about: chunks are read, transposed and hashed by threads while they are in the cache."""
 
 
 def fingerprint(config: DecoderConfig, tensors: Iterable[tuple[str, ArrayLike]]) -> str:
@@ -23,13 +30,48 @@ def fingerprint(config: DecoderConfig, tensors: Iterable[tuple[str, ArrayLike]])
         tensors: pairs of name and array in any order, such as `named_tensors` yields.
 
     Returns:
-        64 hexadecimal digits.
+        "2:", the version, and 64 hexadecimal digits.
     """
     return combine_digests(config, {name: tensor_digest(name, tensor) for name, tensor in tensors})
 
 
+def chunks(name: str, shape: Sequence[int]) -> list[tuple[slice, ...]]:
+    """Divides a tensor into the chunks that are hashed, by its name and shape alone.
+
+    Kernels `[..., in, out]` are cut into columns, because files hold them transposed; other tensors into rows.
+    """
+    if name.endswith(".kernel") and len(shape) > 1:
+        *leading, rows, columns = shape
+        step = max(_CHUNK // max(rows, 1), 64)
+        return [
+            (*(slice(i, i + 1) for i in each), slice(0, rows), slice(start, min(start + step, columns)))
+            for each in np.ndindex(*leading)
+            for start in range(0, columns, step)
+        ]
+    rows, *others = shape
+    step = max(_CHUNK // max(math.prod(others), 1), 1)
+    return [(slice(start, min(start + step, rows)), *(slice(0, n) for n in others)) for start in range(0, rows, step)]
+
+
+def chunk_digest(values: np.ndarray) -> bytes:
+    """Returns the `sha256` of the raw bytes of a chunk."""
+    return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).digest()
+
+
 def tensor_digest(name: str, tensor: ArrayLike) -> str:
-    """Returns the `sha256` of one tensor's name, shape, dtype and raw bytes."""
+    """Returns the `sha256` of one tensor's name, shape, dtype and the digests of its chunks."""
+    array = np.asarray(tensor)
+    digests = b"".join(chunk_digest(array[index]) for index in chunks(name, array.shape))
+    return join_chunks(name, array.dtype, array.shape, digests)
+
+
+def join_chunks(name: str, dtype: np.dtype, shape: Sequence[int], digests: bytes) -> str:
+    """Returns the digest of a tensor from those of its chunks, in their order."""
+    return hashlib.sha256(json.dumps([name, str(dtype), list(shape)]).encode() + digests).hexdigest()
+
+
+def first_tensor_digest(name: str, tensor: ArrayLike) -> str:
+    """Returns the digest of a tensor in version 1: the `sha256` of its name, shape, dtype and raw bytes."""
     array = np.ascontiguousarray(tensor)
     digest = hashlib.sha256(json.dumps([name, str(array.dtype), array.shape]).encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
@@ -45,10 +87,16 @@ def join_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict[str, 
     return {name: row.tobytes().hex() for name, row in zip(names, joined, strict=True)}
 
 
-def combine_digests(config: DecoderConfig, digests: Mapping[str, str]) -> str:
-    """Returns the fingerprint of a model from the digests of its tensors by name."""
+def combine_digests(config: DecoderConfig, digests: Mapping[str, str], version: int = VERSION) -> str:
+    """Returns the fingerprint of a model from the digests of its tensors by name, which are of the same version."""
     canonical = [distinctive(config), sorted(digests.items())]
-    return hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
+    return digest if version == 1 else f"{version}:{digest}"
+
+
+def is_first_version(fingerprint: str) -> bool:
+    """Whether a fingerprint is of version 1."""
+    return ":" not in fingerprint
 
 
 def distinctive(config: Any) -> dict[str, Any]:

@@ -22,7 +22,13 @@ from calibjax.models.fingerprint import dotted_leaves, layer_name
 from calibjax.models.rules import Layout, Rule
 from calibjax.runtime.errors import UserError
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+}
+"""Dtypes of safetensors that are read."""
 _MOST_NAMED = 10
 
 
@@ -30,14 +36,16 @@ _MOST_NAMED = 10
 class TensorEntry:
     """A tensor in a checkpoint's header: name, shape, safetensors dtype such as `"BF16"`, and file.
 
-    `scales` is the file of the scales if the tensor is stored as MXFP4; see `merge_mxfp4`.
+    `offset` is that of its first byte in the file. `scales` are the scales of a tensor that is stored as MXFP4; see
+    `merge_mxfp4`.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     file: Path
-    scales: Path | None = None
+    offset: int
+    scales: "TensorEntry | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +64,11 @@ class Piece:
     layout: Layout
     columns: slice
 
-    def cut(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the values of the parameter, given those of one of `entries`."""
-        return self.layout.take(tensor, self.columns)
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the values in the file; float32 for experts of different dtypes."""
+        kinds = {entry.dtype for entry in self.entries}
+        return FLOATS[kinds.pop() if len(kinds) == 1 else "F32"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +198,7 @@ def _fill(
     expected = (*shapes[0][:-1], ends[-1])
     expected = (*expected[:-2], expected[-1], expected[-2]) if rule.transpose else expected
     wrong = [entry for entry in entries if entry.shape != expected]
-    unread = [entry for entry in entries if entry.dtype not in _FLOATS]
+    unread = [entry for entry in entries if entry.dtype not in FLOATS]
     problems["wrong shape"] += [f"{entry.name} {list(entry.shape)}, expected {list(expected)}" for entry in wrong]
     problems["not floating-point"] += [f"{entry.name} {entry.dtype}" for entry in unread]
     if wrong or unread:
@@ -218,7 +228,7 @@ def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
                     f"{list(scales.shape)} are not a pair of MXFP4 blocks and scales."
                 )
             experts, columns, groups = scales.shape
-            merged.append(TensorEntry(name, (experts, 32 * groups, columns), "BF16", entry.file, scales.file))
+            merged.append(TensorEntry(name, (experts, 32 * groups, columns), "BF16", entry.file, entry.offset, scales))
         elif not (entry.name.endswith("_scales") and f"{entry.name.removesuffix('_scales')}_blocks" in by_name):
             merged.append(entry)
     return merged

@@ -1,31 +1,36 @@
 """Loading of a `LanguageModel` from a directory or the Hugging Face hub, without unpickling or running any file."""
 
 import functools
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import traverse_util
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from calibjax.models.families import FAMILIES, config_from_hf
-from calibjax.models.fingerprint import combine_digests, join_digests, layer_name, tensor_digest
-from calibjax.models.hf_tensors import Piece, Plan, TensorEntry, merge_mxfp4, plan_tensors, read_mxfp4
+from calibjax.models.fingerprint import (
+    combine_digests,
+    first_tensor_digest,
+    is_first_version,
+    layer_name,
+    named_tensors,
+    tensor_digest,
+)
+from calibjax.models.hf_read import check_tied, read_chunk, read_params
+from calibjax.models.hf_tensors import TensorEntry, merge_mxfp4, plan_tensors
 from calibjax.models.hub import download, repository_of
 from calibjax.models.model import LanguageModel, check_tokenizer
 from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
-from calibjax.models.rules import transposed
 from calibjax.runtime.distributed import is_first, together
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
-from calibjax.runtime.sharding import param_sharding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,9 +84,46 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
         assert description is not None
         params, fingerprint = restore_params(folder, description, config, dtype, mesh)
     else:
-        params, digests = together(functools.partial(_read_params, plan, dtype, mesh))
-        fingerprint = combine_digests(config, join_digests(digests, plan.names))
+        together(functools.partial(check_tied, plan))
+        params, digests = together(functools.partial(read_params, plan, dtype, mesh))
+        params, fingerprint = traverse_util.unflatten_dict(params, sep="."), combine_digests(config, digests)
     return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
+
+
+def is_base(lm: LanguageModel, recorded: str) -> bool:
+    """Whether `recorded` is the fingerprint of the model; one of version 1 is computed from the model's files.
+
+    Raises:
+        UserError: if `recorded` is of version 1 and the model is a converted one, whose files do not have it.
+    """
+    if recorded == lm.fingerprint or not is_first_version(recorded):
+        return recorded == lm.fingerprint
+    if lm.path is not None:
+        return recorded == _first_fingerprint(lm.path, lm.fingerprint)
+    digests = {name: first_tensor_digest(name, tensor) for name, tensor in named_tensors(lm.params)}
+    return recorded == combine_digests(lm.config, digests, version=1)
+
+
+@functools.lru_cache(maxsize=8)
+def _first_fingerprint(folder: Path, expected: str) -> str | None:
+    """The fingerprint of version 1 of the model in a directory; `None` if its fingerprint is not `expected`."""
+    if is_checkpoint(folder):
+        fingerprint = read_description(folder)["fingerprint"]
+        if not is_first_version(fingerprint):
+            raise UserError(
+                f"{folder}: a head of an earlier version cannot be compared with a converted model. Load the model "
+                "that it was converted from, or fit the head again."
+            )
+        return fingerprint
+    config = config_from_hf(folder)
+    plan = plan_tensors(config, _read_headers(_find_weights(folder)))
+    first, now = {}, {}
+    for path, pieces in plan.pieces.items():
+        for piece in pieces:
+            shape = plan.leaves[path].shape[piece.layer is not None :]
+            name, tensor = layer_name(path, piece.layer), read_chunk(piece, tuple(slice(0, n) for n in shape))
+            first[name], now[name] = first_tensor_digest(name, tensor), tensor_digest(name, tensor)
+    return combine_digests(config, first, version=1) if combine_digests(config, now) == expected else None
 
 
 def stored_dtype(path: str | Path) -> str:
@@ -108,7 +150,7 @@ def tensor_dtypes(path: str | Path) -> dict[str, str]:
     plan = plan_tensors(config_from_hf(folder), _read_headers(_find_weights(folder)))
     common = stored_dtype(folder)
     pieces = [(layer_name(path, piece.layer), piece) for path, pieces in plan.pieces.items() for piece in pieces]
-    dtypes = {name: _SHORT.get(piece.entries[0].dtype, "float32") for name, piece in pieces}
+    dtypes = {name: piece.dtype.name if piece.dtype.itemsize == 2 else "float32" for name, piece in pieces}
     return {name: dtype for name, dtype in dtypes.items() if dtype != common}
 
 
@@ -166,10 +208,16 @@ def _read_stored(files: list[Path]) -> Iterator[TensorEntry]:
     for file in files:
         try:
             with _open(file) as handle:
-                for name in handle.keys():  # noqa: SIM118 (not a dictionary)
-                    view = handle.get_slice(name)
-                    yield TensorEntry(name, tuple(view.get_shape()), view.get_dtype(), file)
-        except (SafetensorError, OSError) as error:
+                names = list(handle.keys())
+            # Its header is valid, and its tensors fill the file: `safe_open` refuses every other.
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+            for name in names:
+                stored = header[name]
+                offset = 8 + length + stored["data_offsets"][0]
+                yield TensorEntry(name, tuple(stored["shape"]), stored["dtype"], file, offset)
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{file}: damaged or cut short ({error}). Download it again.") from error
 
 
@@ -190,108 +238,3 @@ def _load_tokenizer(folder: Path, native: bool) -> "PreTrainedTokenizerBase | No
         return tokenizer
     except Exception as error:  # the tokenizers package raises bare Exception for damaged files
         raise UserError(f"{folder}: transformers cannot read the tokenizer files: {error}") from error
-
-
-def _read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the parameters and the digests of the tensors that this process has hashed.
-
-    Tensors are read one at a time. The host holds one tensor, and the part of one parameter that belongs to the devices
-    of this process. With several processes, each reads its own part of every tensor, and reads and hashes every
-    `process_count`-th tensor as a whole.
-    """
-    if plan.must_equal is not None and is_first():
-        first, second = plan.must_equal
-        if not np.array_equal(_read(first), _read(second)):
-            raise UserError(
-                f"The configuration ties {first.name} and {second.name}, but their values in the files differ."
-            )
-    params, digests, number = {}, {}, 0
-    for path, leaf in plan.leaves.items():
-        sharding = None if mesh is None else param_sharding(mesh, path, leaf.shape)
-        shards = {index: np.empty([b - a for a, b in index], dtype) for index in _held(sharding, leaf.shape)}
-        for piece in plan.pieces[path]:
-            whole = None
-            if number % jax.process_count() == jax.process_index() or mesh is None:
-                whole = np.ascontiguousarray(_read_piece(piece))
-                name = layer_name(path, piece.layer)
-                digests[name] = tensor_digest(name, whole)
-            number += 1
-            for index, shard in shards.items():
-                inner = tuple(slice(*bounds) for bounds in index[piece.layer is not None :])
-                values = _read_part(piece, inner) if whole is None else whole[inner]
-                slot = shard if piece.layer is None else shard[piece.layer]
-                with np.errstate(over="ignore"):
-                    slot[...] = values
-                if not _is_finite(slot):
-                    cause = (
-                        "holds values too large for" if np.isfinite(values).all() else "holds NaN or infinity, read as"
-                    )
-                    first = piece.entries[0]
-                    more = f" or one of its {len(piece.entries) - 1} siblings" if len(piece.entries) > 1 else ""
-                    raise UserError(f"{first.file}: {first.name}{more} {cause} {dtype.name}.")
-        params[path] = _place(shards, sharding, leaf.shape)
-    return traverse_util.unflatten_dict(params, sep="."), digests
-
-
-def _is_finite(array: np.ndarray) -> bool:
-    """Whether all values are finite; of bfloat16 by its exponent, because numpy converts each number."""
-    if array.dtype == jnp.bfloat16:
-        return not array.size or int((array.view(np.uint16) & 0x7FFF).max()) < 0x7F80
-    return bool(np.isfinite(array).all())
-
-
-_Index = tuple[tuple[int, int], ...]
-"""(start, stop) of every axis."""
-
-
-def _held(sharding: NamedSharding | None, shape: tuple[int, ...]) -> set[_Index]:
-    """Parts of an array that the devices of this process hold; the layer axis is never divided."""
-    if sharding is None:
-        return {tuple((0, n) for n in shape)}
-    return {_bounds(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
-
-
-def _bounds(index: Any, shape: tuple[int, ...]) -> _Index:
-    return tuple(along.indices(n)[:2] for along, n in zip(index, shape, strict=True))
-
-
-def _place(shards: dict[_Index, np.ndarray], sharding: NamedSharding | None, shape: tuple[int, ...]) -> jax.Array:
-    if sharding is None:
-        return jax.device_put(*shards.values())
-    return jax.make_array_from_callback(shape, sharding, lambda index: shards[_bounds(index, shape)])
-
-
-def _read(entry: TensorEntry) -> np.ndarray:
-    if entry.scales is None:
-        with _open(entry.file) as handle:
-            return handle.get_tensor(entry.name)
-    with _open(entry.file) as blocks, _open(entry.scales) as scales:
-        views = blocks.get_slice(f"{entry.name}_blocks"), scales.get_slice(f"{entry.name}_scales")
-        values = np.empty(entry.shape, jnp.bfloat16)
-        for expert in range(entry.shape[0]):  # one at a time, because the intermediate values are float32
-            values[expert] = read_mxfp4(*(view[expert : expert + 1][0] for view in views))
-    return values
-
-
-def _read_piece(piece: Piece) -> np.ndarray:
-    values = [piece.cut(_read(entry)) for entry in piece.entries]
-    return values[0] if len(values) == 1 else np.stack(values)
-
-
-def _read_part(piece: Piece, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns `_read_piece(piece)[index]` and reads only this part if the layout of the tensors allows it."""
-    first, *others = piece.entries
-    if others:
-        return np.stack([_part_of(piece, entry, index[1:]) for entry in piece.entries[index[0]]])
-    return _part_of(piece, first, index)
-
-
-def _part_of(piece: Piece, entry: TensorEntry, index: tuple[slice, ...]) -> np.ndarray:
-    if piece.layout.groups > 1 or entry.scales is not None:
-        return piece.cut(_read(entry))[index]
-    *others, last = index
-    start = piece.columns.start
-    inner = (*others, slice(start + last.start, start + last.stop))
-    with _open(entry.file) as handle:
-        view = handle.get_slice(entry.name)
-        return transposed(view[inner[::-1]]) if piece.layout.transpose else view[inner]

@@ -26,6 +26,7 @@ from calibjax.models.fingerprint import (
     combine_digests,
     distinctive,
     dotted_leaves,
+    first_tensor_digest,
     join_digests,
     layer_name,
     tensor_digest,
@@ -37,7 +38,9 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
 from calibjax.runtime.sharding import param_sharding
 
-_SCHEMA = 1
+_SCHEMA = 2
+"""Version of the description. Schema 1 has digests and the fingerprint of version 1."""
+
 _REMEDY = "Convert the model again."
 _log = logging.getLogger(__name__)
 
@@ -69,7 +72,8 @@ def save_checkpoint(
         with ocp.StandardCheckpointer() as checkpointer, ThreadPoolExecutor(os.cpu_count()) as pool:
             checkpointer.save(fresh / "params", lm.params)  # asynchronous; digests are computed meanwhile
             for path, leaf in dotted_leaves(lm.params):
-                digests |= _results(_start_digests(pool, _by_name(path, np.asarray(leaf)), dtypes, dtype))
+                started = _start_digests(pool, _by_name(path, np.asarray(leaf)), dtypes, dtype, _SCHEMA)
+                digests |= {name: digest for name, (digest, _) in _results(started).items()}
         description = {
             "schema": _SCHEMA,
             "fingerprint": combine_digests(lm.config, digests),
@@ -107,9 +111,9 @@ def read_description(folder: Path) -> dict[str, Any]:
             raise ValueError(f"dtypes {dtypes}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is not a checkpoint's description ({error!r}); convert the model again.") from error
-    if schema != _SCHEMA or not complete:
+    if schema not in (1, _SCHEMA) or not complete:
         raise UserError(
-            f"{file}: written with schema {schema}, this calibjax reads {_SCHEMA}; convert the model again."
+            f"{file}: written with schema {schema}, this calibjax reads 1 and {_SCHEMA}; convert the model again."
         )
     if checksums is None and "checksums" in description:
         raise UserError(f"{folder / CHECKSUMS} is missing. {_REMEDY}")
@@ -147,17 +151,20 @@ def restore_params(
     largest = stored.itemsize * max(math.prod(leaf.shape) for leaf in leaves.values())
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)
     params, digests = {}, {}
-    pending: dict[str, Future[str]] = {}
+    pending: dict[str, Future[tuple[str, str]]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool, ocp.Checkpointer(handler) as checkpointer:
         for path, array in _read_arrays(checkpointer, folder / "params", leaves):
             digests |= _results(pending)
             pieces = {name: piece for name, piece in _by_name(path, array).items() if name in mine}
-            pending = _start_digests(pool, pieces, description.get("tensor_dtypes", {}), description["dtype"])
+            pending = _start_digests(
+                pool, pieces, description.get("tensor_dtypes", {}), description["dtype"], description["schema"]
+            )
             with np.errstate(over="ignore"):
                 params[path] = _place(array.astype(dtype, copy=False), path, mesh)
         digests |= _results(pending)
-    digests = join_digests(digests, names)
-    fingerprint = combine_digests(config, digests)
+    now = join_digests({name: digest for name, (digest, _) in digests.items()}, names)
+    digests = join_digests({name: digest for name, (_, digest) in digests.items()}, names)
+    fingerprint = combine_digests(config, digests, description["schema"])
     if expected is not None and (different := different_arrays(digests, expected)):
         raise UserError(f"{folder / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_REMEDY}")
     if fingerprint != description["fingerprint"]:
@@ -165,10 +172,14 @@ def restore_params(
         if expected is not None or description["dtype"] != "float32":
             raise UserError(f"{folder}: the weights do not have the fingerprint in {DESCRIPTION}. {_REMEDY}")
         _log.warning("%s: converted by an earlier version, without checksums; it is not verified.", folder)
-        fingerprint = description["fingerprint"]
+        return _finished(params, dtype, folder), description["fingerprint"]
+    return _finished(params, dtype, folder), combine_digests(config, now)
+
+
+def _finished(params: Mapping[str, jax.Array], dtype: np.dtype, folder: Path) -> dict[str, Any]:
     if not all(jax.tree.leaves(jax.jit(_finite)(params))):
         raise UserError(f"{folder / 'params'} holds NaN or infinity, read as {dtype.name}.")
-    return traverse_util.unflatten_dict(params, sep="."), fingerprint
+    return traverse_util.unflatten_dict(params, sep=".")
 
 
 def _read_arrays(
@@ -209,15 +220,19 @@ def _by_name(path: str, array: Any) -> dict[str, Any]:
 
 
 def _start_digests(
-    pool: ThreadPoolExecutor, pieces: Mapping[str, np.ndarray], dtypes: Mapping[str, str], dtype: str
-) -> dict[str, "Future[str]"]:
-    def digest(name: str, piece: np.ndarray) -> str:
-        return tensor_digest(name, piece.astype(jnp.dtype(dtypes.get(name, dtype)), copy=False))
+    pool: ThreadPoolExecutor, pieces: Mapping[str, np.ndarray], dtypes: Mapping[str, str], dtype: str, schema: int
+) -> "dict[str, Future[tuple[str, str]]]":
+    """Starts the computation of the digest of each piece, and of its digest in the version of `schema`."""
+
+    def digest(name: str, piece: np.ndarray) -> tuple[str, str]:
+        piece = piece.astype(jnp.dtype(dtypes.get(name, dtype)), copy=False)
+        now = tensor_digest(name, piece)
+        return now, first_tensor_digest(name, piece) if schema == 1 else now
 
     return {name: pool.submit(digest, name, piece) for name, piece in pieces.items()}
 
 
-def _results(pending: Mapping[str, "Future[str]"]) -> dict[str, str]:
+def _results(pending: "Mapping[str, Future[tuple[str, str]]]") -> dict[str, tuple[str, str]]:
     return {name: future.result() for name, future in pending.items()}
 
 

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from calibjax.heads import FittedHead, HeadConfig, check_log_factor
 from calibjax.models import LanguageModel
 from calibjax.models.hub import download, repository_of
+from calibjax.models.load import is_base
 from calibjax.runtime.checksums import (
     CHECKSUMS,
     array_digests,
@@ -229,7 +230,7 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
         raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
     if digests is None and "checksums" in description:
         raise UserError(f"{directory / CHECKSUMS} is missing. {_HEAD_REMEDY}")
-    if lm is not None and lm.fingerprint != fingerprint:
+    if lm is not None and not is_base(lm, fingerprint):
         raise UserError(
             f"{directory}: this head was fitted on another base model (fingerprint {fingerprint[:12]}..., the model "
             f"given has {lm.fingerprint[:12]}...). Load the model it was fitted on, or fit a head for this one."
@@ -255,7 +256,7 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
         raise UserError(
             f"{directory / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_HEAD_REMEDY}"
         )
-    return FittedHead(config, params, log_factor, fingerprint)
+    return FittedHead(config, params, log_factor, fingerprint if lm is None else lm.fingerprint)
 
 
 def head_notes(path: str | Path) -> dict[str, Any]:

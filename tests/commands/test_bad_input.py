@@ -37,7 +37,7 @@ def reached(*args, **options):
 
 
 WORK = [
-    "calibjax.models.load._read_params",
+    "calibjax.models.load.read_params",
     "calibjax.commands.quickstart.make_language",
     "calibjax.commands.eval_tasks._load_tasks",
     "calibjax.commands.report.read_metrics",

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import resource
 import shutil
+import sys
 
 import chex
 import jax
@@ -13,10 +14,12 @@ from assets import GPT2_MODELS, LLAMA_MODELS, MODELS, model_path
 from parity import GPT2_JSON, LLAMA3_ROPE, LLAMA_JSON
 from safetensors.numpy import load_file, save_file
 
-from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, fingerprint, load_model
-from calibjax.models.hf_tensors import Piece, TensorEntry
-from calibjax.models.load import _open, _read_part
-from calibjax.models.rules import Layout
+from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, fingerprint, hf_read, load_model
+from calibjax.models.fingerprint import chunks, tensor_digest
+from calibjax.models.hf_read import read_chunk
+from calibjax.models.hf_tensors import Piece, plan_tensors
+from calibjax.models.load import _open, _read_headers, is_base
+from calibjax.models.rules import Layout, transposed
 from calibjax.models.shapes import SHAPES
 from calibjax.nn.blocks import Rope
 from calibjax.runtime.errors import UserError
@@ -300,29 +303,110 @@ def test_configuration_object_equals_its_file(tmp_path):
     assert config_from_hf(transformers.AutoConfig.from_pretrained(tmp_path)) == expected
 
 
+def entries_of(file):
+    return {entry.name: entry for entry in _read_headers([file])}
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("transpose", [False, True])
 def test_a_part_of_a_tensor_is_read_alone(tmp_path, transpose, groups):
-    """What a process reads of a tensor that several parameters share is that part of the whole parameter."""
+    """What is read of a tensor that several parameters share is that part of the whole parameter."""
     tensor = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
     tensor = tensor.T.copy() if transpose else tensor
     save_file({"w": tensor, "b": tensor[:, 0].copy() if transpose else tensor[0].copy()}, tmp_path / "w.safetensors")
     for name, dims in (("w", 2), ("b", 1)):
-        entry = TensorEntry(name, (), "F32", tmp_path / "w.safetensors")
+        entry = entries_of(tmp_path / "w.safetensors")[name]
         piece = Piece((entry,), None, Layout(transpose and dims == 2, groups), slice(1, 3))
-        whole = piece.cut(load_file(entry.file)[name])
+        whole = piece.layout.take(load_file(entry.file)[name], piece.columns)
         assert whole.shape[-1] == 2 * groups
-        for index in ((slice(2, 6), slice(0, 1)), (slice(0, 8), slice(1, 2)), (slice(0, 8), slice(0, 2 * groups))):
-            np.testing.assert_array_equal(_read_part(piece, index[-dims:]), whole[index[-dims:]])
+        for columns in (slice(0, 1), slice(1, 2), slice(1, 2 * groups), slice(0, 2 * groups)):
+            index = (slice(0, 8), columns)[-dims:]
+            np.testing.assert_array_equal(read_chunk(piece, index), whole[index])
 
 
 def test_a_part_of_experts_is_read_alone(tmp_path):
     """From a tensor for each expert, and from one of all experts whose columns alternate."""
     tensors = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
     save_file({"all": tensors, **{f"{e}": x.T.copy() for e, x in enumerate(tensors)}}, tmp_path / "w.safetensors")
-    entries = [TensorEntry(name, (), "F32", tmp_path / "w.safetensors") for name in ("0", "1", "2", "3", "all")]
-    index = (slice(1, 3), slice(2, 6), slice(1, 3))
-    apart = Piece(tuple(entries[:4]), 0, Layout(transpose=True), slice(0, 8))
-    np.testing.assert_array_equal(_read_part(apart, index), tensors[index])
-    together = Piece((entries[4],), 0, Layout(groups=4), slice(1, 2))
-    np.testing.assert_array_equal(_read_part(together, index), tensors[:, :, 1::2][index])
+    entries = entries_of(tmp_path / "w.safetensors")
+    index = (slice(1, 3), slice(0, 6), slice(1, 3))
+    apart = Piece(tuple(entries[name] for name in "0123"), 0, Layout(transpose=True), slice(0, 8))
+    np.testing.assert_array_equal(read_chunk(apart, index), tensors[index])
+    together = Piece((entries["all"],), 0, Layout(groups=4), slice(1, 2))
+    np.testing.assert_array_equal(read_chunk(together, index), tensors[:, :, 1::2][index])
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 5), (8, 12), (132, 36), (3, 20, 9), (0, 4), (4, 0)])
+def test_transposed(dtype, shape):
+    tensor = np.random.default_rng(0).normal(size=(*shape[:-1], shape[-1] + 1)).astype(dtype)[..., 1:]
+    found = transposed(tensor)
+    assert found.flags.c_contiguous
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, tensor.swapaxes(-1, -2))
+
+
+# --- chunks ---
+
+SHAPES_OF_CHUNKS = {
+    "embedding": (70_001, 33),
+    "layers.0.mlp.gate.kernel": (300, 9_000),
+    "layers.1.mlp.up.kernel": (3, 2_000, 1_100),
+    "layers.1.mlp.up.bias": (3, 1_100),
+    "final_norm.scale": (12,),
+    "unembedding": (1, 2**21),
+    "head.kernel": (0, 5),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES_OF_CHUNKS)
+def test_every_byte_is_in_one_chunk_and_changes_the_fingerprint(name):
+    shape = SHAPES_OF_CHUNKS[name]
+    count = np.zeros(shape, np.int8)
+    for index in chunks(name, shape):
+        count[index] += 1
+    assert (count == 1).all()
+    before, random = tensor_digest(name, count), np.random.default_rng(0)
+    for place in random.integers(0, max(count.size, 1), 20 if count.size else 0):
+        changed = count.copy()
+        changed.flat[place] += 1
+        assert tensor_digest(name, changed) != before
+    if len(shape) > 1:
+        assert tensor_digest(name, count.reshape(shape[::-1])) != before
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 16])
+def test_each_chunk_is_read_by_one_process(tmp_path, processes, monkeypatch):
+    """Each process reads about its part of the bytes; the largest chunk is the most that one reads more."""
+    monkeypatch.setattr(hf_read, "_ROUND", 4_000)
+    monkeypatch.setattr(sys.modules[chunks.__module__], "_CHUNK", 64)
+    plan = plan_tensors(config_from_hf(write_model(tmp_path)), _read_headers([tmp_path / "model.safetensors"]))
+    every = hf_read._all_chunks(plan)
+    rounds = list(hf_read.divide(every, 4, processes))
+    assert all(len(parts) == processes for parts in rounds)
+    assert [chunk.number for parts in rounds for part in parts for chunk in part] == list(range(len(every)))
+    read = np.array([[4 * sum(chunk.size for chunk in part) for part in parts] for parts in rounds])
+    largest = 4 * max(chunk.size for chunk in every)
+    assert read.max() <= max(4_000 // processes, largest)
+    assert read[:-1].min(initial=4_000) > 4_000 // processes - largest
+    assert read.sum() == sum(4 * int(np.prod(leaf.shape)) for leaf in plan.leaves.values())
+
+
+def test_a_head_of_version_1_goes_with_its_model(tmp_path):
+    """The fingerprint of version 1 is that of earlier versions of calibjax for this model, computed by them."""
+    tensors = llama_tensors()
+    lm = load_model(write_model(tmp_path, tensors), jnp.bfloat16)
+    assert lm.fingerprint.startswith("2:")
+    recorded = "e9973e00a55bc1cd41737e6c3330bff971c32d7d34b7aef98956f4c2b0b0809c"
+    assert is_base(lm, lm.fingerprint)
+    assert is_base(lm, recorded)
+    same = LanguageModel.from_params(lm.config, load_model(tmp_path).params)
+    assert is_base(same, recorded)
+    assert same.fingerprint == lm.fingerprint
+    assert not is_base(lm, recorded[::-1])
+    # Neither the parameters in memory nor the files can be exchanged for others.
+    tensors["model.norm.weight"][3] += 1
+    other = tmp_path / "other"
+    other.mkdir()
+    assert not is_base(load_model(write_model(other, tensors)), recorded)
+    assert not is_base(dataclasses.replace(lm, path=other), recorded)

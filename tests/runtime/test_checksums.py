@@ -14,7 +14,8 @@ from tiny import make_lm, model_tensors, write_model
 
 from calibjax import FittedHead, HeadConfig, UserError, load_head, load_model, save_head
 from calibjax.cli import main
-from calibjax.models.load import tensor_dtypes
+from calibjax.models.fingerprint import combine_digests, first_tensor_digest, named_tensors
+from calibjax.models.load import is_base, tensor_dtypes
 from calibjax.models.orbax_checkpoint import save_checkpoint
 from calibjax.runtime import checksums
 from calibjax.runtime.checksums import array_digests, read_checksums, write_checksums
@@ -281,10 +282,10 @@ def test_the_array_is_named(tmp_path, capsys):
 # --- what earlier versions wrote, without checksums ---
 
 
-def without_checksums(directory, description):
+def without_checksums(directory, description, **others):
     (directory / "checksums.json").unlink()
     stored = json.loads((directory / description).read_text())
-    (directory / description).write_text(json.dumps({k: v for k, v in stored.items() if k not in NEW}))
+    (directory / description).write_text(json.dumps({k: v for k, v in stored.items() if k not in NEW} | others))
 
 
 NEW = ("checksums", "tensor_dtypes")
@@ -317,15 +318,25 @@ def test_models_of_earlier_versions(tmp_path, caplog, stored):
     assert (bits(after.params), after.fingerprint) == (bits(before.params), before.fingerprint)
     names = [f"layers.0.mlp.{name}.kernel" for name in ("down", "gate", "up")] if stored == "mixed" else []
     assert sorted(tensor_dtypes(out)) == sorted(tensor_dtypes(model)) == names
-    without_checksums(out, "calibjax.json")
+    default = "bfloat16" if stored == "bfloat16" else "float32"
+    pieces = {
+        name: tensor.astype(tensor_dtypes(out).get(name, default)) for name, tensor in named_tensors(before.params)
+    }
+    digests = {name: first_tensor_digest(name, piece) for name, piece in pieces.items()}
+    first = combine_digests(before.config, digests, version=1)
+    assert is_base(before, first)
+    with pytest.raises(UserError, match="cannot be compared with a converted model"):
+        is_base(after, first)
+    without_checksums(out, "calibjax.json", schema=1, fingerprint=first)
     caplog.clear()
     after = load_model(out)
-    assert (bits(after.params), after.fingerprint) == (bits(before.params), before.fingerprint)
+    expected = first if stored == "mixed" else before.fingerprint
+    assert (bits(after.params), after.fingerprint) == (bits(before.params), expected)
     assert ("model: converted by an earlier version, without checksums; it is not verified" in caplog.text) == (
         stored == "mixed"
     )
     file = out / "calibjax.json"
-    file.write_text(file.read_text().replace(before.fingerprint, "ab" * 32))
+    file.write_text(file.read_text().replace(first, "ab" * 32))
     if stored == "bfloat16":
         with pytest.raises(UserError, match="the weights do not have the fingerprint"):
             load_model(out)
