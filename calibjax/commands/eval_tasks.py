@@ -29,7 +29,7 @@ from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfid
 from calibjax.eval.answers.judges import STRING_MATCH, find_judge
 from calibjax.eval.report.schema import TasksDocument
 from calibjax.eval.report.terminal import print_report
-from calibjax.eval.tasks.local_data import assets_folder
+from calibjax.eval.tasks.local_data import TASKS, assets_folder
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
@@ -94,7 +94,8 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
 
     Attributes:
         tasks: tasks of lm-eval, such as mmlu, arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, truthfulqa_mc2,
-            truthfulqa_gen, triviaqa; or google_analogies; separated by commas or spaces.
+            truthfulqa_gen, triviaqa; or google_analogies, story_words, story_last_words, story_names; separated by
+            commas or spaces.
         head: directory of a fitted head, or of the run of `train ats` that holds it, or a head on the hub
             (org/name@revision); it also holds the temperature of temperature scaling.
         temperature: temperature of temperature scaling, in place of that of --head.
@@ -283,7 +284,7 @@ def _load_tasks(
     tasks = {}
     for name in names:
         local = f"{name}_local" if f"{name}_local" in known and assets_folder(assets) is not None else name
-        at_hand = local.endswith("_local") or local == "google_analogies"
+        at_hand = local.endswith("_local") or (TASKS / f"{local}.yaml").is_file()
         try:
             found: dict[str, Any] = dict(manager.load([local])["tasks"])
         except UserError:

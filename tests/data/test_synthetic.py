@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample, true_probabilities
+from calibjax.data.synthetic import (
+    TopicLanguage,
+    answer_meanings,
+    answer_probabilities,
+    as_sequences,
+    judged_answers,
+    make_language,
+    sample,
+    true_probabilities,
+)
 
 
 def small_language(vocab_size, topics, drift):
@@ -43,6 +52,34 @@ def test_truth_equals_the_sum_over_paths(vocab_size, topics, drift):
     np.testing.assert_allclose(got, expected, atol=2e-6)
     first = np.asarray(language.transitions, np.float64)[:, np.asarray(tokens)[:, 0]].mean(axis=0)
     np.testing.assert_allclose(got[:, 0], first, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_answers_by_the_chain_rule(length):
+    """P(answer | question) is the product of what `brute_force` gives for each of its tokens."""
+    language = small_language(3, 2, 0.3)
+    question = np.array([[2, 0, 1, 1]])
+    got = np.asarray(answer_probabilities(language, jnp.asarray(question), length), np.float64)
+    want = []
+    for answer in itertools.product(range(3), repeat=length):
+        each = brute_force(language, [*question[0], *answer])[3:-1]
+        want.append(np.prod(each[np.arange(length), list(answer)]))
+    np.testing.assert_allclose(got[0], want, atol=1e-6)
+    assert [*answer_meanings()] == [vowel for vowel in range(4) for _ in range(8)]
+    np.testing.assert_array_equal(answer_meanings(2)[32:64], answer_meanings())
+
+
+def test_judgements_follow_the_truth():
+    """Of 4,000 answers, as many are judged right as their meanings are probable, also where that is unlikely."""
+    language = make_language(jax.random.key(1))
+    rows = judged_answers(language, jax.random.key(2), 4000, 8)
+    p = np.asarray(answer_probabilities(language, jnp.asarray(rows[:, :8])), np.float64)
+    same = answer_meanings()[rows[:, 8]][:, None] == answer_meanings()
+    truth = np.where(same, p, 0).sum(axis=1)
+    right = rows[:, 9] == 32
+    assert (right | (rows[:, 9] == 33)).all()
+    for part in (truth < 0.3, (truth >= 0.3) & (truth < 0.9), truth >= 0.9):
+        assert abs((right - truth)[part].sum()) < 4 * np.sqrt((truth * (1 - truth))[part].sum() + 1)
 
 
 def test_language_is_a_language():

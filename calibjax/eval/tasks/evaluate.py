@@ -413,7 +413,7 @@ def _grouped(owners: Sequence[int], scores: list[Score]) -> Iterator[tuple[int, 
 def _ask_texts(lm: HarnessLM, how: How, asked: _Asked) -> Answers:
     task, documents, prompts = asked.part.task, asked.documents, asked.prompts
     options = _writing(lm, task, how)
-    whole = [lm.tok_encode(prompt) for prompt in prompts]
+    whole = [lm.tok_encode(prompt + lm.word_end) for prompt in prompts]
     room = room_for_context(options["max_new_tokens"], lm.max_length)
     contexts = [
         context[-room:] for context in whole

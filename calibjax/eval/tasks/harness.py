@@ -3,6 +3,7 @@
 It needs `pip install calibjax[lm-eval]`, and no PyTorch. `calibjax.lm_eval` is what the command line names.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,6 +77,12 @@ class HarnessLM(TemplateLM):
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             options["add_special_tokens"] = False
         return self.tokenizer.encode(string, verbose=False, **options)
+
+    @functools.cached_property
+    def word_end(self) -> str:
+        """What stands between the last word of a prompt and the text to write: " " where a token holds the space after
+        a word and not that before it. Without it, such a model would go on with the word itself."""
+        return " " if len(self.tok_encode("the ")) <= len(self.tok_encode("the")) else ""
 
     def encode(self, context: str, continuation: str) -> Continuation:
         """Splits a request as the harness does: spaces at the end of the context belong to the continuation."""

@@ -6,6 +6,7 @@ the download by these functions. They read the files under data/ of `CALIBJAX_AS
 
 import functools
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,3 +139,22 @@ def analogies(assets: str | None = None, seed: int = 0, **_: Any) -> "DatasetDic
             for asked in questions
         ]
     )
+
+
+_STORY_WORDS = {
+    "story_words": r"(?s)(?:\S+\s+){40}()([a-z]+)\b",
+    "story_last_words": r"(?s)(?:[^.!?]*[.!?]){2}[^.!?]*()\s(\w+)[.!?]",
+    "story_names": r"(?s).*?[a-z,] ([A-Z][a-z]+)\b.*?[a-z,] (\1)\b",
+}
+"""Task -> the beginning of a story up to the word that is asked for, its last group: the 41st word, the last one of the
+third sentence, or a name at its second place within a sentence."""
+
+
+def stories(kind: str, assets: str | None = None, **_: Any) -> "DatasetDict":
+    """Returns words of stories, one of each story that has such a word: a third in train, to calibrate on."""
+    questions = []
+    for row in _rows(find("tinystories_sample/tinystories_sample.jsonl.gz", assets)):
+        found = re.match(_STORY_WORDS[kind], row["text"])
+        if found:
+            questions.append({"question": row["text"][: found.start(2)].rstrip(), "answer": found[2]})
+    return _splits(train=questions[::3], test=[row for n, row in enumerate(questions) if n % 3])
