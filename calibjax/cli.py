@@ -62,13 +62,15 @@ COMMANDS: dict[str, Command] = {
     "study alpha": Command("study.ablations", "AblationOptions", "Which weight alpha of smoothing?"),
     "study heads": Command("study.ablations", "AblationOptions", "Which head, and what should it read?"),
     "study transfer": Command("study.transfer", "TransferOptions", "Does a head hold on another domain?"),
+    "study confidence": Command("study.confidence", "ConfidenceStudyOptions", "Temperature or ATS for whole answers?"),
+    "study samples": Command("study.samples", "SamplesStudyOptions", "Do more samples calibrate answers?"),
 }
 """Every command, in the order of the help."""
 
 GROUPS = {
     "train": "Train a calibration head or fine-tune a model.",
     "eval": "Evaluate a model: benchmarks, layers, bounds.",
-    "study": "Train many heads to answer one question about them.",
+    "study": "Answer one question about heads or answers by many of them.",
 }
 
 

@@ -12,7 +12,14 @@ import numpy as np
 
 from calibjax.commands.common import JsonOptions, presentation
 from calibjax.data.table import PredictionTable, read_table
-from calibjax.eval.answers.decisions import answering, option_sets, risk_threshold, selective_threshold, set_threshold
+from calibjax.eval.answers.decisions import (
+    answering,
+    claim_threshold,
+    option_sets,
+    risk_threshold,
+    selective_threshold,
+    set_threshold,
+)
 from calibjax.eval.compare.contenders import with_confidence
 from calibjax.eval.report.rows import ABSENT, TextTable, short
 from calibjax.eval.report.terminal import print_result
@@ -20,7 +27,7 @@ from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_file, write_file
 from calibjax.runtime.options import Fraction
 
-AVERAGE, OF_ANSWERS = "of all questions", "of the answers"
+AVERAGE, OF_ANSWERS, OF_CLAIMS = "of all questions", "of the answers", "claims of an answer"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +43,9 @@ class DecideOptions(JsonOptions):
         confidence: column of the confidence.
         risk: largest fraction of wrong answers.
         level: probability, over the draw of the table, of the guarantee on the answers that are given.
+        claims: rows are factual claims, and those with the same label in the column group are the claims of one
+            answer: the confidence above which to keep a claim, so that in an answer the expected fraction of false ones
+            is limited.
         by_category: a threshold for each value of the column category, each with the guarantee.
         out: file to write, .json: thresholds and figures.
     """
@@ -45,6 +55,7 @@ class DecideOptions(JsonOptions):
     confidence: str = "confidence"
     risk: Fraction = 0.05
     level: Fraction = 0.9
+    claims: bool = False
     by_category: bool = False
     out: Path | None = presentation(None)
 
@@ -63,6 +74,8 @@ def run(options: DecideOptions, log: Callable[[str], None] = print) -> dict[str,
         table = read_table(options.table, column=options.confidence)
     if options.by_category and table.categories is None:
         raise UserError(f"--by-category: {options.table} has no column category.")
+    if options.claims and table.groups is None:
+        raise UserError(f"--claims: {options.table} has no column group, which tells the answer of a claim.")
     parts = {"": table}
     if options.by_category:
         assert table.categories is not None
@@ -88,6 +101,9 @@ def _decided(table: PredictionTable, options: DecideOptions) -> dict[str, Any]:
     confidence, correct = np.asarray(data.confidence, np.float64), np.asarray(data.correct, np.float64)
     if not np.isin(correct, (0, 1)).all():
         raise UserError(f"{options.table}: correct: expected 0 or 1, got fractions: list each attempt in a row.")
+    if options.claims:
+        assert table.groups is not None
+        return {OF_CLAIMS: _kept(confidence, correct, table.groups, options.risk)}
     thresholds = {
         AVERAGE: risk_threshold(confidence, correct, options.risk),
         OF_ANSWERS: selective_threshold(confidence, correct, options.risk, options.level),
@@ -100,6 +116,22 @@ def _decided(table: PredictionTable, options: DecideOptions) -> dict[str, Any]:
     if data.logits is not None:
         found["options"] = _options(np.asarray(data.logits), np.asarray(data.labels), options.risk)
     return found
+
+
+def _kept(confidence: np.ndarray, correct: np.ndarray, answers: np.ndarray, risk: float) -> dict[str, Any]:
+    """The threshold of claims: what it keeps, and the mean over answers of the fraction of false claims kept."""
+    threshold = claim_threshold(confidence, correct, answers, risk)
+    taken = confidence > threshold
+    numbers = np.unique(answers, return_inverse=True)[1]
+    kept, false = (np.bincount(numbers, weights=x) for x in (taken, taken & (correct < 1)))
+    return {
+        "questions": len(kept),
+        "answered": float(taken.mean()),
+        "wrong": float((taken & (correct < 1)).mean()),
+        "wrong_of_answered": float((false / np.maximum(kept, 1)).mean()),
+        "threshold": _shortest(threshold),
+        "answers": _answers(threshold),
+    }
 
 
 def _options(logits: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
@@ -138,6 +170,9 @@ def _guarantees(options: DecideOptions) -> dict[str, str]:
         OF_ANSWERS: f"with probability {options.level:.3g} over the draw of the table, at most {risk} of the answers "
         f"given to new questions{each} are wrong; rows and new questions are independent and drawn alike (binomial "
         "tests)",
+        OF_CLAIMS: f"of the claims kept of a new answer{each}, the expected fraction of false ones is at most {risk}, "
+        "on average over tables of this size; answers are exchangeable, their claims may depend on each other "
+        "(conformal risk control)",
         "options": f"the set of a new question{each} holds the right option with probability at least "
         f"{1 - options.risk:.3g}; rows and new questions are exchangeable (split-conformal)",
     }
@@ -146,8 +181,9 @@ def _guarantees(options: DecideOptions) -> dict[str, str]:
 def _print(document: dict[str, Any], options: DecideOptions) -> None:
     rows, sets = [], []
     for category, decided in document["categories"].items():
-        for name in (AVERAGE, OF_ANSWERS):
-            row = decided[name]
+        for name, row in decided.items():
+            if name == "options":
+                continue
             shown = short(row["threshold"], ".6g") if row["threshold"] is not None else f"answers {row['answers']}"
             figures = (row["answered"], row["wrong"], row["wrong_of_answered"])
             cells = [ABSENT if value is None else short(value, ".3f") for value in figures]
@@ -159,12 +195,16 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
             sets.append([category or "all", *cells, short(row["single"], ".3f")])
     columns = ["wrong answers limited", "questions", "confidence above", "answered", "wrong of all", "wrong of answers"]
     title = f"At most {options.risk:.3g} wrong; figures are those of the table itself"
+    if options.claims:
+        title = title.replace("wrong", "false")
+        columns = ["false claims limited", "answers", "confidence above", "kept", "false of all", "false of an answer"]
     order = (3, 2, 5, 4, 1)
     more = []
     if sets:
         titles = ["options", "questions", "p at least", "right in set", "mean size", "one option"]
         more.append(TextTable("Sets of options", titles, sets))
-    notes = [f"{name}: {text}." for name, text in document["guarantees"].items() if name != "options" or sets]
+    shown = {name for row in document["categories"].values() for name in row}
+    notes = [f"{name}: {text}." for name, text in document["guarantees"].items() if name in shown]
     files = "" if options.out is None else f"thresholds and figures in {options.out}"
     print_result(
         _verdict(document, options), TextTable(title, columns, rows, order), notes=notes, more=more, files=files
@@ -172,11 +212,13 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
 
 
 def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
-    decided = [row[OF_ANSWERS] for row in document["categories"].values()]
+    decided = [row[OF_CLAIMS if options.claims else OF_ANSWERS] for row in document["categories"].values()]
     total = sum(row["questions"] for row in decided)
     answered = sum(row["answered"] * row["questions"] for row in decided) / total
     limit = f"at most {options.risk:.3g} of the answers are wrong (with probability {options.level:.3g})"
     none = sum(row["answers"] == "none" for row in decided)
+    if options.claims:
+        return _claims_verdict(decided, options)
     if none == len(decided):
         return (
             f"WARNING: no threshold is known to keep wrong answers at {options.risk:.3g} or less: the questions are "
@@ -191,3 +233,15 @@ def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
     return (
         f"Answer where the confidence is above {short(threshold, '.6g')}: {answered:.1%} of the questions, and {limit}."
     )
+
+
+def _claims_verdict(decided: list[dict[str, Any]], options: DecideOptions) -> str:
+    limit = f"expected fraction of false claims in an answer is at most {options.risk:.3g}"
+    if all(row["answers"] == "none" for row in decided):
+        return f"WARNING: no claim can be kept: of so few answers it is not known that the {limit}."
+    if options.by_category:
+        return f"The {limit} in each category, with the claims above its threshold."
+    if decided[0]["threshold"] is None:
+        return f"All claims can be kept: the {limit}."
+    threshold = short(decided[0]["threshold"], ".6g")
+    return f"Keep claims with a confidence above {threshold}: {decided[0]['answered']:.1%} of them; the {limit}."

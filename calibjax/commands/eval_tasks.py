@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -50,6 +51,7 @@ from calibjax.runtime.options import (
     run_identity,
 )
 from calibjax.train import head_notes, load_head
+from calibjax.train.probes import fit_probe, load_probe, save_probe
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -111,11 +113,13 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
         options: confidence of a chosen option, in place of the preset's: options (by summed log-likelihoods),
             options_per_token (by their mean per token, for options of different lengths) or full_vocabulary.
         text: confidence of a written answer, in place of the preset's.
-        confidence: further confidences in written answers, such as consistency, semantic_entropy, p_true or verbalised
-            (docs/answers.md), separated by commas or spaces; they are rows of the tables, and columns of
-            answers/TASK.csv.
+        confidence: further confidences in written answers, such as consistency, semantic_entropy, p_true, verbalised or
+            probe_correct_answer (docs/answers.md), separated by commas or spaces; they are rows of the tables, and
+            columns of answers/TASK.csv. Probes are fitted on calibration questions, as --fit has them, and kept in
+            probes/.
         samples: answers sampled for each question, where a confidence needs them.
         sampling_temperature: temperature of these samples.
+        sample_calibrated: draw them from the calibrated distribution of --head; otherwise from the base model's.
         same: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of the model's
             hidden states), or package.module:function.
         judge: how written answers are judged: string-match, or package.module:function.
@@ -142,6 +146,7 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
     confidence: tuple[str, ...] = dataclasses.field(default=(), metadata=IDENTITY_IF_CHANGED)
     samples: Annotated[int, Range(2, 1024)] = dataclasses.field(default=8, metadata=IDENTITY_IF_CHANGED)
     sampling_temperature: Temperature = dataclasses.field(default=1.0, metadata=IDENTITY_IF_CHANGED)
+    sample_calibrated: bool = dataclasses.field(default=False, metadata=IDENTITY_IF_CHANGED)
     same: str = dataclasses.field(default="normalised", metadata=IDENTITY_IF_CHANGED)
     judge: str = STRING_MATCH
     max_new_tokens: Count | None = None
@@ -174,7 +179,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a line for every task, of what is meant here
     judge = find_judge(options.judge)
     clustering = None if options.same == HIDDEN else find_clustering(options.same)
-    _check_confidences(further)
+    _check_confidences(options, further)
     assets = assets_folder(options.assets)
     if options.assets is not None:
         with about("--assets"):
@@ -183,9 +188,9 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
         with about("--head"):
             head_notes(options.head)
     options = dataclasses.replace(options, tasks=names, confidence=further, assets=assets)
-    manager = together(functools.partial(_check_tasks, names, assets))
+    manager = together(functools.partial(check_tasks, names, assets))
     context = begin("eval tasks", options, log)
-    tasks = together(functools.partial(_load_tasks, names, manager, assets, log))
+    tasks = together(functools.partial(load_tasks, names, manager, assets, log))
     lm = load_placed(options.model, context.mesh, options.dtype, log=log)
     heads = _heads(options, lm, log)
     preset = PRESETS[options.preset]
@@ -198,21 +203,27 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
         options.max_new_tokens,
         options.limit,
         options.seed,
-        _asking(options, clustering or hidden_clustering(lm)) if further else None,
+        _asking(options, clustering or hidden_clustering(lm), heads) if further else None,
         log,
-        options.fit,
     )
     hows = {
         name: how._replace(
-            shots=preset.shots.get(name.removesuffix("_local")) if options.shots is None else options.shots
+            shots=preset.shots.get(name.removesuffix("_local")) if options.shots is None else options.shots,
+            fit=options.fit or _fits_probes(task, how),
         )
-        for name in names
+        for name, task in tasks.items()
     }
     for name, task in tasks.items():
         for part in task.parts.values():
             check(model, part, hows[name])
     fits = _fit_all(options, model, tasks, hows, log) if options.fit else {}
     hows = {name: of._replace(scales=fits[name].scales) if name in fits else of for name, of in hows.items()}
+    hows = {
+        name: of._replace(asking=with_probes(model, name, parts_of(tasks[name]), of, context))
+        if _fits_probes(tasks[name], of)
+        else of
+        for name, of in hows.items()
+    }
     answers = _ask_all(options, model, tasks, hows, context)
     rows = [*heads, *further]
     document = _document(options, rows, tasks, hows, answers, fits)
@@ -229,19 +240,56 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
     return document
 
 
-def _check_confidences(names: tuple[str, ...]) -> None:
+def _check_confidences(options: EvalTasksOptions, names: tuple[str, ...]) -> None:
+    from calibjax.eval.answers.probes import PROBES
     from calibjax.eval.tasks.evidence import WRITTEN
 
+    if options.sample_calibrated and options.head is None:
+        raise UserError("--sample-calibrated: expected --head, whose distribution is sampled.")
+    if options.fit and set(names) & set(PROBES):
+        raise UserError("--fit: it is for the options of multiple choice, and probes for written answers: run each.")
     unknown = [name for name in names if name not in WRITTEN]
     if unknown:
         raise UserError(f"--confidence {', '.join(unknown)}: expected some of {', '.join(WRITTEN)}.")
 
 
-def _asking(options: EvalTasksOptions, same: "Clustering") -> "Asking":
+def _asking(options: EvalTasksOptions, same: "Clustering", heads: Mapping[str, FittedHead]) -> "Asking":
     from calibjax.eval.tasks.evidence import Asking
 
     folder = None if options.out is None else options.out / "answers" / "samples"
-    return Asking(options.confidence, options.samples, options.sampling_temperature, same, folder)
+    head = heads["ats"] if options.sample_calibrated else None
+    return Asking(options.confidence, options.samples, options.sampling_temperature, same, folder, head)
+
+
+def _fits_probes(task: "BenchmarkTask", how: "How") -> bool:
+    written = all(part.OUTPUT_TYPE == "generate_until" for part in task.parts.values())
+    return written and how.asking is not None and bool(how.asking.probed)
+
+
+def with_probes(model: Any, task: str, parts: Mapping[str, "Part"], how: "How", context: RunContext) -> "Asking":
+    """The confidences of a task with their probes, which are read from probes/ or fitted on calibration questions."""
+    from calibjax.eval.answers.probes import PROBES
+    from calibjax.eval.tasks.drawn import probe_data
+
+    asking, fingerprint = how.asking, model.lm.fingerprint
+    assert asking is not None
+    with context.kept() as kept:
+        folder = kept.require_directory() / "probes" / task
+        missing = [name for name in asking.probed if not on_first((folder / name / "probe.json").is_file)]
+        if missing:
+            data = probe_data(model, parts, how._replace(asking=asking._replace(methods=tuple(missing))))
+        for name in missing:
+            of, fit = PROBES[name], folder / f"{name}.fit"
+            features, target = data.features[of.feature], data.targets[of.target]
+            params = fit_probe(
+                features, target, context=dataclasses.replace(kept, directory=fit), identity=[name, fingerprint]
+            )
+            notes = {"task": task, "questions": len(target)}
+            save_probe(folder / name, params, name=name, fingerprint=fingerprint, notes=notes)
+            on_first(functools.partial(shutil.rmtree, fit, ignore_errors=True))
+        if missing:
+            context.log(f"task {task}: {len(missing)} probes fitted on {len(target):,} calibration questions")
+        return asking._replace(probes={name: load_probe(folder / name, fingerprint) for name in asking.probed})
 
 
 def _write_table(file: Path, rows: list[str], answers: "Answers") -> None:
@@ -255,14 +303,14 @@ def _write_table(file: Path, rows: list[str], answers: "Answers") -> None:
     write_file(file, text.getvalue())
 
 
-class _Task(NamedTuple):
+class BenchmarkTask(NamedTuple):
     """A task by the name that was asked for: its parts (MMLU: the subjects), and where its questions come from."""
 
     parts: dict[str, "ConfigurableTask"]
     source: str
 
 
-def _check_tasks(names: tuple[str, ...], assets: Path | None) -> "TaskManager":
+def check_tasks(names: tuple[str, ...], assets: Path | None) -> "TaskManager":
     """lm-eval's tasks; raises `UserError` for names that are none of them."""
     from calibjax.eval.tasks.local_data import task_manager
 
@@ -277,9 +325,9 @@ def _check_tasks(names: tuple[str, ...], assets: Path | None) -> "TaskManager":
     return manager
 
 
-def _load_tasks(
+def load_tasks(
     names: tuple[str, ...], manager: "TaskManager", assets: Path | None, log: Callable[[str], None]
-) -> dict[str, _Task]:
+) -> dict[str, BenchmarkTask]:
     known = set(manager.all_tasks)
     tasks = {}
     for name in names:
@@ -296,11 +344,17 @@ def _load_tasks(
             raise UserError(
                 f"--tasks {name}: cannot be loaded: {str(error).strip().splitlines()[0]}.{where}"
             ) from error
-        tasks[name] = _Task(found, "local data" if at_hand else "hub")
+        tasks[name] = BenchmarkTask(found, "local data" if at_hand else "hub")
         count = sum(len(task.eval_docs) for task in found.values())
         parts = f" in {len(found)} parts" if len(found) > 1 else ""
         log(f"task {name}: {count:,} questions{parts}, {tasks[name].source}")
     return tasks
+
+
+def temperature_head(lm: LanguageModel, temperature: float) -> FittedHead:
+    """The head that divides every logit by one temperature."""
+    config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
+    return FittedHead(config, {"log_scale": jnp.float32(-math.log(temperature))}, 0.0, lm.fingerprint)
 
 
 def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], None]) -> dict[str, FittedHead]:
@@ -313,9 +367,7 @@ def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], No
         if temperature is None:
             log(f"{options.head} holds no temperature: give --temperature to compare with temperature scaling")
     if temperature is not None and not options.fit:
-        config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
-        params = {"log_scale": jnp.float32(-math.log(temperature))}
-        heads["temperature"] = FittedHead(config, params, 0.0, lm.fingerprint)
+        heads["temperature"] = temperature_head(lm, temperature)
         log(f"temperature scaling: {temperature:.4f}")
     if options.head is not None:
         heads["ats"] = load_head(options.head, lm)
@@ -323,7 +375,11 @@ def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], No
 
 
 def _ask_all(
-    options: EvalTasksOptions, model: Any, tasks: Mapping[str, _Task], hows: "Mapping[str, How]", context: RunContext
+    options: EvalTasksOptions,
+    model: Any,
+    tasks: Mapping[str, BenchmarkTask],
+    hows: "Mapping[str, How]",
+    context: RunContext,
 ) -> dict[str, "Answers"]:
     from calibjax.eval.tasks.evaluate import Answers, ask_parts, question_count
 
@@ -332,7 +388,7 @@ def _ask_all(
     answers = {}
     for name, task in tasks.items():
         found: dict[str, Answers] = {}
-        parts = _parts(task)
+        parts = parts_of(task)
         for label, part in task.parts.items():
             file = _answers_file(options, name, label)
             if file is not None and on_first(file.is_file):
@@ -355,7 +411,7 @@ def _ask_all(
     return answers
 
 
-def _parts(task: _Task) -> dict[str, "Part"]:
+def parts_of(task: BenchmarkTask) -> dict[str, "Part"]:
     from calibjax.eval.tasks.evaluate import Part
 
     several = len(task.parts) > 1
@@ -367,7 +423,7 @@ def _parts(task: _Task) -> dict[str, "Part"]:
 def _fit_all(
     options: EvalTasksOptions,
     model: Any,
-    tasks: Mapping[str, _Task],
+    tasks: Mapping[str, BenchmarkTask],
     hows: "Mapping[str, How]",
     log: Callable[[str], None],
 ) -> dict[str, "Calibration"]:
@@ -381,7 +437,7 @@ def _fit_all(
             scales, *rest = read_json(file)
             fits[name] = Calibration(tuple(scales), *rest)
         else:
-            fits[name] = fit_options(model, _parts(task), hows[name])
+            fits[name] = fit_options(model, parts_of(task), hows[name])
             if file is not None and is_first():
                 file.parent.mkdir(exist_ok=True)
                 write_file(file, json.dumps(fits[name]) + "\n")
@@ -421,7 +477,7 @@ def _stored(file: Path) -> "Answers":
 def _document(
     options: EvalTasksOptions,
     names: list[str],
-    tasks: Mapping[str, _Task],
+    tasks: Mapping[str, BenchmarkTask],
     hows: "Mapping[str, How]",
     answers: Mapping[str, "Answers"],
     fits: Mapping[str, "Calibration"],

@@ -1,6 +1,6 @@
 """Post-hoc maps fitted on held-out data: `METHODS` under one contract, and the temperature scaling of the trainer."""
 
-from calibjax.recalibrate.agreement import sample_agreement
+from calibjax.recalibrate.agreement import fit_daca, sample_agreement
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, parameter_count
 from calibjax.recalibrate.methods import METHODS
 from calibjax.recalibrate.saved import Recalibrator, load, save
@@ -21,6 +21,7 @@ __all__ = [
     "Predictions",
     "Recalibrator",
     "TemperatureFit",
+    "fit_daca",
     "fit_temperature",
     "likelihood_sums",
     "load",

@@ -1,8 +1,13 @@
-"""Consistency as confidence: how many of the answers sampled for one question agree."""
+"""Agreement without labels: of the answers sampled for one question, and of two models on many questions."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from calibjax.recalibrate.contract import Predictions, select
+from calibjax.recalibrate.temperature import TemperatureState, fit_to_target
+from calibjax.runtime.errors import UserError
 
 
 def sample_agreement(
@@ -36,3 +41,38 @@ def sample_agreement(
 
     answer, fraction = jax.lax.map(one, (answers, counts))
     return answer.astype(jnp.int32), fraction.astype(jnp.float32)
+
+
+def fit_daca(
+    logits: Float[Array | np.ndarray, "N K"], base_logits: Float[Array | np.ndarray, "N K"]
+) -> TemperatureState:
+    """Temperature of a chat model from its base model, without labels: DACA (arXiv 2505.16690, section 4).
+
+    Post-training makes a model overconfident where its base model was calibrated. Of the questions on which both have
+    the same most likely option, min over s of mean KL(softmax(b) ‖ softmax(s z)). Where they disagree the base model's
+    confidence is of another option, and would make the temperature too high.
+
+    Args:
+        logits: z, of K options under the chat model.
+        base_logits: b, of the same options of the same questions under the base model.
+
+    Returns:
+        The state of temperature scaling, for `temperature.apply`; its loss is the cross-entropy.
+
+    Raises:
+        UserError: the shapes differ, a value is not finite, or the models agree on no question.
+
+    Example:
+        >>> base = np.log(np.array([[0.7, 0.2, 0.1], [0.3, 0.6, 0.1]]))
+        >>> f"{float(np.exp(-fit_daca(3 * base, base).log_scale)):.3f}"
+        '3.000'
+    """
+    (z,), (b,) = (select(Predictions(logits=given), ("logits",)) for given in (logits, base_logits))
+    if z.shape != b.shape:
+        raise UserError(f"base_logits: expected the shape {z.shape} of the logits, got {b.shape}.")
+    agree = z.argmax(axis=1) == b.argmax(axis=1)
+    if not agree.any():
+        raise UserError("base_logits: the two models agree on no question, so there is nothing to fit to.")
+    z, b = z[agree].astype(np.float64), b[agree].astype(np.float64)
+    p = np.exp(b - b.max(axis=1, keepdims=True))
+    return fit_to_target(z, (p * z).sum(axis=1) / p.sum(axis=1))

@@ -178,9 +178,14 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> TemperatureState:
         [0.75, 0.25]
     """
     logits, labels = select(data, ("logits", "labels"), where)
+    return fit_to_target(logits, np.take_along_axis(logits, labels[:, None], axis=1)[:, 0])
+
+
+def fit_to_target(logits: Float[np.ndarray, "N K"], target_logit: Float[np.ndarray, " N"]) -> TemperatureState:
+    """The least mean of log Σ exp(s z) − s t over s > 0, t the logit of the label or its mean under a distribution."""
     # Blocks of about a hundred megabytes in float64.
     pieces = -(-logits.size // _BLOCK)
-    blocks = list(zip(np.array_split(logits, pieces), np.array_split(labels, pieces), strict=True))
+    blocks = list(zip(np.array_split(logits, pieces), np.array_split(target_logit, pieces), strict=True))
 
     def sums_at(u: Float[Array, ""]) -> Iterable[LikelihoodSums]:
         with jax.enable_x64(True):
@@ -195,11 +200,10 @@ _BLOCK = 2**22
 
 
 @jax.jit
-def _dense_sums(u: Array, logits: Array, labels: Array) -> LikelihoodSums:
+def _dense_sums(u: Array, logits: Array, target: Array) -> LikelihoodSums:
     """`likelihood_sums` of dense logits at the scale e^u."""
     z = logits.astype(u.dtype)
-    s = jnp.exp(u)
-    target = jnp.take_along_axis(z, labels[:, None], axis=1)[:, 0]
+    s, target = jnp.exp(u), target.astype(u.dtype)
     p = jax.nn.softmax(s * z, axis=1)
     expected = jnp.sum(p * z, axis=1)
     slope = s * (expected - target)

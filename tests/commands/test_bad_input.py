@@ -39,7 +39,9 @@ def reached(*args, **options):
 WORK = [
     "calibjax.models.load.read_params",
     "calibjax.commands.quickstart.make_language",
-    "calibjax.commands.eval_tasks._load_tasks",
+    "calibjax.commands.eval_tasks.load_tasks",
+    "calibjax.commands.study.answers.load_tasks",
+    "calibjax.commands.study.confidence.head_notes",
     "calibjax.commands.report.read_metrics",
     "calibjax.commands.apply.load",
     "calibjax.commands.decide.with_confidence",
@@ -108,6 +110,8 @@ VALID = {
     "convert": ["--model", "model", "--out", "out"],
     "plan": ["--model", "gpt2", "--topology", "v5e:2x2", "--no-compile"],
     "study transfer": ["--model", "model", "--domains", "a=data.jsonl", "b=data.jsonl", "--out", "out"],
+    "study confidence": ["--model", "model", "--tasks", "story_words", "--head", "run", "--out", "out"],
+    "study samples": ["--model", "model", "--tasks", "story_words", "--out", "out"],
 }
 VALID |= {name: text() for name in COMMANDS if name.startswith("study") and name not in VALID}
 

@@ -206,6 +206,26 @@ def test_split_keeps_groups_whole(files):
     assert not np.array_equal(fit.groups, again.groups)
 
 
+def test_a_base_model_in_place_of_labels(files, tmp_path, capsys):
+    """The base model is calibrated, the one in the table 2.5 times as confident: daca finds that without labels."""
+    z, _, _ = made()
+    np.savez(tmp_path / "base.npz", logits=z / TRUE_TEMPERATURE)
+    table, saved = ["--table", files / "logits.npz", "--methods", "temperature"], tmp_path / "saved"
+    base = ["--base-table", tmp_path / "base.npz"]
+    code, document, _ = compare(capsys, *table, *base, "--save", saved)
+    assert code == 0
+    methods = document["held_out"]["methods"]
+    assert set(methods) == {"uncalibrated", "temperature", "daca"}
+    assert methods["daca"]["nll"] == pytest.approx(methods["temperature"]["nll"], abs=2e-3)
+    assert abs(methods["daca"]["nll"] - methods["uncalibrated"]["nll"]) > 0.1
+    assert load(saved).name == "temperature"
+    np.savez(tmp_path / "other.npz", logits=z[:, :4])
+    _, _, error = compare(capsys, *table, "--base-table", tmp_path / "other.npz")
+    assert "--base-table" in error
+    assert "expected logits (or probabilities) of the same rows and options" in error
+    assert "expected --table" in compare(capsys, "--model", "x", "--data", "y", *base)[2]
+
+
 @pytest.mark.parametrize(("sort", "sign"), [("ece", 1), ("auroc", -1), ("nll", 1)])
 def test_order_of_rows(files, capsys, sort, sign):
     methods = ["vector", "platt", "beta"]

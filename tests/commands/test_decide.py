@@ -55,6 +55,28 @@ def test_a_column_of_the_table(capsys, table, tmp_path):
     assert "there is no column p_true; got: question, confidence, consistency" in capsys.readouterr().err
 
 
+def test_claims_of_answers(capsys, table, tmp_path):
+    """Five rows are the claims of an answer."""
+    rows = list(csv.reader(table[0].open(newline="")))
+    file = tmp_path / "claims.csv"
+    with file.open("w", newline="") as out:
+        csv.writer(out).writerows([[*row, "group" if not n else f"a{n // 5}"] for n, row in enumerate(rows)])
+    found = decided(capsys, "--table", file, "--claims", "--risk", 0.2)["categories"][""]["claims of an answer"]
+    confidence, correct, answer = table[1], table[3], (np.arange(ROWS) + 1) // 5
+    kept = confidence > found["threshold"]
+    false, count = (np.bincount(answer, weights=x) for x in (kept & (correct == 0), kept))
+    assert found["wrong_of_answered"] == pytest.approx((false / np.maximum(count, 1)).mean())
+    assert 0.05 < found["wrong_of_answered"] < 0.2
+    assert main(["decide", "--table", str(file), "--claims", "--risk", "0.2"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"Keep claims with a confidence above {found['threshold']:.6g}".replace(" 0.", " .")[:38] in printed.replace(
+        " 0.", " ."
+    )
+    assert "the expected fraction of false claims in an answer is at most 0.2" in printed
+    assert main(["decide", "--table", str(table[0]), "--claims"]) == 2
+    assert "has no column group, which tells the answer of a claim" in capsys.readouterr().err
+
+
 def test_what_is_printed(capsys, table, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["decide", "--table", str(table[0]), "--risk", "0.3"]) == 0

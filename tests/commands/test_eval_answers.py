@@ -21,6 +21,7 @@ from calibjax.eval.tasks import evidence
 from calibjax.models import load_model
 from calibjax.models.generate import generate
 from calibjax.runtime.errors import UserError
+from calibjax.train.probes import load_probe
 
 METHODS = ("consistency", "discrete_semantic_entropy", "semantic_entropy", "p_true", "verbalised")
 K, COUNT = 4, 20
@@ -99,6 +100,36 @@ def test_a_killed_run_resumes_with_its_samples(run, monkeypatch):
     assert (run[0].out / "answers" / "triviaqa.csv").read_bytes() == before
 
 
+PROBES = ("probe_correct_question", "probe_agreement_layers", "probe_capability_mean")
+
+
+@pytest.mark.slow
+def test_probes(run, material, monkeypatch):
+    """Fitted on questions that are not asked, kept, and read again by a run that resumes; a linear function each."""
+    folder, lm = material
+    changes = {"confidence": ("consistency", *PROBES), "out": folder / "probed"}
+    probed = dataclasses.replace(run[0], **changes)
+    lines = []
+    document = eval_tasks.run(probed, log=lines.append)
+    assert "task triviaqa: 3 probes fitted on 4 calibration questions" in lines
+    rows = table_of((probed,))
+    assert len(rows) == COUNT - 4
+    assert set(document["held_out"]["methods"]) == {"uncalibrated", "consistency", *PROBES}
+    params = load_probe(probed.out / "probes" / "triviaqa" / PROBES[0], lm.fingerprint)
+    context = lm.tokenizer.encode(rows[0]["question"].removesuffix("?") + "?" * rows[0]["question"].endswith("?"))
+    hidden = np.asarray(lm.hidden_states(np.array([context])), np.float64)[0, -1]
+    want = 1 / (1 + np.exp(-(hidden @ params["weights"] + params["bias"])))
+    assert float(rows[0][PROBES[0]]) == pytest.approx(want, abs=1e-5)
+    before = (probed.out / "answers" / "triviaqa.csv").read_bytes()
+    for file in (probed.out / "answers").glob("*.*"):
+        file.unlink()
+    monkeypatch.setattr(eval_tasks, "fit_probe", None)
+    assert eval_tasks.run(probed, log=lambda _: None) == document
+    assert (probed.out / "answers" / "triviaqa.csv").read_bytes() == before
+    with pytest.raises(UserError, match="--fit: it is for the options of multiple choice, and probes"):
+        eval_tasks.run(dataclasses.replace(probed, fit=True), log=lambda _: None)
+
+
 def test_samples_belong_to_their_question(run, tmp_path):
     """The same samples where other questions are asked beside it."""
     few = dataclasses.replace(run[0], limit=6, out=tmp_path / "few", confidence=("consistency",))
@@ -129,6 +160,7 @@ def test_hidden_states_as_meanings(material):
         ({"confidence": ("consistencey",)}, "--confidence consistencey: expected some of arithmetic_mean, product"),
         ({"same": "alike"}, "--same alike: expected exact, normalised, numeric, or package.module:function"),
         ({"samples": 1}, "--samples: expected"),
+        ({"sample_calibrated": True}, "--sample-calibrated: expected --head"),
     ],
 )
 def test_invalid_input(run, changes, message):

@@ -191,7 +191,7 @@ def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
     def never(*_, **__):
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(calibjax.eval.tasks.evaluate, "_asked", never)
+    monkeypatch.setattr(calibjax.eval.tasks.evaluate, "ask_piece", never)
     again = benchmarks.run(run[0], log=lambda _: None)
     assert again == run[1]
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"results in {run[0].out}: report.html")

@@ -60,7 +60,8 @@ def evidence(n=40, k=6, seed=1):
     tokens[:, 3:] = np.where(rng.random((n, 2)) < 0.5, -np.inf, tokens[:, 3:])
     samples = rng.uniform(-5, 0, (n, k)).astype(np.float32)
     clusters, answer = rng.integers(0, 4, (n, k)), rng.integers(0, 4, n)
-    return Evidence(options, tokens, clusters, answer, samples, samples[:, :2], rng.random(n).astype(np.float32))
+    stated, probed = rng.random(n).astype(np.float32), rng.normal(0, 9, n).astype(np.float32)
+    return Evidence(options, tokens, clusters, answer, samples, samples[:, :2], stated, probed)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -5,6 +5,7 @@ import pytest
 
 from calibjax.eval.answers.decisions import (
     answering,
+    claim_threshold,
     option_sets,
     risk_threshold,
     selective_threshold,
@@ -92,3 +93,50 @@ def test_by_hand():
     assert set_threshold(confidence, 0.09) == -np.inf
     for count, threshold in ((50, np.inf), (51, -np.inf)):  # 0.9^50 = 0.0052 is above 0.1/20, and 0.9^51 below
         assert selective_threshold(np.full(count, 0.5), np.ones(count), 0.1) == threshold
+
+
+def claims(answers, seed):
+    """(confidence, correct, answer) of 1 to 6 claims each, which depend on each other by their answer."""
+    rng = np.random.default_rng(seed)
+    answer = np.repeat(np.arange(answers), rng.integers(1, 7, answers))
+    confidence = rng.random(len(answer)).round(2)
+    return confidence, (rng.random(len(answer)) < confidence ** rng.choice([0.2, 2], answers)[answer]) * 1.0, answer
+
+
+def false_fraction(confidence, correct, answer, threshold):
+    """Of each answer, the fraction of false claims among those above a threshold."""
+    kept = confidence > threshold
+    false, count = (np.bincount(answer, weights=x) for x in (kept & (correct < 1), kept))
+    return false / np.maximum(count, 1)
+
+
+@pytest.mark.parametrize("risk", [0.02, 0.1, 0.3, 0.9])
+def test_claims_by_the_definition(risk):
+    confidence, correct, answer = claims(40, 1)
+    order = np.random.default_rng(2).permutation(len(answer))
+    got = claim_threshold(confidence[order], correct[order], answer[order] * 7, risk)
+    bound, fits = np.zeros(40), [np.inf]
+    for t in [*np.unique(confidence)[::-1], -np.inf]:
+        bound = np.maximum(bound, false_fraction(confidence, correct, answer, t))
+        if (bound.sum() + 1) / 41 <= risk:
+            fits.append(t)
+    # One keeps the same claims as the other: a threshold of ours is the confidence of a false claim.
+    taken, want = confidence > got, confidence > min(fits)
+    np.testing.assert_array_equal(taken, want)
+    assert claim_threshold(confidence[:1], correct[:1], answer[:1], 0.49) == np.inf
+
+
+def test_claims_over_random_splits():
+    """Answers of a pool, split 1,000 times: the fraction of false claims kept, a mean over new answers."""
+    confidence, correct, answer = claims(POOL, 3)
+    first = np.searchsorted(answer, np.arange(POOL + 1))
+    false = []
+    for fit, new in splits(POOL, N):
+        rows, others = (np.concatenate([np.arange(first[n], first[n + 1]) for n in part]) for part in (fit, new[:200]))
+        threshold = claim_threshold(confidence[rows], correct[rows], answer[rows], 0.1)
+        numbers = np.unique(answer[others], return_inverse=True)[1]
+        false.append(false_fraction(confidence[others], correct[others], numbers, threshold).mean())
+    mean, error = np.mean(false), np.std(false) / np.sqrt(SPLITS)
+    print(f"false {mean:.4f} +- {error:.4f}")
+    assert mean <= 0.1 + 3 * error
+    assert mean > 0.05  # the bound costs something, but claims are kept

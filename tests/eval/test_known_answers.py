@@ -116,7 +116,7 @@ def test_the_truth_is_calibrated(known):
 
 def test_coverage_of_known_questions(known):
     """Over 1,000 tables of 150 questions: of new ones, whose truth is integrated over, not drawn."""
-    _, p, meanings = known
+    _, _, meanings = known
     answer = meanings.argmax(axis=1)
     truth, risk, n = meanings.max(axis=1), 0.1, 150
     rng = np.random.default_rng(7)

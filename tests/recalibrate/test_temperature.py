@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import scipy.optimize
+import scipy.special
 from oracle import EPS, assert_within
 
 from calibjax import recalibrate
 from calibjax.kernels import vocab_stats
-from calibjax.recalibrate import LikelihoodSums, fit_temperature, likelihood_sums
+from calibjax.recalibrate import LikelihoodSums, fit_daca, fit_temperature, likelihood_sums
+from calibjax.runtime.errors import UserError
 
 
 def issue_problem():
@@ -170,3 +173,26 @@ def test_errors():
         fit(z, labels)
     with pytest.raises(ValueError, match="check the logits"):
         fit(z[:, 4:], np.full_like(labels[:, 4:], 99))
+
+
+def test_daca_fits_where_the_models_agree():
+    """Against SciPy's minimum of the mean divergence in float64; and a chat model that is three times as confident."""
+    rng = np.random.default_rng(3)
+    base = rng.normal(size=(300, 4)) * 2
+    chat = 2.5 * base + rng.normal(size=base.shape) * 2
+    agree = base.argmax(axis=1) == chat.argmax(axis=1)
+    p = scipy.special.softmax(base[agree], axis=1)
+
+    def divergence(u):
+        return scipy.special.rel_entr(p, scipy.special.softmax(np.exp(u) * chat[agree], axis=1)).sum(axis=1).mean()
+
+    want = scipy.optimize.minimize_scalar(divergence, bounds=(-6, 6), method="bounded", options={"xatol": 1e-9}).x
+    state = fit_daca(chat.astype(np.float32), base.astype(np.float32))
+    print(f"agree on {agree.mean():.2f}: {float(state.log_scale):.6f} against {want:.6f}")
+    assert 0.5 < agree.mean() < 0.95
+    assert abs(float(state.log_scale) - want) < 2e-6
+    assert abs(float(fit_daca(3 * base, base).log_scale) + np.log(3)) < 1e-5
+    with pytest.raises(UserError, match="agree on no question"):
+        fit_daca(base[:5], -base[:5])
+    with pytest.raises(UserError, match=r"expected the shape \(300, 4\)"):
+        fit_daca(base, base[:, :3])

@@ -16,15 +16,18 @@ from calibjax.commands.common import (
     write_results,
 )
 from calibjax.commands.compare.material import CompareOptions, Material
-from calibjax.data.table import read_table, split_table
+from calibjax.data.table import PredictionTable, read_table, split_table
 from calibjax.eval.compare.contenders import Result, contenders, run_contenders, uncalibrated, with_confidence
 from calibjax.eval.compare.results import comparison_json, print_comparison
 from calibjax.eval.report.schema import CompareDocument
-from calibjax.recalibrate import METHODS, Predictions
+from calibjax.recalibrate import METHODS, Predictions, fit_daca
 from calibjax.recalibrate.saved import save
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.options import run_identity
+
+_DACA = "daca"
+"""Name of the row of `fit_daca`, which reads no labels and is therefore none of `METHODS`."""
 
 
 @on_devices
@@ -92,7 +95,7 @@ def _save_first(directory: Path, name: str, results: dict[str, Result], material
         material.save_head(directory, state)
         return f"{name} saved in {directory}, for generate --head, eval tasks --head and calibjax.load_head"
     notes: dict[str, Any] = {"data": material.title, "unit": material.unit}
-    save(directory, name, state, notes=notes)
+    save(directory, "temperature" if name == _DACA else name, state, notes=notes)
     return f"{name} saved in {directory}, for calibjax apply and calibjax.recalibrate.load"
 
 
@@ -133,9 +136,26 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[
     rows, left_out = contenders(
         calibration, held_out, base, _with_reference(names, reference), however_large=not _all(options.methods)
     )
+    if options.base_table is not None:
+        base_logits = _base_logits(options.base_table, table, options)
+        rows[_DACA] = rows[reference]._replace(fit=lambda: fit_daca(np.asarray(calibration.logits), base_logits))
     clusters = "rows" if groups is None else "groups"
     title = f"{options.table.name}, held out"
     return Material(base, rows, left_out, reference, groups, "predictions", clusters, title)
+
+
+def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) -> np.ndarray:
+    """The logits of the base model on the rows that are fitted on."""
+    with about("--base-table"):
+        base = read_table(path, outcomes=False)
+    expected, got = (np.shape(data.predictions.logits) for data in (table, base))
+    if not expected or expected != got:
+        raise UserError(
+            f"--base-table {path}: expected logits (or probabilities) of the same rows and options as those of "
+            f"--table, {list(expected)}, got {list(got)}."
+        )
+    fit, _ = split_table(PredictionTable(base.predictions, table.groups), options.fit_fraction, options.seed)
+    return np.asarray(fit.predictions.logits)
 
 
 def _with_reference(names: tuple[str, ...], reference: str) -> tuple[str, ...]:

@@ -32,6 +32,8 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
         data: text for the model: file, directory or hub id, as for `train ats`.
         table: file of predictions, in place of --model and --data.
         confidence: column of the confidence in the table.
+        base_table: the same rows, and options, of the base model that the model was post-trained from: adds daca to the
+            comparison, whose temperature needs no labels (docs/recalibration.md). Of --table with logits.
         methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
             are predictions; the base model and temperature scaling are always shown.
         out: directory for metrics.json, report.html and reliability.png; without it only the table is printed.
@@ -46,6 +48,7 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
     data: str | None = None
     table: Path | None = None
     confidence: str = dataclasses.field(default="confidence", metadata=IDENTITY_IF_CHANGED)
+    base_table: Path | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
     methods: tuple[str, ...] = ("all",)
     out: Path | None = presentation(None)
     max_tokens: Count = 10_000
@@ -59,6 +62,8 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
             raise UserError("give either --model and --data, or --table.")
         if self.table is not None and self.split_order != "shuffled":
             raise UserError("--split-order: rows of a table are always drawn at random; leave it out.")
+        if self.base_table is not None and self.table is None:
+            raise UserError("--base-table: expected --table, with the rows of the post-trained model.")
         if self.save is not None:
             check_directory(self.save)
 

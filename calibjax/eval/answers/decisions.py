@@ -6,10 +6,11 @@ where its confidence is *above* the threshold; −inf answers everything, inf no
 the same function on the rows of that category (Vovk 2012, arXiv 1209.2673).
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 _RANKS = 20
 """Fractions answered that are tested by `selective_threshold`: 5%, 10%, ... 100%."""
@@ -104,6 +105,57 @@ def selective_threshold(
     answered, wrong = taken.sum(axis=1), (taken & (np.asarray(correct) < 1)[None, :]).sum(axis=1)
     passes = binom.cdf(wrong, answered, risk) <= (1 - level) / _RANKS
     return float(thresholds[np.argmax(passes)]) if passes.any() else float("inf")
+
+
+def claim_threshold(
+    confidence: Float[np.ndarray, " M"], correct: Float[np.ndarray, " M"], answer: Int[np.ndarray, " M"], risk: float
+) -> float:
+    """The least threshold for which the expected fraction of false claims in a new answer is at most `risk`.
+
+    Of an answer the claims with confidence above t are kept. The fraction of false ones among them may rise and fall
+    with t, so it is bounded by its largest value at any higher threshold, max over u >= t of false(u)/max(kept(u), 1),
+    to which conformal risk control applies: the least t with (Σ of it over n answers + 1)/(n + 1) <= risk
+    (Angelopoulos et al. 2024, arXiv 2208.02814, theorem 1; claims as in Mohri and Hashimoto 2024, arXiv 2402.10978). An
+    answer of which nothing is kept has no false claim. The claims of an answer may depend on each other.
+
+    Args:
+        confidence: of M claims, finite.
+        correct: 1 for true, 0 for false.
+        answer: number of the answer that a claim belongs to; n answers in all.
+        risk: in (0, 1).
+
+    Returns:
+        The threshold: a confidence of a false claim, −inf, or inf where n is below 1/risk − 1.
+
+    Example:
+        >>> confidence, answer = np.tile([0.2, 0.6, 0.9], 40), np.arange(120) // 3
+        >>> claim_threshold(confidence, (confidence > 0.5).astype(float), answer, 0.1)
+        0.2
+    """
+    confidence, false = np.asarray(confidence, np.float64), np.asarray(correct) < 1
+    numbers = np.unique(answer, return_inverse=True)[1]
+    order = np.lexsort((-confidence, numbers))  # each answer's claims, the most confident one first
+    score, false, numbers = confidence[order], false[order], numbers[order]
+    n, first = int(numbers[-1]) + 1, np.searchsorted(numbers, numbers)
+    total = np.cumsum(false)
+    wrong = total - np.where(first > 0, total[first - 1], 0)
+    # Claims of equal confidence are kept together: what counts is the fraction after the last of them.
+    last = np.append((score[1:] != score[:-1]) | (numbers[1:] != numbers[:-1]), True)
+    fraction = np.where(last, wrong / (np.arange(len(score)) - first + 1), 0.0)
+    worst = np.zeros(len(score))
+    for begin, end in pairwise([*np.flatnonzero(np.diff(numbers, prepend=-1)), len(score)]):
+        worst[begin:end] = np.maximum.accumulate(fraction[begin:end])
+    rise = np.diff(worst, prepend=0.0)
+    rise[first == np.arange(len(score))] = worst[first == np.arange(len(score))]
+    # The sum as a function of the threshold: each rise counts where the threshold is below its confidence.
+    falling = np.argsort(-score, kind="stable")
+    values, start = np.unique(-score[falling], return_index=True)
+    ends = np.append(start[1:], len(score)) - 1
+    sums = np.cumsum(rise[falling])[ends]  # at thresholds just below values
+    allowed = sums + 1 <= risk * (n + 1) * (1 + 1e-12)
+    if risk * (n + 1) * (1 + 1e-12) < 1:
+        return float("inf")
+    return float("-inf") if allowed.all() else float(-values[int(np.argmin(allowed))])
 
 
 def set_threshold(probability: Float[np.ndarray, " N"], risk: float) -> float:

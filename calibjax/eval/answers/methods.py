@@ -16,10 +16,12 @@ Example:
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from calibjax.eval.answers.confidence import WORDS, AnswerConfidence, answer_confidence
+from calibjax.eval.answers.probes import PROBES, TARGETS
 from calibjax.eval.answers.samples import entropy_confidence, semantic_confidence, two_way_confidence
 
 
@@ -34,6 +36,7 @@ class Evidence(NamedTuple):
         sample_log_probs: `[N, K]`, log-probability of each sample divided by its length, nats.
         asked: `[N, 2]`, log-probability of "yes" and of "no" to a question whether the answer is right.
         stated: `[N]`, the confidence that the model stated in words or numbers, in [0, 1]; NaN where it cannot be read.
+        probed: `[N]`, log-odds that a probe of the hidden states gives (`calibjax.eval.answers.probes`).
     """
 
     options: Float[Array, "N O"] | None = None
@@ -43,6 +46,7 @@ class Evidence(NamedTuple):
     sample_log_probs: Float[Array, "N K"] | None = None
     asked: Float[Array, "N 2"] | None = None
     stated: Float[Array, " N"] | None = None
+    probed: Float[Array, " N"] | None = None
 
 
 class Method(NamedTuple):
@@ -139,5 +143,14 @@ METHODS: dict[str, Method] = {
         "confidence that the model states in words",
         "Lin et al. 2022, arXiv 2205.14334",
     ),
+    **{
+        name: Method(
+            lambda e: jax.nn.sigmoid(jnp.asarray(_given(e.probed), jnp.float32)),
+            ("probed",),
+            f"probe of hidden states ({probe.feature}) for {TARGETS[probe.target][0]}",
+            TARGETS[probe.target][1],
+        )
+        for name, probe in PROBES.items()
+    },
 }
 """Name -> method. 1/perplexity of an answer is length_normalised."""

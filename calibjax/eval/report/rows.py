@@ -170,9 +170,8 @@ def remarks(results: Mapping[str, Any]) -> list[str]:
     lines = []
     if "shots" in results:
         own = ", ".join(f"{name} {value:.4f}" for name, value in results["harness"].items())
-        lines.append(
-            f"{results['shots']} examples before each question; {results['source']}; lm-eval's own metrics: {own}"
-        )
+        told = [f"{results['shots']} examples before each question", results["source"]]
+        lines.append("; ".join([*told, f"lm-eval's own metrics: {own}"] if own else told))
     if results.get("cut"):
         lines.append(f"{results['cut']:,} prompts exceeded the model's context and were cut at the start")
     if results.get("too_long"):
@@ -192,8 +191,13 @@ def cells_of(results: Mapping[str, Any], keys: Collection[str]) -> tuple[list[st
 
 
 def _columns_of(sets: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, Callable[[Mapping[str, Any]], str]]]:
+    sets = list(sets)
     found = {key for results in sets for row in results["methods"].values() for key in row}
-    return [column for column in _COLUMNS if column[0] in found]
+    columns = [column for column in _COLUMNS if column[0] in found]
+    reference = sets[0].get("reference", "temperature") if sets else "temperature"
+    if reference.endswith("temperature"):
+        return columns
+    return [(key, title.replace("temperature scaling", title_of(reference)), cell) for key, title, cell in columns]
 
 
 def held_out_table(document: Document) -> TextTable:

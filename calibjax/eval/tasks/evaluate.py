@@ -12,7 +12,7 @@ from lm_eval.api.task import ConfigurableTask
 from calibjax import recalibrate
 from calibjax.eval.answers.confidence import OptionConfidence, TextConfidence, answer_confidence
 from calibjax.eval.answers.judges import Judge, references
-from calibjax.eval.tasks.continuation import continue_contexts, room_for_context
+from calibjax.eval.tasks.continuation import Continued, continue_contexts, room_for_context
 from calibjax.eval.tasks.evidence import Asking, Questions, confidences
 from calibjax.eval.tasks.harness import HarnessLM
 from calibjax.eval.tasks.scoring import Continuation, Score
@@ -21,11 +21,14 @@ from calibjax.recalibrate import Predictions
 from calibjax.runtime.distributed import check_same, from_first
 from calibjax.runtime.errors import UserError
 
-_AT_ONCE = 256
+AT_ONCE = 256
 """Questions whose log-probabilities are stored at a time."""
 _MOST_CALIBRATION = 1_000
 """Questions of a part that a temperature over the options is fitted on."""
 _confidence = jax.jit(answer_confidence, static_argnums=0)
+
+
+_ROWS = ("confidence", "correct", "choice", "log_prob")
 
 
 class Answers(NamedTuple):
@@ -57,13 +60,21 @@ class Answers(NamedTuple):
 
     def first(self, rows: int) -> "Answers":
         """Keeps the first rows of M."""
-        arrays = ("confidence", "correct", "choice", "log_prob")
-        return self._replace(**{name: getattr(self, name)[:rows] for name in arrays})
+        return self._replace(**{name: getattr(self, name)[:rows] for name in _ROWS})
+
+    def row(self, number: int) -> "Answers":
+        """Keeps one row of M."""
+        return self._replace(**{name: getattr(self, name)[number : number + 1] for name in _ROWS})
+
+    @classmethod
+    def stack(cls, rows: Sequence["Answers"]) -> "Answers":
+        """The rows of several answers to the same questions, one after the other."""
+        return rows[0]._replace(**{name: np.concatenate([getattr(row, name) for row in rows]) for name in _ROWS})
 
     @classmethod
     def join(cls, parts: Sequence["Answers"]) -> "Answers":
         """Concatenates answers in their order."""
-        arrays = ("confidence", "correct", "choice", "log_prob", "subject", "cut", "question", "answer")
+        arrays = (*_ROWS, "subject", "cut", "question", "answer")
         joined = {name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays}
         told = [part for part in parts if part.harness]  # a part without questions has no metrics
         names = [name for name in (told[0].harness if told else {}) if all(name in part.harness for part in told)]
@@ -120,7 +131,7 @@ def check(lm: HarnessLM, task: ConfigurableTask, how: How) -> None:
     """Raises `UserError` if a task is neither multiple choice nor free text, has too few few-shot examples, or allows
     longer answers than the model's context."""
     kind = task.OUTPUT_TYPE
-    if how.fit and kind != "multiple_choice":
+    if how.fit and kind != "multiple_choice" and not (how.asking and how.asking.probed):
         raise UserError(f"task {task.config.task}: --fit fits a temperature over options, and this task has none.")
     if kind not in ("multiple_choice", "generate_until"):
         raise UserError(f"task {task.config.task}: expected multiple choice or free text, got {kind}.")
@@ -131,14 +142,14 @@ def check(lm: HarnessLM, task: ConfigurableTask, how: How) -> None:
             f"{_examples(task)}. Give --shots 0."
         )
     if kind == "generate_until":
-        room_for_context(_writing(lm, task, how)["max_new_tokens"], lm.max_length)
+        room_for_context(writing(lm, task, how)["max_new_tokens"], lm.max_length)
 
 
 def _shots(task: ConfigurableTask, how: How) -> int:
     return task.config.num_fewshot or 0 if how.shots is None else how.shots
 
 
-def _writing(lm: HarnessLM, task: ConfigurableTask, how: How) -> dict[str, Any]:
+def writing(lm: HarnessLM, task: ConfigurableTask, how: How) -> dict[str, Any]:
     """Returns the arguments of `continue_contexts` for free text: greedy, whatever the task requests."""
     asked: dict[str, Any] = dict(task.config.generation_kwargs or {})
     if how.max_new_tokens is not None:
@@ -169,23 +180,23 @@ def ask_parts(
         subject: of questions that have no column category.
         tick: called with the number of questions done.
     """
-    waiting: list[_Asked] = []
+    waiting: list[Asked] = []
     for name, part in parts.items():
         count = question_count(part.task, how)
-        questions = ((index, part.task.eval_docs[index]) for index in _questions(part.task, how))
-        pieces = (_asked(lm, name, part, how, piece) for piece in _pieces(questions, _AT_ONCE))
-        if count > _AT_ONCE or part.task.OUTPUT_TYPE != "multiple_choice":
-            yield name, Answers.join([_answer_all(lm, how, [piece], tick)[0] for piece in pieces])
+        questions = ((index, part.task.eval_docs[index]) for index in question_numbers(part.task, how))
+        asked_pieces = (ask_piece(lm, name, part, how, piece) for piece in pieces(questions, AT_ONCE))
+        if count > AT_ONCE or part.task.OUTPUT_TYPE != "multiple_choice":
+            yield name, Answers.join([_answer_all(lm, how, [piece], tick)[0] for piece in asked_pieces])
             continue
-        if sum(len(asked.documents) for asked in waiting) + count > _AT_ONCE:
+        if sum(len(asked.documents) for asked in waiting) + count > AT_ONCE:
             yield from zip((asked.name for asked in waiting), _answer_all(lm, how, waiting, tick), strict=True)
             waiting = []
-        waiting += pieces
+        waiting += asked_pieces
     yield from zip((asked.name for asked in waiting), _answer_all(lm, how, waiting, tick), strict=True)
 
 
-class _Asked(NamedTuple):
-    """Up to `_AT_ONCE` questions of a part, with their prompts; of multiple choice also what is scored, by question."""
+class Asked(NamedTuple):
+    """Up to `AT_ONCE` questions of a part, with their prompts; of multiple choice also what is scored, by question."""
 
     name: str
     part: Part
@@ -195,7 +206,7 @@ class _Asked(NamedTuple):
     numbers: Sequence[int]
 
 
-def _questions(task: ConfigurableTask, how: How) -> Iterator[int]:
+def question_numbers(task: ConfigurableTask, how: How) -> Iterator[int]:
     pool = _pool(task, how)
     chosen = np.random.default_rng(how.seed).choice(len(pool), question_count(task, how), replace=False)
     return iter(pool[np.sort(chosen)].tolist())
@@ -250,9 +261,9 @@ def fit_options(lm: HarnessLM, parts: Mapping[str, Part], how: How) -> Calibrati
         UserError: no calibration question has exactly one right option.
     """
     several = [
-        _asked(lm, name, part, how, piece)
+        ask_piece(lm, name, part, how, piece)
         for name, part in parts.items()
-        for piece in _pieces(iter(calibration_questions(part.task, how)), _AT_ONCE)
+        for piece in pieces(iter(calibration_questions(part.task, how)), AT_ONCE)
     ]
     scored = [pair for asked in several for pairs in asked.options if _fit(lm, pairs) for pair in pairs]
     scores = iter(lm.scorer.score(scored))
@@ -279,7 +290,7 @@ def fit_options(lm: HarnessLM, parts: Mapping[str, Part], how: How) -> Calibrati
     return Calibration(tuple(scales), len(labels), source)
 
 
-def _asked(lm: HarnessLM, name: str, part: Part, how: How, questions: Sequence[tuple[int, Any]]) -> _Asked:
+def ask_piece(lm: HarnessLM, name: str, part: Part, how: How, questions: Sequence[tuple[int, Any]]) -> Asked:
     """`questions`: their numbers in the task (in its calibration split), and what they are."""
     task, shots = part.task, _shots(part.task, how)
     numbers, documents = [number for number, _ in questions], [document for _, document in questions]
@@ -291,10 +302,10 @@ def _asked(lm: HarnessLM, name: str, part: Part, how: How, questions: Sequence[t
         for document, prompt in zip(documents, prompts, strict=True):
             requests: Any = task.construct_requests(document, prompt)
             options.append([lm.encode(*request.args) for request in requests])
-    return _Asked(name, part, documents, prompts, options, numbers)
+    return Asked(name, part, documents, prompts, options, numbers)
 
 
-def _answer_all(lm: HarnessLM, how: How, several: Sequence[_Asked], tick: Callable[[int], Any]) -> list[Answers]:
+def _answer_all(lm: HarnessLM, how: How, several: Sequence[Asked], tick: Callable[[int], Any]) -> list[Answers]:
     """The answers to each of some parts. Options that can be read are scored in the same batches."""
     scored = [pair for asked in several for pairs in asked.options if _fit(lm, pairs) for pair in pairs]
     scores = iter(lm.scorer.score(scored))
@@ -325,17 +336,17 @@ def _example_split(task: ConfigurableTask) -> str | None:
     return next((split for split in splits if split and split != task.config.test_split), None)
 
 
-def _pieces(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+def pieces(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
     while piece := list(islice(items, size)):
         yield piece
 
 
 def _option_log_probs(
-    lm: HarnessLM, how: How, asked: _Asked, all_scores: Iterator[Score]
+    lm: HarnessLM, how: How, asked: Asked, all_scores: Iterator[Score]
 ) -> tuple[list[Any], Float[np.ndarray, "M _ K"], list[tuple[int, list[Score]]]]:
     """The questions whose options can be read, log-likelihoods of their options, and each one's number and scores.
 
-    The log-likelihoods are of `_AT_ONCE` questions: of those that are not there, and of options that a question does
+    The log-likelihoods are of `AT_ONCE` questions: of those that are not there, and of options that a question does
     not have, −inf. They are summed over the tokens of an option, or their mean (`options_per_token`).
     """
     readable = [_fit(lm, pairs) for pairs in asked.options]
@@ -345,7 +356,7 @@ def _option_log_probs(
     scores = list(_grouped(owners, list(islice(all_scores, len(owners)))))
     most = max(counts, default=1)
     heads, width = len(lm.scorer.names), max(-(-most // 4) * 4, 4)  # few shapes
-    log_probs = np.full((heads, _AT_ONCE, width), -np.inf, np.float32)
+    log_probs = np.full((heads, AT_ONCE, width), -np.inf, np.float32)
     for question, options in scores:
         for place, score in enumerate(options):
             total = score.log_probs.sum(axis=1)
@@ -354,7 +365,7 @@ def _option_log_probs(
     return kept, log_probs, scores
 
 
-def _choose(lm: HarnessLM, how: How, asked: _Asked, all_scores: Iterator[Score]) -> Answers:
+def _choose(lm: HarnessLM, how: How, asked: Asked, all_scores: Iterator[Score]) -> Answers:
     """The options chosen; takes the scores of this part's options from `all_scores`."""
     task, subject = asked.part.task, asked.part.subject
     kept, log_probs, scores = _option_log_probs(lm, how, asked, all_scores)
@@ -410,33 +421,60 @@ def _grouped(owners: Sequence[int], scores: list[Score]) -> Iterator[tuple[int, 
         start = end
 
 
-def _ask_texts(lm: HarnessLM, how: How, asked: _Asked) -> Answers:
-    task, documents, prompts = asked.part.task, asked.documents, asked.prompts
-    options = _writing(lm, task, how)
-    whole = [lm.tok_encode(prompt + lm.word_end) for prompt in prompts]
+class Written(NamedTuple):
+    """Prompts as tokens, whole and as far as they are read, and the answers to them."""
+
+    whole: list[list[int]]
+    contexts: list[list[int]]
+    texts: list[Continued]
+
+    def questions(self, asked: Asked, tokens: Float[np.ndarray, "N T"]) -> Questions:
+        texts = [str(asked.part.task.doc_to_text(document)) for document in asked.documents]
+        answers = [text.text.strip() for text in self.texts]
+        return Questions(
+            asked.name, asked.numbers, texts, self.contexts, answers, tokens, [text.tokens for text in self.texts]
+        )
+
+
+def write_answers(lm: HarnessLM, asked: Asked, options: dict[str, Any]) -> Written:
+    whole = [lm.tok_encode(prompt + lm.word_end) for prompt in asked.prompts]
     room = room_for_context(options["max_new_tokens"], lm.max_length)
     contexts = [
         context[-room:] for context in whole
     ]  # continuations are scored in the context that they were generated in
     written = dict(continue_contexts(lm.lm, contexts, **options))
-    texts = [written[number] for number in range(len(contexts))]
+    return Written(whole, contexts, [written[number] for number in range(len(contexts))])
+
+
+def judge_texts(how: How, asked: Asked, texts: Sequence[Sequence[str]]) -> Float[np.ndarray, "N K"]:
+    """Judgements of K answers to each question, float32. In one process only: a judge may cost money, and may judge
+    differently when it is called again."""
+    rows = list(zip(asked.prompts, texts, map(references, asked.documents), strict=True))
+    return from_first(
+        lambda: [[how.judge(prompt, text, right) for text in of_question] for prompt, of_question, right in rows],
+        np.zeros((len(texts), len(texts[0]) if texts else 1), np.float32),
+    )
+
+
+def _ask_texts(lm: HarnessLM, how: How, asked: Asked) -> Answers:
+    task, documents = asked.part.task, asked.documents
+    options = writing(lm, task, how)
+    written = write_answers(lm, asked, options)
+    whole, contexts, texts = written
     scored = lm.scorer.score([Continuation(*pair) for pair in zip(contexts, (t.tokens for t in texts), strict=True)])
     heads, n = len(lm.scorer.names), len(texts)
-    log_probs = np.full((heads, _AT_ONCE, options["max_new_tokens"]), -np.inf, np.float32)
+    log_probs = np.full((heads, AT_ONCE, options["max_new_tokens"]), -np.inf, np.float32)
     for number, score in enumerate(scored):
         log_probs[:, number, : score.log_probs.shape[1]] = score.log_probs
     there = np.isfinite(log_probs)
     confidence = np.stack([_confidence(how.text, *pair) for pair in zip(log_probs, there, strict=True)])[:, :n]
-    rows = list(zip(prompts, [t.text for t in texts], map(references, documents), strict=True))
     question, answer = (np.full(n, "") for _ in range(2))
     if how.asking is not None and n:
-        question = np.array([str(task.doc_to_text(document)) for document in documents])
-        answer = np.array([text.text.strip() for text in texts])
-        given = Questions(asked.name, asked.numbers, question.tolist(), contexts, answer.tolist(), log_probs[0, :n])
+        given = written.questions(asked, log_probs[0, :n])
+        question, answer = np.array(given.texts), np.array(given.answers)
         further = confidences(lm, how.asking, given, options, how.seed, how.log)
         confidence = np.concatenate([confidence, further])
-    # In one process only: a judge may cost money, and may judge differently when it is called again.
-    correct = from_first(lambda: [how.judge(*row) for row in rows], np.zeros(n, np.float32))
+    correct = judge_texts(how, asked, [[text.text] for text in texts])[:, 0]
     harness = [task.process_results(document, [t.text.strip()]) for document, t in zip(documents, texts, strict=True)]
     return Answers(
         confidence.astype(np.float32),
@@ -445,7 +483,7 @@ def _ask_texts(lm: HarnessLM, how: How, asked: _Asked) -> Answers:
         np.full(confidence.shape, np.nan, np.float32),
         np.array([str(document.get("category", asked.part.subject)) for document in documents], str),
         _numbers(harness),
-        np.array([max(len(context) - room, 0) for context in whole], np.int32),
+        np.array([len(all_of) - len(read) for all_of, read in zip(whole, contexts, strict=True)], np.int32),
         0,
         question,
         answer,

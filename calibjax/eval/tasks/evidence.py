@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,12 @@ from jaxtyping import Float
 from calibjax.eval.answers.asked import STATED, TWO_WAY
 from calibjax.eval.answers.clusters import Clustering, clusters_of, cosine_clusters
 from calibjax.eval.answers.methods import METHODS, Evidence
+from calibjax.eval.answers.probes import PROBES
 from calibjax.eval.tasks.continuation import Continued, continue_contexts
 from calibjax.eval.tasks.harness import HarnessLM
+from calibjax.eval.tasks.hidden import answer_features
 from calibjax.eval.tasks.scoring import Continuation
+from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling
 from calibjax.runtime.distributed import on_first
@@ -36,6 +39,8 @@ class Asking(NamedTuple):
         temperature: of the samples.
         same: which answers mean the same.
         folder: where the samples are kept, so that a killed run resumes; None: nowhere.
+        head: sample from its calibrated distribution; None: from that of the base model.
+        probes: name -> parameters of each probe among the methods (`calibjax.train.probes`).
     """
 
     methods: tuple[str, ...]
@@ -43,6 +48,13 @@ class Asking(NamedTuple):
     temperature: float
     same: Clustering
     folder: Path | None
+    head: FittedHead | None = None
+    probes: Mapping[str, Any] = {}
+
+    @property
+    def probed(self) -> list[str]:
+        """The probes among the methods."""
+        return [name for name in self.methods if name in PROBES]
 
 
 class Questions(NamedTuple):
@@ -55,6 +67,7 @@ class Questions(NamedTuple):
         contexts: tokens of the prompts.
         answers: the answers.
         tokens: log-probability of each token of the answers, `[N, T]`, −inf where there is none.
+        written: ids of the tokens of the answers.
     """
 
     name: str
@@ -63,6 +76,7 @@ class Questions(NamedTuple):
     contexts: Sequence[Sequence[int]]
     answers: Sequence[str]
     tokens: Float[np.ndarray, "N T"]
+    written: Sequence[Sequence[int]]
 
 
 def confidences(
@@ -80,12 +94,18 @@ def confidences(
     reads = {field for name in asking.methods for field in METHODS[name].reads}
     known: dict[str, Any] = {"tokens": questions.tokens}
     if "clusters" in reads:
-        samples = _samples(lm, asking, questions, writing, seed)
+        samples = sampled(lm, asking, questions, writing, seed)
         texts = [[text for text, _ in row] for row in samples]
         known["clusters"], known["answer"] = clusters_of(asking.same, questions.texts, questions.answers, texts)
         known["sample_log_probs"] = np.array([[mean for _, mean in row] for row in samples], np.float32)
     found = []
+    features = answer_features(
+        lm.lm, questions.contexts, questions.written, {PROBES[name].feature for name in asking.probed}
+    )
     for name in asking.methods:
+        if name in PROBES:
+            fitted = asking.probes[name]
+            known["probed"] = features[PROBES[name].feature] @ fitted["weights"] + fitted["bias"]
         if name in TWO_WAY:
             known["asked"] = _two_way(lm, name, questions)
         if name in STATED:
@@ -101,7 +121,7 @@ def _jitted(name: str) -> Callable[[Evidence], Any]:
     return jax.jit(METHODS[name].function)
 
 
-def _samples(
+def sampled(
     lm: HarnessLM, asking: Asking, questions: Questions, writing: dict[str, Any], seed: int
 ) -> list[list[tuple[str, float]]]:
     """K samples of each question: text, and mean log-probability of its tokens. Read from a file if they are there."""
@@ -116,9 +136,11 @@ def _samples(
         key=jax.random.key(seed),
         count=asking.samples,
         numbers=tuple(questions.numbers),
+        calibrated=asking.head is not None,
     )
+    options |= {"sampling": sampling, "head": asking.head}
     drawn: list[list[Continued]] = [[] for _ in questions.numbers]
-    for number, continued in continue_contexts(lm.lm, questions.contexts, **{**options, "sampling": sampling}):
+    for number, continued in continue_contexts(lm.lm, questions.contexts, **options):
         drawn[number].append(continued)
     rows = [[(one.text.strip(), float(np.mean(one.log_probs))) for one in row] for row in drawn]
     if file is not None:

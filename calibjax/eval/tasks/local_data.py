@@ -151,10 +151,12 @@ third sentence, or a name at its second place within a sentence."""
 
 
 def stories(kind: str, assets: str | None = None, **_: Any) -> "DatasetDict":
-    """Returns words of stories, one of each story that has such a word: a third in train, to calibrate on."""
-    questions = []
-    for row in _rows(find("tinystories_sample/tinystories_sample.jsonl.gz", assets)):
+    """Returns words of stories, one of each story that has it; every third story is in train, to calibrate on."""
+    train: list[dict[str, str]] = []
+    test: list[dict[str, str]] = []
+    for number, row in enumerate(_rows(find("tinystories_sample/tinystories_sample.jsonl.gz", assets))):
         found = re.match(_STORY_WORDS[kind], row["text"])
         if found:
+            questions = test if number % 3 else train
             questions.append({"question": row["text"][: found.start(2)].rstrip(), "answer": found[2]})
-    return _splits(train=questions[::3], test=[row for n, row in enumerate(questions) if n % 3])
+    return _splits(train=train, test=test)

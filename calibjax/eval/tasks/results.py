@@ -25,12 +25,20 @@ _FURTHER = {
 
 
 def answers_json(
-    answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, resamples: int = 1000, seed: int = 0
+    answers: Answers,
+    names: Sequence[str],
+    *,
+    bins: int,
+    closed: Closed,
+    resamples: int = 1000,
+    seed: int = 0,
+    reference: str = "temperature",
 ) -> AnswerSet:
     """A set of metrics.json: methods, each with the fields of `comparison_json` and those of `_FURTHER`.
 
     The bootstrap resamples questions. `harness` are the means of lm-eval's own metrics for the first method; `cut`
-    counts the questions whose prompt was cut at its start, `too_long` those left out.
+    counts the questions whose prompt was cut at its start, `too_long` those left out. Each method is compared with the
+    `reference`.
     """
     results = {}
     for row, name in enumerate(names):
@@ -38,7 +46,7 @@ def answers_json(
         log_prob = answers.log_prob[row] if not np.isnan(answers.log_prob[row]).any() else None
         results[name] = Result(Outcome(answers.confidence[row], answers.correct[row], choice, log_prob), 0.0, 0, None)
     options = {"bins": bins, "closed": closed, "resamples": resamples, "seed": seed}
-    compared = comparison_json(results, reference="temperature", **options)
+    compared = comparison_json(results, reference=reference, **options)
     methods: dict[str, AnswerRow] = {}
     for name, result in results.items():
         row = {key: value for key, value in compared[name].items() if key not in ("parameters", "fit_seconds")}
@@ -52,7 +60,7 @@ def answers_json(
         "tokens": answers.confidence.shape[1],
         "unit": "questions",
         "clusters": "questions",
-        "reference": "temperature",
+        "reference": reference,
         "methods": methods,
         "failed": {},
         "left_out": {},

@@ -1,0 +1,144 @@
+"""What the studies of answers share: their options, tasks and documents."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from calibjax.commands.common import (
+    SCHEMA,
+    BinningOptions,
+    ModelOptions,
+    OutputOptions,
+    begin,
+    load_placed,
+    presentation,
+)
+from calibjax.commands.eval_tasks import HIDDEN, BenchmarkTask, Temperature, check_tasks, load_tasks, parts_of
+from calibjax.eval.answers.clusters import find_clustering
+from calibjax.eval.answers.judges import STRING_MATCH, find_judge
+from calibjax.eval.report.schema import TasksDocument
+from calibjax.eval.tasks.local_data import assets_folder
+from calibjax.models import LanguageModel
+from calibjax.runtime.context import RunContext
+from calibjax.runtime.distributed import together
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import BatchSize, Count, Range, run_identity
+
+if TYPE_CHECKING:
+    from calibjax.eval.answers.clusters import Clustering
+    from calibjax.eval.tasks.evaluate import Answers, How
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerStudyOptions(BinningOptions, OutputOptions, ModelOptions):
+    """What the studies of answers share.
+
+    Attributes:
+        tasks: tasks of lm-eval with written answers, or story_words, story_last_words, story_names; separated by commas
+            or spaces.
+        out: directory for metrics.json, report.html and figures; samples are kept in answers/, so that a killed run
+            resumes.
+        assets: folder whose data/ holds the questions; by default CALIBJAX_ASSETS.
+        samples: answers sampled for each question.
+        sampling_temperature: temperature of the samples.
+        same: which answers mean the same: exact, normalised, numeric (the last number), hidden, or
+            package.module:function.
+        judge: how written answers are judged: string-match, or package.module:function.
+        max_new_tokens: largest number of tokens of an answer; that of the task if not given.
+        limit: use only so many questions of each task, drawn at random.
+        batch_size: rows per step.
+    """
+
+    tasks: tuple[str, ...]
+    out: Path = presentation()
+    assets: Path | None = None
+    samples: Annotated[int, Range(2, 1024)] = 8
+    sampling_temperature: Temperature = 1.0
+    same: str = "normalised"
+    judge: str = STRING_MATCH
+    max_new_tokens: Count | None = None
+    limit: Count | None = None
+    batch_size: BatchSize = presentation(32)
+
+
+class AnswerStudy(NamedTuple):
+    """What a study of answers works on: context, model, tasks by name, and how they are asked (without samples)."""
+
+    context: RunContext
+    lm: LanguageModel
+    tasks: dict[str, BenchmarkTask]
+    how: "How"
+    same: "Clustering"
+
+    def parts(self, name: str) -> Any:
+        return parts_of(self.tasks[name])
+
+
+def open_study(command: str, options: AnswerStudyOptions, log: Callable[[str], None]) -> AnswerStudy:
+    """Checks the options, claims --out, loads tasks and model; raises `UserError` before any work is lost."""
+    try:
+        from calibjax.eval.tasks.evaluate import How
+        from calibjax.eval.tasks.evidence import hidden_clustering
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    names = tuple(dict.fromkeys(name for part in options.tasks for name in part.split(",") if name))
+    judge, assets = find_judge(options.judge), assets_folder(options.assets)
+    clustering = None if options.same == HIDDEN else find_clustering(options.same)
+    manager = together(functools.partial(check_tasks, names, assets))
+    context = begin(command, options, log)
+    tasks = together(functools.partial(load_tasks, names, manager, assets, log))
+    for name, task in tasks.items():
+        if any(part.OUTPUT_TYPE != "generate_until" for part in task.parts.values()):
+            raise UserError(f"--tasks {name}: expected a task with written answers; options are not sampled.")
+    lm = load_placed(options.model, context.mesh, options.dtype, log=log)
+    how = How(None, "options", "length_normalised", judge, options.max_new_tokens, options.limit, options.seed, log=log)
+    return AnswerStudy(context, lm, tasks, how, clustering or hidden_clustering(lm))
+
+
+def document_of(
+    command: str,
+    options: AnswerStudyOptions,
+    study: AnswerStudy,
+    found: Mapping[str, "Answers"],
+    whole: Sequence[str],
+    names: Sequence[str],
+    *,
+    reference: str,
+    said: str,
+) -> TasksDocument:
+    """The document of `eval tasks` with other sets.
+
+    Args:
+        command, options, study: of the run.
+        found: title, which begins with the task -> answers, a row for each name.
+        whole: titles of the sets that are shown first, joined.
+        names: of the rows.
+        reference: the row that others are compared with.
+        said: where the confidences are from.
+    """
+    from calibjax.eval.tasks.evaluate import Answers
+    from calibjax.eval.tasks.results import answers_json
+
+    binning: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "seed": options.seed}
+    sets: dict[str, Any] = {
+        title: {
+            **answers_json(answers, names, **binning, reference=reference),
+            "title": title,
+            "confidence": said,
+            "shots": 0,
+            "source": study.tasks[title.partition(",")[0]].source,
+            "subjects": [],
+        }
+        for title, answers in found.items()
+    }
+    run = {**run_identity(command, options), "base_fingerprint": study.lm.fingerprint}
+    first: Any = sets[whole[0]]
+    if len(whole) > 1:
+        together = Answers.join([found[title] for title in whole])
+        title = f"all tasks{whole[0].removeprefix(whole[0].partition(',')[0])}"
+        first = {**answers_json(together, names, **binning, reference=reference), "title": title, "confidence": said}
+    return {"schema": SCHEMA, "held_out": first, "tasks": sets, "run": run}
