@@ -232,7 +232,19 @@ TABLE = [
     Mutation(
         "recalibrate/local.py", "jnp.maximum(jnp.max(score), jnp.finfo(jnp.float32).min)", "0.0", f"{METHODS} -k lore"
     ),
+    Mutation(
+        "recalibrate/agreement.py",
+        "agree = z.argmax(axis=1) == b.argmax(axis=1)",
+        "agree = z.argmax(axis=1) >= 0",
+        "recalibrate/test_temperature.py -k daca",
+    ),
     # data
+    Mutation(
+        "data/synthetic.py",
+        "jnp.arange(joint.shape[1]) % language.vocab_size",
+        "jnp.arange(joint.shape[1]) // language.vocab_size",
+        "data/test_synthetic.py -k chain",
+    ),
     Mutation("data/pipeline.py", "self._part >= len(element)", "self._part > len(element)", "data/test_pipeline.py"),
     Mutation(
         "data/sequences.py",
@@ -345,6 +357,8 @@ TABLE = [
     Mutation(
         "train/state.py", "left = max(steps - warmup, 1)", "left = max(steps, 1)", "train/test_sft.py -k optimisers"
     ),
+    Mutation("train/probes.py", "width / (2 * count)", "width / count", "train/test_probes.py -k penalised"),
+    Mutation("train/probes.py", "- weights.astype(np.float64) @ mean", "", "train/test_probes.py -k penalised"),
     # eval
     Mutation(
         "eval/tokens.py",
@@ -364,6 +378,16 @@ TABLE = [
         "setdefault((read, 0)",
         "eval/test_scoring.py -k dense_formula",
     ),
+    Mutation(
+        "eval/answers/decisions.py", "allowed = sums + 1 <=", "allowed = sums <=", "eval/test_decisions.py -k claims_by"
+    ),
+    Mutation(
+        "eval/answers/decisions.py",
+        "np.maximum.accumulate(fraction[begin:end])",
+        "fraction[begin:end]",
+        "eval/test_decisions.py -k claims_by",
+    ),
+    Mutation("eval/answers/probes.py", "places.start - 1)", "places.start)", "train/test_probes.py -k features"),
     # runtime
     Mutation(
         "runtime/files.py",
