@@ -148,7 +148,7 @@ def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) ->
     """The logits of the base model on the rows that are fitted on."""
     with about("--base-table"):
         base = read_table(path, outcomes=False)
-    expected, got = (np.shape(data.predictions.logits) for data in (table, base))
+    expected, got = (np.shape(np.asarray(data.predictions.logits)) for data in (table, base))
     if not expected or expected != got:
         raise UserError(
             f"--base-table {path}: expected logits (or probabilities) of the same rows and options as those of "

@@ -65,8 +65,11 @@ class AnswerStudyOptions(BinningOptions, OutputOptions, ModelOptions):
 
 
 class AnswerStudy(NamedTuple):
-    """What a study of answers works on: context, model, tasks by name, and how they are asked (without samples)."""
+    """What a study of answers is and works on: command, options, context, model, tasks by name, and how they are asked
+    (without samples)."""
 
+    command: str
+    options: AnswerStudyOptions
     context: RunContext
     lm: LanguageModel
     tasks: dict[str, BenchmarkTask]
@@ -96,12 +99,10 @@ def open_study(command: str, options: AnswerStudyOptions, log: Callable[[str], N
             raise UserError(f"--tasks {name}: expected a task with written answers; options are not sampled.")
     lm = load_placed(options.model, context.mesh, options.dtype, log=log)
     how = How(None, "options", "length_normalised", judge, options.max_new_tokens, options.limit, options.seed, log=log)
-    return AnswerStudy(context, lm, tasks, how, clustering or hidden_clustering(lm))
+    return AnswerStudy(command, options, context, lm, tasks, how, clustering or hidden_clustering(lm))
 
 
 def document_of(
-    command: str,
-    options: AnswerStudyOptions,
     study: AnswerStudy,
     found: Mapping[str, "Answers"],
     whole: Sequence[str],
@@ -113,7 +114,7 @@ def document_of(
     """The document of `eval tasks` with other sets.
 
     Args:
-        command, options, study: of the run.
+        study: of the run.
         found: title, which begins with the task -> answers, a row for each name.
         whole: titles of the sets that are shown first, joined.
         names: of the rows.
@@ -123,6 +124,7 @@ def document_of(
     from calibjax.eval.tasks.evaluate import Answers
     from calibjax.eval.tasks.results import answers_json
 
+    options = study.options
     binning: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "seed": options.seed}
     sets: dict[str, Any] = {
         title: {
@@ -135,7 +137,7 @@ def document_of(
         }
         for title, answers in found.items()
     }
-    run = {**run_identity(command, options), "base_fingerprint": study.lm.fingerprint}
+    run = {**run_identity(study.command, options), "base_fingerprint": study.lm.fingerprint}
     first: Any = sets[whole[0]]
     if len(whole) > 1:
         together = Answers.join([found[title] for title in whole])

@@ -75,7 +75,7 @@ def run(options: ConfidenceStudyOptions, log: Callable[[str], None] = print) -> 
         for number, method in enumerate(("length_normalised", *names))
     }
     document = document_of(
-        *("study confidence", options, study, sets, [title for title in sets if title.endswith(names[0])], list(heads)),
+        *(study, sets, [title for title in sets if title.endswith(names[0])], list(heads)),
         reference="temperature",
         said=f"{options.samples} samples at temperature {options.sampling_temperature:g} of each distribution; judge: "
         f"{options.judge}",

@@ -40,7 +40,7 @@ def run(options: SamplesStudyOptions, log: Callable[[str], None] = print) -> Tas
         found[task] = Answers.join([majority_answers(model, part, how, label, counts) for label, part in bar])
     names = ["uncalibrated", *(f"{count} samples" for count in counts)]
     document = document_of(
-        *("study samples", options, study, found, list(found), names),
+        *(study, found, list(found), names),
         reference=names[1],
         said="of samples the fraction that gives the answer; of the greedy answer length_normalised; judge: "
         f"{options.judge}",

@@ -1,20 +1,31 @@
 """Continuations of contexts up to a stop sequence, in batches of few static shapes."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
-from calibjax.models.generate import Generation, Sampling, default_stop_tokens, generate
+from calibjax.models.generate import Sampling, default_stop_tokens, generate
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
 _AT_ONCE = 32
 """Tokens generated between checks for a stop sequence."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class HeadSampling(Sampling):
+    """`Sampling` from the calibrated distribution of a head.
+
+    Attributes:
+        head: fitted on the model that writes.
+    """
+
+    head: FittedHead
+    calibrated: bool = True
 
 
 class Continued(NamedTuple):
@@ -51,7 +62,6 @@ def continue_contexts(
     max_length: int | None = None,
     batch_size: int = 16,
     sampling: Sampling = Sampling(),
-    head: FittedHead | None = None,
 ) -> Iterator[tuple[int, Continued]]:
     """Yields the index of each context and its continuation, batch by batch; arguments are checked before the first.
 
@@ -69,7 +79,6 @@ def continue_contexts(
         max_length: of context and continuation together; None: the model's `max_positions`.
         batch_size: rows per step.
         sampling: how tokens are chosen; by default the most likely one.
-        head: whose calibrated distribution is sampled, with `sampling.calibrated`.
 
     Raises:
         UserError: no context fits beside `max_new_tokens`, or a context is empty.
@@ -85,8 +94,7 @@ def continue_contexts(
             numbers = order[start : start + batch_size]
             own = numbers if sampling.numbers is None else [sampling.numbers[n] for n in numbers]
             drawn = dataclasses.replace(sampling, numbers=tuple(own))
-            draw = functools.partial(generate, lm, head=head)
-            found = _continue(lm, draw, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, drawn)
+            found = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, drawn)
             yield from zip([n for n in numbers for _ in range(sampling.count)], found, strict=True)
 
     return batches()
@@ -94,7 +102,6 @@ def continue_contexts(
 
 def _continue(
     lm: LanguageModel,
-    draw: Callable[..., Generation],
     prompts: list[list[int]],
     until: Sequence[str],
     max_new_tokens: int,
@@ -128,7 +135,9 @@ def _continue(
             count=each,
             numbers=(*own, *own[-1:] * missing),
         )
-        out = draw([*given, *given[-1:] * missing], max_new_tokens=step, sampling=now)
+        head = sampling.head if isinstance(sampling, HeadSampling) else None
+        filled = [*given, *given[-1:] * missing]
+        out = generate(lm, filled, head=head, max_new_tokens=step, sampling=now)
         tokens, logs, where = to_host((out.tokens, out.base_log_probs, out.where))
         for place, row in enumerate(open_rows):
             written[row] += tokens[place][where[place]].tolist()

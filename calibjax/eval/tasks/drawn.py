@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -63,7 +64,7 @@ def probe_data(lm: HarnessLM, parts: Mapping[str, Part], how: How) -> ProbeData:
             drawn = [[text for text, _ in row] for row in sampled(lm, asking, of_fit, options, how.seed)]
         if "agreement" in targets:
             pair = clusters_of(asking.same, questions.texts, questions.answers, drawn)
-            targets["agreement"].append(np.asarray(semantic_confidence(*pair)))
+            targets["agreement"].append(np.asarray(semantic_confidence(*map(jnp.asarray, pair))))
         if "capability" in targets:
             targets["capability"].append(judge_texts(how, asked, drawn).mean(axis=1))
     if not several:
@@ -88,7 +89,7 @@ def majority_answers(lm: HarnessLM, part: Part, how: How, name: str, counts: Seq
         confidence = [np.exp([np.mean(text.log_probs) for text in written.texts])]
         correct = [judge_texts(how, asked, [[text] for text in questions.answers])[:, 0]]
         for count in counts:
-            answer, fraction = map(np.asarray, sample_agreement(clusters[:, :count]))
+            answer, fraction = map(np.asarray, sample_agreement(jnp.asarray(clusters[:, :count])))
             first = (clusters == answer[:, None]).argmax(axis=1)
             confidence.append(fraction)
             correct.append(right[np.arange(len(right)), first])

@@ -14,7 +14,7 @@ from calibjax.eval.answers.asked import STATED, TWO_WAY
 from calibjax.eval.answers.clusters import Clustering, clusters_of, cosine_clusters
 from calibjax.eval.answers.methods import METHODS, Evidence
 from calibjax.eval.answers.probes import PROBES
-from calibjax.eval.tasks.continuation import Continued, continue_contexts
+from calibjax.eval.tasks.continuation import Continued, HeadSampling, continue_contexts
 from calibjax.eval.tasks.harness import HarnessLM
 from calibjax.eval.tasks.hidden import answer_features
 from calibjax.eval.tasks.scoring import Continuation
@@ -131,16 +131,15 @@ def sampled(
         if on_first(file.is_file):
             return [[(text, mean) for text, mean in row] for row in read_json(file)]
     options = {**writing, "batch_size": max(writing["batch_size"] // asking.samples, 1)}
-    sampling = Sampling(
-        temperature=asking.temperature,
-        key=jax.random.key(seed),
-        count=asking.samples,
-        numbers=tuple(questions.numbers),
-        calibrated=asking.head is not None,
-    )
-    options |= {"sampling": sampling, "head": asking.head}
+    given: dict[str, Any] = {
+        "temperature": asking.temperature,
+        "key": jax.random.key(seed),
+        "count": asking.samples,
+        "numbers": tuple(questions.numbers),
+    }
+    sampling = Sampling(**given) if asking.head is None else HeadSampling(**given, head=asking.head)
     drawn: list[list[Continued]] = [[] for _ in questions.numbers]
-    for number, continued in continue_contexts(lm.lm, questions.contexts, **options):
+    for number, continued in continue_contexts(lm.lm, questions.contexts, **{**options, "sampling": sampling}):
         drawn[number].append(continued)
     rows = [[(one.text.strip(), float(np.mean(one.log_probs))) for one in row] for row in drawn]
     if file is not None:

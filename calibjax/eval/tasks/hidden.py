@@ -61,4 +61,4 @@ def _batches(
         for place, row in enumerate(rows):
             tokens[place, : end[place]] = [*contexts[row], *answers[row]]
         segments = (np.arange(width) < end[:, None]).astype(np.int32)
-        yield (tokens, segments, Places(start, end)), len(chosen)
+        yield (tokens, segments, Places(jnp.asarray(start), jnp.asarray(end))), len(chosen)
