@@ -54,7 +54,7 @@ def test_truth_equals_the_sum_over_paths(vocab_size, topics, drift):
     np.testing.assert_allclose(got[:, 0], first, atol=1e-6)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 3])
 def test_answers_by_the_chain_rule(length):
     """P(answer | question) is the product of what `brute_force` gives for each of its tokens."""
     language = small_language(3, 2, 0.3)

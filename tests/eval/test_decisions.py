@@ -126,6 +126,7 @@ def test_claims_by_the_definition(risk):
     assert claim_threshold(confidence[:1], correct[:1], answer[:1], 0.49) == np.inf
 
 
+@pytest.mark.slow
 def test_claims_over_random_splits():
     """Answers of a pool, split 1,000 times: the fraction of false claims kept, a mean over new answers."""
     confidence, correct, answer = claims(POOL, 3)

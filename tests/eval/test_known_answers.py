@@ -69,6 +69,7 @@ def test_consistency_estimates_the_probability_of_the_meaning(known):
     assert abs(spread - 1) < 4 * np.sqrt(2 / N) * 2  # its variance is that of K draws, no more
 
 
+@pytest.mark.slow
 def test_semantic_entropy_tends_to_the_entropy_of_the_meanings(known):
     """With 2,000 samples of each of 50 questions; without the bias -(m - 1)/(2K) of the plug-in estimate (Miller)."""
     _, p, meanings = known
@@ -135,6 +136,7 @@ def test_coverage_of_known_questions(known):
     assert np.mean(wrong) > risk - 3 / n  # and not by answering nothing
 
 
+@pytest.mark.slow
 def test_samples_of_a_model_follow_its_distribution():
     """Consistency and entropy of what `generate` draws, against the enumeration of every answer of two tokens."""
     lm = make_lm()
