@@ -41,7 +41,6 @@ WORK = [
     "calibjax.commands.quickstart.make_language",
     "calibjax.commands.eval_tasks.load_tasks",
     "calibjax.commands.study.answers.load_tasks",
-    "calibjax.commands.study.confidence.head_notes",
     "calibjax.commands.report.read_metrics",
     "calibjax.commands.apply.load",
     "calibjax.commands.decide.with_confidence",
@@ -72,6 +71,8 @@ def folder(tmp_path_factory):
     (folder / "latin.jsonl").write_bytes(b'{"text": "w1"}\n{"text": "\xff"}\n')
     (folder / "number.jsonl").write_text('{"text": "w1"}\n' * 7 + '{"text": 3}\n')
     (folder / "other.jsonl").write_text('{"alpha": 1}\n')
+    (folder / "fitted").mkdir()
+    (folder / "fitted" / "head.json").write_text('{"notes": {"temperature": 2.0}}')
     (folder / "full").mkdir()
     (folder / "full" / "thesis.tex").write_text("")
     return folder
@@ -110,7 +111,7 @@ VALID = {
     "convert": ["--model", "model", "--out", "out"],
     "plan": ["--model", "gpt2", "--topology", "v5e:2x2", "--no-compile"],
     "study transfer": ["--model", "model", "--domains", "a=data.jsonl", "b=data.jsonl", "--out", "out"],
-    "study confidence": ["--model", "model", "--tasks", "story_words", "--head", "run", "--out", "out"],
+    "study confidence": ["--model", "model", "--tasks", "story_words", "--head", "fitted", "--out", "out"],
     "study samples": ["--model", "model", "--tasks", "story_words", "--out", "out"],
 }
 VALID |= {name: text() for name in COMMANDS if name.startswith("study") and name not in VALID}
