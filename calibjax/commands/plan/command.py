@@ -114,7 +114,8 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
     if options.list_chips:
         return _list_chips(options)
     if options.model is None or options.topology is None:
-        raise UserError("give --model and --topology, or --list-chips.")
+        absent = [f"--{name}" for name in ("model", "topology") if getattr(options, name) is None]
+        raise UserError(f"{', '.join(absent)}: missing; calibjax plan --list-chips lists the chips of a topology.")
     jax.config.update("jax_platforms", "cpu")  # programs are traced, and nothing runs on a device
     topology = parse_topology(options.topology)
     config = _config(options.model)
