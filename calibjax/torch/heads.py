@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 SCHEMA = 1
+FEATURES = {"hidden_states", "max_logit", "log_std_logits", "argmax_embedding"}
 _PROBE = "probe."
 _FILES = ("head.json", "head.safetensors")
 
@@ -166,9 +167,20 @@ def read_export(path: str | Path) -> Export:
         params = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PROBE)}
         probe = {name[len(_PROBE) :]: tensor for name, tensor in tensors.items() if name.startswith(_PROBE)}
         head = TemperatureHead(description["head"], params, description["log_factor"], description["constants"])
+        _check_head(head)
         return Export(head, description["base"], {name: probe[name] for name in ("tokens", "hidden", "unembedding")})
     except Exception as error:  # safetensors raises its own error for malformed headers
         raise HeadError(f"{path}: not a head written by `calibjax export` ({error}).") from error
+
+
+@torch.no_grad()
+def _check_head(head: TemperatureHead) -> None:
+    """Raises where a kind or a feature is unknown, or parameters are missing, of other shapes or not finite."""
+    if head.kind not in ("constant", "linear", "mlp", "transformer") or not {*head.features} <= FEATURES:
+        raise ValueError(f"an unknown kind or feature: {head.kind}, {', '.join(head.features)}")
+    found = head(torch.zeros(1, 2, head.width))
+    if not all(buffer.isfinite().all() for buffer in head.buffers()) or not found.isfinite().all():
+        raise ValueError("a parameter is not finite")
 
 
 def _local(path: str | Path) -> Path:

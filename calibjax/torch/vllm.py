@@ -5,7 +5,9 @@
 
 `CALIBJAX_LOGITS=calibrated`, the default: logits, and with them log-probabilities and sampling, are calibrated.
 `CALIBJAX_LOGITS=unchanged`: tokens are sampled as without the plugin; the log-probabilities returned are calibrated.
-Both are those of `--logprobs-mode raw_logprobs`, vLLM's default: before penalties and the temperature of a request.
+`CALIBJAX_LOGITS=processor`: the layer stays, and `calibjax.torch.vllm_processor` calibrates.
+The first two change log-probabilities of `--logprobs-mode raw_logprobs`, vLLM's default: before penalties and the
+temperature of a request. On TPUs, `calibjax.torch.tpu_inference` is asked for the JAX models that it knows.
 """
 
 import inspect
@@ -31,8 +33,16 @@ def register() -> None:
     if not os.environ.get(HEAD):
         return
     mode = os.environ.get(LOGITS, "calibrated")
-    if mode not in ("calibrated", "unchanged"):
-        raise HeadError(f'{LOGITS}: expected "calibrated" or "unchanged", got {mode!r}.')
+    if mode not in ("calibrated", "unchanged", "processor"):
+        raise HeadError(f'{LOGITS}: expected "calibrated", "unchanged" or "processor", got {mode!r}.')
+    if mode == "processor":
+        return
+    if import_module("vllm.platforms").current_platform.is_tpu():
+        if mode != "calibrated":
+            raise HeadError(f"{LOGITS}={mode}: only calibrated is supported on TPUs.")
+        from calibjax.torch import tpu_inference
+
+        return tpu_inference.register(os.environ[HEAD])
     export = read_export(os.environ[HEAD])
     if export.head.reads_sequence or export.head.pooling == "sequence":
         raise HeadError(

@@ -1,0 +1,124 @@
+"""A logits processor of vLLM that calibrates with an exported head that needs logits only.
+
+    CALIBJAX_HEAD=DIR CALIBJAX_LOGITS=processor vllm serve path/to/model \\
+        --logits-processors calibjax.torch.vllm_processor:CalibratedLogits --logprobs-mode processed_logprobs
+
+The class implements both interfaces of vLLM 0.32: that of the first model runner, and that of the second
+(`VLLM_USE_V2_MODEL_RUNNER=1`). A processor sees no hidden states: it serves temperature scaling, and heads with the
+features max_logit and log_std_logits. Other heads need the layer of `calibjax.torch.vllm`.
+
+Processors run before the temperature, top-k and top-p of a request, and after its other changes of logits. The head has
+to read the model's own logits, so that requests with such changes are refused, with an error of their own.
+"""
+
+import os
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibjax.torch.heads import Export, HeadError, read_export, scaled_logits
+from calibjax.torch.vllm import HEAD, LOGITS
+
+# By name: type checkers need not find vLLM, which has an environment of its own.
+_First: Any = import_module("vllm.v1.sample.logits_processor").LogitsProcessor
+_Second: Any = import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor
+
+_OF_LOGITS = {"max_logit", "log_std_logits"}
+# Settings of a request that change logits before a processor in one of the model runners, and what leaves them alone.
+_UNCHANGED = {
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "frequency_penalty": (0.0,),
+    "logit_bias": (None, {}),
+    "min_tokens": (0,),
+    "presence_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "structured_outputs": (None,),
+}
+
+
+def features_of_logits(names: tuple[str, ...], logits: Tensor) -> Tensor:
+    """The features max_logit and log_std_logits, float32 `[N, F]`, of logits `[N, V]` without a soft-cap."""
+    logits = logits.to(torch.float32)
+    parts = {
+        "max_logit": lambda: logits.amax(-1),
+        "log_std_logits": lambda: 0.5 * logits.var(-1).clamp(min=1e-12).log(),
+    }
+    return torch.stack([parts[name]() for name in names], dim=-1)
+
+
+class CalibratedLogits(_First, _Second):
+    """See the module.
+
+    Raises:
+        HeadError: where the engine starts: no such head, one that reads hidden states or belongs to a model of other
+            sizes, `CALIBJAX_LOGITS` other than "processor", or log-probabilities taken before processors.
+    """
+
+    def __init__(self, vllm_config: Any, *engine: Any):
+        if not os.environ.get(HEAD) or os.environ.get(LOGITS) != "processor":
+            raise HeadError(f"a logits processor needs {HEAD}=DIR and {LOGITS}=processor in the environment.")
+        model = vllm_config.model_config
+        if model.logprobs_mode != "processed_logprobs":
+            raise HeadError(
+                f"--logprobs-mode {model.logprobs_mode}: taken before logits processors, so that it would not be "
+                "calibrated. Use --logprobs-mode processed_logprobs."
+            )
+        self._export = read_export(os.environ[HEAD])
+        _check(self._export, model.get_hidden_size(), model.get_vocab_size())
+        self._device: torch.device | None = None
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises `ValueError`, which the server returns as 400, for a request that changes logits before the head."""
+        changed = [name for name, none in _UNCHANGED.items() if getattr(sampling_params, name, none[0]) not in none]
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)}: a calibrated server reads the model's own logits, and takes no setting that "
+                "changes them. (vLLM reads defaults of the model's generation_config.json; --generation-config vllm "
+                "ignores it.)"
+            )
+
+    def is_argmax_invariant(self) -> bool:
+        # It is, but vLLM runs such processors after the temperature of the request, which would change max_logit.
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """Nothing is kept from one step to the next."""
+
+    @torch.no_grad()
+    def apply(self, logits: Tensor, context: Any = None) -> Tensor:
+        """Calibrated logits, float32 `[N, V]`, of logits `[N, V]`."""
+        head = self._export.head
+        if self._device != logits.device:
+            self._device = logits.device
+            head.to(logits.device)
+        if head.kind == "constant":
+            features = logits.new_zeros(len(logits), 1)
+        else:
+            features = features_of_logits(head.features, logits)
+        return scaled_logits(logits, head(features[None])[0])
+
+
+def _check(export: Export, hidden_size: int, vocab_size: int) -> None:
+    """Raises `HeadError` for a head that logits alone do not serve, or of a model of other sizes."""
+    head, base = export.head, export.base
+    if (
+        head.reads_sequence
+        or head.pooling == "sequence"
+        or not (head.kind == "constant" or {*head.features} <= _OF_LOGITS)
+    ):
+        raise HeadError(
+            f"{HEAD}: a logits processor sees logits only, and this {head.kind} head reads {', '.join(head.features)}. "
+            f"Use {LOGITS}=calibrated, without --logits-processors."
+        )
+    if base["logit_softcap"] is not None and "log_std_logits" in head.features and head.kind != "constant":
+        raise HeadError(f"{HEAD}: log_std_logits is taken before the model's soft-cap. Use {LOGITS}=calibrated.")
+    expected, found = (base["hidden_size"], base["vocab_size"]), (hidden_size, vocab_size)
+    if expected != found:
+        raise HeadError(
+            f"this head was fitted on a model of hidden size {expected[0]} with {expected[1]} tokens, the model served "
+            f"has {found[0]} and {found[1]}."
+        )
