@@ -16,9 +16,22 @@ def row_json(
     row: dict[str, Any] = metrics.summarise(sums)
     whole = metrics.total(sums)
     row |= ece_json(metrics.error_interval(sums, resamples=resamples, seed=seed), bins=len(whole.count), closed=closed)
-    drawn = metrics.resample_sums(sums, accuracy_of_bins, resamples=resamples, seed=seed)
-    row["reliability"] = reliability_json(whole, drawn)
+    drawn = metrics.resample_sums(sums, _bins_and_means, resamples=resamples, seed=seed)
+    bins = len(whole.count)
+    row["reliability"] = reliability_json(whole, drawn[:, :bins])
+    ends = (metrics.percentile_interval(values) for values in drawn[:, bins:].T)
+    row["intervals"] = {name: {"low": low, "high": high} for name, (low, high) in zip(_MEANS, ends, strict=True)}
     return cast(MethodRow, row)
+
+
+_MEANS = ("nll", "brier", "accuracy")
+
+
+def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
+    """`accuracy_of_bins`, then the means of `_MEANS`: `[R, bins + 3]`."""
+    count, _, correct, _ = (np.asarray(x) for x in sums.whole())
+    means = np.stack([sums.nll, sums.brier, correct], axis=-1) / count[..., None]
+    return np.concatenate([accuracy_of_bins(sums), means], axis=-1)
 
 
 def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:

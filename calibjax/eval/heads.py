@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from calibjax import metrics
 from calibjax.data import Sequences
@@ -80,20 +79,11 @@ def evaluate(
     with jax.set_mesh(context.mesh):
         results = evaluate_tokens(lm, data, named, batch_size=batch_size, bins=bins, closed=closed, context=context)
     document = results_json(results, closed=closed, seed=context.seed)
-    figures = {name: _figures(results[name].sums, row, context.seed) for name, row in document["methods"].items()}
+    figures = {name: _figures(row) for name, row in document["methods"].items()}
     return Evaluation(document["tokens"], figures, document)
 
 
-def _figures(sums: metrics.CalibrationSums, row: Mapping[str, Any], seed: int) -> dict[str, metrics.Interval]:
-    def means(sums: metrics.CalibrationSums) -> np.ndarray:
-        return np.stack([sums.nll, sums.brier], axis=-1) / np.asarray(sums.whole()[0])[..., None]
-
-    drawn = metrics.resample_sums(sums, means, seed=seed)
-    intervals = {
-        name: metrics.percentile_interval(values) for name, values in zip(("nll", "brier"), drawn.T, strict=True)
-    }
-    ece = row["ece"]
-    return {
-        "ece": metrics.Interval(ece["value"], ece["low"], ece["high"]),
-        **{name: metrics.Interval(row[name], *interval) for name, interval in intervals.items()},
-    }
+def _figures(row: Mapping[str, Any]) -> dict[str, metrics.Interval]:
+    ends = {"ece": row["ece"], **row["intervals"]}
+    values = {"ece": row["ece"]["value"], "nll": row["nll"], "brier": row["brier"]}
+    return {name: metrics.Interval(value, ends[name]["low"], ends[name]["high"]) for name, value in values.items()}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
 from calibjax.eval.report import print_report, write_report
@@ -189,6 +190,26 @@ def test_interval_is_of_the_seed(results):
     first, same, other = (results_json(results["right"], resamples=50, seed=seed) for seed in (0, 0, 1))
     assert first == same
     assert first["methods"]["ats"]["ece"]["high"] != other["methods"]["ats"]["ece"]["high"]
+
+
+def test_intervals_of_means(results):
+    """Against SciPy's bootstrap of sequences: NLL, Brier score and accuracy."""
+    row = results_json(results["right"], resamples=2000)["methods"]["ats"]
+    log_q = dense_log_probs(the_lm(), the_sequences(), dense_log_scale("ats"))
+    right = log_q.argmax(-1) == the_sequences().targets
+    brier = np.square(np.exp(log_q.max(-1)) - right)
+    targets = np.take_along_axis(log_q, the_sequences().targets[..., None], axis=-1)[..., 0]
+    values = {"nll": -targets, "brier": brier, "accuracy": right}
+    where = the_sequences().where
+    for name, value in values.items():
+        sums = (np.where(where, value, 0).sum(1), where.sum(1))
+        ratio = {"statistic": lambda a, n, axis: a.sum(axis) / n.sum(axis), "paired": True, "rng": 0}
+        oracle = scipy.stats.bootstrap(sums, method="percentile", n_resamples=4000, **ratio).confidence_interval
+        ends = row["intervals"][name]
+        print(f"{name}: {row[name]:.4f} [{ends['low']:.4f}, {ends['high']:.4f}], {oracle.low:.4f} {oracle.high:.4f}")
+        assert ends["low"] <= row[name] <= ends["high"]
+        width = oracle.high - oracle.low
+        assert max(abs(ends["low"] - oracle.low), abs(ends["high"] - oracle.high)) < 0.1 * width
 
 
 def worse(document, name, **figures):

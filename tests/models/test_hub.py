@@ -184,7 +184,11 @@ def test_card(named):
     assert "base_model" not in yaml.safe_load(card.split("---\n")[1])
     ece = found["held_out"]["methods"]["ats"]["ece"]
     assert f"{ece['value']:.4f} [{ece['low']:.4f}, {ece['high']:.4f}]" in card
+    assert "| NLL |" in card  # of a run without their intervals
     assert "<script>" not in card
+    found["held_out"]["methods"]["ats"]["intervals"] = {"nll": {"low": 1.5, "high": 2.5}}
+    assert "| NLL [95% interval] |" in model_card(found, subject)
+    assert f"{found['held_out']['methods']['ats']['nll']:.4f} [1.5000, 2.5000]" in model_card(found, subject)
     pinned = subject._replace(base="org/base", revision="12ab")
     assert "load_model('org/base@12ab')" in model_card(found, pinned)
 

@@ -59,7 +59,7 @@ def model_card(document: TokensDocument, subject: Subject) -> str:
         "Evaluated on": f"{counted(document['held_out'])}, held out",
         "Written by": f"calibjax {__version__}",
     }
-    results = held_out_table(document)
+    results = held_out_table(document, intervals=True)
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# Calibrated confidence for {_plain(subject.base or subject.name)}",

@@ -90,6 +90,14 @@ def _accuracy(row: Mapping[str, Any]) -> str:
     return f"{row['accuracy']:.4f}" + (f" [{ends['low']:.4f}, {ends['high']:.4f}]" if ends else "")
 
 
+def _with_interval(key: str) -> Callable[[Mapping[str, Any]], str]:
+    def cell(row: Mapping[str, Any]) -> str:
+        ends = row.get("intervals", {}).get(key)
+        return _number(key)(row) + (f" [{ends['low']:.4f}, {ends['high']:.4f}]" if ends else "")
+
+    return cell
+
+
 def _ece_against(row: Mapping[str, Any]) -> str:
     against = row.get("against", {}).get("ece")
     return (
@@ -121,6 +129,10 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("fit_seconds", "fit (s)", _number("fit_seconds", ".2f")),
 )
 """Field of a row, title, text of a cell. Fields that no row has are not shown."""
+
+
+_INTERVALS = {"nll": "NLL", "brier": "Brier", "accuracy": "accuracy"}
+"""Titles of the figures that `held_out_table` gives with their intervals where it is asked to."""
 
 
 def short(value: float, form: str = ".4f") -> str:
@@ -200,10 +212,16 @@ def _columns_of(sets: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, Calla
     return [(key, title.replace("temperature scaling", title_of(reference)), cell) for key, title, cell in columns]
 
 
-def held_out_table(document: Document) -> TextTable:
-    """The rows of all sets of a run in one table: the held-out set first."""
+def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
+    """The rows of all sets of a run in one table: the held-out set first. ECE has its interval, and with `intervals`
+    so have NLL, Brier score and accuracy, where the document has them."""
     sets = sets_of(document)
     shown = _columns_of(results for _, results in sets)
+    if intervals and any("intervals" in row for _, results in sets for row in results["methods"].values()):
+        shown = [
+            (key, f"{_INTERVALS[key]} [95% interval]", _with_interval(key)) if key in _INTERVALS else (key, title, cell)
+            for key, title, cell in shown
+        ]
     several = len(sets) > 1
     rows = [
         [f"{title}: {title_of(name)}" if several else title_of(name), *(cell(row) for _, _, cell in shown)]

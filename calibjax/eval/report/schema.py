@@ -86,7 +86,7 @@ class Temperatures(TypedDict):
 
 
 class RowBase(TypedDict):
-    """What every method on every set has, but its likelihood."""
+    """What every method on every set has, but its likelihood. `intervals`: of nll, brier and accuracy."""
 
     brier: float
     accuracy: float
@@ -98,6 +98,7 @@ class RowBase(TypedDict):
     bias: NotRequired[float]
     rmsce: NotRequired[float]
     debiased_ece: NotRequired[float]
+    intervals: NotRequired[dict[str, Ends]]
 
 
 class MethodRow(RowBase):
