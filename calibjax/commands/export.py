@@ -14,6 +14,7 @@ from calibjax.commands.common import JsonOptions
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
 from calibjax.models.stablehlo import head_program, model_program
+from calibjax.recalibrate.programs import check_program, onnx_model, stablehlo_program
 from calibjax.recalibrate.saved import is_recalibrator, load, save
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import read_json
@@ -48,8 +49,9 @@ class ExportOptions(HeadOptions):
 
     Attributes:
         out: directory to write; an earlier export of the same files is replaced.
-        also: further files: the head as an ONNX model (onnx) or as a program of StableHLO (stablehlo), or a program of
-            a small base model with its head (model-stablehlo), which JAX runs without calibjax.
+        also: further files: the head, or the method that compare kept, as an ONNX model (onnx) or as a program of
+            StableHLO (stablehlo), or a program of a small base model with its head (model-stablehlo), which JAX runs
+            without calibjax.
     """
 
     out: Path
@@ -58,9 +60,9 @@ class ExportOptions(HeadOptions):
 
 def run(options: ExportOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns what was written."""
-    _check_programs(options.also)
     if is_recalibrator(options.run):
         return _recalibrator(options, log)
+    _check_programs(options.also)
     head, lm = write_export(options, options.out, log, options.also)
     files = sorted(file.name for file in options.out.iterdir())
     log(f"The head was exported: {head!r}.")
@@ -70,10 +72,18 @@ def run(options: ExportOptions, log: Callable[[str], None] = print) -> dict[str,
 
 def _recalibrator(options: ExportOptions, log: Callable[[str], None]) -> dict[str, Any]:
     """Verifies what `compare --save` kept, which is portable already, and writes it again."""
-    if options.also or options.method != "ats" or options.model is not None:
-        raise UserError(f"{options.run} holds a recalibrator: --also, --method and --model are options of heads.")
+    if options.method != "ats" or options.model is not None:
+        raise UserError(f"{options.run} holds a recalibrator: --method and --model are options of heads.")
     kept = load(options.run)
-    save(options.out, kept.name, kept.state, notes=kept.notes)
+    for kind in options.also:
+        check_program(kept.name, kind)
+    _check_programs(tuple(kind if kind != "onnx" else "method-onnx" for kind in options.also))
+    more: dict[str, bytes] = {}
+    if "stablehlo" in options.also:
+        more["method.stablehlo"] = stablehlo_program(kept)
+    if "onnx" in options.also:
+        more["method.onnx"] = onnx_model(kept)
+    save(options.out, kept.name, kept.state, notes=kept.notes, more=more)
     files = sorted(file.name for file in options.out.iterdir())
     log(f"The recalibration method was exported: {kept.name}.")
     log(f"method in {options.out}: {', '.join(files)}")
@@ -108,14 +118,23 @@ def write_export(
     return head, lm
 
 
-_NEEDS = {"onnx": ("torch", "onnx", "onnxscript"), "stablehlo": ("flatbuffers",), "model-stablehlo": ("flatbuffers",)}
+_NEEDS = {
+    "onnx": ("torch", "onnx", "onnxscript"),
+    "method-onnx": ("onnx", "onnx_ir", "jax2onnx"),
+    "stablehlo": ("flatbuffers",),
+    "model-stablehlo": ("flatbuffers",),
+}
 
 
 def _check_programs(names: tuple[str, ...]) -> None:
     """Raises `UserError` where a package that writes one of `--also` is missing."""
     for name in names:
         if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
-            raise UserError(f"--also {name}: {', '.join(missing)} not installed: pip install calibjax[export].")
+            # jax2onnx requires an older Orbax than calibjax does, and does not use it for this.
+            remedy = "--no-deps jax2onnx" if missing == ["jax2onnx"] else "calibjax[export]"
+            raise UserError(
+                f"--also {name.removeprefix('method-')}: {', '.join(missing)} not installed: pip install {remedy}."
+            )
 
 
 def _onnx(head: FittedHead, lm: LanguageModel) -> bytes:

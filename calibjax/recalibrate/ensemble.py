@@ -26,7 +26,7 @@ def _mixed(weights: Array, parts: Float[Array, "3 ..."]) -> Array:
 
 def _parts(log_scale: Array | np.ndarray, logits: Array) -> Float[Array, "3 N K"]:
     tempered = temperature.log_softmax_at(jnp.exp(log_scale), logits)
-    uniform = jnp.full(logits.shape, -np.log(logits.shape[-1]), logits.dtype)
+    uniform = jnp.zeros_like(logits) - jnp.log(jnp.asarray(logits.shape[-1], logits.dtype))  # K of a program is free
     return jnp.stack([tempered, jax.nn.log_softmax(logits, axis=-1), uniform])
 
 

@@ -75,7 +75,14 @@ def check_directory(directory: Path) -> None:
         raise UserError(f"{directory}: expected a new or an empty directory, but it holds {min(names)}.")
 
 
-def save(directory: str | Path, name: str, state: Any, *, notes: Mapping[str, Any] | None = None) -> None:
+def save(
+    directory: str | Path,
+    name: str,
+    state: Any,
+    *,
+    notes: Mapping[str, Any] | None = None,
+    more: Mapping[str, bytes] | None = None,
+) -> None:
     """Writes a fitted method; one that is already there is replaced as a whole. All processes of a job call it.
 
     Args:
@@ -83,6 +90,7 @@ def save(directory: str | Path, name: str, state: Any, *, notes: Mapping[str, An
         name: of the method in `METHODS`.
         state: what its `fit` returned.
         notes: further JSON-able values that `load` returns, such as the data of the fit.
+        more: content of further files by name.
 
     Raises:
         UserError: no such method, a state of another method, or a directory that holds something else.
@@ -110,6 +118,8 @@ def save(directory: str | Path, name: str, state: Any, *, notes: Mapping[str, An
         def write() -> None:
             write_file(fresh / _ARRAYS, to_bytes(arrays))
             write_file(fresh / _DESCRIPTION, json.dumps(description, indent=2) + "\n")
+            for file, content in (more or {}).items():
+                write_file(fresh / file, content)
             write_checksums(fresh, array_digests(arrays))
 
         on_first(write)

@@ -1,0 +1,108 @@
+"""Fitted recalibrators as programs for processes without calibjax: StableHLO by `jax.export`, ONNX by jax2onnx.
+
+Their inputs are the fields of `Predictions` that the method reads, by name; the number of predictions is free, and
+so are the number of classes and the width of features where the fitted numbers do not fix them.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jaxtyping import Array
+
+from calibjax.recalibrate.contract import Predictions
+from calibjax.recalibrate.saved import Recalibrator
+from calibjax.runtime.errors import UserError
+
+_PLATFORMS = ("cpu", "cuda", "tpu")
+_AXES = {"logits": ("n", "k"), "features": ("n", "d"), "unembedding": ("k", "d")}
+_NAMES = {"n": "n", "k": "k", "d": "d"}
+_LEAST = {"n": 1, "k": 2, "d": 1}
+_WHOLE = {"few_shot": "it calibrates each slice from all of its predictions together"}
+"""Methods whose value for one prediction depends on the others', and why."""
+_SIZES: dict[str, Callable[[Any], dict[str, int]]] = {
+    "vector": lambda state: {"k": len(state.slope)},
+    "one_vs_rest_platt": lambda state: {"k": len(state.slope)},
+    "matrix": lambda state: {"k": len(state.intercept)},
+    "dirichlet": lambda state: {"k": len(state.intercept)},
+    "g_layers": lambda state: {"k": len(state.inner)},
+    "lore": lambda state: {"d": state.features.shape[1]},
+    "ats": lambda state: {"d": len(state.params["params"]["gate_up"]["kernel"])},
+}
+
+
+def check_program(name: str, kind: str) -> None:
+    """Raises `UserError` where a method cannot become a program of a kind, "stablehlo" or "onnx"."""
+    if name in _WHOLE:
+        raise UserError(f"--also {kind}: not possible for {name}: {_WHOLE[name]}. Use calibjax.recalibrate.load.")
+    if kind not in ("onnx", "stablehlo"):
+        raise UserError(
+            f"--also {kind}: a program of a base model with its head; of {name}, expected onnx or stablehlo."
+        )
+
+
+def stablehlo_program(fitted: Recalibrator) -> bytes:
+    """A serialized program of the fields that the method reads, in their order, to what it gives.
+
+    Args:
+        fitted: as `load` returns it.
+
+    Raises:
+        UserError: see `check_program`.
+    """
+    check_program(fitted.name, "stablehlo")
+    used = sorted({axis for shape in _shapes(fitted, _NAMES).values() for axis in shape if isinstance(axis, str)})
+    symbols = export.symbolic_shape(", ".join(used), constraints=[f"{axis} >= {_LEAST[axis]}" for axis in used])
+    shapes = _shapes(fitted, _NAMES | dict(zip(used, symbols, strict=True)))
+    specs = [jax.ShapeDtypeStruct(shape, _dtype(field)) for field, shape in shapes.items()]
+    return bytes(export.export(jax.jit(_function(fitted)), platforms=_PLATFORMS)(*specs).serialize())
+
+
+def onnx_model(fitted: Recalibrator) -> bytes:
+    """An ONNX model of the fields that the method reads, by name, to `calibrated`; arguments and errors as of
+    `stablehlo_program`. Needs jax2onnx."""
+    check_program(fitted.name, "onnx")
+    to_onnx: Any = import_module("jax2onnx").to_onnx  # by name: it is not among the requirements
+    shapes = _shapes(fitted, _NAMES)
+    inputs: list[Any] = [tuple(shape) for shape in shapes.values()]
+    if any(_dtype(field) != jnp.float32 for field in shapes):
+        (n,) = export.symbolic_shape("n")
+        inputs = [jax.ShapeDtypeStruct((n,), _dtype(field)) for field in shapes]
+    with _quiet():
+        model = to_onnx(_function(fitted), inputs, input_names=[*shapes], output_names=["calibrated"])
+    return model.SerializeToString()
+
+
+def _function(fitted: Recalibrator) -> Callable[..., Array]:
+    fields = fitted.method.apply_reads
+
+    def calibrated(*values: Array) -> Array:
+        return fitted.method.apply(fitted.state, Predictions(**dict(zip(fields, values, strict=True))))
+
+    return calibrated
+
+
+def _shapes(fitted: Recalibrator, free: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Shape of each input; sizes are free where the state does not fix them."""
+    sizes = free | _SIZES.get(fitted.name, lambda state: {})(fitted.state)
+    return {field: tuple(sizes[axis] for axis in _AXES.get(field, ("n",))) for field in fitted.method.apply_reads}
+
+
+def _dtype(field: str) -> Any:
+    return jnp.int32 if field in ("slices", "categories") else jnp.float32
+
+
+@contextlib.contextmanager
+def _quiet():
+    """jax2onnx logs its own workings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

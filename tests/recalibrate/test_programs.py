@@ -1,0 +1,102 @@
+"""Programs of fitted recalibrators: by StableHLO where calibjax cannot be imported, and by onnxruntime."""
+
+import functools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from jax import export
+
+from calibjax.recalibrate import METHODS, Predictions
+from calibjax.recalibrate.programs import onnx_model, stablehlo_program
+from calibjax.recalibrate.saved import Recalibrator
+from calibjax.runtime.errors import UserError
+
+WITHOUT = {"few_shot"}
+FAST = ("temperature", "platt", "isotonic")
+
+
+def drawn(n, seed):
+    """Predictions of an overconfident classifier of 5 classes."""
+    rng = np.random.default_rng(seed)
+    features, unembedding = rng.normal(0, 1, (n, 6)), np.random.default_rng(9).normal(0, 1, (5, 6))
+    logits = 2 * features @ unembedding.T
+    p = np.exp(logits / 2)
+    labels = np.array([rng.choice(5, p=row) for row in p / p.sum(1, keepdims=True)])
+    top = np.exp(logits.max(1)) / np.exp(logits).sum(1)
+    fields = {"logits": logits, "confidence": top, "features": features, "unembedding": 2 * unembedding}
+    fields = {name: value.astype(np.float32) for name, value in fields.items()}
+    numbers = {"slices": np.arange(n) % 4, "categories": np.arange(n) % 3}
+    numbers = {name: value.astype(np.int32) for name, value in numbers.items()}
+    return Predictions(**fields, **numbers, labels=labels, correct=(logits.argmax(1) == labels).astype(float))
+
+
+@functools.cache
+def fitted(name):
+    data = drawn(300, 0)
+    method = METHODS[name]
+    reads = Predictions(**{field: getattr(data, field) for field in method.fit_reads})
+    return Recalibrator(name, method.fit(reads), {})
+
+
+def inputs(name):
+    return {field: getattr(drawn(11, 1), field) for field in METHODS[name].apply_reads}
+
+
+def close(found, expected):
+    """Probabilities to 1e-6; their logarithms to rounding where they are not tiny."""
+    if expected.ndim == 2:
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        found, expected = np.exp(found), np.exp(expected)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+CASES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in METHODS]
+
+
+@pytest.mark.parametrize("name", [case for case in CASES if case.values[0] not in WITHOUT])
+def test_stablehlo(name, tmp_path):
+    """Of one method also in a process that cannot import calibjax."""
+    given = inputs(name)
+    (tmp_path / "program").write_bytes(stablehlo_program(fitted(name)))
+    np.savez(tmp_path / "inputs.npz", **given)
+    code = """
+import sys, numpy, pathlib
+sys.modules["calibjax"] = None
+from jax import export
+given = numpy.load("inputs.npz")
+program = export.deserialize(bytearray(pathlib.Path("program").read_bytes()))
+numpy.save("found.npy", program.call(*(given[name] for name in given.files)))
+"""
+    found = export.deserialize(bytearray((tmp_path / "program").read_bytes())).call(*given.values())
+    if name == "matrix":
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+        found = np.load(tmp_path / "found.npy")
+    close(np.asarray(found), fitted(name)(**given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in WITHOUT])
+def test_onnx(name):
+    pytest.importorskip("jax2onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    given = inputs(name)
+    session = runtime.InferenceSession(onnx_model(fitted(name)), providers=["CPUExecutionProvider"])
+    (found,) = session.run(["calibrated"], given)
+    expected = fitted(name)(**given)
+    print(f"{name}: {np.abs(found - expected).max():.1e}")
+    close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("few_shot", "stablehlo", "not possible for few_shot: it calibrates each slice"),
+        ("few_shot", "onnx", "not possible for few_shot"),
+    ],
+)
+def test_methods_without_a_program(name, kind, message):
+    make = {"stablehlo": stablehlo_program, "onnx": onnx_model}[kind]
+    with pytest.raises(UserError, match=message):
+        make(Recalibrator(name, None, {}))
