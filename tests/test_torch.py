@@ -1,16 +1,22 @@
 """Exported heads: read back by JAX to the same bits, and in PyTorch equal to JAX for every head and family."""
 
+import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import scipy.special
+from hub import TOKEN, serving
+from jax import export
 from parity import LLAMA_JSON, VARIANTS, random_tokens, settings_of, torch_model
+from report_documents import document
 from tiny import make_lm
 
 from calibjax import recalibrate
@@ -192,7 +198,11 @@ def test_what_compare_kept(tmp_path):
     recalibrate.save(tmp_path / "kept", "platt", recalibrate.METHODS["platt"].fit(data))
     assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "out")]) == 0
     assert recalibrate.load(tmp_path / "out")(data) == pytest.approx(0.75, abs=1e-3)
-    assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "x"), "--also", "onnx"]) == 2
+    assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "x"), "--also", "model-stablehlo"]) == 2
+    assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "p"), "--also", "stablehlo"]) == 0
+    program = export.deserialize(bytearray((tmp_path / "p" / "method.stablehlo").read_bytes()))
+    assert program.call(np.float32([0.9])) == pytest.approx(0.75, abs=1e-3)
+    assert recalibrate.load(tmp_path / "p").name == "platt"
 
 
 def test_errors(tmp_path, llama):
@@ -224,6 +234,76 @@ def test_errors(tmp_path, llama):
     assert torch.equal(theirs(torch.ones(1, 2, dtype=torch.long)).logits.isnan().any(), torch.tensor(False))
 
 
+def rewritten(folder, name, content):
+    """A file of an export with its checksum, as who means harm would write it."""
+    (folder / name).write_bytes(content)
+    sums = json.loads((folder / "checksums.json").read_text())
+    sums["files"][name] = hashlib.sha256(content).hexdigest()
+    (folder / "checksums.json").write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated", "long header", "deep", "unknown kind", "wide", "a parameter less", "NaN", "other schema"]
+)
+def test_hostile_files(tmp_path, llama, damage):
+    """One error for files whose checksums are right."""
+    from safetensors.numpy import load, save
+
+    from calibjax.torch import HeadError
+    from calibjax.torch import load_head as read
+
+    export_head(tmp_path / "head", random_head(llama[1], "mlp"), llama[1])
+    arrays = (tmp_path / "head" / "head.safetensors").read_bytes()
+    description = json.loads((tmp_path / "head" / "head.json").read_bytes())
+    tensors = load(arrays)
+    kernel = tensors["output.kernel"]
+    changed = {
+        "truncated": lambda: arrays[: len(arrays) // 2],
+        "long header": lambda: (1 << 60).to_bytes(8, "little") + arrays[8:],
+        "wide": lambda: save({**tensors, "output.kernel": np.ones((len(kernel) + 1, 1), np.float32)}),
+        "a parameter less": lambda: save({name: x for name, x in tensors.items() if name != "output.kernel"}),
+        "NaN": lambda: save({**tensors, "output.kernel": kernel * np.float32("nan")}),
+    }
+    texts = {
+        "deep": lambda: "[" * 100_000,
+        "unknown kind": lambda: json.dumps({**description, "head": {**description["head"], "kind": "pickle"}}),
+        "other schema": lambda: json.dumps({**description, "schema": 2}),
+    }
+    if damage in changed:
+        rewritten(tmp_path / "head", "head.safetensors", changed[damage]())
+    else:
+        rewritten(tmp_path / "head", "head.json", texts[damage]().encode())
+    with pytest.raises(HeadError, match="schema 1, not 2" if damage == "other schema" else "not a head written by"):
+        read(tmp_path / "head")
+
+
+def test_the_layer_of_vllm_compares_the_base_model(tmp_path, llama):
+    """By rows of the unembedding and its width, as `calibjax.torch.vllm` does at the first token."""
+    import torch
+
+    from calibjax.torch import HeadError
+    from calibjax.torch.heads import read_export
+    from calibjax.torch.vllm import _Calibration
+
+    theirs, lm = llama
+    export_head(tmp_path / "head", random_head(lm, "linear"), lm)
+    weight = theirs.get_output_embeddings().weight.detach()
+    shard = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=len(weight))
+    hidden = torch.ones(3, weight.shape[1])
+    for matrix, given, message in (
+        (weight, hidden, None),
+        (weight.flip(0), hidden, "another base model: the unembedding differs"),
+        (weight, torch.ones(3, 7), "hidden size 12, the model served has 7"),
+    ):
+        calibration = _Calibration(read_export(tmp_path / "head"))
+        layer = SimpleNamespace(weight=matrix, shard_indices=shard)
+        if message is None:
+            assert calibration.log_scale(layer, given, given @ matrix.T, None).shape == (3,)
+        else:
+            with pytest.raises(HeadError, match=message):
+                calibration.log_scale(layer, given, torch.zeros(3, len(matrix)), None)
+
+
 def test_serving_imports_no_jax(tmp_path, llama):
     _, lm = llama
     export_head(tmp_path / "head", random_head(lm, "mlp"), lm)
@@ -233,9 +313,26 @@ def test_serving_imports_no_jax(tmp_path, llama):
     assert found.stdout == "mlp []\n", json.dumps(found.stdout)
 
 
+GUIDE = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+RUN_BY = {  # the beginning of a block of commands, and where it is run
+    "calibjax export": "test_the_guide",
+    "calibjax push": "test_the_guide",
+    "pip install --no-deps lazy_loader calibjax\nCALIBJAX_HEAD": ".ci/vllm, tests/test_vllm.py",
+    "CALIBJAX_HEAD": "tests/test_vllm.py, tests/test_tpu_inference.py",
+}
+
+
+def test_every_block_of_the_guide_has_a_test():
+    blocks = re.findall(r"```(\w*)\n(.*?)```", GUIDE, flags=re.DOTALL)
+    assert {language for language, _ in blocks} <= {"sh", "python", "text"}
+    commands = [block for language, block in blocks if language == "sh"]
+    assert all(any(block.startswith(start) for start in RUN_BY) for block in commands)
+    assert len(commands) >= 5
+
+
 @pytest.mark.slow
 def test_the_guide(tmp_path, monkeypatch):
-    """Every Python block of docs/serving.md, one after the other, on what its commands export."""
+    """Every Python block of docs/serving.md, one after the other, on what its commands export, and its upload."""
     for package in ("torch", "onnxruntime", "onnxscript"):
         pytest.importorskip(package)
     for path in ("path/to/model", "runs/x"):
@@ -244,15 +341,22 @@ def test_the_guide(tmp_path, monkeypatch):
     head = random_head(load_model(tmp_path / "path/to/model"), "mlp")
     save_head(tmp_path / "runs/x/head", head, notes={"model": "path/to/model"})
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
-    commands = re.findall(r"```sh\n(calibjax export .*?)\n```", page)
+    commands = re.findall(r"```sh\n(calibjax export .*?)\n```", GUIDE)
     assert len(commands) == 2
     for command in commands:
         assert main(command.split()[1:]) == 0
     scope: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL):
         exec(block, scope)
     assert scope["generated"].scores.confidence.shape == (1, scope["generated"].sequences.shape[1] - 1)
     log_probs = scope["log_probs"].detach().numpy()
     np.testing.assert_allclose(scope["calibrated"], log_probs, atol=1e-5)  # StableHLO and PyTorch
     assert scope["session"].get_outputs()[0].name == "log_scale"
+    (tmp_path / "runs/x/metrics.json").write_text(json.dumps(document() | {"run": {"model": "path/to/model"}}))
+    (push,) = re.findall(r"```sh\n(calibjax push .*?)\n```", GUIDE)
+    with serving() as hub:
+        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+        subprocess.run([sys.executable, "-m", *push.split()], env=environment, check=True, timeout=300)
+        pushed = hub.models["org/name"]
+        assert "head.safetensors" in pushed.commits[pushed.refs["main"]]

@@ -1,0 +1,92 @@
+"""Every head on a small random model of every family: PyTorch by `calibjax.torch.attach` against JAX.
+
+    python tests/campaigns/parity_torch.py [FAMILY...] [--heads constant linear mlp transformer]
+
+Prints a row for each family, as in docs/serving.md: the largest difference of calibrated log-probabilities (relative
+where one exceeds 1 nat) and of temperatures, with padding on the left, for each head; and whether the greedy tokens
+are the same. Exits with 1 where a difference exceeds 1e-5 or a token differs.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+import transformers
+from parity import VARIANTS, settings_of, torch_model
+from test_torch import compare, random_head
+
+from calibjax.heads import FEATURES, HEADS
+from calibjax.models import load_model
+from calibjax.models.generate import Sampling, generate
+from calibjax.train.portable import export_head
+
+MULTIMODAL = {"gemma3": ("gemma3_text", "scaled-rope-own-pattern"), "mistral3": ("mistral", "untied-no-window")}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+NEW = 6
+
+
+def multimodal(folder: Path, family: str):
+    """A random model of text and images, of which JAX loads the language model."""
+    text = settings_of(*MULTIMODAL[family])
+    settings = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": text["tie_word_embeddings"]}
+    config = transformers.AutoConfig.for_model(family, **json.loads(json.dumps(settings)))
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(settings | {"model_type": family}))
+    return theirs
+
+
+def greedy_is_equal(theirs, lm, head, folder: Path) -> bool:
+    """Greedy tokens of both, with the head, after prompts of different lengths."""
+    from calibjax.torch import attach
+
+    prompts = [[3, 5, 7], [9, 2, 4, 6, 8]]
+    ours = generate(lm, prompts, head=head, max_new_tokens=NEW, sampling=Sampling(temperature=0.0), stop_tokens=())
+    tokens = torch.tensor([[0, 0, *prompts[0]], prompts[1]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    export_head(folder, head, lm)
+    attached = attach(theirs, folder)
+    options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    try:
+        found = theirs.generate(tokens, attention_mask=mask, **options)
+    finally:
+        attached.detach()
+    return np.array_equal(found[:, 5:].numpy(), np.asarray(ours.tokens))
+
+
+def main(families: list[str], kinds: list[str]) -> int:
+    failures = 0
+    for family in families:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if family in MULTIMODAL:
+                theirs = multimodal(folder, family)
+            else:
+                theirs, _ = torch_model(folder, settings_of(family, next(iter(VARIANTS[family]))))
+            lm = load_model(folder)
+            heads = {
+                kind: random_head(lm, kind, ("hidden_states",) if kind == "constant" else FEATURES) for kind in kinds
+            }
+            errors = {kind: max(compare(theirs, lm, head, folder / kind)) for kind, head in heads.items()}
+            is_equal = greedy_is_equal(theirs, lm, heads[kinds[-1]], folder / "greedy")
+        failures += not (max(errors.values()) <= 1e-5 and is_equal)
+        cells = (f"{error:.1e}" for error in errors.values())
+        print(f"| {family} | {' | '.join(cells)} | {'equal' if is_equal else 'DIFFERENT'} |", flush=True)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    known = [*(family for family in VARIANTS if family != "qwen"), *MULTIMODAL]  # transformers does not run Qwen v1
+    parser.add_argument("families", nargs="*", default=known)
+    parser.add_argument("--heads", nargs="*", default=list(HEADS))
+    given = parser.parse_args()
+    sys.exit(main(given.families or known, given.heads))
