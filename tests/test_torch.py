@@ -16,11 +16,12 @@ import scipy.special
 from hub import TOKEN, serving
 from jax import export
 from parity import LLAMA_JSON, VARIANTS, random_tokens, settings_of, torch_model
-from report_documents import document
-from tiny import make_lm
+from tiny import make_lm, make_sequences
 
 from calibjax import recalibrate
 from calibjax.cli import main
+from calibjax.eval.heads import evaluate
+from calibjax.eval.report.schema import SCHEMA
 from calibjax.heads import FEATURES, HEADS, FittedHead, HeadConfig
 from calibjax.models import load_model
 from calibjax.models.calibrated import calibrated_confidence
@@ -352,11 +353,19 @@ def test_the_guide(tmp_path, monkeypatch):
     log_probs = scope["log_probs"].detach().numpy()
     np.testing.assert_allclose(scope["calibrated"], log_probs, atol=1e-5)  # StableHLO and PyTorch
     assert scope["session"].get_outputs()[0].name == "log_scale"
-    (tmp_path / "runs/x/metrics.json").write_text(json.dumps(document() | {"run": {"model": "path/to/model"}}))
+    lm = load_model(tmp_path / "path/to/model")
+    held_out = evaluate(lm, make_sequences(8, vocab_size=LLAMA_JSON["vocab_size"]), {"ats": head}).document
+    metrics = {"schema": SCHEMA, "run": {"model": "path/to/model"}, "held_out": held_out}
+    (tmp_path / "runs/x/metrics.json").write_text(json.dumps(metrics))
     (push,) = re.findall(r"```sh\n(calibjax push .*?)\n```", GUIDE)
     with serving() as hub:
         environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+        environment |= {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+        }
         subprocess.run([sys.executable, "-m", *push.split()], env=environment, check=True, timeout=300)
         pushed = hub.models["org/name"]
         assert "head.safetensors" in pushed.commits[pushed.refs["main"]]
