@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -167,10 +167,15 @@ def figures(log_p: np.ndarray, log_q: np.ndarray | None, images: np.ndarray, cla
 _pixels = PixelModel()
 
 
+def pixel_logits(params: Any, images: Int[Array, "B N"], s: Float[Array, " B"]) -> Array:
+    """Logits of each pixel given those before it, `[B, N, L]`."""
+    return cast(Array, _pixels.apply(params, images, s))
+
+
 @jax.jit
 def pixel_log_probs(params: Any, images: Int[Array, "B N"], s: Float[Array, " B"]) -> Float[Array, "B N"]:
     """log p of each pixel given those before it."""
-    logits = jax.nn.log_softmax(_pixels.apply(params, images, s))
+    logits = jax.nn.log_softmax(pixel_logits(params, images, s))
     return jnp.take_along_axis(logits, images[..., None], axis=-1)[..., 0]
 
 
@@ -181,7 +186,7 @@ def sample_pixels(params: Any, count: int, s: float, temperature: float, key: Ar
 
     def draw(carry, at):
         images, total = carry
-        log_q = jax.nn.log_softmax(_pixels.apply(params, images, condition)[:, at[0]] / temperature)
+        log_q = jax.nn.log_softmax(pixel_logits(params, images, condition)[:, at[0]] / temperature)
         pixel = jax.random.categorical(at[1], log_q)
         total = total + jnp.take_along_axis(log_q, pixel[:, None], axis=1)[:, 0]
         return (images.at[:, at[0]].set(pixel), total), None
@@ -268,10 +273,15 @@ def noisy(x: Array, t: Array, noise: Array) -> Array:
     return jnp.sqrt(signal) * x + jnp.sqrt(1 - signal) * noise
 
 
+def predicted_noise(params: Any, x: Array, t: Array) -> Array:
+    """The denoiser's output."""
+    return cast(Array, _denoiser.apply(params, x, t))
+
+
 def previous_mean(params: Any, x: Array, t: Array) -> Array:
     """Mean of p(x_{t−1} | x_t)."""
     beta, signal = (jnp.asarray(of)[t][:, None] for of in (_beta, _signal))
-    return (x - beta / jnp.sqrt(1 - signal) * _denoiser.apply(params, x, t)) / jnp.sqrt(1 - beta)
+    return (x - beta / jnp.sqrt(1 - signal) * predicted_noise(params, x, t)) / jnp.sqrt(1 - beta)
 
 
 @functools.partial(jax.jit, static_argnames="draws")
@@ -328,7 +338,7 @@ def study_diffusion(study: Study, digits: np.ndarray, held_out: np.ndarray, clas
         x = rows["images"] / (LEVELS - 1) * 2.0 - 1.0
         for_t, for_noise = jax.random.split(key)
         t, noise = jax.random.randint(for_t, (len(x),), 0, STEPS), jax.random.normal(for_noise, x.shape)
-        error = jnp.square(_denoiser.apply(params, noisy(x, t, noise), t) - noise).mean(-1)
+        error = jnp.square(predicted_noise(params, noisy(x, t, noise), t) - noise).mean(-1)
         return (rows["weight"] * error).mean()
 
     params = _denoiser.init(next(keys), jnp.zeros((1, PIXELS)), jnp.zeros(1, jnp.int32))
@@ -371,7 +381,7 @@ def study_diffusion(study: Study, digits: np.ndarray, held_out: np.ndarray, clas
 
 def main(study: Study) -> None:
     study.out.mkdir(parents=True, exist_ok=True)
-    data = load_digits()
+    data: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(data.data))
     images, labels = data.data[order].astype(np.int32), data.target[order]
     classifier = LogisticRegression(max_iter=5000).fit(images[:1500] / (LEVELS - 1), labels[:1500])

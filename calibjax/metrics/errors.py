@@ -290,8 +290,8 @@ def _groupwise(confidence, correct, groups, *, reduction: str, bins: int, closed
     data = points(confidence, correct, where)
     shape = groups.T.shape
     index = bin_index(data.confidence, bins, closed)
-    spread = (jnp.broadcast_to(x, shape) for x in (index, data.confidence, data.correct))
-    sums = sums_of_index(*spread, bins, jnp.where(groups.T, data.weight, 0.0))
+    index, values, correct = (jnp.broadcast_to(x, shape) for x in (index, data.confidence, data.correct))
+    sums = sums_of_index(index, values, correct, bins, jnp.where(groups.T, data.weight, 0.0))
     count = sums.whole()[0]
     mass = jnp.where(count > 0, count * ece_from_sums(sums), 0.0)
     if reduction == "max":

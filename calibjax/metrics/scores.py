@@ -1,6 +1,6 @@
 """Proper scores of a confidence: Brier score with its decomposition, negative log-likelihood; summary of sums."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +96,7 @@ def brier_parts(sums: CalibrationSums, *, debiased: bool = False) -> BrierParts:
     return BrierParts(reliability, resolution, uncertainty, within)
 
 
-def _variance_of_mean(count: np.ndarray, total: np.ndarray, squares: np.ndarray) -> np.ndarray:
+def _variance_of_mean(count: Any, total: Any, squares: Any) -> np.ndarray:
     """Unbiased estimate of the variance of a mean; 0 for fewer than two points."""
     several = np.maximum(count, 2)
     return np.where(count > 1, (squares / several - np.square(total / several)) / (several - 1), 0.0)

@@ -74,13 +74,8 @@ def ablate(
         model, edit = changed[name]()
         sums, entropy = evaluate_edited(model, held_out, read, edit, **options)
         figures = metrics.summarise(sums)
-        rows.append(
-            {
-                "name": name,
-                "entropy": float(entropy.sum() / sums.whole()[0].sum()),
-                **{key: figures[key] for key in ("confidence", "accuracy", "ece", "nll")},
-            }
-        )
+        same: Any = {key: figures[key] for key in ("confidence", "accuracy", "ece", "nll")}
+        rows.append({"name": name, "entropy": float(entropy.sum() / sums.whole()[0].sum()), **same})
     return rows
 
 
