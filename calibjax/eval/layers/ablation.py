@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +74,9 @@ def ablate(
         model, edit = changed[name]()
         sums, entropy = evaluate_edited(model, held_out, read, edit, **options)
         figures = metrics.summarise(sums)
-        same: Any = {key: figures[key] for key in ("confidence", "accuracy", "ece", "nll")}
-        rows.append({"name": name, "entropy": float(entropy.sum() / sums.whole()[0].sum()), **same})
+        row = {"name": name, "entropy": float(entropy.sum() / sums.whole()[0].sum())}
+        row |= {key: figures[key] for key in ("confidence", "accuracy", "ece", "nll")}
+        rows.append(cast(AblationRow, row))
     return rows
 
 
