@@ -305,7 +305,7 @@ def test_generate(tmp_path, source, converted, capsys):
 )
 def test_refused_before_a_model_is_read(capsys, monkeypatch, arguments, message):
     for module in (generate_command, eval_bounds):
-        monkeypatch.setattr(module, "load_model", None)
+        monkeypatch.setattr(module, "load_placed", None)
     model = ["--model"] if "bounds" in arguments else ["--model", "x"]
     assert main([*arguments, *model]) == 2
     error = capsys.readouterr().err
