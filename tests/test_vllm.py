@@ -92,6 +92,12 @@ def complete_all(url, prompts, temperature=0.0):
         return list(pool.map(lambda each: complete(url, each[1], temperature, each[0]), enumerate(prompts)))
 
 
+def timed(run):
+    before = time.perf_counter()
+    run()
+    return time.perf_counter() - before
+
+
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
     """(directory of a small Llama, the same in JAX, heads by the name of the directory of their export)."""
@@ -142,10 +148,8 @@ def test_a_server(tmp_path, exports):
         given = {"CALIBJAX_HEAD": str(folder / name), "CALIBJAX_LOGITS": mode} if name else {}
         options = options_of.get(mode, ())
         with serving(folder / "model", tmp_path / f"{mode or 'plain'}.log", *options, **given) as url:
-            complete_all(url, prompts[:16])  # the first steps of a process are slower
-            before = time.perf_counter()
             found[mode] = complete_all(url, prompts)
-            seconds[mode] = time.perf_counter() - before
+            seconds[mode] = min(timed(lambda: complete_all(url, prompts)) for _ in range(5))
             sampled[mode] = complete_all(url, prompts[:20], temperature=1.0)
             if mode == "processor":
                 with pytest.raises(urllib.error.HTTPError) as refused:
@@ -158,9 +162,9 @@ def test_a_server(tmp_path, exports):
         for prompt, (tokens, log_probs), (_, plain) in zip(prompts, found[mode], found[""], strict=True):
             errors.append(np.abs(calibrated(lm, heads[name], prompt, tokens) - log_probs).max())
             changes.append(np.abs(np.subtract(plain, log_probs)).max())
-        loss = seconds[mode] / seconds[""] - 1
         print(
-            f"{mode}: largest |Δ log p| {max(errors):.1e}; {REQUESTS / seconds[mode]:.1f} requests/s, {loss:+.1%} time"
+            f"{mode}: largest |Δ log p| {max(errors):.1e}; {REQUESTS / seconds[mode]:.1f} requests/s, "
+            f"{REQUESTS / seconds['']:.1f} without a head"
         )
         assert max(errors) < 1e-3
         assert np.median(changes) > 1e-2  # the head does something
