@@ -191,7 +191,7 @@ class Choice(NamedTuple):
 
 
 def choose_trial(data: FitData, plan: AtsPlan, log_scale: float, context: RunContext, *, by_set: bool) -> Choice:
-    """Chooses the loss with the lowest calibration error among those that beat temperature scaling, out of fold.
+    """Chooses, out of fold, the first loss of `ranked` that beats temperature scaling.
 
     All losses predict the first fold, or every set (`by_set`). The best of them predicts all folds. If it does not beat
     temperature scaling there (`Score.beats`), the next one is tried; if none does, temperature scaling is kept.

@@ -29,6 +29,8 @@ SHRINKAGES_OF_ONE_SET = SHRINKAGES[:2]
 the set itself; more than a quarter of it carries better still, but raises ECE there."""
 _ERRORS = 2.0
 """Standard errors beyond which a difference is not noise."""
+_EQUAL = 0.1
+"""Part of temperature scaling's calibration error by which those of two losses may differ and count as equal."""
 
 
 class Shrinkage(NamedTuple):
@@ -147,9 +149,18 @@ def score(
 
 
 def ranked(candidates: Iterable[Score], reference: Score) -> list[Score]:
-    """The candidates whose NLL and Brier score are below those of `reference`, by ascending calibration error."""
+    """The candidates whose NLL and Brier score are below those of `reference`, by ascending calibration error.
+
+    Errors within a tenth of that of `reference` from the lowest count as equal: their candidates are ordered by NLL,
+    because to choose among them by the error would be to choose by noise.
+    """
     lower = [c for c in candidates if all(c.mean(figure) < reference.mean(figure) for figure in ("nll", "brier"))]
-    return sorted(lower, key=lambda candidate: candidate.calibration_error)
+    least = min((c.calibration_error for c in lower), default=0.0) + _EQUAL * reference.calibration_error
+
+    def order(candidate: Score) -> tuple[float, float]:
+        return max(candidate.calibration_error, least), candidate.mean("nll")
+
+    return sorted(lower, key=order)
 
 
 def predict(data: FitData, plan: AtsPlan, params: Any, fold: int) -> Float[np.ndarray, "n T"]:

@@ -43,7 +43,8 @@ class AtsOptions:
         loss: name of a loss; the docstrings of calibjax.losses have the formulas. selective-authors is
             selective-balanced where ignored tokens count as wrong, as in the authors' code. auto tries cross-entropy
             and joint for a few alpha. Of those whose NLL and Brier score, on sequences that their training never saw,
-            are lower than temperature scaling's beyond noise, it keeps the one with the lowest calibration error; if
+            are lower than temperature scaling's beyond noise, it keeps the one with the lowest calibration error (of
+            errors that hardly differ, the one with the lowest NLL); if
             there is none, the head is temperature scaling.
             Log scales are moved a quarter of the way to temperature scaling where this does not raise ECE beyond noise
             on such sequences; of several sets, by the fraction up to three quarters that lowers NLL most.
