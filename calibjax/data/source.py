@@ -25,7 +25,7 @@ Placed = tuple[str, Row | UserError]
 
 @dataclass(frozen=True)
 class Rows(Iterable[Row]):
-    """Rows of one source. Each iteration reads the source anew, and only as far as it is iterated.
+    """Rows of one source. Each iteration reads the source again, lazily.
 
     Attributes:
         data: rows, in memory or as a function that reads them with their places.

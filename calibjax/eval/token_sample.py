@@ -106,7 +106,7 @@ def token_sample(
 
 
 def _whole_words(row: list[Token]) -> list[Token]:
-    """A text from the start of a word to the end of one; as it is where none of its tokens begins a word."""
+    """Cuts a text to whole words; unchanged if none of its tokens begins a word."""
     starts = [place for place, token in enumerate(row) if token["text"][:1].isspace()]
     first = starts[0] if starts and not row[0]["text"][:1].isupper() else 0
     cut = [place for place in starts if place > first]

@@ -313,7 +313,7 @@ def _read_columns(piece: Piece, entry: TensorEntry, index: Index) -> np.ndarray:
 
 
 def _read_box(entry: TensorEntry, index: Index, layout: Layout) -> np.ndarray:
-    """Returns the part of a tensor, as it is stored, that has `index` in our layout."""
+    """Reads the part of a stored tensor that `index` selects in our layout."""
     if entry.scales is not None:
         expert, _, columns = index
         box = expert, columns

@@ -232,7 +232,7 @@ def choose_trial(data: FitData, plan: AtsPlan, log_scale: float, context: RunCon
         comparison["chosen"] = [of.as_json(reference(folds)) for of in (reference(folds), whole)]
         if comparison["chosen"][-1]["beats_temperature"]:
             context.log(
-                f"chose {trial}: the lowest calibration error of the losses that beat temperature scaling "
+                f"chose {trial}: it beats temperature scaling, with the lowest calibration error or one close to it "
                 f"({whole.calibration_error:.4f} against {reference(folds).calibration_error:.4f})"
             )
             return Choice(trial, whole, comparison)

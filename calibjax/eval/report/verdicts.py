@@ -67,8 +67,8 @@ def choice_verdict(comparison: LossComparison) -> str:
     scaled, kept = comparison["chosen"]
     figures = f"{kept['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
     return (
-        f"Chosen: {kept['loss']}, with the lowest calibration error ({figures}) of the losses whose NLL and Brier "
-        f"score beat temperature scaling's. {measured}."
+        f"Chosen: {kept['loss']}, of the losses whose NLL and Brier score beat temperature scaling's; its calibration "
+        f"error ({figures}) is the lowest of those compared, or so close to it that NLL decided. {measured}."
     )
 
 
