@@ -7,17 +7,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import blake3
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
 from calibjax.models.config import DecoderConfig
+from calibjax.models.rules import transposed
 
-VERSION = 2
-"""Version of fingerprints. Those of version 1 have no prefix, and hash each tensor as one piece."""
+VERSION = 3
+"""Version of fingerprints. Those of version 1 have no prefix, and hash each tensor as one piece by `sha256`."""
 
 _CHUNK = 2**18
-"""Numbers in a chunk, about: chunks are read, transposed and hashed by threads while they are in the cache."""
+"""Numbers in a chunk, about: chunks are read, hashed and copied by threads while they are in the cache."""
 
 
 def fingerprint(config: DecoderConfig, tensors: Iterable[tuple[str, ArrayLike]]) -> str:
@@ -30,7 +32,7 @@ def fingerprint(config: DecoderConfig, tensors: Iterable[tuple[str, ArrayLike]])
         tensors: pairs of name and array in any order, such as `named_tensors` yields.
 
     Returns:
-        "2:", the version, and 64 hexadecimal digits.
+        "3:", the version, and 64 hexadecimal digits.
     """
     return combine_digests(config, {name: tensor_digest(name, tensor) for name, tensor in tensors})
 
@@ -53,20 +55,28 @@ def chunks(name: str, shape: Sequence[int]) -> list[tuple[slice, ...]]:
     return [(slice(start, min(start + step, rows)), *(slice(0, n) for n in others)) for start in range(0, rows, step)]
 
 
-def chunk_digest(values: np.ndarray) -> bytes:
-    """Returns the `sha256` of the raw bytes of a chunk."""
-    return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).digest()
+def in_file_order(name: str, values: np.ndarray) -> np.ndarray:
+    """Returns a chunk as most files hold it, without a copy: kernels as `[..., out, in]`; the inverse of itself."""
+    return values.swapaxes(-1, -2) if name.endswith(".kernel") and values.ndim > 1 else values
+
+
+def chunk_digest(name: str, values: np.ndarray) -> bytes:
+    """Returns the BLAKE3 digest of the raw bytes of a chunk of the tensor `name`, in the order of files."""
+    ordered = in_file_order(name, values)
+    if not ordered.flags.c_contiguous:
+        ordered = transposed(values) if values.flags.c_contiguous else np.ascontiguousarray(ordered)
+    return blake3.blake3(ordered.reshape(-1).view(np.uint8).data).digest()
 
 
 def tensor_digest(name: str, tensor: ArrayLike) -> str:
-    """Returns the `sha256` of one tensor's name, shape, dtype and the digests of its chunks."""
+    """Returns the digest of one tensor's name, shape, dtype and chunks; see `join_chunks`."""
     array = np.asarray(tensor)
-    digests = b"".join(chunk_digest(array[index]) for index in chunks(name, array.shape))
+    digests = b"".join(chunk_digest(name, array[index]) for index in chunks(name, array.shape))
     return join_chunks(name, array.dtype, array.shape, digests)
 
 
 def join_chunks(name: str, dtype: np.dtype, shape: Sequence[int], digests: bytes) -> str:
-    """Returns the digest of a tensor from those of its chunks, in their order."""
+    """Returns the `sha256` of a tensor's name, dtype, shape and the digests of its chunks, in their order."""
     return hashlib.sha256(json.dumps([name, str(dtype), list(shape)]).encode() + digests).hexdigest()
 
 

@@ -1,8 +1,8 @@
 """Reading of the parameters of a model from safetensors: every byte once, in chunks, by threads and processes.
 
-A chunk (`fingerprint.chunks`) is read, brought into our layout, hashed, cast, checked and copied to the shards of this
-process while it is in the cache. Several processes divide the chunks of the whole model among themselves, and send each
-other what they have read, because networks between accelerators are faster than file systems.
+A chunk (`fingerprint.chunks`) is read, hashed, cast, checked and copied to the shards of this process, in our layout,
+while it is in the cache. Several processes divide the chunks of the whole model among themselves, and send each other
+what they have read, because networks between accelerators are faster than file systems.
 """
 
 import dataclasses
@@ -14,14 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from calibjax.models.fingerprint import chunk_digest, chunks, join_chunks, layer_name
+from calibjax.models.fingerprint import chunk_digest, chunks, in_file_order, join_chunks, layer_name
 from calibjax.models.hf_tensors import FLOATS, Piece, Plan, TensorEntry, read_mxfp4
-from calibjax.models.rules import Layout, transposed
+from calibjax.models.rules import Layout, transpose_into
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_sharding
@@ -158,7 +157,7 @@ def _read_and_place(pending: "dict[str, _Parameter]", table: np.ndarray, dtype: 
 def _read_checked(chunk: Chunk, table: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns the values of a chunk in `dtype`, and puts its digest into `table`."""
     stored = read_chunk(chunk.piece, chunk.index)
-    table[chunk.number] = np.frombuffer(chunk_digest(stored), np.uint8)
+    table[chunk.number] = np.frombuffer(chunk_digest(chunk.path, stored), np.uint8)
     with np.errstate(over="ignore"):
         values = stored.astype(dtype, copy=False)
     if not _is_finite(values):
@@ -170,10 +169,14 @@ def _read_checked(chunk: Chunk, table: np.ndarray, dtype: np.dtype) -> np.ndarra
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Whether all values are finite; of bfloat16 by its exponent, because numpy converts each number."""
-    if array.dtype == jnp.bfloat16:
-        return not array.size or int((array.view(np.uint16) & 0x7FFF).max()) < 0x7F80
-    return bool(np.isfinite(array).all())
+    """Whether all values are finite: as integers, NaN and infinity are the largest bits of each sign."""
+    if not array.size:
+        return True
+    infinity = np.array([np.inf, -np.inf], array.dtype)
+    signed, unsigned = (np.dtype(f"{kind}{array.itemsize}") for kind in "iu")
+    return bool(
+        array.view(signed).max() < infinity.view(signed)[0] and array.view(unsigned).max() < infinity.view(unsigned)[1]
+    )
 
 
 # --- several processes ---
@@ -186,7 +189,8 @@ def _read_part(
     values = np.zeros(length, dtype)
 
     def read(chunk: Chunk, offset: int) -> None:
-        values[offset : offset + chunk.size] = _read_checked(chunk, table, dtype).reshape(-1)
+        ordered = in_file_order(chunk.path, _read_checked(chunk, table, dtype))
+        values[offset : offset + chunk.size] = ordered.reshape(-1)
 
     try:
         list(pool.map(read, part, _offsets(part)))
@@ -230,7 +234,9 @@ def _gather(mesh: Mesh) -> Any:
 
 
 def _place_from(pending: "dict[str, _Parameter]", values: np.ndarray, chunk: Chunk, offset: int) -> None:
-    pending[chunk.path].place(chunk, values[offset : offset + chunk.size].reshape(chunk.shape))
+    shape = in_file_order(chunk.path, np.empty(chunk.shape, np.void)).shape
+    ordered = values[offset : offset + chunk.size].reshape(shape)
+    pending[chunk.path].place(chunk, in_file_order(chunk.path, ordered))
 
 
 # --- shards ---
@@ -256,7 +262,7 @@ class _Parameter:
             if all(start < stop for start, stop in both):
                 source = tuple(slice(s - a, e - a) for (s, e), (a, _) in zip(both, at, strict=True))
                 target = tuple(slice(s - a, e - a) for (s, e), (a, _) in zip(both, held, strict=True))
-                (shard if layer is None else shard[layer])[target] = values[source]
+                _copy((shard if layer is None else shard[layer])[target], values[source])
 
     def finish(self) -> jax.Array:
         """Returns the parameter on its devices."""
@@ -277,6 +283,13 @@ class _Parameter:
         return tuple(along.indices(n)[:2] for along, n in zip(whole, self._shape, strict=True))
 
 
+def _copy(target: np.ndarray, values: np.ndarray) -> None:
+    if values.ndim > 1 and values.strides[-1] > values.strides[-2] == values.itemsize:
+        transpose_into(target, values.swapaxes(-1, -2))
+    else:
+        target[...] = values
+
+
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An array that JAX can use on a CPU without a copy."""
     size = math.prod(shape) * dtype.itemsize
@@ -289,11 +302,12 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def read_chunk(piece: Piece, index: Index) -> np.ndarray:
-    """Returns the part of a piece at `index` in our layout; of a kernel, whole columns."""
+    """Returns the part of a piece at `index` in our layout; of a kernel, whole columns. A transposed one is a view."""
     first, *others = piece.entries
     if others:
         parts = [_read_columns(piece, entry, index[1:]) for entry in piece.entries[index[0]]]
-        return np.stack([part.astype(piece.dtype, copy=False) for part in parts])
+        parts = [part.astype(piece.dtype, copy=False) for part in parts]
+        return parts[0][None] if len(parts) == 1 else np.stack(parts)
     return _read_columns(piece, first, index)
 
 
@@ -302,7 +316,7 @@ def _read_columns(piece: Piece, entry: TensorEntry, index: Index) -> np.ndarray:
     *others, last = index
     if layout.groups == 1:
         values = _read_box(entry, (*others, slice(columns.start + last.start, columns.start + last.stop)), layout)
-        return transposed(values) if layout.transpose else values
+        return values.swapaxes(-1, -2) if layout.transpose else values
     # The columns of this parameter lie in groups between those of others: whole groups are read.
     width = columns.stop - columns.start
     group = entry.shape[-2 if layout.transpose else -1] // layout.groups

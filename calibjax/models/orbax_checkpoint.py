@@ -38,7 +38,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
 from calibjax.runtime.sharding import param_sharding
 
-_SCHEMA = 2
+_SCHEMA = 3
 """Version of the description. Schema 1 has digests and the fingerprint of version 1."""
 
 _REMEDY = "Convert the model again."
