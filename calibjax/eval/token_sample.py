@@ -12,7 +12,7 @@ from calibjax.eval.report.schema import Token, TokenSample
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import batch_hidden, batch_stats, freeze
+from calibjax.models.frozen import batch_hidden, batch_stats, freeze, vocab_sharding
 from calibjax.runtime.distributed import to_host
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ def _sample_batch(model, config, dtype, count, params, factor, frozen, batch):
     shared = {**batch, "hidden": hidden}
     options = {"dtype": dtype, "log_factor": factor, "statistics": _STATISTICS}
     stats, log_scale = batch_stats(model, config, params, frozen, shared, **options)
-    top = top_logits(hidden, frozen.unembedding, count, bias=frozen.bias, softcap=model.logit_softcap)
+    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), model)
+    logits = {"bias": frozen.bias, "softcap": model.logit_softcap, "sharding": sharding}
+    top = top_logits(hidden, frozen.unembedding, count, **logits)
     log_prob = stats.scale[..., None] * top.logits - stats.require("log_normalizer")[..., None]
     numbers = (stats.confidence(), jnp.exp(stats.log_prob()), stats.entropy(), jnp.exp(-log_scale), jnp.exp(log_prob))
     return numbers, stats.require("argmax"), top.ids
@@ -69,7 +71,7 @@ def token_sample(
     count = min(alternatives, lm.config.vocab_size)
     outputs = []
     for head in (before, after):
-        frozen, parts = freeze(lm, head=head.config), []
+        frozen, parts = freeze(lm, head.config), []
         for batch, real in eval_batches(sequences.arrays(), batch_size):
             args = (head.params, jnp.float32(head.log_factor), frozen, batch)
             out = to_host(_sample_batch(lm.config, head.config, lm.dtype, count, *args))

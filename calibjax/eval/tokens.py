@@ -15,7 +15,7 @@ from calibjax.eval.report.schema import MethodRow, ResultSet
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics.smooth import GROUPS, NODES
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import Frozen, batch_hidden, batch_stats, freeze
+from calibjax.models.frozen import batch_hidden, batch_stats, freeze
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 
@@ -58,12 +58,12 @@ def identity_head(lm: LanguageModel) -> FittedHead:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozens, batch):
+def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen, batch):
     """Sums and outputs of every method on one batch; the frozen forward pass is shared."""
-    hidden = batch_hidden(model, frozens[0], batch, dtype)
+    hidden = batch_hidden(model, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
     results = []
-    for config, head_params, factor, frozen in zip(configs, params, factors, frozens, strict=True):
+    for config, head_params, factor in zip(configs, params, factors, strict=True):
         stats, log_scale = batch_stats(
             model,
             config,
@@ -120,7 +120,7 @@ def evaluate_tokens(
     configs = tuple(heads[name].config for name in names)
     params = [heads[name].params for name in names]
     factors = [jnp.float32(heads[name].log_factor) for name in names]
-    frozens: list[Frozen] = [freeze(lm, head=config) for config in configs]
+    frozen = freeze(lm, *configs)
     sums_of: dict[str, list[Any]] = {name: [] for name in names}
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
@@ -129,7 +129,7 @@ def evaluate_tokens(
     grids = {name: np.zeros((groups, NODES + 1, 2)) for name in names}
     first = 0
     for batch, real in eval_batches(sequences.arrays(), batch_size):
-        results = to_host(evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozens, batch))
+        results = to_host(evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozen, batch))
         for name, (sums, of_tokens, valid, grid) in zip(names, results, strict=True):
             tokens = TokenOutputs(*of_tokens)
             sums_of[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))

@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.chunked import choose_chunk_size, fold, rows
+from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.softcap import softcapped
 
 _PRECISION = jax.lax.Precision.HIGHEST
@@ -27,13 +29,15 @@ def top_logits(
     bias: Float[Array, " V"] | None = None,
     softcap: float | None = None,
     where: Bool[Array, "*B"] | None = None,
+    sharding: VocabSharding | None = None,
 ) -> TopLogits:
     """The k largest of the logits z = softcap(h Wᵀ + b), with their indices in the vocabulary.
 
     The indices come from one pass over chunks of the vocabulary that keeps the k best so far and is not differentiated.
     Then those k rows of the unembedding are gathered and their logits computed again: the gradient is that of k·N
     logits, whatever V. Memory beyond inputs and outputs: a float32 block `[N, C]`, and the gathered rows `[N, k, D]`.
-    It runs on one device, or as XLA splits it; there is no sharded form.
+    Over a mesh every device finds the k best of its own tokens and its own part of the vocabulary, and those of the
+    parts are merged.
 
     Args:
         hidden: `[..., D]`, floating point.
@@ -42,6 +46,8 @@ def top_logits(
         bias: `[V]`, added before the soft-cap.
         softcap: cap > 0, or None.
         where: `[...]`, False for tokens that do not count: they hold 0 and pass no gradient, even with NaN in `hidden`.
+        sharding: as of `vocab_stats`. Where V or the number of tokens does not divide among the devices, or the mesh
+            has axes of type Explicit, XLA splits the computation.
 
     Returns:
         `TopLogits`. Of equal logits the lowest index comes first.
@@ -66,23 +72,7 @@ def top_logits(
     if valid is not None:
         flat = jnp.where(valid[:, None], flat, 0)
 
-    frozen, weights, offsets = jax.lax.stop_gradient((flat, unembedding, bias))
-
-    def step(best: TopLogits, start: Array | int, width: int, _: None) -> TopLogits:
-        block = rows(weights, start, width)
-        z = jnp.einsum("nd,cd->nc", frozen, block, preferred_element_type=jnp.float32, precision=_PRECISION)
-        if offsets is not None:
-            z = z + rows(offsets, start, width).astype(jnp.float32)[None, :]
-        largest, column = jax.lax.top_k(z, min(k, width))  # the soft-cap keeps the order
-        both = jnp.concatenate([best.logits, largest], axis=1)  # earlier chunks first: of equals the lowest index stays
-        ids = jnp.concatenate([best.ids, column + start], axis=1)
-        logits, index = jax.lax.top_k(both, k)
-        return TopLogits(logits, jnp.take_along_axis(ids, index, axis=1))
-
-    tokens = flat.shape[0]
-    nothing = TopLogits(jnp.full((tokens, k), -jnp.inf, jnp.float32), jnp.zeros((tokens, k), jnp.int32))
-    ids = fold(step, nothing, vocab_size, choose_chunk_size(tokens, vocab_size)).ids
-
+    ids = _top_ids(k, sharding, *jax.lax.stop_gradient((flat, unembedding, bias)))
     own = unembedding[ids]
     z = jnp.einsum("nd,nkd->nk", flat, own, preferred_element_type=jnp.float32, precision=_PRECISION)
     if bias is not None:
@@ -91,3 +81,55 @@ def top_logits(
     if valid is not None:
         z, ids = jnp.where(valid[:, None], z, 0.0), jnp.where(valid[:, None], ids, -1)
     return TopLogits(z.reshape(*shape, k), ids.reshape(*shape, k))
+
+
+def _top_ids(
+    k: int, sharding: VocabSharding | None, hidden: Array, unembedding: Array, bias: Array | None
+) -> Int[Array, "N k"]:
+    sharding = None if sharding is None or sharding.explicit_axes else sharding.without_trivial_axes()
+    if sharding is None or not (sharding.tokens or sharding.vocab):
+        return _best(k, hidden, unembedding, bias).ids
+    parts = sharding.count(sharding.vocab)
+    if unembedding.shape[0] % parts or hidden.shape[0] % sharding.count(sharding.tokens):
+        return _best(k, hidden, unembedding, bias).ids
+
+    def local(hidden: Array, unembedding: Array, bias: Array | None) -> Array:
+        best = _best(min(k, unembedding.shape[0]), hidden, unembedding, bias, sharding.width)
+        if not sharding.vocab:
+            return best.ids
+        first = jax.lax.axis_index(sharding.vocab) * unembedding.shape[0]
+        best = best._replace(ids=best.ids + first)
+        every = jax.tree.map(lambda x: jax.lax.all_gather(x, sharding.vocab, axis=1, tiled=True), best)
+        return _largest(k, every).ids
+
+    specs = (P(sharding.tokens), P(sharding.vocab, sharding.width), P(sharding.vocab))
+    mapped = jax.shard_map(local, mesh=sharding.mesh, in_specs=specs, out_specs=P(sharding.tokens), check_vma=False)
+    return mapped(hidden, unembedding, bias)
+
+
+def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_axes: tuple[str, ...] = ()) -> TopLogits:
+    """The k largest logits before the soft-cap, which keeps their order, by chunks of the vocabulary.
+
+    The columns of a chunk are gathered over `width_axes`.
+    """
+
+    def step(best: TopLogits, start: Array | int, width: int, _: None) -> TopLogits:
+        block = rows(unembedding, start, width)
+        if width_axes:
+            block = jax.lax.all_gather(block, width_axes, axis=1, tiled=True)
+        z = jnp.einsum("nd,cd->nc", hidden, block, preferred_element_type=jnp.float32, precision=_PRECISION)
+        if bias is not None:
+            z = z + rows(bias, start, width).astype(jnp.float32)[None, :]
+        largest, column = jax.lax.top_k(z, min(k, width))
+        found = TopLogits(largest, column + start)
+        return _largest(k, jax.tree.map(lambda *of: jnp.concatenate(of, axis=1), best, found))
+
+    tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
+    nothing = TopLogits(jnp.full((tokens, k), -jnp.inf, jnp.float32), jnp.zeros((tokens, k), jnp.int32))
+    return fold(step, nothing, vocab_size, choose_chunk_size(tokens, vocab_size))
+
+
+def _largest(k: int, candidates: TopLogits) -> TopLogits:
+    """The k largest of `[N, m]` candidates; of equals those that come first, so that the lowest index stays."""
+    logits, index = jax.lax.top_k(candidates.logits, k)
+    return TopLogits(logits, jnp.take_along_axis(candidates.ids, index, axis=1))

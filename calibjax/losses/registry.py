@@ -181,7 +181,6 @@ def linear_loss(
             hidden, unembedding, targets, scale=2.0 * stats.scale, where=where, statistics=loss.doubled, **options
         )
     if loss.top_k:
-        logits_options = {name: value for name, value in options.items() if name != "sharding"}
         k = min(loss.top_k, unembedding.shape[0])
-        reads["top_logits"] = top_logits(hidden, unembedding, k, where=stats.valid, **logits_options).logits
+        reads["top_logits"] = top_logits(hidden, unembedding, k, where=stats.valid, **options).logits
     return loss.function(stats, **reads, where=real if loss.per_micro_batch else None), stats.valid

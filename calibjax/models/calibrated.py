@@ -89,7 +89,7 @@ def calibrated_logprobs(
     # By the base model's own program, at the price of a second forward pass: another program rounds otherwise, and
     # would choose otherwise between near ties.
     z = lm.logits(batch["tokens"], segment_ids=None if segment_ids is None else batch["segment_ids"])
-    frozen = freeze(lm, head=head.config)
+    frozen = freeze(lm, head.config)
     return _logprobs(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch, z)
 
 
@@ -119,5 +119,5 @@ def calibrated_confidence(
         and temperature (float32 > 0).
     """
     batch = _inputs(lm, head, tokens, segment_ids)
-    frozen = freeze(lm, head=head.config)
+    frozen = freeze(lm, head.config)
     return _confidence(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch)

@@ -33,10 +33,13 @@ class Frozen(NamedTuple):
     bias: Float[Array, " V"] | None = None
 
 
-def freeze(lm: LanguageModel, *, head: HeadConfig | None = None, hidden_given: bool = False) -> Frozen:
-    """Returns the arrays of `lm` that a step needs, without the decoder if batches hold hidden states."""
+def freeze(lm: LanguageModel, *heads: HeadConfig, hidden_given: bool = False) -> Frozen:
+    """Returns the arrays of `lm` that a step with these heads needs, without the decoder if batches hold hidden states.
+
+    One for all heads of a step: a compiled step divides and gathers each of its arguments, even if they are one array.
+    """
     covariance = None
-    if head is not None and "log_std_logits" in head.features:
+    if any("log_std_logits" in head.features for head in heads):
         covariance = jax.jit(logit_covariance)(lm.unembedding, lm.unembedding_bias)
     return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance, lm.unembedding_bias)
 

@@ -381,7 +381,7 @@ def generate(
         lm.config, head_config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
     )
     inputs = _Inputs(
-        frozen=freeze(lm, head=head_config),
+        frozen=freeze(lm, head_config),
         head_params={"log_scale": np.float32(0)} if head is None else head.params,
         log_factor=np.float32(0 if head is None else head.log_factor),
         tokens=tokens,

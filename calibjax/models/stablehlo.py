@@ -70,7 +70,7 @@ def model_program(lm: LanguageModel, head: FittedHead) -> bytes:
             f"a program holds at most {_LARGEST >> 20:,} MiB of weights as constants; this model has {size >> 20:,}. "
             "Export the head alone."
         )
-    frozen, softcap = freeze(lm, head=head.config), lm.config.logit_softcap
+    frozen, softcap = freeze(lm, head.config), lm.config.logit_softcap
     module, factor = head.config.build(), np.float32(head.log_factor)
 
     def log_probs(

@@ -116,7 +116,7 @@ def prepare(lm: LanguageModel, sets: Mapping[str, Sequences], plan: AtsPlan, con
     arrays, hidden_given = sequence_arrays(
         lm, sequences, mode=plan.cache_hidden, batch_size=plan.batch_size, context=context
     )
-    frozen = freeze(lm, head=plan.head, hidden_given=hidden_given)
+    frozen = freeze(lm, plan.head, hidden_given=hidden_given)
     return FitData(lm, arrays, frozen, folds, array_hash(sequences._asdict()))
 
 

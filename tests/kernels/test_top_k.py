@@ -1,15 +1,19 @@
 """top_logits against a dense sort in float64: chunks, ties, soft-cap, bias, masks, gradients."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from oracle import EPS, assert_within
 
-from calibjax.kernels import chunked, top_k, top_logits
+from calibjax.kernels import VocabSharding, chunked, top_k, top_logits
+from calibjax.runtime.sharding import make_mesh
 
 
 def problem(n=9, d=6, v=37, seed=0):
@@ -78,3 +82,32 @@ def test_mistakes_are_named():
             top_logits(hidden, unembedding, k)
     with pytest.raises(ValueError, match="expected hidden"):
         top_logits(hidden[:, :3], unembedding, 2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1)])
+@pytest.mark.parametrize("stored", [(), ("fsdp",)])
+def test_over_a_mesh(shape, stored):
+    """The places, values and gradients of one device, ties included, and no device ever holds all of W."""
+    sharding = VocabSharding(make_mesh(shape), width=stored)
+    hidden, unembedding, bias = problem(n=16, d=32, v=64)
+    unembedding[33], bias[33] = unembedding[7], bias[7]  # a tie between two parts
+    weights = np.random.default_rng(1).normal(size=(16, 20)).astype(np.float32)
+
+    def run(sharding, *arrays):
+        def total(*arrays):
+            top = top_logits(*arrays[:2], 20, bias=arrays[2], sharding=sharding)
+            return jnp.sum(top.logits * weights), top
+
+        return jax.grad(total, argnums=(0, 1, 2), has_aux=True)(*arrays)
+
+    places = [NamedSharding(sharding.mesh, P(*of)) for of in ((("data", "fsdp"),), ("tensor", stored), ("tensor",))]
+    placed = jax.device_put([hidden, unembedding, bias], places)
+    grads, top = jax.jit(functools.partial(run, sharding))(*placed)
+    want_grads, want = jax.jit(functools.partial(run, None))(hidden, unembedding, bias)
+    np.testing.assert_array_equal(top.ids, want.ids)
+    assert_within(top.logits, np.asarray(want.logits), 30 * EPS * np.abs(want.logits).max(), "logits")
+    for got, expected in zip(grads, want_grads, strict=True):
+        assert_within(got, np.asarray(expected), 100 * EPS * np.abs(expected).max(), "gradient")
+    program = jax.jit(lambda *x: top_logits(*x[:2], 5, bias=x[2], sharding=sharding)).lower(*placed).compile()
+    if shape[2] > 1:
+        assert not re.search(r"= \S*\[64,32\]", program.as_text())

@@ -42,7 +42,7 @@ _stats = jax.jit(batch_stats, static_argnums=(0, 1), static_argnames=("dtype", "
 def log_scale_of(lm, head, sequences):
     """The head's log scale for every token `[S, T]`."""
     batch = {name: jnp.asarray(value) for name, value in sequences._asdict().items() if name != "source"}
-    frozen = freeze(lm, head=head.config)
+    frozen = freeze(lm, head.config)
     options = {"dtype": lm.dtype, "statistics": ("max_logit",), "log_factor": jnp.float32(head.log_factor)}
     return np.asarray(_stats(lm.config, head.config, head.params, frozen, batch, **options)[1])
 

@@ -171,10 +171,10 @@ def _head(job: Job, head: HeadConfig, mesh: Any) -> Any:
     return params if mesh is None else _place(params, param_shardings(mesh, params))
 
 
-def _frozen(job: Job, weights: Any, head: HeadConfig) -> Any:
+def _frozen(job: Job, weights: Any, *heads: HeadConfig) -> Any:
     """What `freeze` makes of the weights. Within a step, so that what it holds twice is one argument, as in memory."""
     lm = LanguageModel(job.config, weights, jnp.dtype(job.dtype), "")
-    return freeze(lm, head=head, hidden_given=job.cached)
+    return freeze(lm, *heads, hidden_given=job.cached)
 
 
 def _ats(job: Job, mesh: Any, batch: Any) -> Program:
@@ -205,8 +205,8 @@ def _eval(job: Job, mesh: Any, batch: Any) -> Program:
     configs = (constant, constant, head)
 
     def whole(weights: Any, heads: Any, factors: Any, batch: Any) -> Any:
-        frozens = [_frozen(job, weights, config) for config in configs]
-        return evaluate_batch(job.config, configs, jnp.dtype(job.dtype), 15, "right", heads, factors, frozens, batch)
+        frozen = _frozen(job, weights, *configs)
+        return evaluate_batch(job.config, configs, jnp.dtype(job.dtype), 15, "right", heads, factors, frozen, batch)
 
     heads = [_head(job, config, mesh) for config in configs]
     factors = [jax.ShapeDtypeStruct((), jnp.float32)] * len(configs)

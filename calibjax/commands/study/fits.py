@@ -131,7 +131,7 @@ def fit_heads(
                 head = fit_single_temperature(lm, frozen, arrays, batch_size)[1]
             else:
                 plan = plans[name]
-                frozen = freeze(lm, head=plan.head, hidden_given=given)
+                frozen = freeze(lm, plan.head, hidden_given=given)
                 params = train_head(
                     *(lm, plan, plan.trials[0], frozen, arrays),
                     context=dataclasses.replace(context.silent(), directory=fit, seed=seed),

@@ -81,7 +81,7 @@ class Scorer:
         self._configs = tuple(head.config for head in heads.values())
         self._params = [head.params for head in heads.values()]
         self._factors = [jnp.float32(head.log_factor) for head in heads.values()]
-        self._frozens: list[Frozen] = [freeze(lm, head=config) for config in self._configs]
+        self._frozen = freeze(lm, *self._configs)
 
     def check(self, requests: Sequence[Continuation]) -> None:
         """Raises `UserError` if a continuation has no token, no context, or more tokens than the model's context."""
@@ -139,11 +139,11 @@ class Scorer:
         mine = local_rows(mesh, self.batch_size)
         batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
         lm = self.lm
-        states = _states(lm.config, lm.dtype, self._configs, self._params, self._factors, self._frozens, batch)
+        states = _states(lm.config, lm.dtype, self._configs, self._params, self._factors, self._frozen, batch)
         places = np.zeros((-(-len(reads) // _READS) * _READS, 3), np.int32)
         places[: len(reads)] = reads
         pieces = [
-            _read(lm.config, lm.dtype, self._frozens[0], *states, places[start : start + _READS])
+            _read(lm.config, lm.dtype, self._frozen, *states, places[start : start + _READS])
             for start in range(0, len(places), _READS)
         ]
         parts = zip(*to_host(pieces), strict=True)
@@ -159,13 +159,13 @@ class Scorer:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _states(model, dtype, configs, params, factors, frozens, batch):
+def _states(model, dtype, configs, params, factors, frozen, batch):
     """Returns hidden states `[B, T, D]`, and the log_scale of every head, `[M, B, T]`."""
-    hidden = batch_hidden(model, frozens[0], batch, dtype)
+    hidden = batch_hidden(model, frozen, batch, dtype)
     given = {**batch, "hidden": hidden}
     scales = [
         batch_log_scale(model, config, head, frozen, given, dtype, factor)
-        for config, head, factor, frozen in zip(configs, params, factors, frozens, strict=True)
+        for config, head, factor in zip(configs, params, factors, strict=True)
     ]
     return hidden, jnp.stack(scales)
 
