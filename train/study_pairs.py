@@ -45,6 +45,7 @@ DOMAINS = {
 """Name -> file in assets/data, and its column; of classic_books a passage of each book."""
 _PASSAGE = slice(20_000, 24_000)  # characters: beyond title pages and prefaces
 _METHODS = ("temperature scaling", "ATS")
+_TITLES = {"nll": "NLL", "brier": "Brier", "ece": "ECE"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,12 +192,12 @@ def tables(found: dict[str, dict[str, Any]], *, leave_one_out: bool = False) -> 
             counts = [sum(outcome(methods, figure) == sign for methods in chosen) for sign in (-1, 0, 1)]
             key = "debiased" if figure == "ece" else "value"
             ratio = [m["ATS"][figure][key] / max(m[_METHODS[0]][figure][key], 1e-9) for m in chosen]
-            title = {"nll": "NLL", "brier": "Brier", "ece": "ECE (ratio: debiased)"}[figure]
+            title = _TITLES[figure] + (" (ratio: debiased)" if key == "debiased" else "")
             lines.append(
                 f"| {kind} ({len(chosen)}) | {title} | {' | '.join(map(str, counts))} | {np.median(ratio):.2f} |"
             )
     worse = [
-        f"{model}, {domain} → {name}: {figure.upper()} {cell(methods, figure)}"
+        f"{model}, {domain} → {name}: {_TITLES[figure]} {cell(methods, figure)}"
         for model, domain, name, methods in pairs(found)
         for figure in ("nll", "brier", "ece")
         if outcome(methods, figure) > 0
