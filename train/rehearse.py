@@ -179,7 +179,7 @@ def planned(run: Rehearsal, step: str) -> dict[str, int]:
         job = Job(
             config=config_from_hf(run.out / "model"),
             objective=objective,
-            batch=DEVICES,
+            batch=16 if step == "compare" else DEVICES,
             seq=96 if step == "eval tasks" else run.seq_len,
             mesh=MESH,
             dtype="bfloat16",

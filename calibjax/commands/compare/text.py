@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def from_model(
 
     heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
     others = tuple(name for name in names if name not in heads)
-    needs_logits = any("logits" in METHODS[name].fit_reads for name in others)
+    reads = {field for name in others for field in METHODS[name].fit_reads}
     limit = options.max_tokens
-    if needs_logits:
+    if "logits" in reads:
         limit = min(limit, max(1, _LOGITS_HELD // lm.config.vocab_size))
     fit, held_out = (_subsample(part, limit, options.seed) for part in parts)
     log(
@@ -84,8 +85,10 @@ def from_model(
     if others:
         of_fit = outcome_of(identity_head(lm), fit)
         with jax.set_mesh(mesh):
+            linear = lm.config.logit_softcap is None and lm.unembedding_bias is None
+            matrix = to_host(lm.unembedding).astype(np.float32) if linear and "unembedding" in reads else None
             calibration, testing = (
-                _predictions(lm, sequences, outcome, batch_size, logits=needs_logits)
+                _predictions(lm, sequences, outcome, batch_size, reads, matrix)
                 for sequences, outcome in ((fit, of_fit), (held_out, base))
             )
         more, left_out = contenders(calibration, testing, base, others, however_large=however_large)
@@ -148,25 +151,27 @@ def _clusters(sequences: Sequences) -> np.ndarray:
 
 
 def _predictions(
-    lm: LanguageModel, sequences: Sequences, outcome: Outcome, batch_size: int, *, logits: bool
+    lm: LanguageModel,
+    sequences: Sequences,
+    outcome: Outcome,
+    batch_size: int,
+    reads: Collection[str],
+    unembedding: np.ndarray | None,
 ) -> Predictions:
-    """The tokens that count, with everything that the methods read; logits only where they are asked for."""
-    hidden, z = [], []
+    """The tokens that count, with what the methods read."""
+    found: dict[str, list[np.ndarray]] = {name: [] for name in ("features", "logits") if name in reads}
+    compute = {"features": lm.hidden_states, "logits": lm.logits}
     for batch, real in eval_batches(sequences.arrays(), batch_size):
-        tokens, segments, positions = (batch[name] for name in ("tokens", "segment_ids", "positions"))
         where = np.array(to_host(batch["where"]))
         where[real:] = False
-        at = {"segment_ids": segments, "positions": positions}
-        hidden.append(to_host(lm.hidden_states(tokens, **at)).astype(np.float32)[where])
-        if logits:
-            z.append(to_host(lm.logits(tokens, **at)).astype(np.float32)[where])
-    linear = lm.config.logit_softcap is None and lm.unembedding_bias is None
+        at = {name: batch[name] for name in ("segment_ids", "positions")}
+        for name, parts in found.items():
+            parts.append(to_host(compute[name](batch["tokens"], **at)).astype(np.float32)[where])
     return Predictions(
-        logits=np.concatenate(z) if logits else None,
+        **{name: np.concatenate(parts) for name, parts in found.items()},
         labels=sequences.targets[sequences.where],
         confidence=outcome.confidence,
         correct=outcome.correct,
-        features=np.concatenate(hidden),
-        unembedding=to_host(lm.unembedding).astype(np.float32) if linear else None,
+        unembedding=unembedding,
         slices=_clusters(sequences),
     )
