@@ -13,9 +13,9 @@ from calibjax.eval.tokens import identity_head
 class SamplesStudyOptions(AnswerStudyOptions):
     """The answer that most of k samples give, and the fraction that gives it as confidence, for k = 2, 4, 8, ...
 
-    Accuracy and calibration against the number of samples, and beside the greedy answer ("uncalibrated"). Of the same
-    samples the first k are used, so that differences are paired. Answers at the end of a chain of reasoning are
-    compared by --same numeric; --max-new-tokens is the length of a chain, so that two runs compare lengths.
+    Accuracy and calibration against the number of samples, and beside the greedy answer. Of the same samples the first
+    k are used, so that differences are paired. Answers at the end of a chain of reasoning are compared by --same
+    numeric; --max-new-tokens is the length of a chain, so that two runs compare lengths.
     """
 
 
@@ -38,7 +38,7 @@ def run(options: SamplesStudyOptions, log: Callable[[str], None] = print) -> Tas
             check(model, part.task, how)
         bar = study.context.bar(parts.items(), title=task, unit="part")
         found[task] = Answers.join([majority_answers(model, part, how, label, counts) for label, part in bar])
-    names = ["uncalibrated", *(f"{count} samples" for count in counts)]
+    names = ["greedy", *(f"{count} samples" for count in counts)]
     document = document_of(
         *(study, found, list(found), names),
         reference=names[1],
