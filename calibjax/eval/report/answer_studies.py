@@ -17,10 +17,8 @@ def is_confidence(document: TasksDocument) -> bool:
 
 def confidence_table(document: TasksDocument) -> TextTable:
     """A row for each task and confidence: ECE with temperature scaling (TS) and with ATS, and paired differences."""
-    first = document["held_out"]
-    sets = {**document["tasks"]}
-    if first["title"] not in sets:
-        sets = {first["title"]: first, **sets}
+    first: Mapping[str, Any] = document["held_out"]
+    sets: dict[str, Mapping[str, Any]] = {first["title"]: first, **document["tasks"]}
     rows, groups = [], []
     for title, results in sets.items():
         task, _, confidence = title.rpartition(", ")
@@ -45,7 +43,7 @@ def study_verdict(document: TasksDocument) -> str:
 
 
 def _confidence_verdict(document: TasksDocument) -> str:
-    first = document["held_out"]
+    first: Mapping[str, Any] = document["held_out"]
     against = first["methods"]["ats"]["against"]["ece"]
     figures = f"{first['title']}: difference in ECE {signed(against)}"
     if is_lower(against):
@@ -54,7 +52,8 @@ def _confidence_verdict(document: TasksDocument) -> str:
         line = f"WARNING: ATS is worse calibrated than temperature scaling ({figures})"
     else:
         line = f"ATS and temperature scaling do not differ beyond noise ({figures})"
-    rows = [results["methods"]["ats"]["against"] for results in document["tasks"].values()]
+    sets: list[Mapping[str, Any]] = list(document["tasks"].values())
+    rows = [results["methods"]["ats"]["against"] for results in sets]
     counts = {key: [sum(test(row[key]) for row in rows) for test in (is_lower, is_higher)] for key in ("ece", "brier")}
     return (
         f"{line}. Of {len(rows)} pairs of task and confidence, ATS is significantly better in {counts['ece'][0]} and "
@@ -64,7 +63,7 @@ def _confidence_verdict(document: TasksDocument) -> str:
 
 
 def _samples_verdict(document: TasksDocument) -> str:
-    results = document["held_out"]
+    results: Mapping[str, Any] = document["held_out"]
     few, *more = [name for name in results["methods"] if name.endswith(" samples")]
     last = more[-1] if more else few
     rows: list[Mapping[str, Any]] = [results["methods"][name] for name in (few, last, "greedy")]
