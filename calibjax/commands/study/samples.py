@@ -26,10 +26,12 @@ def run(options: SamplesStudyOptions, log: Callable[[str], None] = print) -> Tas
     from calibjax.eval.tasks.evaluate import Answers, check
     from calibjax.eval.tasks.evidence import Asking
     from calibjax.eval.tasks.harness import HarnessLM
+    from calibjax.eval.tasks.kept import claim_answers
 
     counts = [2**n for n in range(1, options.samples.bit_length()) if 2**n <= options.samples]
     asking = Asking((), options.samples, options.sampling_temperature, study.same, options.out / "answers")
     how = study.how._replace(asking=asking)
+    claim_answers(options.out, study.lm, {})
     model = HarnessLM(study.lm, {"uncalibrated": identity_head(study.lm)}, batch_size=options.batch_size)
     found = {}
     for task in study.tasks:
