@@ -443,12 +443,12 @@ TABLES = [
     ("empty.npz", "--table: empty.npz cannot be read as an .npz file"),
     ("big.csv", "--table: big.csv: logits: row 0 holds 1e+39, expected a finite float32"),
     ("null.jsonl", "--table: null.jsonl, line 1: expected a JSON object, got 'null'"),
-    ("file", "--table file: expected a file ending in .csv"),
-    ("full", "--table full: there is no such file"),
+    ("file", "--table: file: expected a file ending in .csv"),
+    ("full", "--table: full: there is no such file"),
     ("cut.csv", "--table: cut.csv"),
     ("nan.csv", "--table: nan.csv: confidence: row 3 holds nan"),
     ("above.csv", "--table: above.csv: confidence: row 1 holds 1.5"),
-    ("wrong.csv", "--table: wrong.csv: there is no column confidence"),
+    ("wrong.csv", "--table: wrong.csv: expected the columns"),
 ]
 
 
