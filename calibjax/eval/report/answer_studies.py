@@ -1,7 +1,7 @@
 """The studies of confidence in answers: the table of `study confidence`, and the first line of each."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from calibjax.eval.report.rows import ABSENT, TextTable, counted, is_higher, is_lower, short, signed
 from calibjax.eval.report.schema import TasksDocument
@@ -17,8 +17,7 @@ def is_confidence(document: TasksDocument) -> bool:
 
 def confidence_table(document: TasksDocument) -> TextTable:
     """A row for each task and confidence: ECE with temperature scaling (TS) and with ATS, and paired differences."""
-    first: Mapping[str, Any] = document["held_out"]
-    sets: dict[str, Mapping[str, Any]] = {first["title"]: first, **document["tasks"]}
+    sets: dict[str, Mapping[str, Any]] = {_title(document): document["held_out"], **document["tasks"]}
     rows, groups = [], []
     for title, results in sets.items():
         task, _, confidence = title.rpartition(", ")
@@ -32,6 +31,11 @@ def confidence_table(document: TasksDocument) -> TextTable:
     return TextTable("", [*_COLUMNS, *_FURTHER], rows, (3, 4, 1, 2), groups=tuple(groups))
 
 
+def _title(document: TasksDocument) -> str:
+    """The task, or all tasks, and the confidence of the first set."""
+    return document["held_out"].get("title", "")
+
+
 def study_verdict(document: TasksDocument) -> str:
     """The first line of a study of answers; "" for a document of `eval tasks`."""
     by_command: dict[str, Callable[[TasksDocument], str]] = {
@@ -43,9 +47,8 @@ def study_verdict(document: TasksDocument) -> str:
 
 
 def _confidence_verdict(document: TasksDocument) -> str:
-    first: Mapping[str, Any] = document["held_out"]
-    against = first["methods"]["ats"]["against"]["ece"]
-    figures = f"{first['title']}: difference in ECE {signed(against)}"
+    against = cast(Any, document["held_out"]["methods"]["ats"])["against"]["ece"]
+    figures = f"{_title(document)}: difference in ECE {signed(against)}"
     if is_lower(against):
         line = f"ATS is better calibrated than temperature scaling ({figures})"
     elif is_higher(against):
