@@ -110,7 +110,6 @@ class Command:
 MODEL = ("--model", "{inputs}/model")
 DATA = (*MODEL, "--data", "{inputs}/data.jsonl", "--out", "{out}/run")
 STUDY = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "1", "--seeds", "1", "--quiet")
-ANSWERS = (*MODEL, "--assets", "{inputs}", "--max-new-tokens", "2", "--quiet", "--out", "{out}/run")
 HEAD = ("metrics.json", "tokens.json", "head.json", "checksums.json")
 CASES = {
     "files": Files(),
@@ -142,18 +141,6 @@ CASES = {
         *("--out", "{out}/run"),
         results=("metrics.json",),
     ),
-    "eval tasks, answers": Command(
-        *("eval", "tasks", *ANSWERS, "--tasks", "triviaqa", "--samples", "2"),
-        *("--confidence", "consistency", "probe_correct_answer"),
-        results=("metrics.json", "*.csv"),
-    ),
-    "study samples": Command("study", "samples", *ANSWERS, "--tasks", "triviaqa", results=("metrics.json",)),
-    "study confidence": Command(
-        *("study", "confidence", *ANSWERS, "--tasks", "triviaqa", "--head", "{inputs}/run", "--samples", "2"),
-        *("--confidence", "consistency"),
-        results=("metrics.json",),
-    ),
-    "decide": Command("decide", "--table", "{inputs}/pairs.csv", "--out", "{out}/d.json", results=("d.json",)),
     "compare": Command(
         *("compare", "--table", "{inputs}/pairs.csv", "--methods", "platt", "isotonic", "--quiet"),
         *("--out", "{out}/comparison", "--save", "{out}/method"),
@@ -370,12 +357,6 @@ def make_inputs(inputs):
     with gzip.open(questions, "wt") as file:
         for row in range(6):
             query = {"query": f"Question: {WORDS[row]}", "choices": WORDS[row : row + 3], "gold": row % 3}
-            file.write(json.dumps(query) + "\n")
-    questions = inputs / "data" / "triviaqa" / "triviaqa_sm_sub.jsonl.gz"
-    questions.parent.mkdir()
-    with gzip.open(questions, "wt") as file:
-        for row in range(12):
-            query = {"context": f"Question: {WORDS[row]}\nAnswer:", "answer": WORDS[row], "aliases": [WORDS[row % 3]]}
             file.write(json.dumps(query) + "\n")
     for case in ("train ats", "compare"):  # what report, export and apply read
         assert run(CASES[case], inputs, inputs)[0] == 0
