@@ -388,6 +388,7 @@ TABLE = [
         "eval/test_decisions.py -k claims_by",
     ),
     Mutation("eval/answers/probes.py", "places.start - 1)", "places.start)", "train/test_probes.py -k features"),
+    Mutation("eval/answers/perturbed.py", "_REACH * size", "_REACH", "train/test_probes.py -k features"),
     # runtime
     Mutation(
         "runtime/files.py",

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from calibjax.commands.common import (
     SCHEMA,
@@ -28,6 +27,8 @@ from calibjax.commands.common import (
 from calibjax.eval.answers.clusters import find_clustering
 from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfidence
 from calibjax.eval.answers.judges import STRING_MATCH, find_judge
+from calibjax.eval.answers.methods import WRITTEN
+from calibjax.eval.answers.probes import PROBES
 from calibjax.eval.report.schema import TasksDocument
 from calibjax.eval.report.terminal import print_report
 from calibjax.eval.tasks.local_data import TASKS, assets_folder
@@ -38,7 +39,7 @@ from calibjax.models.generate import TEMPERATURES
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, together
 from calibjax.runtime.errors import UserError, about, require_directory
-from calibjax.runtime.files import new_file, read_json, write_file
+from calibjax.runtime.files import write_file
 from calibjax.runtime.options import (
     IDENTITY_IF_CHANGED,
     INT_MAX,
@@ -170,6 +171,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
         from calibjax.eval.tasks.evaluate import How, check
         from calibjax.eval.tasks.evidence import hidden_clustering
         from calibjax.eval.tasks.harness import HarnessLM
+        from calibjax.eval.tasks.kept import claim_answers
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
     if options.fit and options.temperature is not None:
@@ -193,6 +195,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
     tasks = together(functools.partial(load_tasks, names, manager, assets, log))
     lm = load_placed(options.model, context.mesh, options.dtype, log=log)
     heads = _heads(options, lm, log)
+    claim_answers(options.out, lm, heads)
     preset = PRESETS[options.preset]
     model = HarnessLM(lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=options.seed)
     how = How(
@@ -241,9 +244,6 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
 
 
 def _check_confidences(options: EvalTasksOptions, names: tuple[str, ...]) -> None:
-    from calibjax.eval.answers.probes import PROBES
-    from calibjax.eval.tasks.evidence import WRITTEN
-
     if options.sample_calibrated and options.head is None:
         raise UserError("--sample-calibrated: expected --head, whose distribution is sampled.")
     if options.fit and set(names) & set(PROBES):
@@ -268,7 +268,6 @@ def _fits_probes(task: "BenchmarkTask", how: "How") -> bool:
 
 def with_probes(model: Any, task: str, parts: Mapping[str, "Part"], how: "How", context: RunContext) -> "Asking":
     """The confidences of a task with their probes, which are read from probes/ or fitted on calibration questions."""
-    from calibjax.eval.answers.probes import PROBES
     from calibjax.eval.tasks.drawn import probe_data
 
     asking, fingerprint = how.asking, model.lm.fingerprint
@@ -382,6 +381,7 @@ def _ask_all(
     context: RunContext,
 ) -> dict[str, "Answers"]:
     from calibjax.eval.tasks.evaluate import Answers, ask_parts, question_count
+    from calibjax.eval.tasks.kept import read_answers, write_answers
 
     counts = [question_count(part, hows[name]) for name, task in tasks.items() for part in task.parts.values()]
     bar = context.bar(title="benchmarks", unit="question", total=sum(counts))
@@ -392,14 +392,14 @@ def _ask_all(
         for label, part in task.parts.items():
             file = _answers_file(options, name, label)
             if file is not None and on_first(file.is_file):
-                found[label] = _stored(file)
+                found[label] = read_answers(file)
                 bar.update(question_count(part, hows[name]))
                 del parts[label]
         for label, kept in ask_parts(model, parts, hows[name], tick=bar.update):
             bar.set_postfix_str(label)
             file = _answers_file(options, name, label)
             if file is not None and is_first():
-                _store(file, kept)
+                write_answers(file, kept)
             found[label] = kept
         answers[name] = Answers.join([found[label] for label in task.parts])
     bar.close()
@@ -428,14 +428,14 @@ def _fit_all(
     log: Callable[[str], None],
 ) -> dict[str, "Calibration"]:
     """Temperature scaling over the options of each task, kept beside the answers for a run that resumes."""
-    from calibjax.eval.tasks.evaluate import Calibration, fit_options
+    from calibjax.eval.tasks.evaluate import fit_options
+    from calibjax.eval.tasks.kept import read_fit
 
     fits = {}
     for name, task in tasks.items():
         file = None if options.out is None else options.out / "answers" / f"{name}.fit.json"
         if file is not None and on_first(file.is_file):
-            scales, *rest = read_json(file)
-            fits[name] = Calibration(tuple(scales), *rest)
+            fits[name] = read_fit(file)
         else:
             fits[name] = fit_options(model, parts_of(task), hows[name])
             if file is not None and is_first():
@@ -453,25 +453,6 @@ def _describe(fit: "Calibration") -> str:
 
 def _answers_file(options: EvalTasksOptions, task: str, part: str) -> Path | None:
     return None if options.out is None else options.out / "answers" / f"{task}-{part}.npz"
-
-
-def _store(file: Path, answers: "Answers") -> None:
-    file.parent.mkdir(exist_ok=True)
-    fields: dict[str, Any] = {name: value for name, value in answers._asdict().items() if name != "harness"}
-    fields |= {f"harness_{name}": value for name, value in answers.harness.items()}
-    with new_file(file) as fresh:
-        np.savez_compressed(fresh, **fields)
-
-
-def _stored(file: Path) -> "Answers":
-    from calibjax.eval.tasks.evaluate import Answers
-
-    with np.load(file) as held:
-        fields = {name: held[name] for name in Answers._fields if name in held.files}
-        for name in {"question", "answer"} - set(fields):  # of a run before there were any
-            fields[name] = np.full(fields["confidence"].shape[1], "")
-        harness = {name.removeprefix("harness_"): held[name] for name in held.files if name.startswith("harness_")}
-    return Answers(**{**fields, "too_long": int(fields["too_long"])}, harness=harness)
 
 
 def _document(

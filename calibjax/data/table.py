@@ -76,7 +76,7 @@ def read_table(path: str | Path, *, outcomes: bool = True, column: str = "confid
     """
     path = user_path(path)
     if not path.is_file():
-        raise UserError(f"--table {path}: there is no such file.")
+        raise UserError(f"{path}: there is no such file.")
     arrays, names = (_read_npz if path.suffix == ".npz" else _read_columns)(path, column)
     if column != "confidence":
         if "confidence" not in arrays:
@@ -183,7 +183,7 @@ def _read_columns(path: Path, confidence: str) -> tuple[dict[str, Any], list[str
     }
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind not in readers:
-        raise UserError(f"--table {path}: expected a file ending in {_KINDS}.")
+        raise UserError(f"{path}: expected a file ending in {_KINDS}.")
     try:
         table = readers[kind](str(path.absolute()))  # absolute, because pyarrow expands a leading ~
         names = table.column_names

@@ -66,6 +66,10 @@ def folder(tmp_path_factory):
     (folder / "group.csv").write_bytes(b"confidence,correct,group\n" + b"0.5,1,a\n" * 20 + b"0.5,0,\xff\n")
     (folder / "empty.npz").write_bytes(b"")
     (folder / "big.csv").write_text("logit_0,logit_1,label\n" + "1e39,0,1\n" * 20)
+    (folder / "cut.csv").write_text("confidence,correct\n" + "0.5,1\n" * 20 + "0.5")
+    (folder / "nan.csv").write_text("confidence,correct\n0.5,1\n0.5,1\n0.5,0\nnan,1\n" + "0.5,1\n" * 20)
+    (folder / "above.csv").write_text("confidence,correct\n0.5,1\n1.5,1\n" + "0.5,0\n" * 20)
+    (folder / "wrong.csv").write_text("certainty,correct\n" + "0.5,0\n" * 20)
     (folder / "null.jsonl").write_text("null\n")
     (folder / "null.json").write_text("null")
     (folder / "latin.jsonl").write_bytes(b'{"text": "w1"}\n{"text": "\xff"}\n')
@@ -380,6 +384,18 @@ BAD = [
     ("eval tasks", ["--assets", "nowhere"], "--assets: nowhere does not exist"),
     ("eval tasks", ["--temperature", "0"], "--temperature: expected above 0, got 0.0"),
     ("eval tasks", ["--batch-size", "1000000000"], "--batch-size: expected from 1 to 65536"),
+    ("eval tasks", ["--confidence", "magic"], "--confidence magic: expected some of arithmetic_mean"),
+    ("eval tasks", ["--confidence", "probe_correct_answer", "--fit"], "--fit: it is for the options"),
+    ("eval tasks", ["--sample-calibrated"], "--sample-calibrated: expected --head"),
+    ("eval tasks", ["--same", "nowhere:f"], "--same nowhere:f: expected exact, normalised, numeric"),
+    ("study confidence", ["--confidence", "probe_correct_mean"], "--confidence probe_correct_mean: expected some of"),
+    ("study confidence", ["--confidence", "options"], "--confidence options: expected some of arithmetic_mean"),
+    ("study confidence", ["--confidence", ","], "--confidence"),
+    ("study confidence", ["--head", "full"], "--head: full: expected a head"),
+    ("study confidence", ["--tasks", "arc_easy,nothing"], "--tasks nothing: expected names"),
+    ("study samples", ["--samples", "1"], "--samples: expected from 2 to 1024, got 1"),
+    ("study samples", ["--same", "os:path"], "--same os:path: expected a function, got module"),
+    ("study samples", ["--sampling-temperature", "0"], "--sampling-temperature: expected"),
     (LAYERS, ["--settled", "0"], "--settled: expected above 0 and at most 1, got 0.0"),
     (LAYERS, ["--sweep-layers", "0"], "--sweep-layers: expected at least 1, got 0"),
     (LAYERS, ["--strengths", "nan"], "--strengths: expected a finite number, got nan"),
@@ -427,8 +443,12 @@ TABLES = [
     ("empty.npz", "--table: empty.npz cannot be read as an .npz file"),
     ("big.csv", "--table: big.csv: logits: row 0 holds 1e+39, expected a finite float32"),
     ("null.jsonl", "--table: null.jsonl, line 1: expected a JSON object, got 'null'"),
-    ("file", "--table file: expected a file ending in .csv"),
-    ("full", "--table full: there is no such file"),
+    ("file", "--table: file: expected a file ending in .csv"),
+    ("full", "--table: full: there is no such file"),
+    ("cut.csv", "--table: cut.csv"),
+    ("nan.csv", "--table: nan.csv: confidence: row 3 holds nan"),
+    ("above.csv", "--table: above.csv: confidence: row 1 holds 1.5"),
+    ("wrong.csv", "--table: wrong.csv: expected the columns"),
 ]
 
 
@@ -454,6 +474,8 @@ def test_bad(at, command, changes, message):
 @pytest.mark.parametrize(("file", "message"), TABLES, ids=lambda x: x[:20])
 def test_bad_tables(at, file, message):
     refused(at, "compare", ["--table", file, "--out", "out"], message)
+    refused(at, "decide", ["--table", file], message)
+    refused(at, "compare", ["--table", "table.csv", "--base-table", file], message.replace("--table", "--base-table"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
 
+from rich.cells import cell_len
 from tiny import ONE_DEVICE, WORDS, write_model
 
 from calibjax.cli import main
@@ -60,6 +62,13 @@ def read_samples(folder):
     return [[plain_text(text) for text, _ in row] for file in files for row in json.loads(file.read_text())]
 
 
+def fits_a_pipe(lines, out, verdict):
+    """What follows the log: the verdict, lines of 80 columns, and where the results are."""
+    start = next(number for number, line in enumerate(lines) if line.startswith(verdict))
+    assert max(map(cell_len, lines[start:-1])) <= 80
+    assert lines[-1].startswith(f"results in {out}: report.html")
+
+
 def test_samples_of_a_head(material, tmp_path):
     """Those of a head of one temperature are those of the base model at that temperature, with the same keys."""
     folder, lm, head = material
@@ -78,7 +87,9 @@ def test_temperature_against_a_head(material, tmp_path, capsys):
     folder = material[0]
     given = arguments(folder, "--head", folder / "head", "--limit", "60", "--confidence", "consistency", "minimum")
     assert main(["study", "confidence", *given, "--out", str(tmp_path / "out")]) == 0
-    assert "triviaqa, consistency" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    fits_a_pipe(lines, tmp_path / "out", "ATS and temperature scaling do not differ beyond noise")
+    assert sum(line.startswith(("  length_normalised  ", "  consistency  ", "  minimum  ")) for line in lines) == 3
     document = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert list(document["tasks"]) == [f"triviaqa, {name}" for name in ("length_normalised", "consistency", "minimum")]
     for title, of_set in document["tasks"].items():
@@ -98,10 +109,13 @@ def test_more_samples(material, tmp_path, capsys):
     """Accuracy and confidence of the majority of the first k samples, by hand."""
     folder = material[0]
     assert main(["study", "samples", *arguments(folder, "--limit", "60", "--out", tmp_path / "out")]) == 0
-    assert "4 samples" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    fits_a_pipe(lines, tmp_path / "out", ("More samples are better calibrated: 4 samples", "WARNING: "))
+    rows = [found[1] for line in lines if (found := re.match(r"(greedy answer|\d samples) +[\d.]", line))]
+    assert rows == ["greedy answer", "2 samples", "4 samples"]
     document = json.loads((tmp_path / "out" / "metrics.json").read_text())
     (of_set,) = document["tasks"].values()
-    assert sorted(of_set["methods"]) == ["2 samples", "4 samples", "uncalibrated"]
+    assert sorted(of_set["methods"]) == ["2 samples", "4 samples", "greedy"]
     assert of_set["reference"] == "2 samples"
     drawn = read_samples(tmp_path / "out" / "answers")
     assert len(drawn) == 60

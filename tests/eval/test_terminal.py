@@ -50,6 +50,24 @@ def test_importance_decides_and_not_the_place(capsys, monkeypatch):
     assert "1,234,567" not in text
 
 
+@pytest.mark.parametrize("width", [24, 60, 80, 240])
+def test_groups_stand_above_their_rows(capsys, monkeypatch, width):
+    """One header, one width for each column, and a long title of a group narrows no column."""
+    titles = ["a group with a title of many words", "another"]
+    rows = [["ATS", f"{number}.5", "12"] for number in range(4)]
+    table = TextTable("", ["method", "NLL", "parameters"], rows, groups=(titles[0], titles[0], titles[1], titles[1]))
+    lines = printed(capsys, monkeypatch, width, lambda: print_result("", table))
+    assert max(map(cell_len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    places = [text.index(part) for part in ("parameters", titles[0], "0.5", "1.5", titles[1], "2.5", "3.5")]
+    assert places == sorted(places)
+    assert text.count("parameters") == 1
+    rows = [line for line in lines if line.endswith(" 12")]
+    assert len(rows) == 4
+    assert {line.index("ATS") for line in rows} == {2}
+    assert len({(line.index(".5"), len(line)) for line in rows}) == 1
+
+
 KINDS = {
     "tokens": ("held_out", "transfer"),
     "tasks": ("held_out", "tasks"),

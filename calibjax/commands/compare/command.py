@@ -122,6 +122,7 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[
     assert options.table is not None
     with about("--table"):
         table = read_table(options.table, column=options.confidence)
+    base_logits = None if options.base_table is None else _base_logits(options.base_table, table, options)
     parts = split_table(table, options.fit_fraction, options.seed)
     calibration, held_out = (_with_slices(with_confidence(part.predictions), part.groups) for part in parts)
     groups = parts[1].groups
@@ -136,8 +137,7 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[
     rows, left_out = contenders(
         calibration, held_out, base, _with_reference(names, reference), however_large=not _all(options.methods)
     )
-    if options.base_table is not None:
-        base_logits = _base_logits(options.base_table, table, options)
+    if base_logits is not None:
         rows[_DACA] = rows[reference]._replace(fit=lambda: fit_daca(np.asarray(calibration.logits), base_logits))
     clusters = "rows" if groups is None else "groups"
     title = f"{options.table.name}, held out"

@@ -7,6 +7,8 @@ from pathlib import Path
 from calibjax.commands.common import finish
 from calibjax.commands.eval_tasks import temperature_head
 from calibjax.commands.study.answers import AnswerStudyOptions, document_of, open_study
+from calibjax.eval.answers.methods import WRITTEN
+from calibjax.eval.answers.probes import PROBES
 from calibjax.eval.report.schema import TasksDocument
 from calibjax.eval.tokens import identity_head
 from calibjax.runtime.errors import UserError, about
@@ -35,24 +37,27 @@ class ConfidenceStudyOptions(AnswerStudyOptions):
 def run(options: ConfidenceStudyOptions, log: Callable[[str], None] = print) -> TasksDocument:
     """Runs the command; returns the contents of metrics.json."""
     names = tuple(dict.fromkeys(name for part in options.confidence for name in part.split(",") if name))
+    unknown = [name for name in names if name not in WRITTEN or name in PROBES]
+    if unknown or not names:
+        expected = ", ".join(name for name in WRITTEN if name not in PROBES)
+        raise UserError(f"--confidence {', '.join(unknown)}: expected some of {expected}.")
     with about("--head"):
         temperature = head_notes(options.head).get("temperature")
     if temperature is None:
         raise UserError(f"--head {options.head}: holds no temperature to compare with; fit it by `train ats`.")
     study = open_study("study confidence", options, log)
     from calibjax.eval.tasks.evaluate import Answers, ask_parts, check, question_count
-    from calibjax.eval.tasks.evidence import WRITTEN, Asking
+    from calibjax.eval.tasks.evidence import Asking
     from calibjax.eval.tasks.harness import HarnessLM
+    from calibjax.eval.tasks.kept import claim_answers
 
-    unknown = [name for name in names if name not in WRITTEN or name.startswith("probe_")]
-    if unknown or not names:
-        raise UserError(f"--confidence {', '.join(unknown)}: expected some of {', '.join(WRITTEN)}, but no probes.")
     lm = study.lm
     heads = {
         "uncalibrated": identity_head(lm),
         "temperature": temperature_head(lm, temperature),
         "ats": load_head(options.head, lm),
     }
+    claim_answers(options.out, lm, heads)
     log(f"temperature scaling: {temperature:.4f}")
     found: dict[str, dict[str, Answers]] = {name: {} for name in study.tasks}
     for place, (name, head) in enumerate(heads.items()):

@@ -13,9 +13,9 @@ from calibjax.eval.tokens import identity_head
 class SamplesStudyOptions(AnswerStudyOptions):
     """The answer that most of k samples give, and the fraction that gives it as confidence, for k = 2, 4, 8, ...
 
-    Accuracy and calibration against the number of samples, and beside the greedy answer ("uncalibrated"). Of the same
-    samples the first k are used, so that differences are paired. Answers at the end of a chain of reasoning are
-    compared by --same numeric; --max-new-tokens is the length of a chain, so that two runs compare lengths.
+    Accuracy and calibration against the number of samples, and beside the greedy answer. Of the same samples the first
+    k are used, so that differences are paired. Answers at the end of a chain of reasoning are compared by --same
+    numeric; --max-new-tokens is the length of a chain, so that two runs compare lengths.
     """
 
 
@@ -26,10 +26,12 @@ def run(options: SamplesStudyOptions, log: Callable[[str], None] = print) -> Tas
     from calibjax.eval.tasks.evaluate import Answers, check
     from calibjax.eval.tasks.evidence import Asking
     from calibjax.eval.tasks.harness import HarnessLM
+    from calibjax.eval.tasks.kept import claim_answers
 
     counts = [2**n for n in range(1, options.samples.bit_length()) if 2**n <= options.samples]
     asking = Asking((), options.samples, options.sampling_temperature, study.same, options.out / "answers")
     how = study.how._replace(asking=asking)
+    claim_answers(options.out, study.lm, {})
     model = HarnessLM(study.lm, {"uncalibrated": identity_head(study.lm)}, batch_size=options.batch_size)
     found = {}
     for task in study.tasks:
@@ -38,7 +40,7 @@ def run(options: SamplesStudyOptions, log: Callable[[str], None] = print) -> Tas
             check(model, part.task, how)
         bar = study.context.bar(parts.items(), title=task, unit="part")
         found[task] = Answers.join([majority_answers(model, part, how, label, counts) for label, part in bar])
-    names = ["uncalibrated", *(f"{count} samples" for count in counts)]
+    names = ["greedy", *(f"{count} samples" for count in counts)]
     document = document_of(
         *(study, found, list(found), names),
         reference=names[1],

@@ -154,3 +154,6 @@ METHODS: dict[str, Method] = {
     },
 }
 """Name -> method. 1/perplexity of an answer is length_normalised."""
+
+WRITTEN = tuple(name for name, method in METHODS.items() if "options" not in method.reads)
+"""The methods for written answers."""

@@ -8,18 +8,24 @@ log-odds of the confidence are a linear function of the feature (`calibjax.train
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from calibjax.eval.answers.perturbed import Logits, perturbed_features
 
 _LAYERS = 4
 
 
 class Places(NamedTuple):
-    """Where the answers are: row b's answer has the tokens from `start[b]` to `end[b]`, without the latter."""
+    """Where the answers are: row b's answer has the tokens from `start[b]` to `end[b]`, without the latter; and how the
+    logits of its model are computed from states after the final norm."""
 
     start: Int[Array, " B"]
     end: Int[Array, " B"]
+    tokens: Int[Array, "B T"]
+    logits: Logits
 
 
 States = Float[Array, "L B T D"]
@@ -40,15 +46,28 @@ def _several(states: States, places: Places) -> Float[Array, "B F"]:
     return jnp.concatenate([_at(states, layer, places.end - 1) for layer in layers.tolist()], axis=1)
 
 
+def _perturbed(states: States, places: Places) -> Float[Array, "B F"]:
+    rows, counts = jnp.arange(states.shape[1]), places.end - places.start
+
+    def add(step: Array, total: Array) -> Array:
+        place = jnp.minimum(places.start + step, places.end - 1)
+        found = perturbed_features(states[-1][rows, place - 1], places.tokens[rows, place], places.logits)
+        return total + jnp.where((step < counts)[:, None], found, 0.0)
+
+    shape = jax.eval_shape(add, jnp.int32(0), jnp.float32(0)).shape
+    return jax.lax.fori_loop(0, jnp.max(counts), add, jnp.zeros(shape)) / counts[:, None].astype(jnp.float32)
+
+
 FEATURES: dict[str, Callable[[States, Places], Float[Array, "B F"]]] = {
     "question": lambda states, places: _at(states, -1, places.start - 1),
     "answer": lambda states, places: _at(states, -1, places.end - 1),
     "mean": _mean,
     "layers": _several,
+    "perturbed": _perturbed,
 }
 """Name -> function of the float32 states of all layers (embeddings first, after the final norm last) and of the places
-of the answers: the last token of the question, the last one of the answer, the mean over the answer's tokens, and the
-last token in four layers, evenly spaced."""
+of the answers: the last token of the question, the last one of the answer, the mean over the answer's tokens, the last
+token in four layers, evenly spaced, and the mean over the answer's tokens of `perturbed_features`."""
 
 TARGETS: dict[str, tuple[str, str]] = {
     "correct": ("whether the answer is right", "Kadavath et al. 2022, arXiv 2207.05221"),

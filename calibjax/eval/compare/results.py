@@ -54,7 +54,7 @@ def comparison_json(
     p-value corrected for the number of rows compared (`metrics.holm`).
 
     Args:
-        results: name -> result, with "uncalibrated" among them.
+        results: name -> result. `changed` counts from "uncalibrated", or else from the first.
         reference: name of temperature scaling.
         groups: labels `[N]`; points of one group are resampled together.
         bins, closed: of the reliability bins.
@@ -65,7 +65,7 @@ def comparison_json(
     options: dict[str, Any] = {"resamples": resamples, "seed": seed}
     binning_of_sums: dict[str, Any] = {"groups": groups, "bins": bins, "closed": closed, "seed": seed}
     resampled = {name: _resample(result.outcome, binning_of_sums, options) for name, result in results.items()}
-    base = results["uncalibrated"].outcome
+    base = results.get("uncalibrated", next(iter(results.values()))).outcome
     rows = {
         name: _row(result, resampled[name], base, {"bins": bins, "closed": closed}, options)
         for name, result in results.items()

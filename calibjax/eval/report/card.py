@@ -7,7 +7,7 @@ import yaml
 
 from calibjax.eval.report.head import data_of
 from calibjax.eval.report.notes import limitations
-from calibjax.eval.report.rows import counted, held_out_table
+from calibjax.eval.report.rows import TextTable, counted, held_out_table
 from calibjax.eval.report.schema import TokensDocument
 from calibjax.eval.report.terminal import notes_of
 from calibjax.eval.report.verdicts import verdict
@@ -66,7 +66,7 @@ def model_card(document: TokensDocument, subject: Subject) -> str:
         verdict(document),
         _table(("", ""), ((title, value) for title, value in facts.items() if value)),
         "## Results",
-        _table(results.columns, results.rows),
+        _table(results.columns, _named(results)),
         *(line.replace("<", "&lt;") for line in notes_of(document)),
         "![Reliability diagram](reliability.png)",
         "## Use",
@@ -107,6 +107,13 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [[_cell(cell) for cell in row] for row in (columns, *rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _named(table: TextTable) -> list[list[str]]:
+    """The rows, each with the title of its group in its name."""
+    if not table.groups:
+        return table.rows
+    return [[f"{group}: {name}", *cells] for group, (name, *cells) in zip(table.groups, table.rows, strict=True)]
 
 
 def _cell(text: str) -> str:

@@ -28,6 +28,7 @@ _TITLES = {
     "edited": "residual stream edited",
     "fine_tuned": "fine-tuned",
     "fine_tuned_temperature": "fine-tuned + temperature scaling",
+    "greedy": "greedy answer",
 }
 
 
@@ -44,6 +45,7 @@ class TextTable(NamedTuple):
         order: numbers of columns but the first, the most important first; the others follow from left to right. A
             terminal that is too narrow drops columns from the end of this order.
         best: numbers of the rows that are highlighted.
+        groups: of each row the title of its group, which stands above the group's first row; empty for none.
     """
 
     title: str
@@ -51,6 +53,7 @@ class TextTable(NamedTuple):
     rows: list[list[str]]
     order: tuple[int, ...] = ()
     best: tuple[int, ...] = ()
+    groups: tuple[str, ...] = ()
 
 
 class Part(NamedTuple):
@@ -140,9 +143,9 @@ def short(value: float, form: str = ".4f") -> str:
     return re.sub(r"(?<!\d)0\.", ".", format(value, form))
 
 
-def signed(against: Difference) -> str:
+def signed(against: Difference, form: str = ".4f") -> str:
     """A difference with its sign and its interval."""
-    difference, low, high = (short(against[key], "+.4f") for key in ("difference", "low", "high"))
+    difference, low, high = (short(against[key], f"+{form}") for key in ("difference", "low", "high"))
     return f"{difference} [{low}, {high}]"
 
 
@@ -204,7 +207,7 @@ def cells_of(results: Mapping[str, Any], keys: Collection[str]) -> tuple[list[st
 
 def _columns_of(sets: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, Callable[[Mapping[str, Any]], str]]]:
     sets = list(sets)
-    found = {key for results in sets for row in results["methods"].values() for key in row}
+    found = {key for results in sets for row in results["methods"].values() for key in row if row[key] is not None}
     columns = [column for column in _COLUMNS if column[0] in found]
     reference = sets[0].get("reference", "temperature") if sets else "temperature"
     if reference.endswith("temperature"):
@@ -222,16 +225,14 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
             (key, f"{_INTERVALS[key]} [95% interval]", _with_interval(key)) if key in _INTERVALS else (key, title, cell)
             for key, title, cell in shown
         ]
-    several = len(sets) > 1
-    rows = [
-        [f"{title}: {title_of(name)}" if several else title_of(name), *(cell(row) for _, _, cell in shown)]
-        for title, results in sets
-        for name, row in results["methods"].items()
-    ]
+    named = [(title, name, row) for title, results in sets for name, row in results["methods"].items()]
+    rows = [[title_of(name), *(cell(row) for _, _, cell in shown)] for _, name, row in named]
+    groups = tuple(title for title, _, _ in named) if len(sets) > 1 else ()
     keys = [key for key, *_ in shown]
     order = sorted(range(len(keys)), key=lambda i: (keys[i] not in _IMPORTANCE, _rank(keys[i])))
     counts = ", ".join(f"{title}: {counted(results)}" for title, results in sets)
-    return TextTable(counts, ["method", *(title for _, title, _ in shown)], rows, tuple(i + 1 for i in order))
+    columns = ["method", *(title for _, title, _ in shown)]
+    return TextTable(counts, columns, rows, tuple(i + 1 for i in order), groups=groups)
 
 
 def _rank(key: str) -> int:

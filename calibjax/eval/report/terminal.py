@@ -4,6 +4,7 @@ Tables fit the terminal, and 80 columns where the output is a file or a pipe; th
 both. A table that is too wide loses its least important columns, and a line names them; no number is ever cut.
 """
 
+import itertools
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from calibjax.eval.report import layers, texts
+from calibjax.eval.report import answer_studies, layers, texts
 from calibjax.eval.report.rows import TextTable, binning, held_out_table, remarks, sets_of, unit_of
 from calibjax.eval.report.schema import Document, StudyDocument
 from calibjax.eval.report.studies import compared_with, study_table
@@ -22,6 +23,7 @@ from calibjax.eval.report.subjects import subject_table
 from calibjax.eval.report.verdicts import set_verdict, study_verdict, verdict
 
 _GAP = 2  # spaces between columns
+_INDENT = "  "  # of the rows of a group
 _NARROWEST_NAME = 16  # of the first column, which is text and wraps
 
 
@@ -89,16 +91,22 @@ def _table_of(document: Document) -> TextTable:
         return layers.layer_table(document)
     if "texts" in document:
         return texts.text_table(document)
+    if "tasks" in document and answer_studies.is_confidence(document):
+        return answer_studies.confidence_table(document)
     return held_out_table(document)
 
 
 def notes_of(document: Document) -> list[str]:
     """The verdicts of further sets, remarks on benchmarks, and the conventions of the figures."""
     notes = []
+    of_line: dict[str, list[str]] = {}
+    study = "tasks" in document and answer_studies.study_verdict(document)
     for index, (title, results) in enumerate(sets_of(document)):
-        if index and set_verdict(results):
+        if index and set_verdict(results) and not study:
             notes.append(f"{title}: {set_verdict(results)}")
-        notes += [f"{title}: {line}." for line in remarks(results)]
+        for line in remarks(results):
+            of_line.setdefault(line, []).append(title.partition(", ")[0] if study else title)
+    notes += [f"{', '.join(dict.fromkeys(titles))}: {line}." for line, titles in of_line.items()]
     results = document["held_out"]
     some = next(iter(results["methods"].values()))["ece"]
     of = ("top token's probability", "top token") if unit_of(results) == "tokens" else ("confidence", "answer")
@@ -134,29 +142,56 @@ def _print_table(console: Console, table: TextTable) -> None:
     layout = _fit(table, console.width)
     if table.title:
         console.print(table.title)
-    if layout is None:
-        for cells in table.rows:
-            console.print(cells[0], style="bold")
-            for column, cell in zip(table.columns[1:], cells[1:], strict=True):
-                console.print(Text(f"  {column}: {cell}"))
-        return
-    shown, name_width = layout
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for number, (group, rows) in enumerate(_grouped(table)):
+        if layout is None:
+            if group:
+                console.print(group)
+            for cells in (table.rows[row] for row in rows):
+                console.print(cells[0], style="bold")
+                for column, cell in zip(table.columns[1:], cells[1:], strict=True):
+                    console.print(Text(f"  {column}: {cell}"))
+            continue
+        if group and not number:
+            console.print(_drawn(table, (), *layout, header=True))
+        if group:
+            console.print(group)
+        console.print(_drawn(table, rows, *layout, header=not number and not group))
+    hidden = [column for index, column in enumerate(table.columns) if layout and index not in layout[0]]
+    if hidden:
+        console.print(f"Not shown at {console.width} columns: {', '.join(hidden)}.", style="dim")
+
+
+def _grouped(table: TextTable) -> list[tuple[str, list[int]]]:
+    """The title of each group, "" where there are none, and the numbers of its rows."""
+    groups = table.groups or ("",) * len(table.rows)
+    return [
+        (title, [row for row, _ in rows])
+        for title, rows in itertools.groupby(enumerate(groups), key=lambda pair: pair[1])
+    ]
+
+
+def _drawn(table: TextTable, rows: Sequence[int], shown: Sequence[int], name_width: int, *, header: bool) -> Table:
+    """Some rows of a table; columns are as wide as those of all of them."""
+    drawn = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True, show_header=header
+    )
+    indent = _INDENT if table.groups else ""
     for position, index in enumerate(shown):
+        title = _header(table, index, name_width)
+        of_title = max(map(cell_len, title), default=0)
         drawn.add_column(
-            Text("\n".join(_header(table, index, name_width))),
+            Text("\n".join(title)),
             justify="right" if position else "left",
             no_wrap=True,
             vertical="bottom",
+            width=_width(table, index) if position else max(len(indent) + name_width, of_title),
         )
-    for row, cells in enumerate(table.rows):
+    for row in rows:
+        name, *cells = (table.rows[row][index] for index in shown)
+        lines = (f"{indent}{line}" for line in _wrapped(name, name_width))
         style = "bold" if row in table.best else None
-        name = Text("\n".join(_wrapped(cells[0], name_width)))
-        drawn.add_row(name, *(Text(cells[index]) for index in shown[1:]), style=style)
-    console.print(drawn)
-    hidden = [column for index, column in enumerate(table.columns) if index not in shown]
-    if hidden:
-        console.print(f"Not shown at {console.width} columns: {', '.join(hidden)}.", style="dim")
+        drawn.add_row(Text("\n".join(lines)), *map(Text, cells), style=style)
+    return drawn
 
 
 def _fit(table: TextTable, width: int) -> tuple[list[int], int] | None:
@@ -172,7 +207,7 @@ def _fit(table: TextTable, width: int) -> tuple[list[int], int] | None:
     widths = {index: _width(table, index) for index in order}
     best: tuple[list[int], int] | None = None
     for name_width in sorted({longest, min(longest, max(word, _NARROWEST_NAME))}, reverse=True):
-        left, shown = width - max(name_width, of_header), []
+        left, shown = width - max(name_width + (len(_INDENT) if table.groups else 0), of_header), []
         for index in order:
             if widths[index] + _GAP > left:
                 break

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from calibjax.eval.report import answer_studies
 from calibjax.eval.report.rows import is_higher, is_lower, short, signed, title_of
 from calibjax.eval.report.schema import (
     AnyRow,
@@ -30,6 +31,8 @@ def verdict(document: Document) -> str:
         return layers_verdict(document)
     if "texts" in document:
         return lhts_verdict(document)
+    if "tasks" in document and (line := answer_studies.study_verdict(document)):
+        return line
     return set_verdict(document["held_out"])
 
 

@@ -22,12 +22,11 @@ from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling
 from calibjax.runtime.distributed import on_first
+from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json, write_file
 
 _REPLY_TOKENS = 12
 _WIDTH = 16  # texts to embed are padded to a multiple of this
-WRITTEN = tuple(name for name, method in METHODS.items() if "options" not in method.reads)
-"""Methods for written answers."""
 
 
 class Asking(NamedTuple):
@@ -129,7 +128,7 @@ def sampled(
     if asking.folder is not None and questions.numbers:
         file = asking.folder / f"{questions.name}-{questions.numbers[0]}.json"
         if on_first(file.is_file):
-            return [[(text, mean) for text, mean in row] for row in read_json(file)]
+            return _kept(file, len(questions.numbers), asking.samples)
     options = {**writing, "batch_size": max(writing["batch_size"] // asking.samples, 1)}
     given: dict[str, Any] = {
         "temperature": asking.temperature,
@@ -149,6 +148,20 @@ def sampled(
             write_file(file, json.dumps(rows))
 
         on_first(keep)
+    return rows
+
+
+def _kept(file: Path, questions: int, samples: int) -> list[list[tuple[str, float]]]:
+    """The samples in a file of `sampled`; raises `UserError` if it does not hold so many of so many questions."""
+    try:
+        rows = [[(str(text), float(mean)) for text, mean in row] for row in read_json(file)]
+        if [len(row) for row in rows] != [samples] * questions:
+            raise ValueError("another number of samples")
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{file}: expected {samples} samples of each of {questions} questions ({error}). Remove this file to draw "
+            "them again."
+        ) from error
     return rows
 
 

@@ -17,8 +17,10 @@ _ROWS, _WIDTH = 16, 32  # rows a step, and what the width is a multiple of: few 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _features(config: Any, dtype: Any, names: tuple[str, ...], params: Any, tokens: Any, segments: Any, places: Places):
+def _features(config: Any, dtype: Any, names: tuple[str, ...], params: Any, tokens: Any, start: Any, end: Any):
+    segments = (jnp.arange(tokens.shape[1])[None, :] < end[:, None]).astype(jnp.int32)
     states = decoder.hidden_states(config, params, tokens, segment_ids=segments, layers="all", dtype=dtype)
+    places = Places(start, end, tokens, functools.partial(decoder.unembed, config, params))
     return tuple(FEATURES[name](states.astype(jnp.float32), places) for name in names)
 
 
@@ -48,8 +50,9 @@ def answer_features(
 
 def _batches(
     contexts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], most: int
-) -> Iterator[tuple[tuple[np.ndarray, np.ndarray, Places], int]]:
-    """Batches of `_ROWS` rows, the last of them repeated to fill up; each with the number of rows that count."""
+) -> Iterator[tuple[tuple[np.ndarray, np.ndarray, np.ndarray], int]]:
+    """Tokens, and where each answer starts and ends, of batches of `_ROWS` rows, the last of them repeated to fill up;
+    each with the number of rows that count."""
     longest = max(len(pair[0]) + len(pair[1]) for pair in zip(contexts, answers, strict=True))
     width = min(-(-longest // _WIDTH) * _WIDTH, most)
     for begin in range(0, len(contexts), _ROWS):
@@ -60,5 +63,4 @@ def _batches(
         tokens = np.zeros((_ROWS, width), np.int32)
         for place, row in enumerate(rows):
             tokens[place, : end[place]] = [*contexts[row], *answers[row]]
-        segments = (np.arange(width) < end[:, None]).astype(np.int32)
-        yield (tokens, segments, Places(jnp.asarray(start), jnp.asarray(end))), len(chosen)
+        yield (tokens, start, end), len(chosen)

@@ -1,0 +1,77 @@
+"""What a run of a benchmark keeps so that it resumes, once killed: answers, fitted temperatures, and of which model."""
+
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibjax.eval.tasks.evaluate import Answers, Calibration
+from calibjax.heads import FittedHead
+from calibjax.models import LanguageModel
+from calibjax.runtime.checksums import array_digests, json_digest
+from calibjax.runtime.distributed import on_first
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import new_file, read_json, write_file
+
+
+def claim_answers(out: Path | None, lm: LanguageModel, heads: Mapping[str, FittedHead]) -> None:
+    """Writes of which model and heads the answers and samples in `out` are, or finds that they are of the same.
+
+    Raises:
+        UserError: the directory of the model or of a head holds other weights than when `out` was begun.
+    """
+    if out is None:
+        return
+    of_heads = {name: json_digest([head.log_factor, array_digests(head.params)]) for name, head in heads.items()}
+    own, file = {"base_fingerprint": lm.fingerprint, "heads": of_heads}, out / "model.json"
+
+    def claim() -> None:
+        if not file.is_file():
+            write_file(file, json.dumps(own, indent=2) + "\n")
+            return
+        try:
+            same = read_json(file) == own
+        except ValueError as error:
+            raise UserError(f"{file}: not readable ({error}). Choose another --out, or remove this one.") from error
+        if not same:
+            raise UserError(
+                f"--out {out}: its answers are of a model or head with other weights. Choose another directory, or "
+                "remove this one."
+            )
+
+    on_first(claim)
+
+
+def write_answers(file: Path, answers: Answers) -> None:
+    """Keeps the answers to a part of a task."""
+    file.parent.mkdir(exist_ok=True)
+    fields: dict[str, Any] = {name: value for name, value in answers._asdict().items() if name != "harness"}
+    fields |= {f"harness_{name}": value for name, value in answers.harness.items()}
+    with new_file(file) as fresh:
+        np.savez_compressed(fresh, **fields)
+
+
+def read_answers(file: Path) -> Answers:
+    """What `write_answers` wrote; raises `UserError` if the file is damaged."""
+    try:
+        with np.load(file) as held:
+            fields = {name: held[name] for name in Answers._fields if name in held.files}
+            for name in {"question", "answer"} - set(fields):  # of a run before there were any
+                fields[name] = np.full(fields["confidence"].shape[1], "")
+            harness = {name.removeprefix("harness_"): held[name] for name in held.files if name.startswith("harness_")}
+        return Answers(**{**fields, "too_long": int(fields["too_long"])}, harness=harness)
+    except (EOFError, LookupError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{file}: not answers ({error}). Remove this file to ask its questions again.") from error
+
+
+def read_fit(file: Path) -> Calibration:
+    """A kept temperature over the options; raises `UserError` if the file is damaged."""
+    try:
+        scales, questions, source = read_json(file)
+        return Calibration(tuple(map(float, scales)), int(questions), str(source))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{file}: not a fitted temperature ({error}). Remove this file to fit it again.") from error

@@ -1,0 +1,74 @@
+"""What a run of a benchmark keeps: it is read as it was written, and anything else is one error with its remedy."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
+
+from tiny import make_lm
+
+from calibjax.eval.answers.clusters import exact_clusters
+from calibjax.eval.tasks.evaluate import Answers
+from calibjax.eval.tasks.evidence import Asking, Questions, sampled
+from calibjax.eval.tasks.kept import claim_answers, read_answers, read_fit, write_answers
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.runtime.errors import UserError
+
+
+def test_answers(tmp_path):
+    shape, n = (2, 5), 5
+    rows = np.random.default_rng(0).random((3, *shape)).astype(np.float32)
+    texts = np.array(["a", "\u00e9", "", "b c", "d"])
+    kept = Answers(
+        *rows[:2], np.ones(shape, np.int32), rows[2], texts, {"em": rows[0, 0]}, np.zeros(n), 1, texts, texts
+    )
+    file = tmp_path / "answers" / "task-part.npz"
+    write_answers(file, kept)
+    found = read_answers(file)
+    for name in Answers._fields:
+        np.testing.assert_equal(getattr(found, name), getattr(kept, name), err_msg=name)
+    whole = file.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-30], b"x" * 100):
+        file.write_bytes(damaged)
+        with pytest.raises(
+            UserError, match=r"task-part.npz: not answers .*Remove this file to ask its questions again"
+        ):
+            read_answers(file)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[[1], 2]", '[["x"], 2, "a"]', '{"a": 1}', "[[1.0], null, 3]"])
+def test_a_fit(tmp_path, text):
+    file = tmp_path / "task.fit.json"
+    file.write_text('[[1.0, 0.5], 20, "train"]')
+    assert read_fit(file) == ((1.0, 0.5), 20, "train")
+    file.write_text(text)
+    with pytest.raises(UserError, match="Remove this file to fit it again"):
+        read_fit(file)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "[]", '[[["a", -1.0]]]', '[[["a"], ["b"]]]', '[[["a", "x"], ["b", -1]]]', "3"]
+)
+def test_samples(tmp_path, text):
+    file = tmp_path / "part-4.json"
+    asking = Asking(("consistency",), 2, 1.0, exact_clusters, tmp_path)
+    questions = Questions("part", [4], ["?"], [[1]], ["a"], np.zeros((1, 1), np.float32), [[2]])
+    file.write_text('[[["a", -1.0], ["b", -2]]]')
+    assert sampled(None, asking, questions, {}, 0) == [[("a", -1.0), ("b", -2.0)]]
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"part-4.json: expected 2 samples .*Remove this file to draw them again"):
+        sampled(None, asking, questions, {}, 0)
+
+
+def test_answers_belong_to_a_model_and_its_heads(tmp_path):
+    lm, other = make_lm(), make_lm(seed=1)
+    config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
+    heads = [{"ats": FittedHead(config, {"log_scale": np.float32(x)}, 0.0, lm.fingerprint)} for x in (0.1, 0.2)]
+    claim_answers(tmp_path, lm, heads[0])
+    claim_answers(tmp_path, lm, heads[0])
+    for pair in ((other, heads[0]), (lm, heads[1]), (lm, {})):
+        with pytest.raises(UserError, match="its answers are of a model or head with other weights"):
+            claim_answers(tmp_path, *pair)
+    (tmp_path / "model.json").write_text("{")
+    with pytest.raises(UserError, match=r"model.json: not readable"):
+        claim_answers(tmp_path, lm, heads[0])
