@@ -4,12 +4,14 @@
     python kernels/bench.py --platform gpu --json gpu.json
     python kernels/bench.py --static v6e --preset gemma2-2b --label-smoothing 0 0.1 --softcap none 30 --json v6e.json
     python kernels/bench.py --static v6e --preset gemma2-2b --softcap 30 --task both --save-logits --only vocab_stats
+    python kernels/bench.py --static v7x --against measured --minutes 30
 
 On a device each contender's result is compared with float64 on a sample before it is timed; inputs are new in each run,
 and outputs are written over NaN. The timed calls alternate. On a GPU, PyTorch losses and whole train steps are timed
 too, in separate processes (`torch_losses.py`, `train/bench.py`); what does not fit into `--minutes` is listed and
-skipped. `--static` compiles for a TPU that need not be attached and gives the static estimate of `static_profile.py`.
-tokamax is included where it is installed.
+skipped. `--static` compiles for a TPU that need not be attached and gives the static estimate of `static_profile.py`,
+with `--against measured` beside times that others measured on that TPU (`against.py`). tokamax is included where it is
+installed.
 """
 
 import argparse
@@ -26,6 +28,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import against
 import beside
 import contenders
 import jax
@@ -39,6 +42,7 @@ from static_profile import CHIPS
 from calibjax import kernels
 from calibjax.kernels import pallas_gpu
 from calibjax.kernels.pallas_gpu import schedule
+from calibjax.runtime.errors import UserError
 from calibjax.runtime.tpu_compiler import DoesNotCompile
 
 PRESETS = {
@@ -62,6 +66,12 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=["cpu", "gpu"], help="where to run; default: the machine's")
     parser.add_argument("--static", choices=CHIPS, help="compile for this TPU instead, and estimate the time")
+    parser.add_argument(
+        "--against", metavar="FILE", help="with --static: ours beside times measured by others; measured: tokamax's"
+    )
+    parser.add_argument(
+        "--profiles", type=pathlib.Path, default=pathlib.Path("profiles.json"), help="of --against: kept there"
+    )
     parser.add_argument("--preset", nargs="+", choices=PRESETS, help="sizes; default: cpu, on a GPU those of its table")
     parser.add_argument("--tokens", type=int, help="N instead of the preset's")
     parser.add_argument("--width", type=int, help="D instead of the preset's")
@@ -136,8 +146,11 @@ def main(options: argparse.Namespace) -> None:
         chip = CHIPS[options.static]
         record |= {"device": options.static, "kind": "static estimate", "trust": chip.trust}
         console.print(f"Static estimates for {options.static}, not measurements: {chip.trust}.")
-        for problem in _problems(options, "tpu"):
-            rows += _print(console, problem, _estimated(options, problem), STATIC_COLUMNS)
+        if options.against is not None:
+            against.main(console, options, record)
+        else:
+            for problem in _problems(options, "tpu"):
+                rows += _print(console, problem, _estimated(options, problem), STATIC_COLUMNS)
     else:
         _run(console, options, record)
     if options.json is not None:
@@ -326,4 +339,7 @@ def _print(console: Console, problem: Problem, rows: Iterator[dict[str, Any]], c
 
 
 if __name__ == "__main__":
-    main(arguments().parse_args())
+    try:
+        main(arguments().parse_args())
+    except UserError as error:
+        sys.exit(f"error: {error}")

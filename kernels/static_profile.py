@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from calibjax.runtime.hlo import executions
 from calibjax.runtime.tpu_compiler import slice_devices, with_compiler
 
 
@@ -54,7 +55,7 @@ class Compiled(NamedTuple):
     """Compiler statistics of one program on one device.
 
     Attributes:
-        cycles: of each operation in the static profile; empty unless requested. An operation in a loop counts once.
+        cycles: of each operation in the static profile, as often as it runs; empty unless requested.
         temporaries: bytes beyond arguments and outputs.
         optimal_seconds: XLA's own cost model; of Pallas kernels it knows only the estimate they declare. None for a
             program with loops, which it counts once.
@@ -86,43 +87,57 @@ def compile_for(
         DoesNotCompile: with the compiler's reason.
     """
     with tempfile.TemporaryDirectory(prefix="static_profile_") as directory:
-        flags = []
-        if profile:
-            # Small operands would be kept in on-chip memory, where those of the full size do not fit: not here either.
-            flags = [f"--xla_jf_dump_static_llo_profile_to={directory}", "--xla_msa_enable=false"]
+        flags = profile_flags(directory) if profile else []
         arguments = (CHIPS[chip], build, args, directory if profile else None)
-        return with_compiler(_compile, *arguments, flags=flags, timeout=timeout)
+        return with_compiler(compile_here, *arguments, flags=flags, timeout=timeout)
 
 
-def _compile(chip: Chip, build: Callable[..., Program], args: tuple, directory: str | None) -> Compiled:
+def profile_flags(directory: str) -> list[str]:
+    """Flags of a compiler that writes the profile of each program to `directory`."""
+    # Small operands would be kept in on-chip memory, where those of the full size do not fit: not here either.
+    return [f"--xla_jf_dump_static_llo_profile_to={directory}", "--xla_msa_enable=false"]
+
+
+def compile_here(chip: Chip, build: Callable[..., Program], args: tuple, directory: str | None) -> Compiled:
+    """The same in the compiler's process; the flags are of the whole process. `directory`: of the profile, if any."""
     import jax
     import numpy as np
 
+    if directory is not None:
+        jax.config.update("jax_enable_compilation_cache", False)  # what comes from there is not profiled
     mesh = jax.sharding.Mesh(np.array(slice_devices(chip.topology)[:1]), ("x",))
     jax.set_mesh(mesh)  # from which Pallas knows the chip that it compiles for
+    for old in Path(directory).iterdir() if directory is not None else ():
+        old.unlink()
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     program = build(*args)
     arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in program.arguments]
     start = time.perf_counter()
     compiled = jax.jit(program.function).lower(*arguments).compile()
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
-    loops = " while(" in (compiled.as_text() or "")
+    text = compiled.as_text() or ""
+    loops = " while(" in text
     return Compiled(
-        cycles={} if directory is None else _cycles(directory),
+        cycles={} if directory is None else profiled_cycles(directory, text),
         temporaries=0 if memory is None else memory.temp_size_in_bytes,
         optimal_seconds=None if loops else (compiled.cost_analysis() or {}).get("optimal_seconds"),
         compile_seconds=seconds,
     )
 
 
-def _cycles(directory: str) -> dict[str, int]:
-    """Cycles of each operation; one entry of the profile may stand for several equal operations."""
+def profiled_cycles(directory: str, text: str) -> dict[str, int]:
+    """Cycles of each operation of an HLO module; one entry of the profile may stand for several equal operations.
+
+    The profile has one turn of each loop. An operation whose loop's length the text does not tell counts once.
+    """
+    times = executions(text)
     found: dict[str, int] = {}
     for file in Path(directory).glob("*.textproto"):
         for entry in re.findall(r"hlo_op_estimate \{(.*?)\n\}", file.read_text(), re.DOTALL):
             fields = dict(re.findall(r"(\w+): (\S+)", entry))
             cycles = int(fields["estimated_cycles"]) * int(fields.get("num_equivalent_hlos", 1))
-            found[fields["hlo_op_name"].strip('"')] = cycles
+            name = fields["hlo_op_name"].strip('"')
+            found[name] = cycles * times.get(name, 1)
     return found
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,12 @@ from calibjax.commands.plan.chips import CHIPS, GIB, parse_topology
 from calibjax.commands.plan.compiled import compile_step, too_large
 from calibjax.commands.plan.count import flops
 from calibjax.commands.plan.duration import head_steps
-from calibjax.commands.plan.hlo import collectives
 from calibjax.commands.plan.program import Job, build, device_bytes
 from calibjax.commands.plan.result import parameter_counts, plan_job
 from calibjax.commands.train_ats import fit_ats
 from calibjax.models.shapes import SHAPES
 from calibjax.runtime import gpu_compiler
+from calibjax.runtime.hlo import collectives, executions
 from calibjax.runtime.sharding import make_mesh
 from calibjax.runtime.tpu_compiler import DoesNotCompile, with_compiler
 from calibjax.train.options import AtsOptions, make_plan
@@ -193,9 +194,12 @@ def test_collectives_of_a_program_with_known_ones():
         return jax.lax.scan(turn, x, length=5)[0]
 
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False))
-    found, unknown = collectives(function.lower(jnp.ones(8 * 64)).compile().as_text())
+    text = function.lower(jnp.ones(8 * 64)).compile().as_text()
+    found, unknown = collectives(text)
     print(found)
     assert unknown == 0
+    [gather] = re.findall(r"(\S+) = \S+ all-gather\(", text)
+    assert executions(text)[gather.lstrip("%")] == 5
     size, of_ring = 4 * 64, 7 / 8
     assert {kind: (x.count, x.bytes) for kind, x in found.items()} == {
         "all-reduce": (5, 5 * 2 * size * of_ring),
@@ -263,6 +267,7 @@ def test_collectives_of_a_tpu_module():
     found, unknown = collectives(TPU_MODULE)
     assert unknown == 0
     assert found["collective-permute"] == (8, 8 * 2 * 32 * 8, 2 * 32 * 8)
+    assert executions(TPU_MODULE)["collective-permute-start.1"] == 8
     assert found["all-gather"] == (1, 2 * 4096 * 64 * 15 // 16, 2 * 4096 * 64)
     # As jax 0.10.2 writes the metadata of a Pallas kernel: over several lines, before the rest of its computation.
     kernel = (

@@ -8,10 +8,10 @@ import jax
 
 from calibjax.commands.plan.chips import GIB, Topology
 from calibjax.commands.plan.count import flops
-from calibjax.commands.plan.hlo import Collective, collectives
 from calibjax.commands.plan.program import Job, build
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.gpu_compiler import gpu_devices
+from calibjax.runtime.hlo import Collective, collectives
 from calibjax.runtime.sharding import make_mesh
 from calibjax.runtime.tpu_compiler import DoesNotCompile, slice_devices, with_compiler
 

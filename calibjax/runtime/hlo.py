@@ -68,6 +68,24 @@ def collectives(text: str) -> tuple[dict[str, Collective], int]:
     return found, unknown
 
 
+def executions(text: str) -> dict[str, int]:
+    """How often each instruction of an HLO module runs, by name; those in loops of unknown length as if it were 1."""
+    computations, entry = _parse(text)
+    found: dict[str, int] = {}
+
+    def walk(computation: _Computation, times: int) -> None:
+        for x in computation:
+            found[x.name] = found.get(x.name, 0) + times
+            if x.opcode == "while":
+                walk(computations[_called(x, "body")[0]], times * (_length(computations, x, computation) or 1))
+            elif x.opcode in ("call", "conditional", "async-start"):
+                for name in _called(x, "calls", "to_apply", "branch_computations"):
+                    walk(computations[name], times)
+
+    walk(computations[entry], 1)
+    return found
+
+
 def _goes_on(x: _Instruction, computation: _Computation) -> bool:
     """Whether a collective of a chain of fusions, as the TPU compiler makes them, was begun in an earlier one."""
     starts = any("AsyncCollectiveStart" in y.attributes for y in computation)
