@@ -11,12 +11,11 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from flax import traverse_util
 from jax.sharding import Mesh
 
@@ -37,6 +36,10 @@ from calibjax.runtime.checksums import CHECKSUMS, different_arrays, read_checksu
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
 from calibjax.runtime.sharding import param_sharding
+
+# Imported where it is used: a model of safetensors needs none of it, a sixth of what `load_model` imports.
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 _SCHEMA = 3
 """Version of the description. Schema 1 has digests and the fingerprint of version 1."""
@@ -62,6 +65,8 @@ def save_checkpoint(
     Raises:
         UserError: if `directory` is not empty or cannot be written, or as for `copy_settings`.
     """
+    import orbax.checkpoint as ocp
+
     assert lm.path is not None
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every save, and failures that it raises
     check_orbax_path(directory)
@@ -138,6 +143,8 @@ def restore_params(
     Raises:
         UserError: if the checkpoint is damaged or not finite, or config.json has changed.
     """
+    import orbax.checkpoint as ocp
+
     expected = description["tensors"]
     if description["config"] != distinctive(config):
         raise UserError(
@@ -183,9 +190,11 @@ def _finished(params: Mapping[str, jax.Array], dtype: np.dtype, folder: Path) ->
 
 
 def _read_arrays(
-    checkpointer: ocp.Checkpointer, folder: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
+    checkpointer: "ocp.Checkpointer", folder: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields whole parameters on the host with dotted paths. All shapes are checked before the first is read."""
+    import orbax.checkpoint as ocp
+
     try:
         metadata = checkpointer.metadata(folder.absolute()).item_metadata
         if metadata is None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import splash_attention as library
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -86,6 +85,9 @@ def _over_rows(
     sinks: Array | None,
 ) -> Array:
     """Maps the kernel over the rows of the batch; the head axis is before time."""
+    # Not above: Mosaic takes long to import, and most platforms never need it.
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
     kernel = _kernel(query.shape[1], query.shape[2], window, softcap)
 
     def of_row(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
@@ -99,6 +101,8 @@ def _over_rows(
 
 def _kernel(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool = False) -> Any:
     """Kernel for the heads of one device. The library caches its block tables for equal masks."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
     block = next(block for block in _BLOCKS if length % block == 0)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     shape = (length, length)

@@ -16,7 +16,7 @@ from calibjax.kernels.contract import (
     Options,
 )
 from calibjax.kernels.operator import closed_form_hidden
-from calibjax.kernels.pallas_tpu import blocks, d_hidden, d_unembedding, forward, fused
+from calibjax.kernels.pallas_tpu import blocks
 from calibjax.kernels.platforms import Platform, platform
 
 
@@ -74,6 +74,9 @@ def _shares_logits(setup: _Setup, options: Options, inputs: Inputs, platform: Pl
 
 
 def _forward(setup: _Setup, request: ForwardRequest, inputs: Inputs) -> ForwardResult:
+    # Not above: Mosaic takes as long to import as all else of the kernels.
+    from calibjax.kernels.pallas_tpu import forward
+
     kernel = "rows" if "rows" in request.needed else "statistics"
     size = setup.blocks(kernel, inputs, platform().device_kind, request.save)
     return forward.moments(request, inputs, size, setup.interpret)
@@ -82,6 +85,8 @@ def _forward(setup: _Setup, request: ForwardRequest, inputs: Inputs) -> ForwardR
 def _backward(
     setup: _Setup, request: BackwardRequest, inputs: Inputs, cotangents: Cotangents, saved: Array | None, into: None
 ) -> Gradients:
+    from calibjax.kernels.pallas_tpu import d_hidden, d_unembedding, fused
+
     (options, wanted), kind, has_saved = request, platform().device_kind, saved is not None
     hidden = None
     if "hidden" in wanted:
