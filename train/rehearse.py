@@ -129,6 +129,7 @@ def command(run: Rehearsal, step: str, model: Path, out: Path) -> list[str]:
             return [*of, *data, *batch, *fit, "--cache-hidden", "disk", *end]
         case "train sft":
             adapters = ["--lora-rank", "16", "--lora-targets", run.lora_targets]
+            adapters += ["--validation-fraction", "0.2"]
             return [*of, *data, *batch, *adapters, "--epochs", "1", "--checkpoint-every", "1", *end]
         case "eval tasks":
             tasks = ["--assets", str(run.assets), "--tasks", "arc_easy", "--limit", "8", "--max-length", "96"]
