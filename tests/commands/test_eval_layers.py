@@ -21,7 +21,14 @@ from calibjax.eval.layers.directions import (
     null_space,
     sweep,
 )
-from calibjax.eval.layers.layers import correction_phase, evaluate_layers, layers_json, make_readout, settled_layer
+from calibjax.eval.layers.layers import (
+    correction_phase,
+    correction_test,
+    evaluate_layers,
+    layers_json,
+    make_readout,
+    settled_layer,
+)
 from calibjax.eval.layers.neurons import entropy_neurons
 from calibjax.kernels import kl_divergences, vocab_stats
 from calibjax.models import LanguageModel
@@ -277,10 +284,32 @@ def test_phase_of_correction():
     assert (phase.settled, phase.peak, phase.found) == (1, 2, True)  # not layer 0, before the decision
     np.testing.assert_allclose(phase.correction.difference, 0.4 - 0.05, atol=1e-6)
     assert 0 < phase.correction.low <= phase.correction.high
+    assert phase.p_value < 0.05
     none = correction_phase(sums, np.array([0.1, 0.95, 0.95, 0.2, 1.0]))
     assert (none.settled, none.peak, none.found) == (4, 4, False)
     growing = correction_phase([made_sums(c, 0.5) for c in (0.5, 0.6, 0.7, 0.8, 0.9)], agreement)
     assert (growing.peak, growing.found) == (4, False)
+
+
+def drawn_layers(rng, gaps, noise=0.15, groups=80, tokens=10):
+    """Sums of layers with equal answers: each has a confidence too high by its gap, and noise of its own."""
+    p = np.clip(rng.uniform(0.3, 0.6, (groups, 1)) + rng.normal(0, 0.05, (groups, tokens)), 0, 1).ravel()
+    right, group = (rng.random(p.size) < p).astype(np.float32), np.repeat(np.arange(groups), tokens)
+    noisy = (np.clip(p + gap + rng.normal(0, noise, p.size), 0, 1).astype(np.float32) for gap in gaps)
+    return [metrics.pooled_sums(confidence, right, groups=group) for confidence in noisy]
+
+
+def test_level_and_power_of_the_correction_test():
+    """Of layers with one calibration error about 5% reject, however many there are; a drop of 0.1 is found."""
+    rng, draws = np.random.default_rng(0), 30
+    options = {"resamples": 200}
+    for gaps in ((0.1,) * 8, (0.0,) * 8):
+        rejected = np.mean([correction_test(drawn_layers(rng, gaps), **options) < 0.05 for _ in range(draws)])
+        print(gaps, rejected)
+        assert rejected <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / draws)
+    assert all(correction_test(drawn_layers(rng, (0.1, 0.2, 0.1)), **options) < 0.05 for _ in range(10))
+    same = drawn_layers(rng, (0.1,))
+    assert correction_test(same * 3, **options) == correction_test(same, **options) == 1.0
 
 
 def test_curves_as_json():

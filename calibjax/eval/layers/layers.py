@@ -195,18 +195,20 @@ class Phase(NamedTuple):
     Attributes:
         settled: s, see `settled_layer`.
         peak: p = argmax_{l ≥ s} ECE_l, the first such.
-        correction: ECE_p − ECE_L with its paired interval.
-        found: p < L and the interval lies above 0: the last layers calibrate a decision that is already made.
+        correction: ECE_p − ECE_L with its paired interval, which does not know that p was chosen.
+        p_value: of `correction_test`, which does.
+        found: p < L and p_value < 0.05: the last layers calibrate a decision that is already made.
     """
 
     settled: int
     peak: int
     correction: metrics.Comparison
+    p_value: float
     found: bool
 
 
 def correction_phase(
-    sums: list[CalibrationSums], agreement: np.ndarray, fraction: float = 0.9, *, seed: int = 0
+    sums: list[CalibrationSums], agreement: np.ndarray, fraction: float = 0.9, *, resamples: int = 1000, seed: int = 0
 ) -> Phase:
     """Detects the phase of arXiv 2511.00280 (abstract and figure 1): layers after accuracy has settled, in which the
     calibration error rises and falls again.
@@ -215,13 +217,42 @@ def correction_phase(
         sums: of each layer, over the same groups, `[G, bins]`.
         agreement: of each layer, see `settled_layer`.
         fraction: see there.
+        resamples: of the groups.
         seed: of the bootstrap.
     """
     settled, last = settled_layer(agreement, fraction), len(sums) - 1
     errors = [float(metrics.ece_from_sums(metrics.total(of_layer))) for of_layer in sums]
     peak = settled + int(np.argmax(errors[settled:]))
-    correction = metrics.error_comparison(sums[peak], sums[last], seed=seed)
-    return Phase(settled, peak, correction, bool(peak < last and correction.low > 0))
+    correction = metrics.error_comparison(sums[peak], sums[last], resamples=resamples, seed=seed)
+    p_value = correction_test(sums[settled:], resamples=resamples, seed=seed)
+    return Phase(settled, peak, correction, p_value, bool(peak < last and p_value < 0.05))
+
+
+def correction_test(sums: list[CalibrationSums], *, resamples: int = 1000, seed: int = 0) -> float:
+    """P-value of the null hypothesis that none of the layers before the last has a larger ECE than the last.
+
+    With D_l = ECE_l − ECE_L and its bootstrap standard error σ_l over groups, the statistic is max_l D_l/σ_l, compared
+    with max_l (D*_l − D_l)/σ_l of resamples D*, in which all layers are drawn together: the choice of the layer is
+    corrected for, and so is their dependence (the maximum of Westfall and Young 1993, and of White 2000).
+
+    Args:
+        sums: of the layers to choose from and, at the end, of the last; over the same groups, `[G, bins]`.
+        resamples: of the groups.
+        seed: of the bootstrap.
+
+    Returns:
+        in (0, 1]; 1 if there is nothing to choose from, or a single group.
+    """
+    if len(sums) < 2 or len(sums[0].count) < 2:
+        return 1.0
+    of_layers = CalibrationSums(*(np.stack(parts, axis=1) for parts in zip(*sums, strict=True)))
+    drawn = metrics.resample_sums(of_layers, resamples=resamples, seed=seed)
+    drawn = drawn[:, :-1] - drawn[:, -1:]
+    errors = metrics.ece_from_sums(CalibrationSums(*(np.sum(part, axis=0) for part in of_layers)))
+    drop = np.asarray(errors[:-1] - errors[-1], np.float64)
+    spread = np.maximum(drawn.std(axis=0), np.finfo(np.float64).tiny)
+    reached = np.max((drawn - drop) / spread, axis=1) >= np.max(drop / spread)
+    return float((1 + reached.sum()) / (1 + resamples))
 
 
 def layers_json(
@@ -254,7 +285,7 @@ def layers_json(
             of_values = _layer_sums(outputs, layer, -values, binning)
             row |= _with_intervals(of_values, _mean_nll, (name,), resamples, seed)
         rows.append(cast(LayerRow, {"layer": layer, "agreement": float(agreement[layer]), **row}))
-    phase = correction_phase(sums, agreement, settled_share, seed=seed)
+    phase = correction_phase(sums, agreement, settled_share, resamples=resamples, seed=seed)
     of_phase = {**phase._asdict(), "correction": phase.correction._asdict(), "settled_share": settled_share}
     return {"curves": rows, "phase": cast(PhaseRow, of_phase)}
 

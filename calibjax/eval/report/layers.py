@@ -15,10 +15,12 @@ def findings(document: LayersDocument) -> list[str]:
         f"layer's for at least {fraction:.0%} of the predictions."
     ]
     figures = _difference(phase["correction"])
+    if "p_value" in phase:
+        figures += f" (p = {phase['p_value']:.3f}, corrected for the choice of the layer)"
     if phase["found"]:
         lines.append(
-            f"Confidence-correction phase found: from there ECE peaks at layer {phase['peak']} and falls by {figures} "
-            "to the last layer."
+            f"Confidence-correction phase found: from there ECE peaks at layer {phase['peak']} and falls to the last "
+            f"layer by {figures}."
         )
     elif settled == last:
         lines.append("No confidence-correction phase: the decision settles at the last layer.")

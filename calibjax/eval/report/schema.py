@@ -266,6 +266,7 @@ class PhaseRow(TypedDict):
     settled: int
     peak: int
     correction: Difference
+    p_value: NotRequired[float]
     found: bool
     settled_share: float
 
