@@ -47,6 +47,7 @@ from calibjax.train.sft import SftOptions
 DEVICES = 8
 MESH, OTHER_MESH = (1, 2, 4), (2, 4, 1)
 """Devices along data, fsdp and tensor: of all steps, and of the run that is resumed."""
+NEW_TOKENS = 8
 STEPS = ("train ats", "eval tasks", "compare", "train sft", "generate")
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {  # Llama-3.2-1B
@@ -136,7 +137,7 @@ def command(run: Rehearsal, step: str, model: Path, out: Path) -> list[str]:
             return [*of, *tasks, *batch, *head, *end]
         case "compare":
             return [*of, *data, "--methods", "temperature", "isotonic", *end]
-    return [*of, "--prompt", "once upon a time", "--max-new-tokens", "8", *head]
+    return [*of, "--prompt", "once upon a time", "--max-new-tokens", str(NEW_TOKENS), *head]
 
 
 def _mesh(sizes: tuple[int, int, int]) -> str:
@@ -169,24 +170,22 @@ def write_model(run: Rehearsal) -> None:
 
 def planned(run: Rehearsal, step: str) -> dict[str, int]:
     """Bytes of the largest program of a step on all devices: what it is called with, and what it takes beside."""
-    objectives: list[tuple[Any, bool]] = [("eval", False)]
-    if step == "train ats":
-        objectives.append(("ats", True))
-    if step == "train sft":
-        objectives = [("sft", False)]
+    objectives: dict[str, tuple[Any, ...]] = {"train ats": ("eval", "ats"), "train sft": ("eval", "sft")}
     found = []
     mesh = make_mesh(MESH, jax.devices())
-    for objective, cached in objectives:
+    for objective in objectives.get(step, ("generate",) if step == "generate" else ("eval",)):
         job = Job(
             config=config_from_hf(run.out / "model"),
             objective=objective,
-            batch=16 if step == "compare" else DEVICES,
-            seq=96 if step == "eval tasks" else run.seq_len,
+            # The prompt of `generate` is padded to 32 tokens, and repeated for the devices along fsdp.
+            batch={"compare": 16, "generate": MESH[1]}.get(step, DEVICES),
+            seq={"eval tasks": 96, "generate": 32}.get(step, run.seq_len),
+            new_tokens=NEW_TOKENS if objective == "generate" else 0,
             mesh=MESH,
             dtype="bfloat16",
             ats=AtsOptions(head="linear"),
             sft=SftOptions(batch_size=DEVICES, lora_rank=16, lora_targets=run.lora_targets),
-            cached=cached,
+            cached=objective == "ats",
         )
         program = build(job, mesh)
         with jax.set_mesh(mesh):

@@ -91,9 +91,9 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensD
         fitted = fit_sft(base, fit, options.sft, context=context.within("fit"), consume=not adapters)
         saved = jnp.dtype(options.save_dtype or stored)
         save_model(options.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved, replace=True)
-        fingerprint = base.fingerprint
-        tuned = load_placed(options.out / "model", context.mesh, compute)
-        tuned = dataclasses.replace(tuned, config=fitted.config)
+        fingerprint, config, report = base.fingerprint, fitted.config, fitted.report
+        del base, fitted  # one model in memory at a time
+        tuned = dataclasses.replace(load_placed(options.out / "model", context.mesh, compute), config=config)
         for title, more in _evaluate(tuned, "fine_tuned", sets, validation, options, context).items():
             results[title] |= more
         figures = {
@@ -102,7 +102,7 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensD
     document: TokensDocument = {
         "schema": SCHEMA,
         "held_out": figures.pop("held_out"),
-        "run": {**run_identity("train sft", options), "fit": fitted.report, "base_fingerprint": fingerprint},
+        "run": {**run_identity("train sft", options), "fit": report, "base_fingerprint": fingerprint},
     }
     if figures:
         document["transfer"] = figures

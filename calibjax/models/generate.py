@@ -170,8 +170,8 @@ def sampling_logits(
     return logits
 
 
-class _Program(NamedTuple):
-    """The static arguments of `_generate`."""
+class DecodingProgram(NamedTuple):
+    """The static arguments of `decode_batch`."""
 
     config: DecoderConfig
     head: HeadConfig
@@ -182,8 +182,8 @@ class _Program(NamedTuple):
     count: int
 
 
-class _Inputs(NamedTuple):
-    """Arrays that `_generate` reads, of JAX or on the host.
+class DecodingInputs(NamedTuple):
+    """Arrays that `decode_batch` reads, of JAX or on the host.
 
     Attributes:
         frozen, head_params, log_factor: the model and its head.
@@ -206,7 +206,8 @@ class _Inputs(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _generate(program: _Program, inputs: _Inputs) -> Generation:
+def decode_batch(program: DecodingProgram, inputs: DecodingInputs) -> Generation:
+    """Processes the prompts, then adds a token to every row in a loop; rows B·K of the result as in `generate`."""
     rows, width = inputs.tokens.shape
     unembedding = inputs.frozen.unembedding.astype(program.dtype)
     row_keys = jax.vmap(lambda number: jax.random.fold_in(inputs.key, number))(inputs.numbers)
@@ -256,8 +257,8 @@ def _repeated(cache: Cache, count: int) -> Cache:
 
 
 def _run(
-    program: _Program,
-    inputs: _Inputs,
+    program: DecodingProgram,
+    inputs: DecodingInputs,
     unembedding: Float[Array, "V D"],
     tokens: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
@@ -283,8 +284,8 @@ def _run(
 
 
 def _choose(
-    program: _Program,
-    inputs: _Inputs,
+    program: DecodingProgram,
+    inputs: DecodingInputs,
     row_keys: PRNGKeyArray,
     logits: Float[Array, "B V"],
     log_scale: Float[Array, " B"],
@@ -377,10 +378,10 @@ def generate(
     rows = -(-len(ids) // groups) * groups
     tokens, segment_ids = _padded(ids, rows)
     head_config = _IDENTITY if head is None else head.config
-    program = _Program(
+    program = DecodingProgram(
         lm.config, head_config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
     )
-    inputs = _Inputs(
+    inputs = DecodingInputs(
         frozen=freeze(lm, head_config),
         head_params={"log_scale": np.float32(0)} if head is None else head.params,
         log_factor=np.float32(0 if head is None else head.log_factor),
@@ -397,7 +398,7 @@ def generate(
         top_p=None if sampling.top_p is None else np.float32(sampling.top_p),
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        generated = _generate(program, inputs)
+        generated = decode_batch(program, inputs)
     real = len(ids) * sampling.count
     return generated if rows == len(ids) else jax.tree.map(lambda x: x[:real], generated)
 

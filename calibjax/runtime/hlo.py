@@ -39,10 +39,11 @@ class _Instruction(NamedTuple):
 _Computation = list[_Instruction]
 
 
-def collectives(text: str) -> tuple[dict[str, Collective], int]:
+def collectives(text: str, turns: int = 1) -> tuple[dict[str, Collective], int]:
     """The collectives of an HLO module by kind, and the number of loops whose length the text does not tell.
 
-    Such loops count once. A collective that the TPU compiler spreads over several fusions counts where it starts.
+    Such loops count `turns` times. A collective that the TPU compiler spreads over several fusions counts where it
+    starts.
     """
     computations, entry = _parse(text)
     found: dict[str, Collective] = {}
@@ -59,7 +60,7 @@ def collectives(text: str) -> tuple[dict[str, Collective], int]:
             elif x.opcode == "while":
                 length = _length(computations, x, computation)
                 unknown += length is None
-                walk(computations[_called(x, "body")[0]], times * (1 if length is None else length))
+                walk(computations[_called(x, "body")[0]], times * (turns if length is None else length))
             elif x.opcode in ("fusion", "call", "conditional", "async-start"):
                 for name in _called(x, "calls", "to_apply", "branch_computations"):
                     walk([y for y in computations[name] if not _goes_on(y, computations[name])], times)

@@ -20,7 +20,7 @@ from calibjax.commands.plan.chips import CHIPS, GIB, parse_topology
 from calibjax.commands.plan.compiled import compile_step, too_large
 from calibjax.commands.plan.count import flops
 from calibjax.commands.plan.duration import head_steps
-from calibjax.commands.plan.program import Job, build, device_bytes
+from calibjax.commands.plan.program import Job, build, device_bytes, kept_bytes
 from calibjax.commands.plan.result import parameter_counts, plan_job
 from calibjax.commands.train_ats import fit_ats
 from calibjax.models.shapes import SHAPES
@@ -82,12 +82,13 @@ def test_bytes_of_adapters():
 
 
 @pytest.mark.parametrize(
-    "objective", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ats", "eval"))]
+    "objective", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ats", "eval", "generate"))]
 )
 def test_bytes_as_xla_counts_them(objective):
     """The program of a small model, compiled for 8 virtual devices: its arguments take the bytes that are planned."""
     config = make_lm().config
     job = dataclasses.replace(make_job(objective=objective, mesh=(2, 2, 2), batch=8, seq=16), config=config)
+    job = dataclasses.replace(job, new_tokens=8 if objective == "generate" else 0)
     mesh = make_mesh(job.mesh)
     program = build(job, mesh)
     with jax.set_mesh(mesh):
@@ -122,6 +123,26 @@ def test_operations_of_temperatures():
     found = traced_flops(make_job())
     print(f"{found:.6e}, expected {blocks + unembedding + head:.6e}")
     assert found == pytest.approx(blocks + unembedding + head, rel=1e-4)
+
+
+def test_operations_of_generation():
+    """The prompts, and each further token once; attention reads every column of the cache, filled or not."""
+    job = dataclasses.replace(make_job(objective="generate"), new_tokens=17)
+    program = build(job)
+    found = flops(program.function.trace(*program.arguments).jaxpr, job.turns)
+    kernels = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
+    columns, tokens, rows = 1024 + 16, 64 * (1024 + 16), 64 * 17
+    blocks = 32 * (2 * tokens * kernels + 2 * 2 * tokens * columns * 4096)
+    expected = blocks + 2 * rows * 128256 * 4096 + 2 * tokens * 4096  # unembedding of last columns; head of D numbers
+    print(f"{found:.6e}, expected {expected:.6e}")
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("mesh", "divided"), [((1, 16, 1), 16), ((2, 2, 4), 16), ((1, 1, 16), 1)])
+def test_kept_keys_and_values(mesh, divided):
+    """32 layers, 64 rows, 1,024 + 16 columns, 8 heads of 128 in bfloat16, twice; 8 heads do not divide among 16."""
+    job = dataclasses.replace(make_job(objective="generate", mesh=mesh), new_tokens=17)
+    assert kept_bytes(job) == 2 * 2 * 32 * 64 * 1040 * 8 * 128 // divided
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

@@ -42,12 +42,15 @@ class PlanOptions(JsonOptions, ModelOptions):
 
     Attributes:
         model: name of a published model (docs/models.md), or a directory with config.json; no weights are read.
-        objective: ats: fitting a head, without the cache of hidden states; sft: fine-tuning; eval: evaluation.
+        objective: ats: fitting a head, without the cache of hidden states; sft: fine-tuning; eval: evaluation;
+            generate: sampling texts with the confidence of a head.
         topology: chip and number along each axis, such as v5e:4x4, v5p:2x2x2, v6e:4x4, h100:8.
         batch_size: sequences per step.
-        seq_len: tokens per sequence.
+        seq_len: tokens per sequence; of generate, tokens of a prompt.
+        new_tokens: of generate: tokens of each text after its prompt; by default 128.
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
-        tokens: tokens to train (or evaluate) on: reports the duration of the run and what its hidden states take.
+        tokens: tokens to train or evaluate on, or to generate: reports the duration of the run and what its hidden
+            states take.
         epochs: passes over them; by default as the command's.
         utilisation: fractions of the roofline that are reached, the smallest and the largest, for the duration.
         list_chips: print the chips that --topology knows, with their rates, and nothing else.
@@ -59,7 +62,7 @@ class PlanOptions(JsonOptions, ModelOptions):
         label_smoothing: of sft.
         lora_rank: of sft: train adapters of this rank instead of the weights.
         lora_targets: of sft: kernels with an adapter.
-        head_kind: of ats and eval: the head that gives a token its temperature.
+        head_kind: of all but sft: the head that gives a token its temperature.
         compile: --no-compile reports what follows from the shapes alone.
         json: print one JSON document instead of tables.
     """
@@ -69,6 +72,7 @@ class PlanOptions(JsonOptions, ModelOptions):
     objective: ObjectiveName = "ats"
     batch_size: BatchSize = 64
     seq_len: Count = 1024
+    new_tokens: Count | None = None
     mesh: str | None = None
     tokens: Annotated[int, Range(1, 10**15)] | None = None
     epochs: Count | None = None
@@ -94,6 +98,7 @@ class PlanOptions(JsonOptions, ModelOptions):
             seq=self.seq_len,
             mesh=mesh,
             dtype=self.dtype,
+            new_tokens=(self.new_tokens or 128) if self.objective == "generate" else 0,
             ats=AtsOptions(head=self.head_kind, epochs=self.epochs),
             sft=SftOptions(
                 epochs=self.epochs or SftOptions.epochs,
@@ -193,7 +198,8 @@ def _check_options(options: PlanOptions) -> None:
     """Raises `UserError` for options that this objective does not read."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     unread = ("head_kind",) if options.objective == "sft" else _OF_SFT
-    unread = (*unread, "epochs") if options.objective == "eval" else unread
+    unread = (*unread, "epochs") if options.objective in ("eval", "generate") else unread
+    unread = unread if options.objective == "generate" else (*unread, "new_tokens")
     given = [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name) != defaults[name]]
     if given:
         raise UserError(f"{', '.join(given)}: --objective {options.objective} does not read it; leave it out.")
@@ -247,9 +253,10 @@ def _cost(plan: dict[str, Any]) -> tuple[float, ...]:
 
 
 def _print(document: dict[str, Any], options: PlanOptions, topology: Topology) -> None:
+    new = f" + {options.new_tokens or 128}" if options.objective == "generate" else ""
     job = (
-        f"{options.model}, {options.objective}, {options.batch_size} x {options.seq_len} tokens per step, "
-        f"{options.dtype}, on {topology.devices} devices ({options.topology})"
+        f"{options.model}, {options.objective}, {options.batch_size} x {options.seq_len}{new} tokens per step, "
+        f"{options.dtype}, on {topology.devices} device{'s' * (topology.devices > 1)} ({options.topology})"
     )
     plans = document["plans"] if options.suggest else [document]
     notes = [_source(document, plans, options, topology), *([document["note"]] if document.get("note") else [])]

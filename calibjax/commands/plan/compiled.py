@@ -24,7 +24,7 @@ class Compiled(NamedTuple):
         total: bytes of everything: arguments, what is held beside them while the step runs, and the program itself.
         flops: of the matrix products as traced for this mesh, of all devices.
         collectives: by kind, see `hlo.collectives`; None where jaxlib cannot read the program that libtpu made.
-        unknown_loops: loops that `collectives` counts once for want of their length.
+        unknown_loops: loops that `collectives` counts once for want of their length; not that over new tokens.
         seconds: duration of the compilation.
     """
 
@@ -91,7 +91,7 @@ def _compile(job: Job, topology: Topology) -> Compiled:
         compiled = traced.lower().compile()
     memory = compiled.memory_analysis()
     try:
-        found, unknown = collectives(compiled.as_text())
+        found, unknown = collectives(compiled.as_text(), job.turns)
     except jax.errors.JaxRuntimeError:
         # The step has been compiled. But libtpu may be newer than jaxlib, and write what that does not read:
         # jaxlib 0.10.2 cannot read an async-update with several operands, which libtpu 0.0.51 emits for v5p and v6e.
@@ -100,8 +100,8 @@ def _compile(job: Job, topology: Topology) -> Compiled:
     return Compiled(
         arguments=memory.argument_size_in_bytes,
         total=memory.argument_size_in_bytes + beside + memory.generated_code_size_in_bytes,
-        flops=flops(traced.jaxpr),
+        flops=flops(traced.jaxpr, job.turns),
         collectives=found,
-        unknown_loops=unknown,
+        unknown_loops=unknown if job.objective != "generate" else max(0, unknown - 1),
         seconds=time.perf_counter() - start,
     )

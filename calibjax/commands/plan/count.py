@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-def flops(jaxpr: Any) -> float:
+def flops(jaxpr: Any, turns: int = 1) -> float:
     """Operations of the matrix products in a jaxpr, over all devices; 2 for each product of two numbers.
 
     XLA's own `cost_analysis` counts the body of a loop once, and a model is a loop over its layers. A Pallas kernel
@@ -17,6 +17,7 @@ def flops(jaxpr: Any) -> float:
 
     Args:
         jaxpr: as `jax.make_jaxpr` or `jitted.trace(...).jaxpr` have it.
+        turns: how often a `while_loop` runs whose length is not in the jaxpr.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -25,10 +26,10 @@ def flops(jaxpr: Any) -> float:
         >>> flops(jax.make_jaxpr(layers)(jnp.ones((2, 3)), jnp.ones((3, 3))))  # 5 layers of 2 · 2 · 3 · 3
         180.0
     """
-    return sum((_of(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns), start=0.0)
+    return sum((_of(eqn, turns) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns), start=0.0)
 
 
-def _of(eqn: Any) -> float:
+def _of(eqn: Any, turns: int) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -45,13 +46,15 @@ def _of(eqn: Any) -> float:
     if name == "pallas_call":
         estimate = eqn.params.get("cost_estimate")
         if estimate is None:
-            return float(math.prod(eqn.params["grid_mapping"].grid)) * flops(eqn.params["jaxpr"])
+            return float(math.prod(eqn.params["grid_mapping"].grid)) * flops(eqn.params["jaxpr"], turns)
         return float(estimate.flops)
-    inner = [flops(jaxpr) for jaxpr in _jaxprs(eqn.params)]
+    inner = [flops(jaxpr, turns) for jaxpr in _jaxprs(eqn.params)]
     if name == "cond":
         return max(inner)
     if name == "scan":
         return eqn.params["length"] * sum(inner)
+    if name == "while":
+        return turns * sum(inner)
     if name == "shard_map":
         return eqn.params["mesh"].size * sum(inner)
     return sum(inner)

@@ -29,14 +29,14 @@ def run_cost(
         job: the step that is planned.
         topology: where.
         plan: of the step, as `plan_job` returns it.
-        tokens: to train (or evaluate) on, with padding.
+        tokens: to train or evaluate on, with padding, or to generate.
         utilisation: the smallest and the largest fraction of the roofline that is reached.
 
     Returns:
         tokens; sequences; steps; utilisation; `seconds`: `[least, most]`, where no hidden states are cached;
         `seconds_cached` and `cache_bytes`, of `ats`, otherwise None.
     """
-    sequences = -(-tokens // job.seq)
+    sequences = -(-tokens // (job.new_tokens or job.seq))
     steps = _steps(job, sequences)
     low, high = utilisation
 
@@ -63,7 +63,7 @@ def run_cost(
 
 def _steps(job: Job, sequences: int) -> int:
     """Steps of the whole run, as `train.ats.train_head` and `train.tuning.tune` count them."""
-    if job.objective == "eval":
+    if job.objective in ("eval", "generate"):
         return -(-sequences // job.batch)
     if job.objective == "sft":
         kept = sequences - max(1, int(job.sft.validation_fraction * sequences))

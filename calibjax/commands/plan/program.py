@@ -15,6 +15,8 @@ from calibjax.models import LanguageModel, abstract_params
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import init_adapters
 from calibjax.models.frozen import freeze
+from calibjax.models.generate import DecodingInputs, DecodingProgram, decode_batch
+from calibjax.nn.kv_cache import empty_cache
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import AXES, batch_sharding, param_shardings, replicated
 from calibjax.train.ats import AtsObjective
@@ -24,7 +26,7 @@ from calibjax.train.state import create_state
 from calibjax.train.step import make_train_step
 from calibjax.train.tuning import first_state
 
-ObjectiveName = Literal["ats", "sft", "eval"]
+ObjectiveName = Literal["ats", "sft", "eval", "generate"]
 _STEPS = 1000  # of the schedule: a number in the program, of no consequence for its size
 
 
@@ -35,14 +37,16 @@ class Job:
     Attributes:
         config: of the model.
         objective: ats: the step that fits a head (of `--loss auto` the last, joint); sft: that of fine-tuning; eval: a
-            batch of evaluation: of the base model, with temperature scaling, and with a head.
+            batch of evaluation: of the base model, with temperature scaling, and with a head; generate: all tokens of
+            a batch of texts, sampled, with the confidence of a head.
         batch: sequences per step.
-        seq: tokens per sequence.
+        seq: tokens per sequence; of generate those of a prompt.
         mesh: devices along each of `sharding.AXES`.
         dtype: compute dtype, and that of frozen weights.
         ats: how the head is fitted; its `batch_size` is not read.
         sft: how the model is fine-tuned; its `batch_size` is `batch`.
         cached: of ats: batches hold hidden states, so that the step is that of the head alone.
+        new_tokens: of generate: tokens of each text after its prompt; otherwise 0.
     """
 
     config: DecoderConfig
@@ -54,10 +58,16 @@ class Job:
     ats: AtsOptions
     sft: SftOptions
     cached: bool = False
+    new_tokens: int = 0
 
     def with_cache(self) -> "Job":
         """The step on cached hidden states."""
         return dataclasses.replace(self, cached=True)
+
+    @property
+    def turns(self) -> int:
+        """How often the program's loop of unknown length runs: that over new tokens, after the first."""
+        return max(1, self.new_tokens - 1)
 
     def abstract_mesh(self) -> AbstractMesh:
         """The mesh without devices: enough to say where arrays lie."""
@@ -74,7 +84,7 @@ class Job:
                 f"--batch-size {self.batch}: expected a multiple of {rows}, the devices along data and fsdp"
                 f"{' times --accumulate' if accumulate > 1 else ''}."
             )
-        check_context(self.seq, self.config.max_positions)
+        check_context(self.seq + self.new_tokens, self.config.max_positions)
         self.sft.check(self.abstract_mesh())
         if self.objective == "sft":
             self.sft.check_model(self.config)
@@ -104,7 +114,7 @@ def build(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Program:
 
     None: whole, as for one device.
     """
-    build_one = {"ats": _ats, "sft": _sft, "eval": _eval}[job.objective]
+    build_one = {"ats": _ats, "sft": _sft, "eval": _eval, "generate": _generate}[job.objective]
     return build_one(job, mesh, _batch(job, mesh))
 
 
@@ -213,3 +223,45 @@ def _eval(job: Job, mesh: Any, batch: Any) -> Program:
     factors = factors if mesh is None else _place(factors, replicated(mesh))
     weights = _weights(job, mesh)
     return Program(jax.jit(whole), (weights, heads, factors, batch), (weights, heads), None, None)
+
+
+def _generate(job: Job, mesh: Any, batch: Any) -> Program:
+    head = make_plan(job.ats, job.config.hidden_size).head
+    of_loop = DecodingProgram(job.config, head, jnp.dtype(job.dtype), job.new_tokens, None, True, 1)
+
+    def whole(weights: Any, head_params: Any, tokens: Any, segment_ids: Any, rest: dict[str, Any]) -> Any:
+        frozen = _frozen(job, weights, head)
+        return decode_batch(
+            of_loop, DecodingInputs(frozen, head_params, tokens=tokens, segment_ids=segment_ids, **rest)
+        )
+
+    rest = jax.eval_shape(
+        lambda: {
+            "log_factor": jnp.float32(0),
+            "stop_tokens": jnp.zeros(8, jnp.int32),
+            "numbers": jnp.zeros(job.batch, jnp.int32),
+            "key": jax.random.key(0),
+            "temperature": jnp.float32(1),
+            "top_p": None,
+        }
+    )
+    rest = rest if mesh is None else _place(rest, replicated(mesh))
+    weights, head_params = _weights(job, mesh), _head(job, head, mesh)
+    arguments = (weights, head_params, batch["tokens"], batch["segment_ids"], rest)
+    return Program(jax.jit(whole), arguments, (weights, head_params), None, None)
+
+
+def kept_bytes(job: Job) -> int:
+    """Bytes on each device of the keys and values that `generate` keeps, as `sharding.constrain_cache` divides them."""
+    data, fsdp, tensor = job.mesh
+    cache = jax.eval_shape(
+        lambda: empty_cache(
+            job.config,
+            job.batch // (data * fsdp),
+            job.seq + job.new_tokens - 1,
+            layers=job.config.num_layers,
+            dtype=jnp.dtype(job.dtype),
+        )
+    )
+    heads = job.config.num_kv_heads
+    return device_bytes((cache.keys, cache.values)) // (1 if heads % tensor else tensor)

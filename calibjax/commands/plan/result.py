@@ -9,7 +9,7 @@ from calibjax.commands.plan.chips import Topology
 from calibjax.commands.plan.compiled import Compiled, compile_step
 from calibjax.commands.plan.count import flops
 from calibjax.commands.plan.duration import cache_bytes_per_token
-from calibjax.commands.plan.program import Job, Program, build, device_bytes
+from calibjax.commands.plan.program import Job, Program, build, device_bytes, kept_bytes
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import abstract_params
 from calibjax.models.fingerprint import dotted_leaves
@@ -32,11 +32,11 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         experts_per_device: of a mixture, otherwise None; cache_bytes_per_token: of `ats`, otherwise None; mesh; fits:
         None where only the compiler could tell; bytes_per_device:
         parameters, optimizer, and what else is known: `batch_and_padding` and `temporaries` of a compiled step (with
-        the program itself), or `gradients` and `block_inputs` that the step holds at least; `total` of them, and
-        `available`; margin_bytes, None where the compiler did not say by how much the step is too large;
-        flops_per_step over all devices; flops_per_device; collectives by kind; roofline_seconds: at least so long at
-        the chip's stated rates, were everything else hidden (memory: every argument read once); note: what the
-        compiler said, or None.
+        the program itself), or what the step holds at least: `gradients` and `block_inputs`, or `keys_and_values`;
+        `total` of them, and `available`; margin_bytes, None where the compiler did not say by how much the step is too
+        large; flops_per_step over all devices; flops_per_device; collectives by kind; roofline_seconds: at least so
+        long at the chip's stated rates, were everything else hidden (memory: every argument read once, of generate for
+        each token); note: what the compiler said, or None.
 
     Raises:
         UserError, DoesNotCompile: as `compile_step`.
@@ -74,11 +74,12 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         # Traced for one device, every copy of a token is a row of one expert; on a mesh it has a row on each device
         # that holds experts, of which one is used.
         with use_ragged_dot(True):
-            operations = flops(whole.function.trace(*whole.arguments).jaxpr)
+            operations = flops(whole.function.trace(*whole.arguments).jaxpr, job.turns)
     received = None if moved is None else sum(of_kind["bytes"] for of_kind in moved.values())
+    passes = max(1, job.new_tokens)  # each new token reads the weights
     seconds = {
         "compute": operations / topology.devices / topology.chip.flops,
-        "memory": (result.arguments if isinstance(result, Compiled) else known) / topology.chip.bandwidth,
+        "memory": passes * (result.arguments if isinstance(result, Compiled) else known) / topology.chip.bandwidth,
         "interconnect": None if received is None else received / topology.chip.interconnect,
     }
     return {
@@ -140,7 +141,12 @@ def _experts(job: Job) -> int | None:
 
 
 def _held(job: Job, placed: Program) -> dict[str, int]:
-    """Bytes that the step holds besides its arguments, at least: gradients, and the inputs of the blocks."""
+    """Bytes that the step holds besides its arguments, at least.
+
+    Gradients and the inputs of the blocks; of `generate` the keys and values of earlier tokens.
+    """
+    if job.objective == "generate":
+        return {"keys_and_values": kept_bytes(job)}
     if placed.trained is None:
         return {}
     held = {"gradients": device_bytes(placed.trained)}
