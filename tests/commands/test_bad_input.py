@@ -420,6 +420,8 @@ BAD = [
     ("plan", ["--topology", "h100:0"], "--topology"),
     ("plan", ["--mesh", "data=8"], "--mesh data=8: needs 8 devices, 4 were given"),
     ("plan", ["--suggest", "--mesh", "data=4"], "--suggest: it tries every mesh; leave --mesh out"),
+    ("plan", ["--scaling", "--mesh", "data=4"], "--scaling: it plans one step, with all devices along fsdp; leave"),
+    ("plan", ["--new-tokens", "8"], "--new-tokens: --objective ats does not read it"),
     ("plan", ["--seq-len", "1000000"], "--seq-len"),
     ("plan", ["--batch-size", "3"], "--batch-size 3: expected a multiple of 4"),
     ("study pooling", ["--seeds", "1000000000"], "--seeds: expected from 1 to 1000, got 1000000000"),

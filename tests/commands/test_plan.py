@@ -22,6 +22,7 @@ from calibjax.commands.plan.count import flops
 from calibjax.commands.plan.duration import head_steps
 from calibjax.commands.plan.program import Job, build, device_bytes, kept_bytes
 from calibjax.commands.plan.result import parameter_counts, plan_job
+from calibjax.commands.plan.scaling import efficiency, points
 from calibjax.commands.train_ats import fit_ats
 from calibjax.models.shapes import SHAPES
 from calibjax.runtime import gpu_compiler
@@ -443,6 +444,50 @@ def test_suggest_tries_every_mesh_that_divides_the_batch(capsys):
 
 
 @pytest.mark.parametrize(
+    ("topology", "devices"), [("v5e:8x8", [4, 16, 64]), ("v5p:4x4x2", [2, 8, 32]), ("h100:8", [2, 4, 8])]
+)
+def test_scaling_keeps_the_batch_or_the_part_of_a_device(topology, devices):
+    """A device's operations shrink as devices are added to the same batch, and stay where the batch grows with them."""
+    job = make_job("gpt2", batch=64, seq=64)
+    found = points(job, parse_topology(topology))
+    of_kind = {kind: [point for point in found if point.kind == kind] for kind in ("strong", "weak")}
+    for of_one in of_kind.values():
+        assert [point.topology.devices for point in of_one] == devices
+        assert all(math.prod(point.job.mesh) == point.topology.devices for point in of_one)
+    assert {point.job.batch for point in of_kind["strong"]} == {64}
+    assert {point.job.batch / point.topology.devices for point in of_kind["weak"]} == {64 / devices[-1]}
+    strong, weak = (
+        [plan_job(of.job, of.topology, compiles=False)["roofline_seconds"]["compute"] for of in of_kind[kind]]
+        for kind in ("strong", "weak")
+    )
+    np.testing.assert_allclose(np.array(strong) * devices, strong[-1] * devices[-1], rtol=1e-6)
+    np.testing.assert_allclose(weak, strong[-1], rtol=1e-6)
+
+
+def test_scaling_prints_both(capsys):
+    options = ["--model", "gpt2", "--topology", "v5e:4x4", "--batch-size", "16", "--seq-len", "64", "--no-compile"]
+    found = plan(capsys, *options, "--scaling")["scaling"]
+    assert [(each["kind"], each["devices"], each["batch"]) for each in found] == [
+        ("strong", 4, 16),
+        ("strong", 16, 16),
+        ("weak", 4, 4),
+        ("weak", 16, 16),
+    ]
+    assert found[0]["efficiency"] == {"hidden": None, "exposed": None}  # nothing was compiled
+    assert main(["plan", *options, "--scaling"]) == 0
+    out = capsys.readouterr().out
+    assert "The same batch on more devices" in out
+    assert "As many sequences on each device" in out
+
+
+def test_efficiency_is_what_transfers_leave():
+    plan = {"roofline_seconds": {"compute": 3.0, "memory": 0.1, "interconnect": 1.0, "bound": 3.0}}
+    assert efficiency(plan) == {"hidden": 1.0, "exposed": 0.75}
+    plan = {"roofline_seconds": {"compute": 1.0, "memory": 0.1, "interconnect": 4.0, "bound": 4.0}}
+    assert efficiency(plan) == {"hidden": 0.25, "exposed": 0.2}
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--mesh", "data=3,fsdp=2"], "--mesh data=3,fsdp=2: needs 6 devices, 16 were given"),
@@ -464,6 +509,10 @@ def test_suggest_tries_every_mesh_that_divides_the_batch(capsys):
         (["--objective", "eval", "--epochs", "2", "--tokens", "9"], "--epochs: --objective eval does not read it"),
         (["--seq-len", "0"], "--seq-len: expected at least 1, got 0"),
         (["--suggest", "--mesh", "fsdp=16"], "--suggest: it tries every mesh; leave --mesh out"),
+        (["--scaling", "--suggest"], "--scaling: it plans one step, with all devices along fsdp; leave --suggest"),
+        (["--scaling", "--batch-size", "8"], "--batch-size 8: expected a multiple of 16"),
+        (["--objective", "generate", "--new-tokens", "0"], "--new-tokens: expected at least 1, got 0"),
+        (["--new-tokens", "8"], "--new-tokens: --objective ats does not read it"),
         (["--lora-rank", "8", "--remat", "none"], "--remat, --lora-rank: --objective ats does not read it"),
         (["--objective", "sft", "--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),
     ],

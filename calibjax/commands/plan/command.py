@@ -12,6 +12,7 @@ from calibjax.commands.plan.chips import CHIPS, GIB, Topology, chips_json, parse
 from calibjax.commands.plan.duration import run_cost
 from calibjax.commands.plan.program import Job, ObjectiveName
 from calibjax.commands.plan.result import plan_job
+from calibjax.commands.plan.scaling import efficiency, points, scaling_table
 from calibjax.eval.report.rows import TextTable
 from calibjax.eval.report.terminal import print_result
 from calibjax.heads import HeadKind
@@ -55,6 +56,8 @@ class PlanOptions(JsonOptions, ModelOptions):
         utilisation: fractions of the roofline that are reached, the smallest and the largest, for the duration.
         list_chips: print the chips that --topology knows, with their rates, and nothing else.
         suggest: plan every mesh of the topology, and name the best that fits.
+        scaling: plan the step on ever smaller topologies too, once with the same batch and once with as many sequences
+            on each device.
         dtype: compute dtype, and that of frozen weights; trained ones are float32.
         remat: of sft: what the backward pass recomputes of a block.
         accumulate: of sft: micro-batches per step.
@@ -79,6 +82,7 @@ class PlanOptions(JsonOptions, ModelOptions):
     utilisation: tuple[Annotated[float, Range(0, 1, open="low")], ...] = UTILISATION
     list_chips: bool = False
     suggest: bool = False
+    scaling: bool = False
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     remat: Remat = "full"
     accumulate: Count = 1
@@ -127,6 +131,8 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
     _check_options(options)
     if options.suggest and options.mesh is not None:
         raise UserError("--suggest: it tries every mesh; leave --mesh out.")
+    if options.scaling:
+        return _scaling(options, config, topology, log)
     meshes = _meshes(topology.devices) if options.suggest else [mesh_shape(options.mesh, topology.devices)]
     jobs = _checked([options.job(config, mesh) for mesh in meshes])
     compiler = _compiler(topology) if options.compile else None
@@ -156,6 +162,40 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
         document |= plans[0]
     if not options.json:
         _print(document, options, topology)
+    return document
+
+
+def _scaling(
+    options: PlanOptions, config: DecoderConfig, topology: Topology, log: Callable[[str], None]
+) -> dict[str, Any]:
+    """The step on smaller topologies and on this one."""
+    if options.suggest or options.mesh is not None or options.tokens is not None:
+        raise UserError(
+            "--scaling: it plans one step, with all devices along fsdp; leave --suggest, --mesh, --tokens out."
+        )
+    (whole,) = _checked([options.job(config, (1, topology.devices, 1))])
+    wanted = points(whole, topology)
+    compiler = _compiler(topology) if options.compile else None
+    plans, planned = [], {}
+    for number, (kind, smaller, job) in enumerate(wanted, 1):
+        log(f"planning {job.batch} sequences on {smaller.name} ({number} of {len(wanted)}) ...")
+        if (job.batch, smaller.devices) not in planned:
+            planned[job.batch, smaller.devices] = plan_job(job, smaller, compiles=compiler is not None)
+        plan = planned[job.batch, smaller.devices]
+        found = {"kind": kind, "topology": smaller.name, "devices": smaller.devices, "batch": job.batch}
+        plans.append({**found, **plan, "efficiency": efficiency(plan)})
+    document: dict[str, Any] = {name: getattr(options, name) for name in ("model", "objective", "topology", "dtype")}
+    document |= {"seq": options.seq_len, "compiler": compiler, "scaling": plans}
+    if not options.json:
+        step = f"{options.model}, {options.objective}, sequences of {options.seq_len} tokens, {options.dtype}"
+        notes = [
+            "hidden, exposed: time of the operations as a part of a step, where transfers run beside them and where "
+            "they do not.",
+            _source(document, plans, options, topology),
+        ]
+        print_result(
+            f"Up to {topology.devices} devices ({topology.name}): {step}.", scaling_table(plans, _size), notes=notes
+        )
     return document
 
 
