@@ -7,8 +7,10 @@ shards, for N local tokens:
 | pass | collective over the vocabulary axes | bytes a device receives |
 |---|---|---|
 | forward | all-gather of the `Moments`, 2 to 6 numbers a token, merged by `stats.merge` | up to 24 N S |
-| forward, hidden differentiated, W frozen | the same, and one psum of `Moments.rows` | 4 N D more |
 | backward | one psum of dh, where hidden is differentiated | 4 N D |
+
+Where W is frozen, each shard keeps its term of `Moments.rows` for the backward pass, whose one psum sums it too. dh has
+4 N D bytes on every device, so that nothing that sums it moves less.
 
 dW and db stay where their part of the vocabulary is; over the token axes they are summed once, in float32.
 """
@@ -306,7 +308,7 @@ def _forward(inner: Implementation, sharding: VocabSharding, request: ForwardReq
     head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
     tail_start = head.unembedding.shape[0]
 
-    def local(inputs: Inputs, tail: _Tail | None) -> ForwardResult:
+    def local(inputs: Inputs, tail: _Tail | None) -> tuple[Moments, Any]:
         def step(total: Moments | None, part: Inputs, start: Array | int, _: Any) -> tuple[Moments, Any]:
             targets = None if part.targets is None else part.targets - start
             moments, saved = inner.forward(request, part._replace(targets=targets))
@@ -317,11 +319,16 @@ def _forward(inner: Implementation, sharding: VocabSharding, request: ForwardReq
         total, saved = _over_pieces(sharding, inputs, step, nothing)
         total, saved_tail = _merge_shards(sharding, total, inputs.scale), None
         if tail is not None:
-            total, saved_tail = step(total, _with_tail(inputs, tail), tail_start, None)
-        return ForwardResult(total, jax.tree.map(lambda x: x[None], (saved, saved_tail)))
+            of_tail, saved_tail = step(None, _with_tail(inputs, tail), tail_start, None)
+            if of_tail.rows is not None and sharding.vocab:
+                once = jax.lax.axis_index(sharding.vocab) == 0
+                of_tail = of_tail._replace(rows=jnp.where(once, of_tail.rows, 0))
+            total = stats.merge(total, of_tail, inputs.scale)
+        return total._replace(rows=None), jax.tree.map(lambda x: x[None], (total.rows, (saved, saved_tail)))
 
-    out_specs: Any = ForwardResult(P(sharding.tokens), _own_specs(sharding))  # pyright: ignore[reportArgumentType]
-    return _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)(head, tail)
+    out_specs = (P(sharding.tokens), _own_specs(sharding))
+    moments, (rows, saved) = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)(head, tail)
+    return ForwardResult(moments._replace(rows=rows), saved)
 
 
 def _no_moments(needed: frozenset[str], tokens: int, width: int) -> Moments:
@@ -337,7 +344,10 @@ def _no_moments(needed: frozenset[str], tokens: int, width: int) -> Moments:
 
 
 def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Float[Array, " N"]) -> Moments:
-    """The moments of the whole vocabulary, on every device, from those of its shards."""
+    """The moments of the whole vocabulary, on every device, from those of its shards; of `rows` this shard's term.
+
+    Those of all shards are summed in the backward pass, together with the rest of dh.
+    """
     if not sharding.vocab:
         return mine
     # As integers, in one collective: their bits pass any device unchanged, which small ones as floats would not.
@@ -351,7 +361,7 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Float[Array, " 
     if mine.rows is None:
         return total
     fraction = mine.weight * jnp.exp(scale * jnp.maximum(mine.max_logit - total.max_logit, stats.FLOOR)) / total.weight
-    return total._replace(rows=jax.lax.psum(fraction[:, None] * mine.rows.astype(jnp.float32), sharding.vocab))
+    return total._replace(rows=fraction[:, None] * mine.rows.astype(jnp.float32))
 
 
 @functools.partial(jax.jit, static_argnames=("inner", "sharding", "request"))
@@ -367,7 +377,7 @@ def _backward(
     head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
     tail_start = head.unembedding.shape[0]
     rows, softmax = cotangents.rows, cotangents.softmax
-    if rows is not None:  # summed over the shards already
+    if rows is not None:
         cotangents = cotangents._replace(rows=None, softmax=None)
 
     def over_tokens(x: Array | None) -> Array | None:
@@ -380,8 +390,10 @@ def _backward(
         mine = jax.lax.psum_scatter(x.astype(jnp.float32), sharding.width, scatter_dimension=1, tiled=True)
         return jax.lax.psum(mine, tuple(axis for axis in sharding.tokens if axis not in sharding.width))
 
-    def local(inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, saved: Any) -> tuple[Gradients, Gradients]:
-        saved, saved_tail = jax.tree.map(lambda x: x[0], saved)
+    def local(
+        inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, softmax: Array | None, own: Any
+    ) -> tuple[Gradients, Gradients]:
+        rows, (saved, saved_tail) = jax.tree.map(lambda x: x[0], own)
 
         def gradients(part: Inputs, start: Array | int, saved: Any) -> Gradients:
             shifted = cotangents._replace(one_hots=tuple((ids - start, g) for ids, g in cotangents.one_hots))
@@ -395,6 +407,10 @@ def _backward(
         zeros = jnp.zeros(inputs.hidden.shape, jnp.float32) if needs_zeros else None
         d_hidden, d_pieces = _over_pieces(sharding, inputs, step, zeros, saved)
         d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
+        if rows is not None and softmax is not None:
+            summed = softmax[:, None] * rows.astype(jnp.float32)
+            summed = summed if inputs.valid is None else jnp.where(inputs.valid[:, None], summed, 0.0)
+            d_hidden = _add(d_hidden, summed)
         if d_hidden is not None:
             d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), sharding.vocab)
         rest = Gradients()
@@ -405,17 +421,11 @@ def _backward(
         return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), rest
 
     specs = _input_specs(sharding)
-    in_specs = (specs, P(), P(sharding.tokens), _own_specs(sharding))
+    in_specs = (specs, P(), P(sharding.tokens), P(sharding.tokens), _own_specs(sharding))
     spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
-    whole, rest = spread(head, tail, cotangents, saved)
+    whole, rest = spread(head, tail, cotangents, softmax, (rows, saved))
     joined = (x if x is None or y is None else jnp.concatenate([x, y]) for x, y in zip(whole, rest, strict=True))
-    gradients = Gradients(*joined)
-    if rows is None or softmax is None:
-        return gradients
-    summed = softmax[:, None] * rows.astype(jnp.float32)
-    if inputs.valid is not None:
-        summed = jnp.where(inputs.valid[:, None], summed, 0.0)
-    return gradients._replace(hidden=_add(gradients.hidden, summed))
+    return Gradients(*joined)
 
 
 def _add(x: Array | None, y: Array | None) -> Array | None:

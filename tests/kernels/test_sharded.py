@@ -177,8 +177,8 @@ def test_collectives(name):
     assert compiled(split, None) == ([statistics(3)], 1)
     # The scale alone: one number a token more for E_p[z], and no product more.
     assert compiled(split, (3,)) == ([statistics(4)], 1)
-    # W frozen: the rows of the forward pass and the closed forms of the backward pass.
-    assert compiled(split, (0,)) == (sorted([statistics(4), d_hidden, d_hidden]), 2)
+    # W frozen: the rows of the forward pass are summed with the closed forms of the backward pass.
+    assert compiled(split, (0,)) == (sorted([statistics(4), d_hidden]), 2)
     # XLA keeps the logits of the one chunk: 3 products, not 4.
     assert compiled(split, (0, 1, 2, 3)) == (sorted([statistics(5), d_hidden, *over_tokens]), 3)
 
