@@ -217,14 +217,17 @@ def main(bench: Bench) -> None:
         f"{count:,} parameters, bfloat16, {len(files)} files, {size / 1e9:.2f} GB; jax {jax.__version__}, Python "
         f"{platform.python_version()}, {os.cpu_count()} cores\n"
     )
-    print("| | time | CPU time | of the system | peak memory | held afterwards | growth of the resident set | bytes read |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ["", "time", "CPU time", "of the system", "peak memory", "held afterwards"]
+    columns += ["growth of the resident set", "bytes read"]
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
     for name, result in results.items():
         if "skipped" in result:
             print(f"| {name} | not run: {result['skipped']} | | | | | |")
         else:
-            sizes = " | ".join(f"{result[key] / 1e9:.2f} GB" for key in ("peak", "held", "resident", "read"))
-            print(f"| {name} | {result['seconds']:.1f} s | {result['cpu']:.1f} s | {result['system']:.1f} s | {sizes} |")
+            cells = [f"{result[key]:.1f} s" for key in ("seconds", "cpu", "system")]
+            cells += [f"{result[key] / 1e9:.2f} GB" for key in ("peak", "held", "resident", "read")]
+            print(f"| {name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

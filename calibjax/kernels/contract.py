@@ -90,8 +90,8 @@ class Cotangents(NamedTuple):
         centred, expected_logit: float32 [N] or None, the latter E = E_p[z].
         uniform: float32 [N] or None.
         one_hots: pairs of ids int32 [N] and g float32 [N], which includes c_v; ids outside [0, V) match nothing.
-        rows: None, or as the implementation's forward pass returned it: `Moments.rows` [N, D] of the whole vocabulary, or
-            of `sharded` a term of each shard, with an axis of devices in front. If given, the softmax part of dh is
+        rows: None, or as the implementation's forward pass returned it: `Moments.rows` [N, D] of the whole vocabulary,
+            or of `sharded` a term of each shard, with an axis of devices in front. If given, the softmax part of dh is
             `softmax`·`rows`, except for the target's, which is in `one_hots`.
     """
 
