@@ -90,7 +90,9 @@ TABLE = [
         "else moments.argmax",
         "kernels/test_sharded.py -k one_device and 2x2x2",
     ),
-    Mutation("kernels/top_k.py", "column + start], axis=1)", "column], axis=1)", "kernels/test_top_k.py"),
+    Mutation(
+        "kernels/top_k.py", "TopLogits(largest, column + start)", "TopLogits(largest, column)", "kernels/test_top_k.py"
+    ),
     Mutation("kernels/pallas_tpu/forward.py", "larger = z > best", "larger = z >= best", f"{OPERATOR} -k ties and tpu"),
     Mutation(
         "kernels/pallas_tpu/forward.py",
@@ -289,6 +291,12 @@ TABLE = [
         "width + program.max_new_tokens - 1  #",
         "width + program.max_new_tokens - 2  #",
         "models/test_generate.py -k without_cache",
+    ),
+    Mutation(
+        "models/decoder.py",
+        "jnp.clip(hidden, -config.hidden_limit",
+        "jnp.clip(hidden, 0.0",
+        "models/test_decoder.py -k clipped",
     ),
     Mutation(
         "models/decoder.py",
