@@ -23,9 +23,10 @@ from calibjax.train.state import OptimizerConfig, TrainState
 
 def make_corpus(directory: Path) -> None:
     """Writes the corpus below a new directory."""
-    for name in ("configs", "sharded", "rows", "tables", "reports"):
+    for name in ("answers", "configs", "sharded", "rows", "tables", "reports"):
         (directory / name).mkdir(parents=True)
     _write_models(directory)
+    _write_answers(directory)
     _write_reports(directory / "reports")
     _write_rows(directory / "rows")
     _write_tables(directory / "tables")
@@ -33,6 +34,35 @@ def make_corpus(directory: Path) -> None:
 
 def checkpoint_run() -> dict[str, Any]:
     return {"fingerprint": "0" * 64, "options": {"learning_rate": 0.1, "seed": 0}}
+
+
+PROBE = "0" * 64
+"""Fingerprint of the base model of the probe."""
+
+
+def probe_params() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    return {"weights": rng.normal(size=12).astype(np.float32), "bias": np.float32(rng.normal())}
+
+
+def kept_questions(folder: Path) -> tuple[Any, Any]:
+    """How the kept samples were asked for, and of which questions."""
+    from calibjax.eval.answers.clusters import exact_clusters
+    from calibjax.eval.tasks.evidence import Asking, Questions
+
+    asking = Asking(("consistency",), 2, 1.0, exact_clusters, folder)
+    tokens, written = np.zeros((2, 1), np.float32), [[2], [3]]
+    return asking, Questions("part", [4, 7], ["?", "?"], [[1], [1]], ["a", "b"], tokens, written)
+
+
+def kept_answers() -> Any:
+    from calibjax.eval.tasks.evaluate import Answers
+
+    rng, n = np.random.default_rng(4), 20
+    rows = [rng.random((2, n)).astype(np.float32) for _ in range(3)]
+    texts = np.array([f"text {number}" for number in range(n)])
+    choice = rng.integers(0, 4, (2, n)).astype(np.int32)
+    return Answers(rows[0], rows[1], choice, rows[2], texts, {"em": rows[0][0]}, np.zeros(n, np.int32), 0, texts, texts)
 
 
 def new_state(step: int = 0) -> TrainState:
@@ -73,6 +103,18 @@ def _write_models(directory: Path) -> None:
     checkpoints = Checkpoints(directory / "checkpoints", checkpoint_run())
     checkpoints.save(new_state(1), {"epoch": 0, "position": 3}, step=1)
     checkpoints.close()
+
+
+def _write_answers(directory: Path) -> None:
+    from calibjax.eval.tasks.kept import claim_answers, write_answers
+    from calibjax.train.probes import save_probe
+
+    params = {name: np.asarray(value) for name, value in probe_params().items()}
+    save_probe(directory / "probe", params, name="probe_correct_answer", fingerprint=PROBE)
+    folder = directory / "answers"
+    (folder / "part-4.json").write_text('[[["a", -1.25], ["b", -2.5]], [["a", -0.5], ["", -3e-05]]]')
+    write_answers(folder / "task-part.npz", kept_answers())
+    claim_answers(folder, tiny.make_lm(), {})
 
 
 def _write_reports(directory: Path) -> None:

@@ -141,6 +141,11 @@ CASES = {
         *("--out", "{out}/run"),
         results=("metrics.json",),
     ),
+    "eval tasks, samples and probes": Command(
+        *("eval", "tasks", *MODEL, "--assets", "{inputs}", "--tasks", "triviaqa", "--max-new-tokens", "2", "--quiet"),
+        *("--confidence", "consistency", "probe_correct_answer", "--samples", "2", "--out", "{out}/run"),
+        results=("metrics.json", "*.csv", "probe.json", "checksums.json"),
+    ),
     "compare": Command(
         *("compare", "--table", "{inputs}/pairs.csv", "--methods", "platt", "isotonic", "--quiet"),
         *("--out", "{out}/comparison", "--save", "{out}/method"),
@@ -357,6 +362,12 @@ def make_inputs(inputs):
     with gzip.open(questions, "wt") as file:
         for row in range(6):
             query = {"query": f"Question: {WORDS[row]}", "choices": WORDS[row : row + 3], "gold": row % 3}
+            file.write(json.dumps(query) + "\n")
+    written = inputs / "data" / "triviaqa" / "triviaqa_sm_sub.jsonl.gz"
+    written.parent.mkdir()
+    with gzip.open(written, "wt") as file:
+        for row in range(20):
+            query = {"context": f"Question: {WORDS[row]}\nAnswer:", "answer": WORDS[row], "aliases": [WORDS[row + 1]]}
             file.write(json.dumps(query) + "\n")
     for case in ("train ats", "compare"):  # what report, export and apply read
         assert run(CASES[case], inputs, inputs)[0] == 0

@@ -86,6 +86,40 @@ def read_head(directory: Path, name: str) -> None:
     assert all(bool(np.isfinite(leaf).all()) for leaf in _leaves(head.params))
 
 
+def read_probe(directory: Path, name: str) -> None:
+    from campaigns.corpus import PROBE, probe_params
+
+    from calibjax.train.probes import load_probe
+
+    del name
+    for found, expected in zip(_leaves(load_probe(directory, PROBE)), _leaves(probe_params()), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def read_answers(directory: Path, name: str) -> None:
+    """What `eval tasks` keeps: the samples of two questions, of which model they are, or the answers to a part."""
+    import tiny
+    from campaigns.corpus import kept_questions
+
+    from calibjax.eval.tasks.evidence import sampled
+    from calibjax.eval.tasks.kept import claim_answers
+    from calibjax.eval.tasks.kept import read_answers as read
+
+    if not (directory / name).is_file():
+        return  # it is asked again
+    if name == "part-4.json":
+        means = [mean for row in sampled(None, *kept_questions(directory), {}, 0) for _, mean in row]
+        assert len(means) == 4
+        assert np.isfinite(means).all()
+        assert max(means) <= 0
+    elif name == "model.json":
+        claim_answers(directory, tiny.make_lm(), {})
+    else:
+        answers = read(directory / name)
+        assert answers.confidence.shape == answers.correct.shape == (len(answers.confidence), len(answers.question))
+        assert answers.first(1).confidence.min(initial=1) >= 0
+
+
 def read_checkpoint(directory: Path, name: str) -> None:
     from campaigns.corpus import checkpoint_run, new_state
 
@@ -155,6 +189,8 @@ TARGETS = {
     "tokenizer": Target(5, ("model/tokenizer.json", "model/tokenizer_config.json"), read_model),
     "converted": Target(5, ("converted/*", "converted/params/*", "converted/params/*/*"), read_model),
     "head": Target(8, ("head/*", "head/params/*", "head/params/*/*"), read_head),
+    "probe": Target(6, ("probe/*", "probe/params/*", "probe/params/*/*"), read_probe),
+    "answers": Target(6, ("answers/*",), read_answers),
     "checkpoint": Target(4, ("checkpoints/1/*", "checkpoints/1/*/*", "checkpoints/1/*/*/*"), read_checkpoint),
     "rows": Target(15, ("rows/*",), read_rows),
     "table": Target(20, ("tables/*",), read_table),

@@ -1,5 +1,7 @@
 """What a run of a benchmark keeps: it is read as it was written, and anything else is one error with its remedy."""
 
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -30,10 +32,21 @@ def test_answers(tmp_path):
     whole = file.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:-30], b"x" * 100):
         file.write_bytes(damaged)
-        with pytest.raises(
-            UserError, match=r"task-part.npz: not answers .*Remove this file to ask its questions again"
-        ):
-            read_answers(file)
+        refused(file)
+    wrong = ({"confidence": rows[0] * 2}, {"correct": rows[1] - 1}, {"choice": np.ones(n)}, {"answer": texts[:3]})
+    for changes in (*wrong, {"confidence": np.full(shape, np.nan)}, {"log_prob": np.full(shape, "a")}):
+        write_answers(file, kept._replace(**changes))
+        refused(file)
+    for header in ("{'descr': '<f4', (", "{'descr': '<f4', 'fortran_order': False, 'shape': (10000000000000,), }"):
+        array = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("confidence.npy", array)  # its checksum is right
+        refused(file)
+
+
+def refused(file):
+    with pytest.raises(UserError, match=r"task-part.npz: not answers .*Remove this file to ask its questions again"):
+        read_answers(file)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[[1], 2]", '[["x"], 2, "a"]', '{"a": 1}', "[[1.0], null, 3]"])
@@ -47,7 +60,11 @@ def test_a_fit(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[", "[]", '[[["a", -1.0]]]', '[[["a"], ["b"]]]', '[[["a", "x"], ["b", -1]]]', "3"]
+    "text",
+    [
+        *("", "[", "[]", '[[["a", -1.0]]]', '[[["a"], ["b"]]]', '[[["a", "x"], ["b", -1]]]', "3"),
+        *('[[["a", 1.5], ["b", -2]]]', '[[["a", -1], ["b", -1e999]]]', '[[[["a"], -1], ["b", -2]]]'),
+    ],
 )
 def test_samples(tmp_path, text):
     file = tmp_path / "part-4.json"

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,9 +155,11 @@ def sampled(
 def _kept(file: Path, questions: int, samples: int) -> list[list[tuple[str, float]]]:
     """The samples in a file of `sampled`; raises `UserError` if it does not hold so many of so many questions."""
     try:
-        rows = [[(str(text), float(mean)) for text, mean in row] for row in read_json(file)]
+        rows = [[(text, float(mean)) for text, mean in row] for row in read_json(file)]
         if [len(row) for row in rows] != [samples] * questions:
             raise ValueError("another number of samples")
+        if not all(isinstance(text, str) and -math.inf < mean <= 0 for row in rows for text, mean in row):
+            raise ValueError("not a text and its mean log-probability")
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{file}: expected {samples} samples of each of {questions} questions ({error}). Remove this file to draw "

@@ -1,8 +1,6 @@
 """What a run of a benchmark keeps so that it resumes, once killed: answers, fitted temperatures, and of which model."""
 
 import json
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,9 +61,24 @@ def read_answers(file: Path) -> Answers:
             for name in {"question", "answer"} - set(fields):  # of a run before there were any
                 fields[name] = np.full(fields["confidence"].shape[1], "")
             harness = {name.removeprefix("harness_"): held[name] for name in held.files if name.startswith("harness_")}
-        return Answers(**{**fields, "too_long": int(fields["too_long"])}, harness=harness)
-    except (EOFError, LookupError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        answers = Answers(**{**fields, "too_long": int(fields["too_long"])}, harness=harness)
+        _check(answers)
+        return answers
+    except Exception as error:  # of zipfile, zlib, tokenize and numpy, as of an array that fits no memory
         raise UserError(f"{file}: not answers ({error}). Remove this file to ask its questions again.") from error
+
+
+def _check(answers: Answers) -> None:
+    """Raises `ValueError` unless there is a row for each method, and probabilities are probabilities."""
+    shape = np.shape(answers.confidence)
+    rows = (answers.confidence, answers.correct, answers.choice, answers.log_prob)
+    columns = (answers.subject, answers.cut, answers.question, answers.answer, *answers.harness.values())
+    if len(shape) != 2 or any(row.shape != shape or row.dtype.kind not in "fi" for row in rows):
+        raise ValueError("expected numbers of every method and question")
+    if any(column.shape != shape[1:] for column in columns):
+        raise ValueError(f"expected columns of {shape[1]} questions")
+    if not all((value >= 0).all() and (value <= 1 + 1e-6).all() for value in rows[:2]):
+        raise ValueError("expected confidences and judgements from 0 to 1")
 
 
 def read_fit(file: Path) -> Calibration:
