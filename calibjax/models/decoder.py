@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         past = None if cache is None else (cache.keys, cache.values)
         blocks = Block(cfg, self.dtype, self.param_dtype, name="layers")
         last, outputs = scan(blocks, hidden, (local, past, edit), contexts)
-        last = make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last)
+        last = _limited(cfg, make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last))
         if not cfg.tie_embeddings:
             # Declared here so that one initialisation makes the whole tree; the module does not use it.
             self.param("unembedding", nn.initializers.normal(0.02), (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
@@ -218,9 +218,13 @@ def extend(
 def final_norm(
     config: DecoderConfig, params: Params, residual: Float[Array, "*B D"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*B D"]:
-    """Applies the norm that precedes the unembedding to residual streams of any layer."""
+    """Applies the norm that precedes the unembedding, and `hidden_limit`, to residual streams of any layer."""
     norm = make_norm(config, dtype, residual.dtype, name="final_norm")
-    return cast(Array, norm.apply({"params": params["final_norm"]}, residual))
+    return _limited(config, cast(Array, norm.apply({"params": params["final_norm"]}, residual)))
+
+
+def _limited(config: DecoderConfig, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    return hidden if config.hidden_limit is None else jnp.clip(hidden, -config.hidden_limit, config.hidden_limit)
 
 
 def unembedding(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:

@@ -393,6 +393,8 @@ BAD = [
     ("study confidence", ["--confidence", ","], "--confidence"),
     ("study confidence", ["--head", "full"], "--head: full: expected a head"),
     ("study confidence", ["--tasks", "arc_easy,nothing"], "--tasks nothing: expected names"),
+    ("study confidence", ["--data", "data.jsonl"], "give either --head, a fitted head, or --data"),
+    ("study confidence", ["--losses", "focal"], "--losses: expected --data, to fit heads on"),
     ("study samples", ["--samples", "1"], "--samples: expected from 2 to 1024, got 1"),
     ("study samples", ["--same", "os:path"], "--same os:path: expected a function, got module"),
     ("study samples", ["--sampling-temperature", "0"], "--sampling-temperature: expected"),

@@ -18,16 +18,19 @@ import pytest
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
 
 from rich.cells import cell_len
-from tiny import ONE_DEVICE, WORDS, write_model
+from tiny import ONE_DEVICE, WORDS, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.commands import eval_tasks
+from calibjax.commands.common import DataOptions
 from calibjax.commands.eval_tasks import EvalTasksOptions, temperature_head
 from calibjax.eval.answers.judges import plain_text
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import load_model
+from calibjax.models.frozen import freeze
 from calibjax.models.generate import generate
-from calibjax.train import save_head
+from calibjax.train import load_head, save_head
+from calibjax.train.temperature import fit_single_temperature
 
 pytestmark = pytest.mark.slow
 K, COUNT, TEMPERATURE = 4, 300, 0.4
@@ -103,6 +106,39 @@ def test_temperature_against_a_head(material, tmp_path, capsys):
     assert main(["study", "confidence", *given, "--out", str(tmp_path / "out"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == document
     assert all(file.stat().st_mtime_ns == when for file, when in times.items())
+
+
+def test_losses_and_clipping(material, tmp_path, capsys):
+    """Heads fitted to text, one for each loss: rows, paired differences, the same answers; resumes, but not for
+    other text."""
+    folder, lm, _ = material
+    data = tmp_path / "data.jsonl"
+    write_text(data, rows=40, words=16)
+    given = ["--data", data, "--seq-len", "13", "--losses", "cross-entropy,focal", "--confidence", "consistency"]
+    given = arguments(folder, *given, "--limit", "60", "--out", tmp_path / "out")
+    assert main(["study", "confidence", *given]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    fits_a_pipe(lines, tmp_path / "out", ("WARNING: no correction beats", "cross-entropy is", "focal is", "feature_"))
+    document = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    rows = document["tasks"]["triviaqa, length_normalised"]["methods"]
+    assert {*rows} == {"uncalibrated", "temperature", "feature_clipping", "cross-entropy", "focal"}
+    assert len({row["brier"] for name, row in rows.items() if name != "feature_clipping"}) == 4
+    assert len({row["accuracy"] for name, row in rows.items() if name != "feature_clipping"}) == 1
+    assert "against" not in rows["temperature"] or not rows["temperature"]["against"]
+    for name in ("cross-entropy", "focal"):
+        against = rows[name]["against"]["auroc"]
+        assert against["difference"] == pytest.approx(rows[name]["auroc"] - rows["temperature"]["auroc"], abs=1e-6)
+        assert against["low"] <= against["difference"] <= against["high"]
+    (kept,) = (tmp_path / "out" / "heads").iterdir()
+    fitted = load_head(kept / "temperature" / "0", lm)
+    sequences = DataOptions(seq_len=13).read(str(data), lm, lambda _: None)
+    alone = fit_single_temperature(lm, freeze(lm), sequences.arrays(), 16)[1]
+    np.testing.assert_allclose(fitted.params["log_scale"], alone.params["log_scale"], atol=1e-5)
+    assert main(["study", "confidence", *given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    write_text(data, rows=40, words=16, seed=1)
+    assert main(["study", "confidence", *given]) == 2
+    assert "its answers are of a model or head with other weights" in capsys.readouterr().err
 
 
 def test_more_samples(material, tmp_path, capsys):

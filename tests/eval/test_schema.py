@@ -202,6 +202,26 @@ def test_study_verdicts():
     assert "in 2 of 2 pairs of domains for ATS and in 0 of 2" in study_verdict({"study": "transfer", "sets": sets})
 
 
+def test_verdict_of_corrections_of_answers():
+    def of(confidence, focal, p):
+        against = difference(focal - 0.2, 0.05) | {"holm_p": p}
+        scored = {"uncalibrated": {"brier": 0.3}, "temperature": {"brier": 0.2}}
+        return {
+            "title": f"all tasks, {confidence}",
+            "methods": {**scored, "focal": {"brier": focal, "against": {"brier": against}}},
+        }
+
+    for p, expected in (
+        (0.01, "focal is better than temperature scaling (all tasks, minimum: Brier score .1000 against .2000, -.1000"),
+        (0.2, "WARNING: no correction beats temperature scaling beyond noise; of the others the best is focal"),
+    ):
+        sets = {"all tasks, product": of("product", 0.3, 1.0), "words, minimum": of("minimum", 0.1, p)}
+        line = verdict({"held_out": of("minimum", 0.1, p), "tasks": sets, "run": {"command": "study confidence"}})
+        assert line.startswith(expected)
+        assert f"p = {format(p, '.3f')[1:]} after Holm's correction for 2 comparisons" in line
+        assert "Of 2 pairs of confidence and correction, 1 have a significantly lower Brier score" in line
+
+
 def test_layer_and_task_verdicts(documents):
     layers = copy.deepcopy(documents["layers"])
     rows = layers["held_out"]["methods"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from calibjax import metrics
 from calibjax.commands.common import (
     SCHEMA,
     BinningOptions,
@@ -19,7 +20,7 @@ from calibjax.commands.common import (
 from calibjax.commands.eval_tasks import HIDDEN, BenchmarkTask, Temperature, check_tasks, load_tasks, parts_of
 from calibjax.eval.answers.clusters import find_clustering
 from calibjax.eval.answers.judges import STRING_MATCH, find_judge
-from calibjax.eval.report.schema import TasksDocument
+from calibjax.eval.report.schema import AnswerSet, TasksDocument
 from calibjax.eval.tasks.local_data import assets_folder
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
@@ -30,6 +31,10 @@ from calibjax.runtime.options import BatchSize, Count, Range, run_identity
 if TYPE_CHECKING:
     from calibjax.eval.answers.clusters import Clustering
     from calibjax.eval.tasks.evaluate import Answers, How
+
+
+ALL = "all tasks"
+"""In place of the task in the title of a set: the answers to all of them together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,7 @@ def open_study(command: str, options: AnswerStudyOptions, log: Callable[[str], N
 def document_of(
     study: AnswerStudy,
     found: Mapping[str, "Answers"],
-    whole: Sequence[str],
+    first: str,
     names: Sequence[str],
     *,
     reference: str,
@@ -115,32 +120,52 @@ def document_of(
 
     Args:
         study: of the run.
-        found: title, which begins with the task -> answers, a row for each name.
-        whole: titles of the sets that are shown first, joined.
+        found: title, which begins with the task or `ALL` -> answers, a row for each name.
+        first: title of the set that is shown first.
         names: of the rows.
         reference: the row that others are compared with.
         said: where the confidences are from.
     """
-    from calibjax.eval.tasks.evaluate import Answers
-    from calibjax.eval.tasks.results import answers_json
-
     options = study.options
     binning: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "seed": options.seed}
     sets: dict[str, Any] = {
         title: {
-            **answers_json(answers, names, **binning, reference=reference),
+            **_figures(answers, names, binning, reference),
             "title": title,
             "confidence": said,
             "shots": 0,
-            "source": study.tasks[title.partition(",")[0]].source,
+            "source": ", ".join(dict.fromkeys(of.source for name, of in study.tasks.items() if _concerns(title, name))),
             "subjects": [],
         }
         for title, answers in found.items()
     }
     run = {**run_identity(study.command, options), "base_fingerprint": study.lm.fingerprint}
-    first: Any = sets[whole[0]]
-    if len(whole) > 1:
-        together = Answers.join([found[title] for title in whole])
-        title = f"all tasks{whole[0].removeprefix(whole[0].partition(',')[0])}"
-        first = {**answers_json(together, names, **binning, reference=reference), "title": title, "confidence": said}
-    return {"schema": SCHEMA, "held_out": first, "tasks": sets, "run": run}
+    held_out = sets.pop(first) if first.startswith(ALL) else sets[first]
+    return {"schema": SCHEMA, "held_out": held_out, "tasks": sets, "run": run}
+
+
+def joined(found: Mapping[str, "Answers"]) -> dict[str, "Answers"]:
+    """The answers to each task, after those to `ALL` of them where there are several."""
+    from calibjax.eval.tasks.evaluate import Answers
+
+    return {ALL: Answers.join(list(found.values())), **found} if len(found) > 1 else dict(found)
+
+
+def _concerns(title: str, task: str) -> bool:
+    """Whether a set has answers to a task."""
+    return title.partition(",")[0] in (ALL, task)
+
+
+def _figures(answers: "Answers", names: Sequence[str], binning: Mapping[str, Any], reference: str) -> AnswerSet:
+    """`answers_json`, with the paired difference in AUROC beside the others."""
+    from calibjax.eval.tasks.results import answers_json
+
+    of_set, pairs = answers_json(answers, names, **binning, reference=reference), {}
+    for number, name in enumerate(names):
+        pairs[name] = answers.confidence[number], answers.correct[number]
+    for name, row in of_set["methods"].items():
+        if name != reference and row["auroc"] is not None and of_set["methods"][reference]["auroc"] is not None:
+            pair = pairs[name], pairs[reference]
+            compared: Any = metrics.paired_comparison(metrics.auroc, *pair, seed=binning["seed"])._asdict()
+            row.setdefault("against", {})["auroc"] = compared
+    return of_set

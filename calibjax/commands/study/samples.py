@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from calibjax.commands.common import finish
-from calibjax.commands.study.answers import AnswerStudyOptions, document_of, open_study
+from calibjax.commands.study.answers import AnswerStudyOptions, document_of, joined, open_study
 from calibjax.eval.report.schema import TasksDocument
 from calibjax.eval.tokens import identity_head
 
@@ -41,8 +41,9 @@ def run(options: SamplesStudyOptions, log: Callable[[str], None] = print) -> Tas
         bar = study.context.bar(parts.items(), title=task, unit="part")
         found[task] = Answers.join([majority_answers(model, part, how, label, counts) for label, part in bar])
     names = ["greedy", *(f"{count} samples" for count in counts)]
+    found = joined(found)
     document = document_of(
-        *(study, found, list(found), names),
+        *(study, found, next(iter(found)), names),
         reference=names[1],
         said="of samples the fraction that gives the answer; of the greedy answer length_normalised; judge: "
         f"{options.judge}",

@@ -3,7 +3,17 @@
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from calibjax.eval.report.rows import ABSENT, TextTable, counted, is_higher, is_lower, short, signed
+from calibjax.eval.report.rows import (
+    ABSENT,
+    TextTable,
+    counted,
+    figure_of,
+    is_higher,
+    is_lower,
+    short,
+    signed,
+    title_of,
+)
 from calibjax.eval.report.schema import TasksDocument
 
 _COLUMNS = ["confidence", "ECE, TS", "ECE, ATS", "ECE, ATS \N{MINUS SIGN} TS", "Brier, ATS \N{MINUS SIGN} TS"]
@@ -16,8 +26,13 @@ def is_confidence(document: TasksDocument) -> bool:
 
 
 def confidence_table(document: TasksDocument) -> TextTable:
-    """A row for each task and confidence: ECE with temperature scaling (TS) and with ATS, and paired differences."""
+    """A row for each task and confidence: ECE with temperature scaling (TS) and with ATS, and paired differences.
+
+    Of several fitted heads, `_correction_table`.
+    """
     sets: dict[str, Mapping[str, Any]] = {_title(document): document["held_out"], **document["tasks"]}
+    if "ats" not in document["held_out"]["methods"]:
+        return _correction_table(sets)
     rows, groups = [], []
     for title, results in sets.items():
         task, _, confidence = title.rpartition(", ")
@@ -29,6 +44,32 @@ def confidence_table(document: TasksDocument) -> TextTable:
         rows.append([confidence, *eces, *differences, short(base["ece"]["value"], ".3f"), *aurocs])
         groups.append(f"{task}, {counted(results)}")
     return TextTable("", [*_COLUMNS, *_FURTHER], rows, (3, 4, 1, 2), groups=tuple(groups))
+
+
+_CORRECTED = ("ECE", "\N{GREEK CAPITAL LETTER DELTA} ECE [95%]", "Brier", "\N{GREEK CAPITAL LETTER DELTA} Brier [95%]")
+_CORRECTED += ("AUROC", "\N{GREEK CAPITAL LETTER DELTA} AUROC [95%]", "debiased ECE")
+
+
+def _correction_table(sets: Mapping[str, Mapping[str, Any]]) -> TextTable:
+    """A row for each confidence and correction, over all tasks (of one task: its own), with paired differences."""
+    shown = _shown(sets)
+    rows, groups = [], []
+    for title, results in shown.items():
+        for name in next(iter(shown.values()))["methods"]:
+            row = results["methods"][name]
+            cells = [title_of(name)]
+            for key in ("ece", "brier", "auroc"):
+                value, against = figure_of(row, key), row.get("against", {}).get(key)
+                cells.append(ABSENT if value is None else short(value, ".3f"))
+                cells.append(ABSENT if against is None else signed(against, ".3f"))
+            rows.append([*cells, short(row["debiased_ece"], ".3f")])
+            groups.append(f"{title}, {counted(results)}")
+    return TextTable("", ["correction", *_CORRECTED], rows, (1, 2, 4, 3, 6, 5, 7), groups=tuple(groups))
+
+
+def _is_joined(title: str) -> bool:
+    """Whether a set has the answers to all of several tasks."""
+    return title.startswith("all tasks, ")
 
 
 def _title(document: TasksDocument) -> str:
@@ -47,6 +88,8 @@ def study_verdict(document: TasksDocument) -> str:
 
 
 def _confidence_verdict(document: TasksDocument) -> str:
+    if "ats" not in document["held_out"]["methods"]:
+        return _correction_verdict(document)
     against = cast(Any, document["held_out"]["methods"]["ats"])["against"]["ece"]
     figures = f"{_title(document)}: difference in ECE {signed(against)}"
     if is_lower(against):
@@ -55,7 +98,7 @@ def _confidence_verdict(document: TasksDocument) -> str:
         line = f"WARNING: ATS is worse calibrated than temperature scaling ({figures})"
     else:
         line = f"ATS and temperature scaling do not differ beyond noise ({figures})"
-    sets: list[Mapping[str, Any]] = list(document["tasks"].values())
+    sets: list[Mapping[str, Any]] = [of_set for title, of_set in document["tasks"].items() if not _is_joined(title)]
     rows = [results["methods"]["ats"]["against"] for results in sets]
     counts = {key: [sum(test(row[key]) for row in rows) for test in (is_lower, is_higher)] for key in ("ece", "brier")}
     return (
@@ -63,6 +106,37 @@ def _confidence_verdict(document: TasksDocument) -> str:
         f"worse in {counts['ece'][1]} by ECE, and in {counts['brier'][0]} and {counts['brier'][1]} by Brier score, "
         "not corrected for their number."
     )
+
+
+def _correction_verdict(document: TasksDocument) -> str:
+    """The correction with the lowest Brier score, and whether it beats temperature scaling beyond noise."""
+    methods: Mapping[str, Any] = document["held_out"]["methods"]
+    scaled = methods["temperature"]
+    others: dict[str, Any] = {name: row for name, row in methods.items() if name not in ("uncalibrated", "temperature")}
+    best = min(others, key=lambda name: others[name]["brier"])
+    against = others[best]["against"]["brier"]
+    figures = f"{_title(document)}: Brier score {short(others[best]['brier'])} against {short(scaled['brier'])}"
+    p = short(against["holm_p"], ".3f")
+    tested = f"{signed(against)}, p = {p} after Holm's correction for {len(methods) - 1} comparisons"
+    if is_lower(against) and against["holm_p"] < 0.05:
+        line = f"{title_of(best)} is better than temperature scaling ({figures}, {tested})"
+    else:
+        line = (
+            "WARNING: no correction beats temperature scaling beyond noise; of the others the best is "
+            f"{title_of(best)} ({figures}, {tested})"
+        )
+    sets = _shown({_title(document): document["held_out"], **document["tasks"]})
+    pairs = [results["methods"][name]["against"]["brier"] for results in sets.values() for name in others]
+    return (
+        f"{line}. Of {len(pairs)} pairs of confidence and correction, {sum(map(is_lower, pairs))} have a significantly "
+        f"lower Brier score than temperature scaling and {sum(map(is_higher, pairs))} a higher one, not corrected for "
+        "their number."
+    )
+
+
+def _shown(sets: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """The sets of all tasks together, one for each confidence; those of one task, where there is one."""
+    return {title: results for title, results in sets.items() if _is_joined(title)} or sets
 
 
 def _samples_verdict(document: TasksDocument) -> str:
