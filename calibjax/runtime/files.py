@@ -27,8 +27,8 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RecursionError) as error:
-        raise ValueError(str(error)) from error
+    except (MemoryError, OSError, RecursionError) as error:
+        raise ValueError(str(error) or "too large") from error
 
 
 def write_file(path: Path, content: str | bytes) -> None:

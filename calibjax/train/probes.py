@@ -118,12 +118,13 @@ def load_probe(directory: Path, fingerprint: str) -> ProbeParams:
         raise UserError(f"{directory}: not a probe ({error}). {_REMEDY}") from error
     if of_model != fingerprint:
         raise UserError(f"{directory}: this probe was fitted on another base model. {_REMEDY}")
-    like = {"weights": np.zeros(size, np.float32), "bias": np.zeros((), np.float32)}
     try:
+        like = {"weights": np.zeros(size, np.float32), "bias": np.zeros((), np.float32)}
         with ocp.StandardCheckpointer() as checkpointer:
             params = checkpointer.restore(directory.absolute() / "params", like)
     except Exception as error:  # Orbax raises bare Exception for damaged files
-        raise UserError(f"{directory}: cannot be read ({str(error).splitlines()[0][:200]}). {_REMEDY}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(f"{directory}: cannot be read ({reason}). {_REMEDY}") from error
     if digests is None or different_arrays(array_digests(params), digests):
         raise UserError(f"{directory}: damaged (a checksum differs). {_REMEDY}")
     return params

@@ -202,6 +202,15 @@ def test_study_verdicts():
     assert "in 2 of 2 pairs of domains for ATS and in 0 of 2" in study_verdict({"study": "transfer", "sets": sets})
 
 
+def test_verdict_of_confidences_in_answers():
+    rows = {"uncalibrated": (0.2, 0.7), "minimum": (0.15, 0.75), "p_true": (0.3, None), "product": (0.16, 0.8)}
+    methods = {name: {"brier": brier, "auroc": auroc} for name, (brier, auroc) in rows.items()}
+    assert set_verdict({"methods": methods, "unit": "questions"}) == (
+        "Of 4 confidences in the answers minimum has the lowest Brier score, 0.1500 (uncalibrated 0.2000), and product "
+        "the highest AUROC, 0.8000 (uncalibrated 0.7000); the differences are not tested."
+    )
+
+
 def test_verdict_of_corrections_of_answers():
     def of(confidence, focal, p):
         against = difference(focal - 0.2, 0.05) | {"holm_p": p}

@@ -50,10 +50,18 @@ def test_a_probe_is_kept_with_its_model(fitted, tmp_path):
         np.testing.assert_array_equal(found[name], value)
     with pytest.raises(UserError, match="fitted on another base model"):
         load_probe(place, "g")
-    description = place / "probe.json"
-    description.write_text(description.read_text().replace("mean", "last"))
-    with pytest.raises(UserError, match=r"Remove this directory to fit the probe again"):
-        load_probe(place, "f")
+    description, weights = place / "probe.json", next(file for file in (place / "params").rglob("d/*"))
+    for file, damaged in (
+        (description, description.read_bytes().replace(b"mean", b"last")),
+        (weights, bytes([*weights.read_bytes()[:-9], weights.read_bytes()[-9] ^ 1, *weights.read_bytes()[-8:]])),
+        (place / "params" / "_METADATA", b""),
+    ):
+        whole = file.read_bytes()
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"Remove this directory to fit the probe again"):
+            load_probe(place, "f")
+        file.write_bytes(whole)
+    load_probe(place, "f")
 
 
 def test_another_fit_does_not_resume_from_it(fitted):

@@ -97,6 +97,7 @@ def open_study(command: str, options: AnswerStudyOptions, log: Callable[[str], N
     judge, assets = find_judge(options.judge), assets_folder(options.assets)
     clustering = None if options.same == HIDDEN else find_clustering(options.same)
     manager = together(functools.partial(check_tasks, names, assets))
+    options = dataclasses.replace(options, tasks=names)
     context = begin(command, options, log)
     tasks = together(functools.partial(load_tasks, names, manager, assets, log))
     for name, task in tasks.items():

@@ -183,10 +183,19 @@ def _on(draw: Callable[..., Any]) -> "Callable[[Axes], Any]":
 
 
 def _risk(results: AnySet) -> Callable[["Axes"], Any]:
+    names = list(results["methods"])
+    colours = {
+        name: LINES[place] for name, place in (("temperature", 0), ("uncalibrated", 1), ("ats", 2)) if name in names
+    }
+    free = [colour for colour in LINES if colour not in colours.values()]
+    others = [name for name in names if name not in colours]
+
     def draw(ax: "Axes") -> None:
-        for number, name in enumerate(results["methods"]):
-            colour = None if name in ("uncalibrated", "temperature", "ats") else LINES[number % len(LINES)]
-            plot.risk_coverage(results, method=name, label=title_of(name).replace("$", r"\$"), colour=colour, ax=ax)
+        for name in names:
+            number = others.index(name) if name in others else 0
+            colour, label = colours.get(name, free[number % len(free)]), title_of(name).replace("$", r"\$")
+            plot.risk_coverage(results, method=name, label=label, colour=colour, ax=ax)
+            ax.lines[-1].set_linestyle("--" if number >= len(free) else "-")
         legend(ax)
 
     return draw

@@ -58,7 +58,8 @@ def model_of(run: Mapping[str, Any]) -> str:
 def data_of(run: Mapping[str, Any]) -> str:
     """The short name of the data of a run."""
     made = "a synthetic language" if run.get("command") == "quickstart" else ""
-    given = (_short(run.get(key)) for key in ("data", "table", "tasks", "domains", "mmlu"))
+    keys = ("tasks",) if run.get("tasks") else ("data", "table", "domains", "mmlu")
+    given = (_short(run.get(key)) for key in keys)
     return ", ".join(name for name in given if name) or made
 
 

@@ -196,26 +196,19 @@ def _set(title: str, results: AnySet) -> Markup:
 def _domains(sets: Sequence[tuple[str, AnySet]], identity: str) -> Markup:
     """Before and after on every further set: one table, and a diagram each."""
     rows, panels, warnings = [], [], []
-    for title, results in sets:
-        before, after = pair_of(results)
+    pairs = [dict.fromkeys(pair_of(results)) for _, results in sets]
+    several = any(len(pair) > 1 for pair in pairs)
+    for (title, results), pair in zip(sets, pairs, strict=True):
         methods: Mapping[str, Any] = results["methods"]
-        old, new = methods[before], methods[after]
-        values = (
-            f"{row['ece']['value']:.4f} [{row['ece']['low']:.4f}, {row['ece']['high']:.4f}]" for row in (old, new)
-        )
-        rows.append(
-            [
-                title,
-                f"{results['tokens']:,}",
-                f"{new['accuracy']:.4f}",
-                *values,
-                f"{old['brier']:.4f}",
-                f"{new['brier']:.4f}",
-            ]
-        )
-        panels.append(overlay(title, {title_of(name): methods[name] for name in dict.fromkeys((before, after))}))
+        both = [methods[name] for name in pair]
+        both = both * 2 if several and len(both) == 1 else both
+        values = [f"{row['ece']['value']:.4f} [{row['ece']['low']:.4f}, {row['ece']['high']:.4f}]" for row in both]
+        briers = [f"{row['brier']:.4f}" for row in both]
+        rows.append([title, f"{results['tokens']:,}", f"{both[-1]['accuracy']:.4f}", *values, *briers])
+        panels.append(overlay(title, {title_of(name): methods[name] for name in pair}))
         warnings.append(_paragraph(few(title, results)))
-    columns = ["", unit_of(sets[0][1]), "accuracy", "ECE before", "ECE after", "Brier before", "Brier after"]
+    figures = [f"{name} {when}" if several else name for name in ("ECE", "Brier") for when in ("before", "after")]
+    columns = ["", unit_of(sets[0][1]), "accuracy", *dict.fromkeys(figures)]
     drawing = Drawing("domains", "Reliability before and after", panels)
     return joined([*warnings, table("", columns, rows), _drawing(drawing, f"{identity}-domains")], "\n")
 

@@ -51,8 +51,8 @@ def set_verdict(results: AnySet | Mapping[str, Any]) -> str:
         return _ats_verdict(methods)
     if {"temperature", "uncalibrated"} <= methods.keys():
         return _temperature_verdict(methods)
-    if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
-        return _base_verdict(methods["uncalibrated"])
+    if "uncalibrated" in methods and results.get("unit") == "questions":
+        return _base_verdict(methods["uncalibrated"]) if len(methods) == 1 else _confidences_verdict(methods)
     return ""
 
 
@@ -123,6 +123,21 @@ def _base_verdict(base: AnyRow) -> str:
         f"The uncalibrated model is {word}: mean confidence {base['confidence']:.4f} at accuracy "
         f"{base['accuracy']:.4f}, ECE {base['ece']['value']:.4f}. No temperature or head was given to compare with."
     )
+
+
+def _confidences_verdict(methods: Mapping[str, Any]) -> str:
+    """Of several confidences in the same answers, without a correction."""
+    base = methods["uncalibrated"]
+    lowest = min(methods, key=lambda name: methods[name]["brier"])
+    line = (
+        f"Of {len(methods)} confidences in the answers {title_of(lowest)} has the lowest Brier score, "
+        f"{methods[lowest]['brier']:.4f} (uncalibrated {base['brier']:.4f})"
+    )
+    ranked = {name: row["auroc"] for name, row in methods.items() if row["auroc"] is not None}
+    if ranked and base["auroc"] is not None:
+        highest = max(ranked, key=lambda name: ranked[name])
+        line += f", and {title_of(highest)} the highest AUROC, {ranked[highest]:.4f} (uncalibrated {base['auroc']:.4f})"
+    return f"{line}; the differences are not tested."
 
 
 def comparison_verdict(results: ComparisonSet) -> str:

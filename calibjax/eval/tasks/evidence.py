@@ -160,7 +160,7 @@ def _kept(file: Path, questions: int, samples: int) -> list[list[tuple[str, floa
             raise ValueError("another number of samples")
         if not all(isinstance(text, str) and -math.inf < mean <= 0 for row in rows for text, mean in row):
             raise ValueError("not a text and its mean log-probability")
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise UserError(
             f"{file}: expected {samples} samples of each of {questions} questions ({error}). Remove this file to draw "
             "them again."
