@@ -204,11 +204,13 @@ def test_study_verdicts():
 
 def test_verdict_of_confidences_in_answers():
     rows = {"uncalibrated": (0.2, 0.7), "minimum": (0.15, 0.75), "p_true": (0.3, None), "product": (0.16, 0.8)}
-    methods = {name: {"brier": brier, "auroc": auroc} for name, (brier, auroc) in rows.items()}
+    methods = {name: {"brier": brier, "auroc": auroc, "accuracy": 0.25} for name, (brier, auroc) in rows.items()}
     assert set_verdict({"methods": methods, "unit": "questions"}) == (
-        "Of 4 confidences in the answers minimum has the lowest Brier score, 0.1500 (uncalibrated 0.2000), and product "
-        "the highest AUROC, 0.8000 (uncalibrated 0.7000); the differences are not tested."
+        "Of 4 confidences in the answers (accuracy 0.2500) minimum has the lowest Brier score, 0.1500 (uncalibrated "
+        "0.2000), and product the highest AUROC, 0.8000 (uncalibrated 0.7000); the differences are not tested."
     )
+    del methods["product"]
+    assert "0.2000), and the highest AUROC, 0.7500 (" in set_verdict({"methods": methods, "unit": "questions"})
 
 
 def test_verdict_of_corrections_of_answers():

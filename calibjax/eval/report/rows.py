@@ -180,6 +180,13 @@ def counted(results: Mapping[str, Any]) -> str:
     return f"{results['tokens']:,} {unit_of(results)}"
 
 
+def compares_confidences(results: Mapping[str, Any]) -> bool:
+    """Whether the rows of a set are several confidences in the same answers, none of them corrected."""
+    others = results["methods"].keys() - {"uncalibrated"}
+    answers = unit_of(results) == "questions" and "sort" not in results
+    return answers and 0 < len(others) < len(results["methods"]) and "temperature" not in others
+
+
 def remarks(results: Mapping[str, Any]) -> list[str]:
     """Notes on a benchmark: its prompts, the harness's own metrics, and prompts too long for the model."""
     lines = []
@@ -230,6 +237,8 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
     groups = tuple(title for title, _, _ in named) if len(sets) > 1 else ()
     keys = [key for key, *_ in shown]
     order = sorted(range(len(keys)), key=lambda i: (keys[i] not in _IMPORTANCE, _rank(keys[i])))
+    if all(compares_confidences(results) for _, results in sets):  # they differ in AUROC, and not in accuracy
+        order.sort(key=lambda i: keys[i] not in ("ece", "brier", "auroc"))
     counts = ", ".join(f"{title}: {counted(results)}" for title, results in sets)
     columns = ["method", *(title for _, title, _ in shown)]
     return TextTable(counts, columns, rows, tuple(i + 1 for i in order), groups=groups)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from calibjax.eval.report import answer_studies
-from calibjax.eval.report.rows import is_higher, is_lower, short, signed, title_of
+from calibjax.eval.report.rows import compares_confidences, is_higher, is_lower, short, signed, title_of
 from calibjax.eval.report.schema import (
     AnyRow,
     AnySet,
@@ -51,8 +51,10 @@ def set_verdict(results: AnySet | Mapping[str, Any]) -> str:
         return _ats_verdict(methods)
     if {"temperature", "uncalibrated"} <= methods.keys():
         return _temperature_verdict(methods)
-    if "uncalibrated" in methods and results.get("unit") == "questions":
-        return _base_verdict(methods["uncalibrated"]) if len(methods) == 1 else _confidences_verdict(methods)
+    if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
+        return _base_verdict(methods["uncalibrated"])
+    if compares_confidences(results):
+        return _confidences_verdict(methods)
     return ""
 
 
@@ -130,13 +132,14 @@ def _confidences_verdict(methods: Mapping[str, Any]) -> str:
     base = methods["uncalibrated"]
     lowest = min(methods, key=lambda name: methods[name]["brier"])
     line = (
-        f"Of {len(methods)} confidences in the answers {title_of(lowest)} has the lowest Brier score, "
-        f"{methods[lowest]['brier']:.4f} (uncalibrated {base['brier']:.4f})"
+        f"Of {len(methods)} confidences in the answers (accuracy {base['accuracy']:.4f}) {title_of(lowest)} has the "
+        f"lowest Brier score, {methods[lowest]['brier']:.4f} (uncalibrated {base['brier']:.4f})"
     )
     ranked = {name: row["auroc"] for name, row in methods.items() if row["auroc"] is not None}
     if ranked and base["auroc"] is not None:
         highest = max(ranked, key=lambda name: ranked[name])
-        line += f", and {title_of(highest)} the highest AUROC, {ranked[highest]:.4f} (uncalibrated {base['auroc']:.4f})"
+        of = "" if highest == lowest else f"{title_of(highest)} "
+        line += f", and {of}the highest AUROC, {ranked[highest]:.4f} (uncalibrated {base['auroc']:.4f})"
     return f"{line}; the differences are not tested."
 
 
