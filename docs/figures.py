@@ -226,6 +226,29 @@ def variety(shown: list[Table]):
     return figure
 
 
+def digits(shown: list[Table]):
+    """Likelihood of images under the scorer against their variety, a curve for each kind of sampler."""
+    figure = blank(8.4, 3.4)
+    for axis, table in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        start = [row for row in table.rows if row[0] == "scorer"]
+        measure = "entropy" if "entropy" in table.header else "classes"
+        across, up = table.header.index(measure), table.header.index("log p")
+        for kind, colour, mark in zip(("myopic", "long-horizon", "conditioned"), LINES, MARKS, strict=False):
+            rows = [row for row in table.rows if row[0].startswith(kind)]
+            if not rows:
+                continue
+            points = [(number(row[across]), number(row[up])) for row in start + rows]
+            label = {"long-horizon": "a student for each T", "conditioned": "one student of all T"}.get(kind, kind)
+            axis.plot(*zip(*points, strict=True), f"{mark}-", color=colour, markersize=5, label=label)
+            for row, point in zip(rows, points[1:], strict=True):
+                axis.annotate(row[1], point, textcoords="offset points", xytext=(5, 2), fontsize="x-small")
+        axis.set(title=table.section, xlabel={"entropy": "entropy, nats"}.get(measure, "effective number of digits"))
+        plain(axis)
+    figure.axes[0].set_ylabel("log p of an image, nats")
+    legend(figure.axes[0])
+    return figure
+
+
 def layer_curves(shown: list[Table]):
     """Accuracy, confidence and ECE of every layer."""
     figure = blank(10.4, 3.4)
@@ -321,6 +344,7 @@ FIGURES: dict[str, tuple[str, Callable[[Table], bool], Callable[[list[Table]], A
     ),
     "ats": ("train/RESULTS.md", lambda table: table.header[:2] == ["set", "method"], ats),
     "lhts": ("docs/lhts.md", lambda table: "myopic 0.7" in table.header, variety),
+    "digits": ("docs/lhts.md", lambda table: table.section.startswith("Digits, "), digits),
     "layers": ("docs/layers.md", lambda table: table.header[0] == "layer", layer_curves),
     "tasks": ("docs/benchmarks.md", lambda table: table.header[0] == "task", tasks),
     "evaluation": ("eval/RESULTS.md", lambda table: table.header[0] == "job", costs),

@@ -6,13 +6,15 @@ Scorers are trained on scikit-learn's 8x8 digits: an autoregressive model of the
 a small diffusion model, whose likelihood is a variational bound. Students learn p_T from weighted samples of the scorer
 (arXiv 2302.03686): one for each T, and one that is conditioned on T and asked for temperatures that it was not trained
 at. Beside them the myopic temperature: of every pixel, or of the noise of every diffusion step. Prints tables in
-Markdown and writes them to --out.
+Markdown, means over seeds ± half their range, and writes them to --out, where the figures of every seed are kept, so
+that an interrupted run resumes.
 
 Where log q is known, F = E_q[log q(x) − log p(x)/T] = KL(q ‖ p_T) − log Z tells which of two samplers is nearer to p_T.
 """
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -44,40 +46,42 @@ class Study:
         out: for the tables.
         temperatures: of students and of myopic sampling.
         trained: temperatures at which the conditioned student is trained.
-        samples: of the scorer, to train students on; and of each sampler, to evaluate it.
-        epochs: over the digits; students make a tenth of these steps.
+        samples: of the scorer, to train students on.
+        evaluated: samples of each sampler.
+        steps: of the scorers, of 64 images pixel by pixel and of 128 by diffusion; a student makes a third of them.
         clip: largest log-weight.
-        seed: of all random numbers.
+        seeds: of all random numbers, one run each.
     """
 
     out: Path
-    temperatures: tuple[float, ...] = (0.95, 0.9, 0.8, 0.7, 0.6)
+    temperatures: tuple[float, ...] = (0.9, 0.8, 0.7, 0.6)
     trained: tuple[float, ...] = (1.0, 0.9, 0.7)
     samples: int = 4096
-    epochs: int = 100
+    evaluated: int = 1024
+    steps: tuple[int, int] = (600, 6000)
     clip: float = 3.0
-    seed: int = 0
+    seeds: tuple[int, ...] = (0, 1)
 
 
 class PixelModel(nn.Module):
-    """A causal transformer over pixels from the top left, conditioned on s = 1/T − 1."""
+    """A causal transformer over pixels from the top left, conditioned on s = 1/T − 1.
+
+    With `decode` it reads one pixel at a time and keeps keys and values.
+    """
 
     width: int = 64
     layers: int = 2
+    decode: bool = False
 
     @nn.compact
-    def __call__(self, pixels: Int[Array, "B N"], s: Float[Array, " B"]) -> Float[Array, "B N L"]:
-        before = jnp.pad(pixels[:, :-1], ((0, 0), (1, 0)), constant_values=LEVELS)
-        x = nn.Embed(LEVELS + 1, self.width)(before) + nn.Embed(PIXELS, self.width)(jnp.arange(PIXELS))[None]
-        x = (
-            x
-            + nn.Dense(self.width, kernel_init=nn.initializers.zeros, use_bias=False)(jnp.stack([s, s * s], axis=-1))[
-                :, None
-            ]
-        )
-        mask = nn.make_causal_mask(pixels)
+    def __call__(self, before: Int[Array, "B N"], at: Int[Array, " N"], s: Float[Array, " B"]) -> Float[Array, "B N L"]:
+        """Logits of the pixels `at`, of the pixel before each (`LEVELS` before the first)."""
+        x = nn.Embed(LEVELS + 1, self.width)(before) + nn.Embed(PIXELS, self.width)(at)[None]
+        condition = nn.Dense(self.width, kernel_init=nn.initializers.zeros, use_bias=False)
+        x = x + condition(jnp.stack([s, s * s], axis=-1))[:, None]
+        mask = None if self.decode else nn.make_causal_mask(before)
         for _ in range(self.layers):
-            x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x), mask=mask)
+            x = x + nn.MultiHeadDotProductAttention(4, decode=self.decode)(nn.LayerNorm()(x), mask=mask)
             x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x))))
         return nn.Dense(LEVELS)(nn.LayerNorm()(x))
 
@@ -96,34 +100,34 @@ class Denoiser(nn.Module):
         return nn.Dense(PIXELS)(nn.LayerNorm()(h))
 
 
+@functools.partial(jax.jit, static_argnames=("loss", "steps", "batch"))
 def optimise(
     loss: Callable[[Any, dict[str, Array], Array], Array],
     params: Any,
     arrays: dict[str, Any],
-    *,
-    steps: int,
     rate: float,
     key: Array,
-    batch: int = 128,
+    *,
+    steps: int,
+    batch: int,
 ) -> Any:
-    """Adam with a cosine schedule; `loss(params, batch, key)` on rows drawn with replacement."""
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(rate, steps)))
+    """Adam with a cosine schedule; `loss(params, rows, key)` on rows drawn with replacement."""
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(),
+        optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, steps)),
+    )
     size = len(next(iter(arrays.values())))
-    arrays = jax.tree.map(jnp.asarray, arrays)
 
-    @jax.jit
-    def run(params, arrays, key):
-        def step(carry, key):
-            params, state = carry
-            draw, noise = jax.random.split(key)
-            rows = {name: x[jax.random.randint(draw, (batch,), 0, size)] for name, x in arrays.items()}
-            gradient = jax.grad(loss)(params, rows, noise)
-            updates, state = optimizer.update(gradient, state)
-            return (optax.apply_updates(params, updates), state), None
+    def step(carry, key):
+        params, state = carry
+        draw, noise = jax.random.split(key)
+        chosen = jax.random.randint(draw, (batch,), 0, size)
+        gradient = jax.grad(loss)(params, {name: x[chosen] for name, x in arrays.items()}, noise)
+        updates, state = optimizer.update(gradient, state)
+        return (optax.apply_updates(params, jax.tree.map(lambda x: -rate * x, updates)), state), None
 
-        return jax.lax.scan(step, (params, optimizer.init(params)), jax.random.split(key, steps))[0][0]
-
-    return run(params, arrays, key)
+    return jax.lax.scan(step, (params, optimizer.init(params)), jax.random.split(key, steps))[0][0]
 
 
 class Figures(NamedTuple):
@@ -135,6 +139,7 @@ class Figures(NamedTuple):
         log_q: mean log-likelihood under the sampler itself; NaN where it is not known.
         distance: mean Euclidean distance between two samples, pixels in [0, 1].
         classes: exp of the entropy of the digits, as a classifier reads them; 10 if all are equally frequent.
+        used: effective number of weighted samples that a student learned from, as a fraction; NaN where unknown.
     """
 
     log_p: float
@@ -142,10 +147,19 @@ class Figures(NamedTuple):
     log_q: float
     distance: float
     classes: float
+    used: float = float("nan")
 
     def free_energy(self, temperature: float) -> float:
         """E_q[log q − log p/T]."""
         return self.log_q - self.log_p / temperature
+
+
+class Found(NamedTuple):
+    """Of one seed: NLL of an image under the scorer, held out and of its training digits; (sampler, T, figures)."""
+
+    held_out: float
+    trained: float
+    rows: list[tuple[str, float, Figures]]
 
 
 def figures(log_p: np.ndarray, log_q: np.ndarray | None, images: np.ndarray, classifier: Any) -> Figures:
@@ -164,36 +178,43 @@ def figures(log_p: np.ndarray, log_q: np.ndarray | None, images: np.ndarray, cla
 
 # The autoregressive model.
 
-_pixels = PixelModel()
-
-
-def pixel_logits(params: Any, images: Int[Array, "B N"], s: Float[Array, " B"]) -> Array:
-    """Logits of each pixel given those before it, `[B, N, L]`."""
-    return cast(Array, _pixels.apply(params, images, s))
+_pixels, _one_pixel = PixelModel(), PixelModel(decode=True)
 
 
 @jax.jit
 def pixel_log_probs(params: Any, images: Int[Array, "B N"], s: Float[Array, " B"]) -> Float[Array, "B N"]:
     """log p of each pixel given those before it."""
-    logits = jax.nn.log_softmax(pixel_logits(params, images, s))
+    before = jnp.pad(images[:, :-1], ((0, 0), (1, 0)), constant_values=LEVELS)
+    logits = jax.nn.log_softmax(cast(Array, _pixels.apply(params, before, jnp.arange(PIXELS), s)))
     return jnp.take_along_axis(logits, images[..., None], axis=-1)[..., 0]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def sample_pixels(params: Any, count: int, s: float, temperature: float, key: Array) -> tuple[Array, Array]:
     """Images at a myopic temperature, and the log-probability of drawing each."""
-    condition = jnp.full(count, s)
+    condition, places = jnp.full(count, s), jnp.arange(PIXELS)
+    whole = jnp.zeros((count, PIXELS), jnp.int32)
+    cache = jax.eval_shape(_one_pixel.init, key, whole, places, condition)["cache"]
 
     def draw(carry, at):
-        images, total = carry
-        log_q = jax.nn.log_softmax(pixel_logits(params, images, condition)[:, at[0]] / temperature)
-        pixel = jax.random.categorical(at[1], log_q)
+        cache, pixel, total = carry
+        place, key = at
+        variables = {"params": params["params"], "cache": cache}
+        logits, new = _one_pixel.apply(variables, pixel[:, None], place[None], condition, mutable=["cache"])
+        log_q = jax.nn.log_softmax(cast(Array, logits)[:, 0] / temperature)
+        pixel = jax.random.categorical(key, log_q).astype(jnp.int32)
         total = total + jnp.take_along_axis(log_q, pixel[:, None], axis=1)[:, 0]
-        return (images.at[:, at[0]].set(pixel), total), None
+        return (new["cache"], pixel, total), pixel
 
-    start = (jnp.zeros((count, PIXELS), jnp.int32), jnp.zeros(count))
-    (images, total), _ = jax.lax.scan(draw, start, (jnp.arange(PIXELS), jax.random.split(key, PIXELS)))
-    return images, total
+    empty = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), cache)
+    start = (empty, jnp.full(count, LEVELS, jnp.int32), jnp.zeros(count))
+    (_, _, total), images = jax.lax.scan(draw, start, (places, jax.random.split(key, PIXELS)))
+    return images.T, total
+
+
+def pixel_loss(params: Any, rows: dict[str, Array], _: Array) -> Array:
+    """Weighted −log q of images, conditioned on s."""
+    return long_horizon_loss(pixel_log_probs(params, rows["images"], rows["s"]), rows["weights"]).mean()
 
 
 def pixel_student(
@@ -202,59 +223,44 @@ def pixel_student(
     """A student of p_T, from weighted samples of the scorer; of several T conditioned on T."""
     objective: Horizon = dataclasses.replace(MODES["paper"], clip=study.clip)
     mean = RunningMean.empty(PIXELS).update(jnp.asarray(log_p), jnp.ones(log_p.shape, bool)).baseline("position")
-    choices = jnp.asarray(temperatures)
-
-    def loss(params, rows, key):
-        t = jax.random.choice(key, choices, (len(rows["images"]),))
-        s = jnp.where(len(temperatures) > 1, 1 / t - 1, 0.0)
-        weights = token_weights(rows["log_p"], t, objective, baseline=mean)
-        return long_horizon_loss(pixel_log_probs(params, rows["images"], s), weights).sum(-1).mean() / PIXELS**2
-
-    steps = study.epochs * 14
-    return optimise(loss, scorer, {"images": images, "log_p": log_p}, steps=steps // 3, rate=1e-3, key=key)
+    weights = [token_weights(jnp.asarray(log_p), t, objective, baseline=mean) for t in temperatures]
+    # A weight that is the same for a whole temperature does not change its minimiser, but its part of shared weights.
+    weights = np.concatenate([np.asarray(of / of.mean()) for of in weights])
+    s = np.repeat([1 / t - 1 if len(temperatures) > 1 else 0.0 for t in temperatures], len(images)).astype(np.float32)
+    arrays = {"images": np.tile(images, (len(temperatures), 1)), "weights": weights, "s": s}
+    return optimise(pixel_loss, scorer, arrays, 1e-3, key, steps=study.steps[0] // 3, batch=64)
 
 
-def study_pixels(study: Study, digits: np.ndarray, held_out: np.ndarray, classifier: Any) -> list[str]:
-    keys = iter(jax.random.split(jax.random.key(study.seed), 200))
-    none = jnp.zeros(128)
+def study_pixels(study: Study, seed: int, digits: np.ndarray, held_out: np.ndarray, classifier: Any) -> Found:
+    keys = iter(jax.random.split(jax.random.key(seed), 500))
+    params = _pixels.init(next(keys), jnp.zeros((1, PIXELS), jnp.int32), jnp.arange(PIXELS), jnp.zeros(1))
+    plain = {"images": digits, "weights": np.ones(digits.shape, np.float32), "s": np.zeros(len(digits), np.float32)}
+    scorer = optimise(pixel_loss, params, plain, 3e-3, next(keys), steps=study.steps[0], batch=64)
 
-    def loss(params, rows, _):
-        return -pixel_log_probs(params, rows["images"], none).mean()
-
-    params = _pixels.init(next(keys), jnp.zeros((1, PIXELS), jnp.int32), jnp.zeros(1))
-    scorer = optimise(loss, params, {"images": digits}, steps=study.epochs * 14, rate=3e-3, key=next(keys))
-
-    def score(images: Any) -> np.ndarray:
-        parts = np.split(np.asarray(images), range(512, len(images), 512))
+    def score(images: np.ndarray) -> np.ndarray:
+        parts = np.split(images, range(512, len(images), 512))
         return np.concatenate([np.asarray(pixel_log_probs(scorer, x, jnp.zeros(len(x)))) for x in parts])
 
+    def draw(params: Any, s: float, temperature: float, count: int) -> list[np.ndarray]:
+        parts = [sample_pixels(params, 512, s, temperature, next(keys)) for _ in range(count // 512)]
+        return [np.concatenate(x) for x in zip(*parts, strict=True)]
+
     def evaluate(params: Any, s: float, temperature: float) -> Figures:
-        parts = [sample_pixels(params, 512, s, temperature, next(keys)) for _ in range(study.samples // 512)]
-        images, log_q = (np.concatenate(x) for x in zip(*parts, strict=True))
+        images, log_q = draw(params, s, temperature, study.evaluated)
         return figures(score(images).sum(-1), log_q, images / (LEVELS - 1), classifier)
 
-    parts = [np.asarray(sample_pixels(scorer, 512, 0.0, 1.0, next(keys))[0]) for _ in range(study.samples // 512)]
-    images = np.concatenate(parts)
+    images, _ = draw(scorer, 0.0, 1.0, study.samples)
     log_p = score(images)
     both = pixel_student(study, scorer, images, log_p, study.trained, next(keys))
-    rows = [("scorer", 1.0, evaluate(scorer, 0.0, 1.0))]
+    found = Found(float(-score(held_out).sum(-1).mean()), float(-score(digits).sum(-1).mean()), [])
+    found.rows.append(("scorer", 1.0, evaluate(scorer, 0.0, 1.0)))
     for t in study.temperatures:
-        rows.append(("myopic", t, evaluate(scorer, 0.0, t)))
+        found.rows.append(("myopic", t, evaluate(scorer, 0.0, t)))
         student = pixel_student(study, scorer, images, log_p, (t,), next(keys))
-        rows.append(("long-horizon", t, evaluate(student, 0.0, 1.0)))
+        found.rows.append(("long-horizon", t, evaluate(student, 0.0, 1.0)))
         how = "trained at T" if t in study.trained else "not trained at T"
-        rows.append((f"long-horizon, conditioned, {how}", t, evaluate(both, 1 / t - 1, 1.0)))
-    before = f"Held-out NLL of the scorer: {-score(held_out).sum(-1).mean():.1f} nats an image "
-    before += (
-        f"({-score(held_out).mean():.3f} a pixel); of the digits it was trained on {-score(digits).sum(-1).mean():.1f}."
-    )
-    head = "| sampler | T | log p | entropy | F(T) | distance | classes |"
-    lines = [
-        f"| {name} | {t:g} | {of.log_p:.1f} ± {of.log_p_error:.1f} | {-of.log_q:.1f} | {of.free_energy(t):.1f} "
-        f"| {of.distance:.2f} | {of.classes:.1f} |"
-        for name, t, of in rows
-    ]
-    return ["### Pixel by pixel", "", before, "", head, "|---" * 7 + "|", *lines, ""]
+        found.rows.append((f"conditioned, {how}", t, evaluate(both, 1 / t - 1, 1.0)))
+    return found
 
 
 # The diffusion model.
@@ -285,7 +291,7 @@ def previous_mean(params: Any, x: Array, t: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="draws")
-def bound(params: Any, levels: Int[Array, "B N"], key: Array, draws: int = 4) -> Float[Array, " B"]:
+def bound(params: Any, levels: Int[Array, "B N"], key: Array, draws: int = 2) -> Float[Array, " B"]:
     """Variational lower bound of log p of images of 17 levels, nats, averaged over draws of the noise."""
     x = levels / (LEVELS - 1) * 2.0 - 1.0
     step = 1.0 / (LEVELS - 1)
@@ -331,52 +337,88 @@ def sample_diffusion(params: Any, count: int, temperature: float, key: Array) ->
     return jnp.clip(jnp.round((x + 1) / 2 * (LEVELS - 1)), 0, LEVELS - 1).astype(jnp.int32)
 
 
-def study_diffusion(study: Study, digits: np.ndarray, held_out: np.ndarray, classifier: Any) -> list[str]:
-    keys = iter(jax.random.split(jax.random.key(study.seed + 1), 200))
+def denoising_loss(params: Any, rows: dict[str, Array], key: Array) -> Array:
+    """Weighted squared error of the predicted noise."""
+    x = rows["images"] / (LEVELS - 1) * 2.0 - 1.0
+    for_t, for_noise = jax.random.split(key)
+    t, noise = jax.random.randint(for_t, (len(x),), 0, STEPS), jax.random.normal(for_noise, x.shape)
+    error = jnp.square(predicted_noise(params, noisy(x, t, noise), t) - noise).mean(-1)
+    return (rows["weight"] * error).mean()
 
-    def loss(params, rows, key):
-        x = rows["images"] / (LEVELS - 1) * 2.0 - 1.0
-        for_t, for_noise = jax.random.split(key)
-        t, noise = jax.random.randint(for_t, (len(x),), 0, STEPS), jax.random.normal(for_noise, x.shape)
-        error = jnp.square(predicted_noise(params, noisy(x, t, noise), t) - noise).mean(-1)
-        return (rows["weight"] * error).mean()
 
+def study_diffusion(study: Study, seed: int, digits: np.ndarray, held_out: np.ndarray, classifier: Any) -> Found:
+    keys = iter(jax.random.split(jax.random.key(seed), 500))
     params = _denoiser.init(next(keys), jnp.zeros((1, PIXELS)), jnp.zeros(1, jnp.int32))
-    steps = study.epochs * 140
+    steps = study.steps[1]
     ones = np.ones(len(digits), np.float32)
-    scorer = optimise(loss, params, {"images": digits, "weight": ones}, steps=steps, rate=1e-3, key=next(keys))
+    arrays = {"images": digits, "weight": ones}
+    scorer = optimise(denoising_loss, params, arrays, 1e-3, next(keys), steps=steps, batch=128)
 
     def score(images: np.ndarray) -> np.ndarray:
         parts = np.split(images, range(512, len(images), 512))
         return np.concatenate([np.asarray(bound(scorer, part, next(keys))) for part in parts])
 
-    def draw(params: Any, temperature: float) -> np.ndarray:
-        parts = [sample_diffusion(params, 512, temperature, next(keys)) for _ in range(study.samples // 512)]
+    def draw(params: Any, temperature: float, count: int) -> np.ndarray:
+        parts = [sample_diffusion(params, 512, temperature, next(keys)) for _ in range(count // 512)]
         return np.concatenate(parts)
 
-    def evaluate(params: Any, temperature: float) -> Figures:
-        images = draw(params, temperature)
-        return figures(score(images), None, images / (LEVELS - 1), classifier)
+    def evaluate(params: Any, temperature: float, used: float = float("nan")) -> Figures:
+        images = draw(params, temperature, study.evaluated)
+        return figures(score(images), None, images / (LEVELS - 1), classifier)._replace(used=used)
 
-    images = draw(scorer, 1.0)
+    images = draw(scorer, 1.0, study.samples)
     log_p = score(images)
-    rows = [("scorer", 1.0, evaluate(scorer, 1.0), "")]
+    found = Found(float(-score(held_out).mean()), float(-score(digits).mean()), [])
+    found.rows.append(("scorer", 1.0, evaluate(scorer, 1.0)))
     for t in study.temperatures:
-        rows.append(("myopic", t, evaluate(scorer, t), ""))
+        found.rows.append(("myopic", t, evaluate(scorer, t)))
         logs = log_weights(jnp.asarray(log_p)[:, None], t, baseline=float(log_p.mean()), clip=study.clip)
         weight = np.exp(np.asarray(logs)[:, 0])
-        used = weight.sum() ** 2 / np.square(weight).sum() / len(weight)
+        used = float(weight.sum() ** 2 / np.square(weight).sum() / len(weight))
         arrays = {"images": images, "weight": weight / weight.mean()}
-        student = optimise(loss, scorer, arrays, steps=steps // 3, rate=3e-4, key=next(keys))
-        rows.append(("long-horizon", t, evaluate(student, 1.0), f"{used:.0%}"))
-    before = f"Bound of the NLL of held-out digits: {-score(held_out).mean():.1f} nats an image; "
-    before += f"of the digits that the scorer was trained on {-score(digits).mean():.1f}."
+        student = optimise(denoising_loss, scorer, arrays, 3e-4, next(keys), steps=steps // 3, batch=128)
+        found.rows.append(("long-horizon", t, evaluate(student, 1.0, used)))
+    return found
+
+
+# The tables.
+
+
+def spread(values: list[float], decimals: int) -> str:
+    """Mean ± half the range over seeds."""
+    half = (max(values) - min(values)) / 2
+    mean = f"{np.mean(values):.{decimals}f}"
+    return mean if len(values) == 1 else f"{mean} ±{half:.{decimals}f}"
+
+
+def table(title: str, seeds: list[Found]) -> list[str]:
+    """Of all seeds; columns that hold no number are left out."""
+    columns: dict[str, tuple[Callable[[Figures, float], float], int]] = {
+        "log p": (lambda of, t: of.log_p, 1),
+        "distance": (lambda of, t: of.distance, 3),
+        "classes": (lambda of, t: of.classes, 2),
+        "entropy": (lambda of, t: -of.log_q, 1),
+        "F(T)": (lambda of, t: of.free_energy(t), 1),
+        "effective samples": (lambda of, t: of.used, 2),
+    }
+    rows = list(zip(*(found.rows for found in seeds), strict=True))
+    cells = {
+        name: ["" if np.isnan(v[0]) else spread(v, digits) for v in ([of(x[2], x[1]) for x in row] for row in rows)]
+        for name, (of, digits) in columns.items()
+    }
+    cells = {name: column for name, column in cells.items() if any(column)}
     lines = [
-        f"| {name} | {t:g} | {of.log_p:.1f} ± {of.log_p_error:.1f} | {of.distance:.2f} | {of.classes:.1f} | {used} |"
-        for name, t, of, used in rows
+        "| " + " | ".join([row[0][0], f"{row[0][1]:g}", *(cells[name][index] for name in cells)]) + " |"
+        for index, row in enumerate(rows)
     ]
-    head = "| sampler | T | bound of log p | distance | classes | effective samples |"
-    return ["### By diffusion", "", before, "", head, "|---" * 6 + "|", *lines, ""]
+    error = max(row[0][2].log_p_error for row in rows)
+    before = (
+        f"NLL of an image under the scorer: {spread([of.held_out for of in seeds], 1)} nats of held-out digits, "
+        f"{spread([of.trained for of in seeds], 1)} of those it was trained on. Standard error of log p over images: "
+        f"at most {error:.1f}."
+    )
+    head = ["| sampler | T | " + " | ".join(cells) + " |", "|---" * (2 + len(cells)) + "|"]
+    return [f"### {title}", "", before, "", *head, *lines, ""]
 
 
 def main(study: Study) -> None:
@@ -392,12 +434,22 @@ def main(study: Study) -> None:
         f"on {accuracy:.1%} of held-out digits.",
         "",
     ]
-    for part in (study_pixels, study_diffusion):
-        found = part(study, images[:1500], images[1500:], classifier)
+    settings = {k: v for k, v in dataclasses.asdict(study).items() if k not in ("out", "seeds")}
+    for title, part in (("Digits, pixel by pixel", study_pixels), ("Digits, by diffusion", study_diffusion)):
+        seeds = []
+        for seed in study.seeds:
+            file = study.out / f"{part.__name__}-{seed}.json"
+            if not (file.is_file() and json.loads(file.read_text())["settings"] == json.loads(json.dumps(settings))):
+                found = part(study, seed, images[:1500], images[1500:], classifier)
+                write_file(file, json.dumps({"settings": settings, **found._asdict()}, indent=2) + "\n")
+            kept = json.loads(file.read_text())
+            rows = [(name, t, Figures(*of)) for name, t, of in kept["rows"]]
+            seeds.append(Found(kept["held_out"], kept["trained"], rows))
+        found = table(title, seeds)
         print("\n".join(found), flush=True)
         lines += found
     write_file(study.out / "table.md", "\n".join(lines) + "\n")
-    print(f"results in {study.out}: table.md")
+    print(f"results in {study.out}: table.md and the figures of every seed")
 
 
 if __name__ == "__main__":
