@@ -49,7 +49,7 @@ class _Chunk(NamedTuple):
     start: Array | int
 
 
-_Refs = collections.namedtuple("_Refs", "values bias dz staging ids seen", defaults=[None] * 2)
+_Refs = collections.namedtuple("_Refs", "values dz staging bias ids seen", defaults=[None] * 3)
 """References of the kernel; None where there is none."""
 
 
@@ -63,9 +63,10 @@ def _dz(options: Options, chunk: _Chunk, launch: Launch) -> tuple[Float[Array, "
     columns, count = schedule.blocks.columns, weights.shape[0]
     size = schedule.vocab_tiles * columns
     names = list(values)
-    # Beyond the last column p = 0, and what else dz holds is finite and meets rows of 0.
-    bias = jnp.zeros((count,), jnp.float32) if bias is None else bias
-    bias = jnp.pad(bias, (0, size - count), constant_values=-jnp.inf)
+    if bias is not None or size > count or options.filter_threshold:  # with a filter, without a bias, registers spill
+        # Beyond the last column p = 0, and what else dz holds is finite and meets rows of 0.
+        bias = jnp.zeros((count,), jnp.float32) if bias is None else bias
+        bias = jnp.pad(bias, (0, size - count), constant_values=-jnp.inf)
 
     def dz(refs: _Refs, rows, tiles, **_):
         staging = refs.staging.at[jax.lax.axis_index("warpgroup")]
@@ -100,7 +101,9 @@ def _dz(options: Options, chunk: _Chunk, launch: Launch) -> tuple[Float[Array, "
         tiles(fold, [])
         plgpu.wait_smem_to_gmem(0)
 
-    arguments = {"values": jnp.stack(list(values.values())), "bias": bias}
+    arguments = {"values": jnp.stack(list(values.values()))}
+    if bias is not None:
+        arguments["bias"] = bias
     results = {"dz": jax.ShapeDtypeStruct((hidden.shape[0], size), hidden.dtype)}
     if ids:
         arguments["ids"] = jnp.stack(ids)

@@ -1,8 +1,9 @@
 """Hopper kernel of the forward pass: the statistics of the logits, which exist tile by tile in registers only.
 
 Each warpgroup folds its tiles (`tiles`) into the running statistics of its tokens: maximum, sums of exponentials in
-base 2, Σz, argmax. Only a few floats per token and piece of the vocabulary leave the chip; the pieces are merged by
-`stats.merge`. Columns beyond V are logits of 0, which add nothing to Σz and are masked in the other statistics.
+base 2, Σz, argmax; of 8 parts of the columns apart, so that its threads do not wait for one another. Only a few floats
+per token and piece of the vocabulary leave the chip; the pieces are merged by `stats.merge`. Columns beyond V are
+logits of 0, which add nothing to Σz and are masked in the other statistics.
 
 The exponentials can be saved, as they were formed, in 16 bits, for later products that then need no logits
 (`exponentials`).
@@ -30,65 +31,97 @@ from calibjax.kernels.stats import FLOOR, Moments
 _SAFE = 100.0  # power of 2 up to which exponentials of soft-capped logits, and their sum, need no maximum
 _LEAST = 2.0**-120  # of the exponentials that are kept as such: of smaller ones, under a soft-cap, its slope is
 _NO_COLUMN = 2**30
+# Of every 8 columns a thread holds the same 2 (wgmma): the statistics of such parts, put together only at the end of a
+# unit, need nothing of other threads.
+_PART = 8
 
 
-def _states(needed: frozenset[str]) -> tuple[str, ...]:
-    """Running values of a token; `best` is its largest logit."""
-    return ("best", "weight", *(name for name in ("first", "second", "total", "argmax") if name in needed))
+def _states(needed: frozenset[str], shared: bool) -> tuple[str, ...]:
+    """Running values: of each `_PART` of a token's logits, but `shared`, one reference of the sums for all of them."""
+    optional = [name for name in ("first", "second", "total", "argmax") if name in needed]
+    return ("best", "weight", *optional, *(["shared"] if shared else []))
 
 
 def _initial(name: str) -> Array:
     if name == "argmax":
-        return jnp.zeros((ROWS,), jnp.int32)
-    return jnp.full((ROWS,), FLOOR if name == "best" else 0.0, jnp.float32)
+        return jnp.zeros((ROWS, _PART), jnp.int32)
+    shape = (ROWS,) if name == "shared" else (ROWS, _PART)
+    return jnp.full(shape, FLOOR if name in ("best", "shared") else 0.0, jnp.float32)
+
+
+def _parts(x: Array) -> list[Array]:
+    return [x[:, i : i + _PART] for i in range(0, x.shape[1], _PART)]
+
+
+def _wide(x: Array, width: int = _PART) -> Array:
+    """A value of each token, or one of each part, for `width` columns."""
+    return x if x.ndim == 2 else jax.lax.broadcast_in_dim(x, (ROWS, width), (0,))
+
+
+def _moved(state: dict[str, Array], delta: Array, scale: Array) -> dict[str, Array]:
+    """The state with its sums relative to a reference that is higher by −`delta`, as in `stats.merge`."""
+    ratio = jnp.exp2(delta * _wide(scale))
+    weight, first, second = state["weight"], state.get("first"), state.get("second")
+    moved = {"weight": ratio * weight}
+    if second is not None:
+        assert first is not None
+        delta = jnp.maximum(delta, FLOOR)
+        moved["second"] = ratio * (second + delta * (2.0 * first + delta * weight))
+    if first is not None:
+        moved["first"] = ratio * (first + delta * weight)
+    return state | moved
 
 
 def _fold(
-    state: dict[str, Array], z: Array, raw: Array, scale: Array, start: Array, fixed: bool
-) -> tuple[dict[str, Array], Array]:
-    """The state after more logits, and their exponentials: exp(s (z − best)) with the `best` of that state.
+    state: dict[str, Array], z: list[Array], raw: Array, scale: Array, start: Array, fixed: bool
+) -> tuple[dict[str, Array], list[Array]]:
+    """The state after more logits, and their exponentials, relative to `best` or `shared` of that state.
 
     Args:
-        state: name -> [64], see `_states`.
-        z: [64, columns], `FLOOR` where there is no column.
-        raw: what `total` adds for each of them.
+        state: name -> [64, 8], "shared" [64]; see `_states`.
+        z: logits of adjacent columns [64, multiple of 8], `FLOOR` where there is no column.
+        raw: [64, columns], what `total` adds for all of them.
         scale: [64], s·log₂e.
         start: index of the first column.
-        fixed: the exponentials are exp(s z), not exp(s (z − best)).
+        fixed: the exponentials are exp(s z), relative to nothing.
     """
-
-    def wide(x: Array) -> Array:
-        return jax.lax.broadcast_in_dim(x, z.shape, (0,))
-
-    top = jnp.max(z, axis=1)
-    best = jnp.maximum(state["best"], top)
-    new = {"best": best}
-    if "argmax" in state:
-        column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        place = jnp.min(jnp.where(z == wide(top), column, _NO_COLUMN), axis=1)
-        new["argmax"] = jnp.where(top > state["best"], place + start, state["argmax"])
-    weight, first, second = state["weight"], state.get("first"), state.get("second")
-    shifted = z
+    new = dict(state)
+    for i, part in enumerate(part for x in z for part in _parts(x)):
+        if "argmax" in state:
+            new["argmax"] = jnp.where(part > new["best"], start + i * _PART, new["argmax"])
+        new["best"] = jnp.maximum(new["best"], part)
+    name = "shared" if "shared" in state else "best"
+    if name == "shared":
+        new[name] = jnp.max(new["best"], axis=1)
     if not fixed:
-        delta = state["best"] - best
-        ratio = jnp.exp2(delta * scale)
-        if second is not None:
-            assert first is not None
-            second = ratio * (second + delta * (2.0 * first + delta * weight))
-        if first is not None:
-            first = ratio * (first + delta * weight)
-        weight = ratio * weight
-        shifted = z - wide(best)
-    e = jnp.exp2(shifted * wide(scale))
-    new["weight"] = weight + jnp.sum(e, axis=1)
-    if first is not None:
-        moment = e * shifted
-        new["first"] = first + jnp.sum(moment, axis=1)
-        if second is not None:
-            new["second"] = second + jnp.sum(moment * shifted, axis=1)
+        new = _moved(new, _wide(state[name]) - _wide(new[name]), scale)
+    exponentials = []
+    for x in z:
+        shifted = x if fixed else x - _wide(new[name], x.shape[1])
+        e = jnp.exp2(shifted * _wide(scale, x.shape[1]))
+        exponentials.append(e)
+        terms = {"weight": e}
+        if "first" in state:
+            terms["first"] = e * shifted
+        if "second" in state:
+            terms["second"] = terms["first"] * shifted
+        new |= {key: sum(_parts(term), start=new[key]) for key, term in terms.items()}
     if "total" in state:
-        new["total"] = state["total"] + jnp.sum(raw, axis=1)
-    return new, e
+        new["total"] = sum(_parts(raw), start=new["total"])
+    return new, exponentials
+
+
+def _of_tokens(state: dict[str, Array], scale: Array, fixed: bool) -> dict[str, Array]:
+    """The values [64] of whole tokens from those of their parts, with sums relative to `best`."""
+    best = jnp.max(state["best"], axis=1)
+    if not fixed:
+        state = _moved(state, _wide(state.get("shared", state["best"])) - _wide(best), scale)
+    sums = [name for name in ("weight", "first", "second", "total") if name in state]
+    found = {"best": best} | {name: jnp.sum(state[name], axis=1) for name in sums}
+    if "argmax" in state:
+        column = state["argmax"] + jax.lax.broadcasted_iota(jnp.int32, (ROWS, _PART), 1)
+        found["argmax"] = jnp.min(jnp.where(state["best"] == _wide(best), column, _NO_COLUMN), axis=1)
+    return found
 
 
 class _Results(NamedTuple):
@@ -112,8 +145,8 @@ def _run(
     hidden, unembedding, bias = inputs[:3]
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
     columns, padded = schedule.blocks.columns, schedule.padded_tokens
-    names = _states(needed)
-    floats = tuple(name for name in names if name != "argmax")
+    names = _states(needed, shared=save and not fixed)
+    floats = tuple(name for name in names if name not in ("argmax", "shared"))
     arguments = {"power": jnp.pad(power, (0, padded - tokens))}
     if bias is not None:
         arguments["bias"] = jnp.pad(bias, (0, -vocab_size % columns))
@@ -130,8 +163,9 @@ def _run(
     def statistics(refs: _Refs, rows, piece, tiles):
         scale = plgpu.load(refs.power, rows, optimized=False)
 
-        def write(e: Array, best: Array, first: Array, offset: int) -> None:
-            refs.references[jax.lax.div(first, SLICE) + offset // SLICE, rows] = best
+        def write(e: Array, reference: Array | None, first: Array, offset: int) -> None:
+            if reference is not None:
+                refs.references[jax.lax.div(first, SLICE) + offset // SLICE, rows] = reference
             block = refs.staging.at[jax.lax.axis_index("warpgroup"), offset // SLICE % staged]
             plgpu.wait_smem_to_gmem(staged - 1, wait_read_only=True)  # the copy that last took this block has read it
             block[...] = e.astype(jnp.bfloat16)
@@ -146,19 +180,21 @@ def _run(
                 if vocab_size % columns:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     z = jnp.where(column < vocab_size - first - offset, z, FLOOR)
-                state, e = _fold(state, z, raw, scale, first + offset, fixed)
+                state, e = _fold(state, [z] if save else _parts(z), raw, scale, first + offset, fixed)
                 if save:
                     small = options.softcap is not None and not fixed
-                    write(jnp.where(e >= _LEAST, e, raw * raw - 1.0) if small else e, state["best"], first, offset)
+                    e = jnp.where(e[0] >= _LEAST, e[0], raw * raw - 1.0) if small else e[0]
+                    write(e, state.get("shared"), first, offset)
             return [state[name] for name in names]
 
         state = dict(zip(names, tiles(fold, [_initial(name) for name in names]), strict=True))
         if save:
             plgpu.wait_smem_to_gmem(0)
+        state = _of_tokens(state, scale, fixed)
         if "argmax" in state:
             refs.argmax[piece, rows] = state.pop("argmax")
-        for i, value in enumerate(state.values()):
-            refs.floats[piece, i, rows] = value
+        for i, name in enumerate(floats):
+            refs.floats[piece, i, rows] = state[name]
 
     outputs = over_tiles(statistics, _Refs, hidden, unembedding, arguments, results, scratch, schedule, interpret)
     pieces = {name: outputs["floats"][:, i, :tokens] for i, name in enumerate(floats)}
