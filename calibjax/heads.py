@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels import VocabSharding, vocab_stats
 from calibjax.nn.blocks import Block, BlockConfig, Dense, segment_positions, sequence_context
-from calibjax.nn.kv_cache import Cache, empty_cache, fill, reserve
+from calibjax.nn.kv_cache import Cache, fill, hold, reserve
 from calibjax.runtime.errors import UserError, check_fields
 from calibjax.runtime.sharding import lookup
 
@@ -217,6 +217,7 @@ class TransformerHead(nn.Module):
         where: Bool[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         cache: Cache | None = None,
+        keep: bool = False,
     ) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], Cache]:
         features = features.astype(self.dtype)
         starts: dict[str, Any] = {} if self.identity_start else {"kernel_init": _torch_kernel_init}
@@ -229,17 +230,21 @@ class TransformerHead(nn.Module):
             return _output_log_scale(mixed, self.identity_start, self.pooling, self.min_scale, where, segment_ids)
 
         if cache is not None:
-            assert segment_ids is not None, "a cache knows its columns by their segment ids"
+            assert segment_ids is not None
             cache, positions = reserve(cache, segment_ids)
             context = sequence_context(self.block, positions, cache.segment_ids, start=cache.length)
-            mixed, new = block(features, context, (cache.keys, cache.values))
+            mixed, new = block(features, context, cache.past)
             return output(mixed), fill(cache, new)
         if segment_ids is None:
             positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
         else:
             positions = segment_positions(segment_ids)
-        mixed = block(features, sequence_context(self.block, positions, segment_ids))
-        return output(mixed)
+        context = sequence_context(self.block, positions, segment_ids)
+        if keep:
+            assert segment_ids is not None, "a cache knows its columns by their segment ids"
+            mixed, new = block(features, context, None, keep)
+            return output(mixed), hold(new, segment_ids)
+        return output(block(features, context))
 
 
 class HeadEntry(NamedTuple):
@@ -353,10 +358,10 @@ class HeadConfig:
         """
         return HEADS[self.kind].build(self)
 
-    def empty_cache(self, rows: int, columns: int) -> Cache | None:
-        """The cache that the head starts a sequence with; None for heads that look at one token alone."""
-        module = self.build()
-        return empty_cache(module.block, rows, columns) if isinstance(module, TransformerHead) else None
+    @property
+    def attends(self) -> bool:
+        """Whether the head reads earlier tokens, whose keys and values it can `keep` in a cache."""
+        return isinstance(self.build(), TransformerHead)
 
     def init(self, key: Array) -> Any:
         """Random parameters (identity at start by default); a pytree of float32 arrays."""

@@ -127,6 +127,38 @@ def smoothing(shown: list[Table]):
     return figure
 
 
+def vocabulary(shown: list[Table]):
+    """ECE on other books against the size of the vocabulary, and against label smoothing, with intervals."""
+    (table,) = shown
+    figure = blank(8.6, 3.2)
+    left, right = figure.subplots(1, 2, sharey=True)
+    columns = {name: table.header.index(name) for name in ("V", "D", "β", "T", "cap", "ECE")}
+    rows = [{name: row[index] for name, index in columns.items()} for row in table.rows]
+    plain_rows = [row for row in rows if (row["T"], row["cap"]) == ("1", "none")]
+    width = max(number(row["D"]) for row in rows)
+
+    def curve(axis, chosen, x, label, colour, mark):
+        chosen = sorted(chosen, key=lambda row: number(row[x]))
+        errors = np.array([interval(row["ECE"]) for row in chosen]).T
+        values = np.array([number(row["ECE"]) for row in chosen])
+        distance = np.maximum(np.stack([values - errors[0], errors[1] - values]), 0)
+        at = [number(row[x]) for row in chosen]
+        axis.errorbar(at, values, yerr=distance, fmt=f"{mark}-", color=colour, markersize=5, label=label)
+
+    for beta, colour, mark in zip(("0", "0.1"), LINES, MARKS, strict=False):
+        chosen = [row for row in plain_rows if row["β"] == beta and number(row["D"]) == width]
+        curve(left, chosen, "V", f"β = {beta}", colour, mark)
+    for size, colour, mark in zip(("500", "8,000"), LINES[2:], MARKS[2:], strict=False):
+        chosen = [row for row in plain_rows if row["V"] == size and number(row["D"]) == width]
+        curve(right, chosen, "β", f"V = {size}", colour, mark)
+    left.set(xscale="log", xlabel="size of the vocabulary", ylabel="ECE, other books")
+    right.set(xlabel="label smoothing β")
+    for axis in (left, right):
+        plain(axis)
+        legend(axis)
+    return figure
+
+
 def rows_of(shown: list[Table], label: Callable[[Table], str], measures: tuple[str, str]):
     """A line for each row of the tables: two measures, with the intervals that they have."""
     lines = max(len(table.rows) for table in shown)
@@ -296,6 +328,27 @@ def costs(shown: list[Table]):
     return figure
 
 
+def scaling(shown: list[Table]):
+    """Lower bounds of a step against the number of devices: of the same batch, and of a sequence on each device."""
+    (table,) = shown
+    figure = blank(8.4, 3.2)
+    for axis, objective in zip(figure.subplots(1, 2, sharey=True), ("ats", "sft"), strict=True):
+        rows = sorted((row for row in table.rows if row[0] == objective), key=lambda row: number(row[1]))
+        same, each = [row for row in rows if row[2] == "256"], [row for row in rows if row[1] == row[2]]
+        for line, chosen, batch in (("-", same, "256 sequences"), ("--", each, "a sequence on each device")):
+            for name, colour, mark in zip(("operations", "moved"), LINES, MARKS, strict=False):
+                values = [number(row[table.header.index(name)]) for row in chosen]
+                devices = [number(row[1]) for row in chosen]
+                axis.plot(devices, values, f"{mark}{line}", color=colour, markersize=5, label=f"{name}, {batch}")
+        axis.set(xlabel="devices", title=f"{objective}, Llama-3.1-8B", yscale="log")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([4, 16, 64, 256], ["4", "16", "64", "256"])
+        plain(axis)
+    figure.axes[0].set_ylabel("milliseconds, at the least")
+    legend(figure.axes[1])
+    return figure
+
+
 def operators(shown: list[Table]):
     """Time of losses relative to optax, per task: the first table of the page."""
     (table,) = shown
@@ -333,6 +386,7 @@ STUDIES = "docs/studies.md"
 FIGURES: dict[str, tuple[str, Callable[[Table], bool], Callable[[list[Table]], Any]]] = {
     "data": ("docs/guides/data.md", lambda table: table.header[0] == "fit tokens", learning_curve),
     "smoothing": (STUDIES, lambda table: table.header[0] == "trained on", smoothing),
+    "vocabulary": (STUDIES, lambda table: table.header[:3] == ["V", "D", "β"], vocabulary),
     "losses": (STUDIES, _study("Which loss"), _rows),
     "alpha": (STUDIES, _in("How much does the weight"), alpha),
     "pooling": (STUDIES, _study("A temperature for each token"), _rows),
@@ -348,6 +402,7 @@ FIGURES: dict[str, tuple[str, Callable[[Table], bool], Callable[[list[Table]], A
     "layers": ("docs/layers.md", lambda table: table.header[0] == "layer", layer_curves),
     "tasks": ("docs/benchmarks.md", lambda table: table.header[0] == "task", tasks),
     "evaluation": ("eval/RESULTS.md", lambda table: table.header[0] == "job", costs),
+    "scaling": ("docs/plan.md", lambda table: "operations' part if nothing is hidden" in table.header, scaling),
     "operators": ("kernels/RESULTS.md", lambda table: "optax" in table.header and "tokamax" in table.header, operators),
 }
 """Name of a file -> its page, the tables of the page that it shows, and how it is drawn."""

@@ -45,7 +45,7 @@ from calibjax.train.options import AtsOptions
 from calibjax.train.sft import SftOptions
 
 DEVICES = 8
-MESH, OTHER_MESH = (1, 2, 4), (2, 4, 1)
+MESH, OTHER_MESH = (1, 2, 4), (1, 4, 2)
 """Devices along data, fsdp and tensor: of all steps, and of the run that is resumed."""
 NEW_TOKENS = 8
 STEPS = ("train ats", "eval tasks", "compare", "train sft", "generate")
@@ -63,6 +63,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 131_072,
         "rope_theta": 500_000.0,
+    },
+    "llama2": {  # Llama-2-7B; 4 layers are 1.07 billion parameters
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32_000,
+        "hidden_size": 4_096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4_096,
+        "rope_theta": 10_000.0,
     },
     "olmoe": {  # OLMoE-1B-7B has 16 layers, 0.42 billion parameters each; 3 layers are 1.5 billion
         "model_type": "olmoe",
@@ -101,7 +114,7 @@ class Rehearsal:
 
     assets: Path
     out: Path
-    model: Literal["llama", "olmoe"] = "llama"
+    model: Literal["llama", "llama2", "olmoe"] = "llama"
     layers: int | None = None
     steps: tuple[str, ...] = (*STEPS, "resume", "cache")
     seq_len: int = 32
@@ -131,7 +144,7 @@ def command(run: Rehearsal, step: str, model: Path, out: Path) -> list[str]:
         case "train sft":
             adapters = ["--lora-rank", "16", "--lora-targets", run.lora_targets]
             adapters += ["--validation-fraction", "0.2"]
-            return [*of, *data, *batch, *adapters, "--epochs", "1", "--checkpoint-every", "1", *end]
+            return [*of, *data, *batch, *adapters, "--epochs", "2", "--checkpoint-every", "1", *end]
         case "eval tasks":
             tasks = ["--assets", str(run.assets), "--tasks", "arc_easy", "--limit", "8", "--max-length", "96"]
             return [*of, *tasks, *batch, *head, *end]
@@ -199,12 +212,12 @@ def planned(run: Rehearsal, step: str) -> dict[str, int]:
 
 
 def watch(arguments: Sequence[Sequence[str]], log: Path, kill_when: Path | None = None) -> dict[str, Any]:
-    """Runs processes until they end, or kills them all as soon as there is something in the directory `kill_when`.
+    """Runs processes until they end, or kills them all as soon as there is a checkpoint in `kill_when`.
 
     Args:
         arguments: command line of each process.
         log: of the output of process i, with the suffix `.i.txt`.
-        kill_when: a directory.
+        kill_when: a directory of checkpoints, named after their steps once they are complete.
 
     Returns:
         exit codes, seconds, CPU seconds of all processes, and the peak of each in bytes.
@@ -220,7 +233,7 @@ def watch(arguments: Sequence[Sequence[str]], log: Path, kill_when: Path | None 
     peaks = [0] * len(running)
     while any(process.poll() is None for process in running):
         peaks = [max(peak, _allocated(process.pid)) for peak, process in zip(peaks, running, strict=True)]
-        if kill_when is not None and kill_when.exists() and any(kill_when.iterdir()):
+        if kill_when is not None and kill_when.exists() and any(file.name.isdigit() for file in kill_when.iterdir()):
             for process in running:
                 process.send_signal(signal.SIGKILL)
         time.sleep(0.02)
@@ -283,8 +296,10 @@ def run_resume(run: Rehearsal) -> dict[str, Any]:
     """
     whole, out = run.out / "1-processes/train sft", _fresh(run.out / "resume/train sft")
     line = command(run, "train sft", run.out / "model", out)
-    killed = watch(in_processes(line, 1), out.with_name("killed"), kill_when=out / "checkpoints")
+    killed = watch(in_processes(line, 1), out.with_name("killed"), kill_when=out / "fit/checkpoints")
     line[line.index("--mesh") + 1] = _mesh(OTHER_MESH)
+    if not all(killed["codes"]):
+        raise RuntimeError(f"`train sft` ended before it could be killed; see {out.with_name('killed')}.0.txt")
     found = _checked(watch(in_processes(line, 2), out.with_name("resumed")), out.with_name("resumed"))
     before, after = (load_model(each / "model").params for each in (whole, out))
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)

@@ -17,20 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.lora import LoraConfig, adapters_of
 from calibjax.nn.blocks import (
     Block,
-    KeysValues,
+    Past,
     SequenceContext,
     choose_context,
     make_norm,
     segment_positions,
     sequence_context,
 )
-from calibjax.nn.kv_cache import Cache, fill, reserve
+from calibjax.nn.kv_cache import Cache, fill, hold, reserve
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import constrain_batch, lookup
 
@@ -45,8 +45,8 @@ class Decoder(nn.Module):
     """A transformer decoder up to its final norm. The parameters of the blocks are stacked along a first axis L.
 
     Most callers use the functions below. Called on tokens with their segment ids and positions, the module returns
-    hidden states as `hidden_states` does. With a cache in which `reserve` has reserved columns for the tokens, it also
-    returns their keys and values in all layers.
+    hidden states as `hidden_states` does. With a cache in which `reserve` has reserved columns for the tokens, or to
+    `keep` them, it also returns their keys and values in all layers.
 
     Args:
         config: configuration of the decoder.
@@ -70,8 +70,10 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         condition: Float[Array, "B D"] | None = None,
         edit: Float[Array, "L D"] | None = None,
+        keep: bool = False,
+        common: Bool[Array, "B T"] | None = None,
     ) -> Any:
-        cfg = self.config
+        cfg, keep = self.config, keep or cache is not None
         hidden = self._lookup("embedding", cfg.vocab_size, tokens)
         if condition is not None:
             hidden = hidden + condition[:, None, :].astype(self.dtype)
@@ -81,11 +83,11 @@ class Decoder(nn.Module):
             hidden = hidden * jnp.asarray(cfg.embedding_scale, self.dtype)
 
         def step(
-            block: Block, hidden: Array, layer: tuple[Array, KeysValues | None, Array | None], contexts: _Contexts
+            block: Block, hidden: Array, layer: tuple[Array, Past | None, Array | None], contexts: _Contexts
         ) -> tuple[Array, Any]:
             local, past, added = layer
-            if past is not None:
-                hidden, new = block(hidden, _choose(local, contexts), past)
+            if keep:
+                hidden, new = block(hidden, _choose(local, contexts), past, keep)
                 return constrain_batch(hidden), new
             hidden = constrain_batch(block(hidden, _choose(local, contexts)))
             if added is not None:
@@ -102,9 +104,9 @@ class Decoder(nn.Module):
             length=cfg.num_layers,
         )
         local = jnp.asarray(cfg.local_layers or (False,) * cfg.num_layers)
-        contexts = _layer_contexts(cfg, positions, segment_ids, None if cache is None else cache.length)
+        contexts = _layer_contexts(cfg, positions, segment_ids, None if cache is None else cache.length, common)
         hidden = constrain_batch(hidden)
-        past = None if cache is None else (cache.keys, cache.values)
+        past = None if cache is None else cache.past
         blocks = Block(cfg, self.dtype, self.param_dtype, name="layers")
         last, outputs = scan(blocks, hidden, (local, past, edit), contexts)
         last = _limited(cfg, make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last))
@@ -113,7 +115,7 @@ class Decoder(nn.Module):
             self.param("unembedding", nn.initializers.normal(0.02), (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
         if cfg.unembedding_bias:
             self.param("unembedding_bias", nn.initializers.zeros, (cfg.vocab_size,), self.param_dtype)
-        if cache is not None:
+        if keep:
             return last, outputs
         if outputs is None:
             return last
@@ -140,6 +142,7 @@ def hidden_states(
     lora: LoraConfig | None = None,
     condition: Float[Array, "B D"] | None = None,
     edit: Float[Array, "L D"] | None = None,
+    common: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "*L B T D"]:
     """Runs the decoder on tokens up to the final norm, without logits.
 
@@ -160,14 +163,17 @@ def hidden_states(
         condition: vector added to the embeddings of a row's tokens, `[B, D]`.
         edit: vectors added to the residual stream of every token after each block, `[L, D]`. `None` equals zeros, at no
             cost.
+        common: tokens that those of all later segments of their row attend to too, `[B, T]`; with `positions` that
+            continue theirs, several continuations of one context are computed in one row. Not with windows.
 
     Returns:
         `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"` and `"residual"`, in `dtype`.
 
     Raises:
-        UserError: if shapes differ, tokens are not integers, or T is larger than `config.max_positions`.
+        UserError: if shapes differ, tokens are not integers, T is larger than `config.max_positions`, or `common` is
+            given without `segment_ids` or for a model with windows.
     """
-    _check_inputs(config, tokens, segment_ids, positions, layers, edit)
+    _check_inputs(config, tokens, segment_ids, positions, layers, edit, common)
     module = Decoder(config, dtype, remat=remat)
     module = module if lora is None else lora.adapt(module)
     if positions is None:
@@ -177,7 +183,7 @@ def hidden_states(
             positions = segment_positions(segment_ids)
     with _matmul_precision(dtype):
         hidden = module.apply(
-            {"params": params}, tokens, segment_ids, positions, layers, condition=condition, edit=edit
+            {"params": params}, tokens, segment_ids, positions, layers, condition=condition, edit=edit, common=common
         )
     return cast(Array, hidden)
 
@@ -186,33 +192,37 @@ def extend(
     config: DecoderConfig,
     params: Params,
     tokens: Int[Array, "B T"],
-    cache: Cache,
+    cache: Cache | None,
     *,
     segment_ids: Int[Array, "B T"],
     dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Runs the decoder on the tokens that follow those in a cache.
+    """Runs the decoder on the tokens that follow those in a cache, or on the first ones.
 
-    The result equals that of `hidden_states` on all tokens at once. Attention is over all S columns of the cache; empty
+    The result equals that of `hidden_states` on all tokens at once. Attention is over all columns of the cache; empty
     columns are masked.
 
     Args:
         config: configuration of the decoder; static under `jax.jit`.
         params: parameters of the decoder.
         tokens: token ids in `[0, V)`, `[B, T]`.
-        cache: cache of the tokens before, with T free columns; `calibjax.nn.kv_cache.empty_cache` makes the first.
+        cache: cache of the tokens before, with T free columns (`calibjax.nn.kv_cache.fork` adds them), or None.
         segment_ids: segment of its row that each token continues or begins, `[B, T]`; 0 is padding.
         dtype: compute dtype, equal to that of the cache.
 
     Returns:
         Hidden states after the final norm, `[B, T, D]`, and the cache with these tokens.
     """
-    cache, positions = reserve(cache, segment_ids)
+    if cache is None:
+        seen, positions = segment_ids, segment_positions(segment_ids)
+    else:
+        cache, positions = reserve(cache, segment_ids)
+        seen = cache.segment_ids
     with _matmul_precision(dtype):
         module = Decoder(config, dtype)
-        out: Any = module.apply({"params": params}, tokens, cache.segment_ids, positions, cache=cache)
+        out: Any = module.apply({"params": params}, tokens, seen, positions, cache=cache, keep=True)
     hidden, new = out
-    return hidden, fill(cache, new)
+    return hidden, hold(new, segment_ids) if cache is None else fill(cache, new)
 
 
 def final_norm(
@@ -321,16 +331,17 @@ def _shapes(config: DecoderConfig, dtype: np.dtype) -> tuple[list[jax.ShapeDtype
 
 
 def _layer_contexts(
-    config: DecoderConfig, positions: Array, segment_ids: Array | None, start: Array | None
+    config: DecoderConfig, positions: Array, segment_ids: Array | None, start: Array | None, common: Array | None
 ) -> _Contexts:
     """One context if all layers are of one kind, else those of global and of local layers."""
-    unlimited = sequence_context(config, positions, segment_ids, start=start)
+    unlimited = sequence_context(config, positions, segment_ids, start=start, common=common)
     if not any(config.local_layers):
         return (unlimited,)
     length = positions.shape[1] if segment_ids is None else segment_ids.shape[1]
     window = config.window if config.window is not None and config.window < length else None
     rope = config.rope if config.local_rope is None else config.local_rope
-    local = sequence_context(dataclasses.replace(config, rope=rope), positions, segment_ids, window=window, start=start)
+    own_rope = dataclasses.replace(config, rope=rope)
+    local = sequence_context(own_rope, positions, segment_ids, window=window, start=start, common=common)
     return (local,) if all(config.local_layers) else (unlimited, local)
 
 
@@ -350,12 +361,15 @@ def _check_inputs(
     positions: Array | None,
     layers: str,
     edit: Array | None,
+    common: Array | None,
 ) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
-    for name, value in (("segment_ids", segment_ids), ("positions", positions)):
+    for name, value in (("segment_ids", segment_ids), ("positions", positions), ("common", common)):
         if value is not None and value.shape != tokens.shape:
             raise UserError(f"{name}: expected the tokens' shape {list(tokens.shape)}, got {list(value.shape)}.")
+    if common is not None and (segment_ids is None or any(config.local_layers)):
+        raise UserError("common: expected None without segment_ids, and for a model with attention windows.")
     if tokens.shape[1] > config.max_positions:
         raise UserError(
             f"tokens: expected at most {config.max_positions} positions for this model, got {tokens.shape[1]}; "

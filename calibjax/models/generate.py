@@ -22,7 +22,7 @@ from calibjax.models.calibrated import check_base
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, freeze
 from calibjax.models.model import LanguageModel
-from calibjax.nn.kv_cache import Cache, empty_cache
+from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.errors import LARGEST_SIZE, UserError
 from calibjax.runtime.files import read_json
 
@@ -79,7 +79,7 @@ class Sampling:
             confidence and not the text.
         key: key of `jax.random`, required if `temperature` is above 0. The samples of a prompt depend only on the key,
             its number and its text.
-        count: samples of each prompt, K; each prompt is processed once, and its cache is copied for them.
+        count: samples of each prompt, K; each prompt is processed once, and its keys and values are stored once.
         numbers: a number of each prompt, folded into the key; None: its index. With numbers of their own, prompts have
             the same samples in whatever batch they are.
 
@@ -121,13 +121,12 @@ class Sampling:
 
 
 class _State(NamedTuple):
-    """State of the loop: the number of tokens, the rows that have ended, the tokens, and both caches."""
+    """State of the loop: the number of tokens, the rows that have ended, the tokens, and the caches of `_run`."""
 
     count: Int[Array, ""]
     done: Bool[Array, " B"]
     generated: Generation
-    cache: Cache
-    head_cache: Cache | None
+    caches: tuple[Cache, ...]
 
 
 def sampling_logits(
@@ -208,7 +207,7 @@ class DecodingInputs(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def decode_batch(program: DecodingProgram, inputs: DecodingInputs) -> Generation:
     """Processes the prompts, then adds a token to every row in a loop; rows B·K of the result as in `generate`."""
-    rows, width = inputs.tokens.shape
+    rows = len(inputs.tokens)
     unembedding = inputs.frozen.unembedding.astype(program.dtype)
     row_keys = jax.vmap(lambda number: jax.random.fold_in(inputs.key, number))(inputs.numbers)
     if program.count > 1:
@@ -217,17 +216,17 @@ def decode_batch(program: DecodingProgram, inputs: DecodingInputs) -> Generation
 
     def step(state: _State) -> _State:
         last = jax.lax.dynamic_slice_in_dim(state.generated.tokens, state.count - 1, 1, axis=1)
-        logits, log_scale, cache, head_cache = _run(
-            program, inputs, unembedding, jnp.maximum(last, 0), (last >= 0).astype(jnp.int32), state
-        )
-        state = state._replace(cache=cache, head_cache=head_cache)
-        return _choose(program, inputs, row_keys, logits, log_scale, state)
+        segment_ids = (last >= 0).astype(jnp.int32)
+        logits, log_scale, caches = _run(program, inputs, unembedding, jnp.maximum(last, 0), segment_ids, state.caches)
+        return _choose(program, inputs, row_keys, logits, log_scale, state._replace(caches=caches))
 
     def unfinished(state: _State) -> Array:
         return (state.count < program.max_new_tokens) & ~jnp.all(state.done)
 
-    columns = width + program.max_new_tokens - 1  # the last token needs no forward pass
-    config, shape = program.config, (rows * program.count, program.max_new_tokens)
+    logits, log_scale, caches = _run(program, inputs, unembedding, inputs.tokens, inputs.segment_ids)
+    logits, log_scale = (jnp.repeat(x, program.count, axis=0) for x in (logits, log_scale))
+    columns = max(program.max_new_tokens - 1, 1)  # the last token needs no forward pass
+    shape = (rows * program.count, program.max_new_tokens)
     nothing = Generation(
         jnp.full(shape, -1, jnp.int32),
         jnp.zeros(shape),
@@ -236,24 +235,10 @@ def decode_batch(program: DecodingProgram, inputs: DecodingInputs) -> Generation
         jnp.zeros(shape, bool),
     )
     state = _State(
-        jnp.int32(0),
-        jnp.zeros(rows * program.count, bool),
-        nothing,
-        empty_cache(config, rows, columns, layers=config.num_layers, dtype=program.dtype),
-        program.head.empty_cache(rows, columns),
+        jnp.int32(0), jnp.zeros(shape[0], bool), nothing, tuple(fork(x, program.count, columns) for x in caches)
     )
-    logits, log_scale, cache, head_cache = _run(program, inputs, unembedding, inputs.tokens, inputs.segment_ids, state)
-    logits, log_scale = (jnp.repeat(x, program.count, axis=0) for x in (logits, log_scale))
-    cache, head_cache = (None if x is None else _repeated(x, program.count) for x in (cache, head_cache))
-    state = state._replace(cache=cache, head_cache=head_cache)
     start = _choose(program, inputs, row_keys, logits, log_scale, state)
     return jax.lax.while_loop(unfinished, step, start).generated
-
-
-def _repeated(cache: Cache, count: int) -> Cache:
-    """Each row of a cache `count` times."""
-    keys, values = (jnp.repeat(x, count, axis=x.ndim - 4) for x in (cache.keys, cache.values))
-    return cache._replace(keys=keys, values=values, segment_ids=jnp.repeat(cache.segment_ids, count, axis=0))
 
 
 def _run(
@@ -262,25 +247,28 @@ def _run(
     unembedding: Float[Array, "V D"],
     tokens: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
-    state: _State,
-) -> tuple[Float[Array, "B V"], Float[Array, " B"], Cache, Cache | None]:
-    """Runs model and head on the caches of `state`; returns the last column's logits and log_scale, and the caches."""
+    caches: tuple[Cache, ...] = (),
+) -> tuple[Float[Array, "B V"], Float[Array, " B"], tuple[Cache, ...]]:
+    """Runs model and head on tokens that begin their rows, or follow those in the caches of the model and of the head.
+
+    Returns the last column's logits and log_scale, and the caches; there is one of the head if it attends.
+    """
     config, head, frozen = program.config, program.head, inputs.frozen
     assert frozen.params is not None
-    hidden, cache = decoder.extend(
-        config, frozen.params, tokens, state.cache, segment_ids=segment_ids, dtype=program.dtype
-    )
+    cache, *of_head = caches or (None, None)
+    hidden, cache = decoder.extend(config, frozen.params, tokens, cache, segment_ids=segment_ids, dtype=program.dtype)
     features = head_features(
         head.features, hidden, unembedding, covariance=frozen.covariance, bias=frozen.bias, softcap=config.logit_softcap
     )
     apply: Any = functools.partial(head.build().apply, {"params": inputs.head_params})
-    head_cache = state.head_cache
-    if head_cache is None:
-        log_scale = apply(features)
+    caches = (cache,)
+    if head.attends:
+        log_scale, new = apply(features, segment_ids=segment_ids, cache=of_head[0], keep=True)
+        caches = (cache, new)
     else:
-        log_scale, head_cache = apply(features, segment_ids=segment_ids, cache=head_cache)
+        log_scale = apply(features)
     logits = decoder.unembed(config, frozen.params, hidden[:, -1])
-    return logits, log_scale[:, -1] + inputs.log_factor, cache, head_cache
+    return logits, log_scale[:, -1] + inputs.log_factor, caches
 
 
 def _choose(
@@ -294,15 +282,15 @@ def _choose(
     """Adds a token to every row that has not ended."""
     calibrated = jnp.exp(log_scale)[:, None] * logits
     if inputs.temperature is None:
-        token = jnp.argmax(logits, axis=-1)
+        token = _first_largest(logits)
     else:
         drawn_from = sampling_logits(
             calibrated if program.sample_calibrated else logits, inputs.temperature, program.top_k, inputs.top_p
         )
         # Samples of a row do not depend on the other rows.
         keys = jax.vmap(lambda key: jax.random.fold_in(key, state.count))(row_keys)
-        token = jax.vmap(jax.random.categorical)(keys, drawn_from)
-    token = token.astype(jnp.int32)
+        # As jax.random.categorical.
+        token = _first_largest(drawn_from + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys))
 
     def log_prob(z: Array) -> Array:
         return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
@@ -322,6 +310,13 @@ def _choose(
     )
     done = state.done | jnp.any(token[:, None] == inputs.stop_tokens[None, :], axis=-1)
     return state._replace(count=state.count + 1, done=done, generated=generated)
+
+
+def _first_largest(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """`jnp.argmax(x, axis=-1)`, in two passes that XLA's CPU compiler vectorizes, unlike that one."""
+    index = jnp.arange(x.shape[-1], dtype=jnp.int32)[None]
+    largest = jnp.max(x, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(x < largest, x.shape[-1], index), axis=-1)
 
 
 def generate(

@@ -21,7 +21,7 @@ from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import new_directory, write_file
 
-_SHARD_BYTES = 5 * 10**9
+_SHARD_BYTES = 2 * 10**9
 _COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 DESCRIPTION = "calibjax.json"
 """Description file of an Orbax checkpoint, see `orbax_checkpoint.save_checkpoint`."""
@@ -40,7 +40,7 @@ def save_model(
 ) -> None:
     """Writes a model that transformers and `load_model` can read.
 
-    Tensors are fetched from the devices one at a time; the host holds the tensors of one file. The files are written
+    Tensors are fetched from the devices one at a time; the first process holds those of one file. The files are written
     to a temporary directory that is renamed to `directory` when it is complete. All processes of a job must call this;
     the first one writes.
 
@@ -78,7 +78,11 @@ def save_model(
         for number, tensors in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             weight_map |= {name: file for _, name, _ in tensors}
-            values = {name: _assemble(rule, rule.layout(config), index, leaves, dtype) for rule, name, index in tensors}
+            values = {}
+            for rule, name, index in tensors:
+                value = _assemble(rule, rule.layout(config), index, leaves, dtype)
+                if is_first():
+                    values[name] = value
             if is_first():
                 save_file(values, fresh / file, metadata={"format": "pt"})
         if len(files) > 1 and is_first():

@@ -2,22 +2,28 @@
 
 import dataclasses
 import functools
-from typing import Literal
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import export
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.platforms import platform
 from calibjax.nn import splash_attention as splash
 
+_BLOCKS = 16  # at most, because each is compiled; of 64 tokens or more, whose logits stay in a CPU's cache
+
 cudnn_attention = jax.make_user_context(False)
 """`with cudnn_attention(True):` makes GPU programs traced within use cuDNN's attention; see `attend`."""
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("segment_ids", "start", "kind"), meta_fields=("windows",)
+    jax.tree_util.register_dataclass, data_fields=("segment_ids", "start", "kind", "common"), meta_fields=("windows",)
 )
 @dataclasses.dataclass(frozen=True)
 class Visible:
@@ -30,12 +36,14 @@ class Visible:
         windows: window sizes, one per kind of layer. A token attends to itself and the `window - 1` columns before it.
             None: all before it.
         kind: index into `windows`, known at run time; None if there is one window.
+        common: columns that the tokens of all later segments see too, `[B, S]`; or None. Windows count columns.
     """
 
     segment_ids: Int[Array, "B S"] | None = None
     start: Int[Array, ""] | None = None
     windows: tuple[int | None, ...] = (None,)
     kind: Int[Array, ""] | None = None
+    common: Bool[Array, "B S"] | None = None
 
     def mask(self, time: int, columns: int) -> Bool[Array, "#B 1 T S"] | None:
         """Mask as an array; None for a plain causal mask."""
@@ -52,14 +60,15 @@ class Visible:
             own = self.segment_ids
             if self.start is not None:
                 own = jax.lax.dynamic_slice_in_dim(own, self.start, time, axis=1)
-            seen = seen & (own[:, :, None] == self.segment_ids[:, None, :])
+            same = own[:, :, None] == self.segment_ids[:, None, :]
+            seen = seen & (same if self.common is None else same | self.common[:, None, :])
         return seen[:, None]
 
 
 def attend(
     query: Float[Array, "B T H K"],
-    key: Float[Array, "B S N K"],
-    value: Float[Array, "B S N K"],
+    key: Float[Array, "B T N K"],
+    value: Float[Array, "B T N K"],
     visible: Visible,
     *,
     scale: float,
@@ -69,17 +78,17 @@ def attend(
     """Grouped-query attention: `softmax(softcap(scale * query key^T))` over visible columns, times `value`.
 
     Logits and softmax are float32. The implementation is chosen while tracing, by the target platform
-    (`platforms.platform`) and by shapes: `splash` on TPUs if it supports the shapes; otherwise matrix products on CPUs
-    and with a soft-cap or sinks; otherwise `jax.nn.dot_product_attention`. The last two store the logits
-    `[B, H, T, S]`. If `cudnn_attention` is set, cuDNN is used where it supports the inputs (bfloat16 or
-    float16, at most 128 channels per head, a multiple of 8, whole sequences with an even number of tokens). It stores
-    no logits, but its backward pass has no fixed order of sums unless XLA's flag `--xla_gpu_deterministic_ops` is
-    set.
+    (`platforms.platform`) and by shapes: `splash` on TPUs if it supports the shapes; otherwise matrix products, by
+    blocks of tokens, on CPUs and with a soft-cap, sinks or common columns; otherwise `jax.nn.dot_product_attention`,
+    which stores the logits `[B, H, T, T]`. If `cudnn_attention` is set, cuDNN is used where it supports the inputs
+    (bfloat16 or float16, at most 128 channels per head, a multiple of 8, whole sequences with an even number of
+    tokens). It stores no logits, but its backward pass has no fixed order of sums unless XLA's flag
+    `--xla_gpu_deterministic_ops` is set.
 
     Args:
         query: `[B, T, H, K]`.
-        key, value: `[B, S, N, K]`; N divides H.
-        visible: mask of columns.
+        key, value: `[B, T, N, K]`; N divides H.
+        visible: mask, without `start`.
         scale: factor on the logits.
         softcap: c of `c * tanh(logits / c)`, or None.
         sinks: for each head, the logit of a further column whose value is zero, or None.
@@ -88,12 +97,27 @@ def attend(
         `[B, T, H, K]`, in the dtype of `value`.
     """
     name = platform().name
-    if name == "tpu" and visible.start is None and splash.suits(query, key):
+    if name == "tpu" and visible.common is None and splash.suits(query, key):
         arguments = (visible.segment_ids, visible.windows, visible.kind)
         return splash.attend(query, key, value, *arguments, scale=scale, softcap=softcap, sinks=sinks)
     mask = visible.mask(query.shape[1], key.shape[1])
-    if name == "cpu" or softcap is not None or sinks is not None:
-        return _by_products(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
+    if name == "cpu" or softcap is not None or sinks is not None or visible.common is not None:
+        groups = query.shape[2] // key.shape[2]
+        key, value = (jnp.repeat(jnp.moveaxis(x, 1, 2), groups, axis=1) for x in (key, value))
+        mask = jnp.tri(query.shape[1], dtype=bool)[None, None] if mask is None else mask
+
+        def block(start: Any, end: Any) -> Array:
+            """Of tokens that see no column from `end` on."""
+            past = key[:, :, :end], value[:, :, :end]
+            seen = mask[:, :, start:end, :end]
+            return attend_by_products(query[:, start:end], [past], seen, scale=scale, softcap=softcap, sinks=sinks)
+
+        time = query.shape[1]
+        if export.is_symbolic_dim(time):
+            return block(0, time)
+        rows = 64 * -(-time // (64 * _BLOCKS))
+        ends = itertools.pairwise([*range(0, time, rows), time])
+        return jnp.concatenate([block(*pair) for pair in ends], axis=1)
     # JAX's attention promotes dtypes internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
@@ -119,29 +143,52 @@ def _of_library(name: str, query: Array, key: Array) -> Literal["xla", "cudnn"]:
     return "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
 
 
-def _by_products(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array | None,
+def attend_by_products(
+    query: Float[Array, "B T H K"],
+    past: Sequence[tuple[Float[Array, "A N S K"], Float[Array, "A N S K"]]],
+    mask: Bool[Array, "#B 1 T S"],
     *,
     scale: float,
-    softcap: float | None,
-    sinks: Array | None = None,
-) -> Array:
-    """Dense attention with the head axis before time, for CPUs, and for soft-caps and sinks, which JAX's lacks.
+    softcap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+) -> Float[Array, "B T H K"]:
+    """`attend` by matrix products, to keys and values with their heads before time, as a cache has them.
 
-    With this order of axes, XLA's products on CPUs need no transposes, and gradients are much faster; an axis of groups
-    beside that of heads would make them slower by a third.
+    With this order of axes, XLA's products need no transposes, and gradients on CPUs are much faster. The heads and
+    the rows of single tokens that share keys are rows of one product; for more tokens, products with keys that are
+    repeated for each head are faster.
+
+    Args:
+        query: `[B, T, H, K]`.
+        past: keys and values `[A, N, S, K]` of consecutive columns; each row is that of B / A consecutive queries.
+        mask: of all columns.
+        scale, softcap, sinks: as in `attend`.
+
+    Returns:
+        `[B, T, H, K]`, in the dtype of the values.
     """
-    time, groups = query.shape[1], query.shape[2] // key.shape[2]
-    query, key, value = (jnp.moveaxis(x, 1, 2) for x in (query, key, value))
-    if groups > 1:
-        key, value = (jnp.repeat(x, groups, axis=1) for x in (key, value))
+    batch, time, heads, _ = query.shape
+    if time != 1:
+        groups = heads // past[0][0].shape[1]
+        past = [(jnp.repeat(key, groups, axis=1), jnp.repeat(value, groups, axis=1)) for key, value in past]
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    logits = product(query, jnp.swapaxes(key, -1, -2)) * scale
+    query = jnp.moveaxis(query, 1, 2)
+
+    def gather(x: Array, like: Array) -> Array:
+        """`[B, H, T, C]` as `[A, N, B / A * H / N * T, C]`."""
+        rows, shared = like.shape[:2]
+        x = x.reshape(rows, batch // rows, shared, heads // shared * time, -1)
+        return jnp.moveaxis(x, 2, 1).reshape(rows, shared, -1, x.shape[-1])
+
+    def scatter(x: Array) -> Array:
+        """The inverse of `gather`."""
+        rows, shared, _, columns = x.shape
+        x = x.reshape(rows, shared, batch // rows, heads // shared * time, columns)
+        return jnp.moveaxis(x, 1, 2).reshape(batch, heads, time, columns)
+
+    parts = [scatter(product(gather(query, key), jnp.swapaxes(key, -1, -2))) for key, _ in past]
+    logits = jnp.concatenate(parts, axis=-1) * scale
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-    mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
     logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
     highest = jnp.max(logits, axis=-1, keepdims=True)
     if sinks is not None:
@@ -152,6 +199,8 @@ def _by_products(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - highest)
+    dtype = past[0][1].dtype
+    split = jnp.split(weights.astype(dtype), np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
+    mixed = sum(scatter(product(gather(part, value), value)) for part, (_, value) in zip(split, past, strict=True))
     # Normalised after the product: a pass over [T, K] instead of [T, T], forward and backward.
-    mixed = product(weights.astype(value.dtype), value) / total
-    return jnp.moveaxis(mixed.astype(value.dtype), 2, 1)
+    return jnp.moveaxis((mixed / total).astype(dtype), 2, 1)

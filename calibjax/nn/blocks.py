@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.nn.attention import Visible, attend
+from calibjax.nn.attention import Visible, attend, attend_by_products
 from calibjax.nn.experts import Experts, Mixture
 from calibjax.runtime.errors import UserError, check_fields
 
@@ -200,8 +200,11 @@ class SequenceContext(NamedTuple):
     visible: Visible
 
 
-KeysValues = tuple[Float[Array, "*L B S K H"], Float[Array, "*L B S K H"]]
+KeysValues = tuple[Float[Array, "*L B K S H"], Float[Array, "*L B K S H"]]
 """Keys (rotated) and values of S tokens, with K heads of width H, of all layers or of one."""
+
+Past = tuple[KeysValues, ...]
+"""Keys and values of columns that rows may share, if there are any, and of those that new tokens are inserted in."""
 
 
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -220,6 +223,7 @@ def sequence_context(
     *,
     window: int | None = None,
     start: Int[Array, ""] | None = None,
+    common: Bool[Array, "B S"] | None = None,
 ) -> SequenceContext:
     """Computes the rotary table and the attention mask of a batch.
 
@@ -232,12 +236,13 @@ def sequence_context(
         window: a token attends to itself and to the `window - 1` tokens before it. `None`: all before it.
         start: the tokens are at columns `start` to `start + T` of S, and the blocks get the keys and values of earlier
             columns. `None`: the columns are the tokens.
+        common: see `Visible`.
 
     Returns:
         The context that `Block` and `Attention` take.
     """
     rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
-    return SequenceContext(rotary, Visible(segment_ids, start, (window,)))
+    return SequenceContext(rotary, Visible(segment_ids, start, (window,), common=common))
 
 
 def choose_context(index: Int[Array, ""], first: SequenceContext, second: SequenceContext) -> SequenceContext:
@@ -379,8 +384,8 @@ def make_norm(config: BlockConfig, dtype: DTypeLike, param_dtype: DTypeLike, nam
 class Attention(nn.Module):
     """Causal grouped-query attention; logits and softmax are float32 for any `dtype`.
 
-    Returns the output, and the keys and values of the tokens. With `past`, keys and values of S columns, those of the
-    tokens are inserted from column `context.visible.start` on.
+    Returns the output, and the keys and values of the tokens. With `past` they are inserted from column
+    `context.visible.start` on.
     """
 
     config: BlockConfig
@@ -390,7 +395,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, hidden: Float[Array, "B T D"], context: SequenceContext, past: KeysValues | None = None
+        self, hidden: Float[Array, "B T D"], context: SequenceContext, past: Past | None = None
     ) -> tuple[Float[Array, "B T D"], KeysValues]:
         cfg = self.config
 
@@ -418,18 +423,23 @@ class Attention(nn.Module):
         if context.rotary is not None:
             interleaved = cfg.rope is not None and cfg.rope.interleaved
             query, key = (rotate(x, context.rotary, interleaved) for x in (query, key))
-        new = (key, value)
-        if past is not None:
-            start = context.visible.start
-            assert start is not None, "`past` requires a context with `start`"
-            key, value = (
-                jax.lax.dynamic_update_slice_in_dim(old, x, start, axis=1) for old, x in zip(past, new, strict=True)
-            )
         scale = cfg.head_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
         sinks = None
         if cfg.attention_sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), self.param_dtype)
-        mixed = attend(query, key, value, context.visible, scale=scale, softcap=cfg.attention_softcap, sinks=sinks)
+        how: Any = {"scale": scale, "softcap": cfg.attention_softcap, "sinks": sinks}
+        new = jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)
+        if past is None:
+            mixed = attend(query, key, value, context.visible, **how)
+        else:
+            *shared, own = past
+            start, columns = context.visible.start, [keys.shape[2] for keys, _ in past]
+            assert start is not None, "`past` requires a context with `start`"
+            start = start - sum(columns[:-1])
+            key, value = (jax.lax.dynamic_update_slice_in_dim(x, y, start, 2) for x, y in zip(own, new, strict=True))
+            mask = context.visible.mask(hidden.shape[1], sum(columns))
+            assert mask is not None
+            mixed = attend_by_products(query, [*shared, (key, value)], mask, **how)
         return dense(cfg.hidden_size, cfg.output_bias, "o")(mixed.reshape(*hidden.shape[:2], -1)), new
 
 
@@ -460,7 +470,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer block: by default pre-norm, `h += attention(norm(h))`, then `h += mlp(norm(h))`.
 
-    Called with `past`, keys and values of S columns, it also returns the keys and values of the tokens, which
+    Called with `past`, or to `keep` them, it also returns the keys and values of the tokens, which
     `calibjax.nn.kv_cache` stores.
 
     Args:
@@ -485,7 +495,9 @@ class Block(nn.Module):
     kernel_init: nn.initializers.Initializer = _kernel_init
 
     @nn.compact
-    def __call__(self, hidden: Float[Array, "B T D"], context: SequenceContext, past: KeysValues | None = None) -> Any:
+    def __call__(
+        self, hidden: Float[Array, "B T D"], context: SequenceContext, past: Past | None = None, keep: bool = False
+    ) -> Any:
         cfg, kinds = self.config, (self.dtype, self.param_dtype)
 
         def norm(x: Array, name: str, wanted: bool = True) -> Array:
@@ -512,4 +524,4 @@ class Block(nn.Module):
         else:
             hidden = add(hidden, norm(mixed, "attention_post_norm", after))
             hidden = add(hidden, norm(mlp(norm(hidden, "mlp_norm", before)), "mlp_post_norm", after))
-        return hidden if past is None else (hidden, new)
+        return (hidden, new) if keep or past is not None else hidden

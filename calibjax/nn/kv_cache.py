@@ -1,53 +1,52 @@
 """Key/value cache for incremental decoding.
 
-A cache is a pytree for pure functions: `reserve` assigns columns and positions to new tokens, the blocks compute their
-keys and values, `fill` stores them. Rows may be padded on the left, so that all rows grow by the same columns. As
-elsewhere, segment ids alone determine which columns a token attends to.
+A cache is a pytree for pure functions: `hold` makes it of the first tokens, `fork` adds free columns, and continues
+rows several times; `reserve` assigns columns and positions to new tokens, the blocks compute their keys and values,
+`fill` stores them. Rows may be padded on the left, so that all grow by the same columns. As elsewhere, segment ids
+alone determine which columns a token attends to.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from calibjax.nn.blocks import BlockConfig, KeysValues, segment_positions
+from calibjax.nn.blocks import KeysValues, Past, segment_positions
 from calibjax.runtime.sharding import constrain_cache
 
 
 class Cache(NamedTuple):
-    """Keys and values of S columns, of which the first `length` are filled.
+    """Keys and values of P + S columns, of which the first `length` are filled.
 
     Attributes:
-        keys, values: `[L, B, S, K, H]`, or `[B, S, K, H]` for a single block; keys are rotated.
+        keys, values: of the last S columns, `[L, B, K, S, H]`, or `[B, K, S, H]` for a single block; keys are rotated.
         segment_ids: segment of each column; 0 is padding.
         length: number of filled columns.
+        shared: keys and values of the first P columns, `[L, A, K, P, H]`, each for B / A consecutive rows; None if P is
+            0.
     """
 
-    keys: Float[Array, "*L B S K H"]
-    values: Float[Array, "*L B S K H"]
-    segment_ids: Int[Array, "B S"]
+    keys: Float[Array, "*L B K S H"]
+    values: Float[Array, "*L B K S H"]
+    segment_ids: Int[Array, "B P+S"]
     length: Int[Array, ""]
+    shared: KeysValues | None = None
+
+    @property
+    def past(self) -> Past:
+        """Keys and values as the blocks take them."""
+        own = self.keys, self.values
+        return (own,) if self.shared is None else (self.shared, own)
 
 
-def empty_cache(
-    config: BlockConfig, rows: int, columns: int, *, layers: int | None = None, dtype: DTypeLike = jnp.float32
-) -> Cache:
-    """Makes an empty cache.
+def hold(new: KeysValues, segment_ids: Int[Array, "B T"]) -> Cache:
+    """A full cache of the first T tokens, whose keys and values are `[L, B, K, T, H]`, or `[B, K, T, H]` of one block.
 
-    Args:
-        config: configuration of the blocks.
-        rows, columns: number of sequences B, and of tokens S per sequence including padding.
-        layers: number of blocks L; None for a single block, whose arrays have no layer axis.
-        dtype: compute dtype of the blocks.
-
-    Returns:
-        The cache; under a mesh (`jax.set_mesh`) rows and heads are sharded like the blocks' activations.
+    Under a mesh (`jax.set_mesh`) rows and heads are sharded like the blocks' activations.
     """
-    shape = (rows, columns, config.num_kv_heads, config.head_dim)
-    zeros = constrain_cache(jnp.zeros(shape if layers is None else (layers, *shape), dtype))
-    return Cache(zeros, zeros, jnp.zeros((rows, columns), jnp.int32), jnp.int32(0))
+    keys, values = map(constrain_cache, new)
+    return Cache(keys, values, segment_ids.astype(jnp.int32), jnp.int32(segment_ids.shape[1]))
 
 
 def reserve(cache: Cache, segment_ids: Int[Array, "B T"]) -> tuple[Cache, Int[Array, "B T"]]:
@@ -61,8 +60,19 @@ def reserve(cache: Cache, segment_ids: Int[Array, "B T"]) -> tuple[Cache, Int[Ar
 
 def fill(cache: Cache, new: KeysValues) -> Cache:
     """Stores the keys and values of the tokens in their reserved columns."""
+    start = cache.length - (cache.segment_ids.shape[1] - cache.keys.shape[-2])
     keys, values = (
-        constrain_cache(jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), cache.length, axis=old.ndim - 3))
+        constrain_cache(jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, axis=old.ndim - 2))
         for old, x in zip((cache.keys, cache.values), new, strict=True)
     )
-    return Cache(keys, values, cache.segment_ids, cache.length + new[0].shape[-3])
+    return cache._replace(keys=keys, values=values, length=cache.length + new[0].shape[-2])
+
+
+def fork(cache: Cache, count: int, columns: int) -> Cache:
+    """Continues every row of a full cache `count` times, by free columns; the rows share what it holds."""
+    assert cache.shared is None, "a cache is forked once"
+    rows = [*cache.keys.shape]
+    rows[-4:] = cache.keys.shape[-4] * count, cache.keys.shape[-3], columns, cache.keys.shape[-1]
+    free = constrain_cache(jnp.zeros(rows, cache.keys.dtype))
+    segment_ids = jnp.pad(jnp.repeat(cache.segment_ids, count, axis=0), ((0, 0), (0, columns)))
+    return Cache(free, free, segment_ids, cache.length, (cache.keys, cache.values))

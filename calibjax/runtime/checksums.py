@@ -36,10 +36,10 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 def unseal(sealed: Any) -> dict[str, Any]:
     """Returns the content of `seal`; raises `ValueError` if its checksum is missing or differs."""
     if not isinstance(sealed, dict) or "sha256" not in sealed:
-        raise ValueError("no checksums")
+        raise ValueError("no checksum")
     content = {key: value for key, value in sealed.items() if key != "sha256"}
     if json_digest(content) != sealed["sha256"]:
-        raise ValueError("the checksum of the checksums differs")
+        raise ValueError("its checksum differs")
     return content
 
 

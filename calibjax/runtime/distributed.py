@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from calibjax.runtime import signals
 from calibjax.runtime.errors import UserError
@@ -158,7 +158,23 @@ def to_host(tree: Any) -> Any:
 
     def whole(x: Any) -> Any:
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-            return multihost_utils.process_allgather(x, tiled=True)
+            return _gathered(x)
         return x
 
     return jax.device_get(jax.tree.map(whole, tree))
+
+
+def _gathered(x: jax.Array) -> np.ndarray:
+    """The whole array; where the mesh divides it among the devices of a process, each receives a part."""
+    if not isinstance(x.sharding, NamedSharding):
+        return multihost_utils.process_allgather(x, tiled=True)
+    mesh = x.sharding.mesh
+    process = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    within = {name for axis, name in enumerate(mesh.axis_names) if (process == process.take([0], axis)).all()}
+    named = [entry if isinstance(entry, tuple) else (entry,) for entry in x.sharding.spec]
+    spec = PartitionSpec(*(tuple(name for name in names if name in within) for names in named))
+    parts = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, spec))(x)
+    whole = np.empty(x.shape, x.dtype)
+    for part in parts.addressable_shards:
+        whole[part.index] = part.data
+    return whole

@@ -143,15 +143,15 @@ def constrain_batch(x: jax.Array) -> jax.Array:
 
 
 def constrain_cache(x: jax.Array) -> jax.Array:
-    """Constrains keys or values `[..., B, S, K, H]`: rows like a batch, heads over the tensor axis if it divides them.
+    """Constrains keys or values `[..., B, K, S, H]`: rows like a batch, heads over the tensor axis if it divides them.
 
     This matches the sharding of the projections. Without a mesh with `AXES`, `x` is returned.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.axis_names):
         return x
-    heads = "tensor" if x.shape[-2] % mesh.shape["tensor"] == 0 else None
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - 4), _BATCH, None, heads, None))
+    heads = "tensor" if x.shape[-3] % mesh.shape["tensor"] == 0 else None
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - 4), _BATCH, heads, None, None))
 
 
 def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike) -> jax.Array:

@@ -32,7 +32,17 @@ from calibjax.models.frozen import vocab_sharding
 from calibjax.models.samples import log_probs, mix_samples
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, named
+from calibjax.runtime.options import (
+    IDENTITY_IF_CHANGED,
+    INT_MAX,
+    Count,
+    NonNegative,
+    Positive,
+    Range,
+    Weight,
+    named,
+    options_identity,
+)
 from calibjax.runtime.sharding import param_shardings, replicated
 from calibjax.train.hidden_cache import array_hash
 from calibjax.train.state import Schedule
@@ -60,6 +70,8 @@ class LhtsOptions(TuningOptions):
         samples: fraction of the sequences that are sampled from the model, given their first tokens; 0: corpus only.
         prompt: number of first tokens of a sequence that a sample continues.
         quantiles: number of likelihood groups of the baseline `partition`, the best of which is used.
+        partition_rounds: rounds of `partition`; from the second on, it is also trained on text that its last student
+            wrote.
         epochs: passes over the sequences.
         learning_rate: peak learning rate; by default 1e-4.
         schedule: constant, as in the authors' code; linear or cosine decay to 0.
@@ -75,6 +87,7 @@ class LhtsOptions(TuningOptions):
     samples: Weight = 0.0
     prompt: Count = named("prompt-tokens", 1)
     quantiles: Annotated[int, Range(2, INT_MAX)] = 5
+    partition_rounds: Count = dataclasses.field(default=1, metadata=IDENTITY_IF_CHANGED)
     epochs: Count = 1
     schedule: Schedule = "constant"
 
@@ -250,7 +263,9 @@ def fit_lhts(
 
     The baseline `partition` sorts the sequences into quantiles of their mean log-likelihood under the scorer and trains
     the student on all of them, with a vector per quantile that is added to the embeddings; that of the most likely
-    quantile is used. (Quark, arXiv 2205.13636, instead prepends a control token and alternates sampling and training.)
+    quantile is used. With several rounds (Quark, arXiv 2205.13636), that student then continues the first tokens of all
+    sequences, and the next student is trained on this text too. (Quark prepends a control token instead, and goes on
+    with the same student.)
 
     Checkpoints are stored in `context.directory`: a killed run that is started again with the same arguments resumes
     and ends with bit-identical parameters.
@@ -288,21 +303,41 @@ def fit_lhts(
         context=context,
     )
     if method == "partition":
-        temperature, condition = _by_quantile(lm, sequences, options)
-        objective = Horizon(form="next_token", kl_weight=options.objective.kl_weight)
-    else:
-        temperature, condition = _by_temperature(len(sequences.tokens), options, context.seed)
-        objective = options.objective
+        return _fit_partition(lm, sequences, options, context)
+    temperature, condition = _by_temperature(len(sequences.tokens), options, context.seed)
     arrays = {**sequences.arrays(), "temperature": temperature}
     if conditions > 1:
         arrays["condition"] = condition
-    params, scale, report = _fit_student(lm, objective, arrays, sequences, options, context, method)
-    used = (
-        {"partition": conditions - 1}
-        if method == "partition"
-        else {f"lhts-T{temperature:g}": index for index, temperature in enumerate(options.temperatures)}
-    )
-    return LhtsFit({name: conditioned(params, index, scale) for name, index in used.items()}, report)
+    params, scale, report = _fit_student(lm, options.objective, arrays, sequences, options, context, method)
+    names = [f"lhts-T{temperature:g}" for temperature in options.temperatures]
+    return LhtsFit({name: conditioned(params, index, scale) for index, name in enumerate(names)}, report)
+
+
+def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions, context: RunContext) -> LhtsFit:
+    """The baseline; its report has the mean log-likelihood under the scorer of the text of every round."""
+    objective = Horizon(form="next_token", kl_weight=options.objective.kl_weight)
+    pool, added, means, params = sequences, sequences, [], lm.params
+    for number in range(1, options.partition_rounds + 1):
+        at = context if number == 1 else context.within(f"round-{number}")
+        if number > 1:
+            added = mix_samples(
+                LanguageModel.from_params(lm.config, params, dtype=lm.dtype),
+                sequences,
+                1.0,
+                directory=at.require_directory(),
+                prompt=options.prompt,
+                batch_size=options.batch_size,
+                context=at,
+            )
+            pool = Sequences(*map(np.concatenate, zip(pool, added, strict=True)))
+        means.append(float(_mean_log_probs(lm, added, options).mean()))
+        context.log(f"partition, round {number}: text of {means[-1]:.4f} nats per token under the scorer")
+        condition = likelihood_quantiles(_mean_log_probs(lm, pool, options), options.quantiles)
+        ones = np.ones(len(condition), np.float32)
+        arrays = {**pool.arrays(), "temperature": ones, "condition": condition}
+        student, scale, report = _fit_student(lm, objective, arrays, pool, options, at, "partition")
+        params = conditioned(student, options.quantiles - 1, scale)
+    return LhtsFit({"partition": params}, {**report, "mean_log_prob": means})
 
 
 def _by_temperature(count: int, options: LhtsOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -312,11 +347,10 @@ def _by_temperature(count: int, options: LhtsOptions, seed: int) -> tuple[np.nda
     return np.asarray(options.temperatures, np.float32)[condition], condition
 
 
-def _by_quantile(lm: LanguageModel, sequences: Sequences, options: LhtsOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Temperatures of 1, and the quantile of each sequence's mean log-likelihood under the scorer."""
+def _mean_log_probs(lm: LanguageModel, sequences: Sequences, options: LhtsOptions) -> Float[np.ndarray, " S"]:
+    """The mean log-likelihood of each sequence's tokens under the scorer."""
     tokens = np.maximum(sequences.where.sum(axis=1), 1)
-    scores = log_probs(lm, sequences, batch_size=options.batch_size).sum(axis=1) / tokens
-    return np.ones(len(scores), np.float32), likelihood_quantiles(scores, options.quantiles)
+    return log_probs(lm, sequences, batch_size=options.batch_size).sum(axis=1) / tokens
 
 
 def _fit_student(
@@ -358,7 +392,7 @@ def _fit_student(
         options,
         context=context.titled(method),
         identity={
-            "options": dataclasses.asdict(options),
+            "options": options_identity(options),
             "method": method,
             "seed": context.seed,
             "fingerprint": lm.fingerprint,
@@ -372,7 +406,7 @@ def _fit_student(
         f"{final['validation_nll']:.4f} on {len(validation_rows):,}"
     )
     report = {
-        "options": dataclasses.asdict(options),
+        "options": options_identity(options),
         "objective": dataclasses.asdict(objective),
         "steps": steps,
         "windows": {"train": len(train_rows), "validation": len(validation_rows)},

@@ -281,5 +281,6 @@ def fit_sft(
         **final,
     }
     if lora is not None:
-        params = lora.merge(frozen, params)
+        # Compiled with the shardings of the result: one by one, the products of adapters are whole on every device.
+        params = jax.jit(lora.merge, out_shardings=param_shardings(mesh, frozen))(frozen, params)
     return SftFit(config, params, report)

@@ -109,11 +109,15 @@ def traced_flops(job):
     return flops(program.function.trace(*program.arguments).jaxpr)
 
 
-def products(batch=64, seq=1024):
+ATTENDED = 64 * (16 + 1) / 2
+"""Columns that each of 1,024 tokens is multiplied with, on average: in 16 blocks, up to the end of its own."""
+
+
+def products():
     """Operations of one pass of Llama-3.1-8B forward, by hand: blocks with attention, and the unembedding."""
-    tokens = batch * seq
+    tokens = 64 * 1024
     kernels = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
-    attention = 2 * 2 * tokens * seq * 4096
+    attention = 2 * 2 * tokens * ATTENDED * 4096
     return 32 * (2 * tokens * kernels + attention), 2 * tokens * 128256 * 4096
 
 
@@ -127,13 +131,13 @@ def test_operations_of_temperatures():
 
 
 def test_operations_of_generation():
-    """The prompts, and each further token once; attention reads every column of the cache, filled or not."""
+    """The prompts, and each further token once, which attends to every column of the cache, filled or not."""
     job = dataclasses.replace(make_job(objective="generate"), new_tokens=17)
     program = build(job)
     found = flops(program.function.trace(*program.arguments).jaxpr, job.turns)
     kernels = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
-    columns, tokens, rows = 1024 + 16, 64 * (1024 + 16), 64 * 17
-    blocks = 32 * (2 * tokens * kernels + 2 * 2 * tokens * columns * 4096)
+    tokens, rows, attended = 64 * (1024 + 16), 64 * 17, 64 * (1024 * ATTENDED + 16 * (1024 + 16))
+    blocks = 32 * (2 * tokens * kernels + 2 * 2 * attended * 4096)
     expected = blocks + 2 * rows * 128256 * 4096 + 2 * tokens * 4096  # unembedding of last columns; head of D numbers
     print(f"{found:.6e}, expected {expected:.6e}")
     assert found == pytest.approx(expected, rel=1e-6)
@@ -171,7 +175,7 @@ def test_operations_of_a_mixture():
     assert round((parameter_counts(SHAPES["gpt-oss-20b"])["active"] - embedding) / 1e9, 2) == 3.61
     job = make_job("gpt-oss-120b", batch=16)
     tokens = 16 * 1024
-    expected = 2 * tokens * (counts["active"] - embedding) + 36 * 2 * 2 * tokens * 1024 * 64 * 64
+    expected = 2 * tokens * (counts["active"] - embedding) + 36 * 2 * 2 * tokens * ATTENDED * 64 * 64
     found = plan_job(job, parse_topology("h100:16"), compiles=False)["flops_per_step"]
     print(f"{found:.6e}, expected {expected:.6e}")
     assert found == pytest.approx(expected, rel=1e-3)

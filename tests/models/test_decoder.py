@@ -11,7 +11,6 @@ from calibjax import models
 from calibjax.models import DecoderConfig, LanguageModel, decoder, load_model
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.nn.blocks import Rope
-from calibjax.nn.kv_cache import empty_cache
 from calibjax.recalibrate import METHODS, Predictions
 from calibjax.recalibrate.clipping import ClippingState
 from calibjax.runtime.errors import UserError
@@ -164,8 +163,7 @@ def test_clipped_hidden_states_are_feature_clipping():
     log_probs = jax.nn.log_softmax(run_logits(clipped, params, tokens)).reshape(24, -1)
     np.testing.assert_allclose(log_probs, METHODS["feature_clipping"].apply(state, data), rtol=0, atol=1e-5)
     segments = np.ones((2, 12), np.int32)
-    cache = empty_cache(config, 2, 12, layers=config.num_layers, dtype=jnp.float32)
-    extended = decoder.extend(clipped, params, tokens, cache, segment_ids=segments)[0]
+    extended = decoder.extend(clipped, params, tokens, None, segment_ids=segments)[0]
     np.testing.assert_allclose(extended, got[-1], rtol=0, atol=1e-5)
 
 
@@ -268,6 +266,14 @@ def model_in_memory():
 def test_bad_inputs(tokens, options, message):
     with pytest.raises(UserError, match=message):
         model_in_memory().hidden_states(tokens, **options)
+
+
+def test_common_columns_need_segments_and_no_windows():
+    tokens, common = np.ones((1, 4), np.int32), np.ones((1, 4), bool)
+    windows = dataclasses.replace(LLAMA, local_layers=(True,) * LLAMA.num_layers, window=2)
+    for config, segments in ((LLAMA, None), (windows, tokens)):
+        with pytest.raises(UserError, match="common: expected None without segment_ids"):
+            models.hidden_states(config, random_params(config), tokens, segment_ids=segments, common=common)
 
 
 def test_bad_configurations():

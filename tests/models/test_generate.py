@@ -17,7 +17,7 @@ from calibjax import FittedHead, HeadConfig, LanguageModel, UserError, calibrate
 from calibjax.heads import FEATURES
 from calibjax.models.decoder import extend
 from calibjax.models.generate import Sampling, default_stop_tokens, sampling_logits
-from calibjax.nn.kv_cache import empty_cache
+from calibjax.nn.kv_cache import fork
 from calibjax.runtime.sharding import make_mesh, param_shardings
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -72,11 +72,11 @@ def test_cached_forward_equals_transformers(tmp_path, family):
     for row, columns in enumerate(rows):
         tokens[row, columns], segments[row, columns] = golden["tokens"][row], 1
     step = jax.jit(extend, static_argnums=0)
-    cache = empty_cache(lm.config, 2, length + pad, layers=lm.config.num_layers)
-    parts = []
+    cache, parts = None, []
     for start in range(0, length + pad, 4):
         part = slice(start, start + 4)
         hidden, cache = step(lm.config, lm.params, tokens[:, part], cache, segment_ids=segments[:, part])
+        cache = fork(cache, 1, length + pad - 4) if start == 0 else cache
         parts.append(hidden)
     hidden = np.concatenate(parts, axis=1)
     assert np.isfinite(hidden).all()
@@ -296,9 +296,17 @@ def test_on_a_mesh():
     got = generate(lm, PROMPTS, head=head_of("transformer"), max_new_tokens=N)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_allclose(got.confidence, expected.confidence, rtol=1e-5)
+    sampling = Sampling(temperature=1.0, key=jax.random.key(1), count=3)
+    expected, got = (
+        generate(model, PROMPTS, head=head_of("transformer"), max_new_tokens=N, sampling=sampling)
+        for model in (the_lm(), lm)
+    )
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_allclose(got.confidence, expected.confidence, rtol=1e-5)
     with jax.set_mesh(mesh):
-        cache = jax.jit(lambda: empty_cache(the_lm().config, 4, 8, layers=2))()
-    assert cache.keys.sharding.shard_shape(cache.keys.shape) == (2, 1, 8, 1, 4)
+        ones = np.ones((4, 8), np.int32)
+        _, cache = jax.jit(extend, static_argnums=0)(lm.config, lm.params, ones, None, segment_ids=ones)
+    assert cache.keys.sharding.shard_shape(cache.keys.shape) == (2, 1, 1, 8, 4)
 
 
 @pytest.mark.parametrize(

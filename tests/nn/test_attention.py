@@ -104,7 +104,8 @@ def test_kernel_equals_dense_form(on_tpu, softcap, sinks):
 
     def dense(query, key, value, visible, sinks):
         mask = visible.mask(TIME, TIME)
-        return attention._by_products(query, key, value, mask, scale=0.3, softcap=softcap, sinks=sinks)
+        past = [(jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2))]
+        return attention.attend_by_products(query, past, mask, scale=0.3, softcap=softcap, sinks=sinks)
 
     trained = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
     run, plain = (
@@ -123,6 +124,51 @@ def test_kernel_equals_dense_form(on_tpu, softcap, sinks):
             np.testing.assert_allclose(got, want, rtol=1e-6, atol=5e-5)  # of a sink, a sum over all tokens
         outs.append(out)
     assert np.abs(outs[0] - outs[1]).max() > 0.1  # the window does cut
+
+
+@pytest.mark.parametrize("length", [64, 100, 256])
+def test_blocks_of_tokens(length):
+    """On CPUs: packed and padded rows, both kinds of window, grouped queries, soft-cap and sinks, against float64."""
+    *arguments, _ = (x[:, :length] for x in numbers())
+    ids, sinks = segments()[:, :length], np.float32([-1.0, 0.5, 2.0, 4.0])
+    run = jax.jit(functools.partial(attention.attend, scale=0.3, softcap=2.0, sinks=sinks))
+    for kind, window in enumerate((None, WINDOW)):
+        got = run(*arguments, Visible(ids, windows=(None, WINDOW), kind=jnp.int32(kind)))
+        exact = dense_float64(*arguments, ids, window, 0.3, 2.0, sinks)
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
+    visible = Visible(ids, windows=(WINDOW,))
+    whole = [jnp.moveaxis(x, 1, 2) for x in arguments[1:]]
+
+    def in_blocks(query, key, value):
+        return jnp.sum(attention.attend(query, key, value, visible, scale=0.3) ** 2)
+
+    def at_once(query, key, value):
+        mask = visible.mask(length, length)
+        return jnp.sum(attention.attend_by_products(query, [(key, value)], mask, scale=0.3) ** 2)
+
+    got = jax.jit(jax.grad(in_blocks, argnums=(0, 1, 2)))(*arguments)
+    wanted = jax.jit(jax.grad(at_once, argnums=(0, 1, 2)))(arguments[0], *whole)
+    for name, one, two in zip(("query", "key", "value"), got, wanted, strict=True):
+        two = two if name == "query" else jnp.moveaxis(two, 1, 2)
+        np.testing.assert_allclose(one, two, rtol=0, atol=5e-5, err_msg=name)
+    exact = dense_float64(*arguments, np.ones_like(ids), None, 0.3, None)
+    got = jax.jit(functools.partial(attention.attend, visible=Visible(), scale=0.3))(*arguments)
+    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("time", [1, 3])
+def test_columns_that_rows_share(time):
+    """Of six rows, each three share their first 20 columns; the next columns are the tokens themselves."""
+    random, columns = np.random.default_rng(2), 20 + time
+    query = random.normal(size=(6, columns, 4, 16)).astype(np.float32)
+    shared = [random.normal(size=(2, 20, 2, 16)).astype(np.float32) for _ in range(2)]
+    own = [random.normal(size=(6, time, 2, 16)).astype(np.float32) for _ in range(2)]
+    key, value = (np.concatenate([a.repeat(3, 0), b], axis=1) for a, b in zip(shared, own, strict=True))
+    past = [tuple(x.swapaxes(1, 2) for x in part) for part in (shared, own)]
+    mask = np.tri(columns, dtype=bool)[None, None, 20:]
+    got = jax.jit(functools.partial(attention.attend_by_products, scale=0.3))(query[:, 20:], past, mask)
+    exact = dense_float64(query, key, value, np.ones((6, columns)), None, 0.3, None)[:, 20:]
+    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -242,8 +288,6 @@ def test_the_platform_chooses(on_tpu, monkeypatch):
     assert chosen(*shapes(), visible=Visible(jnp.ones((4, 1024), jnp.int32)), softcap=3.0) == "kernel"
     assert chosen(*shapes(time=100)) == "dense"
     query, key, value = shapes()
-    cached = Visible(jnp.ones((4, 1024), jnp.int32), start=jnp.int32(0))
-    assert chosen(query, key, value, visible=cached) == "dense"
     for name in ("cpu", "gpu"):
         monkeypatch.setattr(attention, "platform", lambda name=name: Platform(name, name))
         assert chosen(query, key, value) == "dense"

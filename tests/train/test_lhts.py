@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import chex
 import jax
@@ -184,6 +185,23 @@ def test_samples_are_the_models_own():
     np.testing.assert_allclose(
         log_probs(lm, drawn, batch_size=7)[drawn.where], at_targets(dense_log_probs(lm, drawn), drawn), atol=2e-5
     )
+
+
+def test_the_partition_goes_on_with_the_text_of_its_last_student(tmp_path):
+    """And a run whose last round is lost ends as one that was not."""
+    lm, sequences = make_lm(), ragged(make_sequences(40))
+    options = {"method": "partition", "sequences": sequences, "learning_rate": 1e-3}
+    one = fit(tmp_path / "one", **options)
+    two = fit(tmp_path / "two", partition_rounds=2, **options)
+    np.testing.assert_array_equal(logged(tmp_path / "two"), logged(tmp_path / "one"))
+    student = LanguageModel.from_params(lm.config, one.params["partition"])
+    written = mix_samples(student, sequences, 1.0, directory=tmp_path, batch_size=8, context=silent())
+    for text, mean in zip((sequences, written), two.report["mean_log_prob"], strict=True):
+        each = log_probs(lm, text, batch_size=8).sum(axis=1) / np.maximum(text.where.sum(axis=1), 1)
+        np.testing.assert_allclose(mean, each.mean(), rtol=1e-5)
+    assert two.report["windows"]["train"] == 2 * one.report["windows"]["train"]
+    shutil.rmtree(tmp_path / "two/round-2/checkpoints")
+    chex.assert_trees_all_equal(fit(tmp_path / "two", partition_rounds=2, **options).params, two.params)
 
 
 def test_mixed_samples_replace_their_share(tmp_path):

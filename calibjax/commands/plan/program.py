@@ -16,7 +16,6 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import init_adapters
 from calibjax.models.frozen import freeze
 from calibjax.models.generate import DecodingInputs, DecodingProgram, decode_batch
-from calibjax.nn.kv_cache import empty_cache
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import AXES, batch_sharding, param_shardings, replicated
 from calibjax.train.ats import AtsObjective
@@ -254,14 +253,6 @@ def _generate(job: Job, mesh: Any, batch: Any) -> Program:
 def kept_bytes(job: Job) -> int:
     """Bytes on each device of the keys and values that `generate` keeps, as `sharding.constrain_cache` divides them."""
     data, fsdp, tensor = job.mesh
-    cache = jax.eval_shape(
-        lambda: empty_cache(
-            job.config,
-            job.batch // (data * fsdp),
-            job.seq + job.new_tokens - 1,
-            layers=job.config.num_layers,
-            dtype=jnp.dtype(job.dtype),
-        )
-    )
-    heads = job.config.num_kv_heads
-    return device_bytes((cache.keys, cache.values)) // (1 if heads % tensor else tensor)
+    rows, columns, heads = job.batch // (data * fsdp), job.seq + job.new_tokens - 1, job.config.num_kv_heads
+    values = job.config.num_layers * rows * columns * (heads // tensor if heads % tensor == 0 else heads)
+    return 2 * values * job.config.head_dim * jnp.dtype(job.dtype).itemsize
