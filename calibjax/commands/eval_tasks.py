@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import functools
 import io
-import json
 import logging
 import math
 import shutil
@@ -123,7 +122,8 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
         sample_calibrated: draw them from the calibrated distribution of --head; otherwise from the base model's.
         same: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of the model's
             hidden states), or package.module:function.
-        judge: how written answers are judged: string-match, or package.module:function.
+        judge: how written answers are judged: string-match, a model (directory or hub id) that is asked, or
+            package.module:function.
         max_new_tokens: largest number of tokens of a written answer.
         limit: use only so many questions of each task (of MMLU: of each subject), drawn at random.
         batch_size: rows per step, rounded up to a multiple of the mesh axes data and fsdp.
@@ -429,7 +429,7 @@ def _fit_all(
 ) -> dict[str, "Calibration"]:
     """Temperature scaling over the options of each task, kept beside the answers for a run that resumes."""
     from calibjax.eval.tasks.evaluate import fit_options
-    from calibjax.eval.tasks.kept import read_fit
+    from calibjax.eval.tasks.kept import read_fit, write_fit
 
     fits = {}
     for name, task in tasks.items():
@@ -439,8 +439,7 @@ def _fit_all(
         else:
             fits[name] = fit_options(model, parts_of(task), hows[name])
             if file is not None and is_first():
-                file.parent.mkdir(exist_ok=True)
-                write_file(file, json.dumps(fits[name]) + "\n")
+                write_fit(file, fits[name])
         log(f"task {name}: {_describe(fits[name])}")
     return fits
 
@@ -481,13 +480,12 @@ def _document(
             spoken[name] += "; temperatures calibrate tokens"
         if written:
             spoken[name] += f"; judge: {options.judge}"
-        if name in fits:
-            spoken[name] += f"; {_describe(fits[name])}"
+        fit = f"; {_describe(fits[name])}" if name in fits else ""
         part = next(iter(tasks[name].parts.values()))
         sets[name] = {
             **answers_json(found, methods, **binning),
             "title": name,
-            "confidence": spoken[name],
+            "confidence": spoken[name] + fit,
             "shots": (part.config.num_fewshot or 0) if how.shots is None else how.shots,
             "source": tasks[name].source,
             "subjects": subjects_json(found, methods, **binning),
@@ -498,5 +496,6 @@ def _document(
     together = answers_json(
         Answers.join([found.first(shared) for found in answers.values()]), names[:shared], **binning
     )
-    said = "; ".join(dict.fromkeys(spoken.values()))
+    fitted = ["temperature over the options of each task"] if fits else []
+    said = "; ".join([*dict.fromkeys(spoken.values()), *fitted])
     return {"schema": SCHEMA, "held_out": {**together, "title": "all tasks", "confidence": said}, "tasks": sets}

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import load_model
 from calibjax.models.orbax_checkpoint import save_checkpoint
+from calibjax.runtime.checksums import seal
 from calibjax.train.checkpoint import Checkpoints, save_head
 from calibjax.train.state import OptimizerConfig, TrainState
 
@@ -112,7 +113,8 @@ def _write_answers(directory: Path) -> None:
     params = {name: np.asarray(value) for name, value in probe_params().items()}
     save_probe(directory / "probe", params, name="probe_correct_answer", fingerprint=PROBE)
     folder = directory / "answers"
-    (folder / "part-4.json").write_text('[[["a", -1.25], ["b", -2.5]], [["a", -0.5], ["", -3e-05]]]')
+    rows = [[["a", -1.25], ["b", -2.5]], [["a", -0.5], ["", -3e-05]]]
+    (folder / "part-4.json").write_text(json.dumps(seal({"samples": rows})))
     write_answers(folder / "task-part.npz", kept_answers())
     claim_answers(folder, tiny.make_lm(), {})
 

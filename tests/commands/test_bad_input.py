@@ -380,6 +380,7 @@ BAD = [
     # evaluation
     ("eval tasks", ["--judge", "os:path"], "--judge os:path: expected a function, got module"),
     ("eval tasks", ["--judge", "nowhere:f"], "--judge nowhere:f: expected string-match, or package.module:function"),
+    ("eval tasks", ["--judge", "no/where/judge"], "--judge: no/where/judge does not exist"),
     ("eval tasks", ["--head", "full"], "--head: full: expected a head (head.json and params/)"),
     ("eval tasks", ["--assets", "nowhere"], "--assets: nowhere does not exist"),
     ("eval tasks", ["--temperature", "0"], "--temperature: expected above 0, got 0.0"),

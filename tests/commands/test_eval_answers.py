@@ -62,7 +62,7 @@ def test_the_table_is_what_the_samples_give(run, material):
     rows = table_of(run)
     assert len(rows) == COUNT
     (file,) = (run[0].out / "answers" / "samples").iterdir()
-    samples = json.loads(file.read_text())
+    samples = json.loads(file.read_text())["samples"]
     assert [len(row) for row in samples] == [K] * COUNT
     found = {name: np.array([float(row[name]) for row in rows]) for name in METHODS}
     for n, row in enumerate(rows):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from assets import data_path, model_path
-from tiny import WORDS, write_model
+from tiny import WORDS, model_tensors, write_model, write_tokenizer
 
 from calibjax.cli import main
 from calibjax.commands import eval_tasks as benchmarks
@@ -288,6 +288,24 @@ def test_presets_of_the_papers():
     assert (ats.shots["mmlu"], ats.options, ats.text, ats.bins, ats.closed) == (
         *(5, "options", "arithmetic_mean", 15, "none"),
     )
+
+
+def test_a_model_judges_by_the_likelier_of_two_replies(tmp_path):
+    """A model, and the same with the embeddings of the two replies exchanged."""
+    tensors, found = model_tensors(), []
+    embeddings = tensors["model.embed_tokens.weight"]
+    text = "Question: a?\nCorrect answers: b; c\nGiven answer: a b\n"
+    text += "Is the given answer correct? Reply with Yes or No.\nReply:"
+    for name, order in (("one", [3, 4]), ("other", [4, 3])):
+        exchanged = embeddings.copy()
+        exchanged[[3, 4]] = embeddings[order]
+        folder = write_model(tmp_path / name, {**tensors, "model.embed_tokens.weight": exchanged})
+        write_tokenizer(folder, ["Yes", "No", *WORDS[2:]])
+        lm = load_model(folder, "bfloat16")
+        logits = lm.logits(np.array([lm.tokenizer(text).input_ids[-31:]]))[0, -1]
+        found.append(find_judge(str(folder))("a?", " a b\n", ["b", "c"]))
+        assert found[-1] == (logits[3] > logits[4])
+    assert sorted(found) == [0.0, 1.0]
 
 
 def test_judges():

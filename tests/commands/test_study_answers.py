@@ -62,7 +62,7 @@ def arguments(folder, *more):
 def read_samples(folder):
     """Number of the first question of a file -> samples, in the order of the questions."""
     files = sorted(folder.glob("**/*.json"), key=lambda file: int(file.stem.rpartition("-")[2]))
-    return [[plain_text(text) for text, _ in row] for file in files for row in json.loads(file.read_text())]
+    return [[plain_text(text) for text, _ in row] for file in files for row in json.loads(file.read_text())["samples"]]
 
 
 def fits_a_pipe(lines, out, verdict):

@@ -1,5 +1,6 @@
 """What a run of a benchmark keeps: it is read as it was written, and anything else is one error with its remedy."""
 
+import json
 import zipfile
 
 import numpy as np
@@ -7,13 +8,16 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
 
-from tiny import make_lm
+from tiny import make_lm, write_model
 
 from calibjax.eval.answers.clusters import exact_clusters
-from calibjax.eval.tasks.evaluate import Answers
+from calibjax.eval.tasks.evaluate import Answers, Calibration
 from calibjax.eval.tasks.evidence import Asking, Questions, sampled
-from calibjax.eval.tasks.kept import claim_answers, read_answers, read_fit, write_answers
+from calibjax.eval.tasks.harness import HarnessLM
+from calibjax.eval.tasks.kept import claim_answers, read_answers, read_fit, write_answers, write_fit
 from calibjax.heads import FittedHead, HeadConfig
+from calibjax.models import load_model
+from calibjax.runtime.checksums import seal
 from calibjax.runtime.errors import UserError
 
 
@@ -49,33 +53,58 @@ def refused(file):
         read_answers(file)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[[1], 2]", '[["x"], 2, "a"]', '{"a": 1}', "[[1.0], null, 3]"])
-def test_a_fit(tmp_path, text):
-    file = tmp_path / "task.fit.json"
-    file.write_text('[[1.0, 0.5], 20, "train"]')
-    assert read_fit(file) == ((1.0, 0.5), 20, "train")
-    file.write_text(text)
-    with pytest.raises(UserError, match="Remove this file to fit it again"):
-        read_fit(file)
+def one_bit_each(whole):
+    """Copies with one flipped bit in every byte."""
+    return [whole[:i] + bytes([whole[i] ^ 1 << i % 7]) + whole[i + 1 :] for i in range(len(whole))]
+
+
+def test_a_fit(tmp_path):
+    file, fit = tmp_path / "answers" / "task.fit.json", Calibration((1.0, 0.5), 20, "train")
+    write_fit(file, fit)
+    assert read_fit(file) == fit
+    values = ("[]", '{"scales": [1]}', '{"scales": ["x"], "questions": 2, "source": "a"}')
+    sealed = [json.dumps(seal(json.loads(text))).encode() for text in values[1:]]
+    for damaged in (b"", values[0].encode(), *sealed, *one_bit_each(file.read_bytes().strip())):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match="Remove this file to fit it again"):
+            read_fit(file)
+
+
+ASKING = Asking(("consistency",), 2, 1.0, exact_clusters, None)
+QUESTIONS = Questions("part", [4], ["?"], [[1]], ["a"], np.zeros((1, 1), np.float32), [[2]])
+
+
+def refused_samples(folder, damaged):
+    (folder / "part-4.json").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"part-4.json: expected 2 samples .*Remove this file to draw them again"):
+        sampled(None, ASKING._replace(folder=folder), QUESTIONS, {}, 0)
+
+
+def test_samples(tmp_path):
+    """Those that were drawn, or an error, whichever bit has changed."""
+    lm = HarnessLM(load_model(write_model(tmp_path / "model")), {}, batch_size=2)
+    asking, writing = ASKING._replace(folder=tmp_path), {"max_new_tokens": 2, "max_length": 8, "batch_size": 2}
+    drawn = sampled(lm, asking, QUESTIONS, writing, 0)
+    assert sampled(None, asking, QUESTIONS, {}, 1) == drawn
+    for damaged in one_bit_each((tmp_path / "part-4.json").read_bytes()):
+        refused_samples(tmp_path, damaged)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[", "[]", '[[["a", -1.0]]]', '[[["a"], ["b"]]]', '[[["a", "x"], ["b", -1]]]', "3"),
+        *("[]", '[[["a", -1.0]]]', '[[["a"], ["b"]]]', '[[["a", "x"], ["b", -1]]]', "3"),
         f'[[["a", -1], ["b", -1{"0" * 400}]]]',
         *('[[["a", 1.5], ["b", -2]]]', '[[["a", -1], ["b", -1e999]]]', '[[[["a"], -1], ["b", -2]]]'),
     ],
 )
-def test_samples(tmp_path, text):
-    file = tmp_path / "part-4.json"
-    asking = Asking(("consistency",), 2, 1.0, exact_clusters, tmp_path)
-    questions = Questions("part", [4], ["?"], [[1]], ["a"], np.zeros((1, 1), np.float32), [[2]])
-    file.write_text('[[["a", -1.0], ["b", -2]]]')
-    assert sampled(None, asking, questions, {}, 0) == [[("a", -1.0), ("b", -2.0)]]
-    file.write_text(text)
-    with pytest.raises(UserError, match=r"part-4.json: expected 2 samples .*Remove this file to draw them again"):
-        sampled(None, asking, questions, {}, 0)
+def test_samples_of_something_else(tmp_path, text):
+    refused_samples(tmp_path, json.dumps(seal({"samples": json.loads(text)})).encode())
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", "{}"])
+def test_not_samples(tmp_path, text):
+    refused_samples(tmp_path, text.encode())
 
 
 def test_answers_belong_to_a_model_and_its_heads(tmp_path):

@@ -52,6 +52,8 @@ def requests(seed=0, count=40, shortest=25, longest=45):
         + [Continuation(shared, [token]) for token in range(4)]
         + [Continuation(shared, [1, 2, t]) for t in (3, 4)]
         + [Continuation([*shared, 1, 2], [3])]  # read as those two, of which more is scored
+        # More than a row holds, of one context.
+        + [Continuation(drawn[0].context[:6], rng.integers(0, VOCAB, n).tolist()) for n in (9, 4, 9, 7, 9, 1)]
     )
 
 
@@ -78,16 +80,20 @@ def dense(asked):
         yield log_probs[:, row, at, tokens], best[row, at] == tokens
 
 
-def test_scores_are_those_of_the_dense_formula():
+@pytest.mark.parametrize("names", [["as it is"], ["as it is", "transformer", "sequence"]])
+def test_scores_are_those_of_the_dense_formula(names):
+    """With the context of several options in one row, and in a row for each."""
     asked = requests()
-    scores = Scorer(the_lm(), the_heads(), batch_size=8).score(asked)
+    scorer = Scorer(the_lm(), {name: the_heads()[name] for name in names}, batch_size=8)
+    assert (len(scorer._rows(asked)) < len(asked) - 5) == (len(names) == 1)
     errors = []
-    for request, score, (log_probs, greedy) in zip(asked, scores, dense(asked), strict=True):
+    for request, score, (log_probs, greedy) in zip(asked, scorer.score(asked), dense(asked), strict=True):
+        log_probs = log_probs[: len(names)]
         errors.append(np.abs(score.log_probs - log_probs).max())
         assert (score.greedy == greedy).all()
         assert score.cut == max(len(request.context) + len(request.tokens) - 1 - the_lm().config.max_positions, 0)
     assert max(errors) < 1e-4, max(errors)  # float32 logits of up to 60, times scales of up to 2
-    assert any(score.cut for score in scores)
+    assert any(score.cut for score in scorer.score(asked))
 
 
 def test_a_second_call_compiles_nothing():

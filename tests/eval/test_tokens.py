@@ -228,9 +228,23 @@ def test_verdict(document):
         ({"ece": 1.01}, "WARNING: ATS is better than temperature scaling in NLL only: NLL "),
         ({"nll": 1.01}, "WARNING: ATS is better than temperature scaling in ECE only: ECE "),
         ({"ece": 1.1, "nll": 1.1}, "WARNING: ATS is worse than temperature scaling here: ECE "),
+        ({"ece": 1 - 1e-7, "nll": 1 - 1e-7}, "WARNING: ATS does not differ from temperature scaling here: ECE "),
     ):
         assert verdict(worse(document, "temperature", **figures)["held_out"]).startswith(start)
     assert verdict({"methods": {"ats": {}}}) == ""
+    rows = document["held_out"]["methods"]
+    for names in (("base", "fine_tuned"), ("uncalibrated", "temperature")):
+        pair = dict(zip(names, (copy.deepcopy(rows["uncalibrated"]) for _ in names), strict=True))
+        for ece, nll, found in (
+            (0.9, 0.9, "is better calibrated than the"),
+            (1.1, 0.9, "in NLL only: NLL "),
+            (0.9, 1.1, "in ECE only: ECE "),
+            (1.1, 1.1, "is worse than the"),
+            (1.0, 1.0, "does not differ from the"),
+        ):
+            pair[names[1]]["nll"] = rows["uncalibrated"]["nll"] * nll
+            pair[names[1]]["ece"]["value"] = rows["uncalibrated"]["ece"]["value"] * ece
+            assert found in verdict({"methods": pair})
     same = copy.deepcopy(document)
     same["held_out"]["methods"]["ats"] = same["held_out"]["methods"]["temperature"]
     assert verdict(same["held_out"]).startswith("WARNING: ATS is temperature scaling here, which no head beat")

@@ -51,7 +51,8 @@ class AnswerStudyOptions(BinningOptions, OutputOptions, ModelOptions):
         sampling_temperature: temperature of the samples.
         same: which answers mean the same: exact, normalised, numeric (the last number), hidden, or
             package.module:function.
-        judge: how written answers are judged: string-match, or package.module:function.
+        judge: how written answers are judged: string-match, a model (directory or hub id) that is asked, or
+            package.module:function.
         max_new_tokens: largest number of tokens of an answer; that of the task if not given.
         limit: use only so many questions of each task, drawn at random.
         batch_size: rows per step.

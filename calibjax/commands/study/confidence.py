@@ -174,7 +174,6 @@ def _clip(lm: LanguageModel, sequences: Sequences, log: Callable[[str], None]) -
         where[real:] = False
         hidden = lm.hidden_states(batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"])
         features.append(to_host(hidden).astype(np.float32)[where])
-    unembedding = to_host(lm.unembedding).astype(np.float32)
     held, unembedding = np.concatenate(features), to_host(lm.unembedding).astype(np.float32)
     data = Predictions(features=held, unembedding=unembedding, labels=some.targets[some.where])
     limit = float(RECALIBRATORS[CLIPPING].fit(data).limit)

@@ -1,17 +1,23 @@
 """Judges of free-text answers."""
 
+import functools
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from calibjax.eval.answers.named import find_function
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about, require_directory
 
 Judge = Callable[[str, str, Sequence[str]], float]
 """(prompt, answer, right answers) -> 1 for right, 0 for wrong, or a share between."""
 
 STRING_MATCH = "string-match"
+_ASKED = (
+    "Question: {question}\nCorrect answers: {right}\nGiven answer: {answer}\n"
+    "Is the given answer correct? Reply with Yes or No.\nReply:"
+)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
 
@@ -56,10 +62,54 @@ def references(document: Mapping[str, Any]) -> list[str]:
     )
 
 
-def find_judge(name: str) -> Judge:
-    """The judge of a name: "string-match", or "package.module:function" of your own.
+def model_judge(path: str) -> Judge:
+    """A language model as the judge: 1.0 where, of "Yes" and "No", it finds "Yes" the likelier reply.
+
+    It is asked whether an answer is correct, given the question and the right answers, as plain text without a chat
+    template; the longest questions lose their start. It is loaded at the first answer, in bfloat16 on one device.
+
+    Args:
+        path: directory or hub id of a model, as of `load_model`.
 
     Raises:
-        UserError: there is no such function.
+        UserError: there is no such model.
     """
-    return find_function("--judge", name, {STRING_MATCH: string_match}, "(prompt, answer, right answers) -> 0 to 1")
+    from calibjax.data import is_hub_id
+    from calibjax.models.load import stored_dtype
+
+    if not is_hub_id(path):
+        require_directory(path, "judge")
+    with about("--judge"):
+        stored_dtype(path)
+
+    @functools.cache
+    def asked() -> Any:
+        from calibjax.eval.tasks.harness import HarnessLM
+        from calibjax.eval.tokens import identity_head
+        from calibjax.models import load_model
+
+        lm = load_model(path, "bfloat16")
+        return HarnessLM(lm, {"judge": identity_head(lm)}, batch_size=2)
+
+    def judge(prompt: str, answer: str, right: Sequence[str]) -> float:
+        from calibjax.eval.tasks.scoring import Continuation
+
+        text = _ASKED.format(question=prompt, right="; ".join(right), answer=answer.strip())
+        pairs = [Continuation(*asked().encode(text, reply)) for reply in (" Yes", " No")]
+        yes, no = (score.log_probs[0].sum() for score in asked().scorer.score(pairs))
+        return float(yes > no)
+
+    return judge
+
+
+def find_judge(name: str) -> Judge:
+    """The judge of a name: "string-match", a model (directory, or hub id org/name), or your "package.module:function".
+
+    Raises:
+        UserError: there is no such model or function.
+    """
+    if ":" not in name and ("/" in name or Path(name).is_dir()):
+        return model_judge(name)
+    return find_function(
+        "--judge", name, {STRING_MATCH: string_match}, "(prompt, answer, right answers) -> 0 to 1; or a model"
+    )

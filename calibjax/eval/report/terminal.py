@@ -197,7 +197,7 @@ def _drawn(table: TextTable, rows: Sequence[int], shown: Sequence[int], name_wid
 def _fit(table: TextTable, width: int) -> tuple[list[int], int] | None:
     """Columns to show, in their order, and the width of the first; None where not even two columns fit.
 
-    The first column wraps only where that lets another column in.
+    The first column wraps only where that lets another column in, and then has what the others leave.
     """
     names = [cells[0] for cells in table.rows]
     longest = max(map(cell_len, names), default=0)
@@ -214,7 +214,7 @@ def _fit(table: TextTable, width: int) -> tuple[list[int], int] | None:
             left -= widths[index] + _GAP
             shown.append(index)
         if shown and (best is None or len(shown) >= len(best[0])):
-            best = [0, *sorted(shown)], name_width
+            best = [0, *sorted(shown)], min(longest, name_width + left)
     return best
 
 

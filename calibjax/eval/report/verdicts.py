@@ -39,8 +39,8 @@ def verdict(document: Document) -> str:
 def set_verdict(results: AnySet | Mapping[str, Any]) -> str:
     """The sentence of one set: of a comparison, of fine-tuning, of ATS, or of temperature scaling alone.
 
-    A higher expected calibration error or negative log-likelihood (Brier score, where the answers have no likelihood)
-    counts as worse.
+    A method is better where its expected calibration error and its negative log-likelihood (Brier score, where the
+    answers have no likelihood) are both lower.
     """
     methods = results["methods"]
     if "sort" in results:
@@ -80,8 +80,10 @@ def choice_verdict(comparison: LossComparison) -> str:
 def _fine_tuning_verdict(methods: Mapping[str, MethodRow]) -> str:
     before, after = methods["base"], methods["fine_tuned"]
     figures = f"{_ece(after, before)}; NLL {after['nll']:.4f} against {before['nll']:.4f}"
-    if _is_worse(after, before, "nll"):
-        return f"WARNING: the fine-tuned model is worse than the base model here: {figures}."
+    if _is_same(after, before, "nll"):
+        return f"WARNING: the fine-tuned model does not differ from the base model here: {figures}."
+    if warning := _warning("the fine-tuned model", after, "the base model", before):
+        return warning
     scaled = methods.get("base_temperature")
     line = f"The fine-tuned model is better calibrated than the base model: {figures}"
     if scaled is None:
@@ -97,15 +99,11 @@ def _ats_verdict(methods: Mapping[str, AnyRow]) -> str:
         line = f"ATS is temperature scaling here, which no head beat beyond noise: {_ece(scaled, base)}"
         return f"WARNING: {line}; {title} {scaled[key]:.4f} against {base[key]:.4f} uncalibrated."
     ece, score = _ece(ats, scaled), f"{title} {ats[key]:.4f} against {scaled[key]:.4f}"
-    lower_ece, lower_score = ats["ece"]["value"] <= scaled["ece"]["value"], ats[key] <= scaled[key]
-    if not (lower_ece or lower_score):
-        return f"WARNING: ATS is worse than temperature scaling here: {ece}; {score}."
-    if not (lower_ece and lower_score):
-        better, figures = ("ECE", f"{ece}; {score}") if lower_ece else (title, f"{score}; {ece}")
-        return f"WARNING: ATS is better than temperature scaling in {better} only: {figures}."
-    if _is_worse(ats, base, key):
-        figures = f"{_ece(ats, base)}; {title} {ats[key]:.4f} against {base[key]:.4f}"
-        return f"WARNING: ATS is worse than the uncalibrated model here: {figures}."
+    if _is_same(ats, scaled, key):
+        return f"WARNING: ATS does not differ from temperature scaling here: {ece}; {score}."
+    for name, other in (("temperature scaling", scaled), ("the uncalibrated model", base)):
+        if warning := _warning("ATS", ats, name, other):
+            return warning
     before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
     return f"ATS is better calibrated than temperature scaling: {ece}; {score} ({before})."
 
@@ -114,8 +112,10 @@ def _temperature_verdict(methods: Mapping[str, AnyRow]) -> str:
     scaled, base = methods["temperature"], methods["uncalibrated"]
     key, title = _score_of(scaled, base)
     figures = f"{_ece(scaled, base)}; {title} {scaled[key]:.4f} against {base[key]:.4f}"
-    if _is_worse(scaled, base, key):
-        return f"WARNING: temperature scaling is worse than the uncalibrated model here: {figures}."
+    if _is_same(scaled, base, key):
+        return f"Temperature scaling does not differ from the uncalibrated model here: {figures}."
+    if warning := _warning("temperature scaling", scaled, "the uncalibrated model", base):
+        return warning
     return f"Temperature scaling is better calibrated than the uncalibrated model: {figures}."
 
 
@@ -267,5 +267,20 @@ def _ece(row: AnyRow, other: AnyRow) -> str:
     return f"ECE {row['ece']['value']:.4f} against {other['ece']['value']:.4f}"
 
 
-def _is_worse(row: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
-    return row["ece"]["value"] > other["ece"]["value"] or row[key] > other[key]
+def _is_same(row: Any, other: Any, key: str) -> bool:
+    """Whether all that a sentence shows of two rows is equal."""
+    pairs = (row["ece"]["value"], other["ece"]["value"]), (row[key], other[key])
+    return all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs)
+
+
+def _warning(name: str, row: AnyRow, other_name: str, other: AnyRow) -> str:
+    """The sentence of a row whose ECE and score are not both as low as another's; "" of one whose are."""
+    key, title = _score_of(row, other)
+    ece, score = _ece(row, other), f"{title} {row[key]:.4f} against {other[key]:.4f}"
+    lower_ece, lower_score = row["ece"]["value"] <= other["ece"]["value"], row[key] <= other[key]
+    if not (lower_ece or lower_score):
+        return f"WARNING: {name} is worse than {other_name} here: {ece}; {score}."
+    if not (lower_ece and lower_score):
+        better, figures = ("ECE", f"{ece}; {score}") if lower_ece else (title, f"{score}; {ece}")
+        return f"WARNING: {name} is better than {other_name} in {better} only: {figures}."
+    return ""

@@ -22,6 +22,7 @@ from calibjax.eval.tasks.scoring import Continuation
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling
+from calibjax.runtime.checksums import seal, unseal
 from calibjax.runtime.distributed import on_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json, write_file
@@ -146,21 +147,21 @@ def sampled(
 
         def keep() -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_file(file, json.dumps(rows))
+            write_file(file, json.dumps(seal({"samples": rows})))
 
         on_first(keep)
     return rows
 
 
 def _kept(file: Path, questions: int, samples: int) -> list[list[tuple[str, float]]]:
-    """The samples in a file of `sampled`; raises `UserError` if it does not hold so many of so many questions."""
+    """The samples in a file of `sampled`; raises `UserError` if it is damaged or of other numbers."""
     try:
-        rows = [[(text, float(mean)) for text, mean in row] for row in read_json(file)]
+        rows = [[(text, float(mean)) for text, mean in row] for row in unseal(read_json(file))["samples"]]
         if [len(row) for row in rows] != [samples] * questions:
             raise ValueError("another number of samples")
         if not all(isinstance(text, str) and -math.inf < mean <= 0 for row in rows for text, mean in row):
             raise ValueError("not a text and its mean log-probability")
-    except (OverflowError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise UserError(
             f"{file}: expected {samples} samples of each of {questions} questions ({error}). Remove this file to draw "
             "them again."

@@ -10,7 +10,7 @@ import numpy as np
 from calibjax.eval.tasks.evaluate import Answers, Calibration
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
-from calibjax.runtime.checksums import array_digests, json_digest
+from calibjax.runtime.checksums import array_digests, json_digest, seal, unseal
 from calibjax.runtime.distributed import on_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file, read_json, write_file
@@ -81,10 +81,16 @@ def _check(answers: Answers) -> None:
         raise ValueError("expected confidences and judgements from 0 to 1")
 
 
+def write_fit(file: Path, fit: Calibration) -> None:
+    """Keeps a temperature over the options."""
+    file.parent.mkdir(exist_ok=True)
+    write_file(file, json.dumps(seal(fit._asdict())) + "\n")
+
+
 def read_fit(file: Path) -> Calibration:
-    """A kept temperature over the options; raises `UserError` if the file is damaged."""
+    """What `write_fit` wrote; raises `UserError` if the file is damaged."""
     try:
-        scales, questions, source = read_json(file)
-        return Calibration(tuple(map(float, scales)), int(questions), str(source))
+        found = Calibration(**unseal(read_json(file)))
+        return found._replace(scales=tuple(map(float, found.scales)))
     except (TypeError, ValueError) as error:
         raise UserError(f"{file}: not a fitted temperature ({error}). Remove this file to fit it again.") from error

@@ -22,6 +22,8 @@ from calibjax.runtime.sharding import context_mesh, local_rows, place_rows, take
 _READS = 256
 """Positions whose logits are computed at a time."""
 _SHORTEST = 16
+_GROWTH = 4
+"""Largest number of tokens of a row that several options share, over that of their context."""
 
 
 class Continuation(NamedTuple):
@@ -45,11 +47,24 @@ class Score(NamedTuple):
     cut: int
 
 
+class _Row(NamedTuple):
+    """Tokens that are read once, and those read after them, with the numbers of the requests that need them."""
+
+    start: tuple[int, ...]
+    tails: dict[tuple[int, ...], list[int]]
+
+    @property
+    def length(self) -> int:
+        return len(self.start) + sum(map(len, self.tails))
+
+
 class Scorer:
     """Scores continuations in batches of a few static shapes.
 
-    Rows that are read alike (the options of a question, where each is one token) are run once. What is longer than the
-    model reads loses tokens at its start. Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
+    Options of a question share its tokens: a row holds the context once and the options after it, each of which attends
+    to the context and to itself. Heads that read a whole row, and models with attention windows, have a row for each
+    option; options that are read alike (those of one token) are run once there. What is longer than the model reads
+    loses tokens at its start. Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
 
     Args:
         lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes, and each process reads those of
@@ -82,6 +97,8 @@ class Scorer:
         self._params = [head.params for head in heads.values()]
         self._factors = [jnp.float32(head.log_factor) for head in heads.values()]
         self._frozen = freeze(lm, *self._configs)
+        of_rows = any(config.attends or config.pooling == "sequence" for config in self._configs)
+        self._shares = not of_rows and not any(lm.config.local_layers)
 
     def check(self, requests: Sequence[Continuation]) -> None:
         """Raises `UserError` if a continuation has no token, no context, or more tokens than the model's context."""
@@ -103,18 +120,30 @@ class Scorer:
         return self._stream(requests)
 
     def _stream(self, requests: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
-        rows: dict[tuple[tuple[int, ...], int], list[int]] = {}
-        for number, (context, tokens) in enumerate(requests):
-            read = (*context, *tokens[:-1])[-self.max_length :]
-            # What counts in a row is part of what it is: heads that pool over a sequence see it.
-            rows.setdefault((read, len(tokens)), []).append(number)
-        of_width: dict[int, list[tuple[tuple[int, ...], list[int]]]] = {}
-        for (read, _), numbers in sorted(rows.items(), key=lambda item: -len(item[0][0])):
-            of_width.setdefault(self._width(len(read)), []).append((read, numbers))
+        rows = sorted(self._rows(requests), key=lambda row: -row.length)
         with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
-            for width, entries in of_width.items():
-                for start in range(0, len(entries), self.batch_size):
-                    yield from self._batch(requests, entries[start : start + self.batch_size], width)
+            for start in range(0, len(rows), self.batch_size):
+                part = rows[start : start + self.batch_size]
+                yield from self._batch(requests, part, self._width(part[0].length))
+
+    def _rows(self, requests: Sequence[Continuation]) -> list["_Row"]:
+        """What is read of the requests, each in one row."""
+        rows: list[_Row] = []
+        of_read: dict[Any, _Row] = {}
+        open_rows: dict[Any, _Row] = {}
+        for number, (context, tokens) in enumerate(requests):
+            read = tuple((*context, *tokens[:-1])[-self.max_length :])
+            end = len(read) - len(tokens) + 1
+            start, tail = read[:end], read[end:]
+            row = of_read.get((read, end))
+            if row is None:
+                row = open_rows.get(start) if self._shares else None
+                if row is None or row.length + len(tail) > min(self.max_length, _GROWTH * end):
+                    row = open_rows[start] = _Row(start, {})
+                    rows.append(row)
+                of_read[read, end] = row
+            row.tails.setdefault(tail, []).append(number)
+        return rows
 
     def _width(self, length: int) -> int:
         """Rounds up to one of 16, 24, 32, 48, 64, ...: at most 50% of padding, and few compiled programs."""
@@ -123,18 +152,29 @@ class Scorer:
             width = width * 3 // 2 if width & (width - 1) == 0 else width * 4 // 3
         return min(width, self.max_length)
 
-    def _batch(self, requests, entries, width: int) -> Iterator[tuple[int, Score]]:
-        tokens, segments = np.zeros((2, self.batch_size, width), np.int32)
+    def _batch(self, requests, rows: Sequence["_Row"], width: int) -> Iterator[tuple[int, Score]]:
+        tokens, segments, positions = np.zeros((3, self.batch_size, width), np.int32)
         where = np.zeros(tokens.shape, bool)
-        reads = []
-        for row, (read, numbers) in enumerate(entries):
-            tokens[row, : len(read)], segments[row, : len(read)] = read, 1
-            for number in numbers:
-                first = len(read) - len(requests[number].tokens)
-                where[row, first : len(read)] = True
-                reads += [(row, first + k, token) for k, token in enumerate(requests[number].tokens)]
-        positions = np.arange(width, dtype=np.int32)[None, :] * segments
+        reads, order = [], []
+        shares = any(sum(map(bool, row.tails)) > 1 for row in rows)
+        for index, row in enumerate(rows):
+            end = len(row.start)
+            tokens[index, :end], segments[index, :end], positions[index, :end] = row.start, 1, np.arange(end)
+            at = end
+            for segment, (tail, numbers) in enumerate(row.tails.items(), 2):
+                part = slice(at, at + len(tail))
+                tokens[index, part] = tail
+                segments[index, part] = segment if shares else 1
+                positions[index, part] = np.arange(end, end + len(tail))
+                places = [end - 1, *range(at, at + len(tail))]
+                where[index, places] = True
+                at += len(tail)
+                for number in numbers:
+                    order.append((number, end + len(tail)))
+                    reads += [(index, *pair) for pair in zip(places, requests[number].tokens, strict=True)]
         batch = {"tokens": tokens, "segment_ids": segments, "positions": positions, "where": where}
+        if shares:
+            batch["common"] = segments == 1
         mesh = context_mesh()
         mine = local_rows(mesh, self.batch_size)
         batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
@@ -149,13 +189,12 @@ class Scorer:
         parts = zip(*to_host(pieces), strict=True)
         log_probs, greedy = (np.concatenate(part, axis=-1) for part in parts)
         at = 0
-        for read, numbers in entries:
-            for number in numbers:
-                context, continuation = requests[number]
-                end = at + len(continuation)
-                cut = len(context) + len(continuation) - 1 - len(read)
-                yield number, Score(log_probs[:, at:end], greedy[at:end], cut)
-                at = end
+        for number, length in order:
+            context, continuation = requests[number]
+            end = at + len(continuation)
+            cut = len(context) + len(continuation) - 1 - length
+            yield number, Score(log_probs[:, at:end], greedy[at:end], cut)
+            at = end
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
