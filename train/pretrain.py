@@ -2,10 +2,9 @@
 
     python train/pretrain.py --assets path/to/assets --out runs/pretrained
 
-Byte-pair tokens are learned from the text, a Llama of random weights is written, and `fit_sft` without label smoothing
-trains all of it on books and stories, with its checkpoints: a killed run resumes. The result, --out/model, is a model
-in Hugging Face's layout with a real vocabulary, for every command of calibjax; its weights are not kept in the
-repository.
+Byte-pair tokens are learned from the text, a model of random weights is written, and `fit_sft` without label smoothing
+trains it on books and stories, or on --data, with its checkpoints: a killed run resumes. The result is --out/model, in
+Hugging Face's layout with a real vocabulary, for every command of calibjax; its weights are not kept in the repository.
 """
 
 import dataclasses
@@ -13,13 +12,16 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from calibjax.commands.common import claim_directory
+from calibjax.data import read_source
 from calibjax.data.text import load_text
 from calibjax.models import init_params, load_model
 from calibjax.models.families import config_from_hf
@@ -39,25 +41,33 @@ class Pretrain:
     Attributes:
         assets: directory with data/classic_books and data/tinystories_sample.
         out: for the model, its tokenizer and the checkpoints.
-        tokens: to train on, each once; all stories, then an equal part of every book.
-        vocab_size: byte-pair tokens.
+        family: architecture.
+        data: other text in place of theirs, as --data of the commands; of rows, the column text.
+        tokens: to train on; all stories, then an equal part of every book.
+        epochs: passes over them.
+        vocab_size: byte-pair tokens; 257 are single bytes.
         width: of the residual stream; a head has 64 of it.
         layers: blocks.
         seq_len: tokens of a sequence, and the model's context.
         batch_size: sequences a step.
         learning_rate: peak.
+        dtype: of computation; weights are float32.
         seed: of the weights and of the order of the sequences.
     """
 
     assets: Path
     out: Path
+    family: Literal["llama", "mistral", "gemma2"] = "llama"
+    data: str | None = None
     tokens: int = 8_000_000
+    epochs: int = 1
     vocab_size: int = 8192
     width: int = 256
     layers: int = 6
     seq_len: int = 256
     batch_size: int = 16
     learning_rate: float = 1e-3
+    dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
 
 
@@ -71,7 +81,9 @@ def documents(assets: Path) -> Iterator[tuple[str, bool]]:
 
 
 def passages(options: Pretrain) -> list[str]:
-    """About 5 bytes for each token that is wanted: all stories and the start of every book."""
+    """All of --data, or of stories and books about 5 bytes for each token that is wanted, of every book its start."""
+    if options.data is not None:
+        return [row["text"] for row in read_source(options.data)]
     found = list(documents(options.assets))
     stories, books = ([text for text, of in found if of is kind] for kind in (False, True))
     each = max(0, 5 * options.tokens - sum(map(len, stories))) // max(1, len(books))
@@ -97,18 +109,22 @@ def write_start(options: Pretrain, texts: list[str], directory: Path) -> None:
     """Writes the tokenizer and a model of random weights, in Hugging Face's layout."""
     like = options.out / "settings"
     train_tokenizer(texts, options.vocab_size).save_pretrained(like)
-    config = LlamaConfig(
+    own = {"query_pre_attn_scalar": 64} if options.family == "gemma2" else {}
+    config = AutoConfig.for_model(
+        options.family,
         vocab_size=options.vocab_size,
         hidden_size=options.width,
         intermediate_size=round(8 / 3 * options.width / 64) * 64,
         num_hidden_layers=options.layers,
         num_attention_heads=options.width // 64,
         num_key_value_heads=options.width // 64,
+        head_dim=64,
         max_position_embeddings=options.seq_len,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
-        architectures=["LlamaForCausalLM"],
+        architectures=[f"{options.family.capitalize()}ForCausalLM"],
+        **own,
     )
     config.save_pretrained(like)
     decoder = config_from_hf(like)
@@ -116,20 +132,20 @@ def write_start(options: Pretrain, texts: list[str], directory: Path) -> None:
 
 
 def main(options: Pretrain) -> None:
-    identity = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("assets", "out")}
+    identity = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("assets", "out", "data")}
     claim_directory(options.out, {"command": "pretrain", **identity})
     texts = passages(options)
     start = options.out / "start"
     if not start.is_dir():
         write_start(options, texts, start)
-    lm = load_model(start)
+    lm = dataclasses.replace(load_model(start), dtype=jnp.dtype(options.dtype))
     ids = [[0, *lm.tokenizer(text).input_ids, 0] for text in texts]
     sequences = load_text(ids, lm, seq_len=options.seq_len, max_sequences=options.tokens // options.seq_len)
     tokens = int(sequences.where.sum())
     print(f"{len(texts):,} texts, {len(sequences.tokens):,} sequences of {options.seq_len} tokens, {lm}", flush=True)
     tuning = SftOptions(
         label_smoothing=0.0,
-        epochs=1,
+        epochs=options.epochs,
         batch_size=options.batch_size,
         learning_rate=options.learning_rate,
         schedule="cosine",

@@ -1,0 +1,157 @@
+"""The recipes of label-smoothed fine-tuning at a size that two cores train: three families, three data sets.
+
+    python train/study_recipes.py --assets path/to/assets --out runs/recipes
+
+arXiv 2508.00264 fine-tunes Llama-3.1-8B, Mistral-7B and Gemma-2-2B on Alpaca, Tulu 3 and OpenHermes. Here a small model
+of each family is trained from random weights on stories and books, with as many tokens in its vocabulary beside its
+width as the published model, and the recipe of `train/recipes/` runs on it, but for sizes, rates and epochs, with label
+smoothing 0 and 0.1. Alpaca is the paper's; LIMA in the format of OpenHermes and GSM8K in that of Tulu 3 stand for the
+others. Prints a table in Markdown and writes it to --out, where each run's results are kept, so that an interrupted
+study resumes.
+"""
+
+import dataclasses
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+sys.path.append(str(Path(__file__).parent / "recipes"))
+from common import recipe
+from pretrain import Pretrain
+from pretrain import main as pretrain
+
+from calibjax.commands import train_sft
+from calibjax.runtime.files import write_file
+
+FAMILIES = {"llama": 128_256 / 4096, "mistral": 32_768 / 4096, "gemma2": 256_000 / 2304}
+"""Architecture -> V/D of Llama-3.1-8B, Mistral-7B-v0.3 and Gemma-2-2B."""
+
+SETS = {
+    "alpaca": "alpaca_cleaned/alpaca_cleaned",
+    "openhermes": "lima/lima",
+    "tulu3": "llm_foundry_eval/gsm8k",
+}
+"""Data set of a recipe -> the file that stands for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """Trains the models and runs every recipe on each.
+
+    Attributes:
+        assets: directory with data/.
+        out: for models, results and logs.
+        smoothing: weights of the uniform distribution.
+        tokens: to train each model on.
+        width: of the residual stream.
+        layers: blocks.
+        sequences: of 128 tokens of a data set; 60% to fine-tune on, the rest held out.
+        epochs: of fine-tuning: enough for a model to become overconfident.
+        learning_rate: of fine-tuning, peak.
+    """
+
+    assets: Path
+    out: Path
+    smoothing: tuple[float, ...] = (0.0, 0.1)
+    tokens: int = 1_000_000
+    width: int = 128
+    layers: int = 4
+    sequences: int = 500
+    epochs: int = 10
+    learning_rate: float = 2e-3
+
+
+def rows(assets: Path, name: str) -> Iterator[dict[str, Any]]:
+    """A data set in the format of the one whose name it has."""
+    with gzip.open(assets / "data" / f"{SETS[name]}.jsonl.gz", "rt") as lines:
+        for row in map(json.loads, lines):
+            if name == "alpaca":
+                yield row
+            elif name == "openhermes":
+                asked = "\n".join(filter(None, (row["instruction"], row["input"])))
+                turns = (("human", asked), ("gpt", row["output"]))
+                yield {"conversations": [{"from": who, "value": text} for who, text in turns]}
+            else:
+                answer = f"{row['chain_of_thought']}\nThe answer is {row['answer']}."
+                turns = (("user", row["context"]), ("assistant", answer))
+                yield {"messages": [{"role": who, "content": text} for who, text in turns]}
+
+
+def run_one(study: Study, family: str, name: str, beta: float) -> dict[str, Any]:
+    """The held-out figures of a fine-tuned model and of its base, by method."""
+    out = study.out / f"{family}-{name}-{beta:g}"
+    if not (out / "metrics.json").is_file():
+        small = recipe(str(study.out / family / "model"), name, accumulate=1)
+        small = dataclasses.replace(
+            small,
+            data=str(study.out / f"{name}.jsonl"),
+            split=None,
+            out=out,
+            fit_fraction=0.6,
+            dtype="float32",
+            save_dtype="float32",
+            text=dataclasses.replace(small.text, seq_len=128, rows=4000, examples=study.sequences),
+            sft=dataclasses.replace(
+                small.sft,
+                label_smoothing=beta,
+                batch_size=8,
+                epochs=study.epochs,
+                learning_rate=study.learning_rate,
+                validation_fraction=0.1,
+            ),
+        )
+        print(f"\n{out.name}", flush=True)
+        train_sft.run(small)
+    return json.loads((out / "metrics.json").read_text())["held_out"]["methods"]
+
+
+def main(study: Study) -> None:
+    study.out.mkdir(parents=True, exist_ok=True)
+    for name in SETS:
+        write_file(study.out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows(study.assets, name)))
+    lines = [
+        "| model | data | β | NLL | accuracy | confidence | ECE | + temperature scaling: ECE | NLL |",
+        "|" + "---|" * 9,
+    ]
+    for family, ratio in FAMILIES.items():
+        model = Pretrain(
+            assets=study.assets,
+            out=study.out / family,
+            family=family,  # pyright: ignore[reportArgumentType]
+            tokens=study.tokens,
+            vocab_size=round(ratio * study.width),
+            width=study.width,
+            layers=study.layers,
+            seq_len=128,
+            learning_rate=2e-3,
+        )
+        if not (model.out / "pretrained.json").is_file():
+            pretrain(model)
+        for name in SETS:
+            for beta in study.smoothing:
+                methods = run_one(study, family, name, beta)
+                if beta == study.smoothing[0]:
+                    lines.append(line(family, name, "base", methods["base"], methods["base_temperature"]))
+                tuned = methods["fine_tuned"], methods["fine_tuned_temperature"]
+                lines.append(line(family, name, f"{beta:g}", *tuned))
+    table = "\n".join(lines) + "\n"
+    write_file(study.out / "table.md", table)
+    print(f"\n{table}\nresults in {study.out}: table.md, and a directory of each model and run")
+
+
+def line(family: str, name: str, beta: str, model: dict[str, Any], scaled: dict[str, Any]) -> str:
+    """One row of the table."""
+    ece = "{value:.3f} [{low:.3f}, {high:.3f}]".format
+    figures = [f"{model[key]:.3f}" for key in ("nll", "accuracy", "confidence")]
+    data = Path(SETS[name]).name
+    cells = [family, data, beta, *figures, ece(**model["ece"]), ece(**scaled["ece"]), f"{scaled['nll']:.3f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Study))
