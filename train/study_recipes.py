@@ -21,7 +21,7 @@ from typing import Any
 import tyro
 
 sys.path.append(str(Path(__file__).parent / "recipes"))
-from common import recipe
+from common import recipe  # pyright: ignore[reportMissingImports]
 from pretrain import Pretrain
 from pretrain import main as pretrain
 
