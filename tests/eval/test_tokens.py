@@ -228,7 +228,10 @@ def test_verdict(document):
         ({"ece": 1.01}, "WARNING: ATS is better than temperature scaling in NLL only: NLL "),
         ({"nll": 1.01}, "WARNING: ATS is better than temperature scaling in ECE only: ECE "),
         ({"ece": 1.1, "nll": 1.1}, "WARNING: ATS is worse than temperature scaling here: ECE "),
-        ({"ece": 1 - 1e-7, "nll": 1 - 1e-7}, "WARNING: ATS does not differ from temperature scaling here: ECE "),
+        (
+            {"ece": 1 - 1e-7, "nll": 1 - 1e-7},
+            "WARNING: ATS does not differ from temperature scaling beyond noise",
+        ),
     ):
         assert verdict(worse(document, "temperature", **figures)["held_out"]).startswith(start)
     assert verdict({"methods": {"ats": {}}}) == ""
@@ -245,6 +248,12 @@ def test_verdict(document):
             pair[names[1]]["nll"] = rows["uncalibrated"]["nll"] * nll
             pair[names[1]]["ece"]["value"] = rows["uncalibrated"]["ece"]["value"] * ece
             assert found in verdict({"methods": pair})
+    # Paired differences decide where there are some: one whose interval excludes 0 is enough.
+    noise, lower = {"low": -0.1, "high": 0.1}, {"low": -0.2, "high": -0.1}
+    for nll, found in ((noise, "ATS does not differ from temperature scaling beyond noise"), (lower, "in NLL only: ")):
+        tested = worse(document, "temperature", ece=1.01)
+        tested["held_out"]["methods"]["ats"]["against"] = {"ece": noise, "nll": nll}
+        assert found in verdict(tested["held_out"])
     same = copy.deepcopy(document)
     same["held_out"]["methods"]["ats"] = same["held_out"]["methods"]["temperature"]
     assert verdict(same["held_out"]).startswith("WARNING: ATS is temperature scaling here, which no head beat")
