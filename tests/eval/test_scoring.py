@@ -1,6 +1,7 @@
 """Scores of continuations against float64 over the dense logits; text up to a stop sequence; lm-eval's own backend."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from assets import ASSETS, data_path, model_path
-from tiny import VOCAB, make_lm, write_model
+from tiny import VOCAB, WORDS, make_lm, write_model, write_tokenizer
 
 from calibjax.eval.tasks.continuation import continue_contexts
 from calibjax.eval.tasks.scoring import Continuation, Scorer, _read, _states
@@ -135,6 +136,19 @@ def test_text_goes_on_to_the_stop_sequence(tmp_path):
         assert kept == (words[number][: words[number].index(stop)] if stop in words[number] else words[number])
     with pytest.raises(UserError, match="max_gen_toks: expected 1 to 31"):
         continue_contexts(lm, contexts, max_new_tokens=32)
+
+
+def test_the_space_before_the_first_word_is_no_stop(tmp_path):
+    folder = write_model(tmp_path / "model")
+    write_tokenizer(folder, [f"Ġ{word}" for word in WORDS])  # as byte pairs have it
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    lm, contexts = load_model(folder), [[5, 6], [9]]
+    whole = generate(lm, contexts, max_new_tokens=4).texts(lm.tokenizer)
+    for number, found in continue_contexts(lm, contexts, until=[" "], max_new_tokens=4, batch_size=2):
+        assert found.text == " " + whole[number].split()[0]
+        assert len(found.tokens) == 1
 
 
 # --- lm-eval ---

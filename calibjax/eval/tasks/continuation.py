@@ -74,7 +74,7 @@ def continue_contexts(
     Args:
         lm: base model; a head does not change the most likely token.
         contexts: token ids, none empty.
-        until: stop sequences.
+        until: stop sequences; a space that begins the text is none.
         max_new_tokens: largest number of new tokens.
         max_length: of context and continuation together; None: the model's `max_positions`.
         batch_size: rows per step.
@@ -156,7 +156,8 @@ def _decode(lm: LanguageModel, tokens: Sequence[int]) -> str:
 
 
 def _first_stop(text: str, until: Sequence[str]) -> int | None:
-    places = [text.find(stop) for stop in until if stop]
+    # Tokens of byte pairs begin with the space before their word, which does not end an answer of one word.
+    places = [text.find(stop, stop == " ") for stop in until if stop]
     return min((place for place in places if place >= 0), default=None)
 
 
