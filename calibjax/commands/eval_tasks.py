@@ -287,7 +287,7 @@ def with_probes(model: Any, task: str, parts: Mapping[str, "Part"], how: "How", 
             save_probe(folder / name, params, name=name, fingerprint=fingerprint, notes=notes)
             on_first(functools.partial(shutil.rmtree, fit, ignore_errors=True))
         if missing:
-            context.log(f"task {task}: {len(missing)} probes fitted on {len(target):,} calibration questions")
+            context.log(f"task {task}: fitted on {len(target):,} calibration questions: {', '.join(missing)}")
         return asking._replace(probes={name: load_probe(folder / name, fingerprint) for name in asking.probed})
 
 

@@ -111,7 +111,7 @@ def test_probes(run, material, monkeypatch):
     probed = dataclasses.replace(run[0], **changes)
     lines = []
     document = eval_tasks.run(probed, log=lines.append)
-    assert "task triviaqa: 3 probes fitted on 4 calibration questions" in lines
+    assert f"task triviaqa: fitted on 4 calibration questions: {', '.join(PROBES)}" in lines
     rows = table_of((probed,))
     assert len(rows) == COUNT - 4
     assert set(document["held_out"]["methods"]) == {"uncalibrated", "consistency", *PROBES}
