@@ -236,14 +236,16 @@ def test_verdict_of_corrections_of_answers():
 def test_layer_and_task_verdicts(documents):
     layers = copy.deepcopy(documents["layers"])
     rows = layers["held_out"]["methods"]
-    for ece, high, expected in (
-        (0.5, -0.1, "lowers the ECE of the held-out half, significantly"),
-        (0.5, 0.1, "lowers the ECE of the held-out half, but not significantly"),
-        (2.0, 0.1, "WARNING: the edit chosen on one half makes the held-out half worse"),
+    for ece, nll, high, expected in (
+        (0.5, 1.0, -0.1, "lowers the ECE of the held-out half, significantly: "),
+        (0.5, 1.1, -0.1, "lowers the ECE of the held-out half, significantly, and raises its NLL: "),
+        (0.5, 1.0, 0.1, "lowers the ECE of the held-out half, but not significantly"),
+        (2.0, 1.0, 0.1, "WARNING: the edit chosen on one half makes the held-out half worse"),
     ):
         layers["direction"]["difference"]["high"] = high
         rows["edited"] = copy.deepcopy(rows["uncalibrated"])
         rows["edited"]["ece"]["value"] *= ece
+        rows["edited"]["nll"] *= nll
         assert expected in verdict(layers)
     del rows["edited"]
     assert verdict(layers).startswith("No edit along the direction lowered the ECE")

@@ -211,11 +211,14 @@ def layers_verdict(document: LayersDocument) -> str:
             "No edit along the direction lowered the ECE of the half that chooses: the model is left unedited, ECE "
             f"{before['ece']['value']:.4f} on the held-out half."
         )
-    figures = f"{_ece(after, before)}, accuracy {after['accuracy']:.4f} against {before['accuracy']:.4f}"
+    shown = {"nll": "NLL", "accuracy": "accuracy"}
+    figures = "; ".join([_ece(after, before), *(f"{shown[k]} {after[k]:.4f} against {before[k]:.4f}" for k in shown)])
     if after["ece"]["value"] > before["ece"]["value"]:
         return f"WARNING: the edit chosen on one half makes the held-out half worse: {figures}."
-    word = "significantly" if is_lower(difference) else "but not significantly"
-    return f"The edit chosen on one half lowers the ECE of the held-out half, {word}: {figures}."
+    line = f"edit chosen on one half lowers the ECE of the held-out half, {'' if is_lower(difference) else 'but not '}"
+    if after["nll"] > before["nll"]:
+        return f"WARNING: the {line}significantly, and raises its NLL: {figures}."
+    return f"The {line}significantly: {figures}."
 
 
 def study_verdict(document: StudyDocument) -> str:
