@@ -61,14 +61,15 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
         files = save_report(runs, out) if study is None else write_study(study, out)
     except OSError as error:
         raise UserError(f"--out {out}: cannot write there ({error}).") from error
+    done = f"report in {out}: report.html and its plots"
     if study is not None and not options.json:
-        print_study(study, files=f"report in {out}: {', '.join(files)}")
+        print_study(study, files=done)
     if not options.json:
         for number, loaded in enumerate(runs, 1):
             if len(runs) > 1:
                 print(f"\n{loaded.name}")
             held_out = loaded.document["held_out"]
-            line = f"report in {out}: {', '.join(files)}" if number == len(runs) else ""
+            line = done if number == len(runs) else ""
             if "sort" in held_out:
                 print_comparison(held_out, f"{loaded.name}, held out", files=line)
             else:

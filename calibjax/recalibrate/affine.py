@@ -51,7 +51,8 @@ def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorStat
 
     It is also what the code of Adaptive Temperature Scaling (arXiv 2409.19817) calls element-wise Platt scaling: a
     factor and an offset for every entry of the vocabulary. A class that the labels never show is pushed to probability
-    0, so with more classes than examples it needs a token's logits of many texts.
+    0, so with more classes than examples it needs a token's logits of many texts. With such classes the optimum lies at
+    infinity, and the fit ends after 100 iterations at the latest.
 
     Args:
         data: with `logits`, `labels`.
@@ -69,7 +70,9 @@ def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorStat
         [0.75, 0.25]
     """
     logits, labels = select(data, ("logits", "labels"), where)
-    (slope, intercept), report = minimize(_vector_loss, _start(logits.shape[1]), (logits, labels))
+    classes = logits.shape[1]
+    most = 1000 if len(np.unique(labels)) == classes else 100
+    (slope, intercept), report = minimize(_vector_loss, _start(classes), (logits, labels), max_iterations=most)
     return VectorState(slope, intercept, report)
 
 
