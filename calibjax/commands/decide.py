@@ -221,8 +221,8 @@ def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
         return _claims_verdict(decided, options)
     if none == len(decided):
         return (
-            f"WARNING: no threshold is known to keep wrong answers at {options.risk:.3g} or less: the questions are "
-            "too few, or the confidence does not tell right from wrong well enough."
+            f"WARNING: no threshold is known to keep at most {options.risk:.3g} of the answers wrong: the questions "
+            "are too few, or the confidence does not tell right from wrong well enough."
         )
     if options.by_category:
         left = f"; {none} categories are not answered" if none else ""

@@ -87,7 +87,9 @@ def test_what_is_printed(capsys, table, monkeypatch):
     few = table[0].with_name("few.csv")
     few.write_text("".join(table[0].read_text().splitlines(keepends=True)[:13]))
     assert main(["decide", "--table", str(few)]) == 0
-    assert "WARNING: no threshold is known to keep wrong answers at 0.05" in " ".join(capsys.readouterr().out.split())
+    assert "no threshold is known to keep at most 0.05 of the answers wrong" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_sets_of_options(capsys, tmp_path):
