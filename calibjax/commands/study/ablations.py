@@ -53,7 +53,7 @@ def _losses() -> Ablation:
 def _alpha() -> Ablation:
     grid = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
     losses = ("label-smoothing", "selective", "selective-balanced")
-    return Ablation("How much hangs on the weight alpha of smoothing?", _weighted(dict.fromkeys(losses, grid)))
+    return Ablation("How much does the weight alpha of smoothing matter?", _weighted(dict.fromkeys(losses, grid)))
 
 
 def _heads() -> Ablation:
