@@ -1,4 +1,4 @@
-"""Trains a small language model of our own from nothing: the largest that two cores train in about two hours.
+"""Trains a small language model of our own from nothing, on two cores in about an hour.
 
     python train/pretrain.py --assets path/to/assets --out runs/pretrained
 
