@@ -74,7 +74,7 @@ def continue_contexts(
     Args:
         lm: base model; a head does not change the most likely token.
         contexts: token ids, none empty.
-        until: stop sequences; a space that begins the text is none.
+        until: stop sequences; a space at the very start of the text does not count as one.
         max_new_tokens: largest number of new tokens.
         max_length: of context and continuation together; None: the model's `max_positions`.
         batch_size: rows per step.
