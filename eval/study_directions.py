@@ -19,7 +19,7 @@ import numpy as np
 import tyro
 
 from calibjax import metrics
-from calibjax.commands.common import DataOptions
+from calibjax.commands.common import DataOptions, claim_directory
 from calibjax.commands.train_ats import evaluate, fit_ats
 from calibjax.data import Sequences, choice_sequences, read_source, split_sequences
 from calibjax.eval.layers.directions import (
@@ -221,7 +221,8 @@ def methods_table(found: dict[str, Any]) -> list[str]:
 
 
 def main(study: Study) -> None:
-    study.out.mkdir(parents=True, exist_ok=True)
+    shared = {name: getattr(study, name) for name in ("sequences", "questions", "strengths")}
+    claim_directory(study.out, {"command": "study_directions", **shared})
     lines = []
     for model in study.models:
         file = study.out / f"{Path(model).name}.json"

@@ -132,7 +132,7 @@ def write_start(options: Pretrain, texts: list[str], directory: Path) -> None:
 
 
 def main(options: Pretrain) -> None:
-    identity = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("assets", "out", "data")}
+    identity = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("assets", "out")}
     claim_directory(options.out, {"command": "pretrain", **identity})
     texts = passages(options)
     start = options.out / "start"

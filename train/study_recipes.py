@@ -26,6 +26,7 @@ from pretrain import Pretrain
 from pretrain import main as pretrain
 
 from calibjax.commands import train_sft
+from calibjax.commands.common import claim_directory
 from calibjax.runtime.files import write_file
 
 FAMILIES = {"llama": 128_256 / 4096, "mistral": 32_768 / 4096, "gemma2": 256_000 / 2304}
@@ -111,7 +112,10 @@ def run_one(study: Study, family: str, name: str, beta: float) -> dict[str, Any]
 
 
 def main(study: Study) -> None:
-    study.out.mkdir(parents=True, exist_ok=True)
+    shared = {
+        name: getattr(study, name) for name in ("tokens", "width", "layers", "sequences", "epochs", "learning_rate")
+    }
+    claim_directory(study.out, {"command": "study_recipes", **shared})
     for name in SETS:
         write_file(study.out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows(study.assets, name)))
     lines = [

@@ -23,6 +23,7 @@ from pretrain import train_tokenizer
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from calibjax import metrics
+from calibjax.commands.common import claim_directory
 from calibjax.data import Sequences
 from calibjax.data.text import load_text
 from calibjax.eval.layers.bounds import head_bound
@@ -247,7 +248,8 @@ def table(study: Study) -> list[str]:
 
 
 def main(study: Study) -> None:
-    study.out.mkdir(parents=True, exist_ok=True)
+    shared = {name: getattr(study, name) for name in ("layers", "characters", "epochs", "learning_rate", "held_out")}
+    claim_directory(study.out, {"command": "study_vocabulary", **shared})
     lines = table(study)
     write_file(study.out / "table.md", "\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -230,7 +230,7 @@ def test_verdict(document):
         ({"ece": 1.1, "nll": 1.1}, "WARNING: ATS is worse than temperature scaling here: ECE "),
         (
             {"ece": 1 - 1e-7, "nll": 1 - 1e-7},
-            "WARNING: ATS does not differ from temperature scaling beyond noise",
+            "WARNING: ATS does not differ from temperature scaling here: ECE ",
         ),
     ):
         assert verdict(worse(document, "temperature", **figures)["held_out"]).startswith(start)

@@ -80,8 +80,8 @@ def choice_verdict(comparison: LossComparison) -> str:
 def _fine_tuning_verdict(methods: Mapping[str, MethodRow]) -> str:
     before, after = methods["base"], methods["fine_tuned"]
     figures = f"{_ece(after, before)}; NLL {after['nll']:.4f} against {before['nll']:.4f}"
-    if _is_same(after, before, "nll"):
-        return f"WARNING: the fine-tuned model does not differ from the base model beyond noise here: {figures}."
+    if _indistinct(after, before, "nll", after):
+        return f"WARNING: the fine-tuned model does not differ from the base model here: {figures}."
     if warning := _warning("the fine-tuned model", after, "the base model", before):
         return warning
     scaled = methods.get("base_temperature")
@@ -99,8 +99,8 @@ def _ats_verdict(methods: Mapping[str, AnyRow]) -> str:
         line = f"ATS is temperature scaling here, which no head beat beyond noise: {_ece(scaled, base)}"
         return f"WARNING: {line}; {title} {scaled[key]:.4f} against {base[key]:.4f} uncalibrated."
     ece, score = _ece(ats, scaled), f"{title} {ats[key]:.4f} against {scaled[key]:.4f}"
-    if _is_same(ats, scaled, key) or _is_noise(ats, key):
-        return f"WARNING: ATS does not differ from temperature scaling beyond noise here: {ece}; {score}."
+    if how := _indistinct(ats, scaled, key, ats):
+        return f"WARNING: ATS does not differ from temperature scaling {how}: {ece}; {score}."
     for name, other in (("temperature scaling", scaled), ("the uncalibrated model", base)):
         if warning := _warning("ATS", ats, name, other):
             return warning
@@ -112,8 +112,8 @@ def _temperature_verdict(methods: Mapping[str, AnyRow]) -> str:
     scaled, base = methods["temperature"], methods["uncalibrated"]
     key, title = _score_of(scaled, base)
     figures = f"{_ece(scaled, base)}; {title} {scaled[key]:.4f} against {base[key]:.4f}"
-    if _is_same(scaled, base, key) or _is_noise(base, key):
-        return f"Temperature scaling does not differ from the uncalibrated model beyond noise here: {figures}."
+    if how := _indistinct(scaled, base, key, base):
+        return f"Temperature scaling does not differ from the uncalibrated model {how}: {figures}."
     if warning := _warning("temperature scaling", scaled, "the uncalibrated model", base):
         return warning
     return f"Temperature scaling is better calibrated than the uncalibrated model: {figures}."
@@ -270,16 +270,16 @@ def _ece(row: AnyRow, other: AnyRow) -> str:
     return f"ECE {row['ece']['value']:.4f} against {other['ece']['value']:.4f}"
 
 
-def _is_same(row: AnyRow, other: AnyRow, key: str) -> bool:
-    """Whether all that a sentence shows of two rows is equal."""
+def _indistinct(row: AnyRow, other: AnyRow, key: str, tested: Any) -> str:
+    """How a row does not differ from another: "here" if all that a sentence shows of them is equal, "beyond noise" if
+    neither difference of `tested` from temperature scaling is significant; "" if it differs. Of tokens none is tested.
+    """
     pairs = (row["ece"]["value"], other["ece"]["value"]), (row[key], other[key])
-    return all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs)
-
-
-def _is_noise(row: Any, key: str) -> bool:
-    """Whether neither figure of a row differs significantly from temperature scaling's; of tokens it is not tested."""
-    against = [row.get("against", {}).get(name) for name in ("ece", key)]
-    return all(one is not None and not is_lower(one) and not is_higher(one) for one in against)
+    if all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs):
+        return "here"
+    against = [tested.get("against", {}).get(name) for name in ("ece", key)]
+    noise = all(one is not None and not is_lower(one) and not is_higher(one) for one in against)
+    return "beyond noise" if noise else ""
 
 
 def _warning(name: str, row: AnyRow, other_name: str, other: AnyRow) -> str:
