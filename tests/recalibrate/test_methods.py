@@ -264,15 +264,14 @@ def test_feature_clipping_takes_the_best_limit_that_keeps_accuracy():
 
 @pytest.mark.slow
 def test_vector_scaling_ends_where_its_optimum_is_at_infinity():
-    """With 300 classes and 200 labels most classes are never the label; the loss has fallen, and all is finite."""
+    """With 300 classes and 200 labels most classes are never the label; one temperature is a case of it."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, (200, 300)).astype(np.float32)
     data = Predictions(logits=logits, labels=np.argmax(logits / 2 + rng.gumbel(size=logits.shape), axis=1))
     state = METHODS["vector"].fit(data)
     assert int(state.report.iterations) <= 100
     assert not bool(state.report.converged)
-    log_p = logits - np.logaddexp.reduce(logits.astype(np.float64), axis=1, keepdims=True)
-    assert float(state.report.loss) < 0.5 * -log_p[np.arange(200), data.labels].mean()
+    assert float(state.report.loss) < float(METHODS["temperature"].fit(data).report.loss)
     assert np.isfinite(state.slope).all()
     assert np.isfinite(state.intercept).all()
 
