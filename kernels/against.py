@@ -17,6 +17,8 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
+import os
+import resource
 import statistics
 import tempfile
 from collections.abc import Iterable
@@ -41,9 +43,28 @@ from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version, with
 MEASURED = Path(__file__).parents[2] / "shared" / "measure" / "measured_by_tokamax.json"
 NAMES = {"v6e": "tpu_v6_lite", "v7x": "tpu7x"}
 """Chip -> its name in the measurements, which have no other of `CHIPS`."""
-OURS, PALLAS, XLA = "vocab_stats pallas_tpu", "pallas_mosaic_tpu", "xla"
-PASSES = {"forward": ("forward",), "both": ("forward", "backward")}
-"""Our task -> their programs whose times add up to it."""
+PALLAS, XLA = "pallas_mosaic_tpu", "xla"
+
+
+class Task(NamedTuple):
+    """One of our programs: title of its table, contender and task of `contenders`, their passes that add up to it."""
+
+    title: str
+    contender: str
+    task: str
+    passes: tuple[str, ...]
+
+
+TASKS = {
+    "forward": Task("loss", "vocab_stats pallas_tpu", "forward", ("forward",)),
+    "both": Task("loss, dh and dW; no logits held", "vocab_stats pallas_tpu", "both", ("forward", "backward")),
+    "saved": Task(
+        "loss, dh and dW; exponentials of a block of tokens held",
+        "linear_cross_entropy pallas_tpu",
+        "both",
+        ("forward", "backward"),
+    ),
+}
 MOST_TOKENS = 4096
 _DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 _THEIRS = "tokamax._src.ops.linear_softmax_cross_entropy_loss"
@@ -129,7 +150,8 @@ def _time(row: dict[str, Any]) -> Time:
 def build(what: Time | str, tokens: int, width: int, vocab: int) -> Program:
     """Our program for a task, or theirs of a measurement: the mean loss, or its gradients for a cotangent."""
     if isinstance(what, str):
-        return contenders.program(OURS, what, Problem(tokens, width, vocab, "bfloat16"), ahead_of_time=True)
+        ours, problem = TASKS[what], Problem(tokens, width, vocab, "bfloat16")
+        return contenders.program(ours.contender, ours.task, problem, ahead_of_time=True)
     module, name = ("reference", "reference") if what.program == XLA else (f"{PALLAS}_kernel", PALLAS)
     passes = {"forward": "fwd", "backward": "bwd"}[what.passes]
     function = getattr(
@@ -174,7 +196,7 @@ class Profiles:
         self.kept = _read(file)
 
     def compile(self, requests: Iterable[Request], deadline: measured.Deadline) -> None:
-        """Compile what is not kept yet, until the deadline. All in one process, which costs less than many."""
+        """Compile what is not kept yet, until the deadline. Many in one process, which costs less than one for each."""
         wanted = [(request, size) for request in requests for size in request.sizes()]
         for profile in (True, False):  # the flags are of a process
             todo = {self._key(x, size): (x.what, size) for x, size in wanted if x.profile == profile}
@@ -234,10 +256,12 @@ def _keep(file: Path, key: str, entry: dict[str, Any]) -> None:
 def _compile(
     chip: str, file: Path, todo: dict[str, tuple[Time | str, Shape]], directory: str | None, seconds: float
 ) -> None:
-    """Compile each, and keep what comes of it; called in the compiler's process."""
+    """Compile each until too much memory is held, and keep what comes of it; called in the compiler's process."""
     deadline = measured.Deadline(seconds)
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
     for key, (what, size) in todo.items():
-        if deadline.passed():
+        # The compiler keeps some 0.5 GB of each profile: a new process goes on.
+        if deadline.passed() or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > most:
             return
         try:
             found = static_profile.compile_here(CHIPS[chip], build, (what, *size), directory)
@@ -255,7 +279,7 @@ def calibrating(times: Iterable[Time]) -> str:
 
 def parts_of(task: str, times: list[Time]) -> dict[str, list[Time]]:
     """Program -> the measurements of one shape that make up a task of ours, of the dtype that is fastest."""
-    passes = PASSES[task]
+    passes = TASKS[task].passes
     found: dict[str, list[Time]] = {}
     for program, dtype in sorted({(time.program, time.dtype) for time in times}):
         parts = [time for time in times if (time.program, time.dtype) == (program, dtype) and time.passes in passes]
@@ -272,7 +296,7 @@ def requests(by_shape: dict[Shape, list[Time]], calibration: str) -> list[Reques
     """Everything to compile, shape by shape."""
     found = []
     for shape, times in by_shape.items():
-        for task in PASSES:
+        for task in TASKS:
             if parts := parts_of(task, times):
                 found += [Request(task, shape, True), Request(task, shape, False)]
                 found += [Request(time, shape, True) for time in parts.get(calibration, [])]
@@ -307,11 +331,11 @@ def main(console: Console, options: argparse.Namespace, record: dict[str, Any]) 
     rows = [
         row(profiles, shape, task, parts, calibration)
         for shape, times in sorted(by_shape.items())
-        for task in PASSES
+        for task in TASKS
         if (parts := parts_of(task, times))
     ]
     record["against"] = {"measurements": json.loads(file.read_text())["source"], "calibrated by": calibration}
-    for task in PASSES:
+    for task in TASKS:
         of_task = [x for x in rows if x.task == task]
         factors = [factor for x in of_task for factor in x.factors.values()]
         if factors:
@@ -334,7 +358,7 @@ def _print(
         f"from {low:.3f} to {high:.3f}"
     )
     programs = sorted({program for x in rows for program in x.times})
-    table = Table(title={"forward": "loss", "both": "loss, dh and dW"}[rows[0].task], title_justify="left")
+    table = Table(title=TASKS[rows[0].task].title, title_justify="left")
     columns = [
         "ours, static estimate, ms",
         "ours, predicted, ms",

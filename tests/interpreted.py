@@ -22,10 +22,13 @@ SMALL = {
     "unembedding": (Blocks(128, 128, 128),),
     "fused": (Blocks(128, 256, 128),),
 }
+# No kernel for both gradients; of two units of saved exponentials each is read in two blocks.
+_APART = {kernel: sizes for kernel, sizes in SMALL.items() if kernel != "fused"}
+_APART |= {"statistics, saved": (Blocks(128, 512, 256),), "rows, saved": (Blocks(128, 128, 128),)}
 IMPLEMENTATIONS = {
     NAME: pallas_tpu.make(PARAMS, SMALL),
     WITH_ITS_BLOCKS: pallas_tpu.make(PARAMS),
-    APART: pallas_tpu.make(PARAMS, {kernel: sizes for kernel, sizes in SMALL.items() if kernel != "fused"}),
+    APART: pallas_tpu.make(PARAMS, _APART),
 }
 
 _threads = importlib.import_module("jax._src.pallas.mosaic.interpret.thread_map")

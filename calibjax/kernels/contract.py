@@ -143,6 +143,10 @@ def _shares_always(options: Options, inputs: Inputs, platform: Platform) -> bool
     return True
 
 
+def _four_bytes(itemsize: int) -> float:
+    return 4.0
+
+
 class Implementation(NamedTuple):
     """Two passes over the vocabulary.
 
@@ -151,7 +155,7 @@ class Implementation(NamedTuple):
             comes out of the forward pass too, and only that in the unembedding is left to the backward pass.
         shares_logits: where both gradients are left to the backward pass, whether it computes the logits once for both;
             for `explain`.
-        saved_bytes: size of `ForwardResult.saved` per logit.
+        saved_bytes: size of `ForwardResult.saved` per logit, from the bytes of a hidden state's number.
         accumulates: `backward` takes `into`.
     """
 
@@ -160,5 +164,5 @@ class Implementation(NamedTuple):
     check: Check
     rows_first: bool = False
     shares_logits: Callable[[Options, Inputs, Platform], bool] = _shares_always
-    saved_bytes: float = 4
+    saved_bytes: Callable[[int], float] = _four_bytes
     accumulates: bool = False

@@ -10,7 +10,7 @@ block of tokens at a time, and the backward pass only multiplies them. Each logi
 | bias alone; unembedding alone; both with hidden | 1 + 0; 2 + 0; 3 + 0 |
 
 `reduction="none"` costs what `vocab_stats` costs (four products for everything; see `operator`), as does a scalar over
-a mesh or under an implementation that cannot add to gradients ("pallas_tpu").
+a mesh.
 """
 
 from typing import Any, Literal, NamedTuple, Unpack, get_args
@@ -82,9 +82,9 @@ def linear_cross_entropy(
         (1−β)(lse − s z_y) + β (lse − s (1/V) Σ_v z_v) + z_loss·lse².
 
     Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode. With the reductions "mean" and "sum",
-    "chunked" and "pallas_gpu" form the gradients in the forward pass and compute no logit twice. Memory beyond inputs
-    and outputs: the logits of one block of tokens (`choose_block_size`; in "pallas_gpu" their exponentials, see
-    `save_logits` of `vocab_stats`) and gradients in float32.
+    the gradients are formed in the forward pass, and no logit is computed twice. Memory beyond inputs and outputs: the
+    logits of one block of tokens (`choose_block_size`; in the Pallas kernels their exponentials, see `save_logits` of
+    `vocab_stats`) and gradients in float32. With "none" neither is held, and one product more is computed.
 
     Args:
         hidden: hidden states, `[..., D]`, floating point.
@@ -263,7 +263,7 @@ def _by_blocks(
     zeros = {name: jnp.zeros(flat[name], jnp.float32) for name in differentiated}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))
     assert call.implementation is not None
-    size = choose_block_size(tokens, vocab_size, call.implementation.saved_bytes)
+    size = choose_block_size(tokens, vocab_size, call.implementation.saved_bytes(dtype.itemsize))
     size = tokens if call.options.save_logits else size
     value, gradients, d_scale = chunked.fold(step, carry, tokens, max(size, 1))
     totals: dict[str, Any] = {**gradients._asdict(), "scale": d_scale}

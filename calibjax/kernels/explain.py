@@ -69,7 +69,7 @@ def explain(
     call = dispatch.call(chosen)
     implementation = call.implementation
     if options.save_logits and implementation is not None:
-        size = implementation.saved_bytes * tokens * vocab_size / 2**20
+        size = implementation.saved_bytes(shapes.hidden.dtype.itemsize) * tokens * vocab_size / 2**20
         lines.append(f"saved logits, where the backward pass needs them: {size:.0f} MiB over all devices")
     shared = implementation is not None and implementation.shares_logits(options, shapes, machine)
     lines.append("products N·D·V, forward + backward, by what is differentiated:")

@@ -46,6 +46,7 @@ def dz_of_logits(
     value: Callable[[str], Any],
     hit: Callable[[int], Array],
     p: Array | None = None,
+    slope: Array | float | None = None,
 ) -> tuple[Array, Array | None]:
     """dz of one block of logits; 1 where it must be added, else 0, or None without a filter.
 
@@ -55,6 +56,7 @@ def dz_of_logits(
         value: name -> per-token value of the block's shape, or None; see `token_values`.
         hit: k -> whether a column of the block is that of the k-th one-hot, where "g{k}" has a value.
         p: exp(s z − log_normalizer), where known.
+        slope: of the soft-cap at z, where known.
     """
     dz = counts = None
     softmax, centred = value("softmax"), value("centred")
@@ -68,7 +70,7 @@ def dz_of_logits(
     uniform = value("uniform")
     if uniform is not None:
         dz = uniform if dz is None else dz + uniform
-    dz = jnp.zeros_like(z) if dz is None else dz * slope_in_units(z, options.softcap)
+    dz = jnp.zeros_like(z) if dz is None else dz * (slope_in_units(z, options.softcap) if slope is None else slope)
     k = 0
     while (height := value(f"g{k}")) is not None:
         g = jnp.where(hit(k), height, 0.0)

@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import chex
+import interpreted
 import interpreted_gpu
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from oracle import EPS, assert_within, f64
 from calibjax.kernels import chunked, cross_entropy, linear_cross_entropy, vocab_stats
 from calibjax.kernels.platforms import Platform
 
-gpu = interpreted_gpu.gpu
-pytestmark = pytest.mark.usefixtures("gpu", "quick_compile")
+tpu, gpu = interpreted.tpu, interpreted_gpu.gpu
+pytestmark = pytest.mark.usefixtures("tpu", "gpu", "quick_compile")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NAMES = ("hidden", "unembedding", "bias", "scale")
 
@@ -24,7 +25,7 @@ NAMES = ("hidden", "unembedding", "bias", "scale")
 class Case(NamedTuple):
     """A row of the table: V, N, D, columns a chunk, tokens a block, options and dtype.
 
-    chunk: None: reference; "gpu": the Hopper kernels, interpreted.
+    chunk: None: reference; "tpu", "gpu": the kernels for TPUs and Hopper GPUs, interpreted.
     """
 
     vocab: int
@@ -42,7 +43,7 @@ class Case(NamedTuple):
 
     @property
     def options(self):
-        names = {None: "reference", "gpu": interpreted_gpu.NAME}
+        names = {None: "reference", "tpu": interpreted.NAME, "gpu": interpreted_gpu.NAME}
         implementation = {"implementation": names[self.chunk]} if self.chunk in names else {"chunk_size": self.chunk}
         options = {"label_smoothing": self.smoothing, "z_loss": self.z_loss, "softcap": self.softcap}
         return {**options, **implementation}
@@ -58,7 +59,11 @@ CASES = [
     slow(Case(500, 31, 20, 500, 31, "sum", 0.1, bias=True, scale=True, dtype="bfloat16")),
     Case(2049, 40, 8, 2048, 16, "mean", 0.0, 1e-2, scale=True, bias=True),
     Case(129, 16, 8, None, 4, "mean", 0.2, 1e-2, bias=True, softcap=4.0, scale=True),
-    # Two blocks of tokens, of which one is ragged; two tiles of the vocabulary.
+    # Two blocks of tokens, of which one is ragged; several tiles of the vocabulary.
+    Case(200, 11, 8, "tpu", 8, "mean", 0.1, 1e-3, bias=True, scale=True),
+    slow(Case(200, 300, 64, "tpu", 160, "mean", 0.1, 1e-3, bias=True, scale=True, dtype="bfloat16")),
+    slow(Case(200, 11, 64, "tpu", 8, "sum", 0.1, softcap=4.0, scale=True)),
+    slow(Case(200, 11, 64, "tpu", 8, "sum", 0.1, softcap=4.0, scale=True, dtype="bfloat16")),
     slow(Case(100, 11, 64, "gpu", 8, "mean", 0.1, 1e-3, bias=True, scale=True, dtype="bfloat16")),
     slow(Case(100, 11, 64, "gpu", 8, "sum", 0.1, softcap=4.0, scale=True, dtype="bfloat16")),
 ]

@@ -133,15 +133,15 @@ def test_compiles_at_a_small_width(chip, program, width, softcap, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [("save_logits", True), ("filter_threshold", 2.0**-12)], ids=str)
 def test_options_of_the_backward_pass_compile(option, monkeypatch):
-    """Under a soft-cap with smoothing: statistics, dh and dW; beyond the saved logits no more than 16 MiB."""
+    """Under a soft-cap with smoothing: statistics, dh and dW; beyond the exponentials no more than 64 MiB."""
     monkeypatch.syspath_prepend(FOLDER)
     import static_profile
 
     options = (jnp.bfloat16, (option,))
     compiled = static_profile.compile_for("v6e", build, "gemma-2-2b", "everything", *options, profile=False)
     print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
-    logits = 4 * TOKENS * MODELS["gemma-2-2b"][1] if option[0] == "save_logits" else 0
-    assert logits <= compiled.temporaries < logits + 16 * 2**20
+    saved = 2.125 * TOKENS * MODELS["gemma-2-2b"][1] if option[0] == "save_logits" else 0
+    assert saved <= compiled.temporaries < saved + 64 * 2**20
 
 
 @needs_compiler
@@ -160,7 +160,7 @@ def test_compiles_for_one_chip(program, monkeypatch):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("width", [128, 2304, 4096, 8192, 16384])
 @pytest.mark.parametrize("chip", KINDS)
-@pytest.mark.parametrize("kernel", blocks.PREFERENCES)
+@pytest.mark.parametrize("kernel", ["statistics", "rows", "unembedding", "fused"])
 def test_some_blocks_fit_on_every_chip(kernel, chip, width, itemsize):
     preferred = blocks.PREFERENCES[kernel]
     small_chip = chip in ("v5p", "v7x")
@@ -172,8 +172,8 @@ def test_some_blocks_fit_on_every_chip(kernel, chip, width, itemsize):
     chosen = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip])
     assert blocks.vmem_bytes(kernel, chosen, width, itemsize) <= blocks.capacity(KINDS[chip])
     assert blocks.choose(preferred, kernel, 1, width, itemsize, KINDS[chip]).tokens == 128
-    if kernel == "fused":  # never with saved logits
+    if kernel == "fused":  # never with saved exponentials
         return
+    preferred = blocks.preferred(blocks.PREFERENCES, kernel, saved=True)
     saving = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip], saved=True)
-    used = blocks.vmem_bytes(kernel, saving, width, itemsize, saved=True)
-    assert blocks.vmem_bytes(kernel, saving, width, itemsize) < used <= blocks.capacity(KINDS[chip])
+    assert blocks.vmem_bytes(kernel, saving, width, itemsize, saved=True) <= blocks.capacity(KINDS[chip])

@@ -100,7 +100,7 @@ def make(interpret: Any = None, blocks: schedule.Blocks | None = None) -> Implem
         forward=functools.partial(_forward, setup),
         backward=functools.partial(_backward, setup),
         check=functools.partial(_check, setup),
-        saved_bytes=schedule.SAVED_BYTES,
+        saved_bytes=schedule.saved_bytes,
         accumulates=True,
     )
 

@@ -21,7 +21,6 @@ _GROUP = 16
 _PARTIAL_BYTES = 16 * 2**20
 _DZ_BYTES = 512 * 2**20
 SLICE = 64  # columns of a tile of logits that the statistics take at a time: with more, registers spill
-SAVED_BYTES = 2 + 4 / SLICE  # of an exponential, and its part of a float32 reference
 _EXPONENTIALS_BYTES = 2**30
 _BYTES_A_TOKEN = 28  # of a piece, with all statistics
 _TILES_LOST = 0.25  # to start and end a unit of work, in tiles of the vocabulary
@@ -94,6 +93,11 @@ def chunk_size(tokens: int, vocab_size: int, blocks: Blocks) -> int:
     """
     columns = min(blocks.chunk, _DZ_BYTES // (2 * max(tokens, 1)), vocab_size)
     return max(-(-columns // blocks.columns), 1) * blocks.columns
+
+
+def saved_bytes(itemsize: int) -> float:
+    """Of an exponential, with its part of a float32 reference."""
+    return itemsize + 4 / SLICE
 
 
 def token_blocks(tokens: int, vocab_size: int, blocks: Blocks) -> tuple[int, int]:

@@ -2,10 +2,10 @@
 
 | kernel | products | on chip |
 |---|---|---|
-| statistics (and the float32 logits, where saved) | 1 | [tokens, D] and a block of W |
+| statistics (and the exponentials, where saved) | 1 | [tokens, D] and a block of W |
 | statistics with the rows that dh needs | 2 | the same and float32 sums [tokens, D] |
-| dh for any cotangents (two weights on the rows) | 2, with saved logits 1 | the same |
-| dW, db | 2, with saved logits 1 | [columns, D] with float32 sums, and a block of tokens |
+| dh for any cotangents (two weights on the rows) | 2, with saved exponentials 1 | the same |
+| dW, db | 2, with saved exponentials 1 | [columns, D] with float32 sums, and a block of tokens |
 | dh, dW and db together | 3 | the same, and float32 blocks of dh |
 
 Memory beyond inputs and outputs: 32 bytes a token for the statistics. Where hidden states and unembedding are both
@@ -15,7 +15,9 @@ both: four products too, and 4·N·D bytes for dh in float32. dh and dW are a pa
 with `filter_threshold`; on v4 and v5p, whose two cores could not share that dh; where it would take more than 512 MiB;
 and where D is so large that fewer than 1,024 columns (256 in float32) fit on the chip. `explain` counts the products.
 
-With `save_logits` (4·N·V bytes) it is three products for everything: dh and dW come out of a pass each.
+With `save_logits`, and in the scalar `linear_cross_entropy`, a block of tokens at a time, it is three products for
+everything: the exponentials are saved in the inputs' dtype (2.1·N·V bytes in bfloat16), and dh and dW come out of a
+pass each.
 
 With `filter_threshold` the second product of dh and of dW is taken only for the blocks (`blocks.Blocks`: `tokens` by
 `unit` columns for dh, `columns` by `unit` tokens for dW) in which a p reaches it or a one-hot lies; where dh comes out

@@ -1,16 +1,17 @@
 """Parts that the TPU kernels of the backward pass share: `d_hidden`, `d_unembedding`, and `fused`, which is both.
 
-Each computes the logits again, or reads the saved ones, forms dz (`logit_cotangents`) block by block in float32, rounds
-it to the inputs' dtype, and multiplies at once. No sum is split between grid steps that could run in another order:
-results are the same from run to run.
+Each computes the logits again, or reads their saved exponentials, forms dz (`logit_cotangents`) block by block in
+float32, rounds it to the inputs' dtype, and multiplies at once. No sum is split between grid steps that could run in
+another order: results are the same from run to run.
 
 With `filter_threshold` the second product of a unit, one block of dh's or dW's rows by `Blocks.unit` of what streams
 past, runs only where a p of the unit is not below it or a one-hot lies in it: one-hots stay exact. So does the uniform
 part without a soft-cap, of rank one: the sums start from it. db is a sum over all dz, exact too. `fused` takes neither
-a filter nor saved logits.
+a filter nor saved exponentials.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,31 @@ from calibjax.kernels.contract import Cotangents, Inputs, Options
 from calibjax.kernels.logit_cotangents import dz_of_logits, token_values
 from calibjax.kernels.pallas_tpu.blocks import LANES
 from calibjax.kernels.pallas_tpu.common import column, pack, pack_ids, softcapped
+from calibjax.kernels.pallas_tpu.exponentials import Exponentials, Unit
 
 Places = dict[str, int]  # name of a per-token value -> its row in the packed array
 
 
-def packed(options: Options, inputs: Inputs, cotangents: Cotangents) -> tuple[Array, Places]:
-    values = token_values(options, inputs, cotangents)
-    values |= {f"ids{k}": pack_ids(ids) for k, (ids, _) in enumerate(cotangents.one_hots)}
+class Lengths(NamedTuple):
+    """Of the axes, and the columns of each reference of saved exponentials."""
+
+    tokens: int
+    vocab: int
+    unit_saved: int
+
+
+def packed(
+    options: Options, inputs: Inputs, cotangents: Cotangents, saved: Exponentials | None = None
+) -> tuple[Array, Places]:
+    """The values of each token; with `saved` "dz{k}" instead of "g{k}": dz at the k-th of its known columns."""
+    values, one_hots = token_values(options, inputs, cotangents), cotangents.one_hots
+    if saved is not None:
+        values = {name: x for name, x in values.items() if not name.startswith("g")}
+        for k, (ids, z) in enumerate(saved.known):
+            dz, _ = dz_of_logits(options, z, values.get, lambda _: jnp.array(False))
+            values[f"dz{k}"] = sum((jnp.where(other == ids, g, 0.0) for other, g in one_hots), dz)
+        one_hots = saved.known
+    values |= {f"ids{k}": pack_ids(ids) for k, (ids, _) in enumerate(one_hots)}
     if inputs.valid is not None:
         values["valid"] = inputs.valid
     return pack(list(values.values())), {name: row for row, name in enumerate(values)}
@@ -92,23 +111,24 @@ def write_dz(
     bias_sums_ref,
     *,
     start: Array | int,
-    counts: tuple[int, int],
+    counts: tuple[int, Array | int],
     vocab_size: int,
-    saved: bool = False,
+    references: Any = None,
+    unit: int = 0,
 ) -> Array | None:
     """Writes dz [columns, tokens] of transposed logits, and adds it to `bias_sums_ref` [columns, 128] where given.
 
-    The first column has the index `start`; `counts` of columns and of tokens exist, and dz is 0 beyond them. `saved`:
-    the logits were saved, with the soft-cap, also of tokens that are not valid. Returns whether any of it must be
+    The first column has the index `start`; `counts` of columns and of tokens exist, and dz is 0 beyond them. With
+    `references`, of `unit` columns each, `z_ref` has `Exponentials.values`. Returns whether any of it must be
     multiplied; None without a filter.
     """
     columns, tokens = counts
     sublane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 0)
     lane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 1)
-    size = z_ref.shape[0]
+    size, width = z_ref.shape
     height = 16 if size % 16 == 0 else 8
     seen, exist = [], None
-    for group in range(0, min(tokens, z_ref.shape[1]), LANES):
+    for group in range(0, min(tokens, width) if isinstance(tokens, int) else width, LANES):
         lanes = pl.ds(group, LANES)
 
         def value(name: str, lanes=lanes) -> Array:
@@ -117,20 +137,23 @@ def write_dz(
             return x.astype(jnp.int32) - sublane if name.startswith("ids") else x
 
         per_token = {name: value(name) for name in places if name != "valid"}
-        keep = None if tokens - group >= LANES else lane < tokens - group
-        if saved and "valid" in places:
-            counted = value("valid") > 0.0
-            keep = counted if keep is None else keep & counted
+        keep = None if isinstance(tokens, int) and tokens - group >= LANES else lane < tokens - group
+        of_unit = None
         for k in range(0, size, height):
             pieces = []
+            if references is not None and k % unit == 0:
+                of_unit = Unit.of(options, references[k // unit * 8 : k // unit * 8 + 8, lanes], per_token)
+            rows = z_ref[k : k + height, lanes].astype(jnp.float32)
             for half in range(k, k + height, 8):
-                z = z_ref[half : half + 8, lanes]
-                z = z if saved else softcapped(options, z)
 
                 def hit(index: int, place=half, per_token=per_token) -> Array:
                     return per_token[f"ids{index}"] - start == place
 
-                dz, added = dz_of_logits(options, z, per_token.get, hit)
+                z = rows[half - k : half - k + 8]
+                if of_unit is None:
+                    dz, added = dz_of_logits(options, softcapped(options, z), per_token.get, hit)
+                else:
+                    dz, added = of_unit.dz(options, z, hit)
                 dz = dz if keep is None else jnp.where(keep, dz, 0.0)
                 dz = dz if columns - half >= 8 else jnp.where(sublane < columns - half, dz, 0.0)
                 if options.filter_threshold and vocab_size % size:

@@ -59,6 +59,9 @@ PREFERENCES: Preferences = {
         Blocks(256, 256, 128),
         Blocks(128, 128, 128),
     ),
+    "statistics, saved": (Blocks(1024, 2048, 256), Blocks(1024, 1024, 256)),
+    "rows, saved": (Blocks(1024, 2048, 256), Blocks(1024, 1024, 256)),
+    "unembedding, saved": (Blocks(2048, 1024, 256), Blocks(1024, 1024, 256)),
     "fused": (
         Blocks(512, 1024, 256),
         Blocks(512, 512, 256),
@@ -73,8 +76,14 @@ The first of "statistics", "rows" and "unembedding" was the fastest of those pro
 to 1,024, columns of 512 to 2,048).
 
 "rows" holds for the two kernels that accumulate [tokens, D]: the statistics with dh, and dh alone. "fused" is the one
-for dh and dW together, whose `columns` are a piece of the vocabulary (see `pieces`).
+for dh and dW together, whose `columns` are a piece of the vocabulary (see `pieces`). "saved": tried first where the
+exponentials are saved, the fastest of eight profiled at D = 2304 on v6e.
 """
+
+
+def preferred(preferences: Preferences, kernel: str, saved: bool) -> tuple[Blocks, ...]:
+    """The blocks of a kernel to choose among."""
+    return (*(preferences.get(f"{kernel}, saved", ()) if saved else ()), *preferences[kernel])
 
 
 def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int, *, saved: bool = False, pieces: int = 1) -> int:
@@ -87,12 +96,16 @@ def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int, *, saved:
     unembedding the same with tokens and columns exchanged, and the masked x;
     fused       the same with `pieces` times w and the sums, and float32 blocks of dh: two read and two written, or
                 `RESIDENT` twice.
-    A float32 operand is split into three of bfloat16 for its product: x and w once more, and a half. `saved` logits
-    add a float32 block [columns, tokens], twice.
+    A float32 operand is split into three of bfloat16 for its product: x and w once more, and a half. `saved`
+    exponentials add a block [columns, tokens] and their references, twice, in place of an operand of the logits, and to
+    dW its sums of earlier tokens, in float32 as is the result then.
     """
     x, w = blocks.tokens * width * itemsize, blocks.columns * width * itemsize
     more = 3 * (x + w) // 2 if itemsize == 4 else 0
-    more += 2 * 4 * blocks.tokens * blocks.columns if saved else 0
+    if saved:
+        more += 2 * blocks.tokens * (blocks.columns * itemsize + 8 * 4 * -(-blocks.columns // LANES))
+        more += blocks.columns * width * (16 - 4 * itemsize) - 2 * w if kernel == "unembedding" else 0
+        more -= 2 * x if kernel == "rows" else 0
     if kernel == "statistics":
         return 2 * x + 2 * w + more + 3 * 4 * blocks.unit * blocks.tokens
     if kernel == "fused":
@@ -103,6 +116,11 @@ def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int, *, saved:
     sums = side * width * (4 + 2 * itemsize) + 4 * side * min(SLICE, width)
     logits = 2 * side * blocks.unit * (4 + itemsize) + 4 * side * blocks.unit
     return 2 * x + 2 * w + more + extra + sums + logits + 10 * 4 * LANES * side
+
+
+def saved_bytes(itemsize: int) -> float:
+    """Of each saved exponential, with its part of the references: 32 bytes for 256 columns."""
+    return itemsize + 0.125
 
 
 def _generation(device_kind: str) -> str:

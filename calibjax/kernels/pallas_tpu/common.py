@@ -147,6 +147,6 @@ def exponentials(options: Options, tokens: int, vocab_size: int) -> int:
     return tokens * vocab_size * (1 if options.softcap is None else 2)
 
 
-def size_of(x: Array | None) -> int:
+def size_of(x: Array) -> int:
     """Bytes."""
-    return 0 if x is None else x.size * x.dtype.itemsize
+    return x.size * x.dtype.itemsize

@@ -13,20 +13,19 @@ from jaxtyping import Array
 from calibjax.kernels.contract import Cotangents, Inputs, Options
 from calibjax.kernels.logit_cotangents import dz_of_logits
 from calibjax.kernels.pallas_tpu import common
-from calibjax.kernels.pallas_tpu.backward import Places, any_of, note, packed, pipeline
+from calibjax.kernels.pallas_tpu.backward import Lengths, Places, any_of, note, packed, pipeline, write_dz
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
+from calibjax.kernels.pallas_tpu.exponentials import Exponentials
 
-_FIELDS = "tokens unembedding d_hidden z dz sums columns hidden saved bias row_sum"
-_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 4)
-"""References of the kernel; with `saved` [columns, tokens] there is no `hidden`."""
+_FIELDS = "tokens unembedding d_hidden dz sums columns z hidden saved references bias row_sum"
+_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 6)
+"""References of the kernel; with `saved` [columns, tokens] there are no `hidden` and `z`, and dz is transposed."""
 
 
-def _kernel(refs: _Refs, *, options: Options, sizes: tuple[int, int], blocks: Blocks, places: Places) -> None:
-    token_count, vocab_size = sizes
+def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, places: Places) -> None:
     columns, unit = blocks.columns, blocks.unit
     step, steps = pl.program_id(1), pl.num_programs(1)
     tokens, width = refs.sums.shape
-    group = min(64, tokens)
 
     @pl.when(step == 0)
     def _():
@@ -37,48 +36,44 @@ def _kernel(refs: _Refs, *, options: Options, sizes: tuple[int, int], blocks: Bl
             refs.sums[...] = refs.columns[places["exact"]][:, :1] * refs.row_sum[...]
 
     def multiply(c: int):
-        of_unit = pl.ds(c * unit, unit)
         if refs.saved is not None:
-            refs.z[c % 2] = refs.saved[of_unit, :].T
             return
+        of_unit = pl.ds(c * unit, unit)
         z = common.product(options, refs.hidden[...], refs.unembedding[of_unit, :], (1, 1))
         refs.z[c % 2] = z if refs.bias is None else z + refs.bias[:, of_unit]
 
     def differentiate(c: int, count: int) -> Array | None:
-        lane = jax.lax.broadcasted_iota(jnp.int32, (group, LANES), 1)
-        seen, exist = [], None
-        for start in range(0, tokens, group):
-            part = pl.ds(start, group)
-            if options.filter_threshold and token_count % tokens:
-                row = jax.lax.broadcasted_iota(jnp.int32, (group, LANES), 0)
-                exist = row < token_count - pl.program_id(0) * tokens - start
-
-            def value(name: str, part=part) -> Array | None:
-                return refs.columns[places[name], part, :] if name in places else None
-
-            for i, k in enumerate(range(0, min(count, unit), LANES)):
-                z = refs.z[c % 2, part, k : k + LANES]
-                z = z if refs.saved is not None else common.softcapped(options, z)
-
-                def hit(index: int, place=c * unit + k, part=part) -> Array:
-                    ids = refs.columns[places[f"ids{index}"], part, :].astype(jnp.int32) - lane
-                    return ids - step * columns == place
-
-                dz, counts = dz_of_logits(options, z, value, hit)
-                keep = None if count - k >= LANES else lane < count - k
-                dz = dz if keep is None else jnp.where(keep, dz, 0.0)
-                note(seen, counts, keep, exist)
-                refs.dz[c % 2, part, i * LANES : (i + 1) * LANES] = dz.astype(refs.dz.dtype)
-        return any_of(seen)
+        # Of no token beyond the last one may a filter see what is in memory.
+        left = None
+        if options.filter_threshold and lengths.tokens % tokens:
+            left = lengths.tokens - pl.program_id(0) * tokens
+        start = step * columns + c * unit
+        if refs.saved is None:
+            return _write_dz(refs, options, places, c % 2, start, min(count, unit), left)
+        unit_saved = lengths.unit_saved
+        return write_dz(
+            options,
+            places,
+            refs.tokens,
+            refs.saved.at[pl.ds(c * unit, unit), :],
+            refs.dz.at[c % 2],
+            None,
+            start=start,
+            counts=(count, tokens if left is None else left),
+            vocab_size=lengths.vocab,
+            references=refs.references.at[pl.ds(c * unit // unit_saved * 8, -(-unit // unit_saved) * 8), :],
+            unit=unit_saved,
+        )
 
     def accumulate(c: int, count: int):
         size = min(unit, -(-count // LANES) * LANES)
+        dz = refs.dz[c % 2, :, :size] if refs.saved is None else refs.dz[c % 2, :size, :].T
         for part in common.slices(width):
             w = common.existing(refs.unembedding[pl.ds(c * unit, size), part], count)
-            refs.sums[:, part] += common.product(options, refs.dz[c % 2, :, :size], w, (1, 0))
+            refs.sums[:, part] += common.product(options, dz, w, (1, 0))
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
-    common.walk_blocks(vocab_size, columns, step, stages)
+    common.walk_blocks(lengths.vocab, columns, step, stages)
 
     @pl.when(step == steps - 1)
     def _():
@@ -88,14 +83,60 @@ def _kernel(refs: _Refs, *, options: Options, sizes: tuple[int, int], blocks: Bl
         refs.d_hidden[...] = sums.astype(refs.d_hidden.dtype)
 
 
+def _write_dz(
+    refs: _Refs, options: Options, places: Places, slot: int, start: Array, count: int, left: Array | None
+) -> Array | None:
+    """Writes dz [tokens, columns] of the logits in `slot`, of which `count` columns, from `start` on, and `left` tokens
+    exist.
+
+    Returns whether any of it must be multiplied; None without a filter.
+    """
+    tokens = refs.sums.shape[0]
+    group = min(64, tokens)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (group, LANES), 1)
+    seen, exist = [], None
+    for first in range(0, tokens, group):
+        part = pl.ds(first, group)
+        if left is not None:
+            exist = jax.lax.broadcasted_iota(jnp.int32, (group, LANES), 0) < left - first
+
+        def value(name: str, part=part) -> Array | None:
+            return refs.columns[places[name], part, :] if name in places else None
+
+        for k in range(0, count, LANES):
+            z = common.softcapped(options, refs.z[slot, part, k : k + LANES])
+
+            def hit(index: int, place=k, part=part) -> Array:
+                ids = refs.columns[places[f"ids{index}"], part, :].astype(jnp.int32) - lane
+                return ids - start == place
+
+            dz, counts = dz_of_logits(options, z, value, hit)
+            keep = None if count - k >= LANES else lane < count - k
+            dz = dz if keep is None else jnp.where(keep, dz, 0.0)
+            note(seen, counts, keep, exist)
+            refs.dz[slot, part, k : k + LANES] = dz.astype(refs.dz.dtype)
+    return any_of(seen)
+
+
 def gradient(
-    options: Options, inputs: Inputs, cotangents: Cotangents, saved: Array | None, blocks: Blocks, interpret: Any
+    options: Options,
+    inputs: Inputs,
+    cotangents: Cotangents,
+    saved: Exponentials | None,
+    sizes: tuple[Blocks, int],
+    interpret: Any,
 ) -> Array:
-    """dh [N, D] in the dtype of the hidden states; 0 where a token is not valid. `saved`: see `forward.moments`."""
+    """dh [N, D] in the dtype of the hidden states; 0 where a token is not valid.
+
+    `saved`: see `forward.moments`. `sizes`: the blocks, and the columns of each of its references.
+    """
+    blocks, unit_saved = sizes
     hidden, unembedding, bias = inputs[:3]
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
+    lengths = Lengths(tokens, vocab_size, unit_saved)
     blocks = blocks._replace(columns=min(blocks.columns, -(-vocab_size // blocks.unit) * blocks.unit))
-    values, places = packed(options, inputs, cotangents)
+    values, places = packed(options, inputs, cotangents, saved)
+    read_bytes = 0 if saved is None else common.size_of(saved.values)
     block, columns, dtype = blocks.tokens, blocks.columns, hidden.dtype
     grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
     x_spec = pl.BlockSpec((block, width), lambda i, j: (i, 0))
@@ -103,7 +144,7 @@ def gradient(
     if saved is None:
         operands["hidden"] = (hidden, x_spec)
     else:
-        operands["saved"] = (saved, pl.BlockSpec((columns, block), lambda i, j: (j, i)))
+        operands |= saved.operands(columns, block, unit_saved, lambda i, j: (j, i))
     operands["unembedding"] = (unembedding, pl.BlockSpec((columns, width), lambda i, j: (j, 0)))
     if bias is not None and saved is None:
         operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, j)))
@@ -111,23 +152,23 @@ def gradient(
         row_sum = jnp.sum(unembedding, axis=0, dtype=jnp.float32)
         operands["row_sum"] = (row_sum[None, :], pl.BlockSpec((1, width), lambda i, j: (0, 0)))
     return common.pallas(
-        functools.partial(_kernel, options=options, sizes=(tokens, vocab_size), blocks=blocks, places=places),
+        functools.partial(_kernel, options=options, lengths=lengths, blocks=blocks, places=places),
         _Refs,
         common.Launch(
             name="calibjax_d_hidden",
             grid=grid,
             vmem=vmem_bytes("rows", blocks, width, dtype.itemsize, saved=saved is not None),
             flops=(4 if saved is None else 2) * tokens * width * vocab_size,
-            bytes_accessed=(2 * tokens + grid[0] * vocab_size) * width * dtype.itemsize + common.size_of(saved),
+            bytes_accessed=(2 * tokens + grid[0] * vocab_size) * width * dtype.itemsize + read_bytes,
             exponentials=common.exponentials(options, tokens, vocab_size),
             interpret=interpret,
         ),
         operands,
         {"d_hidden": (jax.ShapeDtypeStruct(hidden.shape, dtype), x_spec)},
         {
-            "z": pltpu.VMEM((2, block, blocks.unit), jnp.float32),
-            "dz": pltpu.VMEM((2, block, blocks.unit), dtype),
+            "dz": pltpu.VMEM((2, block, blocks.unit) if saved is None else (2, blocks.unit, block), dtype),
             "sums": pltpu.VMEM((block, width), jnp.float32),
             "columns": pltpu.VMEM((len(values), block, LANES), jnp.float32),
+            **({"z": pltpu.VMEM((2, block, blocks.unit), jnp.float32)} if saved is None else {}),
         },
     )["d_hidden"]

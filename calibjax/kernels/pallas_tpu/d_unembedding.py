@@ -16,16 +16,18 @@ from jaxtyping import Array
 from calibjax.kernels.contract import BackwardRequest, Cotangents, Gradients, Inputs, Options
 from calibjax.kernels.logit_cotangents import exact_uniform
 from calibjax.kernels.pallas_tpu import common
-from calibjax.kernels.pallas_tpu.backward import Places, masked, packed, pipeline, write_dz
+from calibjax.kernels.pallas_tpu.backward import Lengths, Places, masked, packed, pipeline, write_dz
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
+from calibjax.kernels.pallas_tpu.exponentials import Exponentials
 
-_FIELDS = "tokens hidden dz unembedding saved bias exact_row d_unembedding d_bias z sums bias_sums masked"
-_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 10)
+_FIELDS = (
+    "tokens hidden dz unembedding saved references bias exact_row before d_unembedding d_bias z sums bias_sums masked"
+)
+_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 12)
 """References of the kernel; with `saved` [columns, tokens] there are no `unembedding` and `z`."""
 
 
-def _kernel(refs: _Refs, *, options: Options, sizes: tuple[int, int], blocks: Blocks, places: Places) -> None:
-    token_count, vocab_size = sizes
+def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, places: Places) -> None:
     block, unit = blocks.tokens, blocks.unit
     columns, width = blocks.columns, refs.hidden.shape[1]
     start = pl.program_id(0) * columns
@@ -36,8 +38,10 @@ def _kernel(refs: _Refs, *, options: Options, sizes: tuple[int, int], blocks: Bl
         for ref in (refs.sums, refs.bias_sums):
             if ref is not None:
                 ref[...] = jnp.zeros(ref.shape, jnp.float32)
+        if refs.before is not None:
+            refs.sums[...] = refs.before[...]
         if refs.exact_row is not None:
-            refs.sums[...] = jnp.broadcast_to(refs.exact_row[...], refs.sums.shape)
+            refs.sums[...] += jnp.broadcast_to(refs.exact_row[...], refs.sums.shape)
 
     hidden = masked(places, refs)
 
@@ -61,8 +65,9 @@ def _kernel(refs: _Refs, *, options: Options, sizes: tuple[int, int], blocks: Bl
             refs.bias_sums,
             start=start,
             counts=(columns, count),
-            vocab_size=vocab_size,
-            saved=refs.saved is not None,
+            vocab_size=lengths.vocab,
+            references=refs.references,
+            unit=lengths.unit_saved,
         )
 
     def accumulate(c: int, count: int):
@@ -74,7 +79,7 @@ def _kernel(refs: _Refs, *, options: Options, sizes: tuple[int, int], blocks: Bl
             refs.sums[:, part] += common.product(options, refs.dz[c % 2, :, :size], x, (1, 0))
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
-    common.walk_blocks(token_count, block, step, stages)
+    common.walk_blocks(lengths.tokens, block, step, stages)
 
     @pl.when(step == steps - 1)
     def _():
@@ -88,19 +93,27 @@ def gradients(
     request: BackwardRequest,
     inputs: Inputs,
     cotangents: Cotangents,
-    saved: Array | None,
-    blocks: Blocks,
+    saved: Exponentials | None,
+    into: Gradients | None,
+    sizes: tuple[Blocks, int],
     interpret: Any,
 ) -> Gradients:
-    """dW [V, D] in the dtype of the unembedding and db float32 [V], where wanted. `saved`: see `forward.moments`."""
+    """dW [V, D] in the dtype of the unembedding and db float32 [V], where wanted; added to `into`, dW in float32.
+
+    `saved`: see `forward.moments`. `sizes`: the blocks, and the columns of each of its references.
+    """
+    blocks, unit_saved = sizes
     options, wanted = request
     hidden, unembedding, bias = inputs[:3]
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
+    lengths = Lengths(tokens, vocab_size, unit_saved)
     columns = min(blocks.columns, -(-vocab_size // LANES) * LANES)
     block = -(-blocks.tokens // blocks.unit) * blocks.unit
     blocks = blocks._replace(columns=columns, tokens=block)
-    values, places = packed(options, inputs, cotangents)
+    values, places = packed(options, inputs, cotangents, saved)
+    read_bytes = 0 if saved is None else common.size_of(saved.values)
     want_rows, want_bias, dtype = "unembedding" in wanted, "bias" in wanted, unembedding.dtype
+    before = None if into is None else into.unembedding
     grid = (pl.cdiv(vocab_size, columns), pl.cdiv(tokens, block))
     w_spec = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
     bias_spec = pl.BlockSpec((1, columns), lambda j, i: (0, j))
@@ -114,7 +127,7 @@ def gradients(
         operands["unembedding"] = (unembedding, w_spec)
         scratch["z"] = pltpu.VMEM((2, columns, blocks.unit), jnp.float32)
     else:
-        operands["saved"] = (saved, pl.BlockSpec((columns, block), lambda j, i: (j, i)))
+        operands |= saved.operands(columns, block, unit_saved, lambda j, i: (j, i))
     if bias is not None and saved is None:
         operands["bias"] = (bias[None, :], bias_spec)
     exact = exact_uniform(options, cotangents)
@@ -123,30 +136,37 @@ def gradients(
         operands["exact_row"] = (row[None, :], pl.BlockSpec((1, width), lambda j, i: (0, 0)))
     scratch["dz"] = pltpu.VMEM((2, columns, blocks.unit), dtype)
     if want_rows:
-        outputs["d_unembedding"] = (jax.ShapeDtypeStruct(unembedding.shape, dtype), w_spec)
+        of_result = dtype if before is None else before.dtype
+        outputs["d_unembedding"] = (jax.ShapeDtypeStruct(unembedding.shape, of_result), w_spec)
+        if before is not None:
+            operands["before"] = (before, w_spec)
         scratch["sums"] = pltpu.VMEM((columns, width), jnp.float32)
     if want_bias:
         outputs["d_bias"] = (jax.ShapeDtypeStruct((1, vocab_size), jnp.float32), bias_spec)
         scratch["bias_sums"] = pltpu.VMEM((columns, LANES), jnp.float32)
     if inputs.valid is not None:
         scratch["masked"] = pltpu.VMEM((block, width), dtype)
+    # The interpreter returns an aliased result with the padding of its last block.
+    in_place = "before" in operands and not (interpret and vocab_size % columns)
     results = common.pallas(
-        functools.partial(_kernel, options=options, sizes=(tokens, vocab_size), blocks=blocks, places=places),
+        functools.partial(_kernel, options=options, lengths=lengths, blocks=blocks, places=places),
         _Refs,
         common.Launch(
             name="calibjax_d_unembedding",
             grid=grid,
             vmem=vmem_bytes("unembedding", blocks, width, dtype.itemsize, saved=saved is not None),
             flops=(4 if saved is None else 2) * tokens * width * vocab_size,
-            bytes_accessed=(2 * vocab_size + grid[0] * tokens) * width * dtype.itemsize + common.size_of(saved),
+            bytes_accessed=(2 * vocab_size + grid[0] * tokens) * width * dtype.itemsize + read_bytes,
             exponentials=common.exponentials(options, tokens, vocab_size),
             interpret=interpret,
         ),
         operands,
         outputs,
         scratch,
+        aliases={"before": "d_unembedding"} if in_place else {},
     )
-    d_bias = results["d_bias"][0] if want_bias else None
-    if d_bias is not None and exact is not None:
-        d_bias = d_bias + jnp.sum(exact)
+    d_bias = None
+    if want_bias:
+        d_bias = results["d_bias"][0] if exact is None else results["d_bias"][0] + jnp.sum(exact)
+        d_bias = d_bias if into is None or into.bias is None else d_bias + into.bias
     return Gradients(None, results.get("d_unembedding"), d_bias)

@@ -24,6 +24,7 @@ from calibjax.kernels.contract import ForwardRequest, ForwardResult, Inputs, Opt
 from calibjax.kernels.logit_cotangents import LOG2_E
 from calibjax.kernels.pallas_tpu import common
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
+from calibjax.kernels.pallas_tpu.exponentials import LEAST, Exponentials
 from calibjax.kernels.softcap import slope_in_units, softcap_unit
 from calibjax.kernels.stats import FLOOR, Moments
 
@@ -93,9 +94,9 @@ def _fold(state, pieces, raw, places, scale, target, start, top=None):
     return new, weights, ratio
 
 
-_FIELDS = "tokens hidden unembedding moments z state bias saved rows e sums scale target"
-_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 7)
-"""References of the kernels, None where there is none: `saved` of the statistics, those after it of the rows."""
+_FIELDS = "tokens hidden unembedding moments z state bias saved references rows e sums scale target"
+_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 8)
+"""References of the kernels; `saved` and `references` are of the statistics alone, those after them of the rows."""
 
 
 def _refs(**refs: Any) -> _Refs:
@@ -121,9 +122,6 @@ def _statistics_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks
         if has_bias:
             turned = jnp.broadcast_to(refs.bias[:, rows], (LANES, unit)).T
             z = z + jnp.concatenate([turned] * (width // LANES), axis=1)
-        if save:
-            z = common.softcapped(options, z)
-            refs.saved[rows, :] = z
         refs.z[c % 2] = z
 
     def absorb(slot: int, offset: int, count: int, ghost: bool = False):
@@ -141,8 +139,7 @@ def _statistics_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks
                 target = wanted - sublane - step * columns
             pieces, raw, places = [], [], []
             for k in range(0, min(count, unit), 8):
-                z = refs.z[slot, k : k + 8, lanes]
-                z = z if save else common.softcapped(options, z)
+                z = common.softcapped(options, refs.z[slot, k : k + 8, lanes])
                 keep = None if count - k >= 8 else sublane < count - k
                 if ghost:
                     real = jnp.broadcast_to(step, (8, LANES)) > 0
@@ -151,27 +148,52 @@ def _statistics_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks
                 pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
                 raw.append(z if keep is None else jnp.where(keep, z, 0.0))
                 places.append(offset + k)
-            new, _, _ = _fold(
+            new, weights, _ = _fold(
                 {name: ref[:, lanes] for name, ref in state.items()}, pieces, raw, places, scale, target, step * columns
             )
             for name, ref in state.items():
                 ref[:, lanes] = new[name]
+            if save:
+                refs.references[pl.ds(offset // unit * 8, 8), lanes] = new["best"]
+                _save(options, refs.saved.at[pl.ds(offset, unit), lanes], pieces, weights)
+
+    def absorb_last(count: int):
+        """The last unit of a block with `count` columns."""
+        last = -(-count // unit) - 1
+        absorb(last % 2, last * unit, count - last * unit)
 
     def walk(count: int):
         """A block with `count` columns: each unit's product beside the arithmetic on the logits before it."""
         multiply(0)
-        absorb((units - 1) % 2, -unit, unit, ghost=True)
+        if not save:
+            absorb((units - 1) % 2, -unit, unit, ghost=True)
         for c in range(1, -(-count // unit)):
             multiply(c)
             absorb((c - 1) % 2, (c - 1) * unit, unit)
+        if save:  # in the next step its place in the result would be gone
+            absorb_last(count)
 
     left = common.walk_blocks(vocab_size, columns, step, walk)
 
     @pl.when(step == steps - 1)
     def _():
-        last = -(-left // unit) - 1
-        absorb(last % 2, last * unit, left - last * unit)
+        if not save:
+            absorb_last(left)
         _write_statistics(refs, vocab_size)
+
+
+def _save(options: Options, saved_ref, logits: list[Array], exponentials: list[Array]) -> None:
+    """Writes the exponentials of a unit, sixteen columns at a time: as many as a tile of 16-bit values has."""
+    if options.softcap is not None:
+        exponentials = [
+            jnp.where(e < LEAST, -slope_in_units(z, options.softcap), e)
+            for z, e in zip(logits, exponentials, strict=True)
+        ]
+    if len(exponentials) % 2:
+        exponentials = [*exponentials, jnp.zeros_like(exponentials[0])]
+    for k in range(0, len(exponentials), 2):
+        pair = jnp.concatenate(exponentials[k : k + 2], axis=0)
+        saved_ref[8 * k : 8 * k + 16, :] = pair.astype(saved_ref.dtype)
 
 
 def _write_statistics(refs: _Refs, vocab_size: int) -> None:
@@ -321,9 +343,10 @@ def _write_rows(refs: _Refs, vocab_size: int) -> None:
 def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: Any) -> ForwardResult:
     """The moments of the whole vocabulary by one kernel: with "rows" needed two products, else one.
 
-    With `save`, which rules out "rows", also the logits for `backward`: float32 [V, N], in units of the soft-cap.
+    With `save`, which rules out "rows", also the `Exponentials` of all logits.
     """
     options, needed, save = request
+    inputs = inputs.masked() if save else inputs  # NaN would be saved
     hidden, unembedding, bias, scale, targets, _ = inputs
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
     with_rows, itemsize = "rows" in needed, hidden.dtype.itemsize
@@ -357,8 +380,11 @@ def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: 
         }
         state, names = (block, LANES), (*names, "top")
     if save:
-        logits = jax.ShapeDtypeStruct((vocab_size, tokens), jnp.float32)
-        outputs["saved"] = (logits, pl.BlockSpec((columns, block), lambda i, j: (j, i)))
+        of_all = jax.ShapeDtypeStruct((vocab_size, tokens), hidden.dtype)
+        outputs["saved"] = (of_all, pl.BlockSpec((columns, block), lambda i, j: (j, i)))
+        rows = 8 * columns // blocks.unit
+        of_units = jax.ShapeDtypeStruct((grid[1] * rows, tokens), jnp.float32)
+        outputs["references"] = (of_units, pl.BlockSpec((rows, block), lambda i, j: (j, i)))
     for name in names:
         scratch[f"state_{name}"] = pltpu.VMEM(state, jnp.int32 if name in _INTEGERS else jnp.float32)
     results = common.pallas(
@@ -369,7 +395,7 @@ def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: 
             grid=grid,
             vmem=vmem_bytes("rows" if with_rows else "statistics", blocks, width, itemsize, saved=save),
             flops=(4 if with_rows else 2) * tokens * width * vocab_size,
-            bytes_accessed=(tokens + grid[0] * vocab_size) * width * itemsize + 4 * save * tokens * vocab_size,
+            bytes_accessed=((tokens + grid[0] * vocab_size) * width + save * tokens * vocab_size) * itemsize,
             exponentials=common.exponentials(options, tokens, vocab_size),
             interpret=interpret,
         ),
@@ -390,4 +416,8 @@ def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: 
         rows=results.get("rows"),
         **optional,
     )
-    return ForwardResult(moments, results.get("saved"))
+    if not save:
+        return ForwardResult(moments)
+    known = ((targets, moments.target), (moments.argmax, moments.max_logit))
+    pairs = tuple((ids, z / in_logits) for ids, z in known if ids is not None and z is not None)
+    return ForwardResult(moments, Exponentials(results["saved"], results["references"], pairs))

@@ -3,8 +3,6 @@
 import functools
 from typing import Any, NamedTuple
 
-from jaxtyping import Array
-
 from calibjax.kernels.contract import (
     BackwardRequest,
     Cotangents,
@@ -28,15 +26,16 @@ class _Setup(NamedTuple):
 
     def blocks(self, kernel: str, inputs: Inputs, device_kind: str, saved: bool) -> blocks.Blocks:
         (tokens, width), itemsize = inputs.hidden.shape, inputs.hidden.dtype.itemsize
-        return blocks.choose(self.preferences[kernel], kernel, tokens, width, itemsize, device_kind, saved)
+        among = blocks.preferred(self.preferences, kernel, saved)
+        return blocks.choose(among, kernel, tokens, width, itemsize, device_kind, saved)
 
 
 def _fused(setup: _Setup, options: Options, inputs: Inputs, device_kind: str) -> blocks.Blocks | None:
     """Blocks of the kernel for dh and dW together; None where each has a kernel of its own.
 
-    That is with saved logits, of which each takes one product, and with a filter; on chips with two cores a device, of
-    which it would use one; where the float32 dh would take more than 512 MiB; and where too few columns fit on the
-    chip.
+    That is with saved exponentials, of which each takes one product, and with a filter; on chips with two cores a
+    device, of which it would use one; where the float32 dh would take more than 512 MiB; and where too few columns fit
+    on the chip.
     """
     refused = "fused" not in setup.preferences or 4 * inputs.hidden.size > 2**29
     if refused or options.save_logits or options.filter_threshold or blocks.two_cores(device_kind):
@@ -59,7 +58,7 @@ def _check(setup: _Setup, options: Options, inputs: Inputs, platform: Platform) 
         raise NotImplementedError(f"the TPU kernels take bfloat16 and float32, not {inputs.hidden.dtype.name}")
     if inputs.hidden.shape[0] == 0:
         raise NotImplementedError("there are no tokens")
-    kernels = [kernel for kernel in setup.preferences if kernel != "fused"]
+    kernels = ("statistics", "rows", "unembedding")
     chosen = {kernel: setup.blocks(kernel, inputs, platform.device_kind, options.save_logits) for kernel in kernels}
     size = chosen["statistics"]
     note = f"blocks of {size.tokens} tokens by {size.columns} columns, in units of {size.unit}"
@@ -83,25 +82,32 @@ def _forward(setup: _Setup, request: ForwardRequest, inputs: Inputs) -> ForwardR
 
 
 def _backward(
-    setup: _Setup, request: BackwardRequest, inputs: Inputs, cotangents: Cotangents, saved: Array | None, into: None
+    setup: _Setup,
+    request: BackwardRequest,
+    inputs: Inputs,
+    cotangents: Cotangents,
+    saved: Any,
+    into: Gradients | None,
 ) -> Gradients:
     from calibjax.kernels.pallas_tpu import d_hidden, d_unembedding, fused
 
     (options, wanted), kind, has_saved = request, platform().device_kind, saved is not None
+    unit = setup.blocks("statistics", inputs, kind, saved=True).unit if has_saved else 0
     hidden = None
     if "hidden" in wanted:
-        both = _fused(setup, options, inputs, kind) if "unembedding" in wanted else None
+        alone = has_saved or "unembedding" not in wanted
+        both = None if alone else _fused(setup, options, inputs, kind)
         if both is not None and not cotangents.hidden_is_closed(options):
             return fused.gradients(request, inputs, cotangents, both, kind, setup.interpret)
         if cotangents.hidden_is_closed(options):
             hidden = closed_form_hidden(inputs, cotangents)
         else:
             size = setup.blocks("rows", inputs, kind, has_saved)
-            hidden = d_hidden.gradient(options, inputs, cotangents, saved, size, setup.interpret)
+            hidden = d_hidden.gradient(options, inputs, cotangents, saved, (size, unit), setup.interpret)
     if not wanted & {"unembedding", "bias"}:
         return Gradients(hidden)
     size = setup.blocks("unembedding", inputs, kind, has_saved)
-    gradients = d_unembedding.gradients(request, inputs, cotangents, saved, size, setup.interpret)
+    gradients = d_unembedding.gradients(request, inputs, cotangents, saved, into, (size, unit), setup.interpret)
     return gradients._replace(hidden=hidden)
 
 
@@ -119,6 +125,8 @@ def make(interpret: Any = False, preferences: blocks.Preferences = blocks.PREFER
         check=functools.partial(_check, setup),
         rows_first=True,
         shares_logits=functools.partial(_shares_logits, setup),
+        saved_bytes=blocks.saved_bytes,
+        accumulates=True,
     )
 
 
