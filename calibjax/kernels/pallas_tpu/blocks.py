@@ -86,7 +86,9 @@ def preferred(preferences: Preferences, kernel: str, saved: bool) -> tuple[Block
     return (*(preferences.get(f"{kernel}, saved", ()) if saved else ()), *preferences[kernel])
 
 
-def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int, *, saved: bool = False, pieces: int = 1) -> int:
+def vmem_bytes(
+    kernel: str, blocks: Blocks, width: int, itemsize: int, *, saved: bool = False, pieces: int = 1, before: int = 2
+) -> int:
     """On-chip bytes of a kernel: operands and results twice (fetched while the last are used), scratch once.
 
     With x [tokens, D], w [columns, D] and float32 accumulation:
@@ -97,14 +99,15 @@ def vmem_bytes(kernel: str, blocks: Blocks, width: int, itemsize: int, *, saved:
     fused       the same with `pieces` times w and the sums, and float32 blocks of dh: two read and two written, or
                 `RESIDENT` twice.
     A float32 operand is split into three of bfloat16 for its product: x and w once more, and a half. `saved`
-    exponentials add a block [columns, tokens] and their references, twice, in place of an operand of the logits, and to
-    dW its sums of earlier tokens, in float32 as is the result then.
+    exponentials add a block [columns, tokens] and their references, twice, in place of an operand of the logits. dW is
+    then its own float32 sums, twice, and starts from those of earlier tokens, which are there `before` times.
     """
     x, w = blocks.tokens * width * itemsize, blocks.columns * width * itemsize
     more = 3 * (x + w) // 2 if itemsize == 4 else 0
     if saved:
         more += 2 * blocks.tokens * (blocks.columns * itemsize + 8 * 4 * -(-blocks.columns // LANES))
-        more += blocks.columns * width * (16 - 4 * itemsize) - 2 * w if kernel == "unembedding" else 0
+        if kernel == "unembedding":
+            more += blocks.columns * width * 4 * (before + 1) - 4 * w - x
         more -= 2 * x if kernel == "rows" else 0
     if kernel == "statistics":
         return 2 * x + 2 * w + more + 3 * 4 * blocks.unit * blocks.tokens
@@ -133,6 +136,14 @@ def two_cores(device_kind: str) -> bool:
     return _generation(device_kind) in ("4", "5p")
 
 
+def buffers(device_kind: str) -> int:
+    """How often the kernel of dW holds a block of earlier sums: twice, fetched while the last is used.
+
+    On a chip with little memory once: waiting for it is some 15% of the kernel's time, half as many columns cost more.
+    """
+    return 2 if capacity(device_kind) > 2**26 else 1
+
+
 def capacity(device_kind: str) -> int:
     """Bytes of on-chip memory that a kernel may plan with on a chip of this kind: 13/16, the rest is the compiler's."""
     name = _generation(device_kind)
@@ -159,7 +170,8 @@ def choose(
     """
     for blocks in preferred:
         small = itemsize == 2 or max(blocks.tokens, blocks.columns) <= 512
-        if small and vmem_bytes(kernel, blocks, width, itemsize, saved=saved) <= capacity(device_kind):
+        needs = vmem_bytes(kernel, blocks, width, itemsize, saved=saved, before=buffers(device_kind))
+        if small and needs <= capacity(device_kind):
             needed = -(-tokens // LANES) * LANES
             return blocks._replace(tokens=min(blocks.tokens, needed))
     least = vmem_bytes(kernel, preferred[-1], width, itemsize, saved=saved)

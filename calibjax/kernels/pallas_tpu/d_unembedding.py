@@ -24,7 +24,10 @@ _FIELDS = (
     "tokens hidden dz unembedding saved references bias exact_row before d_unembedding d_bias z sums bias_sums masked"
 )
 _Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 12)
-"""References of the kernel; with `saved` [columns, tokens] there are no `unembedding` and `z`."""
+"""References of the kernel; with `saved` [columns, tokens] there are no `unembedding`, `z` and `masked`.
+
+Without `sums`, `d_unembedding` is float32 and starts as `before`.
+"""
 
 
 def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, places: Places) -> None:
@@ -32,6 +35,7 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
     columns, width = blocks.columns, refs.hidden.shape[1]
     start = pl.program_id(0) * columns
     step, steps = pl.program_id(1), pl.num_programs(1)
+    sums = refs.d_unembedding if refs.sums is None else refs.sums
 
     @pl.when(step == 0)
     def _():
@@ -39,9 +43,9 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
             if ref is not None:
                 ref[...] = jnp.zeros(ref.shape, jnp.float32)
         if refs.before is not None:
-            refs.sums[...] = refs.before[...]
+            sums[...] = refs.before[...]
         if refs.exact_row is not None:
-            refs.sums[...] += jnp.broadcast_to(refs.exact_row[...], refs.sums.shape)
+            sums[...] += jnp.broadcast_to(refs.exact_row[...], sums.shape)
 
     hidden = masked(places, refs)
 
@@ -71,19 +75,19 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
         )
 
     def accumulate(c: int, count: int):
-        if refs.sums is None:
+        if sums is None:
             return
         size = min(unit, -(-count // LANES) * LANES)
         for part in common.slices(width):
             x = common.existing(hidden[pl.ds(c * unit, size), part], count)
-            refs.sums[:, part] += common.product(options, refs.dz[c % 2, :, :size], x, (1, 0))
+            sums[:, part] += common.product(options, refs.dz[c % 2, :, :size], x, (1, 0))
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
     common.walk_blocks(lengths.tokens, block, step, stages)
 
     @pl.when(step == steps - 1)
     def _():
-        if refs.d_unembedding is not None:
+        if refs.sums is not None:
             refs.d_unembedding[...] = refs.sums[...].astype(refs.d_unembedding.dtype)
         if refs.d_bias is not None:
             refs.d_bias[...] = jnp.sum(refs.bias_sums[...].T, axis=0, keepdims=True)
@@ -95,15 +99,17 @@ def gradients(
     cotangents: Cotangents,
     saved: Exponentials | None,
     into: Gradients | None,
-    sizes: tuple[Blocks, int],
+    sizes: tuple[Blocks, int, int],
     interpret: Any,
 ) -> Gradients:
     """dW [V, D] in the dtype of the unembedding and db float32 [V], where wanted; added to `into`, dW in float32.
 
-    `saved`: see `forward.moments`. `sizes`: the blocks, and the columns of each of its references.
+    `saved`: see `forward.moments`. `sizes`: the blocks, the columns of each of its references, and how often a block of
+    `into` is on the chip.
     """
-    blocks, unit_saved = sizes
+    blocks, unit_saved, buffers = sizes
     options, wanted = request
+    inputs = inputs if saved is None else inputs.masked()  # else the kernel masks the hidden states
     hidden, unembedding, bias = inputs[:3]
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
     lengths = Lengths(tokens, vocab_size, unit_saved)
@@ -116,6 +122,7 @@ def gradients(
     before = None if into is None else into.unembedding
     grid = (pl.cdiv(vocab_size, columns), pl.cdiv(tokens, block))
     w_spec = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
+    before_spec = pl.BlockSpec(w_spec.block_shape, w_spec.index_map, pipeline_mode=pl.Buffered(buffers))
     bias_spec = pl.BlockSpec((1, columns), lambda j, i: (0, j))
     operands: common.Operands = {
         "tokens": (values, pl.BlockSpec((len(values), block), lambda j, i: (0, i))),
@@ -138,13 +145,14 @@ def gradients(
     if want_rows:
         of_result = dtype if before is None else before.dtype
         outputs["d_unembedding"] = (jax.ShapeDtypeStruct(unembedding.shape, of_result), w_spec)
-        if before is not None:
-            operands["before"] = (before, w_spec)
-        scratch["sums"] = pltpu.VMEM((columns, width), jnp.float32)
+        if before is None:
+            scratch["sums"] = pltpu.VMEM((columns, width), jnp.float32)
+        else:
+            operands["before"] = (before, before_spec)
     if want_bias:
         outputs["d_bias"] = (jax.ShapeDtypeStruct((1, vocab_size), jnp.float32), bias_spec)
         scratch["bias_sums"] = pltpu.VMEM((columns, LANES), jnp.float32)
-    if inputs.valid is not None:
+    if inputs.valid is not None and saved is None:
         scratch["masked"] = pltpu.VMEM((block, width), dtype)
     # The interpreter returns an aliased result with the padding of its last block.
     in_place = "before" in operands and not (interpret and vocab_size % columns)
@@ -154,7 +162,7 @@ def gradients(
         common.Launch(
             name="calibjax_d_unembedding",
             grid=grid,
-            vmem=vmem_bytes("unembedding", blocks, width, dtype.itemsize, saved=saved is not None),
+            vmem=vmem_bytes("unembedding", blocks, width, dtype.itemsize, saved=saved is not None, before=buffers),
             flops=(4 if saved is None else 2) * tokens * width * vocab_size,
             bytes_accessed=(2 * vocab_size + grid[0] * tokens) * width * dtype.itemsize + read_bytes,
             exponentials=common.exponentials(options, tokens, vocab_size),

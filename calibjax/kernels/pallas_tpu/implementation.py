@@ -107,7 +107,9 @@ def _backward(
     if not wanted & {"unembedding", "bias"}:
         return Gradients(hidden)
     size = setup.blocks("unembedding", inputs, kind, has_saved)
-    gradients = d_unembedding.gradients(request, inputs, cotangents, saved, into, (size, unit), setup.interpret)
+    gradients = d_unembedding.gradients(
+        request, inputs, cotangents, saved, into, (size, unit, blocks.buffers(kind)), setup.interpret
+    )
     return gradients._replace(hidden=hidden)
 
 
