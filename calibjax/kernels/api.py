@@ -97,8 +97,8 @@ def vocab_stats(
             by 512 where memory allows); dh that comes out of the forward pass is exact. None or 0 leaves out nothing.
         save_logits: keep the logits [N, V] from the forward for the backward pass, where it would compute them again:
             three products in all where hidden and unembedding are both differentiated. They are float32; the
-            Pallas kernels keep their exponentials, in 16 bits for inputs of 16 bits: an error of up to 2⁻⁸ of each p
-            but the target's and the largest.
+            Pallas kernels keep their exponentials, in 16 bits for inputs of 16 bits: an error of up to 2⁻⁸ of each p,
+            except at the target's and the largest logit where these are differentiated.
 
     Returns:
         `VocabStats`, each field `[...]`, float32, int32 or bool. Tokens that do not count hold 0 (argmax -1, correct

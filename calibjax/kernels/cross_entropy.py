@@ -82,9 +82,10 @@ def linear_cross_entropy(
         (1−β)(lse − s z_y) + β (lse − s (1/V) Σ_v z_v) + z_loss·lse².
 
     Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode. With the reductions "mean" and "sum",
-    the gradients are formed in the forward pass, and no logit is computed twice. Memory beyond inputs and outputs: the
-    logits of one block of tokens (`choose_block_size`; in the Pallas kernels their exponentials, see `save_logits` of
-    `vocab_stats`) and gradients in float32. With "none" neither is held, and one product more is computed.
+    on one device, every implementation but "reference" forms the gradients in the forward pass and computes no logit
+    twice. Memory beyond inputs and outputs: the logits of one block of tokens (`choose_block_size`; in the Pallas
+    kernels their exponentials, see `save_logits` of `vocab_stats`) and gradients in float32. With "none" neither is
+    held, and both gradients take one product more.
 
     Args:
         hidden: hidden states, `[..., D]`, floating point.

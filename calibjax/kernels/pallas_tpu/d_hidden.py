@@ -43,7 +43,7 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
         refs.z[c % 2] = z if refs.bias is None else z + refs.bias[:, of_unit]
 
     def differentiate(c: int, count: int) -> Array | None:
-        # Of no token beyond the last one may a filter see what is in memory.
+        # A filter must not see the memory beyond the last token.
         left = None
         if options.filter_threshold and lengths.tokens % tokens:
             left = lengths.tokens - pl.program_id(0) * tokens
