@@ -77,8 +77,10 @@ class Case(NamedTuple):
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 # Small logits (size 0.01) show a vocabulary padded with zeros; large ones show overflow. 2049 and 129 leave a ragged
-# piece of one column, 127 and 1 are below any tile, 500 divides nothing. By default every feature of an implementation
-# (bias, soft-cap, scale, dtype, saved logits, ragged sizes, several blocks of tokens and of the vocabulary) has a row.
+# piece of one column, 127 and 1 are below any tile, 500 divides nothing. The TPU kernels have W transposed where its
+# width is no multiple of 128 and the vocabulary fills its tiles better; a width of 840 is two slices. By default every
+# feature of an implementation (bias, soft-cap, scale, dtype, saved logits, ragged sizes, several blocks of tokens and
+# of the vocabulary) has a row.
 CASES = [
     Case(1, 1, 8, None, bias=True),
     Case(2, 7, 8, 1, scale=True, softcap=2.0),
@@ -92,6 +94,7 @@ CASES = [
     Case(2, 7, 100, "tpu", scale=True, softcap=2.0),
     Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),
     Case(300, 400, 8, "tpu", bias=True, scale=True, size=30.0),  # four blocks of tokens: dh goes through HBM
+    Case(150, 130, 128, "tpu", bias=True),  # W as it is: the rows of width 8 have it transposed
     Case(130, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
     Case(150, 7, 64, "gpu", dtype="bfloat16", softcap=20.0, save=True),
     slow(Case(2049, 7, 100, 500, size=0.01, dtype="bfloat16", scale=True)),
@@ -107,6 +110,10 @@ CASES = [
     slow(Case(300, 130, 128, "tpu", bias=True, softcap=20.0, scale=True, size=30.0, save=True)),
     slow(Case(700, 130, 8, "apart", bias=True, scale=True, size=30.0, save=True)),
     slow(Case(700, 130, 8, "apart", dtype="bfloat16", softcap=20.0, bias=True, save=True)),
+    slow(Case(380, 260, 840, "apart", scale=True, bias=True)),
+    slow(Case(380, 130, 840, "tpu", dtype="bfloat16", softcap=20.0, scale=True)),
+    slow(Case(760, 130, 840, "apart", dtype="bfloat16", bias=True, save=True)),
+    slow(Case(2200, 7, 72, "tpu blocks", dtype="bfloat16")),
     slow(Case(1100, 7, 128, "tpu blocks", dtype="bfloat16", softcap=20.0)),
     slow(Case(2200, 7, 128, "tpu blocks", dtype="bfloat16", save=True)),
     slow(Case(500, 7, 128, "gpu programs", dtype="float16", size=30.0)),

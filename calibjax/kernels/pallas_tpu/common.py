@@ -28,11 +28,52 @@ def slices(width: int) -> Iterator[Any]:
         yield pl.ds(start, min(SLICE, width - start))
 
 
-def existing(x: Array, count: int) -> Array:
-    """`x` with zeros in place of its rows from `count` on."""
-    if count >= x.shape[0]:
+def existing(x: Array, count: int, axis: int = 0) -> Array:
+    """`x` with zeros in place of what lies from `count` on along an axis."""
+    if count >= x.shape[axis]:
         return x
-    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < count, x, jnp.zeros_like(x))
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < count, x, jnp.zeros_like(x))
+
+
+class Axes(NamedTuple):
+    """Which axis of W, and of dW, the kernels have the vocabulary along: (0, 1) for [V, D], (1, 0) for Wᵀ [D, V]."""
+
+    vocab: int
+    width: int
+
+    @classmethod
+    def of(cls, vocab_size: int, width: int) -> "Axes":
+        """Those of the array in memory: a kernel has the last axis along lanes, and else W would be copied for it.
+
+        XLA stores an argument or result [V, D] with the vocabulary along lanes where that takes less padding in tiles
+        of 8 by 128, as at D = 2,880.
+        """
+
+        def padded(sublanes: int, lanes: int) -> int:
+            return (-(-sublanes // 8) * 8) * (-(-lanes // LANES) * LANES)
+
+        return cls(1, 0) if padded(width, vocab_size) < padded(vocab_size, width) else cls(0, 1)
+
+    def ordered(self, x: Array) -> Array:
+        """[V, D] with these axes; or the reverse."""
+        return x.T if self.vocab else x
+
+    def block(self, columns: int, width: int, index: Callable[..., Any], **options: Any) -> Any:
+        """The specification of blocks of `columns` rows of W, of which `index` gives the number."""
+        if self.vocab:
+            return pl.BlockSpec((width, columns), lambda *step: (0, index(*step)), **options)
+        return pl.BlockSpec((columns, width), lambda *step: (index(*step), 0), **options)
+
+    def rows(self, ref: Any, rows: Any, part: Any = slice(None)) -> Array:
+        """Rows of a block of W, or a part of D of them, with these axes."""
+        return ref[part, rows] if self.vocab else ref[rows, part]
+
+    def add(self, options: Options, sums: Any, part: Any, dz: Array, hidden: Array) -> None:
+        """Adds the product of dz [columns, tokens] and h [tokens, part of D] to sums of dW, which have these axes."""
+        if self.vocab:
+            sums[part, :] += product(options, hidden, dz, (0, 1))
+        else:
+            sums[:, part] += product(options, dz, hidden, (1, 0))
 
 
 def pack(rows: Sequence[Array]) -> Array:

@@ -26,6 +26,7 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
     columns, unit = blocks.columns, blocks.unit
     step, steps = pl.program_id(1), pl.num_programs(1)
     tokens, width = refs.sums.shape
+    axes = common.Axes.of(lengths.vocab, width)
 
     @pl.when(step == 0)
     def _():
@@ -39,7 +40,7 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
         if refs.saved is not None:
             return
         of_unit = pl.ds(c * unit, unit)
-        z = common.product(options, refs.hidden[...], refs.unembedding[of_unit, :], (1, 1))
+        z = common.product(options, refs.hidden[...], axes.rows(refs.unembedding, of_unit), (1, axes.width))
         refs.z[c % 2] = z if refs.bias is None else z + refs.bias[:, of_unit]
 
     def differentiate(c: int, count: int) -> Array | None:
@@ -69,8 +70,8 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
         size = min(unit, -(-count // LANES) * LANES)
         dz = refs.dz[c % 2, :, :size] if refs.saved is None else refs.dz[c % 2, :size, :].T
         for part in common.slices(width):
-            w = common.existing(refs.unembedding[pl.ds(c * unit, size), part], count)
-            refs.sums[:, part] += common.product(options, dz, w, (1, 0))
+            w = common.existing(axes.rows(refs.unembedding, pl.ds(c * unit, size), part), count, axes.vocab)
+            refs.sums[:, part] += common.product(options, dz, w, (1, axes.vocab))
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
     common.walk_blocks(lengths.vocab, columns, step, stages)
@@ -145,7 +146,8 @@ def gradient(
         operands["hidden"] = (hidden, x_spec)
     else:
         operands |= saved.operands(columns, block, unit_saved, lambda i, j: (j, i))
-    operands["unembedding"] = (unembedding, pl.BlockSpec((columns, width), lambda i, j: (j, 0)))
+    axes = common.Axes.of(vocab_size, width)
+    operands["unembedding"] = (axes.ordered(unembedding), axes.block(columns, width, lambda i, j: j))
     if bias is not None and saved is None:
         operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, j)))
     if "exact" in places:

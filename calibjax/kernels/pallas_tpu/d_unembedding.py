@@ -36,6 +36,7 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
     start = pl.program_id(0) * columns
     step, steps = pl.program_id(1), pl.num_programs(1)
     sums = refs.d_unembedding if refs.sums is None else refs.sums
+    axes = common.Axes.of(lengths.vocab, width)
 
     @pl.when(step == 0)
     def _():
@@ -45,14 +46,15 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
         if refs.before is not None:
             sums[...] = refs.before[...]
         if refs.exact_row is not None:
-            sums[...] += jnp.broadcast_to(refs.exact_row[...], sums.shape)
+            row = common.column(refs.exact_row, 0)[:, :1] if axes.vocab else refs.exact_row[...]
+            sums[...] += jnp.broadcast_to(row, sums.shape)
 
     hidden = masked(places, refs)
 
     def multiply(c: int):
         if refs.saved is not None:
             return
-        z = common.product(options, refs.unembedding[...], hidden[pl.ds(c * unit, unit), :], (1, 1))
+        z = common.product(options, refs.unembedding[...], hidden[pl.ds(c * unit, unit), :], (axes.width, 1))
         if refs.bias is not None:
             turned = jnp.broadcast_to(refs.bias[...], (LANES, columns)).T
             z = z + jnp.concatenate([turned] * (unit // LANES), axis=1)
@@ -80,7 +82,7 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
         size = min(unit, -(-count // LANES) * LANES)
         for part in common.slices(width):
             x = common.existing(hidden[pl.ds(c * unit, size), part], count)
-            sums[:, part] += common.product(options, refs.dz[c % 2, :, :size], x, (1, 0))
+            axes.add(options, sums, part, refs.dz[c % 2, :, :size], x)
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
     common.walk_blocks(lengths.tokens, block, step, stages)
@@ -121,8 +123,9 @@ def gradients(
     want_rows, want_bias, dtype = "unembedding" in wanted, "bias" in wanted, unembedding.dtype
     before = None if into is None else into.unembedding
     grid = (pl.cdiv(vocab_size, columns), pl.cdiv(tokens, block))
-    w_spec = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
-    before_spec = pl.BlockSpec(w_spec.block_shape, w_spec.index_map, pipeline_mode=pl.Buffered(buffers))
+    axes = common.Axes.of(vocab_size, width)
+    w_spec = axes.block(columns, width, lambda j, i: j)
+    before_spec = axes.block(columns, width, lambda j, i: j, pipeline_mode=pl.Buffered(buffers))
     bias_spec = pl.BlockSpec((1, columns), lambda j, i: (0, j))
     operands: common.Operands = {
         "tokens": (values, pl.BlockSpec((len(values), block), lambda j, i: (0, i))),
@@ -131,7 +134,7 @@ def gradients(
     outputs: common.Operands = {}
     scratch: dict[str, Any] = {}
     if saved is None:
-        operands["unembedding"] = (unembedding, w_spec)
+        operands["unembedding"] = (axes.ordered(unembedding), w_spec)
         scratch["z"] = pltpu.VMEM((2, columns, blocks.unit), jnp.float32)
     else:
         operands |= saved.operands(columns, block, unit_saved, lambda j, i: (j, i))
@@ -143,12 +146,12 @@ def gradients(
         operands["exact_row"] = (row[None, :], pl.BlockSpec((1, width), lambda j, i: (0, 0)))
     scratch["dz"] = pltpu.VMEM((2, columns, blocks.unit), dtype)
     if want_rows:
-        of_result = dtype if before is None else before.dtype
-        outputs["d_unembedding"] = (jax.ShapeDtypeStruct(unembedding.shape, of_result), w_spec)
+        of_result = unembedding if before is None else before
+        outputs["d_unembedding"] = (jax.eval_shape(axes.ordered, of_result), w_spec)
         if before is None:
-            scratch["sums"] = pltpu.VMEM((columns, width), jnp.float32)
+            scratch["sums"] = pltpu.VMEM(w_spec.block_shape, jnp.float32)
         else:
-            operands["before"] = (before, before_spec)
+            operands["before"] = (axes.ordered(before), before_spec)
     if want_bias:
         outputs["d_bias"] = (jax.ShapeDtypeStruct((1, vocab_size), jnp.float32), bias_spec)
         scratch["bias_sums"] = pltpu.VMEM((columns, LANES), jnp.float32)
@@ -177,4 +180,5 @@ def gradients(
     if want_bias:
         d_bias = results["d_bias"][0] if exact is None else results["d_bias"][0] + jnp.sum(exact)
         d_bias = d_bias if into is None or into.bias is None else d_bias + into.bias
-    return Gradients(None, results.get("d_unembedding"), d_bias)
+    d_unembedding = results.get("d_unembedding")
+    return Gradients(None, None if d_unembedding is None else axes.ordered(d_unembedding), d_bias)

@@ -108,6 +108,7 @@ def _statistics_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks
     state, save, has_bias = refs.state, refs.saved is not None, refs.bias is not None
     columns, unit = blocks.columns, blocks.unit
     width = refs.hidden.shape[0]
+    axes = common.Axes.of(vocab_size, refs.hidden.shape[1])
     step, steps = pl.program_id(1), pl.num_programs(1)
     units = columns // unit
 
@@ -118,7 +119,7 @@ def _statistics_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks
 
     def multiply(c: int):
         rows = pl.ds(c * unit, unit)
-        z = common.product(options, refs.unembedding[rows, :], refs.hidden[...], (1, 1))
+        z = common.product(options, axes.rows(refs.unembedding, rows), refs.hidden[...], (axes.width, 1))
         if has_bias:
             turned = jnp.broadcast_to(refs.bias[:, rows], (LANES, unit)).T
             z = z + jnp.concatenate([turned] * (width // LANES), axis=1)
@@ -233,7 +234,8 @@ def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Bloc
     state, has_bias = refs.state, refs.bias is not None
     columns, unit = blocks.columns, blocks.unit
     step, steps = pl.program_id(1), pl.num_programs(1)
-    tokens = refs.hidden.shape[0]
+    tokens, width = refs.hidden.shape
+    axes = common.Axes.of(vocab_size, width)
     group = min(64, tokens)
 
     @pl.when(step == 0)
@@ -242,7 +244,7 @@ def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Bloc
 
     def multiply(c: int):
         of_unit = pl.ds(c * unit, unit)
-        z = common.product(options, refs.hidden[...], refs.unembedding[of_unit, :], (1, 1))
+        z = common.product(options, refs.hidden[...], axes.rows(refs.unembedding, of_unit), (1, axes.width))
         refs.z[c % 2] = z if refs.bias is None else z + refs.bias[:, of_unit]
 
     def absorb(c: int, count: int) -> Array:
@@ -282,10 +284,10 @@ def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Bloc
 
     def accumulate(c: int, count: int, ratio: Array):
         size = min(unit, -(-count // LANES) * LANES)
-        for part in common.slices(refs.sums.shape[1]):
-            w = common.existing(refs.unembedding[pl.ds(c * unit, size), part], count)
+        for part in common.slices(width):
+            w = common.existing(axes.rows(refs.unembedding, pl.ds(c * unit, size), part), count, axes.vocab)
             refs.sums[:, part] = refs.sums[:, part] * ratio + common.product(
-                options, refs.e[c % 2, :, :size], w, (1, 0)
+                options, refs.e[c % 2, :, :size], w, (1, axes.vocab)
             )
 
     def walk(count: int):
@@ -356,11 +358,11 @@ def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: 
     values = [scale * (LOG2_E * in_logits), *([] if targets is None else [common.pack_ids(targets)])]
     grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
     per_token = pl.BlockSpec((8, block), lambda i, j: (0, i))
-    x_spec = pl.BlockSpec((block, width), lambda i, j: (i, 0))
+    x_spec, axes = pl.BlockSpec((block, width), lambda i, j: (i, 0)), common.Axes.of(vocab_size, width)
     operands: common.Operands = {
         "tokens": (common.pack(values), per_token),
         "hidden": (hidden, x_spec),
-        "unembedding": (unembedding, pl.BlockSpec((columns, width), lambda i, j: (j, 0))),
+        "unembedding": (axes.ordered(unembedding), axes.block(columns, width, lambda i, j: j)),
     }
     if bias is not None:
         operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, j)))

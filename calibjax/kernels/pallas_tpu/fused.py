@@ -32,7 +32,9 @@ _Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 6)
 
 def _kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, places: Places) -> None:
     block, piece, unit = blocks
-    columns, width = refs.unembedding.shape
+    width = refs.hidden.shape[1]
+    axes = common.Axes.of(vocab_size, width)
+    columns = refs.sums.shape[axes.vocab]
     count = columns // piece
     j, i = pl.program_id(0), pl.program_id(1)
 
@@ -57,7 +59,8 @@ def _kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, p
         rows = pl.ds(p * piece, piece)
 
         def multiply(c: int):
-            z = common.product(options, refs.unembedding[rows, :], hidden[pl.ds(c * unit, unit), :], (1, 1))
+            x = hidden[pl.ds(c * unit, unit), :]
+            z = common.product(options, axes.rows(refs.unembedding, rows), x, (axes.width, 1))
             if refs.turned_bias is not None:
                 z = z + jnp.concatenate([refs.turned_bias[rows, :]] * (unit // LANES), axis=1)
             refs.z[c % 2] = z
@@ -79,10 +82,11 @@ def _kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, p
             tokens = pl.ds(c * unit, unit)
             dz = refs.dz[c % 2]
             for part in common.slices(width):
-                refs.sums[rows, part] += common.product(options, dz, hidden[tokens, part], (1, 0))
+                axes.add(options, axes.rows(refs.sums.at, rows), part, dz, hidden[tokens, part])
             turned = dz.T
             for part in common.slices(width):
-                added = common.product(options, turned, common.existing(refs.unembedding[rows, part], limit), (1, 0))
+                w = common.existing(axes.rows(refs.unembedding, rows, part), limit, axes.vocab)
+                added = common.product(options, turned, w, (1, axes.vocab))
                 if refs.before is None:
                     refs.d_hidden[pl.ds(i * block + c * unit, unit), part] += added
                 else:
@@ -137,22 +141,23 @@ def gradients(
     resident = grid[1] <= RESIDENT
     dtype, size = unembedding.dtype, grid[1] * block
     x_spec = pl.BlockSpec((block, width), lambda j, i: (i, 0))
-    w_spec = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
+    axes = common.Axes.of(vocab_size, width)
+    w_spec = axes.block(columns, width, lambda j, i: j)
     bias_spec = pl.BlockSpec((1, columns), lambda j, i: (0, j))
     sums_spec = pl.BlockSpec((size, width), lambda j, i: (0, 0)) if resident else x_spec
     operands: common.Operands = {
         "tokens": (values, pl.BlockSpec((len(values), block), lambda j, i: (0, i))),
         "hidden": (hidden, x_spec),
-        "unembedding": (unembedding, w_spec),
+        "unembedding": (axes.ordered(unembedding), w_spec),
     }
     outputs: common.Operands = {
         "d_hidden": (jax.ShapeDtypeStruct((size, width), jnp.float32), sums_spec),
-        "d_unembedding": (jax.ShapeDtypeStruct(unembedding.shape, dtype), w_spec),
+        "d_unembedding": (jax.eval_shape(axes.ordered, unembedding), w_spec),
     }
     scratch: dict[str, Any] = {
         "z": pltpu.VMEM((2, piece, blocks.unit), jnp.float32),
         "dz": pltpu.VMEM((2, piece, blocks.unit), dtype),
-        "sums": pltpu.VMEM((columns, width), jnp.float32),
+        "sums": pltpu.VMEM(w_spec.block_shape, jnp.float32),
     }
     if bias is not None:
         operands["bias"] = (bias[None, :], bias_spec)
@@ -186,4 +191,5 @@ def gradients(
     d_hidden = results["d_hidden"][:tokens]
     if valid is not None:
         d_hidden = jnp.where(valid[:, None], d_hidden, 0.0)
-    return Gradients(d_hidden, results["d_unembedding"], results["d_bias"][0] if "bias" in wanted else None)
+    d_bias = results["d_bias"][0] if "bias" in wanted else None
+    return Gradients(d_hidden, axes.ordered(results["d_unembedding"]), d_bias)
