@@ -115,8 +115,13 @@ def compile_here(chip: Chip, build: Callable[..., Program], args: tuple, directo
     start = time.perf_counter()
     compiled = jax.jit(program.function).lower(*arguments).compile()
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
-    text = compiled.as_text() or ""
-    loops = " while(" in text
+    text = ""
+    try:
+        text = compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:  # libtpu may be newer than this jaxlib
+        if directory is not None:
+            raise RuntimeError(f"it compiles, but jaxlib cannot read what loops it has: {error}") from None
+    loops = not text or " while(" in text
     return Compiled(
         cycles={} if directory is None else profiled_cycles(directory, text),
         temporaries=0 if memory is None else memory.temp_size_in_bytes,

@@ -20,6 +20,7 @@ p reaches the threshold.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -256,11 +257,14 @@ def input_gradients(call: Call, residuals: Residuals, g: Outputs, into: Gradient
 _GATHERED_BYTES = 4 * 2**20  # of the rows of W, in float32, that are gathered at a time
 
 
-def closed_form_hidden(inputs: Inputs, cotangents: Cotangents) -> Array:
+def closed_form_hidden(
+    inputs: Inputs, cotangents: Cotangents, find: Callable[[Array], tuple[Array, Array]] | None = None
+) -> Array:
     """dh [N, D] where `cotangents.hidden_is_closed`: softmax·rows + Σ_k g_k W[ids_k] + uniform Σ_v W_v, no product.
 
     In the dtype of `cotangents.rows`, in its place, or else in float32; a block of tokens at a time, summed in float32.
-    0 where a token is not valid.
+    0 where a token is not valid. `find`: from ids in [0, V) to rows of W [M, D] and which of them is whose; without it,
+    W and the ids.
     """
     unembedding, valid = inputs.unembedding, inputs.valid
     tokens, (vocab_size, width) = inputs.scale.shape[0], unembedding.shape
@@ -268,6 +272,11 @@ def closed_form_hidden(inputs: Inputs, cotangents: Cotangents) -> Array:
     if d_hidden is None:
         d_hidden = jnp.zeros((tokens, width), jnp.float32)
     everything = None if cotangents.uniform is None else jnp.sum(unembedding, axis=0, dtype=jnp.float32)
+    one_hots = []
+    for ids, g in cotangents.one_hots:
+        inside = (ids >= 0) & (ids < vocab_size)
+        ids = jnp.where(inside, ids, 0)
+        one_hots.append((jnp.where(inside, g, 0.0), *((unembedding, ids) if find is None else find(ids))))
 
     def add(start: Array | int, d_hidden: Array, size: int) -> Array:
         def of_block(x: Array) -> Array:
@@ -276,10 +285,8 @@ def closed_form_hidden(inputs: Inputs, cotangents: Cotangents) -> Array:
         block = jnp.zeros((size, width), jnp.float32)
         if cotangents.rows is not None and cotangents.softmax is not None:
             block = of_block(cotangents.softmax)[:, None] * of_block(d_hidden).astype(jnp.float32)
-        for ids, g in cotangents.one_hots:
-            inside = (ids >= 0) & (ids < vocab_size)
-            gathered = unembedding[of_block(jnp.where(inside, ids, 0))].astype(jnp.float32)
-            block = block + of_block(jnp.where(inside, g, 0.0))[:, None] * gathered
+        for g, rows, places in one_hots:
+            block = block + of_block(g)[:, None] * rows[of_block(places)].astype(jnp.float32)
         if cotangents.uniform is not None and everything is not None:
             block = block + of_block(cotangents.uniform)[:, None] * everything[None, :]
         if valid is not None:

@@ -551,10 +551,13 @@ def test_gradients_at_a_scale_of_1e30_are_finite(implementation):
         assert np.isfinite(x).all()
 
 
-@pytest.mark.parametrize("implementation", ["chunked", interpreted.NAME])
-def test_wide_hidden_states_of_many_tokens(implementation):
-    """Above 4 MiB the closed forms of dh go block by block, the last one ragged."""
-    case = Case(40, 600, 2304, None)
+@pytest.mark.parametrize(
+    ("implementation", "vocab", "width"),
+    [("chunked", 40, 2304), (interpreted.NAME, 40, 2304), (interpreted.NAME, 125, 2312)],
+)
+def test_wide_hidden_states_of_many_tokens(implementation, vocab, width):
+    """Above 4 MiB the closed forms of dh go block by block, the last one ragged; at 2,312 W is transposed."""
+    case = Case(vocab, 600, width, None)
     hidden, unembedding, _, scale, targets = make(case)
     g = np.random.default_rng(8).normal(size=(3, case.tokens)).astype(np.float32)
     names = ("log_normalizer", "target_logit", "mean_logit")
@@ -570,7 +573,7 @@ def test_wide_hidden_states_of_many_tokens(implementation):
     counted = dict(zip(names, g * (np.asarray(targets) != -100), strict=True))
     want, dz = oracle.gradients(counted, hidden, unembedding, np.maximum(targets, 0), scale)
     size = np.abs(dz) @ np.abs(f64(unembedding))
-    # One thread adds the D products in order, a random walk of ε √D |z|; the sums over 40 entries carry a few ε more.
+    # One thread adds the D products in order, a random walk of ε √D |z|; the sums over V entries carry a few ε more.
     logits = np.abs(f64(scale)[:, None] * oracle.logits(hidden, unembedding)).max(axis=1, keepdims=True)
     assert_within(grad(hidden), want[0], EPS * (20 + case.width**0.5 * logits) * size + 1e-30)
 

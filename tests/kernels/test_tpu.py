@@ -4,13 +4,15 @@ import functools
 import importlib.util
 from pathlib import Path
 
+import interpreted
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from oracle import FLOATS
 
 from calibjax.kernels import linear_cross_entropy, vocab_stats
-from calibjax.kernels.pallas_tpu import blocks
+from calibjax.kernels.pallas_tpu import blocks, gather
 from calibjax.kernels.stats import STATISTICS
 
 FOLDER = str(Path(__file__).parents[2] / "kernels")
@@ -19,7 +21,9 @@ MODELS = {
     "gemma-2-2b": (2304, 256_000, 30.0),
     "llama-3.1-8b": (4096, 128_256, None),
     "qwen2.5-7b": (3584, 152_064, None),
+    "gpt-oss": (2880, 201_088, None),
 }
+tpu = interpreted.tpu
 KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v7x": "TPU7x"}
 
 needs_compiler = pytest.mark.skipif(
@@ -87,6 +91,19 @@ def test_gradients_compile_within_a_few_mebibytes(chip, model, monkeypatch):
     if softcap is not None and chip != "v5p":
         limit = 4 * TOKENS * width + 2 * 2**20
     assert compiled.temporaries < limit
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["statistics", "everything"])
+def test_no_copy_of_an_unembedding_of_any_width(program, monkeypatch):
+    """At D = 2,880 W would be 1,104 MiB; hidden states, their gradient and the gathered rows of W are 45 each."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    compiled = static_profile.compile_for("v6e", build, "gpt-oss", program, profile=False)
+    print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
+    assert compiled.temporaries < 5 * 2 * TOKENS * MODELS["gpt-oss"][0]
 
 
 @needs_compiler
@@ -179,6 +196,20 @@ def test_compiles_for_one_chip(program, monkeypatch):
     compiled = static_profile.compile_for("v5e", build, "llama-3.1-8b", program, profile=False)
     print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
     assert compiled.temporaries < 2 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("ids", ["any", "first", "last", "first and last"])
+def test_gathered_rows_are_exact(ids, dtype, tpu):
+    """With ids in every block of the vocabulary, in one, and in two that lie apart; the last block is ragged."""
+    tokens, vocab_size = 200, 450
+    rng = np.random.default_rng(0)
+    unembedding = jnp.asarray(rng.normal(size=(vocab_size, 72)), dtype)
+    among = {"any": range(vocab_size), "first": [0], "last": [vocab_size - 1], "first and last": [0, vocab_size - 1]}
+    drawn = jnp.asarray(rng.choice(among[ids], tokens), jnp.int32)
+    (size,) = interpreted.SMALL["statistics"]
+    rows, places = gather.rows(unembedding, drawn, size, interpreted.PARAMS)
+    np.testing.assert_array_equal(rows[places], unembedding[drawn])
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -89,7 +89,7 @@ def _backward(
     saved: Any,
     into: Gradients | None,
 ) -> Gradients:
-    from calibjax.kernels.pallas_tpu import d_hidden, d_unembedding, fused
+    from calibjax.kernels.pallas_tpu import common, d_hidden, d_unembedding, fused, gather
 
     (options, wanted), kind, has_saved = request, platform().device_kind, saved is not None
     unit = setup.blocks("statistics", inputs, kind, saved=True).unit if has_saved else 0
@@ -100,7 +100,11 @@ def _backward(
         if both is not None and not cotangents.hidden_is_closed(options):
             return fused.gradients(request, inputs, cotangents, both, kind, setup.interpret)
         if cotangents.hidden_is_closed(options):
-            hidden = closed_form_hidden(inputs, cotangents)
+            find = None
+            if common.Axes.of(*inputs.unembedding.shape).vocab:
+                size = setup.blocks("statistics", inputs, kind, saved=False)
+                find = functools.partial(gather.rows, inputs.unembedding, blocks=size, interpret=setup.interpret)
+            hidden = closed_form_hidden(inputs, cotangents, find)
         else:
             size = setup.blocks("rows", inputs, kind, has_saved)
             hidden = d_hidden.gradient(options, inputs, cotangents, saved, (size, unit), setup.interpret)
