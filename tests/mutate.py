@@ -107,6 +107,13 @@ TABLE = [
         "kernels/test_filter.py -k plain",
     ),
     Mutation(
+        "kernels/pallas_tpu/common.py",
+        "x.shape, axis) < count",
+        "x.shape, axis) <= count",
+        f"{OPERATOR} -k wide_hidden and 2312",
+    ),
+    Mutation("kernels/pallas_tpu/gather.py", "(ids >= 0)", "(ids > 0)", "kernels/test_tpu.py -k gathered"),
+    Mutation(
         "kernels/pallas_tpu/fused.py",
         "jnp.where(p == 0, before,",
         "jnp.where(p != 0, before,",
