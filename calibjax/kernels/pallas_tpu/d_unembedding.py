@@ -146,8 +146,7 @@ def gradients(
         operands["exact_row"] = (row[None, :], pl.BlockSpec((1, width), lambda j, i: (0, 0)))
     scratch["dz"] = pltpu.VMEM((2, columns, blocks.unit), dtype)
     if want_rows:
-        of_result = unembedding if before is None else before
-        outputs["d_unembedding"] = (jax.eval_shape(axes.ordered, of_result), w_spec)
+        outputs["d_unembedding"] = (jax.eval_shape(axes.ordered, unembedding if before is None else before), w_spec)
         if before is None:
             scratch["sums"] = pltpu.VMEM(w_spec.block_shape, jnp.float32)
         else:
@@ -180,5 +179,4 @@ def gradients(
     if want_bias:
         d_bias = results["d_bias"][0] if exact is None else results["d_bias"][0] + jnp.sum(exact)
         d_bias = d_bias if into is None or into.bias is None else d_bias + into.bias
-    d_unembedding = results.get("d_unembedding")
-    return Gradients(None, None if d_unembedding is None else axes.ordered(d_unembedding), d_bias)
+    return Gradients(None, axes.ordered(results["d_unembedding"]) if want_rows else None, d_bias)

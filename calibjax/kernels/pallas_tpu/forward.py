@@ -286,9 +286,8 @@ def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Bloc
         size = min(unit, -(-count // LANES) * LANES)
         for part in common.slices(width):
             w = common.existing(axes.rows(refs.unembedding, pl.ds(c * unit, size), part), count, axes.vocab)
-            refs.sums[:, part] = refs.sums[:, part] * ratio + common.product(
-                options, refs.e[c % 2, :, :size], w, (1, axes.vocab)
-            )
+            added = common.product(options, refs.e[c % 2, :, :size], w, (1, axes.vocab))
+            refs.sums[:, part] = refs.sums[:, part] * ratio + added
 
     def walk(count: int):
         """Three stages at a time: the product of unit c + 1, the arithmetic on unit c, the sums of unit c − 1."""
