@@ -19,12 +19,13 @@ PARAMS = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", nu
 SMALL = {
     "statistics": (Blocks(128, 128, 32),),
     "rows": (Blocks(128, 256, 128),),
+    "d_hidden": (Blocks(128, 256, 128),),
     "unembedding": (Blocks(128, 128, 128),),
     "fused": (Blocks(128, 256, 128),),
 }
 # No kernel for both gradients; of two units of saved exponentials each is read in two blocks.
 _APART = {kernel: sizes for kernel, sizes in SMALL.items() if kernel != "fused"}
-_APART |= {"statistics, saved": (Blocks(128, 512, 256),), "rows, saved": (Blocks(128, 128, 128),)}
+_APART |= {"statistics, saved": (Blocks(128, 512, 256),), "d_hidden, saved": (Blocks(128, 128, 128),)}
 IMPLEMENTATIONS = {
     NAME: pallas_tpu.make(PARAMS, SMALL),
     WITH_ITS_BLOCKS: pallas_tpu.make(PARAMS),

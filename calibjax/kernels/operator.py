@@ -254,7 +254,7 @@ def input_gradients(call: Call, residuals: Residuals, g: Outputs, into: Gradient
     return (backward(g.target_logit, rest, None) if rest else Gradients())._replace(hidden=d_hidden)
 
 
-_GATHERED_BYTES = 4 * 2**20  # of the rows of W, in float32, that are gathered at a time
+_GATHERED_BYTES = 8 * 2**20  # of the rows of W, in float32, that are gathered at a time
 
 
 def closed_form_hidden(

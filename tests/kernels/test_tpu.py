@@ -215,7 +215,7 @@ def test_gathered_rows_are_exact(ids, dtype, tpu):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("width", [128, 2304, 4096, 8192, 16384])
 @pytest.mark.parametrize("chip", KINDS)
-@pytest.mark.parametrize("kernel", ["statistics", "rows", "unembedding", "fused"])
+@pytest.mark.parametrize("kernel", ["statistics", "rows", "d_hidden", "unembedding", "fused"])
 def test_some_blocks_fit_on_every_chip(kernel, chip, width, itemsize):
     preferred = blocks.PREFERENCES[kernel]
     small_chip = chip in ("v5p", "v7x")

@@ -47,6 +47,15 @@ PREFERENCES: Preferences = {
     ),
     "rows": (
         Blocks(1024, 1024, 512),
+        Blocks(512, 1024, 512),
+        Blocks(512, 768, 256),
+        Blocks(512, 512, 512),
+        Blocks(256, 512, 512),
+        Blocks(256, 256, 128),
+        Blocks(128, 128, 128),
+    ),
+    "d_hidden": (
+        Blocks(1024, 1024, 512),
         Blocks(1024, 512, 256),
         Blocks(512, 512, 256),
         Blocks(256, 256, 128),
@@ -60,7 +69,7 @@ PREFERENCES: Preferences = {
         Blocks(128, 128, 128),
     ),
     "statistics, saved": (Blocks(1024, 2048, 256), Blocks(1024, 1024, 256)),
-    "rows, saved": (Blocks(1024, 2048, 256), Blocks(1024, 1024, 256)),
+    "d_hidden, saved": (Blocks(1024, 2048, 256), Blocks(1024, 1024, 256)),
     "unembedding, saved": (Blocks(2048, 1024, 256), Blocks(1024, 1024, 256)),
     "fused": (
         Blocks(512, 1024, 256),
@@ -75,9 +84,9 @@ PREFERENCES: Preferences = {
 The first of "statistics", "rows" and "unembedding" was the fastest of those profiled at D = 2304 on v6e (units of 256
 to 1,024, columns of 512 to 2,048).
 
-"rows" holds for the two kernels that accumulate [tokens, D]: the statistics with dh, and dh alone. "fused" is the one
-for dh and dW together, whose `columns` are a piece of the vocabulary (see `pieces`). "saved": tried first where the
-exponentials are saved, the fastest of eight profiled at D = 2304 on v6e.
+"rows" is the kernel of the statistics with dh, "fused" that of dh and dW together, whose `columns` are a piece of the
+vocabulary (see `pieces`). "saved": tried first where the exponentials are saved, the fastest of eight profiled at
+D = 2304 on v6e.
 """
 
 
@@ -93,7 +102,9 @@ def vmem_bytes(
 
     With x [tokens, D], w [columns, D] and float32 accumulation:
     statistics  2x + 2w + three blocks of logits [unit, tokens];
-    rows        2x + 2w + 2 results [tokens, D] + sums [tokens, D] + logits and their slopes [tokens, unit], twice
+    rows        x + 3w + a result [tokens, D] + sums [tokens, D] + logits [tokens, columns]
+                + exponentials [tokens, unit], twice + about ten columns [tokens, 128];
+    d_hidden    2x + 2w + 2 results [tokens, D] + sums [tokens, D] + logits and their slopes [tokens, unit], twice
                 + about ten columns [tokens, 128];
     unembedding the same with tokens and columns exchanged, and the masked x;
     fused       the same with `pieces` times w and the sums, and float32 blocks of dh: two read and two written, or
@@ -108,14 +119,18 @@ def vmem_bytes(
         more += 2 * blocks.tokens * (blocks.columns * itemsize + 8 * 4 * -(-blocks.columns // LANES))
         if kernel == "unembedding":
             more += blocks.columns * width * 4 * (before + 1) - 4 * w - x
-        more -= 2 * x if kernel == "rows" else 0
+        more -= 2 * x if kernel == "d_hidden" else 0
     if kernel == "statistics":
         return 2 * x + 2 * w + more + 3 * 4 * blocks.unit * blocks.tokens
     if kernel == "fused":
         x_twice, every = 2 * blocks.tokens * width * 4 * RESIDENT, (pieces - 1) * blocks.columns
         held = every * width * (4 + 4 * itemsize) + 2 * 4 * LANES * every
         return vmem_bytes("unembedding", blocks, width, itemsize) + x_twice + held
-    side, extra = (blocks.tokens, 0) if kernel == "rows" else (blocks.columns, x)
+    if kernel == "rows":
+        sums = blocks.tokens * (width * (4 + itemsize) + 4 * min(SLICE, width))
+        logits = blocks.tokens * (4 * blocks.columns + (4 + 2 * itemsize) * blocks.unit)
+        return x + 3 * w + more + sums + logits + 10 * 4 * LANES * blocks.tokens
+    side, extra = (blocks.tokens, 0) if kernel == "d_hidden" else (blocks.columns, x)
     sums = side * width * (4 + 2 * itemsize) + 4 * side * min(SLICE, width)
     logits = 2 * side * blocks.unit * (4 + itemsize) + 4 * side * blocks.unit
     return 2 * x + 2 * w + more + extra + sums + logits + 10 * 4 * LANES * side

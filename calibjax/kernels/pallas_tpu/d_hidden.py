@@ -159,7 +159,7 @@ def gradient(
         common.Launch(
             name="calibjax_d_hidden",
             grid=grid,
-            vmem=vmem_bytes("rows", blocks, width, dtype.itemsize, saved=saved is not None),
+            vmem=vmem_bytes("d_hidden", blocks, width, dtype.itemsize, saved=saved is not None),
             flops=(4 if saved is None else 2) * tokens * width * vocab_size,
             bytes_accessed=(2 * tokens + grid[0] * vocab_size) * width * dtype.itemsize + read_bytes,
             exponentials=common.exponentials(options, tokens, vocab_size),

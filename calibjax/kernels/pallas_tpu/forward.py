@@ -40,62 +40,67 @@ def _states(needed: frozenset[str]) -> tuple[str, ...]:
 def _initial(name: str, shape: tuple[int, ...]) -> Array:
     if name in _INTEGERS:
         return jnp.zeros(shape, jnp.int32)
-    return jnp.full(shape, FLOOR if name in ("best", "top") else 0.0, jnp.float32)
+    return jnp.full(shape, FLOOR if name == "best" else 0.0, jnp.float32)
 
 
-def _fold(state, pieces, raw, places, scale, target, start, top=None):
-    """The state after pieces of logits of its own shape, and their exponentials relative to the new maximum.
-
-    Args:
-        state: name -> array, see `_states`; with `top`, the maximum of the whole token is under "top".
-        pieces: logits, `FLOOR` where there is none.
-        raw: what `total` adds for each of them.
-        places: of each, the index of its first column counted from `start`.
-        scale: s·log₂e.
-        target: index of the target counted from `start` and from the sublane or lane.
-        top: None: the state's own maximum is the reference; or a function from the best logits to the reference.
-    """
-    new = dict(state)
-    best = state["best"]
+def _with_best(state, pieces, places, start):
+    """`state` with the largest of it and of `pieces` of its shape, and its place: see `_added`."""
+    best, found = state["best"], {}
     if "argmax" in state:
         place = jnp.full(best.shape, common.NEVER, jnp.int32)
         for z, k in zip(pieces, places, strict=True):
             larger = z > best
             best, place = jnp.where(larger, z, best), jnp.where(larger, k, place)
-        new["argmax"] = jnp.where(place > common.NEVER, place + start, state["argmax"])
+        found["argmax"] = jnp.where(place > common.NEVER, place + start, state["argmax"])
     else:
         best = functools.reduce(jnp.maximum, pieces, best)
-    new["best"] = best
-    reference, old = (best, state["best"]) if top is None else (top(best), state["top"])
-    delta = old - reference
+    return state | found | {"best": best}
+
+
+def _moved(state, delta, scale):
+    """`state` with the sums relative to another reference, and the ratio of the weights; `delta`: old − new."""
     ratio = jnp.exp2(delta * scale)
     weight, first, second = state["weight"], state.get("first"), state.get("second")
-    if second is not None:
-        second = ratio * (second + delta * (2.0 * first + delta * weight))
+    new = {"weight": ratio * weight}
     if first is not None:
-        first = ratio * (first + delta * weight)
-    weight = ratio * weight
-    weights = []
+        new["first"] = ratio * (first + delta * weight)
+        if second is not None:
+            new["second"] = ratio * (second + delta * (2.0 * first + delta * weight))
+    return state | new, ratio
+
+
+def _added(state, pieces, raw, places, scale, target, reference):
+    """The state after pieces of logits of its own shape, and their exponentials.
+
+    Args:
+        state: name -> array, see `_states`.
+        pieces: logits, `FLOOR` where there is none.
+        raw: what `total` adds for each of them.
+        places: of each, the index of its first column in the block.
+        scale: s·log₂e.
+        target: index of the target counted from the block and from the sublane or lane.
+        reference: logit relative to which exponentials are summed.
+    """
+    new, weights = dict(state), []
     for z, addend, k in zip(pieces, raw, places, strict=True):
         shifted = z - reference
         e = jnp.exp2(shifted * scale)
         weights.append(e)
-        weight = weight + e
-        if first is not None:
+        new["weight"] = new["weight"] + e
+        if "first" in state:
             moment = e * shifted
-            first = first + moment
-            second = None if second is None else second + moment * shifted
+            new["first"] = new["first"] + moment
+            if "second" in state:
+                new["second"] = new["second"] + moment * shifted
         if "total" in state:
             new["total"] = new["total"] + addend
         if "target" in state:
-            new["target"] = new["target"] + jnp.where(target == k, addend, 0.0)
-    new |= {"weight": weight} | ({} if first is None else {"first": first})
-    new |= ({} if second is None else {"second": second}) | ({} if top is None else {"top": reference})
-    return new, weights, ratio
+            new["target"] = jnp.where(target == k, addend, new["target"])
+    return new, weights
 
 
-_FIELDS = "tokens hidden unembedding moments z state bias saved references rows e sums scale target"
-_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 8)
+_FIELDS = "tokens hidden unembedding moments z state bias saved references rows e kept far sums scale target"
+_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 10)
 """References of the kernels; `saved` and `references` are of the statistics alone, those after them of the rows."""
 
 
@@ -149,9 +154,10 @@ def _statistics_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks
                 pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
                 raw.append(z if keep is None else jnp.where(keep, z, 0.0))
                 places.append(offset + k)
-            new, weights, _ = _fold(
-                {name: ref[:, lanes] for name, ref in state.items()}, pieces, raw, places, scale, target, step * columns
-            )
+            old = {name: ref[:, lanes] for name, ref in state.items()}
+            new = _with_best(old, pieces, places, step * columns)
+            new, _ = _moved(new, old["best"] - new["best"], scale)
+            new, weights = _added(new, pieces, raw, places, scale, target, new["best"])
             for name, ref in state.items():
                 ref[:, lanes] = new[name]
             if save:
@@ -233,112 +239,136 @@ def _write(moments_ref, moments: dict[str, Array]):
 def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, has_target: bool) -> None:
     state, has_bias = refs.state, refs.bias is not None
     columns, unit = blocks.columns, blocks.unit
-    step, steps = pl.program_id(1), pl.num_programs(1)
+    step, last = pl.program_id(1), -(-vocab_size // columns) - 1
+    left = vocab_size - last * columns
     tokens, width = refs.hidden.shape
     axes = common.Axes.of(vocab_size, width)
-    group = min(64, tokens)
+    groups = [pl.ds(start, min(64, tokens)) for start in range(0, tokens, 64)]
 
-    @pl.when(step == 0)
-    def _():
-        _begin_rows(refs, has_target)
+    def pieces_of(c: int, part: Any, count: Array | int) -> tuple[list[Array], list[Array], list[int]]:
+        """`pieces`, `raw` and `places` of some tokens of unit c for `_added`; `count` columns of the block exist."""
+        pieces, raw, places = [], [], []
+        for k in range(c * unit, (c + 1) * unit, LANES):
+            z = refs.z[c, part, pl.ds(k - c * unit, LANES)]
+            keep = None
+            if not isinstance(count, int) or count - k < LANES:
+                keep = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1) < count - k
+            finite = common.finite(z, has_bias)
+            pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
+            raw.append(z if keep is None else jnp.where(keep, z, 0.0))
+            places.append(k)
+        return pieces, raw, places
 
-    def multiply(c: int):
+    def multiply(c: int, count: int):
+        """The logits of unit c of this block, and the best of each lane."""
         of_unit = pl.ds(c * unit, unit)
         z = common.product(options, refs.hidden[...], axes.rows(refs.unembedding, of_unit), (1, axes.width))
-        refs.z[c % 2] = z if refs.bias is None else z + refs.bias[:, of_unit]
+        refs.z[c] = common.softcapped(options, z if refs.bias is None else z + refs.bias[:, of_unit])
+        for part in groups:
+            pieces, _, places = pieces_of(c, part, count)
+            old = {name: ref[part, :] for name, ref in state.items() if name in _OF_BEST}
+            for name, x in _with_best(old, pieces, places, jnp.minimum(step, last) * columns).items():
+                state[name][part, :] = x
 
-    def absorb(c: int, count: int) -> Array:
-        """Folds `count` columns of unit c into the state, writes their weights; returns the ratio of the old sums."""
-        lane = jax.lax.broadcasted_iota(jnp.int32, (group, LANES), 1)
-        ratios = []
-        for start in range(0, tokens, group):
-            part = pl.ds(start, group)
-            target = refs.target[part, :] - step * columns if has_target else None
-            pieces, raw, places = [], [], []
-            for k in range(0, min(count, unit), LANES):
-                z = common.softcapped(options, refs.z[c % 2, part, k : k + LANES])
-                keep = None if count - k >= LANES else lane < count - k
-                finite = common.finite(z, has_bias)
-                pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
-                raw.append(z if keep is None else jnp.where(keep, z, 0.0))
-                places.append(c * unit + k)
-            old = {name: ref[part, :] for name, ref in state.items()}
-            new, weights, ratio = _fold(
-                old,
-                pieces,
-                raw,
-                places,
-                refs.scale[part, :],
-                target,
-                step * columns,
-                top=lambda best, old=old: jnp.maximum(old["top"], jnp.max(best, axis=1, keepdims=True)),
-            )
-            for name, ref in state.items():
-                ref[part, :] = new[name]
+    def absorb(c: int, count: Array | int):
+        """Folds unit c of the block before, of which `count` columns exist, into the state; writes their weights."""
+        for part in groups:
+            target = refs.target[part, :] - (step - 1) * columns if has_target else None
+            pieces, raw, places = pieces_of(c, part, count)
+            old = {name: ref[part, :] for name, ref in state.items() if name not in (*_OF_BEST, "top")}
+            new, weights = _added(old, pieces, raw, places, refs.scale[part, :], target, state["top"][part, :])
+            for name, x in new.items():
+                state[name][part, :] = x
             for i, (e, z, k) in enumerate(zip(weights, pieces, places, strict=True)):
                 e = e if options.softcap is None else e * slope_in_units(z, options.softcap)
                 e = e if target is None else jnp.where(target == k, 0.0, e)
                 refs.e[c % 2, part, i * LANES : (i + 1) * LANES] = e.astype(refs.e.dtype)
-            ratios.append(ratio[:, :1])
-        return jnp.concatenate(ratios, axis=0)
 
-    def accumulate(c: int, count: int, ratio: Array):
-        size = min(unit, -(-count // LANES) * LANES)
+    def accumulate(c: int):
         for part in common.slices(width):
-            w = common.existing(axes.rows(refs.unembedding, pl.ds(c * unit, size), part), count, axes.vocab)
-            added = common.product(options, refs.e[c % 2, :, :size], w, (1, axes.vocab))
-            refs.sums[:, part] = refs.sums[:, part] * ratio + added
+            w = axes.rows(refs.kept, pl.ds(c * unit, unit), part)
+            refs.sums[:, part] += common.product(options, refs.e[c % 2], w, (1, axes.vocab))
 
-    def walk(count: int):
-        """Three stages at a time: the product of unit c + 1, the arithmetic on unit c, the sums of unit c − 1."""
-        units = -(-count // unit)
-        counts = [min(unit, count - c * unit) for c in range(units)]
-        ratio = None
-        multiply(0)
-        for c in range(units):
-            if c + 1 < units:
-                multiply(c + 1)
-            new_ratio = absorb(c, counts[c])
-            if ratio is not None:
-                accumulate(c - 1, unit, ratio)
-            ratio = new_ratio
-        assert ratio is not None
-        accumulate(units - 1, counts[-1], ratio)
+    def walk(before: Array | int, count: int):
+        """The logits of a block with `count` columns, beside the sums of the block before it, which has `before`."""
+        for c in range(columns // unit):
+            absorb(c, before)
+            if c * unit < count:
+                multiply(c, count)
+            accumulate(c)
+        refs.kept[...] = common.existing(refs.unembedding[...], count, axes.vocab)
+        refs.far[0] = jnp.max((state["best"][...] - state["top"][...]) * refs.scale[...])
 
-    common.walk_blocks(vocab_size, columns, step, walk)
+    pl.when(step == 0)(lambda: _begin_rows(refs, has_target))
+    pl.when(step == 1)(lambda: _begin_sums(refs))
+    pl.when((step > 1) & ~(refs.far[0] <= FAR))(lambda: _rescale(refs))
+    if left == columns:
+        walk(columns, columns)
+    else:
+        pl.when(step < last)(lambda: walk(columns, columns))
+        pl.when(step >= last)(lambda: walk(jnp.where(step > last, left, columns), left))
+    pl.when(step > last)(lambda: _write_rows(refs, vocab_size))
 
-    @pl.when(step == steps - 1)
-    def _():
-        _write_rows(refs, vocab_size)
+
+_OF_BEST = ("best", "argmax")
+FAR = 64.0
+"""How far a logit may exceed the reference, in powers of two: sums of 2⁶⁴ and products with them are far from 2¹²⁸."""
+
+
+def _rescale(refs: _Refs):
+    """Takes the largest logits so far as the references."""
+    old = {name: ref[...] for name, ref in refs.state.items()}
+    top = jnp.broadcast_to(jnp.max(old["best"], axis=1, keepdims=True), old["top"].shape)
+    new, ratio = _moved(old, old["top"] - top, refs.scale[...])
+    for name, x in (new | {"top": top}).items():
+        refs.state[name][...] = x
+    for part in common.slices(refs.sums.shape[1]):
+        refs.sums[:, part] *= ratio[:, :1]
 
 
 def _begin_rows(refs: _Refs, has_target: bool) -> None:
-    """Initial values of what the rows kernel accumulates."""
+    """Initial values of the rows kernel, and a block of zeros ahead of the first, whose sums `_begin_sums` drops."""
     for name, ref in refs.state.items():
         ref[...] = _initial(name, ref.shape)
-    refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
+    for ref in (refs.z, refs.kept, refs.sums):
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
     refs.scale[...] = common.column(refs.tokens, 0)
     if has_target:
         lane = jax.lax.broadcasted_iota(jnp.int32, (refs.hidden.shape[0], LANES), 1)
         refs.target[...] = common.column(refs.tokens, 1).astype(jnp.int32) - lane
 
 
+def _begin_sums(refs: _Refs):
+    """Initial values of what the rows kernel sums, and the largest logits of the first block as references."""
+    for name, ref in refs.state.items():
+        if name not in (*_OF_BEST, "top"):
+            ref[...] = jnp.zeros(ref.shape, ref.dtype)
+    refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
+    top = jnp.max(refs.state["best"][...], axis=1, keepdims=True)
+    refs.state["top"][...] = jnp.broadcast_to(top, refs.state["top"].shape)
+
+
 def _write_rows(refs: _Refs, vocab_size: int) -> None:
     """The moments of a token from those of its lanes, and its normalized sum of rows of the unembedding."""
-    state = refs.state
-    turned = {name: ref[...].T for name, ref in state.items() if name not in _INTEGERS}
-    moments = {"max_logit": turned["top"][0:1]}
-    for name in ("weight", "first", "second", "total", "target"):
-        if name in state:
-            moments[name] = jnp.sum(turned[name], axis=0, keepdims=True)
-    if "argmax" in state:
-        lane = jax.lax.broadcasted_iota(jnp.int32, state["weight"].shape, 1)
-        index = (state["argmax"][...] + lane).astype(jnp.float32).T
-        index = jnp.where(turned["best"] == moments["max_logit"], index, float(vocab_size))
-        moments["argmax"] = jnp.min(index, axis=0, keepdims=True)
-    _write(refs.moments, moments)
-    weight = jnp.sum(state["weight"][...], axis=1, keepdims=True)
-    refs.rows[...] = (refs.sums[...] / weight).astype(refs.rows.dtype)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
+
+    @pl.loop(0, refs.sums.shape[0] // LANES)
+    def _(i):
+        part = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
+        state = {name: ref[part, :] for name, ref in refs.state.items()}
+        best = jnp.max(state["best"], axis=1, keepdims=True)
+        summed = ("weight", "first", "second", "total", "target")
+        sums = {name: jnp.sum(state[name], axis=1, keepdims=True) for name in summed if name in state}
+        refs.rows[part, :] = (refs.sums[part, :] / sums["weight"]).astype(refs.rows.dtype)
+        moments, _ = _moved(sums, state["top"][:, :1] - best, refs.scale[part, :][:, :1])
+        moments["max_logit"] = best
+        if "argmax" in state:
+            index = jnp.where(state["best"] == best, (state["argmax"] + lane).astype(jnp.float32), float(vocab_size))
+            moments["argmax"] = jnp.min(index, axis=1, keepdims=True)
+        packed = jnp.zeros(lane.shape, jnp.float32)
+        for row, name in enumerate(_OUTPUTS):
+            packed = jnp.where(lane == row, moments[name], packed) if name in moments else packed
+        refs.moments[:, part] = packed.T[: refs.moments.shape[0]]
 
 
 def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: Any) -> ForwardResult:
@@ -355,26 +385,35 @@ def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: 
     blocks = blocks._replace(columns=columns)
     block, in_logits = blocks.tokens, softcap_unit(options.softcap)
     values = [scale * (LOG2_E * in_logits), *([] if targets is None else [common.pack_ids(targets)])]
-    grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
+    count = pl.cdiv(vocab_size, columns)
+    grid = (pl.cdiv(tokens, block), count + with_rows)
+
+    def of_step(j: Any) -> Any:
+        return jnp.minimum(j, count - 1) if with_rows else j
+
     per_token = pl.BlockSpec((8, block), lambda i, j: (0, i))
     x_spec, axes = pl.BlockSpec((block, width), lambda i, j: (i, 0)), common.Axes.of(vocab_size, width)
     operands: common.Operands = {
         "tokens": (common.pack(values), per_token),
         "hidden": (hidden, x_spec),
-        "unembedding": (axes.ordered(unembedding), axes.block(columns, width, lambda i, j: j)),
+        "unembedding": (axes.ordered(unembedding), axes.block(columns, width, lambda i, j: of_step(j))),
     }
     if bias is not None:
-        operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, j)))
+        operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, of_step(j))))
     outputs: common.Operands = {"moments": (jax.ShapeDtypeStruct((8, tokens), jnp.float32), per_token)}
     kernel: Any = _statistics_kernel
     scratch: dict[str, Any] = {"z": pltpu.VMEM((2, blocks.unit, block), jnp.float32)}
     state, names = (8, block), _states(needed)
     if with_rows:
         kernel = functools.partial(_rows_kernel, has_target=targets is not None)
-        outputs["rows"] = (jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), x_spec)
+        once = pl.BlockSpec(x_spec.block_shape, x_spec.index_map, pipeline_mode=pl.Buffered(1))
+        operands["hidden"] = (hidden, once)
+        outputs["rows"] = (jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), once)
         scratch = {
-            "z": pltpu.VMEM((2, block, blocks.unit), jnp.float32),
+            "z": pltpu.VMEM((columns // blocks.unit, block, blocks.unit), jnp.float32),
             "e": pltpu.VMEM((2, block, blocks.unit), hidden.dtype),
+            "kept": pltpu.VMEM(operands["unembedding"][1].block_shape, hidden.dtype),
+            "far": pltpu.SMEM((1,), jnp.float32),
             "sums": pltpu.VMEM((block, width), jnp.float32),
             "scale": pltpu.VMEM((block, LANES), jnp.float32),
             "target": pltpu.VMEM((block, LANES), jnp.int32),

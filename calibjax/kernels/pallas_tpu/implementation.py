@@ -58,7 +58,7 @@ def _check(setup: _Setup, options: Options, inputs: Inputs, platform: Platform) 
         raise NotImplementedError(f"the TPU kernels take bfloat16 and float32, not {inputs.hidden.dtype.name}")
     if inputs.hidden.shape[0] == 0:
         raise NotImplementedError("there are no tokens")
-    kernels = ("statistics", "rows", "unembedding")
+    kernels = ("statistics", "rows", "d_hidden", "unembedding")
     chosen = {kernel: setup.blocks(kernel, inputs, platform.device_kind, options.save_logits) for kernel in kernels}
     size = chosen["statistics"]
     note = f"blocks of {size.tokens} tokens by {size.columns} columns, in units of {size.unit}"
@@ -106,7 +106,7 @@ def _backward(
                 find = functools.partial(gather.rows, inputs.unembedding, blocks=size, interpret=setup.interpret)
             hidden = closed_form_hidden(inputs, cotangents, find)
         else:
-            size = setup.blocks("rows", inputs, kind, has_saved)
+            size = setup.blocks("d_hidden", inputs, kind, has_saved)
             hidden = d_hidden.gradient(options, inputs, cotangents, saved, (size, unit), setup.interpret)
     if not wanted & {"unembedding", "bias"}:
         return Gradients(hidden)
