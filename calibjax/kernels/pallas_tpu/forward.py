@@ -295,11 +295,12 @@ def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Bloc
                 multiply(c, count)
             accumulate(c)
         refs.kept[...] = common.existing(refs.unembedding[...], count)
-        refs.far[0] = jnp.max((state["best"][...] - state["top"][...]) * refs.scale[...])
+        near = (state["best"][...] - state["top"][...]) * refs.scale[...] <= FAR
+        refs.far[0] = jnp.max(jnp.where(near, 0.0, 1.0))  # 1 for NaN too, which must not hide another token's
 
     pl.when(step == 0)(lambda: _begin_rows(refs, has_target))
     pl.when(step == 1)(lambda: _begin_sums(refs))
-    pl.when((step > 1) & ~(refs.far[0] <= FAR))(lambda: _rescale(refs))
+    pl.when((step > 1) & (refs.far[0] > 0.0))(lambda: _rescale(refs))
     if left == columns:
         walk(columns, columns)
     else:
