@@ -6,8 +6,11 @@ the same straight-line code, so that neither waits for the other.
 
 The statistics kernel has the vocabulary along sublanes and tokens along lanes: a state [8, tokens] takes eight rows of
 logits at a time by elementwise operations, and only at the end are its eight sublanes merged, by `stats.merge`'s rule.
-The rows kernel has tokens along sublanes, as its second product e·W wants, states [tokens, 128], and one maximum for
-each token, by which the sums [tokens, D] are rescaled once a unit.
+The rows kernel has tokens along sublanes, as its second product e·W wants, and states [tokens, 128]. A grid step forms
+the logits of its block beside the exponentials and sums of the block before, whose rows of W are kept: a step more than
+there are blocks. So the largest logits of a block are known before its exponentials. Those are relative to a reference
+for each token, which moves, and rescales the sums [tokens, D], only if a logit exceeds it by more than `FAR` powers of
+two: no sum depends on it but by rounding, and the exponentials wait for no maximum.
 """
 
 import collections
@@ -370,6 +373,20 @@ def _write_rows(refs: _Refs, vocab_size: int) -> None:
         refs.moments[:, part] = packed.T[: refs.moments.shape[0]]
 
 
+def _rows_scratch(blocks: Blocks, width: int, dtype: Any) -> dict[str, Any]:
+    """Memory on chip of the rows kernel, but for its states."""
+    block, columns, unit = blocks
+    return {
+        "z": pltpu.VMEM((columns // unit, block, unit), jnp.float32),
+        "e": pltpu.VMEM((2, block, unit), dtype),
+        "kept": pltpu.VMEM((columns, width), dtype),
+        "far": pltpu.SMEM((1,), jnp.float32),
+        "sums": pltpu.VMEM((block, width), jnp.float32),
+        "scale": pltpu.VMEM((block, LANES), jnp.float32),
+        "target": pltpu.VMEM((block, LANES), jnp.int32),
+    }
+
+
 def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: Any) -> ForwardResult:
     """The moments of the whole vocabulary by one kernel: with "rows" needed two products, else one.
 
@@ -408,15 +425,7 @@ def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: 
         once = pl.BlockSpec(x_spec.block_shape, x_spec.index_map, pipeline_mode=pl.Buffered(1))
         operands["hidden"] = (hidden, once)
         outputs["rows"] = (jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), once)
-        scratch = {
-            "z": pltpu.VMEM((columns // blocks.unit, block, blocks.unit), jnp.float32),
-            "e": pltpu.VMEM((2, block, blocks.unit), hidden.dtype),
-            "kept": pltpu.VMEM((columns, width), hidden.dtype),
-            "far": pltpu.SMEM((1,), jnp.float32),
-            "sums": pltpu.VMEM((block, width), jnp.float32),
-            "scale": pltpu.VMEM((block, LANES), jnp.float32),
-            "target": pltpu.VMEM((block, LANES), jnp.int32),
-        }
+        scratch = _rows_scratch(blocks, width, hidden.dtype)
         state, names = (block, LANES), (*names, "top")
     if save:
         of_all = jax.ShapeDtypeStruct((vocab_size, tokens), hidden.dtype)
