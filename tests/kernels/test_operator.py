@@ -255,6 +255,53 @@ def test_statistics_and_gradients_match_float64(case):
     print({name: f"{value:.2f}" for name, value in worst.items()}, "of the bound")
 
 
+@pytest.mark.parametrize("rise", [0.0, 10.0, slow(-10.0), slow(60.0)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1100, 9, 8, "tpu"),
+        slow(Case(200, 9, 8, "tpu", scale=True)),
+        slow(Case(1024, 260, 128, "tpu", scale=True, size=30.0)),
+        slow(Case(700, 9, 8, "tpu", softcap=20.0)),
+        slow(Case(1100, 130, 100, "tpu", dtype="bfloat16")),
+    ],
+    ids=lambda c: "-".join(map(str, c)),
+)
+def test_statistics_and_dh_in_one_pass(case, rise):
+    """With a bias that rises from block to block of the vocabulary: references of exponentials may lag behind."""
+    hidden, unembedding, _, scale, targets = make(case)
+    bias = jnp.asarray(rise * (np.arange(case.vocab) // 256), jnp.float32)
+    names = ("log_normalizer", "target_logit", "max_logit", *(() if case.softcap else ("mean_logit",)))
+    valid = np.asarray(targets) != -100
+    rng = np.random.default_rng(1)
+    cotangents = {name: rng.normal(size=case.tokens) * (name in names) for name in FLOATS}
+    counted = {name: g * valid for name, g in cotangents.items()}
+    dirty = [jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan) for x in (hidden, scale)]
+
+    @jax.jit
+    def run(hidden, scale):
+        def value(h, s):
+            got = vocab_stats(
+                h, unembedding, targets, bias=bias, scale=s, statistics=(*names, "argmax"), **case.options
+            )
+            return sum(jnp.sum(jnp.asarray(cotangents[name], jnp.float32) * getattr(got, name)) for name in names), got
+
+        return jax.value_and_grad(value, (0, 1), has_aux=True)(hidden, scale)
+
+    assert "calibjax_statistics_rows" in str(jax.make_jaxpr(run)(*dirty))
+    (_, got), grads = run(*dirty)
+    safe, argmax = np.where(valid, targets, 0), np.where(valid, got.argmax, 0)
+    inputs = (hidden, unembedding, bias, scale, safe)
+    want = oracle.statistics(hidden, unembedding, safe, scale, bias, case.softcap)
+    expected, _ = oracle.gradients(counted, hidden, unembedding, safe, scale, bias, case.softcap, argmax)
+    forward, backward = bounds(case, *inputs, counted, argmax)
+    for name in names:
+        assert_within(np.asarray(getattr(got, name))[valid], want[name][valid], forward[name][valid], name)
+    for i in (0, 3):
+        rounded = ROUNDING[inputs[i].dtype.name] * np.abs(expected[i])
+        assert_within(grads[i and 1], expected[i], backward[i] + rounded + 1e-30, f"d_{i}")
+
+
 SMALL = Case(11, 5, 4, 4, bias=True, softcap=None, size=1.5)
 
 
@@ -556,7 +603,7 @@ def test_gradients_at_a_scale_of_1e30_are_finite(implementation):
     [("chunked", 40, 2304), (interpreted.NAME, 40, 2304), (interpreted.NAME, 125, 2312)],
 )
 def test_wide_hidden_states_of_many_tokens(implementation, vocab, width):
-    """Above 4 MiB the closed forms of dh go block by block, the last one ragged; at 2,312 W is transposed."""
+    """Above 512 tokens the closed forms of dh go block by block, the last one ragged; at 2,312 W is transposed."""
     case = Case(vocab, 600, width, None)
     hidden, unembedding, _, scale, targets = make(case)
     g = np.random.default_rng(8).normal(size=(3, case.tokens)).astype(np.float32)

@@ -46,6 +46,7 @@ PREFERENCES: Preferences = {
         Blocks(128, 256, 128),
     ),
     "rows": (
+        Blocks(1024, 2048, 512),
         Blocks(1024, 1024, 512),
         Blocks(512, 1024, 512),
         Blocks(512, 768, 256),
@@ -58,13 +59,16 @@ PREFERENCES: Preferences = {
         Blocks(1024, 1024, 512),
         Blocks(1024, 512, 256),
         Blocks(512, 512, 256),
+        Blocks(256, 512, 256),
         Blocks(256, 256, 128),
         Blocks(128, 128, 128),
     ),
     "unembedding": (
         Blocks(1024, 1024, 512),
         Blocks(512, 1024, 256),
+        Blocks(1024, 512, 512),
         Blocks(512, 512, 256),
+        Blocks(512, 256, 256),
         Blocks(256, 256, 128),
         Blocks(128, 128, 128),
     ),
@@ -82,7 +86,8 @@ PREFERENCES: Preferences = {
 """Kernel -> blocks, largest first; the first that fits on the chip is taken. `kernels/tune.py` ranks others.
 
 The first of "statistics", "rows" and "unembedding" was the fastest of those profiled at D = 2304 on v6e (units of 256
-to 1,024, columns of 512 to 2,048).
+to 1,024, columns of 512 to 2,048); the next ones, with units of 256 and more, on v7x at D of 2,560 to 7,168. A unit
+of 128 columns leaves half of a matrix unit of 256 idle.
 
 "rows" is the kernel of the statistics with dh, "fused" that of dh and dW together, whose `columns` are a piece of the
 vocabulary (see `pieces`). "saved": tried first where the exponentials are saved, the fastest of eight profiled at

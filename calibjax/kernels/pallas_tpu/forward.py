@@ -6,12 +6,16 @@ the same straight-line code, so that neither waits for the other.
 
 The statistics kernel has the vocabulary along sublanes and tokens along lanes: a state [8, tokens] takes eight rows of
 logits at a time by elementwise operations, and only at the end are its eight sublanes merged, by `stats.merge`'s rule.
-The rows kernel has tokens along sublanes, as its second product e·W wants, states [tokens, 128], and one maximum for
-each token, by which the sums [tokens, D] are rescaled once a unit.
+The rows kernel has tokens along sublanes, as its second product e·W wants, and states [tokens, 128]. A grid step forms
+the logits of its block beside the exponentials and sums of the block before, whose rows of W are kept: a step more than
+there are blocks. So the largest logits of a block are known before its exponentials. Those are relative to a reference
+for each token, which moves, and rescales the sums [tokens, D], only if a logit exceeds it by more than `FAR` powers of
+two: no sum depends on it but by rounding, and the exponentials wait for no maximum.
 """
 
 import collections
 import functools
+import math
 from typing import Any
 
 import jax
@@ -297,11 +301,12 @@ def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Bloc
                 multiply(c, count)
             accumulate(c)
         refs.kept[...] = common.existing(refs.unembedding[...], count, axes.vocab)
-        refs.far[0] = jnp.max((state["best"][...] - state["top"][...]) * refs.scale[...])
+        near = (state["best"][...] - state["top"][...]) * refs.scale[...] <= FAR
+        refs.far[0] = jnp.max(jnp.where(near, 0.0, 1.0))  # 1 for NaN too, which must not hide another token's
 
     pl.when(step == 0)(lambda: _begin_rows(refs, has_target))
     pl.when(step == 1)(lambda: _begin_sums(refs))
-    pl.when((step > 1) & ~(refs.far[0] <= FAR))(lambda: _rescale(refs))
+    pl.when((step > 1) & (refs.far[0] > 0.0))(lambda: _rescale(refs))
     if left == columns:
         walk(columns, columns)
     else:
@@ -371,6 +376,21 @@ def _write_rows(refs: _Refs, vocab_size: int) -> None:
         refs.moments[:, part] = packed.T[: refs.moments.shape[0]]
 
 
+def _rows_scratch(blocks: Blocks, of_block: tuple[int, int], dtype: Any) -> dict[str, Any]:
+    """Memory on chip of the rows kernel, but for its states. `of_block`: the shape of a block of W."""
+    block, columns, unit = blocks
+    width = math.prod(of_block) // columns
+    return {
+        "z": pltpu.VMEM((columns // unit, block, unit), jnp.float32),
+        "e": pltpu.VMEM((2, block, unit), dtype),
+        "kept": pltpu.VMEM(of_block, dtype),
+        "far": pltpu.SMEM((1,), jnp.float32),
+        "sums": pltpu.VMEM((block, width), jnp.float32),
+        "scale": pltpu.VMEM((block, LANES), jnp.float32),
+        "target": pltpu.VMEM((block, LANES), jnp.int32),
+    }
+
+
 def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: Any) -> ForwardResult:
     """The moments of the whole vocabulary by one kernel: with "rows" needed two products, else one.
 
@@ -409,15 +429,7 @@ def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: 
         once = pl.BlockSpec(x_spec.block_shape, x_spec.index_map, pipeline_mode=pl.Buffered(1))
         operands["hidden"] = (hidden, once)
         outputs["rows"] = (jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), once)
-        scratch = {
-            "z": pltpu.VMEM((columns // blocks.unit, block, blocks.unit), jnp.float32),
-            "e": pltpu.VMEM((2, block, blocks.unit), hidden.dtype),
-            "kept": pltpu.VMEM(operands["unembedding"][1].block_shape, hidden.dtype),
-            "far": pltpu.SMEM((1,), jnp.float32),
-            "sums": pltpu.VMEM((block, width), jnp.float32),
-            "scale": pltpu.VMEM((block, LANES), jnp.float32),
-            "target": pltpu.VMEM((block, LANES), jnp.int32),
-        }
+        scratch = _rows_scratch(blocks, operands["unembedding"][1].block_shape, hidden.dtype)
         state, names = (block, LANES), (*names, "top")
     if save:
         of_all = jax.ShapeDtypeStruct((vocab_size, tokens), hidden.dtype)
