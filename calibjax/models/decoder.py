@@ -126,7 +126,7 @@ class Decoder(nn.Module):
     def _lookup(self, name: str, rows: int, index: Array) -> Array:
         table = self.param(name, nn.initializers.normal(0.02), (rows, self.config.hidden_size), self.param_dtype)
         # An index beyond the table gives NaN, because clamping would give plausible numbers for a wrong token.
-        return lookup(table, index, name, self.dtype)
+        return lookup(table, index, name, self.dtype, tied=name == "embedding" and self.config.tie_embeddings)
 
 
 def hidden_states(
