@@ -47,7 +47,7 @@ def _is_label(scores: Array, labels: Array) -> Array:
 
 
 def _nll(scores: Array, labels: Array) -> Array:
-    """−log softmax of the label's score, selected by comparison: the gradient of an index is a scatter, which is slow."""
+    """−log softmax of the label's score, selected by comparison: the gradient of an index is a slow scatter."""
     return jax.nn.logsumexp(scores, axis=1) - jnp.sum(jnp.where(_is_label(scores, labels), scores, 0.0), axis=1)
 
 

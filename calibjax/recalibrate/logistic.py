@@ -77,7 +77,7 @@ def _fit(
 
 
 def log_loss(score: Array, correct: Array) -> Array:
-    """−y log σ(x) − (1 − y) log σ(−x), also of fractions y. One exponential, and both derivatives are exact at x = 0."""
+    """−y log σ(x) − (1 − y) log σ(−x), also of fractions y: one exponential, both derivatives exact at x = 0 too."""
     positive = score >= 0
     e = jnp.exp(jnp.where(positive, -score, score))
     return jnp.log(1 + e) + jnp.where(positive, 1 - correct, -correct) * score
