@@ -79,17 +79,20 @@ def minimize(
     Returns:
         (parameters in float32, as numpy; the report).
     """
+
+    def flat(tree: Any) -> np.ndarray:
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
+
     n = len(rows[0])
     pieces = -(-sum(row.size for row in rows) // _BLOCK)
     with jax.enable_x64(True):
-        start, extra = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (start, extra))
-        flat, unravel = ravel_pytree(start)
-        x = np.asarray(flat)
-        low, high = (-np.inf, np.inf) if bounds is None else (np.asarray(ravel_pytree(side)[0]) for side in bounds)
+        x = flat(start)
+        low, high = (-np.inf, np.inf) if bounds is None else map(flat, bounds)
+        like, extra = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (start, extra)))
 
         def at(program: Callable, x: Any, parts: Any) -> tuple[Any, ...]:
             """Means over the rows of all parts."""
-            sums = [jax.device_get(program(loss, start, x, part, extra)) for part in parts]
+            sums = [jax.device_get(program(loss, like, x, part, extra)) for part in parts]
             return tuple(sum(leaves) / sum(len(part[0]) for part in parts) for leaves in zip(*sums, strict=True))
 
         blocks = list(zip(*(map(jnp.asarray, np.array_split(row, pieces)) for row in rows), strict=True))
@@ -103,7 +106,10 @@ def minimize(
         if left > 0 and not found.converged:
             last = lbfgs(lambda x: at(_slope, x, blocks), found.x, low, high, left)
             found = last._replace(iterations=found.iterations + last.iterations)
-        params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), unravel(found.x))
+    leaves, treedef = jax.tree.flatten(start)
+    ends = np.cumsum([np.size(leaf) for leaf in leaves])[:-1]
+    parts = zip(np.split(found.x.astype(np.float32), ends), leaves, strict=True)
+    params = treedef.unflatten([part.reshape(np.shape(leaf)) for part, leaf in parts])
     finite_optimum = found.value > _SEPARATED
     return params, FitReport.of(found.value, bool(found.converged and finite_optimum), found.iterations)
 
