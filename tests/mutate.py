@@ -242,7 +242,7 @@ TABLE = [
         "recalibrate/solvers.py", "values = np.maximum(np.abs(values),", "values = np.maximum(-np.abs(values),", SOLVERS
     ),
     Mutation("recalibrate/solvers.py", "free = ~leaves(-slope)", "free = ~leaves(0 * slope)", SOLVERS),
-    Mutation("recalibrate/solvers.py", "free &= ~leaves(step)", "free &= leaves(step)", SOLVERS),
+    Mutation("recalibrate/solvers.py", "if not leaves(step).any():", "if True:", SOLVERS),
     Mutation("recalibrate/solvers.py", "np.where(step > 0, sides[1], sides[0])", "np.full_like(x, np.inf)", SOLVERS),
     Mutation("recalibrate/solvers.py", "length /= 2", "return None", SOLVERS),
     Mutation("recalibrate/solvers.py", "np.clip(x + step, low, high)", "x", SOLVERS),
@@ -252,7 +252,13 @@ TABLE = [
         "recalibrate/optimize.py",
         "found.iterations + last.iterations",
         "last.iterations",
-        f"{METHODS} -k vector_scaling",
+        SOLVERS,
+    ),
+    Mutation(
+        "recalibrate/affine.py",
+        "- jnp.sum(jnp.where(_is_label(scores, labels), scores, 0.0), axis=1)",
+        "- jnp.max(scores, axis=1)",
+        SCIKIT,
     ),
     Mutation(
         "recalibrate/clipping.py", "accuracy[0] - accuracy_loss", "accuracy[0] - 1.0", f"{METHODS} -k feature_clipping"

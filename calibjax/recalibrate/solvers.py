@@ -111,8 +111,8 @@ def bfgs(slope: Callable, hessian: Callable[[np.ndarray], np.ndarray], x: np.nda
             inverse = np.linalg.inv(curvature + ridge * np.eye(len(x)))
         step = -_times(inverse, gradient)
         gain = -(gradient @ step) / 2
-        if gain <= TOLERANCE * max(abs(value), 1.0):
-            return Found(x, value, True, iteration + 1)
+        if gain <= TOLERANCE * max(abs(value), 1.0):  # below 0: H has a negative curvature, and this is no descent
+            return Found(x, value, gain >= 0, iteration + 1)
         found = _search(slope, x, value, step, gain, (-np.inf, np.inf))
         if found is None:
             return Found(x, value, False, iteration + 1)

@@ -1,10 +1,12 @@
 """The solvers on functions whose optimum is known: bounds, directions without curvature, steps too long."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
 from oracle import assert_within
 
+from calibjax.recalibrate.optimize import minimize
 from calibjax.recalibrate.solvers import bfgs, lbfgs, newton
 
 
@@ -113,3 +115,21 @@ def test_the_iterations_are_bounded():
         assert (found.converged, found.iterations) == (False, most)
     found = newton(decay, np.zeros(2), -16.0, 16.0, 100)
     assert found.converged
+
+
+def rosenbrock(params, rows, extra):
+    return rows[0] * jnp.sum(100 * (params[1:] - params[:-1] ** 2) ** 2 + (1 - params[:-1]) ** 2)
+
+
+@pytest.mark.parametrize("size", [5, 100])
+def test_the_iterations_of_all_solvers_together(size):
+    """Newton's method, or BFGS and then L-BFGS, on a function that is not convex."""
+    for most in (4, 95):
+        params, report = minimize(rosenbrock, np.zeros(size), (np.ones(4),), max_iterations=most)
+        print(params[:3], report)
+        assert int(report.iterations) <= most
+        assert report.loss < size - 1  # the start's
+        if size > 5 or most == 4:
+            assert (bool(report.converged), int(report.iterations)) == (False, most)
+        else:
+            assert_within(params, np.ones(size), 1e-5, "optimum")
