@@ -64,8 +64,8 @@ def minimize(
     converged, or to compare with another library. So float64, with the derivatives from JAX, on the default device.
 
     Up to 8 parameters by Newton's method: their Hessian costs hardly more than the gradient. Up to 512 without bounds
-    by BFGS that begins with the Hessian of a sample: a quarter of the iterations. More, or where these do not end, by
-    L-BFGS-B.
+    by BFGS that begins with the Hessian of a sample: a quarter of the iterations; with fewer than four rows for each
+    it would be that of the penalty. More, or where these do not end, by L-BFGS-B.
 
     Args:
         loss: `(params, rows, extra) -> [n]`, per prediction, twice differentiable; a penalty is added to every one. A
@@ -99,7 +99,7 @@ def minimize(
         found = Found(x, np.inf, False, 0)
         if x.size <= _NEWTON:
             found = newton(lambda x: at(_curvature, x, blocks), x, low, high, max_iterations)
-        elif bounds is None and x.size <= _SCALED:
+        elif bounds is None and x.size <= min(_SCALED, n // 4):
             sample = [tuple(jnp.asarray(row[:: -(-n // _SAMPLE)]) for row in rows)]
             found = bfgs(lambda x: at(_slope, x, blocks), lambda x: at(_hessian, x, sample)[0], x, max_iterations)
         left = max_iterations - found.iterations

@@ -535,7 +535,7 @@ def test_a_calibrated_model_stays_near_what_it_is(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["platt", "few_shot", "isotonic", "histogram", "temperature", "g_layers"])
 def test_a_million(name):
-    """Of each way of fitting one: L-BFGS, pooling, bins, networks on mini-batches, Newton's method."""
+    """Of each way of fitting one: Newton's method, pooling, bins, networks on mini-batches."""
     rng = np.random.default_rng(28)
     n = 1_000_000
     confidence = rng.random(n, np.float32)

@@ -125,7 +125,7 @@ def rosenbrock(params, rows, extra):
 def test_the_iterations_of_all_solvers_together(size):
     """Newton's method, or BFGS and then L-BFGS, on a function that is not convex."""
     for most in (4, 95):
-        params, report = minimize(rosenbrock, np.zeros(size), (np.ones(4),), max_iterations=most)
+        params, report = minimize(rosenbrock, np.zeros(size), (np.ones(4 * size),), max_iterations=most)
         print(params[:3], report)
         assert int(report.iterations) <= most
         assert report.loss < size - 1  # the start's
