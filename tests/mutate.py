@@ -247,6 +247,7 @@ TABLE = [
     Mutation("recalibrate/solvers.py", "length /= 2", "return None", SOLVERS),
     Mutation("recalibrate/solvers.py", "np.clip(x + step, low, high)", "x", SOLVERS),
     Mutation("recalibrate/solvers.py", "- mixed - mixed.T", "- mixed", SOLVERS),
+    Mutation("recalibrate/solvers.py", "scale = along / (change @ moved)", "scale = 1.0", SOLVERS),
     Mutation("recalibrate/solvers.py", "_RIDGES[iteration // _ROUND]", "1e9", SOLVERS),
     Mutation(
         "recalibrate/optimize.py",

@@ -127,11 +127,16 @@ def _times(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
 
 
 def _updated(inverse: np.ndarray, step: np.ndarray, change: np.ndarray) -> np.ndarray:
-    """BFGS: the inverse Hessian nearest to the old one that takes the change of the gradient to the step."""
+    """BFGS: the inverse Hessian nearest to the old one that takes the change of the gradient to the step.
+
+    The old one is first scaled to agree with the two: on the way from overconfidence all curvatures grow together.
+    """
     along = step @ change
-    if along <= 0:  # rounding
+    if along <= 0:  # no positive curvature
         return inverse
     moved = _times(inverse, change)
+    scale = along / (change @ moved)
+    inverse, moved = scale * inverse, scale * moved
     mixed = np.multiply.outer(moved, step)
     return inverse + ((along + change @ moved) / along * np.multiply.outer(step, step) - mixed - mixed.T) / along
 

@@ -80,8 +80,8 @@ def test_a_direction_without_curvature_is_left_alone():
     assert_within(found.x, [1.25, -0.25], 1e-3, "nearest of all optima")
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_bfgs_begins_with_the_hessian(factor):
+@pytest.mark.parametrize(("factor", "most"), [(1.0, 4), (1.5, 30)])
+def test_bfgs_begins_with_the_hessian(factor, most):
     """With the right one a single step leads to the optimum; with another, few."""
     rng = np.random.default_rng(40)
     vectors = np.linalg.qr(rng.normal(size=(30, 30)))[0]
@@ -95,11 +95,26 @@ def test_bfgs_begins_with_the_hessian(factor):
     best = slope(np.linalg.solve(hessian, -linear))[0]
     print(f"{found.iterations} iterations, {found.value - best:.1e} from the least value")
     assert found.converged
-    assert found.iterations <= (4 if factor == 1.0 else 30)
+    assert found.iterations <= most
     assert_within(found.value, best, 1e-10 * abs(best), "value")
     other = lbfgs(slope, np.zeros(30), -np.inf, np.inf, 1000)
     assert other.iterations > 2 * found.iterations
     assert_within(other.value, best, 1e-10 * abs(best), "L-BFGS")
+
+
+def test_bfgs_scales_what_it_begins_with():
+    """A Hessian that is right but for a factor costs one iteration, not one for every direction."""
+    eigenvalues = np.geomspace(0.1, 10, 30)
+
+    def slope(x):
+        return (eigenvalues * x**2).sum() / 2 - x.sum(), eigenvalues * x - 1
+
+    for factor in (0.2, 5.0):
+        found = bfgs(slope, lambda x, factor=factor: factor * np.diag(eigenvalues), np.zeros(30), 100)
+        print(factor, found.iterations)
+        assert found.converged
+        assert found.iterations <= 6
+        assert_within(found.value, -(1 / eigenvalues).sum() / 2, 1e-10, "value")
 
 
 def test_the_iterations_are_bounded():
