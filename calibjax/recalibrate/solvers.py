@@ -112,7 +112,7 @@ def bfgs(slope: Callable, hessian: Callable[[np.ndarray], np.ndarray], x: np.nda
         step = -_times(inverse, gradient)
         gain = -(gradient @ step) / 2
         if gain <= TOLERANCE * max(abs(value), 1.0):  # below 0: H has a negative curvature, and this is no descent
-            return Found(x, value, gain >= 0, iteration + 1)
+            return Found(x, value, bool(gain >= 0), iteration + 1)
         found = _search(slope, x, value, step, gain, (-np.inf, np.inf))
         if found is None:
             return Found(x, value, False, iteration + 1)
