@@ -40,6 +40,7 @@ class Mutation(NamedTuple):
 
 
 OPERATOR, METHODS = "kernels/test_operator.py", "recalibrate/test_methods.py"
+SOLVERS, SCIKIT = "recalibrate/test_solvers.py", f"{METHODS} -k scikit_learn"
 TABLE = [
     # kernels
     Mutation("kernels/stats.py", "(b.argmax < a.argmax)", "(b.argmax > a.argmax)", f"{OPERATOR} -k merge"),
@@ -224,9 +225,41 @@ TABLE = [
     ),
     Mutation(
         "recalibrate/optimize.py",
-        "finite_optimum = found.fun > _SEPARATED",
+        "finite_optimum = found.value > _SEPARATED",
         "finite_optimum = True",
         f"{METHODS} -k platt-all",
+    ),
+    Mutation(
+        "recalibrate/temperature.py",
+        "square - jnp.square(expected)",
+        "square + jnp.square(expected)",
+        f"{METHODS} -k issue",
+    ),
+    Mutation(
+        "recalibrate/logistic.py", "jnp.where(positive, -score, score)", "jnp.where(positive, score, -score)", SCIKIT
+    ),
+    Mutation(
+        "recalibrate/solvers.py", "values = np.maximum(np.abs(values),", "values = np.maximum(-np.abs(values),", SOLVERS
+    ),
+    Mutation("recalibrate/solvers.py", "free = ~leaves(-slope)", "free = ~leaves(0 * slope)", SOLVERS),
+    Mutation("recalibrate/solvers.py", "if not leaves(step).any():", "if True:", SOLVERS),
+    Mutation("recalibrate/solvers.py", "np.where(step > 0, sides[1], sides[0])", "np.full_like(x, np.inf)", SOLVERS),
+    Mutation("recalibrate/solvers.py", "length /= 2", "return None", SOLVERS),
+    Mutation("recalibrate/solvers.py", "np.clip(x + step, low, high)", "x", SOLVERS),
+    Mutation("recalibrate/solvers.py", "- mixed - mixed.T", "- mixed", SOLVERS),
+    Mutation("recalibrate/solvers.py", "scale = along / (change @ moved)", "scale = 1.0", SOLVERS),
+    Mutation("recalibrate/solvers.py", "_RIDGES[iteration // _ROUND]", "1e9", SOLVERS),
+    Mutation(
+        "recalibrate/optimize.py",
+        "found.iterations + last.iterations",
+        "last.iterations",
+        SOLVERS,
+    ),
+    Mutation(
+        "recalibrate/affine.py",
+        "- jnp.sum(jnp.where(_is_label(scores, labels), scores, 0.0), axis=1)",
+        "- jnp.max(scores, axis=1)",
+        SCIKIT,
     ),
     Mutation(
         "recalibrate/clipping.py", "accuracy[0] - accuracy_loss", "accuracy[0] - 1.0", f"{METHODS} -k feature_clipping"
