@@ -262,6 +262,14 @@ TABLE = [
         "nn/experts.py", "base = top if mixture.normalized else logits", "base = top", "nn/test_experts.py -k routing"
     ),
     Mutation("nn/experts.py", "ranks - starts[flat], count", "ranks, count", "nn/test_experts.py -k products"),
+    Mutation(
+        "models/hf_plain.py",
+        'if given["hidden_size"] % given["num_attention_heads"]:',
+        "if False:",
+        "models/test_plain.py -k llama",
+    ),
+    Mutation("models/hf_plain.py", "lambda value: value is False", "_of(bool)", "models/test_plain.py -k qwen2"),
+    Mutation("models/hf_plain.py", '{"num_key_value_heads": 8,', '{"num_key_value_heads": 4,', "models/test_plain.py"),
     Mutation("nn/attention.py", "seen &= distance < (", "seen &= distance <= (", "models/test_decoder.py -k window"),
     Mutation(
         "nn/blocks.py", "self.offset + _last_axis(scale, x)", "_last_axis(scale, x)", "nn/test_blocks.py -k float64"
