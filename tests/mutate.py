@@ -114,8 +114,8 @@ TABLE = [
     ),
     Mutation(
         "kernels/logit_cotangents.py",
-        "else dz * slope_in_units(z, options.softcap)",
-        "else dz",
+        "dz * (slope_in_units(z, options.softcap) if slope is None else slope)",
+        "dz",
         f"{OPERATOR} -k float64 and 2-7-100",
     ),
     Mutation(
@@ -296,8 +296,8 @@ TABLE = [
     ),
     Mutation(
         "models/generate.py",
-        "width + program.max_new_tokens - 1  #",
-        "width + program.max_new_tokens - 2  #",
+        "max(program.max_new_tokens - 1, 1)  #",
+        "max(program.max_new_tokens - 2, 1)  #",
         "models/test_generate.py -k without_cache",
     ),
     Mutation(
@@ -390,8 +390,20 @@ TABLE = [
     ),
     Mutation(
         "eval/tasks/scoring.py",
-        "setdefault((read, len(tokens))",
-        "setdefault((read, 0)",
+        "scored = 0 if self._shares else len(tokens)",
+        "scored = 0",
+        "eval/test_scoring.py -k dense_formula",
+    ),
+    Mutation(
+        "eval/tasks/scoring.py",
+        "for column in path[kept:]:",
+        "for column in path[kept + 1 :]:",
+        "eval/test_scoring.py -k trees",
+    ),
+    Mutation(
+        "nn/attention.py",
+        "index[None, :, None] < self.until",
+        "index[None, :, None] <= self.until",
         "eval/test_scoring.py -k dense_formula",
     ),
     Mutation(
