@@ -105,10 +105,10 @@ class HarnessLM(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As the harness's; each text is encoded once, all in one call, which uses all cores."""
-        texts: dict[str, None] = {}
-        for request in requests:
-            context, continuation = request.args
-            texts |= dict.fromkeys((context.rstrip(), context + continuation))
+        arguments: list[Any] = [request.args for request in requests]
+        texts = dict.fromkeys(
+            text for context, continuation in arguments for text in (context.rstrip(), context + continuation)
+        )
         first = self.tokenizer.decode(self.prefix_token_id)
         together = [text for text in texts if text and not has_bos_prefix(text, first)]
         ids = self.tokenizer(together, verbose=False)["input_ids"] if together else []
