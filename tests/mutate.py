@@ -115,8 +115,8 @@ TABLE = [
     ),
     Mutation(
         "kernels/logit_cotangents.py",
-        "else dz * slope_in_units(z, options.softcap)",
-        "else dz",
+        "dz * (slope_in_units(z, options.softcap) if slope is None else slope)",
+        "dz",
         f"{OPERATOR} -k float64 and 2-7-100",
     ),
     Mutation(
@@ -295,6 +295,14 @@ TABLE = [
         "nn/experts.py", "base = top if mixture.normalized else logits", "base = top", "nn/test_experts.py -k routing"
     ),
     Mutation("nn/experts.py", "ranks - starts[flat], count", "ranks, count", "nn/test_experts.py -k products"),
+    Mutation(
+        "models/hf_plain.py",
+        'if given["hidden_size"] % given["num_attention_heads"]:',
+        "if False:",
+        "models/test_plain.py -k llama",
+    ),
+    Mutation("models/hf_plain.py", "lambda value: value is False", "_of(bool)", "models/test_plain.py -k qwen2"),
+    Mutation("models/hf_plain.py", '{"num_key_value_heads": 8,', '{"num_key_value_heads": 4,', "models/test_plain.py"),
     Mutation("nn/attention.py", "seen &= distance < (", "seen &= distance <= (", "models/test_decoder.py -k window"),
     Mutation(
         "nn/blocks.py", "self.offset + _last_axis(scale, x)", "_last_axis(scale, x)", "nn/test_blocks.py -k float64"
@@ -321,8 +329,8 @@ TABLE = [
     ),
     Mutation(
         "models/generate.py",
-        "width + program.max_new_tokens - 1  #",
-        "width + program.max_new_tokens - 2  #",
+        "max(program.max_new_tokens - 1, 1)  #",
+        "max(program.max_new_tokens - 2, 1)  #",
         "models/test_generate.py -k without_cache",
     ),
     Mutation(
@@ -415,8 +423,20 @@ TABLE = [
     ),
     Mutation(
         "eval/tasks/scoring.py",
-        "setdefault((read, len(tokens))",
-        "setdefault((read, 0)",
+        "scored = 0 if self._shares else len(tokens)",
+        "scored = 0",
+        "eval/test_scoring.py -k dense_formula",
+    ),
+    Mutation(
+        "eval/tasks/scoring.py",
+        "for column in path[kept:]:",
+        "for column in path[kept + 1 :]:",
+        "eval/test_scoring.py -k trees",
+    ),
+    Mutation(
+        "nn/attention.py",
+        "index[None, :, None] < self.until",
+        "index[None, :, None] <= self.until",
         "eval/test_scoring.py -k dense_formula",
     ),
     Mutation(
