@@ -16,6 +16,7 @@ from calibjax.eval.tasks.local_data import TASKS
 from calibjax.eval.tokens import identity_head
 from calibjax.models import load_model
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.platforms import keep_compiled_programs
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import load_head
 
@@ -69,6 +70,7 @@ def main() -> None:
     """Runs lm-eval's command line with `--model calibjax` and the offline tasks registered."""
     from lm_eval.__main__ import cli_evaluate
 
+    keep_compiled_programs()
     if "--include_path" not in sys.argv and "--tasks" in sys.argv:
         sys.argv += ["--include_path", str(TASKS)]
     cli_evaluate()

@@ -40,6 +40,7 @@ class Mutation(NamedTuple):
 
 
 OPERATOR, METHODS = "kernels/test_operator.py", "recalibrate/test_methods.py"
+SOLVERS, SCIKIT = "recalibrate/test_solvers.py", f"{METHODS} -k scikit_learn"
 TABLE = [
     # kernels
     Mutation("kernels/stats.py", "(b.argmax < a.argmax)", "(b.argmax > a.argmax)", f"{OPERATOR} -k merge"),
@@ -121,8 +122,8 @@ TABLE = [
     ),
     Mutation(
         "kernels/logit_cotangents.py",
-        "else dz * slope_in_units(z, options.softcap)",
-        "else dz",
+        "dz * (slope_in_units(z, options.softcap) if slope is None else slope)",
+        "dz",
         f"{OPERATOR} -k float64 and 2-7-100",
     ),
     Mutation(
@@ -231,9 +232,41 @@ TABLE = [
     ),
     Mutation(
         "recalibrate/optimize.py",
-        "finite_optimum = found.fun > _SEPARATED",
+        "finite_optimum = found.value > _SEPARATED",
         "finite_optimum = True",
         f"{METHODS} -k platt-all",
+    ),
+    Mutation(
+        "recalibrate/temperature.py",
+        "square - jnp.square(expected)",
+        "square + jnp.square(expected)",
+        f"{METHODS} -k issue",
+    ),
+    Mutation(
+        "recalibrate/logistic.py", "jnp.where(positive, -score, score)", "jnp.where(positive, score, -score)", SCIKIT
+    ),
+    Mutation(
+        "recalibrate/solvers.py", "values = np.maximum(np.abs(values),", "values = np.maximum(-np.abs(values),", SOLVERS
+    ),
+    Mutation("recalibrate/solvers.py", "free = ~leaves(-slope)", "free = ~leaves(0 * slope)", SOLVERS),
+    Mutation("recalibrate/solvers.py", "if not leaves(step).any():", "if True:", SOLVERS),
+    Mutation("recalibrate/solvers.py", "np.where(step > 0, sides[1], sides[0])", "np.full_like(x, np.inf)", SOLVERS),
+    Mutation("recalibrate/solvers.py", "length /= 2", "return None", SOLVERS),
+    Mutation("recalibrate/solvers.py", "np.clip(x + step, low, high)", "x", SOLVERS),
+    Mutation("recalibrate/solvers.py", "- mixed - mixed.T", "- mixed", SOLVERS),
+    Mutation("recalibrate/solvers.py", "scale = along / (change @ moved)", "scale = 1.0", SOLVERS),
+    Mutation("recalibrate/solvers.py", "_RIDGES[iteration // _ROUND]", "1e9", SOLVERS),
+    Mutation(
+        "recalibrate/optimize.py",
+        "found.iterations + last.iterations",
+        "last.iterations",
+        SOLVERS,
+    ),
+    Mutation(
+        "recalibrate/affine.py",
+        "- jnp.sum(jnp.where(_is_label(scores, labels), scores, 0.0), axis=1)",
+        "- jnp.max(scores, axis=1)",
+        SCIKIT,
     ),
     Mutation(
         "recalibrate/clipping.py", "accuracy[0] - accuracy_loss", "accuracy[0] - 1.0", f"{METHODS} -k feature_clipping"
@@ -269,6 +302,14 @@ TABLE = [
         "nn/experts.py", "base = top if mixture.normalized else logits", "base = top", "nn/test_experts.py -k routing"
     ),
     Mutation("nn/experts.py", "ranks - starts[flat], count", "ranks, count", "nn/test_experts.py -k products"),
+    Mutation(
+        "models/hf_plain.py",
+        'if given["hidden_size"] % given["num_attention_heads"]:',
+        "if False:",
+        "models/test_plain.py -k llama",
+    ),
+    Mutation("models/hf_plain.py", "lambda value: value is False", "_of(bool)", "models/test_plain.py -k qwen2"),
+    Mutation("models/hf_plain.py", '{"num_key_value_heads": 8,', '{"num_key_value_heads": 4,', "models/test_plain.py"),
     Mutation("nn/attention.py", "seen &= distance < (", "seen &= distance <= (", "models/test_decoder.py -k window"),
     Mutation(
         "nn/blocks.py", "self.offset + _last_axis(scale, x)", "_last_axis(scale, x)", "nn/test_blocks.py -k float64"
@@ -295,8 +336,8 @@ TABLE = [
     ),
     Mutation(
         "models/generate.py",
-        "width + program.max_new_tokens - 1  #",
-        "width + program.max_new_tokens - 2  #",
+        "max(program.max_new_tokens - 1, 1)  #",
+        "max(program.max_new_tokens - 2, 1)  #",
         "models/test_generate.py -k without_cache",
     ),
     Mutation(
@@ -389,8 +430,20 @@ TABLE = [
     ),
     Mutation(
         "eval/tasks/scoring.py",
-        "setdefault((read, len(tokens))",
-        "setdefault((read, 0)",
+        "scored = 0 if self._shares else len(tokens)",
+        "scored = 0",
+        "eval/test_scoring.py -k dense_formula",
+    ),
+    Mutation(
+        "eval/tasks/scoring.py",
+        "for column in path[kept:]:",
+        "for column in path[kept + 1 :]:",
+        "eval/test_scoring.py -k trees",
+    ),
+    Mutation(
+        "nn/attention.py",
+        "index[None, :, None] < self.until",
+        "index[None, :, None] <= self.until",
         "eval/test_scoring.py -k dense_formula",
     ),
     Mutation(

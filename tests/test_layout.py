@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mutate
 import pytest
 from tiny import write_model
 
@@ -249,6 +250,10 @@ def figures():
 
 
 WITH_EXAMPLES = [module for module, file in FILES.items() if ">>>" in file.read_text()]
+
+
+def test_mutations_fit_the_sources():
+    mutate.check()
 
 
 def test_there_are_examples():

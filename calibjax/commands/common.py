@@ -322,6 +322,8 @@ def load_placed(
 
     with about("--model"):
         lm = load_model(path, dtype=dtype if stored is None else stored, mesh=mesh if mesh.size > 1 else None)
+        if lm.has_tokenizer:
+            _ = lm.tokenizer  # refused now, not when a run first uses it
     lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))
     if cudnn_attention.value and not cudnn_takes(lm.config.head_dim, dtype, lm.config.attention_softcap):
         raise UserError(

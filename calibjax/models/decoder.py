@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.lora import LoraConfig, adapters_of
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         condition: Float[Array, "B D"] | None = None,
         edit: Float[Array, "L D"] | None = None,
         keep: bool = False,
-        common: Bool[Array, "B T"] | None = None,
+        until: Int[Array, "B T"] | None = None,
     ) -> Any:
         cfg, keep = self.config, keep or cache is not None
         hidden = self._lookup("embedding", cfg.vocab_size, tokens)
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
             length=cfg.num_layers,
         )
         local = jnp.asarray(cfg.local_layers or (False,) * cfg.num_layers)
-        contexts = _layer_contexts(cfg, positions, segment_ids, None if cache is None else cache.length, common)
+        contexts = _layer_contexts(cfg, positions, segment_ids, None if cache is None else cache.length, until)
         hidden = constrain_batch(hidden)
         past = None if cache is None else cache.past
         blocks = Block(cfg, self.dtype, self.param_dtype, name="layers")
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
     def _lookup(self, name: str, rows: int, index: Array) -> Array:
         table = self.param(name, nn.initializers.normal(0.02), (rows, self.config.hidden_size), self.param_dtype)
         # An index beyond the table gives NaN, because clamping would give plausible numbers for a wrong token.
-        return lookup(table, index, name, self.dtype)
+        return lookup(table, index, name, self.dtype, tied=name == "embedding" and self.config.tie_embeddings)
 
 
 def hidden_states(
@@ -142,7 +142,7 @@ def hidden_states(
     lora: LoraConfig | None = None,
     condition: Float[Array, "B D"] | None = None,
     edit: Float[Array, "L D"] | None = None,
-    common: Bool[Array, "B T"] | None = None,
+    until: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "*L B T D"]:
     """Runs the decoder on tokens up to the final norm, without logits.
 
@@ -163,17 +163,18 @@ def hidden_states(
         condition: vector added to the embeddings of a row's tokens, `[B, D]`.
         edit: vectors added to the residual stream of every token after each block, `[L, D]`. `None` equals zeros, at no
             cost.
-        common: tokens that those of all later segments of their row attend to too, `[B, T]`; with `positions` that
-            continue theirs, several continuations of one context are computed in one row. Not with windows.
+        until: of each token, the first column of its row that does not attend to it any more, `[B, T]`; None: there is
+            none. With it, and `positions` that continue those of the tokens before, one row holds a tree of
+            continuations, depth first. Not with windows.
 
     Returns:
         `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"` and `"residual"`, in `dtype`.
 
     Raises:
-        UserError: if shapes differ, tokens are not integers, T is larger than `config.max_positions`, or `common` is
-            given without `segment_ids` or for a model with windows.
+        UserError: if shapes differ, tokens are not integers, T is larger than `config.max_positions`, or `until` is
+            given for a model with windows.
     """
-    _check_inputs(config, tokens, segment_ids, positions, layers, edit, common)
+    _check_inputs(config, tokens, segment_ids, positions, layers, edit, until)
     module = Decoder(config, dtype, remat=remat)
     module = module if lora is None else lora.adapt(module)
     if positions is None:
@@ -183,7 +184,7 @@ def hidden_states(
             positions = segment_positions(segment_ids)
     with _matmul_precision(dtype):
         hidden = module.apply(
-            {"params": params}, tokens, segment_ids, positions, layers, condition=condition, edit=edit, common=common
+            {"params": params}, tokens, segment_ids, positions, layers, condition=condition, edit=edit, until=until
         )
     return cast(Array, hidden)
 
@@ -331,17 +332,17 @@ def _shapes(config: DecoderConfig, dtype: np.dtype) -> tuple[list[jax.ShapeDtype
 
 
 def _layer_contexts(
-    config: DecoderConfig, positions: Array, segment_ids: Array | None, start: Array | None, common: Array | None
+    config: DecoderConfig, positions: Array, segment_ids: Array | None, start: Array | None, until: Array | None
 ) -> _Contexts:
     """One context if all layers are of one kind, else those of global and of local layers."""
-    unlimited = sequence_context(config, positions, segment_ids, start=start, common=common)
+    unlimited = sequence_context(config, positions, segment_ids, start=start, until=until)
     if not any(config.local_layers):
         return (unlimited,)
     length = positions.shape[1] if segment_ids is None else segment_ids.shape[1]
     window = config.window if config.window is not None and config.window < length else None
     rope = config.rope if config.local_rope is None else config.local_rope
     own_rope = dataclasses.replace(config, rope=rope)
-    local = sequence_context(own_rope, positions, segment_ids, window=window, start=start, common=common)
+    local = sequence_context(own_rope, positions, segment_ids, window=window, start=start, until=until)
     return (local,) if all(config.local_layers) else (unlimited, local)
 
 
@@ -361,15 +362,15 @@ def _check_inputs(
     positions: Array | None,
     layers: str,
     edit: Array | None,
-    common: Array | None,
+    until: Array | None,
 ) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
-    for name, value in (("segment_ids", segment_ids), ("positions", positions), ("common", common)):
+    for name, value in (("segment_ids", segment_ids), ("positions", positions), ("until", until)):
         if value is not None and value.shape != tokens.shape:
             raise UserError(f"{name}: expected the tokens' shape {list(tokens.shape)}, got {list(value.shape)}.")
-    if common is not None and (segment_ids is None or any(config.local_layers)):
-        raise UserError("common: expected None without segment_ids, and for a model with attention windows.")
+    if until is not None and any(config.local_layers):
+        raise UserError("until: expected None for a model with attention windows.")
     if tokens.shape[1] > config.max_positions:
         raise UserError(
             f"tokens: expected at most {config.max_positions} positions for this model, got {tokens.shape[1]}; "

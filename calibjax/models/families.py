@@ -23,6 +23,7 @@ from calibjax.models.hf_config import (
     refuse,
     rope,
 )
+from calibjax.models.hf_plain import plain_config
 from calibjax.models.rules import Rule, linear, norm
 from calibjax.nn.blocks import ACTIVATIONS, Rope
 from calibjax.nn.experts import Mixture
@@ -70,7 +71,11 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
     """
     hf: Any = source
     if isinstance(source, str | Path):
-        hf = _read_hf_config(require_directory(source, "model"))
+        file, settings = _find_settings(require_directory(source, "model"))
+        plain = _read_plain(settings)
+        if plain is not None:
+            return plain
+        hf = _read_hf_config(file, settings)
     elif hf.model_type in TEXT_MODELS:
         text = config_from_hf(hf.text_config)
         return dataclasses.replace(text, tie_embeddings=hf.tie_word_embeddings, logit_softcap=None)
@@ -92,7 +97,8 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
         raise UserError(f"{hf.model_type} configuration: {reason}.") from error
 
 
-def _read_hf_config(folder: Path) -> Any:
+def _find_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The config.json of a model of a known family, and its settings."""
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"{folder}: expected a Hugging Face model, but there is no config.json.")
@@ -100,7 +106,20 @@ def _read_hf_config(folder: Path) -> Any:
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"{file}: {_unsupported(model_type)}")
-    if not FAMILIES[model_type].native:
+    return file, settings
+
+
+def _read_plain(settings: Mapping[str, Any]) -> DecoderConfig | None:
+    """The configuration if it can be read without transformers, which otherwise reads it and raises the errors."""
+    hf: Any = plain_config(settings)
+    try:
+        return None if hf is None else FAMILIES[hf.model_type].read_config(hf)
+    except (UserError, AttributeError):
+        return None
+
+
+def _read_hf_config(file: Path, settings: dict[str, Any]) -> Any:
+    if not FAMILIES[settings["model_type"]].native:
         return types.SimpleNamespace(**settings)
 
     with torch_left_out():
@@ -109,7 +128,7 @@ def _read_hf_config(folder: Path) -> Any:
     try:
         if "text_config" in read_json(file):
             return AutoConfig.for_model(**settings)
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers computes with settings before, and while, it checks them
         raise UserError(f"{file}: transformers cannot read it: {error!r}") from error
 

@@ -57,7 +57,7 @@ def batch_hidden(
 ) -> Float[Array, "B T D"]:
     """Hidden states after the final norm: `batch["hidden"]` if given, else computed by the decoder.
 
-    The decoder reads `tokens`, `segment_ids`, `positions` and, if given, `common` of the batch, all `[B, T]`.
+    The decoder reads `tokens`, `segment_ids`, `positions` and, if given, `until` of the batch, all `[B, T]`.
     """
     if "hidden" in batch:
         return batch["hidden"].astype(dtype)
@@ -70,7 +70,7 @@ def batch_hidden(
             batch["tokens"],
             segment_ids=batch["segment_ids"],
             positions=batch["positions"],
-            common=batch.get("common"),
+            until=batch.get("until"),
             dtype=dtype,
         )
     )

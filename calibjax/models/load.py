@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from flax import traverse_util
@@ -25,15 +25,12 @@ from calibjax.models.fingerprint import (
 from calibjax.models.hf_read import check_tied, read_chunk, read_params
 from calibjax.models.hf_tensors import TensorEntry, merge_mxfp4, plan_tensors
 from calibjax.models.hub import download, repository_of
-from calibjax.models.model import LanguageModel, check_tokenizer
+from calibjax.models.model import LanguageModel
 from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
+from calibjax.models.tokenizer import find_tokenizer
 from calibjax.runtime.distributed import is_first, together
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import read_json
-from calibjax.runtime.platforms import torch_left_out
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # float16 is not supported: hidden states of many models exceed its range, and JAX's attention requires a GPU for it.
 _DTYPES = ("float32", "bfloat16")
@@ -42,7 +39,6 @@ _SHORT = {"BF16": "bfloat16", "F16": "float16"}
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 # Subfolders and `consolidated*` hold the same weights in the authors' own layout.
 _HUB_SKIPPED = ["*/*", "consolidated*"]
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _log = logging.getLogger(__name__)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -65,7 +61,8 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
 
     Raises:
         UserError: if the model does not exist; its architecture, configuration or tensors are not supported; files are
-            missing, damaged or pickled; its tokenizer has ids beyond the vocabulary; or a weight is not finite.
+            missing, damaged or pickled; its tokenizer has ids beyond the vocabulary; or a weight is not finite. Other
+            files of the tokenizer than tokenizer.json are read when `LanguageModel.tokenizer` is first used.
     """
     dtype = jnp.dtype(dtype)
     if dtype.name not in _DTYPES:
@@ -74,9 +71,7 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
     description = read_description(folder) if is_checkpoint(folder) else None
     config = config_from_hf(folder)
     plan = None if description else plan_tensors(config, _read_headers(_find_weights(folder)))
-    tokenizer = _load_tokenizer(folder, native=FAMILIES[config.family].native)
-    if tokenizer is not None:
-        check_tokenizer(tokenizer, config)
+    tokenizer = find_tokenizer(folder, FAMILIES[config.family].native, config)
     if plan is not None and plan.left_out and is_first():
         parts = ", ".join(f"{part} ({count:,} tensors)" for part, count in sorted(plan.left_out.items()))
         _log.warning("%s: the language model is loaded; left out: %s.", folder, parts)
@@ -219,22 +214,3 @@ def _read_stored(files: list[Path]) -> Iterator[TensorEntry]:
                 yield TensorEntry(name, tuple(stored["shape"]), stored["dtype"], file, offset)
         except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{file}: damaged or cut short ({error}). Download it again.") from error
-
-
-def _load_tokenizer(folder: Path, native: bool) -> "PreTrainedTokenizerBase | None":
-    # If transformers has no tokenizer class for the family, the class that the files name is remote code.
-    names = _TOKENIZER_FILES if native else _TOKENIZER_FILES[:1]
-    if not any((folder / name).is_file() for name in names):
-        return None
-    with torch_left_out():
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        if native:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        else:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        tokenizer("a", verbose=False)  # some settings are read only now
-        return tokenizer
-    except Exception as error:  # the tokenizers package raises bare Exception for damaged files
-        raise UserError(f"{folder}: transformers cannot read the tokenizer files: {error}") from error

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Layers, Params
 from calibjax.models.fingerprint import dotted_leaves, fingerprint, named_tensors
+from calibjax.models.tokenizer import StoredTokenizer, check_tokenizer
 from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class LanguageModel:
     dtype: jnp.dtype
     fingerprint: str
     path: Path | None = None
-    _tokenizer: "PreTrainedTokenizerBase | None" = None
+    _tokenizer: "PreTrainedTokenizerBase | StoredTokenizer | None" = None
 
     @classmethod
     def from_params(
@@ -89,11 +90,13 @@ class LanguageModel:
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer.
+        """The model's tokenizer, read from its files at the first use.
 
         Raises:
-            UserError: if the model has no tokenizer.
+            UserError: if the model has no tokenizer, or transformers cannot read its files.
         """
+        if isinstance(self._tokenizer, StoredTokenizer):
+            return self._tokenizer.loaded
         if self._tokenizer is not None:
             return self._tokenizer
         if self.path is None:
@@ -144,13 +147,3 @@ class LanguageModel:
     def __repr__(self) -> str:
         count = sum(int(np.prod(np.shape(leaf))) for _, leaf in dotted_leaves(self.params))
         return f"LanguageModel({self.config.family}, {count:,} parameters, {self.dtype}, {self.fingerprint[:12]})"
-
-
-def check_tokenizer(tokenizer: Any, config: DecoderConfig) -> None:
-    """Raises `UserError` if the tokenizer has an id beyond the model's vocabulary."""
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
-    if largest >= config.vocab_size:
-        raise UserError(
-            f"The tokenizer's largest id is {largest} ({token!r}), but the model has vocab_size {config.vocab_size}: "
-            "the tokenizer belongs to another model, or tokens were added without resizing the model."
-        )

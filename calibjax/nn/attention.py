@@ -23,7 +23,7 @@ cudnn_attention = jax.make_user_context(False)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("segment_ids", "start", "kind", "common"), meta_fields=("windows",)
+    jax.tree_util.register_dataclass, data_fields=("segment_ids", "start", "kind", "until"), meta_fields=("windows",)
 )
 @dataclasses.dataclass(frozen=True)
 class Visible:
@@ -36,18 +36,19 @@ class Visible:
         windows: window sizes, one per kind of layer. A token attends to itself and the `window - 1` columns before it.
             None: all before it.
         kind: index into `windows`, known at run time; None if there is one window.
-        common: columns that the tokens of all later segments see too, `[B, S]`; or None. Windows count columns.
+        until: the first column that does not see a column any more, `[B, S]`; None: there is none. A tree of
+            continuations is laid out depth first: a column is seen up to the last one of its branches.
     """
 
     segment_ids: Int[Array, "B S"] | None = None
     start: Int[Array, ""] | None = None
     windows: tuple[int | None, ...] = (None,)
     kind: Int[Array, ""] | None = None
-    common: Bool[Array, "B S"] | None = None
+    until: Int[Array, "B S"] | None = None
 
     def mask(self, time: int, columns: int) -> Bool[Array, "#B 1 T S"] | None:
         """Mask as an array; None for a plain causal mask."""
-        if self.segment_ids is None and self.start is None and self.windows == (None,):
+        if self.segment_ids is None and self.until is None and self.start is None and self.windows == (None,):
             return None
         index = jnp.arange(time) if self.start is None else self.start + jnp.arange(time)
         distance = index[:, None] - jnp.arange(columns)[None, :]
@@ -60,8 +61,9 @@ class Visible:
             own = self.segment_ids
             if self.start is not None:
                 own = jax.lax.dynamic_slice_in_dim(own, self.start, time, axis=1)
-            same = own[:, :, None] == self.segment_ids[:, None, :]
-            seen = seen & (same if self.common is None else same | self.common[:, None, :])
+            seen = seen & (own[:, :, None] == self.segment_ids[:, None, :])
+        if self.until is not None:
+            seen = seen & (index[None, :, None] < self.until[:, None, :])
         return seen[:, None]
 
 
@@ -79,7 +81,7 @@ def attend(
 
     Logits and softmax are float32. The implementation is chosen while tracing, by the target platform
     (`platforms.platform`) and by shapes: `splash` on TPUs if it supports the shapes; otherwise matrix products, by
-    blocks of tokens, on CPUs and with a soft-cap, sinks or common columns; otherwise `jax.nn.dot_product_attention`,
+    blocks of tokens, on CPUs and with a soft-cap, sinks or trees; otherwise `jax.nn.dot_product_attention`,
     which stores the logits `[B, H, T, T]`. If `cudnn_attention` is set, cuDNN is used where it supports the inputs
     (bfloat16 or float16, at most 128 channels per head, a multiple of 8, whole sequences with an even number of
     tokens). It stores no logits, but its backward pass has no fixed order of sums unless XLA's flag
@@ -97,11 +99,11 @@ def attend(
         `[B, T, H, K]`, in the dtype of `value`.
     """
     name = platform().name
-    if name == "tpu" and visible.common is None and splash.suits(query, key):
+    if name == "tpu" and visible.until is None and splash.suits(query, key):
         arguments = (visible.segment_ids, visible.windows, visible.kind)
         return splash.attend(query, key, value, *arguments, scale=scale, softcap=softcap, sinks=sinks)
     mask = visible.mask(query.shape[1], key.shape[1])
-    if name == "cpu" or softcap is not None or sinks is not None or visible.common is not None:
+    if name == "cpu" or softcap is not None or sinks is not None or visible.until is not None:
         groups = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(jnp.moveaxis(x, 1, 2), groups, axis=1) for x in (key, value))
         mask = jnp.tri(query.shape[1], dtype=bool)[None, None] if mask is None else mask

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from calibjax.nn.attention import Visible, attend, attend_by_products
 from calibjax.nn.experts import Experts, Mixture
@@ -223,7 +223,7 @@ def sequence_context(
     *,
     window: int | None = None,
     start: Int[Array, ""] | None = None,
-    common: Bool[Array, "B S"] | None = None,
+    until: Int[Array, "B S"] | None = None,
 ) -> SequenceContext:
     """Computes the rotary table and the attention mask of a batch.
 
@@ -236,13 +236,13 @@ def sequence_context(
         window: a token attends to itself and to the `window - 1` tokens before it. `None`: all before it.
         start: the tokens are at columns `start` to `start + T` of S, and the blocks get the keys and values of earlier
             columns. `None`: the columns are the tokens.
-        common: see `Visible`.
+        until: see `Visible`.
 
     Returns:
         The context that `Block` and `Attention` take.
     """
     rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
-    return SequenceContext(rotary, Visible(segment_ids, start, (window,), common=common))
+    return SequenceContext(rotary, Visible(segment_ids, start, (window,), until=until))
 
 
 def choose_context(index: Int[Array, ""], first: SequenceContext, second: SequenceContext) -> SequenceContext:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, nll_of, select
+from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
+from calibjax.recalibrate.logistic import log_loss
 from calibjax.recalibrate.optimize import minimize
 
 MAX_CLASSES = 1024
@@ -41,9 +42,17 @@ def _start(classes: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ones(classes), np.zeros(classes)
 
 
+def _is_label(scores: Array, labels: Array) -> Array:
+    return jnp.arange(scores.shape[1])[None, :] == labels[:, None]
+
+
+def _nll(scores: Array, labels: Array) -> Array:
+    """−log softmax of the label's score, selected by comparison: the gradient of an index is a slow scatter."""
+    return jax.nn.logsumexp(scores, axis=1) - jnp.sum(jnp.where(_is_label(scores, labels), scores, 0.0), axis=1)
+
+
 def _vector_loss(params, rows, extra):
-    logits, labels = rows
-    return nll_of(jax.nn.log_softmax(_per_class(params, logits)), labels)
+    return _nll(_per_class(params, rows[0]), rows[1])
 
 
 def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorState:
@@ -87,15 +96,13 @@ def _logit(log_p: Array) -> Array:
     return log_p - jnp.log(-jnp.expm1(log_p))
 
 
-def _one_vs_rest_scores(params: Any, logits: Array) -> Array:
-    return _per_class(params, _logit(jax.nn.log_softmax(logits)))
+def _log_odds(logits: Array) -> Array:
+    return _logit(jax.nn.log_softmax(logits))
 
 
 def _one_vs_rest_loss(params, rows, extra):
-    logits, labels = rows
-    scores = _one_vs_rest_scores(params, logits)
-    is_class = jnp.arange(logits.shape[1])[None, :] == labels[:, None]
-    return -jnp.sum(jnp.where(is_class, jax.nn.log_sigmoid(scores), jax.nn.log_sigmoid(-scores)), axis=1)
+    scores = _per_class(params, rows[0])
+    return jnp.sum(log_loss(scores, _is_label(scores, rows[1]).astype(scores.dtype)), axis=1)
 
 
 def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> VectorState:
@@ -117,13 +124,14 @@ def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> Vecto
     logits, labels = select(data, ("logits", "labels"), where, MAX_REGRESSIONS)
     start = _start(logits.shape[1])
     bounds = tuple(jax.tree.map(lambda x, side=side: np.full_like(x, side), start) for side in (-16.0, 16.0))
-    (slope, intercept), report = minimize(_one_vs_rest_loss, start, (logits, labels), bounds=bounds)
+    rows = np.asarray(_log_odds(jnp.asarray(logits))), labels
+    (slope, intercept), report = minimize(_one_vs_rest_loss, start, rows, bounds=bounds)
     return VectorState(slope, intercept, report)
 
 
 def apply_one_vs_rest(state: VectorState, data: Predictions) -> Float[Array, "N K"]:
     """log of the normalised σ(a_k log(p_k/(1 − p_k)) + b_k)."""
-    scores = _one_vs_rest_scores((state.slope, state.intercept), jnp.asarray(data.logits, jnp.float32))
+    scores = _per_class((state.slope, state.intercept), _log_odds(jnp.asarray(data.logits, jnp.float32)))
     return log_probs_of(jax.nn.log_sigmoid(scores))
 
 
@@ -145,7 +153,7 @@ def _matrix_loss(params, rows, extra):
     intercept = _intercept(params, extra["mean"])
     penalty = extra["off_diagonal"] * jnp.sum(jnp.square(off_diagonal)) / (classes * max(classes - 1, 1))
     penalty = penalty + extra["intercept"] * jnp.mean(jnp.square(intercept))
-    return nll_of(jax.nn.log_softmax(_dense((matrix, intercept), x.astype(matrix.dtype))), labels) + penalty
+    return _nll(_dense((matrix, intercept), x.astype(matrix.dtype)), labels) + penalty
 
 
 def _intercept(params: Any, mean: Any) -> Any:

@@ -50,10 +50,10 @@ class BetaState(NamedTuple):
     report: FitReport
 
 
-def _logs(confidence: Array, clip: Any) -> tuple[Array, Array]:
+def _logs(confidence: Any, clip: Any, numpy: Any = jnp) -> tuple[Any, Any]:
     """log c, log(1 − c)."""
-    c = jnp.clip(confidence, clip, 1 - clip)
-    return jnp.log(c), jnp.log1p(-c)
+    c = numpy.clip(confidence, clip, 1 - clip)
+    return numpy.log(c), numpy.log1p(-c)
 
 
 def _fit(
@@ -70,22 +70,25 @@ def _fit(
         raise UserError(f"clip: expected 2^-24 (6e-8) or more and less than 0.5, got {clip}.")
     exact = bool(((confidence == 0) | (confidence == 1)).any())
     tried = (clip,) if clip is not None else _CLIPS if exact else _CLIPS[:1]
-    fits = [(*minimize(loss, start, (confidence, correct), at, bounds=bounds), at) for at in tried]
+    confidence, correct = confidence.astype(np.float64), correct.astype(np.float64)
+    fits = [(*minimize(loss, start, (*_logs(confidence, at, np), correct), bounds=bounds), at) for at in tried]
     params, report, best = min(fits, key=lambda fit: float(fit[1].loss))  # of equal ones the smallest ε
     return params, np.asarray(best, np.float32), report
 
 
-def _log_loss(score: Array, correct: Array) -> Array:
-    return -(correct * jax.nn.log_sigmoid(score) + (1 - correct) * jax.nn.log_sigmoid(-score))
+def log_loss(score: Array, correct: Array) -> Array:
+    """−y log σ(x) − (1 − y) log σ(−x), also of fractions y: one exponential, both derivatives exact at x = 0 too."""
+    positive = score >= 0
+    e = jnp.exp(jnp.where(positive, -score, score))
+    return jnp.log(1 + e) + jnp.where(positive, 1 - correct, -correct) * score
 
 
-def _odds(scale: Any, confidence: Array, clip: Any) -> Array:
-    return _platt((scale, 0.0), confidence, clip)
+def _odds(params: Any, log_c: Array, log_miss: Array) -> Array:
+    return params[0] * (log_c - log_miss)
 
 
-def _odds_loss(params, rows, clip):
-    confidence, correct = (row.astype(params[0].dtype) for row in rows)
-    return _log_loss(_odds(params[0], confidence, clip), correct)
+def _odds_loss(params, rows, extra):
+    return log_loss(_odds(params, *rows[:2]), rows[2])
 
 
 def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> OddsState:
@@ -117,17 +120,15 @@ def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 
 def apply_odds(state: OddsState, data: Predictions) -> Float[Array, " N"]:
     """σ(scale · log(c/(1 − c)))."""
-    return jax.nn.sigmoid(_odds(state.scale, jnp.asarray(data.confidence, jnp.float32), state.clip))
+    return jax.nn.sigmoid(_odds(state, *_logs(jnp.asarray(data.confidence, jnp.float32), state.clip)))
 
 
-def _platt(params: Any, confidence: Array, clip: Any) -> Array:
-    log_c, log_miss = _logs(confidence, clip)
+def _platt(params: Any, log_c: Array, log_miss: Array) -> Array:
     return params[0] * (log_c - log_miss) + params[1]
 
 
-def _platt_loss(params, rows, clip):
-    confidence, correct = (row.astype(params[0].dtype) for row in rows)
-    return _log_loss(_platt(params, confidence, clip), correct)
+def _platt_loss(params, rows, extra):
+    return log_loss(_platt(params, *rows[:2]), rows[2])
 
 
 def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> PlattState:
@@ -160,17 +161,15 @@ def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float
 
 def apply_platt(state: PlattState, data: Predictions) -> Float[Array, " N"]:
     """σ(slope · log(c/(1 − c)) + intercept)."""
-    return jax.nn.sigmoid(_platt((state.slope, state.intercept), jnp.asarray(data.confidence, jnp.float32), state.clip))
+    return jax.nn.sigmoid(_platt(state, *_logs(jnp.asarray(data.confidence, jnp.float32), state.clip)))
 
 
-def _beta(params: Any, confidence: Array, clip: Any) -> Array:
-    log_c, log_miss = _logs(confidence, clip)
+def _beta(params: Any, log_c: Array, log_miss: Array) -> Array:
     return params[0] * log_c - params[1] * log_miss + params[2]
 
 
-def _beta_loss(params, rows, clip):
-    confidence, correct = (row.astype(params[0].dtype) for row in rows)
-    return _log_loss(_beta(params, confidence, clip), correct)
+def _beta_loss(params, rows, extra):
+    return log_loss(_beta(params, *rows[:2]), rows[2])
 
 
 def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> BetaState:
@@ -202,7 +201,7 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 
 def apply_beta(state: BetaState, data: Predictions) -> Float[Array, " N"]:
     """σ(a log c − b log(1 − c) + m)."""
-    return jax.nn.sigmoid(_beta((state.a, state.b, state.m), jnp.asarray(data.confidence, jnp.float32), state.clip))
+    return jax.nn.sigmoid(_beta(state, *_logs(jnp.asarray(data.confidence, jnp.float32), state.clip)))
 
 
 METHODS = {

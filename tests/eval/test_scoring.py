@@ -47,6 +47,7 @@ def requests(seed=0, count=40, shortest=25, longest=45):
     lengths = zip(rng.integers(shortest, longest, count), rng.integers(1, 6, count), strict=True)
     drawn = [Continuation(*(rng.integers(0, VOCAB, n).tolist() for n in pair)) for pair in lengths]
     shared = drawn[0].context
+    questions = [[*drawn[1].context[:14], *rng.integers(0, VOCAB, 4).tolist()] for _ in range(5)]  # after one beginning
     # Options of one question: one token each, and two read alike up to their last token.
     return (
         drawn
@@ -55,6 +56,7 @@ def requests(seed=0, count=40, shortest=25, longest=45):
         + [Continuation([*shared, 1, 2], [3])]  # read as those two, of which more is scored
         # More than a row holds, of one context.
         + [Continuation(drawn[0].context[:6], rng.integers(0, VOCAB, n).tolist()) for n in (9, 4, 9, 7, 9, 1)]
+        + [Continuation(context, rng.integers(0, VOCAB, n).tolist()) for context in questions for n in (3, 2)]
     )
 
 
@@ -95,6 +97,27 @@ def test_scores_are_those_of_the_dense_formula(names):
         assert score.cut == max(len(request.context) + len(request.tokens) - 1 - the_lm().config.max_positions, 0)
     assert max(errors) < 1e-4, max(errors)  # float32 logits of up to 60, times scales of up to 2
     assert any(score.cut for score in scorer.score(asked))
+
+
+def test_rows_are_trees():
+    """What a token attends to, before itself, is what its request reads; beginnings are held once where that pays."""
+    asked = requests()
+    scorer = Scorer(the_lm(), {"as it is": the_heads()["as it is"]})
+    found = {}
+    for row in scorer._rows(asked):
+        until, tokens = np.array(row.until), np.array(row.tokens)
+        assert len(tokens) <= scorer.max_length
+        for number, columns in row.columns.items():
+            seen = [np.flatnonzero((np.arange(len(until)) <= column) & (column < until)) for column in columns]
+            assert [row.positions[column] + 1 for column in columns] == list(map(len, seen))
+            found[number] = [tokens[columns].tolist() for columns in seen]
+    for number, (context, continuation) in enumerate(asked):
+        read = [*context, *continuation[:-1]][-scorer.max_length :]
+        assert found[number] == [read[: end + 1] for end in range(len(read) - len(continuation), len(read))]
+    beginning = [row for row in scorer._rows(asked[-10:]) if len(row.columns) > 2]
+    assert beginning, "questions that begin alike share no row"
+    apart = scorer._rows([Continuation([5, *request.context], request.tokens) for request in asked[:10]])
+    assert len(apart) == 10, "one token in common does not pay"
 
 
 def test_a_second_call_compiles_nothing():

@@ -268,12 +268,11 @@ def test_bad_inputs(tokens, options, message):
         model_in_memory().hidden_states(tokens, **options)
 
 
-def test_common_columns_need_segments_and_no_windows():
-    tokens, common = np.ones((1, 4), np.int32), np.ones((1, 4), bool)
+def test_a_tree_has_no_windows():
+    tokens = np.ones((1, 4), np.int32)
     windows = dataclasses.replace(LLAMA, local_layers=(True,) * LLAMA.num_layers, window=2)
-    for config, segments in ((LLAMA, None), (windows, tokens)):
-        with pytest.raises(UserError, match="common: expected None without segment_ids"):
-            models.hidden_states(config, random_params(config), tokens, segment_ids=segments, common=common)
+    with pytest.raises(UserError, match="until: expected None for a model with attention windows"):
+        models.hidden_states(windows, random_params(windows), tokens, until=tokens)
 
 
 def test_bad_configurations():

@@ -21,7 +21,7 @@ from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import config_from_hf
 from calibjax.models.generate import default_stop_tokens
 from calibjax.models.hf_tensors import plan_tensors
-from calibjax.models.load import _find_weights, _load_tokenizer, _read_headers
+from calibjax.models.load import _find_weights, _read_headers, load_model
 from calibjax.runtime.errors import UserError
 from calibjax.train.checkpoint import Checkpoints, load_head, save_head
 
@@ -177,7 +177,7 @@ def test_settings_beside_the_configuration(tmp_path):
     for value in ([], "x", {}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": value}))
         with pytest.raises(UserError, match="cannot read the tokenizer files"):
-            _load_tokenizer(tmp_path, native=True)
+            _ = load_model(tmp_path).tokenizer
 
 
 @pytest.mark.parametrize(

@@ -535,7 +535,7 @@ def test_a_calibrated_model_stays_near_what_it_is(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["platt", "few_shot", "isotonic", "histogram", "temperature", "g_layers"])
 def test_a_million(name):
-    """Of each way of fitting one: L-BFGS, pooling, bins, networks on mini-batches, Newton's method."""
+    """Of each way of fitting one: Newton's method, pooling, bins, networks on mini-batches."""
     rng = np.random.default_rng(28)
     n = 1_000_000
     confidence = rng.random(n, np.float32)
@@ -660,8 +660,8 @@ def test_what_cannot_be_saved_or_loaded(tmp_path):
 
 @pytest.mark.usefixtures("few_steps")
 def test_a_second_fit_compiles_nothing():
-    programs = (optimize._value_and_grad, optimize._step, optimize._mean)
-    names = ("platt", "vector", "g_layers", "ats")
+    programs = (optimize._curvature, optimize._hessian, optimize._slope, optimize._step, optimize._mean)
+    names = ("platt", "matrix", "g_layers", "ats")
     for name in names:
         METHODS[name].fit(bundle())
     before = [program._cache_size() for program in programs]

@@ -88,6 +88,15 @@ def test_a_cache_that_the_user_configured_is_left_alone(name):
     assert compilation_cache({name: "0"}) == {}
 
 
+@pytest.mark.parametrize("first", ["", "import jax; "])
+def test_programs_are_kept_also_where_jax_is_imported(tmp_path, first):
+    code = f"{first}from calibjax.runtime import platforms; platforms.keep_compiled_programs(); "
+    code += "import jax; jax.jit(lambda x: x + 1)(1.0).block_until_ready()"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
+    subprocess.run([sys.executable, "-c", code], check=True, env={**kept, "XDG_CACHE_HOME": str(tmp_path)})
+    assert list(tmp_path.rglob("*-cache"))
+
+
 @pytest.mark.slow
 def test_a_second_command_compiles_nothing(tmp_path):
     """And damaged programs, or a directory that cannot be made, change neither the output nor the exit code."""

@@ -1,5 +1,6 @@
 """Log-probabilities of given continuations under the base model and under heads, from one forward pass."""
 
+import bisect
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ _READS = 256
 """Positions whose logits are computed at a time."""
 _SHORTEST = 16
 _GROWTH = 4
-"""Largest number of tokens of a row that several options share, over that of their context."""
+"""Largest number of tokens of a row that several requests share, over that of one of them."""
 
 
 class Continuation(NamedTuple):
@@ -48,23 +49,29 @@ class Score(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Tokens that are read once, and those read after them, with the numbers of the requests that need them."""
+    """Tokens of a row: a tree of what its requests read, depth first.
 
-    start: tuple[int, ...]
-    tails: dict[tuple[int, ...], list[int]]
+    Attributes:
+        tokens: of each column.
+        positions: the depth of each column.
+        until: the column after its last branch.
+        columns: number of a request -> the columns that predict its tokens.
+    """
 
-    @property
-    def length(self) -> int:
-        return len(self.start) + sum(map(len, self.tails))
+    tokens: list[int]
+    positions: list[int]
+    until: list[int]
+    columns: dict[int, list[int]]
 
 
 class Scorer:
     """Scores continuations in batches of a few static shapes.
 
-    Options of a question share its tokens: a row holds the context once and the options after it, each of which attends
-    to the context and to itself. Heads that read a whole row, and models with attention windows, have a row for each
-    option; options that are read alike (those of one token) are run once there. What is longer than the model reads
-    loses tokens at its start. Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
+    Requests that begin alike, as the options of a question or questions after the same examples, share a row where that
+    costs less: it holds what they have in common once, and each token attends to those before it in its own request.
+    Heads that read a whole row, and models with attention windows, have a row for each request; those that are read
+    alike (options of one token) are run once there. What is longer than the model reads loses tokens at its start.
+    Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
 
     Args:
         lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes, and each process reads those of
@@ -120,30 +127,38 @@ class Scorer:
         return self._stream(requests)
 
     def _stream(self, requests: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
-        rows = sorted(self._rows(requests), key=lambda row: -row.length)
+        rows = sorted(self._rows(requests), key=lambda row: -len(row.tokens))
         with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
             for start in range(0, len(rows), self.batch_size):
                 part = rows[start : start + self.batch_size]
-                yield from self._batch(requests, part, self._width(part[0].length))
+                yield from self._batch(requests, part, self._width(len(part[0].tokens)))
 
     def _rows(self, requests: Sequence[Continuation]) -> list["_Row"]:
-        """What is read of the requests, each in one row."""
-        rows: list[_Row] = []
-        of_read: dict[Any, _Row] = {}
-        open_rows: dict[Any, _Row] = {}
+        """What is read of the requests, in rows."""
+        of_read: dict[tuple[tuple[int, ...], int], dict[int, int]] = {}
         for number, (context, tokens) in enumerate(requests):
             read = tuple((*context, *tokens[:-1])[-self.max_length :])
-            end = len(read) - len(tokens) + 1
-            start, tail = read[:end], read[end:]
-            row = of_read.get((read, end))
-            if row is None:
-                row = open_rows.get(start) if self._shares else None
-                if row is None or row.length + len(tail) > min(self.max_length, _GROWTH * end):
-                    row = open_rows[start] = _Row(start, {})
-                    rows.append(row)
-                of_read[read, end] = row
-            row.tails.setdefault(tail, []).append(number)
-        return rows
+            scored = 0 if self._shares else len(tokens)  # heads of a whole row depend on what is scored in it
+            of_read.setdefault((read, scored), {})[number] = len(tokens)
+        groups, before, size = [], (), 0
+        for (read, _), numbers in sorted(of_read.items()):
+            kept = _common(before, read)
+            if not (groups and self._joins(kept, len(read), size, len(groups[-1][0][0]))):
+                groups.append([])
+                kept = size = 0
+            groups[-1].append((read, numbers))
+            before, size = read, size + len(read) - kept
+        return [_lay_out(group) for group in groups]
+
+    def _joins(self, kept: int, length: int, size: int, first: int) -> bool:
+        """Whether a request joins a row of `size` tokens: `kept` of its tokens are there, `first` are of its first one.
+
+        The others attend to every column before them. A token costs about as much as attention to D columns.
+        """
+        new = length - kept
+        columns = size * new + (new * new - length * length) / 2  # attended to beyond those in a row of its own
+        shorter = size + new <= min(self.max_length, _GROWTH * first)
+        return self._shares and shorter and kept * self.lm.config.hidden_size >= columns
 
     def _width(self, length: int) -> int:
         """Rounds up to one of 16, 24, 32, 48, 64, ...: at most 50% of padding, and few compiled programs."""
@@ -153,28 +168,20 @@ class Scorer:
         return min(width, self.max_length)
 
     def _batch(self, requests, rows: Sequence["_Row"], width: int) -> Iterator[tuple[int, Score]]:
-        tokens, segments, positions = np.zeros((3, self.batch_size, width), np.int32)
+        tokens, segments, positions, until = np.zeros((4, self.batch_size, width), np.int32)
+        until[:] = width
         where = np.zeros(tokens.shape, bool)
         reads, order = [], []
-        shares = any(sum(map(bool, row.tails)) > 1 for row in rows)
         for index, row in enumerate(rows):
-            end = len(row.start)
-            tokens[index, :end], segments[index, :end], positions[index, :end] = row.start, 1, np.arange(end)
-            at = end
-            for segment, (tail, numbers) in enumerate(row.tails.items(), 2):
-                part = slice(at, at + len(tail))
-                tokens[index, part] = tail
-                segments[index, part] = segment if shares else 1
-                positions[index, part] = np.arange(end, end + len(tail))
-                places = [end - 1, *range(at, at + len(tail))]
-                where[index, places] = True
-                at += len(tail)
-                for number in numbers:
-                    order.append((number, end + len(tail)))
-                    reads += [(index, *pair) for pair in zip(places, requests[number].tokens, strict=True)]
+            part = index, slice(len(row.tokens))
+            tokens[part], positions[part], until[part], segments[part] = row.tokens, row.positions, row.until, 1
+            for number, columns in row.columns.items():
+                order.append((number, row.positions[columns[-1]] + 1))
+                where[index, columns] = True
+                reads += [(index, *pair) for pair in zip(columns, requests[number].tokens, strict=True)]
         batch = {"tokens": tokens, "segment_ids": segments, "positions": positions, "where": where}
-        if shares:
-            batch["common"] = segments == 1
+        if any(min(row.until) < len(row.tokens) for row in rows):
+            batch["until"] = until
         mesh = context_mesh()
         mine = local_rows(mesh, self.batch_size)
         batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
@@ -195,6 +202,29 @@ class Scorer:
             cut = len(context) + len(continuation) - 1 - length
             yield number, Score(log_probs[:, at:end], greedy[at:end], cut)
             at = end
+
+
+def _common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
+    """How many tokens two sequences begin with in common."""
+    shorter = min(len(one), len(two))
+    return bisect.bisect_left(range(shorter), True, key=lambda end: one[: end + 1] != two[: end + 1])
+
+
+def _lay_out(group: Sequence[tuple[tuple[int, ...], Mapping[int, int]]]) -> _Row:
+    """The row of sequences in lexical order, each with its requests and the number of tokens that they score."""
+    row, before, path = _Row([], [], [], {}), (), []
+    for read, numbers in [*group, ((), {})]:
+        kept = _common(before, read)
+        for column in path[kept:]:
+            row.until[column] = len(row.tokens)
+        end = len(row.tokens) + len(read) - kept
+        path[kept:] = range(len(row.tokens), end)
+        row.tokens.extend(read[kept:])
+        row.positions.extend(range(kept, len(read)))
+        row.until.extend(path[kept:])
+        row.columns.update({number: path[-count:] for number, count in numbers.items()})
+        before = read
+    return row
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

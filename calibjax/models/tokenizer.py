@@ -1,0 +1,85 @@
+"""The tokenizer of a model's directory, which transformers reads when it is first used."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calibjax.models.config import DecoderConfig
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.platforms import torch_left_out
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredTokenizer:
+    """Tokenizer files that are there; `find_tokenizer` makes it.
+
+    Args:
+        folder: the model's directory.
+        native: whether transformers knows the family.
+        config: the model's, whose vocabulary holds all ids.
+    """
+
+    folder: Path
+    native: bool
+    config: DecoderConfig
+
+    @functools.cached_property
+    def loaded(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer; raises `UserError` if transformers cannot read the files, or by `check_tokenizer`."""
+        with torch_left_out():
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        try:
+            if self.native:
+                tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
+            else:
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
+            tokenizer("a", verbose=False)  # some settings are read only now
+        except Exception as error:  # the tokenizers package raises bare Exception for damaged files
+            raise _unreadable(self.folder, error) from error
+        check_tokenizer(tokenizer, self.config)
+        return tokenizer
+
+
+def find_tokenizer(folder: Path, native: bool, config: DecoderConfig) -> StoredTokenizer | None:
+    """Returns the tokenizer of a directory, None if there is none; its tokenizer.json is read and checked at once.
+
+    Raises:
+        UserError: if tokenizer.json cannot be read, or by `check_tokenizer`; where there are other files only, also if
+            transformers cannot read them.
+    """
+    # If transformers has no tokenizer class for the family, the class that the files name is remote code.
+    if not any((folder / name).is_file() for name in (_FILES if native else _FILES[:1])):
+        return None
+    stored = StoredTokenizer(folder, native, config)
+    if not (folder / _FILES[0]).is_file():
+        _ = stored.loaded
+        return stored
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / _FILES[0]))
+    except Exception as error:
+        raise _unreadable(folder, error) from error
+    check_tokenizer(tokenizer, config)
+    return stored
+
+
+def check_tokenizer(tokenizer: Any, config: DecoderConfig) -> None:
+    """Raises `UserError` if the tokenizer has an id beyond the model's vocabulary."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"The tokenizer's largest id is {largest} ({token!r}), but the model has vocab_size {config.vocab_size}: "
+            "the tokenizer belongs to another model, or tokens were added without resizing the model."
+        )
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    return UserError(f"{folder}: transformers cannot read the tokenizer files: {error}")
