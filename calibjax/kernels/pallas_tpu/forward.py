@@ -43,7 +43,7 @@ def _states(needed: frozenset[str]) -> tuple[str, ...]:
 def _initial(name: str, shape: tuple[int, ...]) -> Array:
     if name in _INTEGERS:
         return jnp.zeros(shape, jnp.int32)
-    return jnp.full(shape, FLOOR if name == "best" else 0.0, jnp.float32)
+    return jnp.full(shape, FLOOR if name in ("best", "top") else 0.0, jnp.float32)
 
 
 def _with_best(state, pieces, places, start):
@@ -303,7 +303,7 @@ def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Bloc
 
     pl.when(step == 0)(lambda: _begin_rows(refs, has_target))
     pl.when(step == 1)(lambda: _begin_sums(refs))
-    pl.when((step > 1) & (refs.far[0] > 0.0))(lambda: _rescale(refs))
+    pl.when((step == 1) | ((step > 1) & (refs.far[0] > 0.0)))(lambda: _rescale(refs))
     if left == columns:
         walk(columns, columns)
     else:
@@ -356,17 +356,11 @@ def _begin_rows(refs: _Refs, has_target: bool) -> None:
 
 
 def _begin_sums(refs: _Refs):
-    """Initial values of what the rows kernel sums, and the largest logits of the first block as references."""
+    """Initial values of what the rows kernel sums."""
     for name, ref in refs.state.items():
-        if name not in (*_OF_BEST, "top"):
-            ref[...] = jnp.zeros(ref.shape, ref.dtype)
+        if name not in _OF_BEST:
+            ref[...] = _initial(name, ref.shape)
     refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
-
-    def walk(part: Any):
-        best = refs.state["best"][part, :]
-        refs.state["top"][part, :] = jnp.broadcast_to(jnp.max(best, axis=1, keepdims=True), best.shape)
-
-    _tiles(refs, walk)
 
 
 def _write_rows(refs: _Refs, vocab_size: int) -> None:
