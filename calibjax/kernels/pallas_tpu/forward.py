@@ -44,7 +44,7 @@ def _states(needed: frozenset[str]) -> tuple[str, ...]:
 def _initial(name: str, shape: tuple[int, ...]) -> Array:
     if name in _INTEGERS:
         return jnp.zeros(shape, jnp.int32)
-    return jnp.full(shape, FLOOR if name == "best" else 0.0, jnp.float32)
+    return jnp.full(shape, FLOOR if name in ("best", "top") else 0.0, jnp.float32)
 
 
 def _with_best(state, pieces, places, start):
@@ -306,7 +306,7 @@ def _rows_kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Bloc
 
     pl.when(step == 0)(lambda: _begin_rows(refs, has_target))
     pl.when(step == 1)(lambda: _begin_sums(refs))
-    pl.when((step > 1) & (refs.far[0] > 0.0))(lambda: _rescale(refs))
+    pl.when((step == 1) | ((step > 1) & (refs.far[0] > 0.0)))(lambda: _rescale(refs))
     if left == columns:
         walk(columns, columns)
     else:
@@ -320,15 +320,26 @@ FAR = 64.0
 """How far a logit may exceed the reference, in powers of two: sums of 2⁶⁴ and products with them are far from 2¹²⁸."""
 
 
+def _tiles(refs: _Refs, walk: Any):
+    """Calls `walk` for each 128 tokens in a loop: unrolled, their reductions over lanes wait for one another."""
+
+    @pl.loop(0, refs.sums.shape[0] // LANES)
+    def _(i):
+        walk(pl.ds(pl.multiple_of(i * LANES, LANES), LANES))
+
+
 def _rescale(refs: _Refs):
     """Takes the largest logits so far as the references."""
-    old = {name: ref[...] for name, ref in refs.state.items()}
-    top = jnp.broadcast_to(jnp.max(old["best"], axis=1, keepdims=True), old["top"].shape)
-    new, ratio = _moved(old, old["top"] - top, refs.scale[...])
-    for name, x in (new | {"top": top}).items():
-        refs.state[name][...] = x
-    for part in common.slices(refs.sums.shape[1]):
-        refs.sums[:, part] *= ratio[:, :1]
+
+    def walk(part: Any):
+        old = {name: ref[part, :] for name, ref in refs.state.items()}
+        top = jnp.broadcast_to(jnp.max(old["best"], axis=1, keepdims=True), old["top"].shape)
+        new, ratio = _moved(old, old["top"] - top, refs.scale[part, :])
+        for name, x in (new | {"top": top}).items():
+            refs.state[name][part, :] = x
+        refs.sums[part, :] *= ratio[:, :1]
+
+    _tiles(refs, walk)
 
 
 def _begin_rows(refs: _Refs, has_target: bool) -> None:
@@ -337,29 +348,30 @@ def _begin_rows(refs: _Refs, has_target: bool) -> None:
         ref[...] = _initial(name, ref.shape)
     for ref in (refs.z, refs.kept, refs.sums):
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
-    refs.scale[...] = common.column(refs.tokens, 0)
-    if has_target:
-        lane = jax.lax.broadcasted_iota(jnp.int32, (refs.hidden.shape[0], LANES), 1)
-        refs.target[...] = common.column(refs.tokens, 1).astype(jnp.int32) - lane
+    lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
+
+    def walk(part: Any):
+        refs.scale[part, :] = common.column(refs.tokens.at[:, part], 0)
+        if has_target:
+            refs.target[part, :] = common.column(refs.tokens.at[:, part], 1).astype(jnp.int32) - lane
+
+    _tiles(refs, walk)
 
 
 def _begin_sums(refs: _Refs):
-    """Initial values of what the rows kernel sums, and the largest logits of the first block as references."""
+    """Initial values of what the rows kernel sums."""
     for name, ref in refs.state.items():
-        if name not in (*_OF_BEST, "top"):
-            ref[...] = jnp.zeros(ref.shape, ref.dtype)
+        if name not in _OF_BEST:
+            ref[...] = _initial(name, ref.shape)
     refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
-    top = jnp.max(refs.state["best"][...], axis=1, keepdims=True)
-    refs.state["top"][...] = jnp.broadcast_to(top, refs.state["top"].shape)
 
 
 def _write_rows(refs: _Refs, vocab_size: int) -> None:
     """The moments of a token from those of its lanes, and its normalized sum of rows of the unembedding."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
+    diagonal = lane == jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
 
-    @pl.loop(0, refs.sums.shape[0] // LANES)
-    def _(i):
-        part = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
+    def walk(part: Any):
         state = {name: ref[part, :] for name, ref in refs.state.items()}
         best = jnp.max(state["best"], axis=1, keepdims=True)
         summed = ("weight", "first", "second", "total", "target")
@@ -370,10 +382,13 @@ def _write_rows(refs: _Refs, vocab_size: int) -> None:
         if "argmax" in state:
             index = jnp.where(state["best"] == best, (state["argmax"] + lane).astype(jnp.float32), float(vocab_size))
             moments["argmax"] = jnp.min(index, axis=1, keepdims=True)
-        packed = jnp.zeros(lane.shape, jnp.float32)
         for row, name in enumerate(_OUTPUTS):
-            packed = jnp.where(lane == row, moments[name], packed) if name in moments else packed
-        refs.moments[:, part] = packed.T[: refs.moments.shape[0]]
+            if name in moments:
+                turned = jnp.where(diagonal, moments[name], 0.0)
+                refs.moments[row : row + 1, part] = jnp.sum(turned, axis=0, keepdims=True)
+
+    refs.moments[...] = jnp.zeros(refs.moments.shape, jnp.float32)
+    _tiles(refs, walk)
 
 
 def _rows_scratch(blocks: Blocks, of_block: tuple[int, int], dtype: Any) -> dict[str, Any]:
