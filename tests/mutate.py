@@ -97,9 +97,15 @@ TABLE = [
     Mutation("kernels/pallas_tpu/forward.py", "larger = z > best", "larger = z >= best", f"{OPERATOR} -k ties and tpu"),
     Mutation(
         "kernels/pallas_tpu/forward.py",
-        "keep = None if count - k >= LANES else lane < count - k",
-        "keep = None if count - k >= LANES else lane <= count - k",
-        f"{OPERATOR} -k wide_hidden and not chunked",
+        "jnp.where(near, 0.0, 1.0)",
+        "jnp.where(near, 0.0, 0.0)",
+        f"{OPERATOR} -k in_one_pass",
+    ),
+    Mutation(
+        "kernels/pallas_tpu/forward.py",
+        "keep = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1) < count - k",
+        "keep = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1) <= count - k",
+        f"{OPERATOR} -k in_one_pass",
     ),
     Mutation(
         "kernels/pallas_tpu/backward.py",
