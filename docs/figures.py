@@ -366,6 +366,49 @@ def operators(shown: list[Table]):
     return figure
 
 
+def predicted(shown: list[Table]):
+    """Predicted over fastest measured time of every shape, against its number of tokens; a column for each chip."""
+    figure = blank(8.6, 3.2)
+    for axis, table, chip in zip(figure.subplots(1, 2, sharey=True), shown, ("TPU v6e", "TPU7x"), strict=True):
+        tokens = np.array([number(row[0].split(", ")[0]) for row in table.rows])
+        kinds = [name for name in table.header if name.endswith(", ratio")]
+        for offset, (name, colour, mark) in enumerate(zip(kinds, LINES, MARKS, strict=False)):
+            ratios = [number(cell) for cell in table.column(name)]
+            label = name.removesuffix(", ratio")
+            label = label if label == "forward" else f"both passes, {label}"
+            axis.plot(tokens * 1.12**offset, ratios, mark, color=colour, markersize=4, alpha=0.8, label=label)
+        axis.axhline(1, color=MUTED, linestyle="--", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(
+            2.0 ** np.arange(10, 16), ["1,024", "2,048", "4,096", "8,192", "16,384", "32,768"], fontsize="small"
+        )
+        axis.set(xlabel="tokens", title=chip)
+        plain(axis)
+        legend(axis)
+    figure.axes[0].set_ylabel("predicted / fastest measured")
+    figure.axes[0].set_ylim(0, None)
+    return figure
+
+
+def performance(shown: list[Table]):
+    """Their time over ours, a bar for each work."""
+    (table,) = shown
+    names = [f"{row[0]}, {row[1]}".replace("`", "") for row in table.rows]
+    values = np.array([number(cell) for cell in table.column("their time / ours")])
+    figure = blank(8.6, 0.24 * len(names) + 0.6)
+    axis = figure.subplots()
+    places = np.arange(len(names))[::-1]
+    axis.barh(places, values - 1, left=1, color=[LINES[0] if value >= 1 else LINES[1] for value in values])
+    axis.margins(y=0.02)
+    axis.set_xscale("log")
+    axis.set_xticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
+    axis.set_yticks(places, names, fontsize="small")
+    axis.axvline(1, color=MUTED, linewidth=1)
+    axis.set_xlabel("their time / ours")
+    plain(axis)
+    return figure
+
+
 def _in(section: str) -> Callable[[Table], bool]:
     return lambda table: table.section.startswith(section)
 
@@ -403,6 +446,8 @@ FIGURES: dict[str, tuple[str, Callable[[Table], bool], Callable[[list[Table]], A
     "tasks": ("docs/benchmarks.md", lambda table: table.header[0] == "task", tasks),
     "evaluation": ("eval/RESULTS.md", lambda table: table.header[0] == "job", costs),
     "scaling": ("docs/plan.md", lambda table: "operations' part if nothing is hidden" in table.header, scaling),
+    "performance": ("docs/performance.md", lambda table: "their time / ours" in table.header, performance),
+    "predicted": ("kernels/RESULTS.md", lambda table: table.header[0] == "N, D, V", predicted),
     "operators": ("kernels/RESULTS.md", lambda table: "optax" in table.header and "tokamax" in table.header, operators),
 }
 """Name of a file -> its page, the tables of the page that it shows, and how it is drawn."""

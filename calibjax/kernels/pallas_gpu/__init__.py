@@ -11,7 +11,7 @@
 
 A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 512 MiB; dh is summed in float32.
 
-`implementation=None` does not choose it: nothing here was timed on a GPU yet (`kernels/RESULTS.md`).
+`implementation=None` does not choose it: nothing here was timed on a GPU yet (`kernels/HOPPER.md`).
 """
 
 from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION, make
