@@ -263,8 +263,8 @@ def closed_form_hidden(
     """dh [N, D] where `cotangents.hidden_is_closed`: softmax·rows + Σ_k g_k W[ids_k] + uniform Σ_v W_v, no product.
 
     In the dtype of `cotangents.rows`, in its place, or else in float32; a block of tokens at a time, summed in float32.
-    0 where a token is not valid. `find`: from ids in [0, V) to rows of W [M, D] and which of them is whose; without it,
-    W and the ids.
+    0 where a token is not valid. `find`: maps ids [N] in [0, V) to rows of W [M, D] and the index of each id's row;
+    None: W itself and the ids.
     """
     unembedding, valid = inputs.unembedding, inputs.valid
     tokens, (vocab_size, width) = inputs.scale.shape[0], unembedding.shape

@@ -1,8 +1,8 @@
 """TPU kernel for rows W[ids] where the kernels have W transposed (`common.Axes`): XLA would copy all of W for them.
 
 The ids are sorted, and a step of the grid takes from one block of columns of Wᵀ the rows of one block of ids, by a
-product with zeros and ones, which is exact: each block of W that has any is read once or, where two blocks of ids
-share it, twice in a row.
+product with zeros and ones: each block of W that has any is read once or, where two blocks of ids share it, twice in a
+row. The product is exact where W is finite; NaN and infinity also reach other rows of their block (0 · NaN).
 """
 
 import functools
