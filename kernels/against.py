@@ -5,8 +5,9 @@ profiled too: profile over measured time is the chip's factor, and our profile o
 a range from the largest and the smallest factor. Their programs are those of the installed tokamax, the kernel with the
 recorded blocks; the times of TPU7x that tokamax 0.0.12 ships with it are the same as those of the file.
 
-Cycles are affine in V in whole blocks: each program is profiled at two short vocabularies, with at most 4,096 tokens,
-beyond which they are taken in proportion. Each profile is written to `--profiles` at once, from which an interrupted
+Cycles are affine in V in whole blocks: each program is profiled at two short vocabularies. Ours are affine in N too and
+profiled at one and two blocks of tokens; theirs at no more than 4,096, beyond which they are taken in proportion. Each
+profile is written to `--profiles` at once, from which an interrupted
 run resumes. A profile of ours holds for the sources of `calibjax/kernels` that it was made from.
 """
 
@@ -17,6 +18,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import resource
 import statistics
@@ -175,13 +177,20 @@ class Request(NamedTuple):
     shape: Shape
     profile: bool
 
+    def points(self) -> static_profile.Points:
+        """The lengths of N and of V for the profile."""
+        tokens = self.shape.tokens
+        if isinstance(self.what, str):
+            return static_profile.profiled_tokens(tokens, cores=1, saved=self.what == "saved"), (4096, 8192)
+        block = dict(self.what.blocks).get("v_block_size", 4096)
+        return (min(tokens, MOST_TOKENS),), (2 * block, 4 * block)
+
     def sizes(self) -> list[Shape]:
-        """What is compiled: for the profile two short vocabularies."""
+        """What is compiled."""
         if not self.profile:
             return [self.shape]
-        block = dict(self.what.blocks).get("v_block_size", 4096) if isinstance(self.what, Time) else 2048
-        tokens = min(self.shape.tokens, MOST_TOKENS)
-        return [Shape(tokens, self.shape.width, blocks * block) for blocks in (2, 4)]
+        tokens, vocab = self.points()
+        return [Shape(n, self.shape.width, v) for n in tokens for v in vocab]
 
 
 class Profiles:
@@ -218,13 +227,16 @@ class Profiles:
 
     def milliseconds(self, request: Request) -> float | None:
         """Static estimate; None where the compiler refuses the program, or it is not known yet."""
-        sizes = request.sizes()
-        small, large = (self.kept.get(self._key(request, size), {}).get("cycles") for size in sizes)
-        if small is None or large is None:
-            return None
-        slope = (large - small) / (sizes[1].vocab - sizes[0].vocab)
-        cycles = small + slope * (request.shape.vocab - sizes[0].vocab)
-        return 1e3 * cycles * (request.shape.tokens / sizes[0].tokens) / CHIPS[self.chip].clock
+        points, (tokens, width, vocab) = request.points(), request.shape
+
+        def cycles(n: int, v: int) -> float:
+            found = self.kept.get(self._key(request, Shape(n, width, v)), {}).get("cycles")
+            return math.nan if found is None else found
+
+        found = static_profile.at_full_size(cycles, (tokens, vocab), points)
+        if len(points[0]) == 1:
+            found *= tokens / points[0][0]
+        return None if math.isnan(found) else 1e3 * found / CHIPS[self.chip].clock
 
     def temporaries(self, request: Request) -> int | None:
         """Bytes of the program at its full size."""

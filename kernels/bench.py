@@ -265,7 +265,7 @@ def _estimated(options: argparse.Namespace, problem: Problem) -> Iterator[dict[s
 
 @functools.cache
 def _estimate(chip: str, name: str, task: str, problem: Problem) -> dict[str, Any]:
-    """A row: temporaries from the compilation at the full size, time from the profiles of smaller vocabularies.
+    """A row: temporaries from the compilation at the full size, time from the profiles of smaller sizes.
 
     XLA code is not profiled: its loops would count once, and so they do in XLA's own cost model.
     """
@@ -274,9 +274,11 @@ def _estimate(chip: str, name: str, task: str, problem: Problem) -> dict[str, An
     saves = problem.save_logits or name.startswith("linear_cross_entropy")
     products = TASKS[task].recomputing if kernel and not saves else TASKS[task].products
     row: dict[str, Any] = {"task": task, "contender": name, "products": products}
-    build = contenders.program_of_vocab
+    build = contenders.program_of_sizes
     try:
-        whole = static_profile.compile_for(chip, build, name, task, problem, problem.vocab, profile=False)
+        whole = static_profile.compile_for(
+            chip, build, name, task, problem, problem.tokens, problem.vocab, profile=False
+        )
         row |= {"extra_bytes": whole.temporaries, "compile_seconds": whole.compile_seconds}
         if not kernel:
             return row if whole.optimal_seconds is None else row | {"xla_cost_model_seconds": whole.optimal_seconds}
@@ -286,8 +288,8 @@ def _estimate(chip: str, name: str, task: str, problem: Problem) -> dict[str, An
             name,
             task,
             problem,
-            size=problem.vocab,
-            points=contenders.profiled_vocab(name, chip, problem.width),
+            sizes=(problem.tokens, problem.vocab),
+            points=contenders.profiled(name, chip, problem),
             flops=products * problem.product_flops(),
         )
     except DoesNotCompile as error:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from static_profile import Program
+from static_profile import CHIPS, Points, Program, profiled_tokens
 
 from calibjax import kernels
 
@@ -282,17 +282,18 @@ def program(name: str, task: str, problem: Problem, ahead_of_time: bool = False)
     return Program(jax.value_and_grad(mean_loss, differentiated) if differentiated else loss, arguments)
 
 
-def profiled_vocab(name: str, chip: str, width: int) -> tuple[int, int]:
-    """Two lengths of V to profile: two and four of the kernel's blocks, few enough steps to simulate."""
-    block = 2048  # ours take at most that
+def profiled(name: str, chip: str, problem: Problem) -> Points:
+    """Lengths of N and V to profile: of V two and four of the kernel's blocks, few enough steps to simulate."""
     if name == "tokamax":
-        block = {"v5e": 512, "v5p": 512, "v6e": 1024 if width % 512 else 2048, "v7x": 2048}[chip]
-    return 2 * block, 4 * block
+        block = {"v5e": 512, "v5p": 512, "v6e": 1024 if problem.width % 512 else 2048, "v7x": 2048}[chip]
+        return (problem.tokens,), (2 * block, 4 * block)
+    saved = problem.save_logits or name.startswith("linear_cross_entropy")
+    return profiled_tokens(problem.tokens, CHIPS[chip].cores, saved), (4096, 8192)
 
 
-def program_of_vocab(name: str, task: str, problem: Problem, vocab: int) -> Program:
-    """The same, compiled ahead of time, with another vocabulary; for `static_profile.estimate`."""
-    return program(name, task, dataclasses.replace(problem, vocab=vocab), ahead_of_time=True)
+def program_of_sizes(name: str, task: str, problem: Problem, tokens: int, vocab: int) -> Program:
+    """The same, compiled ahead of time, with another N and V; for `static_profile.estimate`."""
+    return program(name, task, dataclasses.replace(problem, tokens=tokens, vocab=vocab), ahead_of_time=True)
 
 
 def random_arguments(problem: Problem, seed: int) -> tuple[Array, Array, Array, Array]:

@@ -5,6 +5,7 @@ with its loops and DMAs, and reports cycles per operation, Pallas kernels and XL
 a *static estimate*, not a measurement: `Chip.trust` compares it with published times.
 """
 
+import functools
 import re
 import tempfile
 import time
@@ -160,35 +161,58 @@ class Estimate(NamedTuple):
     utilization: float
 
 
+Points = Sequence[tuple[int, ...]]  # of each axis of a program: its length, or two shorter ones
+
+
+def at_full_size(cycles: Callable[..., float], sizes: Sequence[int], points: Points) -> float:
+    """`cycles(*sizes)` from those at `points`, of which it is an affine function along each axis."""
+    if not points:
+        return cycles()
+    found = [at_full_size(functools.partial(cycles, point), sizes[1:], points[1:]) for point in points[0]]
+    if len(found) == 1:
+        return found[0]
+    small, large = points[0]
+    return found[0] + (found[1] - found[0]) / (large - small) * (sizes[0] - small)
+
+
+def profiled_tokens(tokens: int, cores: int, saved: bool) -> tuple[int, ...]:
+    """Numbers of tokens at which our kernels are profiled: one and two blocks of the largest for each core."""
+    block = (2048 if saved else 1024) * cores
+    return (tokens,) if tokens <= block else (block, 2 * block)
+
+
 def estimate(
     chip: str,
     build: Callable[..., Program],
     *args: Any,
-    size: int,
-    points: tuple[int, int],
+    sizes: Sequence[int],
+    points: Points,
     flops: float,
     timeout: float = 900.0,
 ) -> Estimate:
-    """Static estimate of `build(*args, size)`, drawn through the profiles of two smaller sizes.
+    """Static estimate of `build(*args, *sizes)`, drawn through the profiles of smaller sizes.
 
-    The simulation walks every grid step, too many at the full size. A kernel's cycles are affine in the number of its
-    blocks along one axis (the cycles outside the steady state stay in the constant), so with every other axis at its
-    full length two small sizes give the rest. That needs both to be multiples of the kernel's block, and at least two
-    blocks long: a single block is not loaded again.
+    The simulation walks every grid step, too many at the full size, and keeps them all in memory. A kernel's cycles are
+    affine in the number of its blocks along each axis (the cycles outside the steady state stay in the constant), so
+    that two lengths of each give the rest. They must be multiples of the kernel's block; along the axis that is
+    streamed past another, at least two: a single block is not loaded again.
 
     Args:
         chip: a key of `CHIPS`.
-        build: `build(*args, size)` gives the program; see `compile_for`.
+        build: `build(*args, *sizes)` gives the program; see `compile_for`.
         *args: of `build`.
-        size: full length of the axis, usually V.
-        points: two shorter lengths.
+        sizes: full lengths of the axes, such as N and V.
+        points: of each axis its length, or two shorter lengths.
         flops: of the matrix products at the full size.
         timeout: seconds for each compilation.
 
     Raises:
         DoesNotCompile: with the compiler's reason.
     """
-    small, large = (sum(compile_for(chip, build, *args, point, timeout=timeout).cycles.values()) for point in points)
-    cycles = small + (large - small) / (points[1] - points[0]) * (size - points[0])
+
+    def profiled(*lengths: int) -> float:
+        return sum(compile_for(chip, build, *args, *lengths, timeout=timeout).cycles.values())
+
+    cycles = at_full_size(profiled, sizes, points)
     peak = CHIPS[chip].flops_per_cycle * CHIPS[chip].cores
     return Estimate(cycles, cycles / CHIPS[chip].clock, flops / peak / cycles)

@@ -30,8 +30,8 @@ PRODUCTS = {"statistics": 1, "rows": 2, "unembedding": 2, "fused": 3}
 WANTED = {"unembedding": frozenset({"unembedding"}), "fused": frozenset({"hidden", "unembedding"})}
 
 
-def build(kernel: str, chosen: blocks.Blocks, tokens: int, width: int, dtype: str, softcap, vocab_size: int) -> Program:
-    """The kernel alone, at a vocabulary of `vocab_size`."""
+def build(kernel: str, chosen: blocks.Blocks, width: int, dtype: str, softcap, tokens: int, vocab_size: int) -> Program:
+    """The kernel alone."""
     implementation, options = make(preferences={kernel: (chosen,)}), Options(softcap)
 
     def run(hidden, unembedding, scale, targets):
@@ -70,12 +70,11 @@ def main(options: argparse.Namespace) -> None:
                     build,
                     kernel,
                     candidate,
-                    options.tokens,
                     options.width,
                     options.dtype,
                     options.softcap,
-                    size=options.vocab,
-                    points=(4096, 8192),
+                    sizes=(options.tokens, options.vocab),
+                    points=((options.tokens,), (4096, 8192)),
                     flops=2.0 * PRODUCTS[kernel] * options.tokens * options.width * options.vocab,
                 )
                 row |= {"milliseconds": 1e3 * found.seconds, "utilization": found.utilization}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from calibjax.kernels.contract import Cotangents, Inputs, Options
@@ -52,16 +53,26 @@ def packed(
     return pack(list(values.values())), {name: row for row, name in enumerate(values)}
 
 
-def masked(places: Places, refs):
-    """The reference of the hidden states, with zeros where a token does not count.
+def masking(valid: Array | None, block: int) -> dict[str, Any]:
+    """The operand `clears` of a kernel that calls `clear`: for each block of tokens, whether some do not count."""
+    if valid is None:
+        return {}
+    blocks = jnp.pad(valid, (0, -valid.shape[0] % block)).reshape(-1, block)
+    return {"clears": (jnp.any(~blocks, axis=1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM))}
+
+
+def clear(places: Places, refs) -> None:
+    """Writes zeros over the hidden states, on the chip, of tokens that do not count, in the blocks that have some.
 
     Such a token may hold NaN, and 0·NaN would reach every row of dW.
     """
-    if refs.masked is None:
-        return refs.hidden
-    counts = column(refs.tokens, places["valid"])[:, :1] > 0.0
-    refs.masked[...] = jnp.where(counts, refs.hidden[...], jnp.zeros_like(refs.hidden))
-    return refs.masked
+    if refs.clears is None:
+        return
+
+    @pl.when(refs.clears[pl.program_id(1)] > 0)
+    def _():
+        counts = column(refs.tokens, places["valid"])[:, :1] > 0.0
+        refs.hidden[...] = jnp.where(counts, refs.hidden[...], jnp.zeros_like(refs.hidden))
 
 
 def note(seen: list[Array], counts: Array | None, *masks: Array | None):

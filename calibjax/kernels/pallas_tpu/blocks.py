@@ -111,7 +111,7 @@ def vmem_bytes(
                 + exponentials [tokens, unit], twice + about ten columns [tokens, 128];
     d_hidden    2x + 2w + 2 results [tokens, D] + sums [tokens, D] + logits and their slopes [tokens, unit], twice
                 + about ten columns [tokens, 128];
-    unembedding the same with tokens and columns exchanged, and the masked x;
+    unembedding the same with tokens and columns exchanged;
     fused       the same with `pieces` times w and the sums, and float32 blocks of dh: two read and two written, or
                 `RESIDENT` twice.
     A float32 operand is split into three of bfloat16 for its product: x and w once more, and a half. `saved`
@@ -123,7 +123,7 @@ def vmem_bytes(
     if saved:
         more += 2 * blocks.tokens * (blocks.columns * itemsize + 8 * 4 * -(-blocks.columns // LANES))
         if kernel == "unembedding":
-            more += blocks.columns * width * 4 * (before + 1) - 4 * w - x
+            more += blocks.columns * width * 4 * (before + 1) - 4 * w
         more -= 2 * x if kernel == "d_hidden" else 0
     if kernel == "statistics":
         return 2 * x + 2 * w + more + 3 * 4 * blocks.unit * blocks.tokens
@@ -135,10 +135,10 @@ def vmem_bytes(
         sums = blocks.tokens * (width * (4 + itemsize) + 4 * min(SLICE, width))
         logits = blocks.tokens * (4 * blocks.columns + (4 + 2 * itemsize) * blocks.unit)
         return x + 3 * w + more + sums + logits + 10 * 4 * LANES * blocks.tokens
-    side, extra = (blocks.tokens, 0) if kernel == "d_hidden" else (blocks.columns, x)
+    side = blocks.tokens if kernel == "d_hidden" else blocks.columns
     sums = side * width * (4 + 2 * itemsize) + 4 * side * min(SLICE, width)
     logits = 2 * side * blocks.unit * (4 + itemsize) + 4 * side * blocks.unit
-    return 2 * x + 2 * w + more + extra + sums + logits + 10 * 4 * LANES * side
+    return 2 * x + 2 * w + more + sums + logits + 10 * 4 * LANES * side
 
 
 def saved_bytes(itemsize: int) -> float:

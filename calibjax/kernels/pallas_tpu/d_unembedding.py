@@ -16,15 +16,15 @@ from jaxtyping import Array
 from calibjax.kernels.contract import BackwardRequest, Cotangents, Gradients, Inputs, Options
 from calibjax.kernels.logit_cotangents import exact_uniform
 from calibjax.kernels.pallas_tpu import common
-from calibjax.kernels.pallas_tpu.backward import Lengths, Places, masked, packed, pipeline, write_dz
+from calibjax.kernels.pallas_tpu.backward import Lengths, Places, clear, masking, packed, pipeline, write_dz
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
 from calibjax.kernels.pallas_tpu.exponentials import Exponentials
 
 _FIELDS = (
-    "tokens hidden dz unembedding saved references bias exact_row before d_unembedding d_bias z sums bias_sums masked"
+    "tokens hidden dz clears unembedding saved references bias exact_row before d_unembedding d_bias z sums bias_sums"
 )
 _Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 12)
-"""References of the kernel; with `saved` [columns, tokens] there are no `unembedding`, `z` and `masked`.
+"""References of the kernel; with `saved` [columns, tokens] there are no `unembedding` and `z`.
 
 Without `sums`, `d_unembedding` is float32 and starts as `before`.
 """
@@ -49,12 +49,12 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
             row = common.column(refs.exact_row, 0)[:, :1] if axes.vocab else refs.exact_row[...]
             sums[...] += jnp.broadcast_to(row, sums.shape)
 
-    hidden = masked(places, refs)
+    clear(places, refs)
 
     def multiply(c: int):
         if refs.saved is not None:
             return
-        z = common.product(options, refs.unembedding[...], hidden[pl.ds(c * unit, unit), :], (axes.width, 1))
+        z = common.product(options, refs.unembedding[...], refs.hidden[pl.ds(c * unit, unit), :], (axes.width, 1))
         if refs.bias is not None:
             turned = jnp.broadcast_to(refs.bias[...], (LANES, columns)).T
             z = z + jnp.concatenate([turned] * (unit // LANES), axis=1)
@@ -81,7 +81,7 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
             return
         size = min(unit, -(-count // LANES) * LANES)
         for part in common.slices(width):
-            x = common.existing(hidden[pl.ds(c * unit, size), part], count)
+            x = common.existing(refs.hidden[pl.ds(c * unit, size), part], count)
             axes.add(options, sums, part, refs.dz[c % 2, :, :size], x)
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
@@ -111,7 +111,6 @@ def gradients(
     """
     blocks, unit_saved, buffers = sizes
     options, wanted = request
-    inputs = inputs if saved is None else inputs.masked()  # else the kernel masks the hidden states
     hidden, unembedding, bias = inputs[:3]
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
     lengths = Lengths(tokens, vocab_size, unit_saved)
@@ -130,6 +129,7 @@ def gradients(
     operands: common.Operands = {
         "tokens": (values, pl.BlockSpec((len(values), block), lambda j, i: (0, i))),
         "hidden": (hidden, pl.BlockSpec((block, width), lambda j, i: (i, 0))),
+        **masking(inputs.valid, block),
     }
     outputs: common.Operands = {}
     scratch: dict[str, Any] = {}
@@ -154,8 +154,6 @@ def gradients(
     if want_bias:
         outputs["d_bias"] = (jax.ShapeDtypeStruct((1, vocab_size), jnp.float32), bias_spec)
         scratch["bias_sums"] = pltpu.VMEM((columns, LANES), jnp.float32)
-    if inputs.valid is not None and saved is None:
-        scratch["masked"] = pltpu.VMEM((block, width), dtype)
     # The interpreter returns an aliased result with the padding of its last block.
     in_place = "before" in operands and not (interpret and vocab_size % columns)
     results = common.pallas(

@@ -22,10 +22,10 @@ from jaxtyping import Array
 
 from calibjax.kernels.contract import BackwardRequest, Cotangents, Gradients, Inputs, Options
 from calibjax.kernels.pallas_tpu import common
-from calibjax.kernels.pallas_tpu.backward import Places, masked, packed, pipeline, write_dz
+from calibjax.kernels.pallas_tpu.backward import Places, clear, masking, packed, pipeline, write_dz
 from calibjax.kernels.pallas_tpu.blocks import LANES, RESIDENT, Blocks, pieces, vmem_bytes
 
-_FIELDS = "tokens hidden unembedding d_hidden d_unembedding z dz sums bias before d_bias turned_bias bias_sums masked"
+_FIELDS = "tokens hidden unembedding d_hidden d_unembedding z dz sums clears bias before d_bias turned_bias bias_sums"
 _Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 6)
 """References of the kernel; without `before` the whole of `d_hidden` stays on chip."""
 
@@ -52,14 +52,14 @@ def _kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, p
         def _():
             refs.d_hidden[...] = jnp.zeros(refs.d_hidden.shape, jnp.float32)
 
-    hidden = masked(places, refs)
+    clear(places, refs)
 
     def walk(p: int | Array, limit: int):
         """Piece p of the columns, of which `limit` exist."""
         rows = pl.ds(p * piece, piece)
 
         def multiply(c: int):
-            x = hidden[pl.ds(c * unit, unit), :]
+            x = refs.hidden[pl.ds(c * unit, unit), :]
             z = common.product(options, axes.rows(refs.unembedding, rows), x, (axes.width, 1))
             if refs.turned_bias is not None:
                 z = z + jnp.concatenate([refs.turned_bias[rows, :]] * (unit // LANES), axis=1)
@@ -82,7 +82,7 @@ def _kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, p
             tokens = pl.ds(c * unit, unit)
             dz = refs.dz[c % 2]
             for part in common.slices(width):
-                axes.add(options, axes.rows(refs.sums.at, rows), part, dz, hidden[tokens, part])
+                axes.add(options, axes.rows(refs.sums.at, rows), part, dz, refs.hidden[tokens, part])
             turned = dz.T
             for part in common.slices(width):
                 w = common.existing(axes.rows(refs.unembedding, rows, part), limit, axes.vocab)
@@ -149,6 +149,7 @@ def gradients(
         "tokens": (values, pl.BlockSpec((len(values), block), lambda j, i: (0, i))),
         "hidden": (hidden, x_spec),
         "unembedding": (axes.ordered(unembedding), w_spec),
+        **masking(inputs.valid, block),
     }
     outputs: common.Operands = {
         "d_hidden": (jax.ShapeDtypeStruct((size, width), jnp.float32), sums_spec),
@@ -167,8 +168,6 @@ def gradients(
     if "bias" in wanted:
         outputs["d_bias"] = (jax.ShapeDtypeStruct((1, vocab_size), jnp.float32), bias_spec)
         scratch["bias_sums"] = pltpu.VMEM((columns, LANES), jnp.float32)
-    if inputs.valid is not None:
-        scratch["masked"] = pltpu.VMEM((block, width), dtype)
     traffic = (2 * vocab_size + grid[0] * tokens) * width * dtype.itemsize + 8 * grid[0] * tokens * width
     results = common.pallas(
         functools.partial(_kernel, options=options, vocab_size=vocab_size, blocks=blocks, places=places),
