@@ -94,15 +94,15 @@ TABLE = [
     Mutation(
         "kernels/top_k.py", "TopLogits(largest, column + start)", "TopLogits(largest, column)", "kernels/test_top_k.py"
     ),
-    Mutation("kernels/pallas_tpu/forward.py", "larger = z > best", "larger = z >= best", f"{OPERATOR} -k ties and tpu"),
+    Mutation("kernels/pallas_tpu/running.py", "larger = z > best", "larger = z >= best", f"{OPERATOR} -k ties and tpu"),
     Mutation(
-        "kernels/pallas_tpu/forward.py",
+        "kernels/pallas_tpu/rows.py",
         "jnp.where(near, 0.0, 1.0)",
         "jnp.where(near, 0.0, 0.0)",
         f"{OPERATOR} -k in_one_pass",
     ),
     Mutation(
-        "kernels/pallas_tpu/forward.py",
+        "kernels/pallas_tpu/rows.py",
         "keep = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1) < count - k",
         "keep = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1) <= count - k",
         f"{OPERATOR} -k in_one_pass",

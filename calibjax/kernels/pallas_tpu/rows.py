@@ -1,0 +1,193 @@
+"""TPU kernel of the statistics with the rows that dh needs, Σ p·W.
+
+Tokens lie along sublanes, as the second product e·W wants; running values are [tokens, 128]. A grid step forms the
+logits of its block of the vocabulary beside the exponentials and sums of the block before, whose rows of W are kept: a
+step more than there are blocks. So the largest logits of a block are known before its exponentials. Those are relative
+to a reference for each token, which moves, and rescales the sums [tokens, D], only if a logit exceeds it by more than
+`FAR` powers of two: no sum depends on it but by rounding, and the exponentials wait for no maximum.
+"""
+
+import collections
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from calibjax.kernels.contract import Options
+from calibjax.kernels.pallas_tpu import common, running
+from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks
+from calibjax.kernels.softcap import slope_in_units
+from calibjax.kernels.stats import FLOOR
+
+_FIELDS = "tokens hidden unembedding moments rows z e kept far sums scale target state bias"
+Refs = collections.namedtuple("Refs", _FIELDS, defaults=[None])
+
+
+def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, has_target: bool) -> None:
+    state, has_bias = refs.state, refs.bias is not None
+    columns, unit = blocks.columns, blocks.unit
+    step, last = pl.program_id(1), -(-vocab_size // columns) - 1
+    left = vocab_size - last * columns
+    tokens, width = refs.hidden.shape
+    axes = common.Axes.of(vocab_size, width)
+    groups = [pl.ds(start, min(64, tokens)) for start in range(0, tokens, 64)]
+
+    def pieces_of(c: int, part: Any, count: Array | int) -> tuple[list[Array], list[Array], list[int]]:
+        """`pieces`, `raw` and `places` of some tokens of unit c for `added`; `count` columns of the block exist."""
+        pieces, raw, places = [], [], []
+        for k in range(c * unit, (c + 1) * unit, LANES):
+            z = refs.z[c, part, pl.ds(k - c * unit, LANES)]
+            keep = None
+            if not isinstance(count, int) or count - k < LANES:
+                keep = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1) < count - k
+            finite = common.finite(z, has_bias)
+            pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
+            raw.append(z if keep is None else jnp.where(keep, z, 0.0))
+            places.append(k)
+        return pieces, raw, places
+
+    def multiply(c: int, count: int):
+        """The logits of unit c of this block, and the best of each lane."""
+        of_unit = pl.ds(c * unit, unit)
+        z = common.product(options, refs.hidden[...], axes.rows(refs.unembedding, of_unit), (1, axes.width))
+        refs.z[c] = common.softcapped(options, z if refs.bias is None else z + refs.bias[:, of_unit])
+        for part in groups:
+            pieces, _, places = pieces_of(c, part, count)
+            old = {name: ref[part, :] for name, ref in state.items() if name in _OF_BEST}
+            for name, x in running.with_best(old, pieces, places, jnp.minimum(step, last) * columns).items():
+                state[name][part, :] = x
+
+    def absorb(c: int, count: Array | int):
+        """Folds unit c of the block before, of which `count` columns exist, into the state; writes their weights."""
+        for part in groups:
+            target = refs.target[part, :] - (step - 1) * columns if has_target else None
+            pieces, raw, places = pieces_of(c, part, count)
+            old = {name: ref[part, :] for name, ref in state.items() if name not in (*_OF_BEST, "top")}
+            new, weights = running.added(old, pieces, raw, places, refs.scale[part, :], target, state["top"][part, :])
+            for name, x in new.items():
+                state[name][part, :] = x
+            for i, (e, z, k) in enumerate(zip(weights, pieces, places, strict=True)):
+                e = e if options.softcap is None else e * slope_in_units(z, options.softcap)
+                e = e if target is None else jnp.where(target == k, 0.0, e)
+                refs.e[c % 2, part, i * LANES : (i + 1) * LANES] = e.astype(refs.e.dtype)
+
+    def accumulate(c: int):
+        for part in common.slices(width):
+            w = axes.rows(refs.kept, pl.ds(c * unit, unit), part)
+            refs.sums[:, part] += common.product(options, refs.e[c % 2], w, (1, axes.vocab))
+
+    def walk(before: Array | int, count: int):
+        """The logits of a block with `count` columns, beside the sums of the block before it, which has `before`."""
+        for c in range(columns // unit):
+            absorb(c, before)
+            if c * unit < count:
+                multiply(c, count)
+            accumulate(c)
+        refs.kept[...] = common.existing(refs.unembedding[...], count, axes.vocab)
+        near = (state["best"][...] - state["top"][...]) * refs.scale[...] <= FAR
+        refs.far[0] = jnp.max(jnp.where(near, 0.0, 1.0))  # 1 for NaN too, which must not hide another token's
+
+    pl.when(step == 0)(lambda: _begin(refs, has_target))
+    pl.when(step == 1)(lambda: _begin_sums(refs))
+    pl.when((step == 1) | ((step > 1) & (refs.far[0] > 0.0)))(lambda: _rescale(refs))
+    if left == columns:
+        walk(columns, columns)
+    else:
+        pl.when(step < last)(lambda: walk(columns, columns))
+        pl.when(step >= last)(lambda: walk(jnp.where(step > last, left, columns), left))
+    pl.when(step > last)(lambda: _write(refs, vocab_size))
+
+
+_OF_BEST = ("best", "argmax")
+FAR = 64.0
+"""How far a logit may exceed the reference, in powers of two: sums of 2⁶⁴ and products with them are far from 2¹²⁸."""
+
+
+def _tiles(refs: Refs, walk: Any):
+    """Calls `walk` for each 128 tokens in a loop: unrolled, their reductions over lanes wait for one another."""
+
+    @pl.loop(0, refs.sums.shape[0] // LANES)
+    def _(i):
+        walk(pl.ds(pl.multiple_of(i * LANES, LANES), LANES))
+
+
+def _rescale(refs: Refs):
+    """Takes the largest logits so far as the references."""
+
+    def walk(part: Any):
+        old = {name: ref[part, :] for name, ref in refs.state.items()}
+        top = jnp.broadcast_to(jnp.max(old["best"], axis=1, keepdims=True), old["top"].shape)
+        new, ratio = running.moved(old, old["top"] - top, refs.scale[part, :])
+        for name, x in (new | {"top": top}).items():
+            refs.state[name][part, :] = x
+        refs.sums[part, :] *= ratio[:, :1]
+
+    _tiles(refs, walk)
+
+
+def _begin(refs: Refs, has_target: bool) -> None:
+    """Initial values, and a block of zeros ahead of the first, whose sums `_begin_sums` drops."""
+    for name, ref in refs.state.items():
+        ref[...] = running.initial(name, ref.shape)
+    for ref in (refs.z, refs.kept, refs.sums):
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
+
+    def walk(part: Any):
+        refs.scale[part, :] = common.column(refs.tokens.at[:, part], 0)
+        if has_target:
+            refs.target[part, :] = common.column(refs.tokens.at[:, part], 1).astype(jnp.int32) - lane
+
+    _tiles(refs, walk)
+
+
+def _begin_sums(refs: Refs):
+    """Initial values of what is summed."""
+    for name, ref in refs.state.items():
+        if name not in _OF_BEST:
+            ref[...] = running.initial(name, ref.shape)
+    refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
+
+
+def _write(refs: Refs, vocab_size: int) -> None:
+    """The moments of a token from those of its lanes, and its normalized sum of rows of the unembedding."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
+    diagonal = lane == jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
+
+    def walk(part: Any):
+        state = {name: ref[part, :] for name, ref in refs.state.items()}
+        best = jnp.max(state["best"], axis=1, keepdims=True)
+        summed = ("weight", "first", "second", "total", "target")
+        sums = {name: jnp.sum(state[name], axis=1, keepdims=True) for name in summed if name in state}
+        refs.rows[part, :] = (refs.sums[part, :] / sums["weight"]).astype(refs.rows.dtype)
+        moments, _ = running.moved(sums, state["top"][:, :1] - best, refs.scale[part, :][:, :1])
+        moments["max_logit"] = best
+        if "argmax" in state:
+            index = jnp.where(state["best"] == best, (state["argmax"] + lane).astype(jnp.float32), float(vocab_size))
+            moments["argmax"] = jnp.min(index, axis=1, keepdims=True)
+        for row, name in enumerate(running.OUTPUTS):
+            if name in moments:
+                turned = jnp.where(diagonal, moments[name], 0.0)
+                refs.moments[row : row + 1, part] = jnp.sum(turned, axis=0, keepdims=True)
+
+    refs.moments[...] = jnp.zeros(refs.moments.shape, jnp.float32)
+    _tiles(refs, walk)
+
+
+def scratch(blocks: Blocks, of_block: tuple[int, int], dtype: Any) -> dict[str, Any]:
+    """Memory on chip of the kernel, but for its running values. `of_block`: the shape of a block of W."""
+    block, columns, unit = blocks
+    width = math.prod(of_block) // columns
+    return {
+        "z": pltpu.VMEM((columns // unit, block, unit), jnp.float32),
+        "e": pltpu.VMEM((2, block, unit), dtype),
+        "kept": pltpu.VMEM(of_block, dtype),
+        "far": pltpu.SMEM((1,), jnp.float32),
+        "sums": pltpu.VMEM((block, width), jnp.float32),
+        "scale": pltpu.VMEM((block, LANES), jnp.float32),
+        "target": pltpu.VMEM((block, LANES), jnp.int32),
+    }

@@ -1,0 +1,95 @@
+"""Running values of the statistics, in the sublanes or lanes of the kernels of the forward pass."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from calibjax.kernels.pallas_tpu import common
+from calibjax.kernels.stats import FLOOR
+
+OUTPUTS = ("max_logit", "weight", "first", "second", "total", "target", "argmax")  # rows of the result
+INTEGERS = ("argmax",)
+
+
+def states(needed: frozenset[str]) -> tuple[str, ...]:
+    """Running values of a kernel; `best` is the largest logit that a sublane or lane has seen."""
+    return ("best", "weight", *(name for name in ("first", "second", "total", "target", "argmax") if name in needed))
+
+
+def initial(name: str, shape: tuple[int, ...]) -> Array:
+    """Of a running value at the start."""
+    if name in INTEGERS:
+        return jnp.zeros(shape, jnp.int32)
+    return jnp.full(shape, FLOOR if name in ("best", "top") else 0.0, jnp.float32)
+
+
+def with_best(state, pieces, places, start):
+    """`state` with the largest of it and of `pieces` of its shape, and its place: see `added`."""
+    best, found = state["best"], {}
+    if "argmax" in state:
+        place = jnp.full(best.shape, common.NEVER, jnp.int32)
+        for z, k in zip(pieces, places, strict=True):
+            larger = z > best
+            best, place = jnp.where(larger, z, best), jnp.where(larger, k, place)
+        found["argmax"] = jnp.where(place > common.NEVER, place + start, state["argmax"])
+    else:
+        best = functools.reduce(jnp.maximum, pieces, best)
+    return state | found | {"best": best}
+
+
+def moved(state, delta, scale):
+    """`state` with the sums relative to another reference, and the ratio of the weights; `delta`: old − new."""
+    ratio = jnp.exp2(delta * scale)
+    weight, first, second = state["weight"], state.get("first"), state.get("second")
+    new = {"weight": ratio * weight}
+    if first is not None:
+        new["first"] = ratio * (first + delta * weight)
+        if second is not None:
+            new["second"] = ratio * (second + delta * (2.0 * first + delta * weight))
+    return state | new, ratio
+
+
+def added(state, pieces, raw, places, scale, target, reference):
+    """The state after pieces of logits of its own shape, and their exponentials.
+
+    Args:
+        state: name -> array, see `states`.
+        pieces: logits, `FLOOR` where there is none.
+        raw: what `total` adds for each of them.
+        places: of each, the index of its first column in the block.
+        scale: s·log₂e.
+        target: index of the target counted from the block and from the sublane or lane.
+        reference: logit relative to which exponentials are summed.
+    """
+    new, weights = dict(state), []
+    for z, addend, k in zip(pieces, raw, places, strict=True):
+        shifted = z - reference
+        e = jnp.exp2(shifted * scale)
+        weights.append(e)
+        new["weight"] = new["weight"] + e
+        if "first" in state:
+            moment = e * shifted
+            new["first"] = new["first"] + moment
+            if "second" in state:
+                new["second"] = new["second"] + moment * shifted
+        if "total" in state:
+            new["total"] = new["total"] + addend
+        if "target" in state:
+            new["target"] = jnp.where(target == k, addend, new["target"])
+    return new, weights
+
+
+def named(kind: Any, **refs: Any) -> Any:
+    """References of a kernel as a named tuple of this kind, with those called "state_..." as one dictionary `state`."""
+    own = {name: refs.pop(name) for name in kind._fields if name in refs}
+    return kind(**own, state={name.removeprefix("state_"): ref for name, ref in refs.items()})
+
+
+def write(moments_ref, moments: dict[str, Array]) -> None:
+    """The result [8, tokens] of a kernel: each of the moments [1, tokens] is a row."""
+    moments_ref[...] = jnp.zeros(moments_ref.shape, jnp.float32)
+    for row, name in enumerate(OUTPUTS):
+        if name in moments:
+            moments_ref[row : row + 1, :] = moments[name]
