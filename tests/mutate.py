@@ -109,6 +109,12 @@ TABLE = [
     ),
     Mutation(
         "kernels/pallas_tpu/backward.py",
+        "refs.clears[pl.program_id(1)] > 0",
+        "refs.clears[pl.program_id(1)] > 1",
+        f"{OPERATOR} -k masked_ones",
+    ),
+    Mutation(
+        "kernels/pallas_tpu/backward.py",
         "lane < tokens - group",
         "lane <= tokens - group",
         "kernels/test_filter.py -k plain",

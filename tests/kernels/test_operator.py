@@ -464,6 +464,25 @@ def test_masked_tokens_give_exact_zeros_whatever_they_hold(implementation):
         assert method()[-1] == 0
 
 
+@pytest.mark.parametrize("tokens", [250, 100])
+def test_dw_of_blocks_of_tokens_with_and_without_masked_ones(tokens):
+    """Two blocks of tokens, of which the last has masked ones, and one block, which every block of W uses."""
+    rng = np.random.default_rng(1)
+    hidden, unembedding = rng.normal(size=(tokens, 8)).astype(np.float32), rng.normal(size=(300, 8)).astype(np.float32)
+    targets = rng.integers(0, 300, tokens)
+    masked = np.arange(tokens) % 7 == 0 if tokens == 100 else np.arange(tokens) > 240
+
+    def of_unembedding(hidden, targets, implementation):
+        return jax.grad(
+            lambda w: linear_cross_entropy(hidden, w, targets, reduction="none", implementation=implementation).sum()
+        )(unembedding)
+
+    want = of_unembedding(hidden[~masked], targets[~masked], "reference")
+    hidden[masked], targets[masked] = np.nan, -100
+    got = of_unembedding(hidden, targets, interpreted.NAME)
+    assert_within(got, f64(want), 1e-5 * np.abs(f64(want)).max(), "d_unembedding")
+
+
 def test_all_masked():
     case, (hidden, unembedding, bias, scale, targets) = small()
     g = {name: np.ones(5, np.float32) for name in FLOATS}

@@ -48,6 +48,7 @@ PREFERENCES: Preferences = {
     "rows": (
         Blocks(1024, 2048, 512),
         Blocks(1024, 1024, 512),
+        Blocks(1024, 768, 256),
         Blocks(512, 1024, 512),
         Blocks(512, 768, 256),
         Blocks(512, 512, 512),
@@ -65,9 +66,11 @@ PREFERENCES: Preferences = {
     ),
     "unembedding": (
         Blocks(1024, 1024, 512),
-        Blocks(512, 1024, 256),
+        Blocks(1024, 768, 512),
         Blocks(1024, 512, 512),
+        Blocks(1024, 384, 512),
         Blocks(512, 512, 256),
+        Blocks(512, 384, 512),
         Blocks(512, 256, 256),
         Blocks(256, 256, 128),
         Blocks(128, 128, 128),

@@ -28,6 +28,7 @@ Refs = collections.namedtuple("Refs", _FIELDS, defaults=[None])
 
 
 def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, has_target: bool) -> None:
+    """A grid step: the logits of a block of the vocabulary, and the exponentials and sums of the one before."""
     state, has_bias = refs.state, refs.bias is not None
     columns, unit = blocks.columns, blocks.unit
     step, last = pl.program_id(1), -(-vocab_size // columns) - 1

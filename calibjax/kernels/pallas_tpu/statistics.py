@@ -23,6 +23,7 @@ Refs = collections.namedtuple("Refs", _FIELDS, defaults=[None] * 3)
 
 
 def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> None:
+    """A grid step: the logits of a block of the vocabulary, unit by unit, into the running values."""
     state, save, has_bias = refs.state, refs.saved is not None, refs.bias is not None
     columns, unit = blocks.columns, blocks.unit
     width = refs.hidden.shape[0]
