@@ -6,9 +6,9 @@ a range from the largest and the smallest factor. Their programs are those of th
 recorded blocks; the times of TPU7x that tokamax 0.0.12 ships with it are the same as those of the file.
 
 Cycles are affine in V in whole blocks: each program is profiled at two short vocabularies. Ours are affine in N too and
-profiled at one and two blocks of tokens; theirs at no more than 4,096, beyond which they are taken in proportion. Each
-profile is written to `--profiles` at once, from which an interrupted
-run resumes. A profile of ours holds for the sources of `calibjax/kernels` that it was made from.
+profiled at few blocks of tokens; theirs, and ours that hold exponentials of 4,096 tokens at a time, at no more tokens
+than that, beyond which they are taken in proportion. Each profile is written to `--profiles` at once, from which an
+interrupted run resumes. A profile of ours holds for the sources of `calibjax/kernels` that it was made from.
 """
 
 import argparse
@@ -177,21 +177,6 @@ class Request(NamedTuple):
     shape: Shape
     profile: bool
 
-    def points(self) -> static_profile.Points:
-        """The lengths of N and of V for the profile."""
-        tokens = self.shape.tokens
-        if isinstance(self.what, str):
-            return static_profile.profiled_tokens(tokens, cores=1, saved=self.what == "saved"), (4096, 8192)
-        block = dict(self.what.blocks).get("v_block_size", 4096)
-        return (min(tokens, MOST_TOKENS),), (2 * block, 4 * block)
-
-    def sizes(self) -> list[Shape]:
-        """What is compiled."""
-        if not self.profile:
-            return [self.shape]
-        tokens, vocab = self.points()
-        return [Shape(n, self.shape.width, v) for n in tokens for v in vocab]
-
 
 class Profiles:
     """What the compiler of a chip says of programs, kept in a file."""
@@ -206,7 +191,7 @@ class Profiles:
 
     def compile(self, requests: Iterable[Request], deadline: measured.Deadline) -> None:
         """Compile what is not kept yet, until the deadline. Many in one process, which costs less than one for each."""
-        wanted = [(request, size) for request in requests for size in request.sizes()]
+        wanted = [(request, size) for request in requests for size in self.sizes(request)]
         for profile in (True, False):  # the flags are of a process
             todo = {self._key(x, size): (x.what, size) for x, size in wanted if x.profile == profile}
             while todo := {key: args for key, args in todo.items() if key not in self.kept}:
@@ -227,7 +212,7 @@ class Profiles:
 
     def milliseconds(self, request: Request) -> float | None:
         """Static estimate; None where the compiler refuses the program, or it is not known yet."""
-        points, (tokens, width, vocab) = request.points(), request.shape
+        points, (tokens, width, vocab) = self._points(request), request.shape
 
         def cycles(n: int, v: int) -> float:
             found = self.kept.get(self._key(request, Shape(n, width, v)), {}).get("cycles")
@@ -237,6 +222,22 @@ class Profiles:
         if len(points[0]) == 1:
             found *= tokens / points[0][0]
         return None if math.isnan(found) else 1e3 * found / CHIPS[self.chip].clock
+
+    def sizes(self, request: Request) -> list[Shape]:
+        """What is compiled."""
+        if not request.profile:
+            return [request.shape]
+        tokens, vocab = self._points(request)
+        return [Shape(n, request.shape.width, v) for n in tokens for v in vocab]
+
+    def _points(self, request: Request) -> static_profile.Points:
+        what, (tokens, width, vocab) = request.what, request.shape
+        if isinstance(what, str):
+            ours = TASKS[what]
+            problem = Problem(min(tokens, MOST_TOKENS) if what == "saved" else tokens, width, vocab, "bfloat16")
+            return contenders.profiled(ours.contender, self.chip, ours.task, problem)
+        block = dict(what.blocks).get("v_block_size", 4096)
+        return (min(tokens, MOST_TOKENS),), (2 * block, 4 * block)
 
     def temporaries(self, request: Request) -> int | None:
         """Bytes of the program at its full size."""

@@ -289,7 +289,7 @@ def _estimate(chip: str, name: str, task: str, problem: Problem) -> dict[str, An
             task,
             problem,
             sizes=(problem.tokens, problem.vocab),
-            points=contenders.profiled(name, chip, problem),
+            points=contenders.profiled(name, chip, task, problem),
             flops=products * problem.product_flops(),
         )
     except DoesNotCompile as error:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from static_profile import CHIPS, Points, Program, profiled_tokens
+from static_profile import Points, Program, our_points
 
 from calibjax import kernels
 
@@ -282,13 +282,16 @@ def program(name: str, task: str, problem: Problem, ahead_of_time: bool = False)
     return Program(jax.value_and_grad(mean_loss, differentiated) if differentiated else loss, arguments)
 
 
-def profiled(name: str, chip: str, problem: Problem) -> Points:
-    """Lengths of N and V to profile: of V two and four of the kernel's blocks, few enough steps to simulate."""
+def profiled(name: str, chip: str, task: str, problem: Problem) -> Points:
+    """Lengths of N and V to profile: few blocks of the kernels, because each step is simulated."""
     if name == "tokamax":
         block = {"v5e": 512, "v5p": 512, "v6e": 1024 if problem.width % 512 else 2048, "v7x": 2048}[chip]
         return (problem.tokens,), (2 * block, 4 * block)
     saved = problem.save_logits or name.startswith("linear_cross_entropy")
-    return profiled_tokens(problem.tokens, CHIPS[chip].cores, saved), (4096, 8192)
+    kernels = {"hidden": ("rows",), "both": ("rows", "unembedding")}.get(task, ("statistics",))
+    if saved and task == "both":
+        kernels = ("statistics", "d_hidden", "unembedding")
+    return our_points(chip, kernels, problem.tokens, problem.width, saved)
 
 
 def program_of_sizes(name: str, task: str, problem: Problem, tokens: int, vocab: int) -> Program:

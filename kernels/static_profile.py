@@ -6,6 +6,7 @@ a *static estimate*, not a measurement: `Chip.trust` compares it with published 
 """
 
 import functools
+import math
 import re
 import tempfile
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from calibjax.kernels.pallas_tpu import blocks
 from calibjax.runtime.hlo import executions
 from calibjax.runtime.tpu_compiler import slice_devices, with_compiler
 
@@ -22,6 +24,7 @@ class Chip(NamedTuple):
 
     Attributes:
         topology: libtpu's name of a slice that has the chip.
+        kind: JAX's name of the device.
         clock: Hz.
         flops_per_cycle: bfloat16 flop of one core's matrix units.
         cores: that one device runs at the same time; a Pallas grid with a "parallel" dimension is split between them.
@@ -29,6 +32,7 @@ class Chip(NamedTuple):
     """
 
     topology: str
+    kind: str
     clock: float
     flops_per_cycle: int
     cores: int
@@ -36,11 +40,16 @@ class Chip(NamedTuple):
 
 
 CHIPS = {
-    "v5e": Chip("v5e:1x1", 1.5e9, 131072, 1, "not calibrated"),
-    "v5p": Chip("v5p:2x2x1", 1.75e9, 131072, 2, "within 2% of published measured times"),
-    "v6e": Chip("v6e:1x1", 1.75e9, 524288, 1, "reads about 0.8x published measured times"),
+    "v5e": Chip("v5e:1x1", "TPU v5 lite", 1.5e9, 131072, 1, "not calibrated"),
+    "v5p": Chip("v5p:2x2x1", "TPU v5", 1.75e9, 131072, 2, "within 2% of published measured times"),
+    "v6e": Chip("v6e:1x1", "TPU v6 lite", 1.75e9, 524288, 1, "reads about 0.8x published measured times"),
     "v7x": Chip(
-        "tpu7x:2x2x1", 2.2e9, 524288, 1, "reads about 0.8x published measured times; one of the chip's two cores"
+        "tpu7x:2x2x1",
+        "TPU7x",
+        2.2e9,
+        524288,
+        1,
+        "reads about 0.8x published measured times; one of the chip's two cores",
     ),
 }
 
@@ -175,10 +184,17 @@ def at_full_size(cycles: Callable[..., float], sizes: Sequence[int], points: Poi
     return found[0] + (found[1] - found[0]) / (large - small) * (sizes[0] - small)
 
 
-def profiled_tokens(tokens: int, cores: int, saved: bool) -> tuple[int, ...]:
-    """Numbers of tokens at which our kernels are profiled: one and two blocks of the largest for each core."""
-    block = (2048 if saved else 1024) * cores
-    return (tokens,) if tokens <= block else (block, 2 * block)
+def our_points(chip: str, kernels: Sequence[str], tokens: int, width: int, saved: bool) -> Points:
+    """Lengths of N and V at which a program of our kernels in bfloat16 is profiled: whole blocks of each of them."""
+    found = []
+    for kernel in kernels:
+        preferred = blocks.preferred(blocks.PREFERENCES, kernel, saved)
+        found.append(blocks.choose(preferred, kernel, tokens, width, 2, CHIPS[chip].kind, saved))
+    height = CHIPS[chip].cores * math.lcm(*(x.tokens for x in found))
+    columns = math.lcm(*(x.columns for x in found))
+    columns *= 2 if columns == max(x.columns for x in found) else 1
+    exact = saved or tokens <= 3 * height
+    return (tokens,) if exact else (2 * height, 3 * height), (columns, 2 * columns)
 
 
 def estimate(
@@ -194,8 +210,8 @@ def estimate(
 
     The simulation walks every grid step, too many at the full size, and keeps them all in memory. A kernel's cycles are
     affine in the number of its blocks along each axis (the cycles outside the steady state stay in the constant), so
-    that two lengths of each give the rest. They must be multiples of the kernel's block; along the axis that is
-    streamed past another, at least two: a single block is not loaded again.
+    that two lengths of each give the rest. They must be multiples of the kernel's block, at least two along an axis
+    that is streamed past another: a single block is not loaded again.
 
     Args:
         chip: a key of `CHIPS`.

@@ -14,13 +14,12 @@ import json
 
 import jax
 import jax.numpy as jnp
-from static_profile import CHIPS, Program, estimate
+from static_profile import CHIPS, Points, Program, estimate
 
 from calibjax.kernels.contract import BackwardRequest, Cotangents, ForwardRequest, Inputs, Options
 from calibjax.kernels.pallas_tpu import blocks, make
 from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version
 
-KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v7x": "TPU7x"}
 CANDIDATES = [
     blocks.Blocks(tokens, columns, unit)
     for tokens, columns, unit in itertools.product((512, 1024, 2048), (512, 1024, 2048), (128, 256, 512))
@@ -51,8 +50,14 @@ def build(kernel: str, chosen: blocks.Blocks, width: int, dtype: str, softcap, t
     return Program(run, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
 
 
+def _points(options: argparse.Namespace, candidate: blocks.Blocks) -> Points:
+    height = candidate.tokens * CHIPS[options.chip].cores
+    tokens = (2 * height, 3 * height) if options.tokens > 3 * height else (options.tokens,)
+    return tokens, (2 * candidate.columns, 4 * candidate.columns)
+
+
 def main(options: argparse.Namespace) -> None:
-    itemsize, kind = jnp.dtype(options.dtype).itemsize, KINDS[options.chip]
+    itemsize, kind = jnp.dtype(options.dtype).itemsize, CHIPS[options.chip].kind
     rows = []
     for kernel in options.kernel:
         current = blocks.choose(blocks.PREFERENCES[kernel], kernel, options.tokens, options.width, itemsize, kind)
@@ -74,7 +79,7 @@ def main(options: argparse.Namespace) -> None:
                     options.dtype,
                     options.softcap,
                     sizes=(options.tokens, options.vocab),
-                    points=((options.tokens,), (4096, 8192)),
+                    points=_points(options, candidate),
                     flops=2.0 * PRODUCTS[kernel] * options.tokens * options.width * options.vocab,
                 )
                 row |= {"milliseconds": 1e3 * found.seconds, "utilization": found.utilization}

@@ -56,9 +56,9 @@ def test_our_time_is_predicted_by_the_factor_of_their_kernel(against, tmp_path):
             **({"cycles": cycles(request, size)} if request.profile else {}),
         }
         for request in against.requests(by_shape, "pallas_mosaic_tpu")
-        for size in request.sizes()
+        for size in profiles.sizes(request)
     }
-    assert len(kept) == 2 * 3 + (4 + 4 + 4) + 4, "of each task its sizes and 4 profiles, of each of their programs 2"
+    assert len(kept) == 2 * 3 + (4 + 4 + 2) + 4, "whole programs; of the profiles two N by two V, or two V"
     (tmp_path / "profiles.json").write_text(json.dumps(kept))
     record = run(tmp_path)
     assert record["against"]["calibrated by"] == "pallas_mosaic_tpu"

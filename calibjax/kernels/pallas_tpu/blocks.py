@@ -48,7 +48,6 @@ PREFERENCES: Preferences = {
     "rows": (
         Blocks(1024, 2048, 512),
         Blocks(1024, 1024, 512),
-        Blocks(1024, 768, 256),
         Blocks(512, 1024, 512),
         Blocks(512, 768, 256),
         Blocks(512, 512, 512),
