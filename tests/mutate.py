@@ -225,7 +225,14 @@ TABLE = [
         f"{METHODS} -k mistakes",
     ),
     Mutation(
-        "recalibrate/steps.py", "edges[edges < ordered[-1]]", "edges[edges <= ordered[-1]]", f"{METHODS} -k no_bin"
+        "recalibrate/steps.py", "np.diff(ends, append=n) > 0", "np.diff(ends, append=n) >= 0", f"{METHODS} -k no_bin"
+    ),
+    Mutation("recalibrate/logistic.py", "z * (p - p * p)", "z * p", f"{SOLVERS} -k logistic"),
+    Mutation(
+        "recalibrate/temperature.py",
+        "(t - 2) / curvature",
+        "(t - 1) / curvature",
+        "recalibrate/test_temperature.py -k third",
     ),
     Mutation(
         "recalibrate/logistic.py",

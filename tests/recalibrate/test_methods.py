@@ -240,6 +240,12 @@ def test_no_bin_is_empty():
         METHODS["histogram"].apply(state, Predictions(confidence=np.array([0.1, 0.95]))).tolist()
         == [np.float32(0.8)] * 2
     )
+    for b in (np.float32(0.9), np.nextafter(np.float32(0.5), np.float32(1)), np.float32(0.5) + np.float32(2**-23)):
+        state = METHODS["histogram"].fit(
+            Predictions(confidence=np.array([0.5, 0.5, 0.5, b]), correct=np.ones(4)), bins=4
+        )
+        new = np.array([0.4, 0.5, 0.5 + 2**-24, 0.6, b, 1.0])
+        assert (METHODS["histogram"].apply(state, Predictions(confidence=new)) == 1).all(), b
 
 
 def test_feature_clipping_takes_the_best_limit_that_keeps_accuracy():
