@@ -275,6 +275,7 @@ TABLE = [
     Mutation("recalibrate/solvers.py", "- mixed - mixed.T", "- mixed", SOLVERS),
     Mutation("recalibrate/solvers.py", "scale = along / (change @ moved)", "scale = 1.0", SOLVERS),
     Mutation("recalibrate/solvers.py", "_RIDGES[iteration // _ROUND]", "1e9", SOLVERS),
+    Mutation("recalibrate/solvers.py", "* np.diag(curvature) +", "* np.full_like(x, np.trace(curvature)) +", SOLVERS),
     Mutation(
         "recalibrate/optimize.py",
         "found.iterations + last.iterations",

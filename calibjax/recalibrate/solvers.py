@@ -112,8 +112,8 @@ def bfgs(slope: Callable, hessian: Callable[[np.ndarray], np.ndarray], x: np.nda
     for iteration in range(min(most, _ROUND * len(_RIDGES))):
         if iteration % _ROUND == 0:
             curvature = hessian(x)
-            ridge = _RIDGES[iteration // _ROUND] * np.trace(curvature) / len(x) + _FLAT
-            inverse = np.linalg.inv(curvature + ridge * np.eye(len(x)))
+            ridge = _RIDGES[iteration // _ROUND] * np.diag(curvature) + _FLAT
+            inverse = np.linalg.inv(curvature + np.diag(ridge))
         step = -_times(inverse, gradient)
         gain = -(gradient @ step) / 2
         if gain <= TOLERANCE * max(abs(value), 1.0):  # below 0: H has a negative curvature, and this is no descent

@@ -120,6 +120,26 @@ def test_bfgs_scales_what_it_begins_with():
         assert_within(found.value, -(1 / eigenvalues).sum() / 2, 1e-10, "value")
 
 
+def test_bfgs_takes_parameters_of_any_units():
+    """Of a Hessian whose diagonal spans twelve orders of magnitude the small entries count as the large ones do."""
+    rng = np.random.default_rng(42)
+    units = 10.0 ** np.linspace(-3, 3, 30)
+    vectors = np.linalg.qr(rng.normal(size=(30, 30)))[0]
+    hessian = vectors @ np.diag(np.geomspace(0.1, 10, 30)) @ vectors.T
+    linear = rng.normal(size=30)
+
+    def slope(x):
+        moved = units * x
+        return moved @ hessian @ moved / 2 + linear @ moved, units * (hessian @ moved + linear)
+
+    found = bfgs(slope, lambda x: units[:, None] * hessian * units, np.zeros(30), 100)
+    best = linear @ np.linalg.solve(hessian, -linear) / 2
+    print(f"{found.iterations} iterations, {found.value - best:.1e} from the least value")
+    assert found.converged
+    assert found.iterations <= 4
+    assert_within(found.value, best, 1e-10 * abs(best), "value")
+
+
 def test_the_iterations_are_bounded():
     """Where the optimum is at infinity."""
 
