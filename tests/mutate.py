@@ -231,7 +231,14 @@ TABLE = [
         f"{METHODS} -k mistakes",
     ),
     Mutation(
-        "recalibrate/steps.py", "edges[edges < ordered[-1]]", "edges[edges <= ordered[-1]]", f"{METHODS} -k no_bin"
+        "recalibrate/steps.py", "np.diff(ends, append=n) > 0", "np.diff(ends, append=n) >= 0", f"{METHODS} -k no_bin"
+    ),
+    Mutation("recalibrate/logistic.py", "z * (p - p * p)", "z * p", f"{SOLVERS} -k logistic"),
+    Mutation(
+        "recalibrate/temperature.py",
+        "(t - 2) / curvature",
+        "(t - 1) / curvature",
+        "recalibrate/test_temperature.py -k third",
     ),
     Mutation(
         "recalibrate/logistic.py",
@@ -263,11 +270,18 @@ TABLE = [
     Mutation("recalibrate/solvers.py", "free = ~leaves(-slope)", "free = ~leaves(0 * slope)", SOLVERS),
     Mutation("recalibrate/solvers.py", "if not leaves(step).any():", "if True:", SOLVERS),
     Mutation("recalibrate/solvers.py", "np.where(step > 0, sides[1], sides[0])", "np.full_like(x, np.inf)", SOLVERS),
-    Mutation("recalibrate/solvers.py", "length /= 2", "return None", SOLVERS),
-    Mutation("recalibrate/solvers.py", "np.clip(x + step, low, high)", "x", SOLVERS),
+    Mutation("recalibrate/solvers.py", "there, length = _place(x, step, length / 2, sides)", "return None", SOLVERS),
+    Mutation("recalibrate/solvers.py", "_place(x, step, 1.0, (low, high))[0]", "x", SOLVERS),
+    Mutation(
+        "recalibrate/solvers.py",
+        "_place(x, step, 1.0, (low, high))[0]",
+        "np.clip(x + step, low, high)",
+        f"{METHODS} -k few_points",
+    ),
     Mutation("recalibrate/solvers.py", "- mixed - mixed.T", "- mixed", SOLVERS),
     Mutation("recalibrate/solvers.py", "scale = along / (change @ moved)", "scale = 1.0", SOLVERS),
     Mutation("recalibrate/solvers.py", "_RIDGES[iteration // _ROUND]", "1e9", SOLVERS),
+    Mutation("recalibrate/solvers.py", "* np.diag(curvature) +", "* np.full_like(x, np.trace(curvature)) +", SOLVERS),
     Mutation(
         "recalibrate/optimize.py",
         "found.iterations + last.iterations",

@@ -9,9 +9,13 @@ from jaxtyping import Array, Float, Int
 Closed = Literal["right", "left", "none"]
 
 
+_FEW = 32  # edges: of more, XLA for CPUs no longer unrolls the comparisons, and takes a hundred times as long
+
+
 def _search(edges: Array, values: Array, side: str) -> Array:
-    """searchsorted with all edges compared in one fused pass, which is fastest for few edges."""
-    return jnp.searchsorted(edges, values, side=side, method="compare_all").astype(jnp.int32)
+    """searchsorted: few edges are compared in one fused pass, which is fastest; among many it is a binary search."""
+    method = "compare_all" if edges.size <= _FEW else "scan"
+    return jnp.searchsorted(edges, values, side=side, method=method).astype(jnp.int32)
 
 
 def bin_index(confidence: Float[Array, "..."], bins: int, closed: Closed = "right") -> Int[Array, "..."]:

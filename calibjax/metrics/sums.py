@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.metrics.bins import Closed, bin_index
 
-_CHUNK = 2**16
+_CHUNK = 2**14
 """Most points that are added in plain float32. The sums of chunks are added in two floats."""
 
 
@@ -95,7 +95,7 @@ def sums_of_index(
     arrays = (index, weight, confidence, correct, log_prob)
 
     groups, n = confidence.shape[:-1], confidence.shape[-1]
-    chunk = max(256, _CHUNK // max(math.prod(groups), 1))
+    chunk = max(64, _CHUNK // max(math.prod(groups), 1))
     if n <= chunk:
         return _chunk_sums(arrays, bins)
 
@@ -121,22 +121,16 @@ def _two_sum(high: Any, low: Any, x: Any) -> tuple[Array, Array]:
 
 
 def _chunk_sums(arrays: tuple[Array, ...], bins: int) -> CalibrationSums:
+    """Sums per bin as one product with the members of the bins: a reduction for each is three times slower on CPU."""
     index, weight, confidence, correct, log_prob = arrays
     counts = weight > 0
-    member = jax.nn.one_hot(index, bins + 1, dtype=bool)
-
-    def per_bin(value):
-        value = jnp.where(counts, value * weight, 0.0)
-        return jnp.sum(jnp.where(member, value[..., None], 0.0), axis=-2)
-
-    kinds = [per_bin(x) for x in (jnp.ones_like(confidence), confidence, correct, jnp.square(correct))]
-    count, confidences, corrects, squares = (x[..., :bins] for x in kinds)
+    member = jax.nn.one_hot(index, bins + 1, dtype=jnp.float32, axis=-2)
+    kinds = jnp.stack([jnp.ones_like(confidence), confidence, correct, jnp.square(correct)], axis=-1)
+    kinds = jnp.where(counts[..., None], kinds * weight[..., None], 0.0)
+    kinds = jnp.matmul(member, kinds, precision=jax.lax.Precision.HIGHEST)
     return CalibrationSums(
-        count,
-        confidences,
-        corrects,
-        squares,
-        dropped=jnp.stack([x[..., bins] for x in kinds], axis=-1),
+        *jnp.moveaxis(kinds[..., :bins, :], -1, 0),
+        dropped=kinds[..., bins, :],
         brier=jnp.sum(jnp.where(counts, weight * jnp.square(confidence - correct), 0.0), axis=-1),
         nll=-jnp.sum(jnp.where(counts, weight * log_prob, 0.0), axis=-1),
     )

@@ -7,6 +7,7 @@ line spoils the fit of everything else. What an exact 1 stands for is a matter o
 0 or 1, ε is chosen by the same likelihood as the parameters, among 2⁻²⁴, 2⁻²², ... 2⁻⁴; otherwise it is 2⁻²⁴.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,10 +17,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
-from calibjax.recalibrate.optimize import minimize
+from calibjax.recalibrate.optimize import report_of
+from calibjax.recalibrate.solvers import Found, lbfgs, newton
 from calibjax.runtime.errors import UserError
 
 _CLIPS = tuple(2.0**-k for k in range(24, 3, -2))  # the first: half a float32 spacing below 1
+_BLOCK = 2**13  # rows at a time: what is computed of them stays in the cache
 _LIMIT = 16.0  # |intercept|: σ(16) is the float32 next to 1. Reached only where all are right, or all wrong
 
 
@@ -56,24 +59,62 @@ def _logs(confidence: Any, clip: Any, numpy: Any = jnp) -> tuple[Any, Any]:
     return numpy.log(c), numpy.log1p(-c)
 
 
+def _derivatives(blocks: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray) -> list[Any]:
+    """Mean log loss of σ(Σ_p x_p z_p), its gradient `[P]` and Hessian `[P, P]`; a block is z `[P, n]` and y `[n]`.
+
+    In NumPy: with so few parameters, to call a program of JAX takes as long as the sums, and to compile it much longer.
+    No exponential overflows: within the bounds, |Σ_p x_p z_p| is less than 600.
+    """
+
+    def sums(z: np.ndarray, y: np.ndarray) -> tuple[Any, ...]:
+        score = np.einsum("p,pn->n", x, z)
+        e = np.exp(-score)
+        p = 1 / (1 + e)
+        loss = np.sum(np.log1p(e) + (1 - y) * score)
+        return loss, np.einsum("pn,n->p", z, p - y), np.einsum("pn,qn->pq", z * (p - p * p), z)
+
+    count = sum(len(y) for _, y in blocks)
+    return [sum(parts) / count for parts in zip(*(sums(*block) for block in blocks), strict=True)]
+
+
 def _fit(
-    loss: Callable[..., Array],
+    terms: Callable[..., tuple[Any, ...]],
     start: tuple[float, ...],
     bounds: tuple[tuple[float, ...], tuple[float, ...]],
     data: Predictions,
     where: np.ndarray | None,
     clip: float | None,
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray, FitReport]:
-    """The parameters, ε, and the report."""
+    """The parameters of the terms, ε, and the report."""
     confidence, correct = select(data, ("confidence", "correct"), where)
     if clip is not None and not _CLIPS[0] <= clip < 0.5:
         raise UserError(f"clip: expected 2^-24 (6e-8) or more and less than 0.5, got {clip}.")
     exact = bool(((confidence == 0) | (confidence == 1)).any())
     tried = (clip,) if clip is not None else _CLIPS if exact else _CLIPS[:1]
-    confidence, correct = confidence.astype(np.float64), correct.astype(np.float64)
-    fits = [(*minimize(loss, start, (*_logs(confidence, at, np), correct), bounds=bounds), at) for at in tried]
-    params, report, best = min(fits, key=lambda fit: float(fit[1].loss))  # of equal ones the smallest ε
-    return params, np.asarray(best, np.float32), report
+    low, high = np.array(bounds)
+
+    def search(at: float) -> Found:
+        def block(confidence: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            columns = terms(*_logs(confidence.astype(np.float64), at, np))
+            return np.stack(np.broadcast_arrays(*columns)), correct.astype(np.float64)
+
+        pieces = -(-len(correct) // _BLOCK)
+        blocks = list(map(block, np.array_split(confidence, pieces), np.array_split(correct, pieces)))
+        found = newton(functools.partial(_derivatives, blocks), np.array(start), low, high, 1000)
+        if found.converged:
+            return found
+        return lbfgs(lambda x: _derivatives(blocks, x)[:2], found.x, low, high, 1000)
+
+    fits = [(search(at), at) for at in tried]
+    found, best = min(fits, key=lambda fit: np.float32(fit[0].value))  # of equal ones the smallest ε
+    params = tuple(map(np.asarray, found.x.astype(np.float32)))
+    return params, np.asarray(best, np.float32), report_of(found)
+
+
+def _map(terms: Callable[..., tuple[Any, ...]], params: Any, clip: Any, data: Predictions) -> Float[Array, " N"]:
+    """σ of the sum of the terms, each times its parameter."""
+    of_data = terms(*_logs(jnp.asarray(data.confidence, jnp.float32), clip))
+    return jax.nn.sigmoid(sum(param * term for param, term in zip(params, of_data, strict=True)))
 
 
 def log_loss(score: Array, correct: Array) -> Array:
@@ -83,12 +124,8 @@ def log_loss(score: Array, correct: Array) -> Array:
     return jnp.log(1 + e) + jnp.where(positive, 1 - correct, -correct) * score
 
 
-def _odds(params: Any, log_c: Array, log_miss: Array) -> Array:
-    return params[0] * (log_c - log_miss)
-
-
-def _odds_loss(params, rows, extra):
-    return log_loss(_odds(params, *rows[:2]), rows[2])
+def _odds(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
+    return (log_c - log_miss,)
 
 
 def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> OddsState:
@@ -114,21 +151,17 @@ def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float 
         >>> np.asarray(apply_odds(fit_odds(data), data)).round(3).tolist()
         [0.75, 0.75, 0.75, 0.75]
     """
-    (scale,), clipped, report = _fit(_odds_loss, (1.0,), ((float(np.exp(-6.0)),), (_LIMIT,)), data, where, clip)
+    (scale,), clipped, report = _fit(_odds, (1.0,), ((float(np.exp(-6.0)),), (_LIMIT,)), data, where, clip)
     return OddsState(scale, clipped, report)
 
 
 def apply_odds(state: OddsState, data: Predictions) -> Float[Array, " N"]:
     """σ(scale · log(c/(1 − c)))."""
-    return jax.nn.sigmoid(_odds(state, *_logs(jnp.asarray(data.confidence, jnp.float32), state.clip)))
+    return _map(_odds, state[:1], state.clip, data)
 
 
-def _platt(params: Any, log_c: Array, log_miss: Array) -> Array:
-    return params[0] * (log_c - log_miss) + params[1]
-
-
-def _platt_loss(params, rows, extra):
-    return log_loss(_platt(params, *rows[:2]), rows[2])
+def _platt(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
+    return log_c - log_miss, 1.0
 
 
 def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> PlattState:
@@ -155,21 +188,17 @@ def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float
         [0.75, 0.75, 0.75, 0.75]
     """
     bounds = ((-_LIMIT, -_LIMIT), (_LIMIT, _LIMIT))
-    (slope, intercept), clipped, report = _fit(_platt_loss, (1.0, 0.0), bounds, data, where, clip)
+    (slope, intercept), clipped, report = _fit(_platt, (1.0, 0.0), bounds, data, where, clip)
     return PlattState(slope, intercept, clipped, report)
 
 
 def apply_platt(state: PlattState, data: Predictions) -> Float[Array, " N"]:
     """σ(slope · log(c/(1 − c)) + intercept)."""
-    return jax.nn.sigmoid(_platt(state, *_logs(jnp.asarray(data.confidence, jnp.float32), state.clip)))
+    return _map(_platt, state[:2], state.clip, data)
 
 
-def _beta(params: Any, log_c: Array, log_miss: Array) -> Array:
-    return params[0] * log_c - params[1] * log_miss + params[2]
-
-
-def _beta_loss(params, rows, extra):
-    return log_loss(_beta(params, *rows[:2]), rows[2])
+def _beta(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
+    return log_c, -log_miss, 1.0
 
 
 def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> BetaState:
@@ -195,13 +224,13 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
         [0.75, 0.75, 0.75, 0.75]
     """
     bounds = ((0.0, 0.0, -_LIMIT), (_LIMIT, _LIMIT, _LIMIT))
-    (a, b, m), clipped, report = _fit(_beta_loss, (1.0, 1.0, 0.0), bounds, data, where, clip)
+    (a, b, m), clipped, report = _fit(_beta, (1.0, 1.0, 0.0), bounds, data, where, clip)
     return BetaState(a, b, m, clipped, report)
 
 
 def apply_beta(state: BetaState, data: Predictions) -> Float[Array, " N"]:
     """σ(a log c − b log(1 − c) + m)."""
-    return jax.nn.sigmoid(_beta(state, *_logs(jnp.asarray(data.confidence, jnp.float32), state.clip)))
+    return _map(_beta, state[:3], state.clip, data)
 
 
 METHODS = {

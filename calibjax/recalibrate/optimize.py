@@ -110,8 +110,13 @@ def minimize(
     ends = np.cumsum([np.size(leaf) for leaf in leaves])[:-1]
     parts = zip(np.split(found.x.astype(np.float32), ends), leaves, strict=True)
     params = treedef.unflatten([part.reshape(np.shape(leaf)) for part, leaf in parts])
+    return params, report_of(found)
+
+
+def report_of(found: Found) -> FitReport:
+    """The report of a search for the least mean loss."""
     finite_optimum = found.value > _SEPARATED
-    return params, FitReport.of(found.value, bool(found.converged and finite_optimum), found.iterations)
+    return FitReport.of(found.value, bool(found.converged and finite_optimum), found.iterations)
 
 
 STEPS, BATCH = 2000, 256

@@ -30,7 +30,7 @@ def _newton_step(x: np.ndarray, slope: np.ndarray, curvature: np.ndarray, low: A
     """−H⁻¹ g, a descent direction whatever the signs of H; parameters at a bound that it would leave are held."""
 
     def leaves(step: np.ndarray) -> np.ndarray:
-        return ((x <= low) & (step < 0)) | ((x >= high) & (step > 0))
+        return ((x <= low + TOLERANCE) & (step < 0)) | ((x >= high - TOLERANCE) & (step > 0))
 
     free = ~leaves(-slope)  # these first: together with what the slope holds, others would seem to leave
     step = np.zeros_like(x)
@@ -45,20 +45,25 @@ def _newton_step(x: np.ndarray, slope: np.ndarray, curvature: np.ndarray, low: A
     return np.where(free, step, 0.0)
 
 
+def _place(x: np.ndarray, step: np.ndarray, length: float, sides: Any) -> tuple[np.ndarray, float]:
+    """x + length · step, or where that line first meets a bound; and the length of the way."""
+    side = np.where(step > 0, sides[1], sides[0])
+    room = np.divide(side - x, step, out=np.full_like(x, np.inf), where=step != 0)  # in steps
+    length = min(length, room.min())
+    return np.where(room <= length, side, x + length * step), length
+
+
 def _search(derivatives: Callable, x: np.ndarray, value: float, step: np.ndarray, gain: float, sides: Any) -> Any:
     """The first of x + step, x + step/2, ... within bounds at which the value falls, and the derivatives; or None.
 
     Where it rises by no more than its rounding, the gradient knows better.
     """
-    side = np.where(step > 0, sides[1], sides[0])
-    room = np.divide(side - x, step, out=np.full_like(x, np.inf), where=step != 0)  # in steps
-    length = min(1.0, room.min())
+    there, length = _place(x, step, 1.0, sides)
     while length >= TOLERANCE:
-        there = np.where(room <= length, side, x + length * step)
         found = derivatives(there)
         if found[0] <= value - 1e-4 * length * gain + TOLERANCE * max(abs(value), 1.0):
             return there, found
-        length /= 2
+        there, length = _place(x, step, length / 2, sides)
     return None
 
 
@@ -80,7 +85,7 @@ def newton(derivatives: Callable[[np.ndarray], Any], x: np.ndarray, low: Any, hi
         step = _newton_step(x, slope, curvature, low, high)
         gain = -(slope @ step) / 2
         if gain <= TOLERANCE * max(abs(value), 1.0):  # so near, the parabola is exact: its end is the optimum
-            return Found(np.clip(x + step, low, high), value - gain, True, iteration)
+            return Found(_place(x, step, 1.0, (low, high))[0], value - gain, True, iteration)
         found = _search(derivatives, x, value, step, gain, (low, high))
         if found is None:
             return Found(x, value, False, iteration)
@@ -107,8 +112,8 @@ def bfgs(slope: Callable, hessian: Callable[[np.ndarray], np.ndarray], x: np.nda
     for iteration in range(min(most, _ROUND * len(_RIDGES))):
         if iteration % _ROUND == 0:
             curvature = hessian(x)
-            ridge = _RIDGES[iteration // _ROUND] * np.trace(curvature) / len(x) + _FLAT
-            inverse = np.linalg.inv(curvature + ridge * np.eye(len(x)))
+            ridge = _RIDGES[iteration // _ROUND] * np.diag(curvature) + _FLAT
+            inverse = np.linalg.inv(curvature + np.diag(ridge))
         step = -_times(inverse, gradient)
         gain = -(gradient @ step) / 2
         if gain <= TOLERANCE * max(abs(value), 1.0):  # below 0: H has a negative curvature, and this is no descent

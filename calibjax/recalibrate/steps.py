@@ -74,14 +74,17 @@ def apply_isotonic(state: IsotonicState, data: Predictions) -> Float[Array, " N"
 
 def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
     """Bins (lo, hi] of equal counts; an edge lies half-way between the neighbours that it parts."""
-    ordered = np.sort(x)
-    cuts = np.arange(1, min(bins, len(x))) * len(x) // min(bins, len(x))
-    edges = np.unique(((ordered[cuts - 1].astype(np.float64) + ordered[cuts]) / 2).astype(np.float32))
-    edges = edges[edges < ordered[-1]]  # many equal values: no bin is empty
-    index = np.searchsorted(edges, x)
-    counts = np.bincount(index, minlength=len(edges) + 1)
-    values = np.bincount(index, weights=target, minlength=len(edges) + 1) / np.maximum(counts, 1)
-    return BinState(edges, values.astype(np.float32), FitReport.of(float(np.mean((values[index] - target) ** 2))))
+    order = np.argsort(x)
+    x, target, n = x[order], target[order].astype(np.float64), len(x)
+    cuts = np.arange(1, min(bins, n)) * n // min(bins, n)
+    edges = ((x[cuts - 1].astype(np.float64) + x[cuts]) / 2).astype(np.float32)
+    ends = np.searchsorted(x, edges, side="right")
+    kept = np.diff(ends, append=n) > 0  # of edges that part the points alike the last: no bin is empty
+    edges, ends = edges[kept], np.append(ends[kept], n)
+    counts = np.diff(ends, prepend=0)
+    values = np.add.reduceat(target, ends - counts) / counts
+    error = np.mean((np.repeat(values, counts) - target) ** 2)
+    return BinState(edges, values.astype(np.float32), FitReport.of(float(error)))
 
 
 def _look_up(state: BinState, confidence: Array) -> Array:

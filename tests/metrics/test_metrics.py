@@ -69,7 +69,7 @@ def test_against_the_loop(bins, closed):
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 def test_edges_are_the_float32_numbers(jitted):
     """Each edge and its float32 neighbours: the compiler must not round edges anew."""
-    for bins in (6, 10, 15) if jitted else (10,):
+    for bins in (6, 10, 15, 100) if jitted else (10,):
         edges = np.arange(1, bins, dtype=np.float32) / np.float32(bins)
         below, above = np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(1))
         for closed, on_edge in (("right", 0), ("left", 1)):

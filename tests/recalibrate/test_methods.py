@@ -171,6 +171,36 @@ def test_the_temperature_of_the_issue():
     assert state.report.converged
 
 
+@pytest.mark.parametrize(
+    ("name", "confidence", "correct"),
+    [
+        ("platt", [0.681765079498291, 1.0, 0.2826261520385742], [1, 1, 0.375]),  # a long last step, cut at a bound
+        ("platt", [1.0, 0.0], [0.25, 0.875]),  # the first step ends where there is no curvature
+        ("platt", [0.0, 1.0, 0.0, 0.0], [1, 0, 1, 0]),
+        ("beta", [0.9653891921043396, 1.0], [0.75, 0.75]),  # a comes within rounding of its bound
+    ],
+)
+def test_few_points_and_an_optimum_at_the_bounds(name, confidence, correct):
+    from scipy import optimize
+
+    data = Predictions(confidence=np.array(confidence), correct=np.array(correct))
+    state = METHODS[name].fit(data, clip=2**-24)
+    c = np.clip(data.confidence, 2**-24, 1 - 2**-24)
+    columns = [np.log(c), -np.log1p(-c), np.ones(len(c))]
+    columns = np.stack(columns if name == "beta" else [columns[0] + columns[1], columns[2]])
+
+    def nll(x):
+        return np.mean(np.logaddexp(0, x @ columns) - correct * (x @ columns))
+
+    bounds = [(0 if name == "beta" else -16, 16)] * (len(columns) - 1) + [(-16, 16)]
+    starts = np.random.default_rng(0).uniform(-1, 1, (20, len(columns)))
+    want = min(optimize.minimize(nll, x, bounds=bounds, options={"ftol": 1e-14}).fun for x in starts)
+    got = nll(np.array(state[: len(columns)], np.float64))
+    print(f"{got - want:.1e} from the least that SciPy finds; reported {float(state.report.loss) - got:.1e} from it")
+    assert_within(got, want, 1e-6, "NLL")
+    assert_within(state.report.loss, got, 1e-6, "NLL that is reported")
+
+
 @pytest.mark.parametrize("name", ["matrix", "dirichlet"])
 def test_odir(name):
     """The gradient of the penalised objective, written in float64 numpy, is zero at what was found."""
@@ -240,6 +270,12 @@ def test_no_bin_is_empty():
         METHODS["histogram"].apply(state, Predictions(confidence=np.array([0.1, 0.95]))).tolist()
         == [np.float32(0.8)] * 2
     )
+    for b in (np.float32(0.9), np.nextafter(np.float32(0.5), np.float32(1)), np.float32(0.5) + np.float32(2**-23)):
+        state = METHODS["histogram"].fit(
+            Predictions(confidence=np.array([0.5, 0.5, 0.5, b]), correct=np.ones(4)), bins=4
+        )
+        new = np.array([0.4, 0.5, 0.5 + 2**-24, 0.6, b, 1.0])
+        assert (METHODS["histogram"].apply(state, Predictions(confidence=new)) == 1).all(), b
 
 
 def test_feature_clipping_takes_the_best_limit_that_keeps_accuracy():

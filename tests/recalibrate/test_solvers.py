@@ -1,11 +1,13 @@
 """The solvers on functions whose optimum is known: bounds, directions without curvature, steps too long."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
 from oracle import assert_within
 
+from calibjax.recalibrate import logistic
 from calibjax.recalibrate.optimize import minimize
 from calibjax.recalibrate.solvers import bfgs, lbfgs, newton
 
@@ -118,6 +120,26 @@ def test_bfgs_scales_what_it_begins_with():
         assert_within(found.value, -(1 / eigenvalues).sum() / 2, 1e-10, "value")
 
 
+def test_bfgs_takes_parameters_of_any_units():
+    """Of a Hessian whose diagonal spans twelve orders of magnitude the small entries count as the large ones do."""
+    rng = np.random.default_rng(42)
+    units = 10.0 ** np.linspace(-3, 3, 30)
+    vectors = np.linalg.qr(rng.normal(size=(30, 30)))[0]
+    hessian = vectors @ np.diag(np.geomspace(0.1, 10, 30)) @ vectors.T
+    linear = rng.normal(size=30)
+
+    def slope(x):
+        moved = units * x
+        return moved @ hessian @ moved / 2 + linear @ moved, units * (hessian @ moved + linear)
+
+    found = bfgs(slope, lambda x: units[:, None] * hessian * units, np.zeros(30), 100)
+    best = linear @ np.linalg.solve(hessian, -linear) / 2
+    print(f"{found.iterations} iterations, {found.value - best:.1e} from the least value")
+    assert found.converged
+    assert found.iterations <= 4
+    assert_within(found.value, best, 1e-10 * abs(best), "value")
+
+
 def test_the_iterations_are_bounded():
     """Where the optimum is at infinity."""
 
@@ -131,6 +153,19 @@ def test_the_iterations_are_bounded():
         assert (found.converged, found.iterations) == (False, most)
     found = newton(decay, np.zeros(2), -16.0, 16.0, 100)
     assert found.converged
+
+
+def test_derivatives_of_the_logistic_maps():
+    """Those of JAX, in float64, of the mean over blocks of different sizes; scores up to some hundreds."""
+    rng = np.random.default_rng(41)
+    sizes, x = (300, 500), np.array([2.0, 9.0, -0.5])
+    blocks = [(rng.normal(size=(3, n)) * rng.choice([1e-3, 1.0, 20.0], n), rng.random(n).round(1)) for n in sizes]
+    z, y = (np.concatenate(parts, axis=-1) for parts in zip(*blocks, strict=True))
+    with jax.enable_x64(True):
+        mean = jax.jit(lambda x: jnp.mean(logistic.log_loss(x @ z, y)))
+        want = [np.asarray(f(x)) for f in (mean, jax.grad(mean), jax.hessian(mean))]
+    for got, exact in zip(logistic._derivatives(blocks, x), want, strict=True):
+        assert_within(got, exact, 1e-13 * max(1.0, np.abs(exact).max()))
 
 
 def rosenbrock(params, rows, extra):
