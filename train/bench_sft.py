@@ -13,6 +13,7 @@ the compiled program, and (on CPU, under Linux) as the process's peak while the 
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import pathlib
 import statistics
@@ -102,6 +103,15 @@ def _process_mib(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
+def _settled_mib() -> float:
+    """VmRSS once it no longer falls: XLA returns what a program held some time after its results are there."""
+    before, now = math.inf, _process_mib("VmRSS")
+    while now < before:
+        time.sleep(0.5)
+        before, now = now, _process_mib("VmRSS")
+    return now
+
+
 def _forget_peak() -> None:
     pathlib.Path("/proc/self/clear_refs").write_text("5")
 
@@ -135,13 +145,15 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
         return result
     state = jax.block_until_ready(jax.jit(start)())
     counted = jax.default_backend() == "cpu" and sys.platform == "linux"
-    before, times = _process_mib("VmRSS") if counted else 0.0, []
+    before, times = _settled_mib() if counted else 0.0, []
     if counted:
         _forget_peak()
     for _ in range(bench.repeats + 1):
         begin = time.perf_counter()
         state, metrics = jax.block_until_ready(compiled(state, None, batch, {}))
         times.append(time.perf_counter() - begin)
+        if counted:
+            _settled_mib()
     result |= {"step_s": statistics.median(times[1:]), "loss": float(metrics.loss)}
     if counted:
         result["process_beyond_mib"] = _process_mib("VmHWM") - before - weights / 2**20
