@@ -17,11 +17,11 @@ from tiny import make_lm, make_sequences, ragged, silent, write_model
 
 from calibjax.cli import main
 from calibjax.commands.plan.chips import CHIPS, GIB, parse_topology
-from calibjax.commands.plan.compiled import compile_step, too_large
+from calibjax.commands.plan.compiled import Compiled, compile_step, too_large
 from calibjax.commands.plan.count import flops
 from calibjax.commands.plan.duration import head_steps
 from calibjax.commands.plan.program import Job, build, device_bytes, kept_bytes
-from calibjax.commands.plan.result import parameter_counts, plan_job
+from calibjax.commands.plan.result import _note, parameter_counts, plan_job
 from calibjax.commands.plan.scaling import efficiency, points
 from calibjax.commands.train_ats import fit_ats
 from calibjax.models.shapes import SHAPES
@@ -317,6 +317,12 @@ def test_what_does_not_fit_is_read():
     )
     assert too_large(message).total == int(29.5 * GIB)
     assert too_large("RESOURCE_EXHAUSTED").total is None
+
+
+def test_what_jaxlib_cannot_read_is_reported():
+    """libtpu 0.0.51 writes such programs for v5p and v6e: their memory is known, what they move is not."""
+    found = Compiled(arguments=1, total=2, flops=3.0, collectives=None, unknown_loops=0, seconds=4.0)
+    assert "jaxlib cannot read libtpu's program" in _note(found, parse_topology("v5p:2x2x1"))
 
 
 @pytest.mark.parametrize(
