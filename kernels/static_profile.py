@@ -192,7 +192,8 @@ def our_points(chip: str, kernels: Sequence[str], tokens: int, width: int, saved
         found.append(blocks.choose(preferred, kernel, tokens, width, 2, CHIPS[chip].kind, saved))
     height = CHIPS[chip].cores * math.lcm(*(x.tokens for x in found))
     columns = math.lcm(*(x.columns for x in found))
-    columns *= 2 if columns == max(x.columns for x in found) else 1
+    while columns < 3072:  # at 2,048 XLA takes another gather of W[y]; at least two of each block
+        columns *= 2
     exact = saved or tokens <= 3 * height
     return (tokens,) if exact else (2 * height, 3 * height), (columns, 2 * columns)
 
