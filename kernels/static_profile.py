@@ -194,8 +194,9 @@ def our_points(chip: str, kernels: Sequence[str], tokens: int, width: int, saved
     columns = math.lcm(*(x.columns for x in found))
     while columns < 3072:  # at 2,048 XLA takes another gather of W[y]; at least two of each block
         columns *= 2
-    exact = saved or tokens <= 3 * height
-    return (tokens,) if exact else (2 * height, 3 * height), (columns, 2 * columns)
+    few = 2 if "unembedding" in kernels else 1  # past whose sums tokens are streamed
+    exact = saved or tokens <= (few + 1) * height
+    return (tokens,) if exact else (few * height, (few + 1) * height), (columns, 2 * columns)
 
 
 def estimate(
