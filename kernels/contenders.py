@@ -291,7 +291,8 @@ def profiled(name: str, chip: str, task: str, problem: Problem) -> Points:
     kernels = {"hidden": ("rows",), "both": ("rows", "unembedding")}.get(task, ("statistics",))
     if saved and task == "both":
         kernels = ("statistics", "d_hidden", "unembedding")
-    return our_points(chip, kernels, problem.tokens, problem.width, saved)
+    inputs = (problem.tokens, problem.width, jnp.dtype(problem.dtype).itemsize)
+    return our_points(chip, kernels, inputs, saved)
 
 
 def program_of_sizes(name: str, task: str, problem: Problem, tokens: int, vocab: int) -> Program:

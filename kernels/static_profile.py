@@ -184,17 +184,25 @@ def at_full_size(cycles: Callable[..., float], sizes: Sequence[int], points: Poi
     return found[0] + (found[1] - found[0]) / (large - small) * (sizes[0] - small)
 
 
-def our_points(chip: str, kernels: Sequence[str], tokens: int, width: int, saved: bool) -> Points:
-    """Lengths of N and V at which a program of our kernels in bfloat16 is profiled: whole blocks of each of them."""
+def our_points(chip: str, kernels: Sequence[str], inputs: tuple[int, int, int], saved: bool) -> Points:
+    """Lengths of N and V at which a program of our kernels is profiled: whole blocks of each of them.
+
+    Args:
+        chip: a key of `CHIPS`.
+        kernels: names in `blocks.PREFERENCES`.
+        inputs: N, D and the bytes of an entry.
+        saved: it holds exponentials, of all tokens at a time.
+    """
     found = []
     for kernel in kernels:
         preferred = blocks.preferred(blocks.PREFERENCES, kernel, saved)
-        found.append(blocks.choose(preferred, kernel, tokens, width, 2, CHIPS[chip].kind, saved))
+        found.append(blocks.choose(preferred, kernel, *inputs, CHIPS[chip].kind, saved))
     height = CHIPS[chip].cores * math.lcm(*(x.tokens for x in found))
     columns = math.lcm(*(x.columns for x in found))
     while columns < 3072:  # at 2,048 XLA takes another gather of W[y]; at least two of each block
         columns *= 2
     few = 2 if "unembedding" in kernels else 1  # past whose sums tokens are streamed
+    tokens = inputs[0]
     exact = saved or tokens <= (few + 1) * height
     return (tokens,) if exact else (few * height, (few + 1) * height), (columns, 2 * columns)
 
