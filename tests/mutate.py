@@ -283,7 +283,7 @@ TABLE = [
     Mutation("recalibrate/solvers.py", "_RIDGES[iteration // _ROUND]", "1e9", SOLVERS),
     Mutation("recalibrate/solvers.py", "* np.diag(curvature) +", "* np.full_like(x, np.trace(curvature)) +", SOLVERS),
     Mutation(
-        "recalibrate/optimize.py",
+        "recalibrate/solvers.py",
         "found.iterations + last.iterations",
         "last.iterations",
         SOLVERS,

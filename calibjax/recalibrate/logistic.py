@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import report_of
-from calibjax.recalibrate.solvers import Found, lbfgs, newton
+from calibjax.recalibrate.solvers import Found, finished, newton
 from calibjax.runtime.errors import UserError
 
 _CLIPS = tuple(2.0**-k for k in range(24, 3, -2))  # the first: half a float32 spacing below 1
@@ -101,9 +101,7 @@ def _fit(
         pieces = -(-len(correct) // _BLOCK)
         blocks = list(map(block, np.array_split(confidence, pieces), np.array_split(correct, pieces)))
         found = newton(functools.partial(_derivatives, blocks), np.array(start), low, high, 1000)
-        if found.converged:
-            return found
-        return lbfgs(lambda x: _derivatives(blocks, x)[:2], found.x, low, high, 1000)
+        return finished(found, lambda x: _derivatives(blocks, x)[:2], low, high, 1000)
 
     fits = [(search(at), at) for at in tried]
     found, best = min(fits, key=lambda fit: np.float32(fit[0].value))  # of equal ones the smallest ε

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport
-from calibjax.recalibrate.solvers import Found, bfgs, lbfgs, newton
+from calibjax.recalibrate.solvers import Found, bfgs, finished, newton
 
 _BLOCK = 2**22  # numbers of float64 at a time: what a fit holds beside its data, a few times over
 _SEPARATED = 1e-6  # nats a prediction: a fit this good is perfect up to rounding, and its optimum lies at infinity
@@ -102,10 +102,7 @@ def minimize(
         elif bounds is None and x.size <= min(_SCALED, n // 4):
             sample = [tuple(jnp.asarray(row[:: -(-n // _SAMPLE)]) for row in rows)]
             found = bfgs(lambda x: at(_slope, x, blocks), lambda x: at(_hessian, x, sample)[0], x, max_iterations)
-        left = max_iterations - found.iterations
-        if left > 0 and not found.converged:
-            last = lbfgs(lambda x: at(_slope, x, blocks), found.x, low, high, left)
-            found = last._replace(iterations=found.iterations + last.iterations)
+        found = finished(found, lambda x: at(_slope, x, blocks), low, high, max_iterations)
     leaves, treedef = jax.tree.flatten(start)
     ends = np.cumsum([np.size(leaf) for leaf in leaves])[:-1]
     parts = zip(np.split(found.x.astype(np.float32), ends), leaves, strict=True)

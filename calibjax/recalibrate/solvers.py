@@ -154,3 +154,12 @@ def lbfgs(slope: Callable[[np.ndarray], Any], x: np.ndarray, low: Any, high: Any
     bounds = optimize.Bounds(low, high)
     found = optimize.minimize(slope, x, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     return Found(found.x, found.fun, bool(found.success), found.nit)
+
+
+def finished(found: Found, slope: Callable[[np.ndarray], Any], low: Any, high: Any, most: int) -> Found:
+    """`found`, continued by L-BFGS-B where it did not converge; `most`: iterations of both."""
+    left = most - found.iterations
+    if found.converged or left <= 0:
+        return found
+    last = lbfgs(slope, found.x, low, high, left)
+    return last._replace(iterations=found.iterations + last.iterations)

@@ -98,9 +98,9 @@ def fit_temperature(
 ) -> TemperatureFit:
     """The one factor on all logits that minimises the negative log-likelihood (Guo et al. 2017, section 4.2).
 
-    Newton's method in u = log s, so that T > 0 always, bent by what the pass before tells of the curve. The likelihood
-    is convex in s, so the sign of the slope brackets the minimum; a step that would leave the bracket, or a curvature
-    that is not positive, is replaced by bisection.
+    Newton's method in u = log s, so that T > 0 always, with a third-order correction from the pass before. The
+    likelihood is convex in s, so the sign of the slope brackets the minimum; a step that would leave the bracket, or a
+    curvature that is not positive, is replaced by bisection.
 
     Args:
         sums_at: one pass over the data: u (float32 scalar) -> the `LikelihoodSums` of its batches.
@@ -155,9 +155,10 @@ def fit_temperature(
 
 
 def _bend(u: float, slope: float, curvature: float, u0: float, slope0: float, curvature0: float) -> float:
-    """What −slope/curvature lacks to where the cubic u(slope) is at slope 0, which saves one pass of two fits.
+    """The third-order correction of the step −slope/curvature; it saves a pass in every second fit.
 
-    Its values u and derivatives 1/curvature are those of this pass and of the one before.
+    With it the step ends at u(0) of the cubic Hermite interpolant u(slope), whose derivative is 1/curvature, of this
+    pass and the one before (inverse interpolation).
     """
     width = slope0 - slope
     t = -slope / width if width else 0.0

@@ -19,7 +19,7 @@ def states(needed: frozenset[str]) -> tuple[str, ...]:
 
 
 def initial(name: str, shape: tuple[int, ...]) -> Array:
-    """Of a running value at the start."""
+    """A running value before the first logit."""
     if name in INTEGERS:
         return jnp.zeros(shape, jnp.int32)
     return jnp.full(shape, FLOOR if name in ("best", "top") else 0.0, jnp.float32)
