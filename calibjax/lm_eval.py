@@ -1,8 +1,8 @@
 """calibjax as a model of EleutherAI's lm-eval: `--model calibjax --model_args pretrained=...,head=...`.
 
 lm-eval 0.4.13 looks for models in its own table alone and has no entry points, so that plain `lm_eval` cannot find this
-one. `python -m calibjax.lm_eval` is the same command with the model and our offline tasks registered; in Python,
-importing this module is enough. It needs `pip install calibjax[lm-eval]`, and no PyTorch.
+one. `python -m calibjax.lm_eval` is the same command with this model as default and our offline tasks beside the
+harness's; in Python, importing this module is enough. It needs `pip install calibjax[lm-eval]`, and no PyTorch.
 """
 
 import sys
@@ -19,6 +19,9 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.platforms import keep_compiled_programs
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import load_head
+
+BATCH_SIZE = 16
+"""Rows a step."""
 
 
 @register_model("calibjax")
@@ -43,7 +46,7 @@ class CalibjaxLM(HarnessLM):
         pretrained: str | Path,
         head: str | Path | None = None,
         *,
-        batch_size: int | str = 16,
+        batch_size: int | str = BATCH_SIZE,
         max_length: int | None = None,
         max_gen_toks: int = 256,
         seed: int = 0,
@@ -67,13 +70,29 @@ class CalibjaxLM(HarnessLM):
 
 
 def main() -> None:
-    """Runs lm-eval's command line with `--model calibjax` and the offline tasks registered."""
-    from lm_eval.__main__ import cli_evaluate
+    """Runs lm-eval's command line, whose model here is calibjax and whose batches have our size, not 1, by default."""
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+    from lm_eval.utils import setup_logging
 
     keep_compiled_programs()
-    if "--include_path" not in sys.argv and "--tasks" in sys.argv:
-        sys.argv += ["--include_path", str(TASKS)]
-    cli_evaluate()
+    setup_logging()
+    cli = HarnessCLI()
+    given = cli.parse_args()
+    if given.command is not None:
+        file = getattr(given, "config", None)
+        written = {} if file is None else EvaluatorConfig.load_yaml_config(file)
+        own = given.include_path or written.get("include_path")
+        given.include_path = [str(TASKS), *([] if own is None else [own])]
+        if given.command == "run":
+            given.model = given.model or written.get("model", "calibjax")
+            if "batch_size" not in vars(given) | written:
+                given.batch_size = BATCH_SIZE
+    try:
+        cli.execute(given)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -189,6 +189,42 @@ def test_the_model_of_lm_eval_needs_no_torch():
     assert done.stdout.strip().endswith("CalibjaxLM"), done.stderr[-2000:]
 
 
+@pytest.mark.slow
+def test_the_command_line_of_the_harness_takes_our_model_batches_and_tasks(tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
+    from calibjax.lm_eval import BATCH_SIZE
+
+    write_model(tmp_path / "model")
+    (tmp_path / "words.jsonl").write_text(json.dumps({"text": "w1 w2 w3"}) + "\n")
+    task = {
+        "task": "words",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(tmp_path / "words.jsonl")},
+        "test_split": "train",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "text",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    }
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "words.yaml").write_text(json.dumps(task))
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "calibjax.lm_eval", *map(str, arguments)]
+        env = {**os.environ, "CALIBJAX_ASSETS": str(tmp_path), "HF_HOME": str(tmp_path / "cache")}
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+
+    wanted = ("run", "-a", f"pretrained={tmp_path / 'model'}", "-o", tmp_path / "out")
+    done = run(*wanted, "-t", "words", f"--include_path={tmp_path / 'tasks'}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    (written,) = (tmp_path / "out").rglob("results_*.json")
+    config = json.loads(written.read_text())["config"]
+    assert (config["model"], config["batch_size"]) == ("calibjax", BATCH_SIZE)
+    done = run(*wanted, "-t", "arc_easy_local", "-b", "4")
+    assert done.returncode == 2, "our task is known, its data are not there"
+    assert done.stderr.splitlines()[-1].startswith(f"error: {tmp_path / 'data'}")
+
+
 def instances(kind, arguments):
     from lm_eval.api.instance import Instance
 
