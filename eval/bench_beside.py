@@ -67,8 +67,6 @@ def error_metrics(_: argparse.Namespace) -> Jobs:
 
     from calibjax import metrics
 
-    ece: Any = metrics.expected_calibration_error
-
     rng = np.random.default_rng(0)
     confidence = rng.beta(4, 2, 1_000_000).astype(np.float32)
     correct = (rng.random(len(confidence)) < confidence**1.3).astype(np.float32)
@@ -84,10 +82,10 @@ def error_metrics(_: argparse.Namespace) -> Jobs:
         return float(measured)
 
     def ours() -> Any:
-        return ece(confidence, correct).block_until_ready()
+        return metrics.expected_calibration_error(confidence, correct).block_until_ready()
 
     def our_interval() -> Any:
-        return metrics.metric_interval(ece, confidence, correct, resamples=100)
+        return metrics.metric_interval(metrics.expected_calibration_error, confidence, correct, resamples=100)
 
     def interval(metric: Callable[[np.ndarray, np.ndarray], float]) -> Callable[[], Any]:
         def run() -> Any:

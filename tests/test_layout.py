@@ -182,7 +182,8 @@ def test_transformers_beside_our_folders(tmp_path):
 
 
 ARRAYS = (
-    "Array ArrayLike _ArrayOrShape ndarray PRNGKeyArray AbstractRef Params Frozen Sequences TrainState _State Cache"
+    "AnyArray Array ArrayLike _ArrayOrShape ndarray PRNGKeyArray AbstractRef "
+    "Params Frozen Sequences TrainState _State Cache"
 )
 ARRAYS = re.compile(rf"\b({'|'.join(ARRAYS.split())})\b")
 TREES = {"params", "head_params", "frozen", "frozens", "factor", "factors", "batch", "source", "carry", "state"}

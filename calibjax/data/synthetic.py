@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from calibjax.data.sequences import Sequences
+from calibjax.runtime.arrays import AnyArray
 
 _VOCAB, _TOPICS, _DRIFT = 32, 3, 0.02
 MEANINGS = 4
@@ -177,7 +178,7 @@ def judged_answers(language: TopicLanguage, key: Array, count: int, question_len
     return np.column_stack([np.asarray(questions), answer, judgement]).astype(np.int32)
 
 
-def as_sequences(tokens: Int[Array | np.ndarray, "S T"]) -> Sequences:
+def as_sequences(tokens: Int[AnyArray, "S T"]) -> Sequences:
     """`Sequences` of T − 1 predictions from token arrays, each a row of its own."""
     tokens = np.asarray(tokens, np.int32)
     count, length = tokens.shape[0], tokens.shape[1] - 1

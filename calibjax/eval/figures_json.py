@@ -3,10 +3,10 @@
 from typing import Any, cast
 
 import numpy as np
-from jaxtyping import Array
 
 from calibjax import metrics
 from calibjax.eval.report.schema import Curve, MethodRow, Reliability
+from calibjax.runtime.arrays import AnyArray
 
 
 def row_json(
@@ -60,7 +60,7 @@ def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> Relia
     }
 
 
-def _ratio(total: Array | np.ndarray, count: Array | np.ndarray) -> list[float | None]:
+def _ratio(total: AnyArray, count: AnyArray) -> list[float | None]:
     return [float(t / n) if n else None for t, n in zip(total, count, strict=True)]
 
 

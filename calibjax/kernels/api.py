@@ -14,6 +14,7 @@ from calibjax.kernels.operator import Call
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
+from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.indices import as_indices
 
 IMPLEMENTATIONS: dict[str, Implementation | None] = {
@@ -44,14 +45,14 @@ class Execution(TypedDict, total=False):
 
 
 def vocab_stats(
-    hidden: Float[Array, "*B D"],
-    unembedding: Float[Array, "V D"],
-    targets: Int[Array, "*B"] | None = None,
+    hidden: Float[AnyArray, "*B D"],
+    unembedding: Float[AnyArray, "V D"],
+    targets: Int[AnyArray, "*B"] | None = None,
     *,
-    scale: Float[Array, "*B"] | float | None = None,
-    bias: Float[Array, " V"] | None = None,
+    scale: Float[AnyArray, "*B"] | float | None = None,
+    bias: Float[AnyArray, " V"] | None = None,
     softcap: float | None = None,
-    where: Bool[Array, "*B"] | None = None,
+    where: Bool[AnyArray, "*B"] | None = None,
     ignore_index: int = -100,
     statistics: Sequence[str] | None = None,
     sharding: VocabSharding | None = None,
@@ -115,6 +116,7 @@ def vocab_stats(
         [-1.0986, 0.0]
     """
     hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
+    bias = None if bias is None else jnp.asarray(bias)
     targets = None if targets is None else as_indices(targets)
     if sharding is not None and sharding.explicit_axes:
         options = {"softcap": softcap, "ignore_index": ignore_index, "statistics": statistics, **execution}

@@ -25,6 +25,7 @@ from calibjax.kernels.operator import Call, Outputs
 from calibjax.kernels.platforms import platform
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import VocabStats
+from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.indices import as_indices
 
 Reduction = Literal["none", "mean", "sum"]
@@ -60,17 +61,17 @@ class _Loss(NamedTuple):
 
 
 def linear_cross_entropy(
-    hidden: Float[Array, "*B D"],
-    unembedding: Float[Array, "V D"],
-    targets: Int[Array, "*B"],
+    hidden: Float[AnyArray, "*B D"],
+    unembedding: Float[AnyArray, "V D"],
+    targets: Int[AnyArray, "*B"],
     *,
-    scale: Float[Array, "*B"] | float | None = None,
-    bias: Float[Array, " V"] | None = None,
+    scale: Float[AnyArray, "*B"] | float | None = None,
+    bias: Float[AnyArray, " V"] | None = None,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: Reduction = "none",
-    where: Bool[Array, "*B"] | None = None,
+    where: Bool[AnyArray, "*B"] | None = None,
     ignore_index: int = -100,
     sharding: VocabSharding | None = None,
     **execution: Unpack[api.Execution],

@@ -9,16 +9,17 @@ from calibjax.kernels.chunked import choose_chunk_size, fold, rows
 from calibjax.kernels.contract import Inputs
 from calibjax.kernels.sharded import VocabSharding, in_auto_axes, leading_spec, sum_over_vocab
 from calibjax.kernels.softcap import softcapped
+from calibjax.runtime.arrays import AnyArray
 
 
 def kl_divergences(
-    hidden: Float[Array, "*B D"],
-    others: Float[Array, "K *B D"],
-    unembedding: Float[Array, "V D"],
+    hidden: Float[AnyArray, "*B D"],
+    others: Float[AnyArray, "K *B D"],
+    unembedding: Float[AnyArray, "V D"],
     *,
-    log_normalizer: Float[Array, "*B"],
-    other_log_normalizers: Float[Array, "K *B"],
-    bias: Float[Array, " V"] | None = None,
+    log_normalizer: Float[AnyArray, "*B"],
+    other_log_normalizers: Float[AnyArray, "K *B"],
+    bias: Float[AnyArray, " V"] | None = None,
     softcap: float | None = None,
     sharding: VocabSharding | None = None,
 ) -> Float[Array, "K *B"]:
@@ -43,6 +44,10 @@ def kl_divergences(
     Raises:
         ValueError: the unembedding cannot be divided among the devices of `sharding`.
     """
+    hidden, others, unembedding, log_normalizer, other_log_normalizers = map(
+        jnp.asarray, (hidden, others, unembedding, log_normalizer, other_log_normalizers)
+    )
+    bias = None if bias is None else jnp.asarray(bias)
     if sharding is not None and sharding.explicit_axes:
 
         def run(sharding: VocabSharding, arrays: tuple[Array, ...]) -> Array:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.kernels.chunked import choose_chunk_size, fold, rows
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.softcap import softcapped
+from calibjax.runtime.arrays import AnyArray
 
 _PRECISION = jax.lax.Precision.HIGHEST
 
@@ -22,13 +23,13 @@ class TopLogits(NamedTuple):
 
 
 def top_logits(
-    hidden: Float[Array, "*B D"],
-    unembedding: Float[Array, "V D"],
+    hidden: Float[AnyArray, "*B D"],
+    unembedding: Float[AnyArray, "V D"],
     k: int,
     *,
-    bias: Float[Array, " V"] | None = None,
+    bias: Float[AnyArray, " V"] | None = None,
     softcap: float | None = None,
-    where: Bool[Array, "*B"] | None = None,
+    where: Bool[AnyArray, "*B"] | None = None,
     sharding: VocabSharding | None = None,
 ) -> TopLogits:
     """The k largest of the logits z = softcap(h Wᵀ + b), with their indices in the vocabulary.
@@ -61,6 +62,8 @@ def top_logits(
         >>> top.logits.tolist(), top.ids.tolist()
         ([[3.0, 2.0]], [[1, 2]])
     """
+    hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
+    bias = None if bias is None else jnp.asarray(bias)
     vocab_size = unembedding.shape[0]
     if hidden.ndim < 1 or unembedding.ndim != 2 or hidden.shape[-1] != unembedding.shape[1]:
         raise ValueError(f"expected hidden [..., D] and unembedding [V, D], got {hidden.shape}, {unembedding.shape}.")

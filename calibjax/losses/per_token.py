@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from calibjax.kernels import VocabStats
+from calibjax.runtime.arrays import AnyArray
 
-Mask = Bool[Array, "..."] | None
+Mask = Bool[AnyArray, "..."] | None
 
 
 def valid_tokens(stats: VocabStats, where: Mask = None) -> Bool[Array, "..."]:
@@ -253,7 +254,7 @@ def focal_calibration(
 
 
 def top_k_smoothing(
-    stats: VocabStats, top_logits: Float[Array, "... k"], beta: float, *, where: Mask = None
+    stats: VocabStats, top_logits: Float[AnyArray, "... k"], beta: float, *, where: Mask = None
 ) -> Float[Array, "..."]:
     """(1−β)(−log q_y) + β (−1/k Σ_{v in top k} log q_v): label smoothing over the k most likely tokens only.
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels import VocabStats, top_logits, vocab_stats
 from calibjax.losses import per_token
+from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.options import Range
 
 
@@ -136,14 +137,14 @@ LOSSES: dict[str, Loss] = {
 
 def linear_loss(
     loss: Loss,
-    hidden: Float[Array, "*B D"],
-    unembedding: Float[Array, "V D"],
-    targets: Int[Array, "*B"],
+    hidden: Float[AnyArray, "*B D"],
+    unembedding: Float[AnyArray, "V D"],
+    targets: Int[AnyArray, "*B"],
     *,
     hyper: Mapping[str, Any] = {},
-    scale: Float[Array, "*B"] | float | None = None,
-    where: Bool[Array, "*B"] | None = None,
-    real: Bool[Array, "*B"] | None = None,
+    scale: Float[AnyArray, "*B"] | float | None = None,
+    where: Bool[AnyArray, "*B"] | None = None,
+    real: Bool[AnyArray, "*B"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
     """A loss of `LOSSES` for hidden states under an unembedding, without holding the logits.

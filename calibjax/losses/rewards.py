@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from calibjax.runtime.arrays import AnyArray
 
-def calibrated_reward(correct: Float[Array, "*B"], confidence: Float[Array, "*B"]) -> Float[Array, "*B"]:
+
+def calibrated_reward(correct: Float[AnyArray, "*B"], confidence: Float[AnyArray, "*B"]) -> Float[Array, "*B"]:
     """Correctness minus the Brier score of the stated confidence, correct − (confidence − correct)².
 
     RLCR (Damani et al. 2025, arXiv 2507.16806, section 3). Of an answer that is right with probability p, a policy that

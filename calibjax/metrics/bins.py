@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from calibjax.runtime.arrays import AnyArray
+
 Closed = Literal["right", "left", "none"]
 
 
@@ -18,7 +20,7 @@ def _search(edges: Array, values: Array, side: str) -> Array:
     return jnp.searchsorted(edges, values, side=side, method=method).astype(jnp.int32)
 
 
-def bin_index(confidence: Float[Array, "..."], bins: int, closed: Closed = "right") -> Int[Array, "..."]:
+def bin_index(confidence: Float[AnyArray, "..."], bins: int, closed: Closed = "right") -> Int[Array, "..."]:
     """Equal-width bin index of each confidence in [0, 1].
 
     | `closed` | bins | a confidence on an inner edge | 0 and 1 |
@@ -53,7 +55,7 @@ def bin_index(confidence: Float[Array, "..."], bins: int, closed: Closed = "righ
     # Confidences are compared with float32 edges because floor(confidence·bins) misplaces some of them. NumPy computes
     # the edges because XLA may multiply by 1/bins, and 9 · (1/10) is not 9/10 in float32.
     edges = np.arange(bins + 1, dtype=np.float32) / np.float32(bins)
-    confidence = confidence.astype(jnp.float32)
+    confidence = jnp.asarray(confidence).astype(jnp.float32)
     side = "right" if closed == "left" else "left"
     index = _search(jnp.asarray(edges[1:-1]), confidence, side)
     if closed != "none":
@@ -63,7 +65,7 @@ def bin_index(confidence: Float[Array, "..."], bins: int, closed: Closed = "righ
     return jnp.where((confidence == ends[index]) | (confidence == ends[index + 1]), bins, index)
 
 
-def equal_mass_index(confidence: Float[Array, " N"], weight: Float[Array, " N"], bins: int) -> Int[Array, " N"]:
+def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, " N"], bins: int) -> Int[Array, " N"]:
     """Equal-mass bin index: bins hold equal numbers of points, as far as ties allow.
 
     The n sorted points are cut into `bins` runs; the first n mod bins runs have one point more. Equal confidences stay
@@ -79,6 +81,7 @@ def equal_mass_index(confidence: Float[Array, " N"], weight: Float[Array, " N"],
     """
     if bins < 1:
         raise ValueError(f"bins: expected at least 1, got {bins}.")
+    confidence, weight = jnp.asarray(confidence), jnp.asarray(weight)
     order = jnp.argsort(confidence)
     below = jnp.cumsum(weight[order])
     n = below[-1]

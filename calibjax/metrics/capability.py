@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from calibjax.runtime.arrays import AnyArray
 
-def success_fraction(successes: Int[Array, "..."], samples: Int[Array, "..."]) -> Float[Array, "..."]:
+
+def success_fraction(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..."]) -> Float[Array, "..."]:
     """Fraction c/n of correct samples of a question: a soft target. NaN where n is 0.
 
     Every metric of `calibjax.metrics` accepts it as `correct`. It is a noisy target: with success probability q, its
@@ -28,7 +30,7 @@ def success_fraction(successes: Int[Array, "..."], samples: Int[Array, "..."]) -
 
 @jax.jit
 def capability_error(
-    confidence: Float[Array, "..."], successes: Int[Array, "..."], samples: Int[Array, "..."]
+    confidence: Float[AnyArray, "..."], successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..."]
 ) -> Float[Array, "..."]:
     """Unbiased estimate of (confidence − q)², q the success probability of a question: (confidence − c/n)² − v,
     v = c(n − c)/(n²(n − 1)).
@@ -57,7 +59,7 @@ def capability_error(
 
 
 @functools.partial(jax.jit, static_argnames="k")
-def pass_at_k(successes: Int[Array, "..."], samples: Int[Array, "..."], k: int) -> Float[Array, "..."]:
+def pass_at_k(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..."], k: int) -> Float[Array, "..."]:
     """Unbiased estimate of P(at least one of k samples is right), 1 − C(n − c, k)/C(n, k) (Chen et al. 2021, eq. 1).
 
     Args:
@@ -82,7 +84,7 @@ def pass_at_k(successes: Int[Array, "..."], samples: Int[Array, "..."], k: int) 
 
 
 @functools.partial(jax.jit, static_argnames="k")
-def predicted_pass_at_k(confidence: Float[Array, "..."], k: int) -> Float[Array, "..."]:
+def predicted_pass_at_k(confidence: Float[AnyArray, "..."], k: int) -> Float[Array, "..."]:
     """P(at least one of k independent samples is right) under the confidence in one sample, 1 − (1 − confidence)^k.
 
     If confidence equals each question's success probability, the mean of the prediction is the mean of `pass_at_k`. If

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.metrics._points import divisor, is_known, metric, points
 from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
 from calibjax.metrics.sums import CalibrationSums, sums_of_index
+from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.indices import as_indices
 
 Norm = Literal["l1", "l2", "max"]
@@ -94,13 +95,13 @@ def of_norm(norm: Norm):
 
 @metric("bins", "norm", "closed")
 def expected_calibration_error(
-    confidence: Float[Array, " N"],
-    correct: Array,
+    confidence: Float[AnyArray, " N"],
+    correct: AnyArray,
     *,
     bins: int = 15,
     norm: Norm = "l1",
     closed: Closed = "right",
-    where: Array | None = None,
+    where: AnyArray | None = None,
 ) -> Float[Array, ""]:
     """Expected calibration error, Σ_b (n_b/n) |mean confidence_b − accuracy_b| (Guo et al. 2017, eq. 3).
 
@@ -192,12 +193,12 @@ def calibration_bias(confidence, correct, *, where=None):
 
 
 def classwise_calibration_error(
-    probabilities: Float[Array, "N K"],
-    labels: Int[Array, " N"] | Float[Array, "N K"],
+    probabilities: Float[AnyArray, "N K"],
+    labels: Int[AnyArray, " N"] | Float[AnyArray, "N K"],
     *,
     bins: int = 15,
     closed: Closed = "right",
-    where: Array | None = None,
+    where: AnyArray | None = None,
 ) -> Float[Array, ""]:
     """Class-wise calibration error: the ECE of each class' probability, averaged over classes (Kull et al. 2019).
 
@@ -228,15 +229,15 @@ def _classwise(probabilities, labels, *, bins: int, closed: Closed, where):
 
 
 def groupwise_calibration_error(
-    confidence: Float[Array, " N"],
-    correct: Array,
-    groups: Int[Array, " N"] | Bool[Array, "N G"],
+    confidence: Float[AnyArray, " N"],
+    correct: AnyArray,
+    groups: Int[AnyArray, " N"] | Bool[AnyArray, "N G"],
     *,
     number: int | None = None,
     reduction: Literal["mean", "max"] = "mean",
     bins: int = 15,
     closed: Closed = "right",
-    where: Array | None = None,
+    where: AnyArray | None = None,
 ) -> Float[Array, ""]:
     """Calibration error within groups of points, which the error over all points may hide.
 

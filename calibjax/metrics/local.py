@@ -13,18 +13,19 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.metrics._points import Points, check, metric, points
 from calibjax.metrics.bins import bin_index
+from calibjax.runtime.arrays import AnyArray
 
 
 @metric("bins", "reduction")
 def local_calibration_error(
-    confidence: Float[Array, " N"],
-    correct: Array,
-    features: Float[Array, "N F"],
+    confidence: Float[AnyArray, " N"],
+    correct: AnyArray,
+    features: Float[AnyArray, "N F"],
     *,
     bins: int = 15,
     bandwidth: float | Array = 1.0,
     reduction: Literal["mean", "max"] = "mean",
-    where: Array | None = None,
+    where: AnyArray | None = None,
 ) -> Float[Array, ""]:
     """Local calibration error (LCE, Luo et al. 2022): the calibration gap among similar answers.
 
@@ -79,13 +80,13 @@ class GroupingParts(NamedTuple):
 
 
 def grouping_parts(
-    confidence: Float[Array, " N"],
-    correct: Array,
-    regions: Int[Array, " N"],
+    confidence: Float[AnyArray, " N"],
+    correct: AnyArray,
+    regions: Int[AnyArray, " N"],
     *,
     number: int,
     bins: int = 15,
-    where: Array | None = None,
+    where: AnyArray | None = None,
 ) -> GroupingParts:
     """Lower bound of the grouping loss from a partition of the features (Perez-Lebel et al. 2023).
 
@@ -151,12 +152,12 @@ def _grouping_parts(confidence, correct, regions, number: int, bins: int, where)
 
 @metric("bins", counts=True)
 def grouping_loss(
-    confidence: Float[Array, " N"],
-    correct: Array,
-    features: Float[Array, "N F"],
+    confidence: Float[AnyArray, " N"],
+    correct: AnyArray,
+    features: Float[AnyArray, "N F"],
     *,
     bins: int = 15,
-    where: Array | None = None,
+    where: AnyArray | None = None,
 ) -> Float[Array, ""]:
     """Grouping loss, estimated from below: variance of the probability of being right at equal confidence.
 
@@ -199,7 +200,7 @@ def grouping_loss(
     return data.answer((fitted_on(second) + fitted_on(~second)) / 2)
 
 
-def _features(features: Float[Array, "N F"], data: Points) -> Float[Array, "N F"]:
+def _features(features: Float[AnyArray, "N F"], data: Points) -> Float[Array, "N F"]:
     features = jnp.asarray(features)
     if features.ndim != 2 or len(features) != len(data.confidence):
         raise ValueError(

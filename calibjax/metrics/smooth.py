@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from calibjax.metrics._points import check
 from calibjax.metrics.binless import smooth_ece
+from calibjax.runtime.arrays import AnyArray
 
 NODES = 256
 """Grid intervals on [0, 1]; the smallest bandwidth spans five of them."""
@@ -40,7 +41,7 @@ class ReliabilityCurve(NamedTuple):
 
 
 def grid_sums(
-    confidence: Float[Array, "*G N"], correct: Array, where: Array | None = None
+    confidence: Float[AnyArray, "*G N"], correct: AnyArray, where: AnyArray | None = None
 ) -> Float[Array, "*G {NODES+1} 2"]:
     """Number of points and Σ correctness at the nodes k / `NODES`, over the last axis; pure and jittable.
 
@@ -70,8 +71,8 @@ def _add_at_nodes(node: Array, upper: Array, values: Array) -> Array:
 
 
 def reliability_curve(
-    confidence: Float[Array | np.ndarray, " N"],
-    correct: Array | np.ndarray,
+    confidence: Float[AnyArray, " N"],
+    correct: AnyArray,
     *,
     groups: np.ndarray | None = None,
     resamples: int = 200,

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.metrics.bins import Closed, bin_index
+from calibjax.runtime.arrays import AnyArray
 
 _CHUNK = 2**14
 """Most points that are added in plain float32. The sums of chunks are added in two floats."""
@@ -33,13 +34,13 @@ class CalibrationSums(NamedTuple):
         nll: `[...]`, Σ −log p(target), nats; NaN if a point that counts has no log-probability.
     """
 
-    count: Array | np.ndarray
-    confidence: Array | np.ndarray
-    correct: Array | np.ndarray
-    correct_squared: Array | np.ndarray
-    dropped: Array | np.ndarray
-    brier: Array | np.ndarray
-    nll: Array | np.ndarray
+    count: AnyArray
+    confidence: AnyArray
+    correct: AnyArray
+    correct_squared: AnyArray
+    dropped: AnyArray
+    brier: AnyArray
+    nll: AnyArray
 
     def whole(self) -> tuple[Any, Any, Any, Any]:
         """Count, Σ confidence, Σ correctness and Σ correctness² of all points, also those in no bin; `[...]` each."""
@@ -52,13 +53,13 @@ _PER_BIN = ("count", "confidence", "correct", "correct_squared", "dropped")
 
 
 def calibration_sums(
-    confidence: Float[Array, "*G N"],
-    correct: Array,
+    confidence: Float[AnyArray, "*G N"],
+    correct: AnyArray,
     *,
-    log_prob: Float[Array, "*G N"] | None = None,
+    log_prob: Float[AnyArray, "*G N"] | None = None,
     bins: int = 15,
     closed: Closed = "right",
-    where: Bool[Array, "*G N"] | Array | None = None,
+    where: Bool[AnyArray, "*G N"] | AnyArray | None = None,
 ) -> CalibrationSums:
     """Sums over the last axis; leading axes are separate groups.
 
@@ -84,7 +85,12 @@ def calibration_sums(
 
 
 def sums_of_index(
-    index: Int[Array, "*G N"], confidence: Float[Array, "*G N"], correct: Array, bins: int, where=None, log_prob=None
+    index: Int[AnyArray, "*G N"],
+    confidence: Float[AnyArray, "*G N"],
+    correct: AnyArray,
+    bins: int,
+    where=None,
+    log_prob=None,
 ) -> CalibrationSums:
     """`calibration_sums` with the bin of each point given: 0 to bins − 1, or `bins` for none."""
     weight = jnp.ones(confidence.shape, jnp.float32)
@@ -92,7 +98,7 @@ def sums_of_index(
         weight = jnp.broadcast_to(jnp.asarray(where).astype(jnp.float32), confidence.shape)
     log_prob = jnp.full(confidence.shape, jnp.nan) if log_prob is None else log_prob
     confidence, correct, log_prob = (jnp.asarray(x).astype(jnp.float32) for x in (confidence, correct, log_prob))
-    arrays = (index, weight, confidence, correct, log_prob)
+    arrays = (jnp.asarray(index), weight, confidence, correct, log_prob)
 
     groups, n = confidence.shape[:-1], confidence.shape[-1]
     chunk = max(64, _CHUNK // max(math.prod(groups), 1))

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from calibjax.heads import FittedHead
@@ -13,6 +12,7 @@ from calibjax.models import decoder
 from calibjax.models.frozen import batch_stats, freeze
 from calibjax.models.load import is_base
 from calibjax.models.model import LanguageModel
+from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
 
 
@@ -64,9 +64,9 @@ def scaled_log_probs(logits: Float[Array, "B T V"], log_scale: Float[Array, "B T
 def calibrated_logprobs(
     lm: LanguageModel,
     head: FittedHead,
-    tokens: Int[Array | np.ndarray, "B T"],
+    tokens: Int[AnyArray, "B T"],
     *,
-    segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> Float[Array, "B T V"]:
     """Calibrated log-probabilities of the token after each position: log softmax(s_t z_t).
 
@@ -105,9 +105,9 @@ def _confidence(model, config, dtype, params, factor, frozen, batch):
 def calibrated_confidence(
     lm: LanguageModel,
     head: FittedHead,
-    tokens: Int[Array | np.ndarray, "B T"],
+    tokens: Int[AnyArray, "B T"],
     *,
-    segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> TokenConfidence:
     """Calibrated probability of the most likely next token at each position. Arguments as `calibrated_logprobs`'s.
 

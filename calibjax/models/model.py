@@ -15,6 +15,7 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Layers, Params
 from calibjax.models.fingerprint import dotted_leaves, fingerprint, named_tensors
 from calibjax.models.tokenizer import StoredTokenizer, check_tokenizer
+from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -117,10 +118,10 @@ class LanguageModel:
 
     def hidden_states(
         self,
-        tokens: Int[Array | np.ndarray, "B T"],
+        tokens: Int[AnyArray, "B T"],
         *,
-        segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
-        positions: Int[Array | np.ndarray, "B T"] | None = None,
+        segment_ids: Int[AnyArray, "B T"] | None = None,
+        positions: Int[AnyArray, "B T"] | None = None,
         layers: Layers = "last",
     ) -> Float[Array, "*L B T D"]:
         """Returns hidden states in the model's compute dtype; see `calibjax.models.hidden_states`."""
@@ -136,10 +137,10 @@ class LanguageModel:
 
     def logits(
         self,
-        tokens: Int[Array | np.ndarray, "B T"],
+        tokens: Int[AnyArray, "B T"],
         *,
-        segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
-        positions: Int[Array | np.ndarray, "B T"] | None = None,
+        segment_ids: Int[AnyArray, "B T"] | None = None,
+        positions: Int[AnyArray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
         """Returns logits `[B, T, V]` in float32; see `calibjax.models.logits`."""
         return _logits(self.config, self.params, tokens, segment_ids=segment_ids, positions=positions, dtype=self.dtype)

@@ -7,11 +7,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.recalibrate.contract import Predictions, select
 from calibjax.recalibrate.temperature import TemperatureState, fit_to_target
+from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
 
 
 def sample_agreement(
-    answers: Int[Array, "N S"], where: Bool[Array, "N S"] | None = None
+    answers: Int[AnyArray, "N S"], where: Bool[AnyArray, "N S"] | None = None
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
     """The answer that most samples gave, and the fraction of samples that gave it (Wang et al. 2023; Lyu et al. 2025).
 
@@ -43,9 +44,7 @@ def sample_agreement(
     return answer.astype(jnp.int32), fraction.astype(jnp.float32)
 
 
-def fit_daca(
-    logits: Float[Array | np.ndarray, "N K"], base_logits: Float[Array | np.ndarray, "N K"]
-) -> TemperatureState:
+def fit_daca(logits: Float[AnyArray, "N K"], base_logits: Float[AnyArray, "N K"]) -> TemperatureState:
     """Temperature of a chat model from its base model, without labels: DACA (arXiv 2505.16690, section 4).
 
     Post-training makes a model overconfident where its base model was calibrated. Of the questions on which both have

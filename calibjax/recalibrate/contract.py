@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
 
 
@@ -29,14 +30,14 @@ class Predictions(NamedTuple):
             categories, by the same numbers.
     """
 
-    logits: Float[Array, "N K"] | np.ndarray | None = None
-    labels: Int[Array, " N"] | np.ndarray | None = None
-    confidence: Float[Array, " N"] | np.ndarray | None = None
-    correct: Array | np.ndarray | None = None
-    features: Float[Array, "N D"] | np.ndarray | None = None
-    unembedding: Float[Array, "K D"] | np.ndarray | None = None
-    slices: Int[Array, " N"] | np.ndarray | None = None
-    categories: Int[Array, " N"] | np.ndarray | None = None
+    logits: Float[AnyArray, "N K"] | None = None
+    labels: Int[AnyArray, " N"] | None = None
+    confidence: Float[AnyArray, " N"] | None = None
+    correct: AnyArray | None = None
+    features: Float[AnyArray, "N D"] | None = None
+    unembedding: Float[AnyArray, "K D"] | None = None
+    slices: Int[AnyArray, " N"] | None = None
+    categories: Int[AnyArray, " N"] | None = None
 
 
 class FitReport(NamedTuple):
@@ -94,7 +95,7 @@ class Method(NamedTuple):
 def select(
     data: Predictions,
     fields: tuple[str, ...],
-    where: Bool[Array, " N"] | np.ndarray | None = None,
+    where: Bool[AnyArray, " N"] | None = None,
     max_classes: int | None = None,
 ) -> tuple[np.ndarray, ...]:
     """The fields named, in this order: their rows that count, on the host, floats as float32, checked.
@@ -144,7 +145,7 @@ def _array(field: str, value: Any) -> np.ndarray:
     return value
 
 
-def _rows(arrays: Mapping[str, np.ndarray], where: Array | np.ndarray | None) -> np.ndarray:
+def _rows(arrays: Mapping[str, np.ndarray], where: AnyArray | None) -> np.ndarray:
     """The numbers of the rows that count; at least one."""
     lengths = {field: len(value) for field, value in arrays.items()}
     if len(set(lengths.values())) != 1:

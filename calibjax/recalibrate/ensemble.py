@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from calibjax.recalibrate import temperature
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import minimize
+from calibjax.runtime.arrays import AnyArray
 
 
 class EnsembleState(NamedTuple):
@@ -24,7 +25,7 @@ def _mixed(weights: Array, parts: Float[Array, "3 ..."]) -> Array:
     return jax.nn.logsumexp(parts + jnp.log(weights).reshape((3,) + (1,) * (parts.ndim - 1)), axis=0)
 
 
-def _parts(log_scale: Array | np.ndarray, logits: Array) -> Float[Array, "3 N K"]:
+def _parts(log_scale: AnyArray, logits: Array) -> Float[Array, "3 N K"]:
     tempered = temperature.log_softmax_at(jnp.exp(log_scale), logits)
     uniform = jnp.zeros_like(logits) - jnp.log(jnp.asarray(logits.shape[-1], logits.dtype))  # K of a program is free
     return jnp.stack([tempered, jax.nn.log_softmax(logits, axis=-1), uniform])

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import descend
+from calibjax.runtime.arrays import AnyArray
 
 _KNOTS = np.linspace(0.0, 1.0, 11, dtype=np.float32)
 _UNITS = 32
@@ -26,7 +27,7 @@ class FewShotState(NamedTuple):
     report: FitReport
 
 
-def _hats(confidence: Array | np.ndarray) -> Float[Array, "N 11"] | np.ndarray:
+def _hats(confidence: AnyArray) -> Float[Array, "N 11"] | np.ndarray:
     """Weights of the two knots around a confidence: curve(c) = hats(c) · values. Of numpy arrays in numpy."""
     distance = abs(confidence[:, None] - _KNOTS[None, :]) * (len(_KNOTS) - 1)
     return (1.0 - distance).clip(0.0)

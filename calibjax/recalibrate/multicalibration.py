@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+from calibjax.runtime.arrays import AnyArray
 
 EVERYONE = -1
 """The category of a patch that applies to every prediction."""
@@ -30,7 +31,7 @@ class PatchState(NamedTuple):
     report: FitReport
 
 
-def _bin(confidence: Array | np.ndarray, bins: int | Array | np.ndarray) -> Array | np.ndarray:
+def _bin(confidence: AnyArray, bins: int | AnyArray) -> AnyArray:
     """floor(c · bins), with 1 in the last bin. Of numpy arrays in numpy."""
     return (confidence * bins).astype(np.int32).clip(0, bins - 1)
 

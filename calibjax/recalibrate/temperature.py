@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+from calibjax.runtime.arrays import AnyArray
 
 if TYPE_CHECKING:
     from calibjax.kernels import VocabStats
@@ -45,10 +46,10 @@ class LikelihoodSums(NamedTuple):
     nll is the negative log-likelihood of the target, or of whether the most likely token is the target.
     """
 
-    nll: Array | np.ndarray
-    first: Array | np.ndarray
-    second: Array | np.ndarray
-    count: Array | np.ndarray
+    nll: AnyArray
+    first: AnyArray
+    second: AnyArray
+    count: AnyArray
 
 
 NEEDED_STATISTICS = ("log_normalizer", "target_logit", "expected_logit", "logit_variance", "max_logit", "correct")

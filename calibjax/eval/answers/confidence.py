@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.recalibrate import sample_agreement
+from calibjax.runtime.arrays import AnyArray
 
 OptionConfidence = Literal["options", "options_per_token", "full_vocabulary"]
 TextConfidence = Literal["arithmetic_mean", "product", "minimum", "length_normalised"]
@@ -43,7 +44,9 @@ WORDS: dict[str, str] = {
 
 
 def answer_confidence(
-    how: AnswerConfidence, values: Float[Array, "N K"] | Int[Array, "N K"], where: Bool[Array, "N K"] | None = None
+    how: AnswerConfidence,
+    values: Float[AnyArray, "N K"] | Int[AnyArray, "N K"],
+    where: Bool[AnyArray, "N K"] | None = None,
 ) -> Float[Array, " N"]:
     """The confidence of N answers, in [0, 1].
 

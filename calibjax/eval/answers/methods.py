@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from calibjax.eval.answers.confidence import WORDS, AnswerConfidence, answer_confidence
 from calibjax.eval.answers.probes import PROBES, TARGETS
 from calibjax.eval.answers.samples import entropy_confidence, semantic_confidence, two_way_confidence
+from calibjax.runtime.arrays import AnyArray
 
 
 class Evidence(NamedTuple):
@@ -39,14 +40,14 @@ class Evidence(NamedTuple):
         probed: `[N]`, log-odds that a probe of the hidden states gives (`calibjax.eval.answers.probes`).
     """
 
-    options: Float[Array, "N O"] | None = None
-    tokens: Float[Array, "N T"] | None = None
-    clusters: Int[Array, "N K"] | None = None
-    answer: Int[Array, " N"] | None = None
-    sample_log_probs: Float[Array, "N K"] | None = None
-    asked: Float[Array, "N 2"] | None = None
-    stated: Float[Array, " N"] | None = None
-    probed: Float[Array, " N"] | None = None
+    options: Float[AnyArray, "N O"] | None = None
+    tokens: Float[AnyArray, "N T"] | None = None
+    clusters: Int[AnyArray, "N K"] | None = None
+    answer: Int[AnyArray, " N"] | None = None
+    sample_log_probs: Float[AnyArray, "N K"] | None = None
+    asked: Float[AnyArray, "N 2"] | None = None
+    stated: Float[AnyArray, " N"] | None = None
+    probed: Float[AnyArray, " N"] | None = None
 
 
 class Method(NamedTuple):

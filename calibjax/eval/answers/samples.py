@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from calibjax.runtime.arrays import AnyArray
+
 
 def _weights(
-    clusters: Int[Array, "N K"], log_probs: Float[Array, "N K"] | None, where: Bool[Array, "N K"] | None
+    clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None, where: Bool[AnyArray, "N K"] | None
 ) -> tuple[Float[Array, "N K"], Int[Array, " N"]]:
     """The weight of each sample, 0 or more, with sum one where there is a sample; and the number of samples."""
     there = jnp.ones(clusters.shape, bool) if where is None else jnp.asarray(where)
@@ -24,10 +26,10 @@ def _weights(
 
 
 def semantic_confidence(
-    clusters: Int[Array, "N K"],
-    answer: Int[Array, " N"],
-    log_probs: Float[Array, "N K"] | None = None,
-    where: Bool[Array, "N K"] | None = None,
+    clusters: Int[AnyArray, "N K"],
+    answer: Int[AnyArray, " N"],
+    log_probs: Float[AnyArray, "N K"] | None = None,
+    where: Bool[AnyArray, "N K"] | None = None,
 ) -> Float[Array, " N"]:
     """Mass of the cluster that an answer belongs to: P(a sample means the same as the answer).
 
@@ -52,7 +54,9 @@ def semantic_confidence(
 
 
 def semantic_entropy(
-    clusters: Int[Array, "N K"], log_probs: Float[Array, "N K"] | None = None, where: Bool[Array, "N K"] | None = None
+    clusters: Int[AnyArray, "N K"],
+    log_probs: Float[AnyArray, "N K"] | None = None,
+    where: Bool[AnyArray, "N K"] | None = None,
 ) -> Float[Array, " N"]:
     """Entropy over meanings, −Σ_c m_c log m_c with the mass m_c of each cluster (Kuhn et al. 2023; Farquhar et al.
     2024).
@@ -79,7 +83,9 @@ def semantic_entropy(
 
 
 def entropy_confidence(
-    clusters: Int[Array, "N K"], log_probs: Float[Array, "N K"] | None = None, where: Bool[Array, "N K"] | None = None
+    clusters: Int[AnyArray, "N K"],
+    log_probs: Float[AnyArray, "N K"] | None = None,
+    where: Bool[AnyArray, "N K"] | None = None,
 ) -> Float[Array, " N"]:
     """1 − H/log K, H the `semantic_entropy` of K samples: 1 where all agree, 0 where all differ with equal mass.
 
@@ -99,7 +105,7 @@ def entropy_confidence(
     return jnp.where(count > 0, jnp.clip(confidence, 0.0, 1.0), 0.0)
 
 
-def two_way_confidence(log_probs: Float[Array, "N 2"]) -> Float[Array, " N"]:
+def two_way_confidence(log_probs: Float[AnyArray, "N 2"]) -> Float[Array, " N"]:
     """P(True): the probability of the first of two words among the two (Kadavath et al. 2022, arXiv 2207.05221).
 
     Args:
