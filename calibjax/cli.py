@@ -23,7 +23,7 @@ from calibjax.runtime import signals
 from calibjax.runtime.command_line import command_line
 from calibjax.runtime.version import __version__
 
-Run = Callable[..., Mapping[str, Any]]
+Run = Callable[..., Mapping[str, Any] | None]
 
 
 class Command(NamedTuple):
@@ -86,7 +86,15 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def execute(options: Any, run: Run) -> int:
-    """Runs a command, as `main` does, whose options were made elsewhere: by a recipe. Returns the exit code."""
+    """Runs work as `main` does a command, whose options were made elsewhere: by a recipe or a study's script.
+
+    Args:
+        options: a dataclass. Without a field `json` nothing is printed of what `run` returns.
+        run: as a command's; it may return None.
+
+    Returns:
+        The exit code.
+    """
     return _until_stopped(lambda: _execute(options, run), shlex.join(["python", *sys.argv]))
 
 
@@ -229,7 +237,8 @@ def _execute(options: Any, run: Run) -> int:
         prints = not hasattr(options, "devices") or is_first()
         if not prints and hasattr(options, "quiet"):
             options = dataclasses.replace(options, quiet=True)
-        write = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+        as_json = getattr(options, "json", False)
+        write = functools.partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
 
         def log(line: str) -> None:
             write(printable(line))
@@ -269,9 +278,9 @@ def _execute(options: Any, run: Run) -> int:
             flush=True,
         )
         os._exit(1)
-    if options.json and prints:
+    if as_json and prints:
         print(json.dumps(document, indent=2))
-    return 1 if document.get("held_out", {}).get("failed") else 0
+    return 1 if document and document.get("held_out", {}).get("failed") else 0
 
 
 def _exit_code(failure: OSError | None) -> int:
