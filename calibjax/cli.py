@@ -1,5 +1,6 @@
 """The `calibjax` command: finds the command, parses its options, runs it, and turns its end into an exit code."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -108,7 +109,15 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     _quiet_loops()
     try:
         with signals.handled(report):
-            return work()
+            code = work()
+            print(end="", flush=True)
+            return code
+    except OSError as error:
+        from calibjax.runtime.errors import storage_failure
+
+        if not isinstance(error, BrokenPipeError) and (error.filename is not None or storage_failure(error) is None):
+            raise
+        return _without_output(error)
     except KeyboardInterrupt:
         report("Ctrl-C")
         code = signals.INTERRUPTED
@@ -125,6 +134,18 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
                 jax.distributed.shutdown()  # all leave together
             os._exit(code)  # the others may wait for this one, and its clean-up for them
     return code
+
+
+def _without_output(error: OSError) -> int:
+    """The exit code where standard output or standard error cannot be written; Python would try again at its end."""
+    with contextlib.suppress(OSError):
+        print(f"stopped: the output cannot be written ({error.strerror}).", file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            print(end="", file=stream, flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return 1
 
 
 def _quiet_loops() -> None:
