@@ -151,7 +151,8 @@ def _without_output(error: OSError) -> int:
 def _quiet_loops() -> None:
     """Drops what TensorStore's threads print for each write that ends after Orbax has raised, or that it never began.
 
-    They may print it after the command has ended: the hook and the filter stay.
+    They may print it after the command has ended: the hook and the filter stay. The exception of a signal is dropped
+    too where it was raised in a callback of the garbage collector, as JAX has one; `signals` then ends the command.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     before = sys.unraisablehook
@@ -160,7 +161,9 @@ def _quiet_loops() -> None:
 
 
 def _report_unraisable(report: Callable[[Any], Any], failure: Any) -> None:
-    if str(failure.exc_value) != "Event loop is closed":
+    if isinstance(failure.exc_value, signals.Terminated):
+        signals.dropped()
+    elif not isinstance(failure.exc_value, KeyboardInterrupt) and str(failure.exc_value) != "Event loop is closed":
         report(failure)
 
 
