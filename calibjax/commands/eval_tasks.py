@@ -22,6 +22,7 @@ from calibjax.commands.common import (
     load_placed,
     on_devices,
     presentation,
+    split_names,
 )
 from calibjax.eval.answers.clusters import find_clustering
 from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfidence
@@ -163,10 +164,7 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
 @on_devices
 def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    names, further = (
-        tuple(dict.fromkeys(name for part in given for name in part.split(",") if name))
-        for given in (options.tasks, options.confidence)
-    )
+    names, further = split_names(options.tasks), split_names(options.confidence)
     try:
         from calibjax.eval.tasks.evaluate import How, check
         from calibjax.eval.tasks.evidence import hidden_clustering
