@@ -385,6 +385,7 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
     ("name", "content", "message"),
     [
         ("x.csv", BINARY.replace("correct", "right"), "expected the columns confidence and correct, or logit_0"),
+        ("x.csv", BINARY.replace(",correct", ", correct"), "got: confidence, ' correct'."),
         ("x.csv", BINARY.replace("0.3,", ","), "confidence: row 2 holds nan"),
         ("x.csv", BINARY.replace("0.3,1", "0.3,nan"), "correct: row 2 holds nan"),
         ("x.csv", BINARY.replace("0.3,", "30,"), "confidence: row 2 holds 30, expected 0 to 1 (percent?"),
