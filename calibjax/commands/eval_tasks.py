@@ -171,7 +171,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
         from calibjax.eval.tasks.harness import HarnessLM
         from calibjax.eval.tasks.kept import claim_answers
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
+        raise UserError(f"{error.name} is not installed: pip install 'calibjax[lm-eval]'.") from error
     if options.fit and options.temperature is not None:
         raise UserError("--temperature: --fit fits the temperature; leave one of them out.")
     if options.fit and (options.options or PRESETS[options.preset].options) == "full_vocabulary":

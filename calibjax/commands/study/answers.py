@@ -93,7 +93,7 @@ def open_study(command: str, options: AnswerStudyOptions, log: Callable[[str], N
         from calibjax.eval.tasks.evaluate import How
         from calibjax.eval.tasks.evidence import hidden_clustering
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
+        raise UserError(f"{error.name} is not installed: pip install 'calibjax[lm-eval]'.") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     names = split_names(options.tasks)
     judge, assets = find_judge(options.judge), assets_folder(options.assets)
