@@ -1,5 +1,6 @@
 """The `calibjax` command: finds the command, parses its options, runs it, and turns its end into an exit code."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -23,7 +24,7 @@ from calibjax.runtime import signals
 from calibjax.runtime.command_line import command_line
 from calibjax.runtime.version import __version__
 
-Run = Callable[..., Mapping[str, Any]]
+Run = Callable[..., Mapping[str, Any] | None]
 
 
 class Command(NamedTuple):
@@ -86,7 +87,15 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def execute(options: Any, run: Run) -> int:
-    """Runs a command, as `main` does, whose options were made elsewhere: by a recipe. Returns the exit code."""
+    """Runs work as `main` does a command, whose options were made elsewhere: by a recipe or a study's script.
+
+    Args:
+        options: a dataclass. Without a field `json` nothing is printed of what `run` returns.
+        run: as a command's; it may return None.
+
+    Returns:
+        The exit code.
+    """
     return _until_stopped(lambda: _execute(options, run), shlex.join(["python", *sys.argv]))
 
 
@@ -100,7 +109,15 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     _quiet_loops()
     try:
         with signals.handled(report):
-            return work()
+            code = work()
+            print(end="", flush=True)
+            return code
+    except OSError as error:
+        from calibjax.runtime.errors import storage_failure
+
+        if not isinstance(error, BrokenPipeError) and (error.filename is not None or storage_failure(error) is None):
+            raise
+        return _without_output(error)
     except KeyboardInterrupt:
         report("Ctrl-C")
         code = signals.INTERRUPTED
@@ -119,10 +136,23 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     return code
 
 
+def _without_output(error: OSError) -> int:
+    """The exit code where standard output or standard error cannot be written; Python would try again at its end."""
+    with contextlib.suppress(OSError):
+        print(f"stopped: the output cannot be written ({error.strerror}).", file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            print(end="", file=stream, flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return 1
+
+
 def _quiet_loops() -> None:
     """Drops what TensorStore's threads print for each write that ends after Orbax has raised, or that it never began.
 
-    They may print it after the command has ended: the hook and the filter stay.
+    They may print it after the command has ended: the hook and the filter stay. The exception of a signal is dropped
+    too where it was raised in a callback of the garbage collector, as JAX has one; `signals` then ends the command.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     before = sys.unraisablehook
@@ -131,7 +161,9 @@ def _quiet_loops() -> None:
 
 
 def _report_unraisable(report: Callable[[Any], Any], failure: Any) -> None:
-    if str(failure.exc_value) != "Event loop is closed":
+    if isinstance(failure.exc_value, signals.Terminated):
+        signals.dropped()
+    elif not isinstance(failure.exc_value, KeyboardInterrupt) and str(failure.exc_value) != "Event loop is closed":
         report(failure)
 
 
@@ -229,7 +261,8 @@ def _execute(options: Any, run: Run) -> int:
         prints = not hasattr(options, "devices") or is_first()
         if not prints and hasattr(options, "quiet"):
             options = dataclasses.replace(options, quiet=True)
-        write = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+        as_json = getattr(options, "json", False)
+        write = functools.partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
 
         def log(line: str) -> None:
             write(printable(line))
@@ -269,9 +302,9 @@ def _execute(options: Any, run: Run) -> int:
             flush=True,
         )
         os._exit(1)
-    if options.json and prints:
+    if as_json and prints:
         print(json.dumps(document, indent=2))
-    return 1 if document.get("held_out", {}).get("failed") else 0
+    return 1 if document and document.get("held_out", {}).get("failed") else 0
 
 
 def _exit_code(failure: OSError | None) -> int:

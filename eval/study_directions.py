@@ -12,6 +12,7 @@ resumes.
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 import tyro
 
 from calibjax import metrics
+from calibjax.cli import execute
 from calibjax.commands.common import DataOptions, claim_directory
 from calibjax.commands.train_ats import evaluate, fit_ats
 from calibjax.data import Sequences, choice_sequences, read_source, split_sequences
@@ -34,6 +36,7 @@ from calibjax.eval.layers.directions import (
 from calibjax.eval.layers.layers import Readout, evaluate_layers, make_readout
 from calibjax.models import LanguageModel, load_model
 from calibjax.runtime.context import RunContext
+from calibjax.runtime.errors import require_directory
 from calibjax.runtime.files import write_file
 from calibjax.train import AtsOptions
 from calibjax.train.options import make_plan
@@ -221,6 +224,7 @@ def methods_table(found: dict[str, Any]) -> list[str]:
 
 
 def main(study: Study) -> None:
+    require_directory(study.assets / "data", "--assets")
     shared = {name: getattr(study, name) for name in ("sequences", "questions", "strengths")}
     claim_directory(study.out, {"command": "study_directions", **shared})
     lines = []
@@ -238,4 +242,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))

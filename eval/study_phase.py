@@ -10,6 +10,7 @@ a phase of arXiv 2511.00280 where a block tempers, and nowhere else. Prints a ta
 import dataclasses
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ import tyro
 from scipy.optimize import minimize_scalar
 
 from calibjax import metrics
+from calibjax.cli import execute
 from calibjax.commands.common import DataOptions
 from calibjax.data import Sequences
 from calibjax.eval.layers.directions import null_space
@@ -28,6 +30,7 @@ from calibjax.eval.layers.layers import correction_phase, evaluate_layers, make_
 from calibjax.models import LanguageModel, init_params, load_model
 from calibjax.models import decoder as decoders
 from calibjax.runtime.context import RunContext
+from calibjax.runtime.errors import require_directory
 from calibjax.runtime.files import write_file
 from calibjax.train.sft import SftOptions, fit_sft
 
@@ -176,6 +179,7 @@ def phase_table(found: dict[str, Any]) -> list[str]:
 
 
 def main(study: Study) -> None:
+    require_directory(study.assets / "data", "--assets")
     study.out.mkdir(parents=True, exist_ok=True)
     found = run_phase(study)
     lines = phase_table(found)
@@ -186,4 +190,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))

@@ -391,3 +391,21 @@ def test_writes_that_never_began_are_not_reported(capsys):
             main(["--version"])
         write()
     assert len(reported) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["plan", "--list-chips", "--json"]], ids=str)
+@pytest.mark.parametrize("why", ["No space left on device", "Broken pipe"])
+def test_output_that_cannot_be_written(arguments, why):
+    """A full disk, and a pipe whose reader has ended, as that of `| head -1`."""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "calibjax", *arguments],
+            cwd=ROOT,
+            stdout=pipe if why == "Broken pipe" else full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (1, f"stopped: the output cannot be written ({why}).\n")

@@ -10,6 +10,7 @@ Hugging Face's layout with a real vocabulary, for every command of calibjax; its
 import dataclasses
 import gzip
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
 from calibjax.data import read_source
 from calibjax.data.text import load_text
@@ -27,6 +29,7 @@ from calibjax.models import init_params, load_model
 from calibjax.models.families import config_from_hf
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import RunContext
+from calibjax.runtime.errors import require_directory
 from calibjax.runtime.files import write_file
 from calibjax.train.sft import SftOptions, fit_sft
 
@@ -132,6 +135,8 @@ def write_start(options: Pretrain, texts: list[str], directory: Path) -> None:
 
 
 def main(options: Pretrain) -> None:
+    if options.data is None:
+        require_directory(options.assets / "data", "--assets")
     identity = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("assets", "out")}
     claim_directory(options.out, {"command": "pretrain", **identity})
     texts = passages(options)
@@ -162,4 +167,4 @@ def main(options: Pretrain) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Pretrain))
+    sys.exit(execute(tyro.cli(Pretrain), lambda options, _: main(options)))

@@ -13,6 +13,7 @@ steps, and for about 2,000 at most.
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 import tyro
 
+from calibjax.cli import execute
 from calibjax.commands.common import DataOptions, claim_directory
 from calibjax.commands.study.fits import SINGLE, fit_heads
 from calibjax.data import Sequences
@@ -138,4 +140,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))

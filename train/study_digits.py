@@ -15,6 +15,7 @@ Where log q is known, F = E_q[log q(x) − log p(x)/T] = KL(q ‖ p_T) − log Z
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,6 +30,7 @@ from jaxtyping import Array, Float, Int
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
+from calibjax.cli import execute
 from calibjax.losses.long_horizon import MODES, Horizon, RunningMean, log_weights, long_horizon_loss, token_weights
 from calibjax.runtime.files import write_file
 
@@ -453,4 +455,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))

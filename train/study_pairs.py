@@ -11,6 +11,7 @@ there, so that an interrupted run resumes.
 import dataclasses
 import gzip
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ import tyro
 from tqdm.auto import tqdm
 
 from calibjax import metrics
+from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
 from calibjax.commands.train_ats import fit_ats
 from calibjax.data import Sequences, split_sequences
@@ -29,6 +31,7 @@ from calibjax.eval.compare.repeats import repeats_json
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import LanguageModel, load_model
 from calibjax.runtime.context import RunContext
+from calibjax.runtime.errors import require_directory
 from calibjax.runtime.files import write_file
 from calibjax.train import AtsOptions
 
@@ -133,6 +136,7 @@ def run_domain(study: Study, lm: LanguageModel, sets: dict[str, Any], domain: st
 
 def run(study: Study) -> dict[str, dict[str, Any]]:
     """model -> domain -> what `run_domain` returns."""
+    require_directory(study.assets / "data", "--assets")
     identity = {name: getattr(study, name) for name in ("tokens", "seeds", "recipe", "leave_one_out")}
     claim_directory(study.out, {"command": "study_pairs", **identity})
     bar = tqdm(total=len(study.models) * len(DOMAINS), desc="pairs", disable=study.quiet)
@@ -212,4 +216,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))

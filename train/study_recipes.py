@@ -25,8 +25,10 @@ from common import recipe  # pyright: ignore[reportMissingImports]
 from pretrain import Pretrain
 from pretrain import main as pretrain
 
+from calibjax.cli import execute
 from calibjax.commands import train_sft
 from calibjax.commands.common import claim_directory
+from calibjax.runtime.errors import require_directory
 from calibjax.runtime.files import write_file
 
 FAMILIES = {"llama": 128_256 / 4096, "mistral": 32_768 / 4096, "gemma2": 256_000 / 2304}
@@ -112,6 +114,7 @@ def run_one(study: Study, family: str, name: str, beta: float) -> dict[str, Any]
 
 
 def main(study: Study) -> None:
+    require_directory(study.assets / "data", "--assets")
     shared = {
         name: getattr(study, name) for name in ("tokens", "width", "layers", "sequences", "epochs", "learning_rate")
     }
@@ -158,4 +161,4 @@ def line(family: str, name: str, beta: str, model: dict[str, Any], scaled: dict[
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))

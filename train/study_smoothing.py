@@ -10,17 +10,21 @@ that an interrupted run resumes.
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from calibjax.commands.common import DataOptions
+from calibjax.cli import execute
+from calibjax.commands.common import DataOptions, claim_directory
 from calibjax.commands.train_ats import ats_document, evaluate, fit_ats
 from calibjax.data import split_sequences
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import RunContext
+from calibjax.runtime.errors import require_directory
+from calibjax.runtime.files import write_file
 from calibjax.train import AtsOptions
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import make_plan
@@ -102,11 +106,14 @@ def run_one(study: Study, model: str, trained_on: str, beta: float | None) -> di
             for title, figures_of_set in figures.items()
         },
     }
-    done.write_text(json.dumps(result, indent=2) + "\n")
+    write_file(done, json.dumps(result, indent=2) + "\n")
     return result
 
 
 def main(study: Study) -> None:
+    require_directory(study.assets / "data", "--assets")
+    shared = {name: getattr(study, name) for name in ("sequences", "foreign_sequences", "epochs", "learning_rate")}
+    claim_directory(study.out, {"command": "study_smoothing", **shared})
     for model in study.models:
         other = {"alpaca": "lima", "lima": "alpaca"}
         lines = [
@@ -133,4 +140,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from pretrain import train_tokenizer
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from calibjax import metrics
+from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
 from calibjax.data import Sequences
 from calibjax.data.text import load_text
@@ -31,6 +33,7 @@ from calibjax.eval.layers.layers import evaluate_layers, make_readout
 from calibjax.models import LanguageModel, init_params
 from calibjax.models.families import config_from_hf
 from calibjax.runtime.context import RunContext
+from calibjax.runtime.errors import require_directory
 from calibjax.runtime.files import write_file
 from calibjax.train.sft import SftOptions, fit_sft
 
@@ -248,6 +251,7 @@ def table(study: Study) -> list[str]:
 
 
 def main(study: Study) -> None:
+    require_directory(study.assets / "data", "--assets")
     shared = {name: getattr(study, name) for name in ("layers", "characters", "epochs", "learning_rate", "held_out")}
     claim_directory(study.out, {"command": "study_vocabulary", **shared})
     lines = table(study)
@@ -257,4 +261,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))

@@ -16,7 +16,7 @@ from calibjax.eval.report.rows import TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.files import new_file, write_file
+from calibjax.runtime.files import check_new_file, new_file, write_file
 
 _KINDS = (".csv", ".jsonl", ".npz")
 
@@ -44,9 +44,13 @@ class ApplyOptions(JsonOptions):
     out: Path
 
     def check(self) -> None:
-        """Raises `UserError` for a file of another kind."""
+        """Raises `UserError` for a file of another kind, one that cannot be written, or the table itself."""
         if self.out.suffix not in _KINDS:
             raise UserError(f"--out {self.out}: expected a file ending in {', '.join(_KINDS)}.")
+        with about("--out"):
+            check_new_file(self.out)
+        if self.out.exists() and self.table.exists() and self.out.samefile(self.table):
+            raise UserError(f"--out {self.out}: expected another file than --table, whose columns would be lost.")
 
 
 def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
@@ -54,6 +58,8 @@ def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, 
     options.check()
     with about("--table"):
         table = read_table(options.table, outcomes=False, column=options.confidence)
+        if not len(table):
+            raise UserError(f"{options.table}: expected at least one row, got none.")
     with about("--method"):
         recalibrator = load(options.method)
     columns = _columns(recalibrator, table)

@@ -511,6 +511,11 @@ def _set_name(source: str, sources: tuple[str, ...]) -> str:
     return source
 
 
+def split_names(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Names, each once, of an option that takes them apart or joined by commas, with spaces or without."""
+    return tuple(dict.fromkeys(name.strip() for part in given for name in part.split(",") if name.strip()))
+
+
 HEAD = "head/ (for calibjax.load_head)"
 
 

@@ -22,6 +22,7 @@ from calibjax.commands.common import (
     load_placed,
     on_devices,
     presentation,
+    split_names,
 )
 from calibjax.eval.answers.clusters import find_clustering
 from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfidence
@@ -163,17 +164,14 @@ class EvalTasksOptions(OutputOptions, ModelOptions):
 @on_devices
 def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    names, further = (
-        tuple(dict.fromkeys(name for part in given for name in part.split(",") if name))
-        for given in (options.tasks, options.confidence)
-    )
+    names, further = split_names(options.tasks), split_names(options.confidence)
     try:
         from calibjax.eval.tasks.evaluate import How, check
         from calibjax.eval.tasks.evidence import hidden_clustering
         from calibjax.eval.tasks.harness import HarnessLM
         from calibjax.eval.tasks.kept import claim_answers
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
+        raise UserError(f"{error.name} is not installed: pip install 'calibjax[lm-eval]'.") from error
     if options.fit and options.temperature is not None:
         raise UserError("--temperature: --fit fits the temperature; leave one of them out.")
     if options.fit and (options.options or PRESETS[options.preset].options) == "full_vocabulary":

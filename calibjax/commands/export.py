@@ -131,7 +131,7 @@ def _check_programs(names: tuple[str, ...]) -> None:
     for name in names:
         if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
             # jax2onnx requires an older Orbax than calibjax does, and does not use it for this.
-            remedy = "--no-deps jax2onnx" if missing == ["jax2onnx"] else "calibjax[export]"
+            remedy = "--no-deps jax2onnx" if missing == ["jax2onnx"] else "'calibjax[export]'"
             raise UserError(
                 f"--also {name.removeprefix('method-')}: {', '.join(missing)} not installed: pip install {remedy}."
             )

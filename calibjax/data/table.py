@@ -91,7 +91,8 @@ def read_table(path: str | Path, *, outcomes: bool = True, column: str = "confid
         predictions, truth = Predictions(**columns), columns.get("correct")
     else:
         known = _EXPECTED_ARRAYS if path.suffix == ".npz" else _EXPECTED
-        raise UserError(f"{path}: {known}; got: {', '.join(names[:12]) or 'none'}.")
+        got = ", ".join(name if name == name.strip() else repr(name) for name in names[:12])
+        raise UserError(f"{path}: {known}; got: {got or 'none'}.")
     for name in ("features", "unembedding"):
         if name in arrays:
             matrix = _finite(path, name, arrays[name], axes=2).astype(np.float32)

@@ -19,6 +19,9 @@ INTERRUPTED, TERMINATED = 130, 143
 PATIENCE = 5.0
 """Seconds that Ctrl-C leaves Python to unwind. Code of C++ that runs, or a callback, can hold the exception up."""
 
+AGAIN = 0.05
+"""Seconds until SIGTERM is sent again where its exception was dropped."""
+
 
 class Terminated(BaseException):
     """SIGTERM. No `Exception`, as `KeyboardInterrupt` is none: what handles failures must not handle it."""
@@ -28,6 +31,7 @@ class _State:
     handled = False
     at_once = False
     requested = False
+    dropped = False
     agreed = False
     in_step = False
     notice: Callable[[int], None] | None = None  # JAX's handler of SIGTERM
@@ -55,13 +59,18 @@ def handled(on_stop: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        _State.handled = _State.requested = _State.agreed = False
+        _State.handled = _State.requested = _State.dropped = _State.agreed = False
         signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, before_interrupt)
         os.close(writer)  # ends the watcher
         watcher.join()
         os.close(reader)
+
+
+def dropped() -> None:
+    """SIGTERM is sent again: Python reported a `Terminated` and dropped it, see `sys.unraisablehook`."""
+    _State.dropped = True
 
 
 def share_sigterm() -> None:
@@ -112,11 +121,18 @@ def _on_terminate(number: int, frame: Any) -> None:
 
 def _watch(reader: int, on_stop: Callable[[str], None]) -> None:
     """Reads the signals' numbers, which C writes at once; Python's own handler waits for the main thread."""
-    while numbers := os.read(reader, 64):
+    terminated = False
+    while True:
+        while terminated and not select.select([reader], [], [], AGAIN)[0]:
+            if _State.dropped:
+                _State.dropped = False
+                os.kill(os.getpid(), signal.SIGTERM)
+        if not (numbers := os.read(reader, 64)):
+            return
+        terminated = terminated or signal.SIGTERM in numbers
         if _State.at_once and (signal.SIGINT in numbers or signal.SIGTERM in numbers):
-            terminated = signal.SIGTERM in numbers
-            on_stop("SIGTERM" if terminated else "Ctrl-C")
-            os._exit(TERMINATED if terminated else INTERRUPTED)
+            on_stop("SIGTERM" if signal.SIGTERM in numbers else "Ctrl-C")
+            os._exit(TERMINATED if signal.SIGTERM in numbers else INTERRUPTED)
         if signal.SIGINT not in numbers:
             continue
         ready, _, _ = select.select([reader], [], [], PATIENCE)

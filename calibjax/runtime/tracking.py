@@ -34,7 +34,7 @@ def check_tracker(name: TrackerName) -> None:
     import importlib.util
 
     if name != "tensorboard" and importlib.util.find_spec(name) is None:
-        raise UserError(f"--track {name}: {name} is not installed: pip install calibjax[{name}].")
+        raise UserError(f"--track {name}: {name} is not installed: pip install 'calibjax[{name}]'.")
 
 
 def make_tracker(name: TrackerName, directory: Path) -> Tracker | None:

@@ -313,6 +313,30 @@ def test_platt_wins_on_its_own_map(tmp_path, capsys):
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 8000
     assert main([*apply, "--out", str(tmp_path / "out.xls")]) == 2
     assert "expected a file ending in .csv, .jsonl, .npz" in capsys.readouterr().err
+    (tmp_path / "header.csv").write_text("confidence,correct\n")
+    before = table.read_bytes()
+    for given, out, message in (
+        (table, tmp_path / "none" / "out.csv", f"--out: {tmp_path}/none/out.csv: cannot write there"),
+        (table, table, f"--out {table}: expected another file than --table, whose columns would be lost"),
+        (tmp_path / "header.csv", tmp_path / "new.jsonl", f"--table: {tmp_path}/header.csv: expected at least one row"),
+    ):
+        assert main(["apply", "--method", str(saved), "--table", str(given), "--out", str(out)]) == 2
+        assert f"error: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "new.jsonl").exists()
+    assert table.read_bytes() == before
+
+
+@pytest.mark.parametrize("save", ["out", "other/../out", "kept"])
+def test_where_a_method_cannot_be_saved(capsys, files, tmp_path, save):
+    """Found before any work."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "kept").write_text("")
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["compare", "--table", str(files / "logits.npz"), *out, "--save", str(tmp_path / save)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: --save")
+    assert not shown.out
+    assert not (tmp_path / "out").exists()
 
 
 def test_apply_to_a_distribution(files, tmp_path, capsys):
@@ -361,6 +385,7 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
     ("name", "content", "message"),
     [
         ("x.csv", BINARY.replace("correct", "right"), "expected the columns confidence and correct, or logit_0"),
+        ("x.csv", BINARY.replace(",correct", ", correct"), "got: confidence, ' correct'."),
         ("x.csv", BINARY.replace("0.3,", ","), "confidence: row 2 holds nan"),
         ("x.csv", BINARY.replace("0.3,1", "0.3,nan"), "correct: row 2 holds nan"),
         ("x.csv", BINARY.replace("0.3,", "30,"), "confidence: row 2 holds 30, expected 0 to 1 (percent?"),

@@ -10,7 +10,7 @@ from typing import Annotated
 import pytest
 
 from calibjax.cli import COMMANDS, main
-from calibjax.commands.common import begin
+from calibjax.commands.common import begin, split_names
 from calibjax.commands.parser import list_options, parse
 from calibjax.commands.study.ablations import ABLATIONS
 from calibjax.runtime.errors import UserError
@@ -265,3 +265,7 @@ def test_infinity_only_where_it_is_allowed():
     assert not Range().holds(math.inf)
     assert not Range(0, 1, open="both").holds(1)
     assert numeric(Annotated[float, Range()] | None) is float
+
+
+def test_names_joined_by_commas():
+    assert split_names(("mmlu, arc_easy", "arc_easy,", " triviaqa ", "")) == ("mmlu", "arc_easy", "triviaqa")

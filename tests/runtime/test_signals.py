@@ -52,6 +52,9 @@ sys.exit(cli.main(["convert", "--model", "a b", "--out", "c"]))
 SWALLOW = """while True:
         try: time.sleep(60)
         except BaseException: pass"""
+IN_CALLBACK = """import gc
+    gc.callbacks.append(lambda *of: time.sleep(0.05))
+    while True: gc.collect(), time.sleep(0.02)"""
 IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
 
 
@@ -63,14 +66,16 @@ IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
         ("time.sleep(60)", signal.SIGTERM, 143),
         (SWALLOW, signal.SIGINT, 130),
         (IN_C, signal.SIGINT, 130),
+        (IN_CALLBACK, signal.SIGINT, 130),
+        (IN_CALLBACK, signal.SIGTERM, 143),
     ],
-    ids=["Ctrl-C", "SIGTERM", "Ctrl-C swallowed", "Ctrl-C in C"],
+    ids=["Ctrl-C", "SIGTERM", "Ctrl-C swallowed", "Ctrl-C in C", "Ctrl-C in a callback", "SIGTERM in a callback"],
 )
 def test_signals_before_training(work, number, code, replaced):
     """While the command is imported and while it runs, also where the exception is swallowed or C does not return."""
     if replaced == "cli._execute":
         replaced, work = f"cli._parse = lambda args: (None, None); {replaced}", f"cli.signals.PATIENCE = 0.1; {work}"
-        work = work.replace("; while", "\n    while")
+        work = re.sub("; (while|import)", r"\n    \1", work)
     with start(script=STARTED.format(work=work, replaced=replaced)) as process:
         assert process.stdout.readline() == "working\n"
         time.sleep(0.2)

@@ -29,7 +29,7 @@ def test_tensorboard_needs_none(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_that_is_missing(monkeypatch, name):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"--track {name}: {name} is not installed: pip install calibjax\[{name}\]"):
+    with pytest.raises(UserError, match=rf"--track {name}: {name} is not installed: pip install 'calibjax\[{name}\]'"):
         check_tracker(name)
 
 

@@ -13,6 +13,7 @@ from calibjax.commands.common import (
     SCHEMA,
     begin,
     on_devices,
+    split_names,
     write_results,
 )
 from calibjax.commands.compare.material import CompareOptions, Material
@@ -100,19 +101,15 @@ def _save_first(directory: Path, name: str, results: dict[str, Result], material
 
 
 def _method_names(asked: tuple[str, ...]) -> tuple[str, ...]:
-    names = _split(asked)
+    names = split_names(asked)
     unknown = [name for name in names if name not in (*METHODS, "all", "uncalibrated")]
     if unknown or not names:
         raise UserError(f"--methods: {', '.join(unknown) or 'nothing'}: expected all, or some of {', '.join(METHODS)}.")
     return tuple(name for name in METHODS if _all(asked) or name in names)
 
 
-def _split(asked: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for part in asked for name in part.split(",") if name)
-
-
 def _all(asked: tuple[str, ...]) -> bool:
-    return "all" in _split(asked)
+    return "all" in split_names(asked)
 
 
 # --- a table of predictions ---

@@ -1,6 +1,7 @@
 """The options of a comparison, and what it runs on, whether that came from a table or from a model and text."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from calibjax.eval.compare.contenders import Contender, Outcome
 from calibjax.eval.compare.results import SortKey
 from calibjax.recalibrate.saved import check_directory
 from calibjax.runtime.distributed import DeviceOptions
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count
 
 
@@ -65,7 +66,10 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
         if self.base_table is not None and self.table is None:
             raise UserError("--base-table: expected --table, with the rows of the post-trained model.")
         if self.save is not None:
-            check_directory(self.save)
+            if self.out is not None and os.path.realpath(self.save) == os.path.realpath(self.out):
+                raise UserError(f"--save {self.save}: expected another directory than --out, which holds the tables.")
+            with about("--save"):
+                check_directory(self.save)
 
 
 class Material(NamedTuple):

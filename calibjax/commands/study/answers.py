@@ -16,6 +16,7 @@ from calibjax.commands.common import (
     begin,
     load_placed,
     presentation,
+    split_names,
 )
 from calibjax.commands.eval_tasks import HIDDEN, BenchmarkTask, Temperature, check_tasks, load_tasks, parts_of
 from calibjax.eval.answers.clusters import find_clustering
@@ -92,9 +93,9 @@ def open_study(command: str, options: AnswerStudyOptions, log: Callable[[str], N
         from calibjax.eval.tasks.evaluate import How
         from calibjax.eval.tasks.evidence import hidden_clustering
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install calibjax[lm-eval].") from error
+        raise UserError(f"{error.name} is not installed: pip install 'calibjax[lm-eval]'.") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    names = tuple(dict.fromkeys(name for part in options.tasks for name in part.split(",") if name))
+    names = split_names(options.tasks)
     judge, assets = find_judge(options.judge), assets_folder(options.assets)
     clustering = None if options.same == HIDDEN else find_clustering(options.same)
     manager = together(functools.partial(check_tasks, names, assets))

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from calibjax.commands.common import DataOptions, finish
+from calibjax.commands.common import DataOptions, finish, split_names
 from calibjax.commands.eval_tasks import temperature_head
 from calibjax.commands.study.answers import AnswerStudy, AnswerStudyOptions, document_of, joined, open_study
 from calibjax.commands.study.fits import SINGLE, fit_heads
@@ -63,7 +63,7 @@ class ConfidenceStudyOptions(AnswerStudyOptions):
             raise UserError("give either --head, a fitted head, or --data, text to fit heads on.")
         if self.head is not None and self.losses != FITTED:
             raise UserError("--losses: expected --data, to fit heads on; --head is one that was fitted.")
-        unknown = [name for name in _names(self.losses) if name not in LOSSES]
+        unknown = [name for name in split_names(self.losses) if name not in LOSSES]
         if unknown:
             raise UserError(f"--losses {', '.join(unknown)}: expected some of {', '.join(LOSSES)}.")
 
@@ -74,7 +74,7 @@ Corrected = Mapping[str, tuple[LanguageModel, FittedHead | None]]
 
 def run(options: ConfidenceStudyOptions, log: Callable[[str], None] = print) -> TasksDocument:
     """Runs the command; returns the contents of metrics.json."""
-    names = _names(options.confidence)
+    names = split_names(options.confidence)
     unknown = [name for name in names if name not in WRITTEN or name in PROBES]
     if unknown or not names:
         expected = ", ".join(name for name in WRITTEN if name not in PROBES)
@@ -130,10 +130,6 @@ def run(options: ConfidenceStudyOptions, log: Callable[[str], None] = print) -> 
     return document
 
 
-def _names(given: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for part in given for name in part.split(",") if name))
-
-
 def _temperature_of(folder: Path) -> float:
     with about("--head"):
         temperature = head_notes(folder).get("temperature")
@@ -147,7 +143,7 @@ def _fitted(study: AnswerStudy, options: ConfidenceStudyOptions) -> Corrected:
     lm, log = study.lm, study.context.log
     check_context(options.text.seq_len, lm.config.max_positions)
     sequences = options.text.read(str(options.data), lm, log)
-    variants = {loss: AtsOptions(loss=loss, refit_temperature=False) for loss in _names(options.losses)}
+    variants = {loss: AtsOptions(loss=loss, refit_temperature=False) for loss in split_names(options.losses)}
     # Other text would be fitted anew; that answers are of other heads is then found by `claim_answers`.
     context = study.context.within("heads", array_hash(sequences._asdict())[:12])
     with jax.set_mesh(context.mesh):
