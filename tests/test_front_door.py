@@ -5,6 +5,8 @@ import tempfile
 from pathlib import Path
 
 import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
@@ -100,6 +102,31 @@ def test_token_ids_as_data():
 def test_a_head_of_another_model(fitted):
     with pytest.raises(calibjax.UserError, match="fitted on another base model"):
         calibjax.evaluate(make_lm(seed=1), SEQUENCES, fitted.head, context=silent())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: {"tokens": s.tokens + 20}, "tokens: expected ids from 0 to 23, got .*tokenizer of another model"),
+        (lambda s: {"targets": s.targets - 20}, "targets: expected ids from 0 to 23, got -"),
+        (lambda s: {"targets": np.full_like(s.targets, -100)}, "at least one target that counts"),
+        (lambda s: {"where": np.zeros_like(s.where)}, "at least one target that counts"),
+    ],
+)
+def test_sequences_of_another_vocabulary(fitted, change, message):
+    wrong = SEQUENCES._replace(**change(SEQUENCES))
+    with pytest.raises(calibjax.UserError, match=message):
+        calibjax.evaluate(LM, wrong, fitted.head, context=silent())
+    with pytest.raises(calibjax.UserError, match=message):
+        calibjax.fit_ats(LM, wrong, QUICK, silent())
+
+
+def test_sequences_as_jax_arrays(fitted):
+    got, want = (
+        calibjax.evaluate(LM, data, fitted.head, context=silent(), batch_size=16)
+        for data in (jax.tree.map(jnp.asarray, SEQUENCES), SEQUENCES)
+    )
+    assert got.document == want.document
 
 
 def test_short_reprs(fitted):

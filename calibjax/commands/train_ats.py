@@ -115,7 +115,7 @@ def fit_ats(
         `AtsFit`, its heads on the host.
 
     Raises:
-        UserError: invalid options, or a directory with another run.
+        UserError: invalid options, sequences that do not fit the model, or a directory with another run.
         NonFiniteLossError: training diverged.
     """
     context = context or RunContext()

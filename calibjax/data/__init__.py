@@ -5,7 +5,7 @@ from calibjax.data.examples import Example, tokenize_rows
 from calibjax.data.formats import Format, recognise
 from calibjax.data.load import load_sequences
 from calibjax.data.pipeline import batches, eval_batches
-from calibjax.data.sequences import Layout, Sequences, check_context, make_sequences
+from calibjax.data.sequences import Layout, Sequences, check_context, check_ids, make_sequences
 from calibjax.data.source import Rows, is_hub_id, read_source
 from calibjax.data.splits import (
     check_fraction,
@@ -27,6 +27,7 @@ __all__ = [
     "batches",
     "check_context",
     "check_fraction",
+    "check_ids",
     "choice_sequences",
     "concatenate",
     "count_repeats",

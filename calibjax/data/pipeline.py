@@ -119,7 +119,7 @@ class _Gather:
     """Gathers the rows of a batch with one indexing operation per array."""
 
     def __init__(self, arrays: Arrays, batch_size: int, part: np.ndarray | None):
-        self._arrays = dict(arrays)
+        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
         self._batch_size = batch_size
         self._part = np.arange(batch_size) if part is None else part
 

@@ -54,6 +54,23 @@ def check_context(seq_len: int, max_positions: int | None) -> None:
         )
 
 
+def check_ids(sequences: Sequences, vocab_size: int) -> None:
+    """Raises `UserError` if no target counts, or if a token or a target that counts is not in the vocabulary."""
+    counted = sequences.where & (sequences.targets != -100)
+    if not counted.any():
+        raise UserError("sequences: expected at least one target that counts, but `where` is False for all.")
+    for name, ids, read in (
+        ("tokens", sequences.tokens, sequences.segment_ids > 0),
+        ("targets", sequences.targets, counted),
+    ):
+        outside = ids[read & ((ids < 0) | (ids >= vocab_size))]
+        if outside.size:
+            raise UserError(
+                f"{name}: expected ids from 0 to {vocab_size - 1}, got {outside[0]}. Were the sequences made with the "
+                "tokenizer of another model?"
+            )
+
+
 def tokens_needed(seq_len: int, layout: Layout, max_sequences: int | None, is_document: bool) -> int | None:
     """Returns how many tokens of a row of plain text `make_sequences` can use at most; None for all of them."""
     if layout == "full" and not is_document:

@@ -262,7 +262,7 @@ def _parquet(file: BinaryIO) -> _Found:
 
 
 def _document(file: BinaryIO) -> _Found:
-    yield "the file", {"text": io.TextIOWrapper(file, encoding="utf-8").read()}
+    yield "the file", {"text": io.TextIOWrapper(file, encoding="utf-8-sig").read()}
 
 
 _READERS: dict[str, tuple[str, Callable[[BinaryIO], _Found]]] = {

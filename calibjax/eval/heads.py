@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from calibjax import metrics
-from calibjax.data import Sequences
+from calibjax.data import Sequences, check_ids
 from calibjax.data.text import load_text
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead
@@ -68,10 +68,11 @@ def evaluate(
         `Evaluation`, with "uncalibrated" first. Intervals treat sequences as the independent units.
 
     Raises:
-        UserError: a head belongs to another model, or the data cannot be read.
+        UserError: a head belongs to another model, or the data cannot be read or does not fit the model.
     """
     context = context or RunContext()
     data = data if isinstance(data, Sequences) else load_text(data, lm)
+    check_ids(data, lm.config.vocab_size)
     named = {"head": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     for head in named.values():
         check_base(lm, head)

@@ -118,6 +118,7 @@ def vocab_stats(
     hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
     bias = None if bias is None else jnp.asarray(bias)
     targets = None if targets is None else as_indices(targets)
+    bias, where = (None if x is None else jnp.asarray(x) for x in (bias, where))
     if sharding is not None and sharding.explicit_axes:
         options = {"softcap": softcap, "ignore_index": ignore_index, "statistics": statistics, **execution}
 
@@ -308,8 +309,8 @@ def _options(softcap: float | None, execution: Execution) -> Options:
         raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, got {name!r}.")
     given: dict[str, Any] = {key: value for key, value in execution.items() if key != "implementation"}
     options = Options(softcap, **given)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap: expected a number above 0 or None, got {softcap}.")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number above 0 or None, got {softcap}.")
     if options.chunk_size is not None and options.chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1 or None, got {options.chunk_size}.")
     if options.filter_threshold is not None and not options.filter_threshold >= 0:

@@ -125,7 +125,7 @@ def linear_cross_entropy(
     if not z_loss >= 0:
         raise ValueError(f"z_loss: expected a number of at least 0, got {z_loss}.")
     hidden, unembedding, targets = jnp.asarray(hidden), jnp.asarray(unembedding), as_indices(targets)
-    bias = None if bias is None else jnp.asarray(bias)
+    bias, where = (None if x is None else jnp.asarray(x) for x in (bias, where))
     arrays = (hidden, unembedding, targets, bias, where)
     statistics = ("log_normalizer", "target_logit", *(("mean_logit",) if label_smoothing else ()))
     dispatch = api.prepare(arrays, softcap, statistics, sharding, execution)

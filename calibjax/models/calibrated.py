@@ -14,6 +14,7 @@ from calibjax.models.load import is_base
 from calibjax.models.model import LanguageModel
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.indices import as_indices
 
 
 class TokenConfidence(NamedTuple):
@@ -35,10 +36,10 @@ def check_base(lm: LanguageModel, head: FittedHead) -> None:
 
 def _inputs(lm: LanguageModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:
     check_base(lm, head)
-    tokens = jnp.asarray(tokens)
+    tokens = as_indices(tokens)
     if tokens.ndim != 2:
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
-    segment_ids = jnp.ones_like(tokens) if segment_ids is None else jnp.asarray(segment_ids)
+    segment_ids = jnp.ones_like(tokens) if segment_ids is None else as_indices(segment_ids)
     batch = {"tokens": tokens, "segment_ids": segment_ids, "where": segment_ids > 0}
     batch["positions"] = decoder.segment_positions(segment_ids)
     batch["targets"] = jnp.zeros_like(tokens)

@@ -366,6 +366,8 @@ def _check_inputs(
 ) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
+    if not tokens.size:
+        raise UserError(f"tokens: expected at least one, got {list(tokens.shape)}.")
     for name, value in (("segment_ids", segment_ids), ("positions", positions), ("until", until)):
         if value is not None and value.shape != tokens.shape:
             raise UserError(f"{name}: expected the tokens' shape {list(tokens.shape)}, got {list(value.shape)}.")

@@ -352,8 +352,9 @@ def generate(
             pools over sequences.
     """
     ids = _token_ids(lm, prompts)
-    if sampling.numbers is not None and len(sampling.numbers) != len(ids):
-        raise UserError(f"numbers: expected one for each of {len(ids)} prompts, got {len(sampling.numbers)}.")
+    numbers = None if sampling.numbers is None else _whole_numbers("numbers", sampling.numbers)
+    if numbers is not None and len(numbers) != len(ids):
+        raise UserError(f"numbers: expected one for each of {len(ids)} prompts, got {len(numbers)}.")
     if head is not None:
         _check_head(lm, head)
     longest = max(map(len, ids))
@@ -367,7 +368,7 @@ def generate(
             f"max_new_tokens: expected 1 to {lm.config.max_positions - longest}, what the model's "
             f"{lm.config.max_positions} positions leave beside a prompt of {longest} tokens; got {max_new_tokens}."
         )
-    stops = default_stop_tokens(lm) if stop_tokens is None else tuple(stop_tokens)
+    stops = default_stop_tokens(lm) if stop_tokens is None else _whole_numbers("stop_tokens", stop_tokens)
     mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
     groups = 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
     rows = -(-len(ids) // groups) * groups
@@ -385,9 +386,7 @@ def generate(
         stop_tokens=np.pad(
             np.asarray(stops, np.int32), (0, _STOP_TOKENS - len(stops) % _STOP_TOKENS), constant_values=-1
         ),
-        numbers=np.resize(np.arange(rows) if sampling.numbers is None else np.asarray(sampling.numbers), rows).astype(
-            np.int32
-        ),
+        numbers=np.resize(np.arange(rows) if numbers is None else numbers, rows).astype(np.int32),
         key=jax.random.key(0) if sampling.key is None else sampling.key,
         temperature=np.float32(sampling.temperature) if sampling.temperature else None,
         top_p=None if sampling.top_p is None else np.float32(sampling.top_p),
@@ -418,9 +417,10 @@ def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
 
 
 def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
-    if isinstance(prompts, str) or not len(prompts):
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not len(prompts):
         raise UserError(f"prompts: expected a list of texts or of lists of token ids, got {prompts!r}.")
-    ids = [lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    ids = [lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
+    ids = [_whole_numbers(f"prompts: number {number}", row) for number, row in enumerate(ids)]
     for number, row in enumerate(ids):
         if not row:
             raise UserError(f"prompts: number {number} has no tokens.")
@@ -430,6 +430,19 @@ def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int
                 f"{lm.config.vocab_size}."
             )
     return ids
+
+
+def _whole_numbers(name: str, values: Any) -> list[int]:
+    """The values as integers; a fraction would be cut off, and what int32 does not hold would wrap, without a word."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different lengths
+        array = np.asarray(None)
+    if array.ndim != 1 or (
+        array.size and (array.dtype.kind not in "iu" or max(array.max(), -array.min()) > LARGEST_SIZE)
+    ):
+        raise UserError(f"{name}: expected a list of whole numbers of at most {LARGEST_SIZE}, got {str(values)[:60]}.")
+    return array.tolist()
 
 
 def _padded(ids: Sequence[Sequence[int]], rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -64,9 +64,9 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
             missing, damaged or pickled; its tokenizer has ids beyond the vocabulary; or a weight is not finite. Other
             files of the tokenizer than tokenizer.json are read when `LanguageModel.tokenizer` is first used.
     """
+    if dtype is None or not any(jnp.dtype(name) == dtype for name in _DTYPES):
+        raise UserError(f"dtype: expected {' or '.join(_DTYPES)}, got {getattr(dtype, '__name__', dtype)}.")
     dtype = jnp.dtype(dtype)
-    if dtype.name not in _DTYPES:
-        raise UserError(f"dtype: expected {' or '.join(_DTYPES)}, got {dtype.name}.")
     folder = _find_folder(path)
     description = read_description(folder) if is_checkpoint(folder) else None
     config = config_from_hf(folder)

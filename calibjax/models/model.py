@@ -17,6 +17,7 @@ from calibjax.models.fingerprint import dotted_leaves, fingerprint, named_tensor
 from calibjax.models.tokenizer import StoredTokenizer, check_tokenizer
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.indices import as_indices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 # Jitted at module level, so that models of the same configuration share compiled programs.
 _hidden_states = jax.jit(decoder.hidden_states, static_argnames=("config", "layers", "dtype"))
 _logits = jax.jit(decoder.logits, static_argnames=("config", "dtype"))
+
+
+def _indices(values: Array | np.ndarray | None) -> Array | None:
+    return None if values is None else as_indices(values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -128,9 +133,9 @@ class LanguageModel:
         return _hidden_states(
             self.config,
             self.params,
-            jnp.asarray(tokens),
-            segment_ids=segment_ids,
-            positions=positions,
+            as_indices(tokens),
+            segment_ids=_indices(segment_ids),
+            positions=_indices(positions),
             layers=layers,
             dtype=self.dtype,
         )
@@ -143,7 +148,8 @@ class LanguageModel:
         positions: Int[AnyArray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
         """Returns logits `[B, T, V]` in float32; see `calibjax.models.logits`."""
-        return _logits(self.config, self.params, tokens, segment_ids=segment_ids, positions=positions, dtype=self.dtype)
+        places = {"segment_ids": _indices(segment_ids), "positions": _indices(positions)}
+        return _logits(self.config, self.params, as_indices(tokens), **places, dtype=self.dtype)
 
     def __repr__(self) -> str:
         count = sum(int(np.prod(np.shape(leaf))) for _, leaf in dotted_leaves(self.params))

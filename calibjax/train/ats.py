@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax import metrics
-from calibjax.data import Sequences, batches, concatenate, divide
+from calibjax.data import Sequences, batches, check_ids, concatenate, divide
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.losses import LOSSES, linear_loss
 from calibjax.models import LanguageModel
@@ -106,6 +106,7 @@ class AtsObjective:
 def prepare(lm: LanguageModel, sets: Mapping[str, Sequences], plan: AtsPlan, context: RunContext) -> FitData:
     """Divides the sequences into folds if a loss is chosen or a temperature refitted, and caches the hidden states."""
     sequences = concatenate(list(sets.values()))
+    check_ids(sequences, lm.config.vocab_size)
     folds: list[np.ndarray] = []
     if plan.auto or plan.refit_temperature:
         if len(sets) > 1:

@@ -46,6 +46,8 @@ def test_text_file_is_one_document(tmp_path, suffix):
     rows = read_source(write(tmp_path / f"a.txt{suffix}", "one\n\ntwo é\n".encode()))
     assert list(rows) == [{"text": "one\n\ntwo é\n"}]
     assert rows.documents
+    marked = read_source(write(tmp_path / f"marked.txt{suffix}", b"\xef\xbb\xbfone"))
+    assert list(marked) == [{"text": "one"}]
 
 
 def test_csv_keeps_words_that_look_like_nulls(tmp_path):

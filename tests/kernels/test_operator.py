@@ -652,6 +652,9 @@ def test_leading_dimensions():
     for name, x, y in zip(flat._fields, flat, boxed, strict=True):
         assert y.shape == (2, 2), name
         np.testing.assert_array_equal(np.ravel(y), x, name)
+    lists = {"bias": [0.0] * len(unembedding), "where": [True] * 4}
+    listed = vocab_stats(hidden[:4].tolist(), unembedding.tolist(), targets[:4].tolist(), scale=scale[:4], **lists)
+    assert_within(listed.log_normalizer, f64(flat.log_normalizer), 8 * EPS * (1 + np.abs(f64(flat.log_normalizer))))
     single = run(hidden[0], unembedding, targets[0], scale=scale[0])
     assert single.log_normalizer.shape == ()
     # The product of one row and of four may add in another order.
@@ -724,6 +727,7 @@ def test_a_subset_of_the_statistics_has_the_same_values():
         ({"bias": np.ones(4, np.float32)}, "bias: expected shape"),
         ({"where": np.ones(5, np.int32)}, "where: expected booleans"),
         ({"softcap": 0.0}, "softcap"),
+        ({"softcap": np.inf}, "softcap: expected a finite number above 0 or None, got inf"),
         ({"chunk_size": 0}, "chunk_size"),
         ({"filter_threshold": -1e-3}, "filter_threshold: expected a number of at least 0 or None, got -0.001"),
         ({"filter_threshold": np.nan}, "filter_threshold: expected a number of at least 0 or None, got nan"),

@@ -162,6 +162,31 @@ def compiled(split, argnums, statistics=("log_normalizer", "target_logit", "max_
     return sorted(found), len(re.findall(r" dot\(", text))
 
 
+@pytest.mark.parametrize("name", ["2x2x2", slow("stored along D"), slow("vocabulary over two axes")])
+def test_second_derivatives(name):
+    """Products of the Hessian with a direction are those of the dense formula, differentiated by JAX."""
+    *inputs, targets = problem(vocab=83, tokens=16)
+    direction = [jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in inputs]
+
+    def dense(h, w, b, s):
+        log_probs = jax.nn.log_softmax(s[:, None] * (h @ w.T + b[None]), axis=-1)
+        found = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0]
+        return -jnp.sum(jnp.where(targets >= 0, found, 0.0))
+
+    def ours(h, w, b, s):
+        return linear_cross_entropy(h, w, targets, bias=b, scale=s, sharding=SHARDINGS[name](), reduction="sum")
+
+    def product(loss):
+        def along(*inputs):
+            slopes = jax.grad(loss, (0, 1, 2, 3))(*inputs)
+            return sum(jnp.vdot(x, y) for x, y in zip(direction, slopes, strict=True))
+
+        return jax.jit(jax.grad(along, (0, 1, 2, 3)))(*inputs)
+
+    for part, got, want in zip(INPUTS, product(ours), product(dense), strict=True):
+        assert_within(got, want, 1e-5 * np.abs(want).max(), part)
+
+
 @pytest.mark.parametrize("name", ["2x2x2", slow("1x1x8"), slow("vocabulary over two axes")])
 def test_collectives(name):
     """One small all-gather of statistics; [N, D] only where hidden is differentiated; W never."""

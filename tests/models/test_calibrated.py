@@ -115,11 +115,19 @@ def test_head_of_another_model():
             call(other, the_heads()["pooled"], SEQUENCES.tokens)
 
 
-@pytest.mark.parametrize("tokens", [np.zeros((1, 33), np.int32), np.zeros((1, 3), np.float32), np.zeros(3, np.int32)])
+@pytest.mark.parametrize(
+    "tokens", [np.zeros(shape, dtype) for shape, dtype in (((1, 33), int), ((1, 3), float), (3, int), ((1, 0), int))]
+)
 def test_tokens_that_do_not_fit(tokens):
     for call in (calibrated_logprobs, calibrated_confidence):
         with pytest.raises(UserError, match="tokens: "):
             call(the_lm(), the_heads()["constant"], tokens)
+
+
+def test_an_id_that_int32_does_not_hold():
+    tokens = np.array([[1, 2**32 + 1]], np.int64)
+    assert np.isnan(calibrated_logprobs(the_lm(), the_heads()["constant"], tokens)[0, 1]).all()
+    assert np.isnan(calibrated_confidence(the_lm(), the_heads()["constant"], tokens).confidence[0, 1])
 
 
 # --- on disk ---

@@ -258,6 +258,8 @@ def model_in_memory():
         (np.zeros((1, 17), np.int32), {}, "at most 16 positions.*got 17"),
         (np.zeros(4, np.int32), {}, r"expected integers \[B, T\]"),
         (np.zeros((1, 4), np.float32), {}, "expected integers"),
+        (np.zeros((1, 0), np.int32), {}, r"expected at least one, got \[1, 0\]"),
+        (np.zeros((0, 4), np.int32), {}, r"expected at least one, got \[0, 4\]"),
         (np.zeros((1, 4), np.int32), {"segment_ids": np.ones((1, 3), np.int32)}, "segment_ids: expected the tokens'"),
         (np.zeros((1, 4), np.int32), {"positions": np.ones((2, 4), np.int32)}, "positions: expected the tokens'"),
         (np.zeros((1, 4), np.int32), {"layers": "first"}, "expected one of last, all, residual; got 'first'"),
@@ -266,6 +268,16 @@ def model_in_memory():
 def test_bad_inputs(tokens, options, message):
     with pytest.raises(UserError, match=message):
         model_in_memory().hidden_states(tokens, **options)
+
+
+def test_inputs_from_the_host():
+    """Lists are arrays, and what int32 does not hold is outside the vocabulary: 2³² + 1 is not 1."""
+    lm = model_in_memory()
+    for run in (lm.logits, lm.hidden_states):
+        places = {"segment_ids": [[1, 1, 2]], "positions": [[0, 1, 0]]}
+        expected = run(np.array([[3, 1, 2]]), **{name: np.array(rows) for name, rows in places.items()})
+        np.testing.assert_array_equal(run([[3, 1, 2]], **places), expected)
+        assert np.isnan(run(np.array([[3, 2**32 + 1, 2]], np.int64))[0, 1]).all()
 
 
 def test_a_tree_has_no_windows():

@@ -240,8 +240,9 @@ def test_no_model(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not a JSON object"):
         load_model(tmp_path)
-    with pytest.raises(UserError, match="expected float32 or bfloat16, got int8"):
-        load_model(tmp_path, jnp.int8)
+    for dtype, name in ((jnp.int8, "int8"), ("bf16", "bf16"), (None, "None")):
+        with pytest.raises(UserError, match=f"expected float32 or bfloat16, got {name}"):
+            load_model(tmp_path, dtype)
 
     import huggingface_hub.constants
 
