@@ -116,7 +116,6 @@ def vocab_stats(
         [-1.0986, 0.0]
     """
     hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
-    bias = None if bias is None else jnp.asarray(bias)
     targets = None if targets is None else as_indices(targets)
     bias, where = (None if x is None else jnp.asarray(x) for x in (bias, where))
     if sharding is not None and sharding.explicit_axes:
