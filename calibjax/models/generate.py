@@ -229,9 +229,9 @@ def decode_batch(program: DecodingProgram, inputs: DecodingInputs) -> Generation
     shape = (rows * program.count, program.max_new_tokens)
     nothing = Generation(
         jnp.full(shape, -1, jnp.int32),
-        jnp.zeros(shape),
-        jnp.zeros(shape),
-        jnp.ones(shape),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.ones(shape, jnp.float32),
         jnp.zeros(shape, bool),
     )
     state = _State(
