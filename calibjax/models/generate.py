@@ -290,7 +290,9 @@ def _choose(
         # Samples of a row do not depend on the other rows.
         keys = jax.vmap(lambda key: jax.random.fold_in(key, state.count))(row_keys)
         # As jax.random.categorical.
-        token = _first_largest(drawn_from + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys))
+        token = _first_largest(
+            drawn_from + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+        )
 
     def log_prob(z: Array) -> Array:
         return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]

@@ -170,10 +170,12 @@ def draw(*, key=5, prompts=(PROMPTS[0],) * 1000, lm=None, scale=0.3, temperature
 
 
 def test_in_double_precision_of_jax():
-    """Where 64-bit types are enabled, the model keeps its own."""
-    expected = generate(the_lm(), PROMPTS, max_new_tokens=3, head=head_of("transformer"))
+    """Where 64-bit types are enabled, the model keeps its own, and a key its draws."""
+    sampling = Sampling(temperature=1.5, key=jax.random.key(3))
+    options = {"max_new_tokens": 3, "head": head_of("transformer"), "sampling": sampling}
+    expected = generate(the_lm(), PROMPTS, **options)
     with jax.enable_x64(True):
-        got = generate(the_lm(), PROMPTS, max_new_tokens=3, head=head_of("transformer"))
+        got = generate(the_lm(), PROMPTS, **options)
     for name, x, y in zip(got._fields, got, expected, strict=True):
         assert x.dtype == y.dtype, name
         np.testing.assert_allclose(x, y, rtol=1e-5, err_msg=name)
