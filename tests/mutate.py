@@ -81,9 +81,27 @@ TABLE = [
     ),
     Mutation(
         "kernels/cross_entropy.py",
-        "jnp.sum(values) / (jnp.maximum(jnp.sum(stats.valid), 1)",
-        "jnp.sum(values) / (jnp.sum(stats.valid)",
+        "jnp.maximum(jnp.sum(valid), 1).astype",
+        "jnp.sum(valid).astype",
         "kernels/test_cross_entropy.py -k all_masked",
+    ),
+    Mutation(
+        "kernels/sharded.py",
+        "return jax.lax.all_gather(x, axes)",
+        "return 0 * jax.lax.all_gather(x, axes)",
+        "kernels/test_sharded.py -k second_derivatives",
+    ),
+    Mutation(
+        "kernels/api.py",
+        "jnp.where(in_range | ~valid, values",
+        "jnp.where(in_range, values",
+        "kernels/test_cross_entropy.py -k settings_of_jax",
+    ),
+    Mutation(
+        "data/sequences.py",
+        "read & ((ids < 0) | (ids >= vocab_size))",
+        "read & (ids >= vocab_size)",
+        "test_front_door.py -k another_vocabulary",
     ),
     Mutation(
         "kernels/sharded.py",

@@ -93,7 +93,13 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensD
         save_model(options.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved, replace=True)
         fingerprint, config, report = base.fingerprint, fitted.config, fitted.report
         del base, fitted  # one model in memory at a time
-        tuned = dataclasses.replace(load_placed(options.out / "model", context.mesh, compute), config=config)
+        tuned = load_placed(options.out / "model", context.mesh, compute)
+        if tuned.config != config:
+            log(
+                f"WARNING: the config.json of {config.family} has no soft-cap of {config.logit_softcap:g}: the figures "
+                "are with it, and the logits of model/, wherever it is loaded, are without it"
+            )
+            tuned = dataclasses.replace(tuned, config=config)
         for title, more in _evaluate(tuned, "fine_tuned", sets, validation, options, context).items():
             results[title] |= more
         figures = {

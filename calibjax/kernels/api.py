@@ -157,7 +157,8 @@ def vocab_stats(
     values = {name: value[:tokens].reshape(shape) for name, value in values.items()}
     if "target_logit" in values:
         assert in_range is not None
-        values["target_logit"] = jnp.where(in_range, values["target_logit"], jnp.nan)
+        # No NaN in passing where a token does not count: jax_debug_nans would stop there.
+        values["target_logit"] = jnp.where(in_range | ~valid, values["target_logit"], jnp.nan)
     if "correct" in dispatch.wanted:
         values["correct"] = (values["argmax"] == targets) & valid
     filler = {"argmax": -1, "correct": False}

@@ -157,7 +157,12 @@ def _from_statistics(loss: _Loss, hidden, unembedding, bias, scale, targets, whe
     values = jnp.where(stats.valid, loss.per_token(stats, stats.scale), 0.0)
     if loss.reduction == "none":
         return values
-    return jnp.sum(values) / (jnp.maximum(jnp.sum(stats.valid), 1) if loss.reduction == "mean" else 1)
+    return jnp.sum(values) / (_count(stats.valid) if loss.reduction == "mean" else 1)
+
+
+def _count(valid: Array) -> Array:
+    """Number of tokens that count, at least 1, float32."""
+    return jnp.maximum(jnp.sum(valid), 1).astype(jnp.float32)
 
 
 _with_gradients = jax.custom_vjp(_from_statistics, nondiff_argnums=(0,))
@@ -221,7 +226,7 @@ def _by_blocks(
     targets, scale = targets.reshape(-1), jnp.where(valid, scale.reshape(-1), 1.0)
     in_range = (targets >= 0) & (targets < vocab_size)
     broken = valid & ~in_range
-    weights = valid / (jnp.maximum(jnp.sum(valid), 1) if loss.reduction == "mean" else 1.0)
+    weights = valid.astype(jnp.float32) / (_count(valid) if loss.reduction == "mean" else 1.0)
     inputs = Inputs(
         hidden=hidden.reshape(-1, width).astype(dtype),
         unembedding=unembedding.astype(dtype),

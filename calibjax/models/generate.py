@@ -229,9 +229,9 @@ def decode_batch(program: DecodingProgram, inputs: DecodingInputs) -> Generation
     shape = (rows * program.count, program.max_new_tokens)
     nothing = Generation(
         jnp.full(shape, -1, jnp.int32),
-        jnp.zeros(shape),
-        jnp.zeros(shape),
-        jnp.ones(shape),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.ones(shape, jnp.float32),
         jnp.zeros(shape, bool),
     )
     state = _State(
@@ -290,7 +290,9 @@ def _choose(
         # Samples of a row do not depend on the other rows.
         keys = jax.vmap(lambda key: jax.random.fold_in(key, state.count))(row_keys)
         # As jax.random.categorical.
-        token = _first_largest(drawn_from + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys))
+        token = _first_largest(
+            drawn_from + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+        )
 
     def log_prob(z: Array) -> Array:
         return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]

@@ -48,7 +48,8 @@ def save_model(
         directory: output directory, new or empty.
         config: configuration of the decoder.
         params: parameters in the tree of `init_params`; they may be sharded.
-        like: directory of a model of the same configuration, whose config.json and tokenizer files are copied.
+        like: directory of a model of the same configuration, whose config.json and tokenizer files are copied. The
+            soft-cap of the logits may be another one: see `copy_settings`.
         dtype: dtype of the written tensors: float32, bfloat16 or float16.
         shard_bytes: largest size of a weights file in bytes.
         replace: whether an earlier export with the same files may be replaced.
@@ -62,7 +63,7 @@ def save_model(
         raise UserError(f"{source}: expected a Hugging Face model, but there is no config.json.")
     dtype = jnp.dtype(dtype)
     with new_directory(directory, replace=replace) as fresh:
-        on_first(lambda: copy_settings(source, fresh, dtype.name))
+        on_first(lambda: copy_settings(source, fresh, dtype.name, softcap=config.logit_softcap))
         leaves = dict(dotted_leaves(params))
         files: list[list[tuple[Rule, str, tuple[int, ...]]]] = [[]]
         held = total = 0
@@ -114,13 +115,18 @@ def settings_files(source: Path) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def copy_settings(source: Path, target: Path, dtype: str) -> None:
-    """Copies `settings_files` and writes config.json: of the language model, with weights of `dtype`, not quantised."""
+def copy_settings(source: Path, target: Path, dtype: str, *, softcap: float | None = None) -> None:
+    """Copies `settings_files` and writes config.json: of the language model, with weights of `dtype`, not quantised.
+
+    `softcap`: of the logits; written where the configuration has one. Those of most families have none.
+    """
     for file in settings_files(source):
         shutil.copy(file, target / file.name)
     written = text_settings(json.loads((source / "config.json").read_text(encoding="utf-8")))
     for name in ("torch_dtype", "quantization_config"):  # the first is the name before transformers 5
         written.pop(name, None)
+    if softcap is not None and "final_logit_softcapping" in written:
+        written["final_logit_softcapping"] = softcap
     write_file(target / "config.json", json.dumps({**written, "dtype": dtype}, indent=2) + "\n")
 
 

@@ -33,6 +33,7 @@ from calibjax.train.state import TrainState
 
 _MOST_PARAMETERS = 2**31
 _HEAD_REMEDY = "Restore the head from a copy, or fit it again."
+_DATA = "the sequences of the data"  # "windows" in the identities of runs
 _log = logging.getLogger(__name__)
 
 
@@ -95,7 +96,8 @@ class Checkpoints:
                 continue
             if items["run"] != self._run:
                 stored = items["run"]
-                different = sorted(k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
+                changed = (k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
+                different = sorted(_DATA if key == "windows" else key for key in changed)
                 raise UserError(
                     f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(different)}). "
                     "Choose another output directory, or remove this one."

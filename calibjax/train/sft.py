@@ -43,6 +43,7 @@ class SftOptions(TuningOptions):
         z_loss: weight of the squared log-normaliser; 1e-4 keeps logits from drifting.
         temperature: of the loss: logits are divided by it in training; the trained model is used at 1.
         softcap: logits become softcap * tanh(logits / softcap), in training and evaluation; by default as the model's.
+            The saved model has it where the configuration of its family can (Gemma 2 and 3).
         reduction: mean over the tokens of a batch, or their sum.
         lora_rank: train low-rank adapters of this rank instead of the weights.
         lora_alpha: adapters are weighted by lora_alpha / lora_rank.

@@ -270,6 +270,21 @@ def test_jit_equals_eager(block_size):
     assert_within(jax.jit(loss)(*inputs), f64(loss(*inputs)), 1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_settings_of_jax(reduction):
+    """Strict promotion and the search for NaN find nothing: an ignored target is no NaN in passing."""
+    *inputs, targets = make(BASE)
+    assert (np.asarray(targets) == -100).any()
+
+    def loss(h, w, b, s):
+        options = {**BASE.options, "reduction": reduction}
+        return linear_cross_entropy(h, w, targets, bias=b, scale=s, **options).sum()
+
+    expected = jax.value_and_grad(loss, (0, 1, 2, 3))(*inputs)
+    with jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
+        chex.assert_trees_all_close(jax.value_and_grad(loss, (0, 1, 2, 3))(*inputs), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

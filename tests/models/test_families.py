@@ -124,6 +124,16 @@ def test_what_is_read_is_written_back(tmp_path, family):
         np.testing.assert_array_equal(before[name], after[name], err_msg=name)
 
 
+def test_another_softcap_is_written(tmp_path):
+    """Fine-tuning may change it: config.json then has the one that the weights were trained with."""
+    read_golden("gemma2", tmp_path)
+    model = load_model(tmp_path)
+    config = dataclasses.replace(model.config, logit_softcap=7.5)
+    assert config != model.config
+    save_model(tmp_path / "back", config, model.params, like=tmp_path)
+    assert load_model(tmp_path / "back").config == config
+
+
 @pytest.mark.parametrize("shape", [(1, 3), (16, 5), (3, 33, 7)])
 def test_transposed(shape):
     tensor = np.arange(np.prod(shape), dtype=np.float32).reshape(shape).astype(jnp.bfloat16)

@@ -169,6 +169,18 @@ def draw(*, key=5, prompts=(PROMPTS[0],) * 1000, lm=None, scale=0.3, temperature
     return jax.tree.map(np.asarray, generate(lm, prompts, head=head, **options))
 
 
+def test_in_double_precision_of_jax():
+    """Where 64-bit types are enabled, the model keeps its own, and a key its draws."""
+    sampling = Sampling(temperature=1.5, key=jax.random.key(3))
+    options = {"max_new_tokens": 3, "head": head_of("transformer"), "sampling": sampling}
+    expected = generate(the_lm(), PROMPTS, **options)
+    with jax.enable_x64(True):
+        got = generate(the_lm(), PROMPTS, **options)
+    for name, x, y in zip(got._fields, got, expected, strict=True):
+        assert x.dtype == y.dtype, name
+        np.testing.assert_allclose(x, y, rtol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("head", [False, True])
 def test_samples_of_one_prompt(head):
     """K a prompt, one after the other; what is drawn for a number does not depend on the prompts beside it."""

@@ -251,7 +251,7 @@ def test_directory_of_another_fit_is_refused(auto):
         ("plan", {"weight_decay": 0.1}),
         ("seed", {"seed": 1}),
         ("fingerprint", {"lm": make_lm(seed=9)}),
-        ("windows", {"sequences": ragged(make_sequences(160, seed=1))}),
+        ("the sequences of the data", {"sequences": ragged(make_sequences(160, seed=1))}),
     )
     for different, options in cases:
         with pytest.raises(UserError, match=rf"another run \(different: {different}\)"):

@@ -313,6 +313,7 @@ def test_command(tmp_path, capsys):
     assert main([*command, "--softcap", "20", "--eval-data", str(data)]) == 0
     printed = capsys.readouterr().out
     assert "The fine-tuned model is better calibrated than the base model" in printed
+    assert "WARNING: the config.json of llama has no soft-cap of 20: the figures are with it" in printed
     assert printed.rstrip().endswith("model/ (for --model, or transformers)")
     methods = json.loads((out / "metrics.json").read_text())["held_out"]["methods"]
     assert list(methods) == ["base", "base_temperature", "fine_tuned", "fine_tuned_temperature"]
