@@ -315,7 +315,7 @@ def _exit_code(failure: OSError | None) -> int:
 
 
 def _one_line(error: Exception, options: Any) -> str:
-    """The message, with the library's name of an argument at its start as the option that gave it."""
+    """The message, with the library's name of an argument, at its start and in "Give name=value", as the option."""
     from calibjax.commands.parser import list_options
     from calibjax.runtime.errors import printable
 
@@ -323,7 +323,8 @@ def _one_line(error: Exception, options: Any) -> str:
     message = " ".join(str(error).split())
     if (found := re.match(r"(--[\w-]+: )?([a-z_]+)(=|: )", message)) and found[2] in flags:
         message = f"{flags[found[2]]}{': ' if found[3] == ': ' else ' '}{message[found.end() :]}"
-    return printable(message)
+    names = "|".join(flags)
+    return printable(re.sub(rf"(?<=Give )({names})=", lambda name: f"{flags[name[1]]} ", message))
 
 
 def _discard(line: str) -> None:

@@ -170,7 +170,7 @@ def test_models_that_are_wrong(capsys, tmp_path, made, name, message):
         (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["--eval-data", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["--text-column", "output"], "--text-column 'output' is missing. The columns are: text"),
-        (["--seq-len", "33"], "longer than the model's context of 32 tokens"),
+        (["--seq-len", "33"], "longer than the model's context of 32 tokens. Give --seq-len 32 or less"),
         (["--seq-len", "1"], "--seq-len: expected at least 2, got 1"),
         (["--seq-len", "20"], "no sequence of 20 tokens has anything to predict"),
         (["--alpha", "-1.5"], "--alpha: expected at least 0, got -1.5"),

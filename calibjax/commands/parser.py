@@ -235,7 +235,7 @@ def _check_args(args: Sequence[str], options: Sequence[Option], prog: str) -> No
             )
     if any(arg in ("-h", "--help") or _of_tyro(arg) for arg in args):
         return
-    given, option, values = set(), None, 0
+    given, option, values, ended = set(), None, 0, False
     for arg in (*args, "--"):
         name, _, value = arg.partition("=")
         if not _name(arg) and arg != "--":
@@ -251,7 +251,10 @@ def _check_args(args: Sequence[str], options: Sequence[Option], prog: str) -> No
         if option is not None and option.flag not in given and values > 0:
             stop(f"{option.flag}: expected a value, got none.")
         if arg == "--":
+            option, values, ended = None, 0, True
             continue
+        if ended:
+            stop(f"{name}: expected before --, after which there are no options.")
         option = by_name[_name(arg)]
         values = _arity(option)
         if values != 1:

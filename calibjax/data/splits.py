@@ -144,7 +144,7 @@ def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.
     """
     if seed < 0:
         raise UserError(f"seed: expected an integer >= 0, got {seed}.")
-    size = _part_size(fraction, len(sequences.source), "fraction")
+    size = _part_size(fraction, len(sequences.source), "validation_fraction")
     _, group, counts = np.unique(_groups(sequences), return_inverse=True, return_counts=True)
     drawn = np.random.default_rng(seed).permutation(len(counts))
     number = int(np.searchsorted(np.cumsum(counts[drawn]), size, side="right"))
@@ -169,7 +169,7 @@ def _part_size(fraction: float, total: int, name: str) -> int:
     size = int(fraction * total)
     if size == 0:
         raise UserError(
-            f"{name}={fraction} of {total} sequence{'s'[: total > 1]} is none. Give more text, a shorter seq_len, or a "
+            f"{name}={fraction} of {total} sequence{'s'[: total > 1]} is none. Give more text, shorter sequences, or a "
             "larger fraction."
         )
     return size

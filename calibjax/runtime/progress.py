@@ -91,7 +91,8 @@ class LineBar(standard_tqdm):
     def close(self) -> None:
         if self.disable:
             return
-        self.display()
+        if self._updates:  # otherwise the line of the start holds
+            self.display()
         self.disable = True
         self._decr_instances(self)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -156,8 +156,9 @@ def cross_fit(
     best = harmless[-1] if shrinkage.most else min(harmless, key=lambda scored: scored.mean("nll"))
     note = f", shrunk by {best.shrinkage:g}" if best.shrinkage else ""
     context.log(
-        f"ATS {trial}: predicted out of fold, NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}, "
-        f"calibration error {best.calibration_error:.4f}{note}"
+        f"ATS {trial}: predicted out of fold, {len(log_scales)} of {len(data.folds)} folds, "
+        f"NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}, calibration error "
+        f"{best.calibration_error:.4f}{note}"
     )
     return best
 

@@ -441,6 +441,8 @@ BAD = [
     (ATS, ["--epochs", "--quiet"], "--epochs: expected a value, got none"),
     (ATS, ["--quiet", "stray"], "'stray': calibjax train ats takes no such argument"),
     ("plan", ["--json", "x"], "'x': calibjax plan takes no such argument"),
+    ("generate", ["--prompt", "a", "--", "--max-new-tokens", "2"], "--max-new-tokens: expected before --"),
+    ("generate", ["--prompt", "a", "--", "b"], "'b': calibjax generate takes no such argument"),
 ]
 TABLES = [
     ("dup.csv", "--table: dup.csv: expected columns with names of their own, got several named correct"),

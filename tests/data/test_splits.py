@@ -128,7 +128,7 @@ def test_errors():
             split_sequences(sequences, fraction)
     with pytest.raises(UserError, match=r"fit_fraction=0.1 of 5 sequences is none"):
         split_sequences(sequences, 0.1)
-    with pytest.raises(UserError, match="of 1 sequence is none"):
+    with pytest.raises(UserError, match=r"^validation_fraction=0.9 of 1 sequence is none"):
         hold_back(make_sequences([0]), 0.9, 0)
     with pytest.raises(UserError, match="folds: expected at least 2 sequences to divide, got 1"):
         divide(make_sequences([0]), 4, 0)

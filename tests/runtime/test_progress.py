@@ -44,3 +44,8 @@ def test_a_line_every_half_minute(capsys, monkeypatch):
         bar.update()
     bar.close()
     assert len(capsys.readouterr().err.splitlines()) == 5
+
+
+def test_a_phase_that_was_complete_is_one_line(capsys):
+    progress_bar(None, title="training", unit="step", disable=False, total=3, initial=3).close()
+    assert capsys.readouterr().err == "training: 3/3 step [00:00]\n"

@@ -94,6 +94,9 @@ def test_auto_chooses_by_out_of_fold_predictions(auto):
     assert [row["loss"] for row in fitted.comparison["chosen"]] == ["temperature scaling", fitted.report["loss"]]
     assert fitted.comparison["chosen"][1]["beats_temperature"]
     assert any(line.startswith(f"chose {fitted.report['loss']}: ") for line in lines)
+    told = [line for line in lines if ": predicted out of fold, " in line]
+    assert [line.split(", ")[1] for line in told[:4]] == ["1 of 4 folds"] * 4
+    assert told[4].startswith(f"ATS {fitted.report['loss']}: predicted out of fold, 4 of 4 folds, NLL ")
 
     fold = SEQUENCES.take(divide(SEQUENCES, 4, 0)[0])
     constant = np.full(fold.tokens.shape, float(fitted.temperature.params["log_scale"]))
