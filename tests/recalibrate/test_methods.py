@@ -201,6 +201,83 @@ def test_few_points_and_an_optimum_at_the_bounds(name, confidence, correct):
     assert_within(state.report.loss, got, 1e-6, "NLL that is reported")
 
 
+def ill_conditioned(kind, n=60, k=5, seed=0):
+    """Logits of classes that are nearly the same, of very different scales, far from 0, large, or small."""
+    rng = np.random.default_rng(seed)
+    z = rng.normal(size=(n, k)) * 2
+    if kind == "collinear":
+        z[:, 1] = z[:, 0] + 1e-3 * rng.normal(size=n)
+    labels = (z + rng.gumbel(size=z.shape)).argmax(axis=1)
+    if kind == "scaled":
+        z *= 10.0 ** rng.uniform(-3, 2, (1, k))
+    elif kind == "offset":
+        z += 100 * rng.normal(size=(1, k))
+    z *= {"large": 30, "small": 1e-3}.get(kind, 1)
+    return Predictions(logits=z.astype(np.float32), labels=labels)
+
+
+def nats(name, data):
+    """The objective of a method without its penalty, of x = its parameters in a row; float64."""
+    z = np.asarray(jax.nn.log_softmax(data.logits) if name == "dirichlet" else data.logits, np.float64)
+    k = z.shape[1]
+
+    def loss(x):
+        w, b = (x[:k], x[k:]) if name == "vector" else (x[: k * k].reshape(k, k), x[k * k :])
+        log_p = jax.nn.log_softmax((z * w[None, :] if name == "vector" else z @ w.T) + b[None, :])
+        penalty = 0.0
+        if name != "vector":
+            penalty = 1e-3 * (((w * (1 - np.eye(k))) ** 2).sum() / (k * (k - 1)) + (b**2).mean())
+        return penalty - log_p[np.arange(len(z)), data.labels].mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["collinear", "scaled", "offset", "large", "small"])
+@pytest.mark.parametrize("name", ["vector", "matrix", "dirichlet"])
+def test_a_fit_that_converged_is_at_the_optimum(name, kind):
+    """Trust regions with the exact Hessian (SciPy), from where the fit ended, gain nothing."""
+    from scipy import optimize
+
+    data = ill_conditioned(kind)
+    state = METHODS[name].fit(data)
+    x = np.concatenate([np.ravel(part) for part in state[:2]]).astype(np.float64)
+    with jax.enable_x64(True):
+        loss = nats(name, data)
+        f, g, h = (jax.jit(d) for d in (loss, jax.grad(loss), jax.hessian(loss)))
+        want = optimize.minimize(f, x, jac=g, hess=h, method="trust-exact", options={"gtol": 1e-12}).fun
+        got = float(f(x))
+    print(f"{got - want:.1e} above the least that SciPy finds; {state.report}")
+    assert state.report.converged
+    assert got <= want + 3e-9  # parameters in float32: a flat optimum is known to the square of their rounding
+    assert_within(state.report.loss, want, 1e-6, "loss that is reported")
+
+
+@pytest.mark.parametrize("kind", ["offset", "small"])
+def test_one_vs_rest_of_ill_conditioned_classes(kind):
+    """Each class by L-BFGS-B (SciPy), two starts; some slopes end at their bound, some begin where all is flat."""
+    from scipy import optimize
+
+    data = ill_conditioned(kind, k=10, seed=10)
+    state = METHODS["one_vs_rest_platt"].fit(data)
+    log_p = np.asarray(jax.nn.log_softmax(data.logits)).clip(-87, -1e-7).astype(np.float64)
+    x, total = log_p - np.log(-np.expm1(log_p)), 0.0
+    for k in range(10):
+        y = data.labels == k
+
+        def nll(params, z=x[:, k], y=y):
+            score = params[0] * z + params[1]
+            residual = 1 / (1 + np.exp(-score.clip(-700))) - y
+            return np.mean(np.logaddexp(0, score) - y * score), np.array([np.mean(residual * z), residual.mean()])
+
+        own = np.array([state.slope[k], state.intercept[k]], np.float64)
+        options = {"ftol": 1e-16, "gtol": 1e-12, "maxiter": 5000}
+        ends = [optimize.minimize(nll, a, jac=True, bounds=[(-16, 16)] * 2, options=options) for a in (own, [0, 0])]
+        assert_within(nll(own)[0], min(end.fun for end in ends), 1e-6, f"class {k}")
+        total += nll(own)[0]
+    assert state.report.converged
+    assert_within(state.report.loss, total, 1e-5, "loss that is reported")
+
+
 @pytest.mark.parametrize("name", ["matrix", "dirichlet"])
 def test_odir(name):
     """The gradient of the penalised objective, written in float64 numpy, is zero at what was found."""
