@@ -111,7 +111,7 @@ def save(
         raise UserError(
             f"recalibrate.save: expected a {_state_type(name).__name__} for {name}, got a {type(state).__name__}."
         )
-    arrays = {path: np.ascontiguousarray(leaf) for path, leaf in _flat(state).items()}
+    arrays = {path: np.asarray(leaf, order="C") for path, leaf in _flat(state).items()}
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
     with new_directory(Path(directory), replace=True) as fresh:
 

@@ -719,13 +719,13 @@ def test_orbax_stores_every_state(tmp_path):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_saved_and_loaded(tmp_path, name):
-    """Every state comes back bit for bit, with its type, and gives the same from one call."""
+    """Every state comes back bit for bit, with its types and shapes, and gives the same from one call."""
     state = fitted(name)
     save(tmp_path / "x", name, state, notes={"data": "x.csv"})
     back = load(tmp_path / "x")
     assert (back.name, back.notes, type(back.state)) == (name, {"data": "x.csv"}, type(state))
     assert jax.tree.structure(back.state) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, back.state, state)
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), back.state, state)
     assert {file.name for file in (tmp_path / "x").iterdir()} == {
         *("state.safetensors", "recalibrator.json", "checksums.json")
     }
