@@ -755,6 +755,27 @@ def test_damage_is_refused(tmp_path, file):
         load(tmp_path / "x")
 
 
+@pytest.mark.parametrize("name", [name for name in METHODS if "confidence" in METHODS[name].apply_reads])
+def test_confidences_that_are_none(tmp_path, name):
+    """NaN stays NaN in its row alone; one call on the host refuses it, and what lies outside [0, 1]."""
+    data = bundle_for(name)
+    data = data._replace(slices=np.arange(len(data.labels)) % 7)
+    bad = data._replace(confidence=np.where(np.arange(len(data.labels)) == 8, np.nan, data.confidence))
+    reads = [Predictions(**{f: getattr(d, f) for f in METHODS[name].apply_reads}) for d in (data, bad)]
+    good, found = (np.asarray(applied(name)(fitted(name), d)) for d in reads)
+    others = reads[0].slices != 1 if name == "few_shot" else np.arange(len(good)) != 8
+    assert np.isnan(found[8])
+    np.testing.assert_array_equal(found[others], good[others])
+    save(tmp_path / "x", name, fitted(name))
+    fields = {f: v for f, v in data._asdict().items() if f in METHODS[name].apply_reads}
+    rounded = load(tmp_path / "x")(**{**fields, "confidence": np.minimum(data.confidence + 1e-6, 1 + 1e-6)})
+    assert np.isfinite(rounded).all()
+    for value in (np.nan, -0.5, 1.5):
+        wrong = np.where(np.arange(len(good)) == 8, value, data.confidence)
+        with pytest.raises(UserError, match="confidence: row 8 holds"):
+            load(tmp_path / "x")(**{**fields, "confidence": wrong})
+
+
 def test_what_cannot_be_saved_or_loaded(tmp_path):
     with pytest.raises(UserError, match="expected a PlattState for platt, got a BetaState"):
         save(tmp_path / "x", "platt", fitted("beta"))
