@@ -279,9 +279,9 @@ TABLE = [
         "square + jnp.square(expected)",
         f"{METHODS} -k issue",
     ),
-    Mutation(
-        "recalibrate/logistic.py", "jnp.where(positive, -score, score)", "jnp.where(positive, score, -score)", SCIKIT
-    ),
+    Mutation("recalibrate/logistic.py", "score.min() < -700.0", "False", f"{SOLVERS} -k logistic"),
+    Mutation("recalibrate/solvers.py", "least = TOLERANCE * length", "least = TOLERANCE", f"{METHODS} -k one_vs_rest"),
+    Mutation("recalibrate/optimize.py", "x.size > _EXACT", "True", f"{METHODS} -k optimum"),
     Mutation(
         "recalibrate/solvers.py", "values = np.maximum(np.abs(values),", "values = np.maximum(-np.abs(values),", SOLVERS
     ),

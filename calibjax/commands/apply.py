@@ -12,7 +12,7 @@ from calibjax import metrics
 from calibjax.commands.common import JsonOptions
 from calibjax.data.table import PredictionTable, read_table
 from calibjax.eval.compare.contenders import Outcome, uncalibrated
-from calibjax.eval.report.rows import TextTable, short
+from calibjax.eval.report.rows import UNCONVERGED, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
 from calibjax.runtime.errors import UserError, about
@@ -65,6 +65,7 @@ def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, 
     columns = _columns(recalibrator, table)
     _write(options.out, columns)
     document: dict[str, Any] = {"rows": len(table), "method": recalibrator.name, "out": str(options.out)}
+    document["converged"] = bool(recalibrator.state.report.converged)
     if table.predictions.labels is not None or table.predictions.correct is not None:
         before, after = uncalibrated(table.predictions), _outcome(columns, table)
         document["figures"] = {"uncalibrated": _figures(before), recalibrator.name: _figures(after)}
@@ -132,10 +133,10 @@ def _write(out: Path, columns: dict[str, Any]) -> None:
 def _print(document: dict[str, Any], options: ApplyOptions) -> None:
     name, figures = document["method"], document.get("figures")
     files = f"{document['rows']:,} rows in {options.out}"
+    notes = [] if document["converged"] else [f"{name} did not converge: {UNCONVERGED}."]
     if figures is None:
-        print_result(
-            f"{name} recalibrated {document['rows']:,} predictions; their outcomes are not known.", files=files
-        )
+        line = f"{name} recalibrated {document['rows']:,} predictions; their outcomes are not known."
+        print_result(line, notes=notes, files=files)
         return
     before, after = figures["uncalibrated"], figures[name]
     better = after["log_loss"] < before["log_loss"]
@@ -153,4 +154,4 @@ def _print(document: dict[str, Any], options: ApplyOptions) -> None:
     verdict = (
         f"The recalibrated predictions are better: {line}." if better else f"WARNING: no improvement here: {line}."
     )
-    print_result(verdict, TextTable(f"{document['rows']:,} predictions", columns, rows), files=files)
+    print_result(verdict, TextTable(f"{document['rows']:,} predictions", columns, rows), notes=notes, files=files)

@@ -117,9 +117,11 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: b
     if not all(map(is_known, (*arrays.values(), where))):
         return
     weights = np.ones(shapes[0][:1]) if where is None else np.asarray(where).astype(np.float64)
-    bad = ~_allowed(weights, counts)
+    single = np.finfo(np.float32)
+    beyond = (weights > single.max / max(len(weights), 1)) | ((weights > 0) & (weights < single.tiny))
+    bad = ~_allowed(weights, counts) | beyond
     if bad.any():
-        kind = "whole numbers >= 0, how often each point counts" if counts else "finite weights >= 0"
+        kind = "whole numbers >= 0, how often each point counts" if counts else "finite weights >= 0, sums in float32"
         reason = " This metric depends on the number of points." if counts else ""
         at = int(np.argmax(bad))
         raise ValueError(f"where: expected {kind}, got {weights[at]:g} at {at} ({bad.sum()} such points).{reason}")
@@ -132,6 +134,14 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: b
                 f"{name}: expected numbers in [0, 1], got {values[at]} at {at} ({bad.sum()} such points); "
                 "use where= to mask points that do not count."
             )
+
+
+def check_indices(name: str, values: Any, number: int, where: Any) -> None:
+    """Raises ValueError, outside jit, if that of a point that counts is not in [0, number)."""
+    if is_known(values) and is_known(where):
+        found = np.asarray(values) if where is None else np.asarray(values)[np.asarray(where) > 0]
+        if ((found < 0) | (found >= number)).any():
+            raise ValueError(f"{name}: expected integers in [0, {number}), got {found.min()} to {found.max()}.")
 
 
 def is_known(array: Any) -> bool:

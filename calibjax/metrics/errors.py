@@ -4,14 +4,14 @@ Each `*_from_sums` takes `CalibrationSums` with any leading axes, returns numpy 
 no point counts.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.metrics._points import divisor, is_known, metric, points
+from calibjax.metrics._points import check_indices, divisor, is_known, metric, points
 from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
 from calibjax.metrics.sums import CalibrationSums, sums_of_index
 from calibjax.runtime.arrays import AnyArray
@@ -213,10 +213,16 @@ def classwise_calibration_error(
         float32 scalar in [0, 1]; NaN where no point counts.
     """
     if jnp.ndim(labels) == 1:
-        labels, classes = as_indices(labels), jnp.shape(probabilities)[-1]
+        labels, classes = _whole(labels), jnp.shape(probabilities)[-1]
         known = (labels >= 0) & (labels < classes)
         labels = jnp.where(known[:, None], jax.nn.one_hot(labels, classes), jnp.nan)  # NaN raises if the point counts
     return _classwise(probabilities, labels, bins=bins, closed=closed, where=where)
+
+
+def _whole(values: Any) -> Array:
+    """Indices; False and True are 0 and 1."""
+    values = as_indices(values)
+    return values.astype(jnp.int32) if values.dtype == bool else values
 
 
 @metric("bins", "closed", rank=2)
@@ -274,14 +280,17 @@ def groupwise_calibration_error(
     if reduction not in ("mean", "max"):
         raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')
     if jnp.ndim(groups) == 1:
-        groups = as_indices(groups)
-        if is_known(groups):
-            found = np.asarray(groups) if where is None else np.asarray(groups)[np.asarray(where) > 0]
-            number = int(found.max(initial=-1)) + 1 if number is None else number
-            if ((found < 0) | (found >= number)).any():
-                raise ValueError(f"groups: expected integers in [0, {number}), got {found.min()} to {found.max()}.")
-        elif number is None:
-            raise ValueError("groups: expected number= under jit, where the largest group is not known.")
+        groups = _whole(groups)
+        if number is None:
+            if not is_known(groups):
+                raise ValueError("groups: expected number= under jit, where the largest group is not known.")
+            counted = (
+                np.asarray(groups)
+                if where is None or not is_known(where)
+                else np.asarray(groups)[np.asarray(where) > 0]
+            )
+            number = int(counted.max(initial=0)) + 1
+        check_indices("groups", groups, number, where)
         groups = jax.nn.one_hot(groups, number, dtype=bool)
     return _groupwise(confidence, correct, groups, reduction=reduction, bins=bins, closed=closed, where=where)
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from calibjax.metrics._points import Points, check, metric, points
+from calibjax.metrics._points import Points, check, check_indices, metric, points
 from calibjax.metrics.bins import bin_index
 from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.indices import as_indices
 
 
 @metric("bins", "reduction")
@@ -108,15 +109,21 @@ def grouping_parts(
 
     Raises:
         ValueError: for invalid shapes and, outside jit (NaN under it), for a point that counts and is not in [0, 1] or
-            a weight that is not a whole number, because the bias depends on the number of points.
+            in no region, or a weight that is not a whole number, because the bias depends on the number of points.
     """
     check({"confidence": confidence, "correct": correct}, where, counts=True)
+    regions = as_indices(regions)
+    if jnp.shape(regions) != jnp.shape(confidence):
+        raise ValueError(f"regions: expected one for each of {len(confidence)} points, got {jnp.shape(regions)}.")
+    check_indices("regions", regions, number, where)
     return _grouping_parts(confidence, correct, regions, number, bins, where)
 
 
 @functools.partial(jax.jit, static_argnames=("number", "bins"))
 def _grouping_parts(confidence, correct, regions, number: int, bins: int, where) -> GroupingParts:
     data = points(confidence, correct, where, counts=True)
+    outside = (data.weight > 0) & ((regions < 0) | (regions >= number))
+    data = data._replace(usable=data.usable & ~jnp.any(outside))
     index = bin_index(data.confidence, bins)
     cell = jax.nn.one_hot(index * number + regions, bins * number, dtype=jnp.float32)
 
@@ -168,15 +175,16 @@ def grouping_loss(
 
     Args:
         confidence, correct, where: see `grouping_parts`.
-        features: `[N, F]`, not NaN at points that count.
+        features: `[N, F]`, finite at points that count.
         bins: number of equal-width bins, closed on the right.
 
     Returns:
         float32 scalar, on the scale of `brier_score`. The bias is removed, so noise may make it negative. NaN where no
-        point counts.
+        point counts, or a feature of one that does is not finite.
     """
     data = points(confidence, correct, where, counts=True)
     x = _features(features, data)
+    data = data._replace(usable=data.usable & jnp.all(jnp.isfinite(x)))  # no comparison with NaN is true
     member = jax.nn.one_hot(bin_index(data.confidence, bins), bins, dtype=jnp.float32)
     second = jnp.cumsum(data.weight > 0) % 2 == 1
 

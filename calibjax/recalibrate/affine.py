@@ -8,13 +8,15 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
-from calibjax.recalibrate.logistic import log_loss
-from calibjax.recalibrate.optimize import minimize
+from calibjax.recalibrate.logistic import regression
+from calibjax.recalibrate.optimize import minimize, report_of
+from calibjax.recalibrate.solvers import Found
 
 MAX_CLASSES = 1024
 """Most classes of the methods with a K by K matrix: of a million parameters the optimiser stores forty copies."""
 MAX_REGRESSIONS = 4096
-"""Most classes of one-vs-rest Platt scaling: more bounded logistic regressions in one problem take minutes."""
+"""Most classes of one-vs-rest Platt scaling, each a logistic regression of its own."""
+_LIMIT = 16.0  # of its slopes and intercepts
 
 
 class VectorState(NamedTuple):
@@ -100,9 +102,8 @@ def _log_odds(logits: Array) -> Array:
     return _logit(jax.nn.log_softmax(logits))
 
 
-def _one_vs_rest_loss(params, rows, extra):
-    scores = _per_class(params, rows[0])
-    return jnp.sum(log_loss(scores, _is_label(scores, rows[1]).astype(scores.dtype)), axis=1)
+def _line(log_odds: np.ndarray) -> np.ndarray:
+    return np.stack([log_odds.astype(np.float64), np.ones(len(log_odds))])
 
 
 def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> VectorState:
@@ -122,11 +123,13 @@ def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> Vecto
         UserError: see `select`.
     """
     logits, labels = select(data, ("logits", "labels"), where, MAX_REGRESSIONS)
-    start = _start(logits.shape[1])
-    bounds = tuple(jax.tree.map(lambda x, side=side: np.full_like(x, side), start) for side in (-16.0, 16.0))
-    rows = np.asarray(_log_odds(jnp.asarray(logits))), labels
-    (slope, intercept), report = minimize(_one_vs_rest_loss, start, rows, bounds=bounds)
-    return VectorState(slope, intercept, report)
+    log_odds = np.asarray(_log_odds(jnp.asarray(logits)).T)
+    fits = [
+        regression(_line, (of_class, labels == k), (1.0, 0.0), -_LIMIT, _LIMIT) for k, of_class in enumerate(log_odds)
+    ]
+    x, values, converged, iterations = zip(*fits, strict=True)
+    slope, intercept = np.array(x, np.float32).T
+    return VectorState(slope, intercept, report_of(Found(slope, sum(values), all(converged), max(iterations))))
 
 
 def apply_one_vs_rest(state: VectorState, data: Predictions) -> Float[Array, "N K"]:

@@ -77,7 +77,7 @@ def apply(state: LocalState, data: Predictions) -> Float[Array, " N"]:
         score = jnp.where(state.bin == bin_, -distance / state.bandwidth, -jnp.inf)
         weight = jnp.exp(score - jnp.maximum(jnp.max(score), jnp.finfo(jnp.float32).min))
         total = jnp.sum(weight)
-        return jnp.where(total > 0, jnp.sum(weight * state.correct) / jnp.maximum(total, 1e-30), c)
+        return jnp.where((total > 0) & ~jnp.isnan(c), jnp.sum(weight * state.correct) / jnp.maximum(total, 1e-30), c)
 
     return jax.lax.map(one, (features, own_bin, confidence))
 

@@ -63,18 +63,41 @@ def _derivatives(blocks: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray) -> 
     """Mean log loss of σ(Σ_p x_p z_p), its gradient `[P]` and Hessian `[P, P]`; a block is z `[P, n]` and y `[n]`.
 
     In NumPy: with so few parameters, to call a program of JAX takes as long as the sums, and to compile it much longer.
-    No exponential overflows: within the bounds, |Σ_p x_p z_p| is less than 600.
     """
 
     def sums(z: np.ndarray, y: np.ndarray) -> tuple[Any, ...]:
         score = np.einsum("p,pn->n", x, z)
+        if score.min() < -700.0:  # the exponential overflows
+            score = np.maximum(score, -700.0)
         e = np.exp(-score)
         p = 1 / (1 + e)
-        loss = np.sum(np.log1p(e) + (1 - y) * score)
+        loss = np.log1p(e).sum() + np.einsum("n,n->", 1 - y, score)
         return loss, np.einsum("pn,n->p", z, p - y), np.einsum("pn,qn->pq", z * (p - p * p), z)
 
     count = sum(len(y) for _, y in blocks)
     return [sum(parts) / count for parts in zip(*(sums(*block) for block in blocks), strict=True)]
+
+
+def regression(
+    columns: Callable[..., np.ndarray], data: tuple[np.ndarray, ...], start: Any, low: Any, high: Any
+) -> Found:
+    """The x `[P]` within bounds with the least mean log loss of σ(Σ_p x_p z_p).
+
+    Args:
+        columns: z `[P, n]`, float64, of n of the predictors.
+        data: predictor and target, `[N]` each.
+        start: x.
+        low: of x, `[P]` or a number.
+        high: of x.
+
+    Returns:
+        `Found`.
+    """
+    pieces = -(-len(data[1]) // _BLOCK)
+    parts = zip(*(np.array_split(part, pieces) for part in data), strict=True)
+    blocks = [(columns(predictor), target.astype(np.float64)) for predictor, target in parts]
+    found = newton(functools.partial(_derivatives, blocks), np.array(start), low, high, 1000)
+    return finished(found, lambda x: _derivatives(blocks, x)[:2], low, high, 1000)
 
 
 def _fit(
@@ -94,14 +117,10 @@ def _fit(
     low, high = np.array(bounds)
 
     def search(at: float) -> Found:
-        def block(confidence: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            columns = terms(*_logs(confidence.astype(np.float64), at, np))
-            return np.stack(np.broadcast_arrays(*columns)), correct.astype(np.float64)
+        def columns(confidence: np.ndarray) -> np.ndarray:
+            return np.stack(np.broadcast_arrays(*terms(*_logs(confidence.astype(np.float64), at, np))))
 
-        pieces = -(-len(correct) // _BLOCK)
-        blocks = list(map(block, np.array_split(confidence, pieces), np.array_split(correct, pieces)))
-        found = newton(functools.partial(_derivatives, blocks), np.array(start), low, high, 1000)
-        return finished(found, lambda x: _derivatives(blocks, x)[:2], low, high, 1000)
+        return regression(columns, (confidence, correct), start, low, high)
 
     fits = [(search(at), at) for at in tried]
     found, best = min(fits, key=lambda fit: np.float32(fit[0].value))  # of equal ones the smallest ε
@@ -113,13 +132,6 @@ def _map(terms: Callable[..., tuple[Any, ...]], params: Any, clip: Any, data: Pr
     """σ of the sum of the terms, each times its parameter."""
     of_data = terms(*_logs(jnp.asarray(data.confidence, jnp.float32), clip))
     return jax.nn.sigmoid(sum(param * term for param, term in zip(params, of_data, strict=True)))
-
-
-def log_loss(score: Array, correct: Array) -> Array:
-    """−y log σ(x) − (1 − y) log σ(−x), also of fractions y: one exponential, both derivatives exact at x = 0 too."""
-    positive = score >= 0
-    e = jnp.exp(jnp.where(positive, -score, score))
-    return jnp.log(1 + e) + jnp.where(positive, 1 - correct, -correct) * score
 
 
 def _odds(log_c: Any, log_miss: Any) -> tuple[Any, ...]:

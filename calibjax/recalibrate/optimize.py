@@ -16,6 +16,7 @@ from calibjax.recalibrate.solvers import Found, bfgs, finished, newton
 _BLOCK = 2**22  # numbers of float64 at a time: what a fit holds beside its data, a few times over
 _SEPARATED = 1e-6  # nats a prediction: a fit this good is perfect up to rounding, and its optimum lies at infinity
 _NEWTON, _SCALED = 8, 512  # parameters: at most, for Newton's method, and for the Hessian at the start
+_EXACT, _ENDS = 128, (200, 100)  # parameters, at most, for Newton's method after L-BFGS-B; iterations of these two
 _SAMPLE = 512  # rows of that Hessian, about
 
 Loss = Callable[[Any, tuple[Array, ...], Any], Float[Array, " N"]]
@@ -65,7 +66,8 @@ def minimize(
 
     Up to 8 parameters by Newton's method: their Hessian costs hardly more than the gradient. Up to 512 without bounds
     by BFGS that begins with the Hessian of a sample: a quarter of the iterations; with fewer than four rows for each
-    it would be that of the penalty. More, or where these do not end, by L-BFGS-B.
+    it would be that of the penalty. More, or where these do not end, by L-BFGS-B. That may take a direction of little
+    curvature for the optimum, so up to 128 parameters Newton's method follows.
 
     Args:
         loss: `(params, rows, extra) -> [n]`, per prediction, twice differentiable; a penalty is added to every one. A
@@ -96,13 +98,25 @@ def minimize(
             return tuple(sum(leaves) / sum(len(part[0]) for part in parts) for leaves in zip(*sums, strict=True))
 
         blocks = list(zip(*(map(jnp.asarray, np.array_split(row, pieces)) for row in rows), strict=True))
+
+        def slope(x: np.ndarray) -> tuple[Any, ...]:
+            return at(_slope, x, blocks)
+
+        def curved(x: np.ndarray) -> tuple[Any, ...]:
+            return (*slope(x), lambda: at(_hessian, x, blocks)[0])
+
         found = Found(x, np.inf, False, 0)
         if x.size <= _NEWTON:
             found = newton(lambda x: at(_curvature, x, blocks), x, low, high, max_iterations)
         elif bounds is None and x.size <= min(_SCALED, n // 4):
             sample = [tuple(jnp.asarray(row[:: -(-n // _SAMPLE)]) for row in rows)]
-            found = bfgs(lambda x: at(_slope, x, blocks), lambda x: at(_hessian, x, sample)[0], x, max_iterations)
-        found = finished(found, lambda x: at(_slope, x, blocks), low, high, max_iterations)
+            found = bfgs(slope, lambda x: at(_hessian, x, sample)[0], x, max_iterations)
+        if found.converged or x.size <= _NEWTON or x.size > _EXACT:
+            found = finished(found, slope, low, high, max_iterations)
+        else:
+            most = [min(max_iterations, found.iterations + sum(_ENDS[:k])) for k in (1, 2)]
+            found = finished(found, slope, low, high, most[0])
+            found = newton(curved, found.x, low, high, most[1], found.iterations)
     leaves, treedef = jax.tree.flatten(start)
     ends = np.cumsum([np.size(leaf) for leaf in leaves])[:-1]
     parts = zip(np.split(found.x.astype(np.float32), ends), leaves, strict=True)

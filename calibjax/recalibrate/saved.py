@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from calibjax.recalibrate.contract import Method, Predictions
+from calibjax.recalibrate.contract import Method, Predictions, select
 from calibjax.recalibrate.methods import METHODS
 from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_checksums
 from calibjax.runtime.distributed import on_first
@@ -49,13 +49,17 @@ class Recalibrator(NamedTuple):
             float32 `[N]`, calibrated confidences, or `[N, K]`, log-probabilities of the classes: see `method.gives`.
 
         Raises:
-            UserError: a field that the method reads is missing.
+            UserError: a field that the method reads is missing, or a confidence is not in [0, 1].
         """
         data = Predictions(**fields) if data is None else data
         missing = [field for field in self.method.apply_reads if getattr(data, field) is None]
         if missing:
             raise UserError(f"{self.name} reads {', '.join(self.method.apply_reads)}; missing: {', '.join(missing)}.")
         reads = Predictions(**{field: getattr(data, field) for field in self.method.apply_reads})
+        if reads.confidence is not None and np.size(reads.confidence):
+            given = np.asarray(reads.confidence)
+            nearest = np.clip(given, 0, 1)  # of a softmax, 1 may be exceeded by its rounding
+            select(reads._replace(confidence=np.where(abs(given - nearest) <= 1e-5, nearest, given)), ("confidence",))
         if "slices" in self.method.apply_reads:
             reads = reads._replace(slices=np.unique(np.asarray(reads.slices), return_inverse=True)[1])
         return np.asarray(jax.jit(self.method.apply)(self.state, reads))
@@ -111,7 +115,7 @@ def save(
         raise UserError(
             f"recalibrate.save: expected a {_state_type(name).__name__} for {name}, got a {type(state).__name__}."
         )
-    arrays = {path: np.ascontiguousarray(leaf) for path, leaf in _flat(state).items()}
+    arrays = {path: np.asarray(leaf, order="C") for path, leaf in _flat(state).items()}
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
     with new_directory(Path(directory), replace=True) as fresh:
 

@@ -59,7 +59,8 @@ def _search(derivatives: Callable, x: np.ndarray, value: float, step: np.ndarray
     Where it rises by no more than its rounding, the gradient knows better.
     """
     there, length = _place(x, step, 1.0, sides)
-    while length >= TOLERANCE:
+    least = TOLERANCE * length  # without curvature a step is long, and bounds cut it to a small part
+    while length >= least:
         found = derivatives(there)
         if found[0] <= value - 1e-4 * length * gain + TOLERANCE * max(abs(value), 1.0):
             return there, found
@@ -67,22 +68,26 @@ def _search(derivatives: Callable, x: np.ndarray, value: float, step: np.ndarray
     return None
 
 
-def newton(derivatives: Callable[[np.ndarray], Any], x: np.ndarray, low: Any, high: Any, most: int) -> Found:
+def newton(
+    derivatives: Callable[[np.ndarray], Any], x: np.ndarray, low: Any, high: Any, most: int, done: int = 0
+) -> Found:
     """Newton's method within bounds; a step is halved until the value falls.
 
     Args:
-        derivatives: x -> value, gradient `[P]`, Hessian `[P, P]`.
+        derivatives: x -> value, gradient `[P]`, Hessian `[P, P]` or a function that returns it.
         x: the start.
         low: of x, `[P]` or a number.
         high: of x.
         most: iterations.
+        done: of them, in a search before.
 
     Returns:
         `Found`.
     """
     value, slope, curvature = derivatives(x)
-    for iteration in range(1, most + 1):
-        step = _newton_step(x, slope, curvature, low, high)
+    for iteration in range(done + 1, most + 1):
+        here: Any = curvature() if callable(curvature) else curvature
+        step = _newton_step(x, slope, here, low, high)
         gain = -(slope @ step) / 2
         if gain <= TOLERANCE * max(abs(value), 1.0):  # so near, the parabola is exact: its end is the optimum
             return Found(_place(x, step, 1.0, (low, high))[0], value - gain, True, iteration)

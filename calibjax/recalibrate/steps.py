@@ -88,7 +88,8 @@ def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
 
 
 def _look_up(state: BinState, confidence: Array) -> Array:
-    return jnp.asarray(state.values)[jnp.searchsorted(jnp.asarray(state.edges), confidence)]
+    found = jnp.asarray(state.values)[jnp.searchsorted(jnp.asarray(state.edges), confidence)]
+    return jnp.where(jnp.isnan(confidence), confidence, found)  # the search takes NaN for the largest
 
 
 def fit_histogram(data: Predictions, where: np.ndarray | None = None, *, bins: int = 15) -> BinState:

@@ -339,6 +339,31 @@ def test_where_a_method_cannot_be_saved(capsys, files, tmp_path, save):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_fit_that_did_not_converge_is_shown(tmp_path, capsys):
+    """Separable: one threshold parts right from wrong, and Platt's slope would grow without end."""
+    confidence = np.resize([0.2, 0.3, 0.7, 0.8], 400)
+    table, saved, out = tmp_path / "x.csv", tmp_path / "saved", tmp_path / "out"
+    pa_csv.write_csv(pa.table({"confidence": confidence, "correct": (confidence > 0.5).astype(int)}), table)
+    options = ["--table", str(table), "--methods", "platt"]
+    assert main(["compare", *QUICK, *options, "--save", str(saved), "--out", str(out)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    held_out = json.loads((out / "metrics.json").read_text())["held_out"]
+    assert set(held_out["not_converged"]) == {"platt", "confidence_temperature"}
+    for name in held_out["not_converged"]:
+        assert f"{name} (not converged)" in shown
+    assert "separable data" in shown
+    assert "Not converged: " in (out / "report.html").read_text()
+    assert main(["report", str(out)]) == 0
+    assert "platt (not converged)" in " ".join(capsys.readouterr().out.split())
+
+    assert load(saved).name in held_out["not_converged"]
+    apply = ["apply", "--method", str(saved), "--table", str(table), "--out", str(tmp_path / "new.csv")]
+    assert main(apply) == 0
+    assert f"{load(saved).name} did not converge: " in " ".join(capsys.readouterr().out.split())
+    assert main([*apply, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["converged"] is False
+
+
 def test_apply_to_a_distribution(files, tmp_path, capsys):
     options = ["--table", files / "logits.npz", "--methods", "vector", "--save", tmp_path / "saved"]
     code, document, _ = compare(capsys, *options)

@@ -421,3 +421,48 @@ def test_a_million_points():
     right = int(y.sum())
     area = (middle[y].sum() - right * (right + 1) / 2) / (right * (10**6 - right))
     assert_within(metrics.auroc(c, y), area, 1e-6, "AUROC")
+
+
+def test_indices_of_every_dtype():
+    """Groups, labels and regions: unsigned, bool, and of points that a traced `where` may leave out."""
+    rng = np.random.default_rng(50)
+    c = rng.random(200).astype(np.float32)
+    y, second, p = rng.random(200) < c, rng.random(200) < 0.5, np.stack([1 - c, c], axis=1)
+    groups = functools.partial(metrics.groupwise_calibration_error, c, y)
+    for dtype in (bool, np.uint8, np.uint16, np.int8, np.int64, np.uint64):
+        assert groups(second.astype(dtype)) == groups(second.astype(np.int32)), dtype
+        assert metrics.classwise_calibration_error(p, y.astype(dtype)) == metrics.classwise_calibration_error(p, y * 1)
+    where = np.arange(200) < 150
+    got = jax.vmap(lambda where: groups(second * 1, where=where))(np.stack([where, ~where]))
+    assert_within(got[0], groups(second * 1, where=where), 4 * EPS, "where under vmap")
+
+
+def test_regions_that_there_are_not():
+    """They would count as the first ones of the next bin."""
+    c, y, regions = metric_data.grouped()
+    parts = functools.partial(metrics.grouping_parts, c, y)
+    for wrong in (regions + 1, regions - 1, regions.astype(np.int64) + 2**32):
+        with pytest.raises(ValueError, match=r"regions: expected integers in \[0, 3\)"):
+            parts(wrong, number=3)
+    assert np.isnan(jax.jit(functools.partial(metrics.grouping_parts, number=3))(c, y, regions + 1)).all()
+    with pytest.raises(ValueError, match="regions: expected one for each"):
+        parts(regions[:5], number=3)
+    some = regions < 2
+    np.testing.assert_array_equal(
+        parts(regions, number=2, where=some), parts(np.where(some, regions, 0), number=2, where=some)
+    )
+
+
+def test_grouping_loss_of_features_that_are_not_finite():
+    rng = np.random.default_rng(51)
+    c, x = rng.random(100), rng.normal(size=(100, 3))
+    for bad in (np.nan, np.inf):
+        broken = np.where(np.arange(100)[:, None] == 7, bad, x)
+        assert np.isnan(metrics.grouping_loss(c, c > 0.5, broken))
+        assert np.isfinite(metrics.grouping_loss(c, c > 0.5, broken, where=np.arange(100) != 7))
+
+
+@pytest.mark.parametrize("weight", [1e300, 1e38, 1e-40])
+def test_weights_that_float32_does_not_hold(weight):
+    with pytest.raises(ValueError, match="sums in float32, got"):
+        metrics.brier_score(np.full(10, 0.5), np.ones(10), where=np.full(10, weight))

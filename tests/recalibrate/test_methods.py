@@ -201,6 +201,83 @@ def test_few_points_and_an_optimum_at_the_bounds(name, confidence, correct):
     assert_within(state.report.loss, got, 1e-6, "NLL that is reported")
 
 
+def ill_conditioned(kind, n=60, k=5, seed=0):
+    """Logits of classes that are nearly the same, of very different scales, far from 0, large, or small."""
+    rng = np.random.default_rng(seed)
+    z = rng.normal(size=(n, k)) * 2
+    if kind == "collinear":
+        z[:, 1] = z[:, 0] + 1e-3 * rng.normal(size=n)
+    labels = (z + rng.gumbel(size=z.shape)).argmax(axis=1)
+    if kind == "scaled":
+        z *= 10.0 ** rng.uniform(-3, 2, (1, k))
+    elif kind == "offset":
+        z += 100 * rng.normal(size=(1, k))
+    z *= {"large": 30, "small": 1e-3}.get(kind, 1)
+    return Predictions(logits=z.astype(np.float32), labels=labels)
+
+
+def nats(name, data):
+    """The objective of a method without its penalty, of x = its parameters in a row; float64."""
+    z = np.asarray(jax.nn.log_softmax(data.logits) if name == "dirichlet" else data.logits, np.float64)
+    k = z.shape[1]
+
+    def loss(x):
+        w, b = (x[:k], x[k:]) if name == "vector" else (x[: k * k].reshape(k, k), x[k * k :])
+        log_p = jax.nn.log_softmax((z * w[None, :] if name == "vector" else z @ w.T) + b[None, :])
+        penalty = 0.0
+        if name != "vector":
+            penalty = 1e-3 * (((w * (1 - np.eye(k))) ** 2).sum() / (k * (k - 1)) + (b**2).mean())
+        return penalty - log_p[np.arange(len(z)), data.labels].mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["collinear", "scaled", "offset", "large", "small"])
+@pytest.mark.parametrize("name", ["vector", "matrix", "dirichlet"])
+def test_a_fit_that_converged_is_at_the_optimum(name, kind):
+    """Trust regions with the exact Hessian (SciPy), from where the fit ended, gain nothing."""
+    from scipy import optimize
+
+    data = ill_conditioned(kind)
+    state = METHODS[name].fit(data)
+    x = np.concatenate([np.ravel(part) for part in state[:2]]).astype(np.float64)
+    with jax.enable_x64(True):
+        loss = nats(name, data)
+        f, g, h = (jax.jit(d) for d in (loss, jax.grad(loss), jax.hessian(loss)))
+        want = optimize.minimize(f, x, jac=g, hess=h, method="trust-exact", options={"gtol": 1e-12}).fun
+        got = float(f(x))
+    print(f"{got - want:.1e} above the least that SciPy finds; {state.report}")
+    assert state.report.converged
+    assert got <= want + 3e-9  # parameters in float32: a flat optimum is known to the square of their rounding
+    assert_within(state.report.loss, want, 1e-6, "loss that is reported")
+
+
+@pytest.mark.parametrize("kind", ["offset", "small"])
+def test_one_vs_rest_of_ill_conditioned_classes(kind):
+    """Each class by L-BFGS-B (SciPy), two starts; some slopes end at their bound, some begin where all is flat."""
+    from scipy import optimize
+
+    data = ill_conditioned(kind, k=10, seed=10)
+    state = METHODS["one_vs_rest_platt"].fit(data)
+    log_p = np.asarray(jax.nn.log_softmax(data.logits)).clip(-87, -1e-7).astype(np.float64)
+    x, total = log_p - np.log(-np.expm1(log_p)), 0.0
+    for k in range(10):
+        y = data.labels == k
+
+        def nll(params, z=x[:, k], y=y):
+            score = params[0] * z + params[1]
+            residual = 1 / (1 + np.exp(-score.clip(-700))) - y
+            return np.mean(np.logaddexp(0, score) - y * score), np.array([np.mean(residual * z), residual.mean()])
+
+        own = np.array([state.slope[k], state.intercept[k]], np.float64)
+        options = {"ftol": 1e-16, "gtol": 1e-12, "maxiter": 5000}
+        ends = [optimize.minimize(nll, a, jac=True, bounds=[(-16, 16)] * 2, options=options) for a in (own, [0, 0])]
+        assert_within(nll(own)[0], min(end.fun for end in ends), 1e-6, f"class {k}")
+        total += nll(own)[0]
+    assert state.report.converged
+    assert_within(state.report.loss, total, 1e-5, "loss that is reported")
+
+
 @pytest.mark.parametrize("name", ["matrix", "dirichlet"])
 def test_odir(name):
     """The gradient of the penalised objective, written in float64 numpy, is zero at what was found."""
@@ -642,13 +719,13 @@ def test_orbax_stores_every_state(tmp_path):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_saved_and_loaded(tmp_path, name):
-    """Every state comes back bit for bit, with its type, and gives the same from one call."""
+    """Every state comes back bit for bit, with its types and shapes, and gives the same from one call."""
     state = fitted(name)
     save(tmp_path / "x", name, state, notes={"data": "x.csv"})
     back = load(tmp_path / "x")
     assert (back.name, back.notes, type(back.state)) == (name, {"data": "x.csv"}, type(state))
     assert jax.tree.structure(back.state) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, back.state, state)
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), back.state, state)
     assert {file.name for file in (tmp_path / "x").iterdir()} == {
         *("state.safetensors", "recalibrator.json", "checksums.json")
     }
@@ -676,6 +753,27 @@ def test_damage_is_refused(tmp_path, file):
     (tmp_path / "x" / file).unlink()
     with pytest.raises(UserError, match=r"missing|found none"):
         load(tmp_path / "x")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if "confidence" in METHODS[name].apply_reads])
+def test_confidences_that_are_none(tmp_path, name):
+    """NaN stays NaN in its row alone; one call on the host refuses it, and what lies outside [0, 1]."""
+    data = bundle_for(name)
+    data = data._replace(slices=np.arange(len(data.labels)) % 7)
+    bad = data._replace(confidence=np.where(np.arange(len(data.labels)) == 8, np.nan, data.confidence))
+    reads = [Predictions(**{f: getattr(d, f) for f in METHODS[name].apply_reads}) for d in (data, bad)]
+    good, found = (np.asarray(applied(name)(fitted(name), d)) for d in reads)
+    others = reads[0].slices != 1 if name == "few_shot" else np.arange(len(good)) != 8
+    assert np.isnan(found[8])
+    np.testing.assert_array_equal(found[others], good[others])
+    save(tmp_path / "x", name, fitted(name))
+    fields = {f: v for f, v in data._asdict().items() if f in METHODS[name].apply_reads}
+    rounded = load(tmp_path / "x")(**{**fields, "confidence": np.minimum(data.confidence + 1e-6, 1 + 1e-6)})
+    assert np.isfinite(rounded).all()
+    for value in (np.nan, -0.5, 1.5):
+        wrong = np.where(np.arange(len(good)) == 8, value, data.confidence)
+        with pytest.raises(UserError, match="confidence: row 8 holds"):
+            load(tmp_path / "x")(**{**fields, "confidence": wrong})
 
 
 def test_what_cannot_be_saved_or_loaded(tmp_path):

@@ -18,7 +18,14 @@ from calibjax.commands.common import (
 )
 from calibjax.commands.compare.material import CompareOptions, Material
 from calibjax.data.table import PredictionTable, read_table, split_table
-from calibjax.eval.compare.contenders import Result, contenders, run_contenders, uncalibrated, with_confidence
+from calibjax.eval.compare.contenders import (
+    Result,
+    contenders,
+    not_converged,
+    run_contenders,
+    uncalibrated,
+    with_confidence,
+)
 from calibjax.eval.compare.results import comparison_json, print_comparison
 from calibjax.eval.report.schema import CompareDocument
 from calibjax.recalibrate import METHODS, Predictions, fit_daca
@@ -69,6 +76,7 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> CompareD
             "methods": methods,
             "failed": failed,
             "left_out": material.left_out,
+            "not_converged": not_converged(results),
         },
         "run": run_identity("compare", options),
     }

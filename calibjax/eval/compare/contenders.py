@@ -172,5 +172,11 @@ def run_contenders(
     return results, failed
 
 
+def not_converged(results: Mapping[str, Result]) -> list[str]:
+    """Names of those whose fit reports that it did not end at a finite optimum."""
+    reports = {name: getattr(result.state, "report", None) for name, result in results.items()}
+    return [name for name, report in reports.items() if report is not None and not report.converged]
+
+
 def _bad(outcome: Outcome) -> Bool[np.ndarray, " N"]:
     return ~((outcome.confidence >= -1e-5) & (outcome.confidence <= 1 + 1e-5))

@@ -9,7 +9,7 @@ import numpy as np
 from calibjax import metrics
 from calibjax.eval.compare.contenders import Outcome, Result
 from calibjax.eval.figures_json import accuracy_of_bins, curve_json, ece_json, reliability_json
-from calibjax.eval.report.rows import ABSENT, TextTable, binning, figure_of, short, signed, title_of
+from calibjax.eval.report.rows import ABSENT, UNCONVERGED, TextTable, binning, figure_of, short, signed, title_of
 from calibjax.eval.report.schema import ComparedRow, ComparisonSet, Difference
 from calibjax.eval.report.terminal import print_result
 from calibjax.eval.report.verdicts import comparison_verdict
@@ -208,7 +208,7 @@ def comparison_table(held_out: ComparisonSet, where: str) -> TextTable:
     columns += [*_FIGURES.values(), "Δ ECE [95% interval]", "Δ Brier [95% interval]", "changed", "parameters", "fit s"]
     rows = [
         [
-            title_of(name),
+            title_of(name) + (" (not converged)" if name in held_out.get("not_converged", ()) else ""),
             "inf" if row["log_loss"] is None else short(row["log_loss"]),
             _difference(row, "log_loss"),
             _p_value(row),
@@ -227,6 +227,8 @@ def comparison_table(held_out: ComparisonSet, where: str) -> TextTable:
 
 def _failures(held_out: ComparisonSet) -> list[str]:
     lines = [f"{title_of(name)} failed: {reason}." for name, reason in held_out["failed"].items()]
+    if names := held_out.get("not_converged"):
+        lines.append(f"not converged: {', '.join(map(title_of, names))}: {UNCONVERGED}.")
     reasons = held_out["left_out"]
     for reason in dict.fromkeys(reasons.values()):
         lines.append(f"left out: {', '.join(name for name in reasons if reasons[name] == reason)}: {reason}.")

@@ -15,7 +15,7 @@ from calibjax.eval.report.markup import Content, Markup, element, joined
 from calibjax.eval.report.markup import document as html_document
 from calibjax.eval.report.notes import few, limitations, usage
 from calibjax.eval.report.parts import parts_of
-from calibjax.eval.report.rows import Part, cells_of, described, remarks, sets_of, title_of, unit_of
+from calibjax.eval.report.rows import UNCONVERGED, Part, cells_of, described, remarks, sets_of, title_of, unit_of
 from calibjax.eval.report.schema import AnySet, Document, StudyDocument, TokenSample, read_tokens
 from calibjax.eval.report.studies import study_figures, study_tables
 from calibjax.eval.report.svg import inline_svg, png, svg
@@ -185,8 +185,12 @@ def _set(title: str, results: AnySet) -> Markup:
     known = element("p", described(results), class_="quiet") if "confidence" in results else None
     parts: list[Content] = [known, *set_tables(results)]
     parts += [element("p", f"{line}.", class_="quiet") for line in remarks(results)]
-    for kind, word in (("failed", "Failed"), ("left_out", "Left out")):
-        found: Mapping[str, str] = results.get(kind, {})
+    unconverged = dict.fromkeys(results.get("not_converged", ()), UNCONVERGED)
+    for found, word in (
+        (results.get("failed", {}), "Failed"),
+        (unconverged, "Not converged"),
+        (results.get("left_out", {}), "Left out"),
+    ):
         for reason in dict.fromkeys(found.values()):
             names = ", ".join(name for name in found if found[name] == reason)
             parts.append(element("p", f"{word}: {names}: {reason}.", class_="quiet"))

@@ -84,6 +84,11 @@ def _number(key: str, form: str = ".4f") -> Callable[[Mapping[str, Any]], str]:
     return lambda row: ABSENT if row.get(key) is None else format(row[key], form)
 
 
+UNCONVERGED = (
+    "the fit ended before an optimum; separable data, and classes that are never the label, have no finite one"
+)
+
+
 def _ece(row: Mapping[str, Any]) -> str:
     return f"{row['ece']['value']:.4f} [{row['ece']['low']:.4f}, {row['ece']['high']:.4f}]"
 

@@ -166,13 +166,17 @@ class ResultSet(SetBase):
 
 
 class ComparisonSet(SetBase):
-    """The held-out predictions of `compare`, rows ordered by the figure `sort`."""
+    """The held-out predictions of `compare`, rows ordered by the figure `sort`.
+
+    `not_converged` names methods whose fit did not end at a finite optimum.
+    """
 
     unit: str
     clusters: str
     reference: str
     failed: dict[str, str]
     left_out: dict[str, str]
+    not_converged: NotRequired[list[str]]
     sort: str
     methods: dict[str, ComparedRow]
 
