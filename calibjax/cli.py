@@ -56,7 +56,7 @@ COMMANDS: dict[str, Command] = {
     "generate": Command("generate", "GenerateOptions", "Continues a text, with the confidence of each token."),
     "convert": Command("convert", "ConvertOptions", "Converts a model to Orbax or to safetensors."),
     "export": Command("export", "ExportOptions", "Exports a fitted head for PyTorch and for serving."),
-    "push": Command("push", "PushOptions", "Uploads a fitted head and its model card to the Hugging Face Hub."),
+    "push": Command("push", "PushOptions", "Uploads a fitted head and its model card to the Hub."),
     "plan": Command("plan.command", "PlanOptions", "Memory and time of a step on given devices, before a run."),
     "study pooling": Command("study.ablations", "AblationOptions", "A temperature for each token, or each sequence?"),
     "study losses": Command("study.ablations", "AblationOptions", "Which loss should a head be trained with?"),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
+from tiny import VOCAB, answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
 import calibjax
 
@@ -97,6 +97,13 @@ def test_token_ids_as_data():
             calibjax.load_text(wrong, LM, seq_len=6)
     with pytest.raises(calibjax.UserError, match="seq_len"):
         calibjax.load_text(texts, LM)
+
+
+def test_evaluate_reads_texts_in_sequences_that_the_model_takes():
+    texts = [list(np.random.default_rng(row).integers(0, VOCAB, 50)) for row in range(9)]
+    found = calibjax.evaluate(LM, texts, context=silent())
+    want = calibjax.evaluate(LM, calibjax.load_text(texts, LM, seq_len=LM.config.max_positions), context=silent())
+    assert found.figures == want.figures
 
 
 def test_a_head_of_another_model(fitted):

@@ -57,7 +57,8 @@ def evaluate(
 
     Args:
         lm: the frozen model.
-        data: sequences that no head was fitted on; or what `load_text` takes.
+        data: sequences that no head was fitted on; or what `load_text` takes, read as sequences of 128 tokens, or of
+            the model's positions where these are fewer.
         heads: name -> head, fitted on `lm`; one head is called "head". None: the uncalibrated model alone.
         batch_size: sequences at a time.
         bins: number of equal-width bins of ECE.
@@ -71,7 +72,7 @@ def evaluate(
         UserError: a head belongs to another model, or the data cannot be read or does not fit the model.
     """
     context = context or RunContext()
-    data = data if isinstance(data, Sequences) else load_text(data, lm)
+    data = data if isinstance(data, Sequences) else load_text(data, lm, seq_len=min(128, lm.config.max_positions))
     check_ids(data, lm.config.vocab_size)
     named = {"head": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     for head in named.values():

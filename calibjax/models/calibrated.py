@@ -81,7 +81,7 @@ def calibrated_logprobs(
         segment_ids: `[B, T]`, 0 for padding; None: all tokens of a row are one sequence.
 
     Returns:
-        float32 `[B, T, V]`, nats.
+        float32 `[B, T, V]`, nats; of no meaning on padding.
 
     Raises:
         UserError: the head belongs to another model, or tokens do not fit the model.
