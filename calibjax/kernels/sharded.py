@@ -345,19 +345,21 @@ def _no_moments(needed: frozenset[str], tokens: int, width: int) -> Moments:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gather_bits(axes: tuple[str, ...], mine: Moments) -> Moments:
-    """`mine` of all shards, `[S, N]` each.
+def _gather_bits(axes: tuple[str, ...], mine: Moments) -> list[Moments]:
+    """`mine` of every shard.
 
     As integers, in one collective: their bits pass any device unchanged, which small ones as floats would not.
     """
     leaves, structure = jax.tree.flatten(mine)
-    bits = jax.lax.all_gather(jnp.stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in leaves]), axes)
-    columns = zip(jnp.moveaxis(bits, 1, 0), leaves, strict=True)
-    return structure.unflatten([jax.lax.bitcast_convert_type(x, like.dtype) for x, like in columns])
+    bits = jnp.stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in leaves])
+    return [
+        structure.unflatten([jax.lax.bitcast_convert_type(x, y.dtype) for x, y in zip(shard, leaves, strict=True)])
+        for shard in jax.lax.all_gather(bits, axes)
+    ]
 
 
 @_gather_bits.defjvp
-def _gather_bits_jvp(axes: tuple[str, ...], primals: Any, tangents: Any) -> tuple[Moments, Moments]:
+def _gather_bits_jvp(axes: tuple[str, ...], primals: Any, tangents: Any) -> tuple[list[Moments], list[Moments]]:
     """The second derivatives of the operator pass through here; bits have no derivative, and floats do."""
 
     def gather(x: Any) -> Any:
@@ -365,7 +367,9 @@ def _gather_bits_jvp(axes: tuple[str, ...], primals: Any, tangents: Any) -> tupl
             return np.zeros((jax.lax.axis_size(axes), *x.shape), x.dtype)
         return jax.lax.all_gather(x, axes)
 
-    return _gather_bits(axes, *primals), jax.tree.map(gather, *tangents)
+    gathered: Moments = jax.tree.map(gather, *tangents)
+    shards = [jax.tree.map(lambda x, k=k: x[k], gathered) for k in range(jax.lax.axis_size(axes))]
+    return _gather_bits(axes, *primals), shards
 
 
 def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Float[Array, " N"]) -> Moments:
@@ -375,8 +379,7 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Float[Array, " 
     """
     if not sharding.vocab:
         return mine
-    gathered: Moments = _gather_bits(sharding.vocab, mine._replace(rows=None))
-    shards = [jax.tree.map(lambda x, k=k: x[k], gathered) for k in range(sharding.count(sharding.vocab))]
+    shards: list[Moments] = _gather_bits(sharding.vocab, mine._replace(rows=None))
     total: Moments = functools.reduce(functools.partial(stats.merge, scale=scale), shards)
     if mine.rows is None:
         return total
