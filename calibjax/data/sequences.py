@@ -58,7 +58,9 @@ def check_ids(sequences: Sequences, vocab_size: int) -> None:
     """Raises `UserError` if no target counts, or if a token or a target that counts is not in the vocabulary."""
     counted = sequences.where & (sequences.targets != -100)
     if not counted.any():
-        raise UserError("sequences: expected at least one target that counts, but `where` is False for all.")
+        raise UserError(
+            "sequences: expected at least one target that counts (`where` is True, and it is not -100), got none."
+        )
     for name, ids, read in (
         ("tokens", sequences.tokens, sequences.segment_ids > 0),
         ("targets", sequences.targets, counted),

@@ -84,8 +84,8 @@ def vocab_stats(
         statistics: names of the wanted fields of `VocabStats`; None means all but `logit_variance`.
         sharding: the mesh axes over which tokens and vocabulary are split: each device computes with the rows of the
             unembedding that it holds, and the results are merged (`calibjax.kernels.sharded`). None leaves sharded
-            arrays to XLA: correct, but W may be gathered.
-            Within your own `jax.shard_map` give None, and the map `check_vma=False` for gradients in W or the bias.
+            arrays to XLA: correct, but W may be gathered. Within your own `jax.shard_map` give None; gradients in W or
+            the bias need the map's `check_vma=False`.
         implementation: a name in `IMPLEMENTATIONS`; None takes the first that can run this call on the devices it is
             compiled for: the mesh of `sharding`, or that in context (`jax.set_mesh`), or else the default device. An
             explicit name never falls back. "pallas_gpu" (Hopper) runs by its name only: it has not been timed yet.

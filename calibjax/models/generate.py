@@ -440,9 +440,8 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
         array = np.asarray(values)
     except ValueError:  # rows of different lengths
         array = np.asarray(None)
-    if array.ndim != 1 or (
-        array.size and (array.dtype.kind not in "iu" or max(array.max(), -array.min()) > LARGEST_SIZE)
-    ):
+    whole = array.ndim == 1 and (not array.size or array.dtype.kind in "iu")
+    if not whole or (array.size and max(int(array.max()), -int(array.min())) > LARGEST_SIZE):
         raise UserError(f"{name}: expected a list of whole numbers of at most {LARGEST_SIZE}, got {str(values)[:60]}.")
     return array.tolist()
 

@@ -27,7 +27,7 @@ _hidden_states = jax.jit(decoder.hidden_states, static_argnames=("config", "laye
 _logits = jax.jit(decoder.logits, static_argnames=("config", "dtype"))
 
 
-def _indices(values: Array | np.ndarray | None) -> Array | None:
+def _indices(values: AnyArray | None) -> Array | None:
     return None if values is None else as_indices(values)
 
 

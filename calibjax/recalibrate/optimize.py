@@ -16,7 +16,8 @@ from calibjax.recalibrate.solvers import Found, bfgs, finished, newton
 _BLOCK = 2**22  # numbers of float64 at a time: what a fit holds beside its data, a few times over
 _SEPARATED = 1e-6  # nats a prediction: a fit this good is perfect up to rounding, and its optimum lies at infinity
 _NEWTON, _SCALED = 8, 512  # parameters: at most, for Newton's method, and for the Hessian at the start
-_EXACT, _ENDS = 128, (200, 100)  # parameters, at most, for Newton's method after L-BFGS-B; iterations of these two
+_EXACT = 128  # parameters, at most, for Newton's method after L-BFGS-B
+_BEFORE, _AFTER = 200, 100  # iterations, at most, of L-BFGS-B and of that method
 _SAMPLE = 512  # rows of that Hessian, about
 
 Loss = Callable[[Any, tuple[Array, ...], Any], Float[Array, " N"]]
@@ -114,9 +115,9 @@ def minimize(
         if found.converged or x.size <= _NEWTON or x.size > _EXACT:
             found = finished(found, slope, low, high, max_iterations)
         else:
-            most = [min(max_iterations, found.iterations + sum(_ENDS[:k])) for k in (1, 2)]
-            found = finished(found, slope, low, high, most[0])
-            found = newton(curved, found.x, low, high, most[1], found.iterations)
+            most = min(max_iterations, found.iterations + _BEFORE)
+            found = finished(found, slope, low, high, most)
+            found = newton(curved, found.x, low, high, min(max_iterations, most + _AFTER), found.iterations)
     leaves, treedef = jax.tree.flatten(start)
     ends = np.cumsum([np.size(leaf) for leaf in leaves])[:-1]
     parts = zip(np.split(found.x.astype(np.float32), ends), leaves, strict=True)
