@@ -491,6 +491,30 @@ TABLE = [
         "eval/test_scoring.py -k dense_formula",
     ),
     Mutation(
+        "eval/answers/decisions.py",
+        "if low < number(decimal) < high",
+        "if low <= number(decimal) < high",
+        "eval/test_decisions.py commands/test_decide.py",
+    ),
+    Mutation(
+        "eval/answers/decisions.py",
+        "scores[scores > value]",
+        "scores[scores >= value]",
+        "eval/test_decisions.py commands/test_decide.py",
+    ),
+    Mutation(
+        "eval/answers/decisions.py",
+        "probabilities[probabilities < value]",
+        "probabilities[probabilities > value]",
+        "eval/test_decisions.py commands/test_decide.py",
+    ),
+    Mutation(
+        "data/table.py",
+        "return values.astype(np.float64)",
+        "return values.astype(np.float32)",
+        "commands/test_decide.py",
+    ),
+    Mutation(
         "eval/answers/decisions.py", "allowed = sums + 1 <=", "allowed = sums <=", "eval/test_decisions.py -k claims_by"
     ),
     Mutation(

@@ -58,8 +58,6 @@ def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, 
     options.check()
     with about("--table"):
         table = read_table(options.table, outcomes=False, column=options.confidence)
-        if not len(table):
-            raise UserError(f"{options.table}: expected at least one row, got none.")
     with about("--method"):
         recalibrator = load(options.method)
     columns = _columns(recalibrator, table)

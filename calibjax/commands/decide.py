@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from calibjax.commands.common import JsonOptions, presentation
@@ -20,7 +19,6 @@ from calibjax.eval.answers.decisions import (
     selective_threshold,
     set_threshold,
 )
-from calibjax.eval.compare.contenders import with_confidence
 from calibjax.eval.report.rows import ABSENT, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.runtime.errors import UserError, about
@@ -97,8 +95,11 @@ def run(options: DecideOptions, log: Callable[[str], None] = print) -> dict[str,
 
 def _decided(table: PredictionTable, options: DecideOptions) -> dict[str, Any]:
     """The decisions for the rows of one category."""
-    data = with_confidence(table.predictions)
-    confidence, correct = np.asarray(data.confidence, np.float64), np.asarray(data.correct, np.float64)
+    data, p = table.predictions, _probabilities(table)
+    if p is None:
+        confidence, correct = np.asarray(data.confidence), np.asarray(data.correct)
+    else:
+        confidence, correct = p.max(axis=1), (p.argmax(axis=1) == data.labels).astype(np.float64)
     if not np.isin(correct, (0, 1)).all():
         raise UserError(f"{options.table}: correct: expected 0 or 1, got fractions: list each attempt in a row.")
     if options.claims:
@@ -111,10 +112,10 @@ def _decided(table: PredictionTable, options: DecideOptions) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, threshold in thresholds.items():
         row = answering(confidence, correct, threshold)._asdict()
-        found[name] = {**row, "threshold": _shortest(threshold), "answers": _answers(threshold)}
+        found[name] = {**row, "threshold": _finite(threshold), "answers": _answers(threshold)}
         found[name]["wrong_of_answered"] = _finite(row["wrong_of_answered"])
-    if data.logits is not None:
-        found["options"] = _options(np.asarray(data.logits), np.asarray(data.labels), options.risk)
+    if p is not None:
+        found["options"] = _options(p, np.asarray(data.labels), options.risk)
     return found
 
 
@@ -129,19 +130,27 @@ def _kept(confidence: np.ndarray, correct: np.ndarray, answers: np.ndarray, risk
         "answered": float(taken.mean()),
         "wrong": float((taken & (correct < 1)).mean()),
         "wrong_of_answered": float((false / np.maximum(kept, 1)).mean()),
-        "threshold": _shortest(threshold),
+        "threshold": _finite(threshold),
         "answers": _answers(threshold),
     }
 
 
-def _options(logits: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
+def _probabilities(table: PredictionTable) -> np.ndarray | None:
+    """Probabilities of the options, float64 `[N, K]`: those of the file, or the softmax of its logits."""
+    if table.probabilities is not None or table.predictions.logits is None:
+        return table.probabilities
+    logits = np.asarray(table.predictions.logits, np.float64)
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return p / np.sort(p, axis=1).sum(axis=1, keepdims=True)  # sorted: the same sum in any order of the options
+
+
+def _options(p: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
     """The sets of options: their threshold, and how large they are on the table."""
-    p = np.asarray(jax.nn.softmax(logits.astype(np.float32), axis=-1), np.float64)
-    threshold = set_threshold(p[np.arange(len(p)), labels], risk)
+    threshold = set_threshold(p, labels, risk)
     sets = option_sets(p, threshold)
     sizes = sets.sum(axis=1)
     return {
-        "threshold": _shortest(threshold),
+        "threshold": _finite(threshold),
         "questions": len(p),
         "right_in_set": float(sets[np.arange(len(p)), labels].mean()),
         "mean_size": float(sizes.mean()),
@@ -151,11 +160,6 @@ def _options(logits: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, A
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _shortest(threshold: float) -> float | None:
-    """A threshold with the digits of the table, which was read in float32; None if it is infinite."""
-    return float(str(np.float32(threshold))) if math.isfinite(threshold) else None
 
 
 def _answers(threshold: float) -> str:
@@ -184,13 +188,13 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
         for name, row in decided.items():
             if name == "options":
                 continue
-            shown = short(row["threshold"], ".6g") if row["threshold"] is not None else f"answers {row['answers']}"
+            shown = f"answers {row['answers']}" if row["threshold"] is None else str(row["threshold"])
             figures = (row["answered"], row["wrong"], row["wrong_of_answered"])
             cells = [ABSENT if value is None else short(value, ".3f") for value in figures]
             rows.append([f"{category}, {name}" if category else name, f"{row['questions']:,}", shown, *cells])
         if "options" in decided:
             row = decided["options"]
-            shown = short(row["threshold"], ".6g") if row["threshold"] is not None else "every option"
+            shown = "every option" if row["threshold"] is None else str(row["threshold"])
             cells = [f"{row['questions']:,}", shown, short(row["right_in_set"], ".3f"), f"{row['mean_size']:.2f}"]
             sets.append([category or "all", *cells, short(row["single"], ".3f")])
     columns = ["wrong answers limited", "questions", "confidence above", "answered", "wrong of all", "wrong of answers"]
@@ -230,9 +234,7 @@ def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
     threshold = decided[0]["threshold"]
     if threshold is None:
         return f"All questions can be answered: {limit}."
-    return (
-        f"Answer where the confidence is above {short(threshold, '.6g')}: {answered:.1%} of the questions, and {limit}."
-    )
+    return f"Answer where the confidence is above {threshold}: {answered:.1%} of the questions, and {limit}."
 
 
 def _claims_verdict(decided: list[dict[str, Any]], options: DecideOptions) -> str:
@@ -243,5 +245,5 @@ def _claims_verdict(decided: list[dict[str, Any]], options: DecideOptions) -> st
         return f"The {limit} in each category, with the claims above its threshold."
     if decided[0]["threshold"] is None:
         return f"All claims can be kept: the {limit}."
-    threshold = short(decided[0]["threshold"], ".6g")
-    return f"Keep claims with a confidence above {threshold}: {decided[0]['answered']:.1%} of them; the {limit}."
+    row = decided[0]
+    return f"Keep claims with a confidence above {row['threshold']}: {row['answered']:.1%} of them; the {limit}."

@@ -32,21 +32,25 @@ class PredictionTable(NamedTuple):
     """Predictions of a file.
 
     Attributes:
-        predictions: with `categories` where the file has them: a checksum of each label, the same in every file.
+        predictions: numbers with the precision of the file, at least float32. With `categories` where the file has
+            them: a checksum of each label, the same in every file.
         groups: `[N]`, numbered from 0 by first appearance, or None.
         categories: `[N]`, labels as text, or None.
+        probabilities: float64 `[N, K]`, the columns p_0, p_1, ... as the file has them, or None. `predictions.logits`
+            are then their logarithms.
     """
 
     predictions: Predictions
     groups: np.ndarray | None
     categories: np.ndarray | None = None
+    probabilities: np.ndarray | None = None
 
     def take(self, rows: np.ndarray) -> "PredictionTable":
         """Returns the rows at `rows`."""
         fields = self.predictions._asdict().items()
         picked = {name: x if x is None or name == "unembedding" else np.asarray(x)[rows] for name, x in fields}
-        labels = (None if x is None else x[rows] for x in (self.groups, self.categories))
-        return PredictionTable(Predictions(**picked), *labels)
+        columns = (None if x is None else x[rows] for x in self[1:])
+        return PredictionTable(Predictions(**picked), *columns)
 
     def __len__(self) -> int:
         fields = (self.predictions.logits, self.predictions.confidence)
@@ -64,15 +68,14 @@ def read_table(path: str | Path, *, outcomes: bool = True, column: str = "confid
             arrays `confidence` and `correct`, or `logits` `[N, K]` and `labels`, and optionally `features` `[N, D]`,
             `unembedding` `[K, D]`, `group`, `category`. Logits take precedence over confidences.
         column: name of the confidences; one other than "confidence" takes precedence over logits.
-        outcomes: False accepts a table without `correct` or `label`, and of any number of rows: it is not fitted to.
+        outcomes: False accepts a table without `correct` or `label`.
 
     Returns:
         `PredictionTable`.
 
     Raises:
         UserError: if the file cannot be read; columns are missing; a value is not a number in its range (the message
-            names its row, counted from 0); there are fewer than ten rows; or correctness, or the label, is the same in
-            all rows.
+            names its row, counted from 0); or there is no row.
     """
     path = user_path(path)
     if not path.is_file():
@@ -82,13 +85,15 @@ def read_table(path: str | Path, *, outcomes: bool = True, column: str = "confid
         if "confidence" not in arrays:
             raise UserError(f"{path}: there is no column {column}; got: {', '.join(names[:12]) or 'none'}.")
         arrays.pop("logits", None)
+    probabilities = None
     if "logits" in arrays and ("labels" in arrays or not outcomes):
+        probabilities = arrays.pop("p", None)
         logits = _logits(path, arrays["logits"])
-        truth = _labels(path, arrays["labels"], logits.shape[1]) if "labels" in arrays else None
-        predictions = Predictions(logits=logits, labels=truth)
+        labels = _labels(path, arrays["labels"], logits.shape[1]) if "labels" in arrays else None
+        predictions = Predictions(logits=logits, labels=labels)
     elif "confidence" in arrays and ("correct" in arrays or not outcomes):
         columns = {name: _fraction(path, name, arrays[name]) for name in ("confidence", "correct") if name in arrays}
-        predictions, truth = Predictions(**columns), columns.get("correct")
+        predictions = Predictions(**columns)
     else:
         known = _EXPECTED_ARRAYS if path.suffix == ".npz" else _EXPECTED
         got = ", ".join(name if name == name.strip() else repr(name) for name in names[:12])
@@ -109,15 +114,20 @@ def read_table(path: str | Path, *, outcomes: bool = True, column: str = "confid
     lengths = {name: np.shape(x)[:1] for name, x in arrays.items() if name != "unembedding"}
     if len(set(lengths.values())) != 1:
         raise UserError(f"{path}: expected the same number of rows in every array, got {lengths}.")
-    table = PredictionTable(predictions, groups, categories)
-    if not outcomes or truth is None:
-        return table
+    table = PredictionTable(predictions, groups, categories, probabilities)
+    if not len(table):
+        raise UserError(f"{path}: expected at least one row, got none.")
+    return table
+
+
+def check_can_be_fitted(table: PredictionTable, path: Path) -> None:
+    """Raises `UserError` if a table has fewer than ten rows, or correctness, or the label, is the same in all rows."""
     if len(table) < FEWEST_ROWS:
         raise UserError(f"{path}: {len(table)} rows are too few to fit and evaluate: expected at least {FEWEST_ROWS}.")
+    what = "label" if table.predictions.logits is not None else "correct"
+    truth = np.asarray(table.predictions.labels if what == "label" else table.predictions.correct)
     if (truth == truth[0]).all():
-        what = "label" if predictions.logits is not None else "correct"
         raise UserError(f"{path}: {what} is {truth[0]:g} in every row: expected at least two different values.")
-    return table
 
 
 def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple[PredictionTable, PredictionTable]:
@@ -209,7 +219,10 @@ def _read_columns(path: Path, confidence: str) -> tuple[dict[str, Any], list[str
                 f"{path}: expected {prefix}_0, {prefix}_1 and so on without a gap, got {', '.join(found.values())}."
             )
         values = np.stack([_numbers(path, found[k], columns[found[k]]) for k in range(len(found))], axis=1)
-        arrays["logits"] = values if prefix == "logit" else _log_probabilities(path, values)
+        if prefix == "logit":
+            arrays["logits"] = values
+        else:
+            arrays["logits"], arrays["p"] = _log_probabilities(path, values), values.astype(np.float64)
     for name, column in (*wanted.items(), ("labels", "label")):
         if name in arrays:
             arrays[name] = _numbers(path, column, arrays[name])
@@ -315,14 +328,14 @@ def _fraction(path: Path, name: str, values: Any) -> np.ndarray:
         row = int(np.argmax(bad))
         hint = " (percent? divide by 100)" if name == "confidence" and values.max() > 1 else ""
         raise UserError(f"{path}: {name}: row {row} holds {values[row]:g}, expected 0 to 1{hint}.")
-    return values.astype(np.float32)
+    return values.astype(np.float64)
 
 
 def _logits(path: Path, values: Any) -> np.ndarray:
     values = _finite(path, "logits", values, axes=2)
     if values.shape[1] < 2:
         raise UserError(f"{path}: logits: expected [N, K] with at least two classes, got shape {values.shape}.")
-    return values.astype(np.float32)
+    return values.astype(np.result_type(values.dtype, np.float32))
 
 
 def _log_probabilities(path: Path, values: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ import json
 import math
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from calibjax.cli import main
@@ -34,22 +35,27 @@ def decided(capsys, *args):
     return json.loads(capsys.readouterr().out)
 
 
+def least_threshold(c, y, risk):
+    return next(t for t in [-math.inf, *np.sort(c)] if (((c > t) & (y == 0)).sum() + 1) / (len(c) + 1) <= risk)
+
+
 def test_thresholds_are_those_of_the_definition(capsys, table):
     file, confidence, kind, correct = table
     found = decided(capsys, "--table", file, "--risk", 0.1, "--by-category")
     for number in (0, 1):
         c, y = confidence[kind == number], correct[kind == number]
         row = found["categories"][f"kind {number}"]["of all questions"]
-        fits = [t for t in [-math.inf, *np.sort(c)] if (((c > t) & (y == 0)).sum() + 1) / (len(c) + 1) <= 0.1]
-        assert row["threshold"] == (None if fits[0] == -math.inf else fits[0])
-        assert row["answered"] == pytest.approx((c > fits[0]).mean())
+        assert row["answered"] == (c > least_threshold(c, y, 0.1)).mean()
+        assert row["answered"] == (c > (-math.inf if row["threshold"] is None else row["threshold"])).mean()
     assert found["categories"]["kind 0"]["of the answers"]["answered"] > 0.9
     assert found["categories"]["kind 1"]["of the answers"]["answered"] < 0.2
 
 
 def test_a_column_of_the_table(capsys, table, tmp_path):
     found = decided(capsys, "--table", table[0], "--confidence", "consistency", "--out", tmp_path / "d.json")
-    assert found["categories"][""]["of all questions"]["threshold"] * 8 % 1 == 0
+    row = found["categories"][""]["of all questions"]
+    consistency = np.round(table[1] * 8) / 8
+    assert row["answered"] == (consistency > row["threshold"]).mean()
     assert json.loads((tmp_path / "d.json").read_text()) == found
     assert main(["decide", "--table", str(table[0]), "--confidence", "p_true"]) == 2
     assert "there is no column p_true; got: question, confidence, consistency" in capsys.readouterr().err
@@ -69,9 +75,7 @@ def test_claims_of_answers(capsys, table, tmp_path):
     assert 0.05 < found["wrong_of_answered"] < 0.2
     assert main(["decide", "--table", str(file), "--claims", "--risk", "0.2"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"Keep claims with a confidence above {found['threshold']:.6g}".replace(" 0.", " .")[:38] in printed.replace(
-        " 0.", " ."
-    )
+    assert f"Keep claims with a confidence above {found['threshold']}:" in printed
     assert "the expected fraction of false claims in an answer is at most 0.2" in printed
     assert main(["decide", "--table", str(table[0]), "--claims"]) == 2
     assert "has no column group, which tells the answer of a claim" in capsys.readouterr().err
@@ -81,7 +85,7 @@ def test_what_is_printed(capsys, table, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["decide", "--table", str(table[0]), "--risk", "0.3"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Answer where the confidence is above .")
+    assert out.startswith("Answer where the confidence is above 0.")
     assert "exchangeable" in out
     assert max(map(len, out.splitlines())) <= 80
     few = table[0].with_name("few.csv")
@@ -92,17 +96,103 @@ def test_what_is_printed(capsys, table, monkeypatch):
     )
 
 
-def test_sets_of_options(capsys, tmp_path):
+SCORES = {
+    "k/11": lambda rng, x: np.round(x * 11) / 11,
+    "two digits": lambda rng, x: x.round(2),
+    "float32": lambda rng, x: x.round(1).astype(np.float32),
+    "saturated": lambda rng, x: 1 - 10.0 ** -rng.integers(1, 16, len(x)),
+    "tiny": lambda rng, x: 10.0 ** -rng.integers(0, 40, len(x)),
+    "neighbours": lambda rng, x: np.nextafter(np.round(x * 4) / 5, rng.integers(0, 2, len(x))),
+    "float32 neighbours": lambda rng, x: np.float32(0.9) + rng.integers(0, 90, len(x)).astype("f") * np.float32(2**-24),
+}
+"""Confidences with ties, in the digits and dtypes of files."""
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_a_printed_threshold_selects_the_rows_counted(capsys, tmp_path, monkeypatch, kind):
+    """The numbers printed in the verdict, the table and the JSON, compared with those of the file."""
+    monkeypatch.setenv("COLUMNS", "400")
+    rng, n = np.random.default_rng(list(SCORES).index(kind)), 900
+    confidence = SCORES[kind](rng, rng.beta(3, 1.5, n))
+    rank = np.unique(confidence, return_inverse=True)[1]
+    correct = (rng.random(n) < 0.6 + 0.4 * rank / rank.max()).astype(int)
+    category, finite = np.arange(n) % 2, 0
+    columns = {"confidence": confidence, "correct": correct, "group": np.arange(n) // 3, "category": category}
+    np.savez(tmp_path / "t.npz", **columns)
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    write_csv(tmp_path / "t.csv", {name: column.tolist() for name, column in columns.items()})
+    for suffix, risk, flags in (
+        *(("npz", risk, []) for risk in (0.05, 0.1, 0.15, 0.2, 0.25)),
+        *(("csv", 0.1, []), ("csv", 0.2, ["--claims"]), ("parquet", 0.2, ["--by-category"])),
+    ):
+        args = ["--table", tmp_path / f"t.{suffix}", "--risk", risk, *flags]
+        found = decided(capsys, *args)["categories"]
+        assert main(["decide", *map(str, args)]) == 0
+        printed = capsys.readouterr().out
+        for part, rows in found.items():
+            own, y = (x[category == int(part)] if part else x for x in (confidence, correct))
+            for name, row in rows.items():
+                if row["threshold"] is None:
+                    assert row["answered"] == (row["answers"] == "all")
+                    continue
+                if name == "of all questions":
+                    assert row["answered"] == (own > least_threshold(own, y, risk)).mean()
+                text, finite = str(row["threshold"]), finite + 1
+                title = f"{part}, {name}" if part else name
+                assert next(line for line in printed.splitlines() if line.startswith(title + " ")).split().count(text)
+                if name == "claims of an answer" or (not part and name == "of the answers"):
+                    assert f" above {text}: " in printed.splitlines()[0]
+                assert row["answered"] == (own > float(text)).mean()
+                if confidence.dtype == np.float32 or kind in ("k/11", "two digits"):
+                    assert row["answered"] == (own.astype(np.float32) > np.float32(text)).mean()
+    assert finite > 5
+
+
+def write_csv(path, columns):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([list(columns), *zip(*columns.values(), strict=True)])
+
+
+@pytest.mark.parametrize("columns", ["p", "logit"])
+def test_sets_of_options(capsys, tmp_path, columns):
     rng = np.random.default_rng(1)
     p = rng.dirichlet(np.full(4, 0.5), ROWS)
     label = (p.cumsum(axis=1) < rng.random((ROWS, 1))).sum(axis=1).clip(0, 3)
-    lines = [",".join([*(f"{x:.8f}" for x in row), str(k)]) for row, k in zip(p, label, strict=True)]
-    (tmp_path / "t.csv").write_text("\n".join(["p_0,p_1,p_2,p_3,label", *lines]) + "\n")
+    values = np.log(p + 1e-300) + rng.normal(size=(ROWS, 1)) if columns == "logit" else p
+    table = {f"{columns}_{k}": values[:, k].tolist() for k in range(4)} | {"label": label.tolist()}
+    write_csv(tmp_path / "t.csv", table)
     row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["categories"][""]["options"]
-    of_right = np.sort(p[np.arange(ROWS), label])
-    assert row["threshold"] == pytest.approx(of_right[int(0.1 * (ROWS + 1)) - 1], abs=1e-5)
-    assert row["right_in_set"] == pytest.approx(0.9, abs=0.01)
-    assert row["mean_size"] == pytest.approx((p >= row["threshold"] - 1e-7).sum(axis=1).mean(), abs=0.01)
+    of_right = p[np.arange(ROWS), label]
+    assert row["right_in_set"] == (of_right >= np.sort(of_right)[int(0.1 * (ROWS + 1)) - 1]).mean()
+    assert row["right_in_set"] == (of_right >= row["threshold"]).mean()
+    assert row["mean_size"] == (p >= row["threshold"]).sum(axis=1).mean()
+
+
+def test_sets_with_tied_probabilities(capsys, tmp_path):
+    """A tenth of the right options has the same p, in any order of the options and beside different others."""
+    rng = np.random.default_rng(2)
+
+    def draw(n):
+        p = np.where(rng.random((n, 1)) < 0.3, [[0.21, 0.37, 0.42]], [[0.8, 0.07, 0.13]])
+        order = rng.permuted(np.tile(np.arange(3), (n, 1)), axis=1)
+        return np.take_along_axis(p, order, axis=1), (order == 0).argmax(axis=1)
+
+    p, label = draw(800)
+    write_csv(tmp_path / "t.csv", {f"p_{k}": p[:, k].tolist() for k in range(3)} | {"label": label.tolist()})
+    row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["categories"][""]
+    assert row["options"]["threshold"] == 0.2
+    assert row["options"]["right_in_set"] == 1
+    assert row["of all questions"]["answered"] == (p.max(axis=1) > row["of all questions"]["threshold"]).mean()
+    new, right = draw(20_000)
+    assert (new >= row["options"]["threshold"])[np.arange(20_000), right].mean() >= 0.9
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_every_answer_right(capsys, tmp_path, rows):
+    """Nothing is fitted: few rows, and rows of one kind, have thresholds too."""
+    write_csv(tmp_path / "t.csv", {"confidence": np.linspace(0.5, 1, rows).tolist(), "correct": [1] * rows})
+    row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.2)["categories"][""]["of all questions"]
+    assert row["answers"] == ("all" if (rows + 1) * 0.2 >= 1 else "none")
 
 
 def test_categories_in_compare_and_apply(capsys, table, tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from calibjax.eval.answers.decisions import (
+    _between,
     answering,
     claim_threshold,
     option_sets,
@@ -53,10 +54,9 @@ def test_sets_over_random_splits():
     p = rng.dirichlet(np.full(5, 0.6), POOL)
     label = (p.cumsum(axis=1) < rng.random((POOL, 1))).sum(axis=1).clip(0, 4)
     flat = p**0.3 / (p**0.3).sum(axis=1, keepdims=True)  # miscalibrated: the guarantee holds all the same
-    of_label = flat[np.arange(POOL), label]
     covered = []
     for fit, new in splits(POOL, N):
-        sets = option_sets(flat[new], set_threshold(of_label[fit], 0.1))
+        sets = option_sets(flat[new], set_threshold(flat[fit], label[fit], 0.1))
         covered.append(sets[np.arange(len(new)), label[new]].mean())
     mean, error = np.mean(covered), np.std(covered) / np.sqrt(SPLITS)
     print(f"covered {mean:.4f} +- {error:.4f}")
@@ -84,15 +84,36 @@ def test_selection_with_known_risk(digits):
 def test_by_hand():
     confidence, correct = np.array([0.9, 0.8, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]), np.array([1, 0, 1, 1, 0, 1, 1, 0, 1])
     # (wrong above t + 1)/10 <= 0.2: one wrong answer, 0.8, may be given
-    assert risk_threshold(confidence, correct, 0.2) == 0.6
-    assert risk_threshold(confidence, correct, 0.1) == 0.8
+    assert risk_threshold(confidence, correct, 0.2) == 0.61
+    assert risk_threshold(confidence, correct, 0.1) == 0.81
     assert risk_threshold(confidence, correct, 0.09) == np.inf
     assert risk_threshold(confidence, correct, 0.4) == -np.inf
     assert answering(confidence, correct, 0.6) == (0.6, 9, 4 / 9, 1 / 9, 1 / 4)
-    assert set_threshold(confidence, 0.1) == 0.2
-    assert set_threshold(confidence, 0.09) == -np.inf
+    assert set_threshold(confidence[:, None], np.zeros(9, int), 0.1) == 0.1
+    assert set_threshold(confidence[:, None], np.zeros(9, int), 0.09) == -np.inf
     for count, threshold in ((50, np.inf), (51, -np.inf)):  # 0.9^50 = 0.0052 is above 0.1/20, and 0.9^51 below
         assert selective_threshold(np.full(count, 0.5), np.ones(count), 0.1) == threshold
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "between"),
+    [
+        (7 / 11, 8 / 11, 0.7),
+        (8 / 11, 7 / 11, 0.7),
+        (0.6, 0.7, 0.61),
+        (0.21, 0.13, 0.2),
+        (1 - 1e-9, 1.0, 0.9999999991),  # equal in float32
+        (0.0, 1e-300, 1e-301),
+        (float(np.float32(0.1)), float(np.nextafter(np.float32(0.1), np.float32(1))), 0.100000002),
+        (float(np.nextafter(np.float32(0.1), np.float32(1))), float(np.float32(0.1)), 0.100000008),
+        (0.3, float(np.nextafter(0.3, 1)), 0.3),  # no number lies between
+    ],
+)
+def test_the_shortest_decimal_between(value, limit, between):
+    found = _between(value, limit)
+    assert found == between
+    assert value == found or min(value, limit) < found < max(value, limit)
+    assert np.float32(found) == np.float32(value) or np.float32(found) != np.float32(limit)
 
 
 def claims(answers, seed):

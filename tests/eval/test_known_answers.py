@@ -127,7 +127,7 @@ def test_coverage_of_known_questions(known):
         right = (rng.random(n)[:, None] > meanings[rows].cumsum(axis=1)).sum(axis=1).clip(0, MEANINGS - 1)
         answered = truth > risk_threshold(truth[rows], (right == answer[rows]).astype(float), risk)
         wrong.append(np.where(answered, 1 - truth, 0).mean())
-        sets = option_sets(meanings, set_threshold(meanings[rows, right], risk))
+        sets = option_sets(meanings, set_threshold(meanings[rows], right, risk))
         held.append(np.where(sets, meanings, 0).sum(axis=1).mean())
     for values, low, high in ((wrong, 0.0, risk), (held, 1 - risk, 1.0)):
         mean, error = np.mean(values), np.std(values) / np.sqrt(1000)

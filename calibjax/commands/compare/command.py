@@ -17,7 +17,7 @@ from calibjax.commands.common import (
     write_results,
 )
 from calibjax.commands.compare.material import CompareOptions, Material
-from calibjax.data.table import PredictionTable, read_table, split_table
+from calibjax.data.table import PredictionTable, check_can_be_fitted, read_table, split_table
 from calibjax.eval.compare.contenders import (
     Result,
     contenders,
@@ -127,6 +127,7 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[
     assert options.table is not None
     with about("--table"):
         table = read_table(options.table, column=options.confidence)
+        check_can_be_fitted(table, options.table)
     base_logits = None if options.base_table is None else _base_logits(options.base_table, table, options)
     parts = split_table(table, options.fit_fraction, options.seed)
     calibration, held_out = (_with_slices(with_confidence(part.predictions), part.groups) for part in parts)

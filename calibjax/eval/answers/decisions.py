@@ -4,6 +4,10 @@ Every threshold is computed from n questions with known outcomes and holds for a
 them: drawn in the same way, in no order. Nothing else is assumed of the model or the confidence. A question is answered
 where its confidence is *above* the threshold; −inf answers everything, inf nothing. A guarantee for each category is
 the same function on the rows of that category (Vovk 2012, arXiv 1209.2673).
+
+A finite threshold lies strictly between two neighbouring confidences of the questions and is the shortest such decimal
+(`_between`). Printed, read back and compared with `>` or `>=`, in float64 or float32, it selects the same questions.
+Confidences are compared as they are given, in float64: rounded, equal ones could fall on two sides of a threshold.
 """
 
 from itertools import pairwise
@@ -14,6 +18,29 @@ from jaxtyping import Bool, Float, Int
 
 _RANKS = 20
 """Fractions answered that are tested by `selective_threshold`: 5%, 10%, ... 100%."""
+
+
+def _between(value: float, limit: float) -> float:
+    """The shortest decimal strictly between a score and its neighbour on either side, the nearest to the score.
+
+    It lies strictly between them in float32 too, if there is such a number; otherwise nearer to the score, so that
+    float32 rounds it to the score. Without a number between them it is the score itself.
+    """
+    sign = 1 if limit > value else -1
+    for number, end in ((np.float32, limit), (np.float64, value + (limit - value) / 2)):
+        low, high = sorted((number(value), number(end)))
+        for digits in range(324):
+            step = sign * 10.0**-digits
+            for decimal in (round(value, digits), round(value + step, digits)):
+                if low < number(decimal) < high:
+                    return decimal
+    return value
+
+
+def _above(value: float, scores: Float[np.ndarray, " N"]) -> float:
+    """A threshold that exceeds `value`, a score, and no higher one; below 1 if there is no higher one."""
+    higher = scores[scores > value]
+    return _between(value, float(higher.min()) if len(higher) else max(value, 1.0))
 
 
 class Answering(NamedTuple):
@@ -56,18 +83,19 @@ def risk_threshold(confidence: Float[np.ndarray, " N"], correct: Float[np.ndarra
         risk: in (0, 1).
 
     Returns:
-        The threshold: a confidence of a wrong answer, −inf, or inf where n is below 1/risk − 1.
+        The threshold: just above the confidence of a wrong answer, −inf, or inf where n is below 1/risk − 1.
 
     Example:
         >>> confidence = np.arange(20) / 20
         >>> risk_threshold(confidence, (confidence > 0.4).astype(float), 0.1)
-        0.35
+        0.36
     """
-    wrong = np.sort(np.asarray(confidence, np.float64)[np.asarray(correct) < 1])[::-1]
+    confidence = np.asarray(confidence, np.float64)
+    wrong = np.sort(confidence[np.asarray(correct) < 1])[::-1]
     allowed = int(np.floor(risk * (len(confidence) + 1) * (1 + 1e-12))) - 1  # answers that may be wrong
     if allowed < 0:
         return float("inf")
-    return float(wrong[allowed]) if allowed < len(wrong) else float("-inf")
+    return _above(float(wrong[allowed]), confidence) if allowed < len(wrong) else float("-inf")
 
 
 def selective_threshold(
@@ -81,7 +109,9 @@ def selective_threshold(
     is binomial, ties or not. A threshold passes where at r(t) = `risk` so few would have a probability of at most
     (1 − `level`)/20: the chance that any passes whose risk is larger is below 1 − `level` (Bonferroni). Here the
     questions must be independent and drawn alike, not only exchangeable. Of few questions the tests say little: a
-    threshold that answers m of them without a wrong one passes if (1 − `risk`)^m <= (1 − `level`)/20.
+    threshold that answers m of them without a wrong one passes if (1 − `risk`)^m <= (1 − `level`)/20. What is returned
+    lies above the t that passed and below the next confidence: between them lies a fraction of new questions of the
+    order of 1/n.
 
     Args:
         confidence, correct, risk: see `risk_threshold`.
@@ -93,7 +123,7 @@ def selective_threshold(
     Example:
         >>> confidence = np.arange(400) / 400
         >>> selective_threshold(confidence, (confidence > 0.4).astype(float), 0.1)
-        0.3975
+        0.398
     """
     from scipy.stats import binom
 
@@ -104,7 +134,10 @@ def selective_threshold(
     taken = confidence[None, :] > thresholds[:, None]
     answered, wrong = taken.sum(axis=1), (taken & (np.asarray(correct) < 1)[None, :]).sum(axis=1)
     passes = binom.cdf(wrong, answered, risk) <= (1 - level) / _RANKS
-    return float(thresholds[np.argmax(passes)]) if passes.any() else float("inf")
+    if not passes.any():
+        return float("inf")
+    threshold = float(thresholds[np.argmax(passes)])
+    return _above(threshold, confidence) if threshold > -np.inf else threshold
 
 
 def claim_threshold(
@@ -125,12 +158,12 @@ def claim_threshold(
         risk: in (0, 1).
 
     Returns:
-        The threshold: a confidence of a false claim, −inf, or inf where n is below 1/risk − 1.
+        The threshold: just above the confidence of a false claim, −inf, or inf where n is below 1/risk − 1.
 
     Example:
         >>> confidence, answer = np.tile([0.2, 0.6, 0.9], 40), np.arange(120) // 3
         >>> claim_threshold(confidence, (confidence > 0.5).astype(float), answer, 0.1)
-        0.2
+        0.3
     """
     confidence, false = np.asarray(confidence, np.float64), np.asarray(correct) < 1
     numbers = np.unique(answer, return_inverse=True)[1]
@@ -155,28 +188,37 @@ def claim_threshold(
     allowed = sums + 1 <= risk * (n + 1) * (1 + 1e-12)
     if risk * (n + 1) * (1 + 1e-12) < 1:
         return float("inf")
-    return float("-inf") if allowed.all() else float(-values[int(np.argmin(allowed))])
+    return float("-inf") if allowed.all() else _above(float(-values[int(np.argmin(allowed))]), confidence)
 
 
-def set_threshold(probability: Float[np.ndarray, " N"], risk: float) -> float:
+def set_threshold(probabilities: Float[np.ndarray, "N O"], labels: Int[np.ndarray, " N"], risk: float) -> float:
     """The probability that an option of the set needs, so that the right one is in it with probability 1 − `risk`.
 
     Split-conformal prediction (Vovk et al. 2005; the score 1 − p of Sadinle et al. 2019, arXiv 1609.00451): the
     ⌊risk (n + 1)⌋-th least probability of a right option. The probability is over the n questions and the new one.
 
     Args:
-        probability: of the right option of n questions.
+        probabilities: of the options of n questions.
+        labels: number of the right option.
         risk: in (0, 1).
 
     Returns:
-        The threshold, for `option_sets`; −inf, which takes every option, where n is below 1/risk − 1.
+        The threshold, for `option_sets`: just below the probability of a right option; −inf, which takes every option,
+        where n is below 1/risk − 1.
 
     Example:
-        >>> set_threshold(np.arange(1, 20) / 20, 0.1)
-        0.1
+        >>> right = np.arange(1, 20) / 40
+        >>> set_threshold(np.stack([right, 1 - right], axis=1), np.zeros(19, int), 0.1)
+        0.04
     """
-    place = int(np.floor(risk * (len(probability) + 1) * (1 + 1e-12)))
-    return float(np.sort(np.asarray(probability, np.float64))[place - 1]) if place else float("-inf")
+    probabilities = np.asarray(probabilities, np.float64)
+    right = np.sort(probabilities[np.arange(len(labels)), labels])
+    place = int(np.floor(risk * (len(right) + 1) * (1 + 1e-12)))
+    if not place:
+        return float("-inf")
+    value = float(right[place - 1])
+    lower = probabilities[probabilities < value]
+    return _between(value, float(lower.max()) if lower.size else min(value, 0.0))
 
 
 def option_sets(probabilities: Float[np.ndarray, "N O"], threshold: float) -> Bool[np.ndarray, "N O"]:
