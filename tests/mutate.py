@@ -43,6 +43,12 @@ OPERATOR, METHODS = "kernels/test_operator.py", "recalibrate/test_methods.py"
 SOLVERS, SCIKIT = "recalibrate/test_solvers.py", f"{METHODS} -k scikit_learn"
 TABLE = [
     # kernels
+    Mutation(
+        "kernels/stats.py",
+        "total / jnp.maximum(jnp.sum(self.valid), 1).astype(total.dtype)",
+        "total / self.valid.size",
+        "test_front_door.py -k packed",
+    ),
     Mutation("kernels/stats.py", "(b.argmax < a.argmax)", "(b.argmax > a.argmax)", f"{OPERATOR} -k merge"),
     Mutation("kernels/stats.py", "delta * (2.0 * piece.first", "delta * (1.0 * piece.first", f"{OPERATOR} -k merge"),
     Mutation(

@@ -82,6 +82,30 @@ def test_evaluation_against_float64(fitted):
     assert 0.8 < (uncalibrated.high - uncalibrated.low) / (2 * 1.96 * error) < 1.2
 
 
+def test_statistics_of_packed_sequences_are_those_that_evaluate_counts(fitted):
+    """Hidden states, loss and confidence of `Sequences`, which know their segments and their mask."""
+    for lm in (LM, make_lm(seed=2, logit_softcap=5.0, unembedding_bias=True)):
+        rows = calibjax.evaluate(lm, SEQUENCES, context=silent()).document["methods"]
+        stats = lm.vocab_stats(lm.hidden_states(SEQUENCES), SEQUENCES)
+        nll = stats.mean(calibjax.losses.cross_entropy(stats))
+        np.testing.assert_allclose(nll, rows["uncalibrated"]["nll"], rtol=1e-6)
+        np.testing.assert_allclose(stats.mean(stats.confidence()), rows["uncalibrated"]["confidence"], rtol=1e-6)
+        assert (np.asarray(stats.argmax) == np.asarray(lm.logits(SEQUENCES)).argmax(-1))[SEQUENCES.where].all()
+    row = calibjax.evaluate(LM, SEQUENCES, fitted.head, context=silent()).document["methods"]["head"]
+    got = calibjax.calibrated_confidence(LM, fitted.head, SEQUENCES)
+    np.testing.assert_allclose(np.asarray(got.confidence).sum() / SEQUENCES.where.sum(), row["confidence"], rtol=1e-6)
+    assert not np.asarray(got.confidence)[~SEQUENCES.where].any()
+    log_probs = np.asarray(calibjax.calibrated_logprobs(LM, fitted.head, SEQUENCES))
+    np.testing.assert_allclose(-at_targets(log_probs, SEQUENCES).mean(), row["nll"], rtol=1e-5)
+    with pytest.raises(calibjax.UserError, match="sequences have their own"):
+        LM.hidden_states(SEQUENCES, segment_ids=SEQUENCES.segment_ids)
+
+
+def test_a_mean_over_no_token_is_zero():
+    stats = LM.vocab_stats(LM.hidden_states(SEQUENCES), SEQUENCES._replace(where=np.zeros_like(SEQUENCES.where)))
+    assert float(stats.mean(jnp.full(SEQUENCES.where.shape, jnp.nan))) == 0.0
+
+
 def _log_prob(log_scale):
     return np.take_along_axis(dense_log_probs(LM, SEQUENCES, log_scale), SEQUENCES.targets[..., None], axis=-1)[..., 0]
 

@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from assets import model_path
 
+import calibjax
 from calibjax.train import options
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +25,7 @@ def runner(tmp_path):
     """Executes a block of a page with a small text and a real model in place of the reader's paths."""
     model, data = model_path("stories260K"), tmp_path / "data.jsonl"
     words = ["Once", "upon", "a", "time", "there", "was", "a", "little", "cat", "who", "liked", "to", "play", "outside"]
-    rows = [" ".join(words[(row + step) % len(words)] for step in range(60)) for row in range(24)]
+    rows = [" ".join(words[(row + step) % len(words)] for step in range(20 + 3 * row)) for row in range(24)]
     data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 
     def run(page, block, namespace):
@@ -43,9 +45,15 @@ def test_python_blocks_run(tmp_path, capsys, monkeypatch):
     for block in blocks:
         run("README.md", block, namespace)
     assert re.search(r"^ats +\.?\d", capsys.readouterr().out, flags=re.MULTILINE)
-    assert float(namespace["value"]) > 0
     assert float(abs(namespace["gradient"]).max()) > 0
-    assert namespace["confidence"].shape == namespace["held_out"].tokens.shape
+    # The blocks compute what `evaluate` prints.
+    lm, held_out, fitted = (namespace[name] for name in ("lm", "held_out", "fitted"))
+    rows = calibjax.evaluate(lm, held_out, fitted.heads).document["methods"]
+    assert (held_out.segment_ids.max(axis=1) > 1).any()
+    assert not held_out.where.all()
+    assert float(namespace["value"]) == pytest.approx(rows["uncalibrated"]["nll"], rel=1e-5)
+    confidence = np.asarray(namespace["confidence"])[held_out.where]
+    assert confidence.mean() == pytest.approx(rows["ats"]["confidence"], rel=1e-5)
 
 
 @pytest.mark.slow

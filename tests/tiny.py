@@ -87,7 +87,7 @@ def answered(lm: LanguageModel, sequences: Sequences, seed=0, scales=(0.2, 0.8))
 
     The true scale of each token is one of two, and its hidden state determines which: what a head has to find.
     """
-    hidden = lm.hidden_states(sequences.tokens, segment_ids=sequences.segment_ids, positions=sequences.positions)
+    hidden = lm.hidden_states(sequences)
     scale = np.where(np.asarray(hidden, np.float64)[..., 0] > 0, *scales)
     q = np.exp(dense_log_probs(lm, sequences, np.log(scale))).cumsum(axis=-1)
     drawn = (q < np.random.default_rng(seed).random(scale.shape)[..., None]).sum(axis=-1)

@@ -67,6 +67,11 @@ class VocabStats(NamedTuple):
             raise ValueError(f"this needs the statistic {name!r}: add it to vocab_stats(..., statistics=[...]).")
         return value
 
+    def mean(self, values: Float[Array, "..."]) -> Float[Array, ""]:
+        """Mean of `values` `[...]`, such as those of a loss, over the valid tokens; 0 where there is none."""
+        total = jnp.sum(jnp.where(self.valid, values, 0.0))
+        return total / jnp.maximum(jnp.sum(self.valid), 1).astype(total.dtype)
+
     def log_prob(self) -> Float[Array, "..."]:
         """log p(y) = s·z_y − log_normalizer, in nats; 0 on invalid tokens.
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from calibjax.data import Sequences
 from calibjax.heads import FittedHead
 from calibjax.models import decoder
 from calibjax.models.frozen import batch_stats, freeze
@@ -36,6 +37,10 @@ def check_base(lm: LanguageModel, head: FittedHead) -> None:
 
 def _inputs(lm: LanguageModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:
     check_base(lm, head)
+    if isinstance(tokens, Sequences):
+        if segment_ids is not None:
+            raise UserError("segment_ids: sequences have their own; leave them out.")
+        return {name: as_indices(x) for name, x in tokens.arrays().items()}
     tokens = as_indices(tokens)
     if tokens.ndim != 2:
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
@@ -65,7 +70,7 @@ def scaled_log_probs(logits: Float[Array, "B T V"], log_scale: Float[Array, "B T
 def calibrated_logprobs(
     lm: LanguageModel,
     head: FittedHead,
-    tokens: Int[AnyArray, "B T"],
+    tokens: Int[AnyArray, "B T"] | Sequences,
     *,
     segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> Float[Array, "B T V"]:
@@ -77,7 +82,7 @@ def calibrated_logprobs(
     Args:
         lm: the base model.
         head: fitted on it.
-        tokens: `[B, T]`, integer.
+        tokens: `[B, T]`, integer; or `Sequences`, which say where texts begin and which targets count.
         segment_ids: `[B, T]`, 0 for padding; None: all tokens of a row are one sequence.
 
     Returns:
@@ -89,7 +94,7 @@ def calibrated_logprobs(
     batch = _inputs(lm, head, tokens, segment_ids)
     # By the base model's own program, at the price of a second forward pass: another program rounds otherwise, and
     # would choose otherwise between near ties.
-    z = lm.logits(batch["tokens"], segment_ids=None if segment_ids is None else batch["segment_ids"])
+    z = lm.logits(tokens, segment_ids=segment_ids)
     frozen = freeze(lm, head.config)
     return _logprobs(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch, z)
 
@@ -106,7 +111,7 @@ def _confidence(model, config, dtype, params, factor, frozen, batch):
 def calibrated_confidence(
     lm: LanguageModel,
     head: FittedHead,
-    tokens: Int[AnyArray, "B T"],
+    tokens: Int[AnyArray, "B T"] | Sequences,
     *,
     segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> TokenConfidence:
@@ -117,7 +122,8 @@ def calibrated_confidence(
 
     Returns:
         `TokenConfidence`, `[B, T]` each: argmax (int32, -1 on padding), confidence (float32 in [0, 1], 0 on padding)
-        and temperature (float32 > 0).
+        and temperature (float32 > 0). Of `Sequences`, positions whose target does not count are padding too: what
+        remains is what `evaluate` counts.
     """
     batch = _inputs(lm, head, tokens, segment_ids)
     frozen = freeze(lm, head.config)

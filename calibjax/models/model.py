@@ -1,6 +1,7 @@
 """The frozen language model as an object: configuration, weights, tokenizer and fingerprint."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from calibjax.data import Sequences
+from calibjax.kernels import VocabStats, vocab_stats
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Layers, Params
@@ -27,8 +30,16 @@ _hidden_states = jax.jit(decoder.hidden_states, static_argnames=("config", "laye
 _logits = jax.jit(decoder.logits, static_argnames=("config", "dtype"))
 
 
-def _indices(values: AnyArray | None) -> Array | None:
-    return None if values is None else as_indices(values)
+def _inputs(
+    tokens: AnyArray | Sequences, segment_ids: AnyArray | None, positions: AnyArray | None
+) -> tuple[Array, dict[str, Array | None]]:
+    """Tokens, and the segment ids and positions that keep the texts of packed sequences apart."""
+    if isinstance(tokens, Sequences):
+        if segment_ids is not None or positions is not None:
+            raise UserError("segment_ids, positions: sequences have their own; leave them out.")
+        tokens, segment_ids, positions = tokens.tokens, tokens.segment_ids, tokens.positions
+    places = {"segment_ids": segment_ids, "positions": positions}
+    return as_indices(tokens), {name: None if x is None else as_indices(x) for name, x in places.items()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -123,33 +134,58 @@ class LanguageModel:
 
     def hidden_states(
         self,
-        tokens: Int[AnyArray, "B T"],
+        tokens: Int[AnyArray, "B T"] | Sequences,
         *,
         segment_ids: Int[AnyArray, "B T"] | None = None,
         positions: Int[AnyArray, "B T"] | None = None,
         layers: Layers = "last",
     ) -> Float[Array, "*L B T D"]:
-        """Returns hidden states in the model's compute dtype; see `calibjax.models.hidden_states`."""
-        return _hidden_states(
-            self.config,
-            self.params,
-            as_indices(tokens),
-            segment_ids=_indices(segment_ids),
-            positions=_indices(positions),
-            layers=layers,
-            dtype=self.dtype,
-        )
+        """Returns hidden states in the model's compute dtype; see `calibjax.models.hidden_states`.
+
+        Given `Sequences`, each packed text attends to itself alone.
+        """
+        tokens, places = _inputs(tokens, segment_ids, positions)
+        return _hidden_states(self.config, self.params, tokens, **places, layers=layers, dtype=self.dtype)
 
     def logits(
         self,
-        tokens: Int[AnyArray, "B T"],
+        tokens: Int[AnyArray, "B T"] | Sequences,
         *,
         segment_ids: Int[AnyArray, "B T"] | None = None,
         positions: Int[AnyArray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Returns logits `[B, T, V]` in float32; see `calibjax.models.logits`."""
-        places = {"segment_ids": _indices(segment_ids), "positions": _indices(positions)}
-        return _logits(self.config, self.params, as_indices(tokens), **places, dtype=self.dtype)
+        """Returns logits `[B, T, V]` in float32; see `calibjax.models.logits`. Sequences as in `hidden_states`."""
+        tokens, places = _inputs(tokens, segment_ids, positions)
+        return _logits(self.config, self.params, tokens, **places, dtype=self.dtype)
+
+    def vocab_stats(
+        self,
+        hidden: Float[AnyArray, "B T D"],
+        sequences: Sequences,
+        *,
+        scale: Float[AnyArray, "B T"] | float | None = None,
+        statistics: Sequence[str] | None = None,
+    ) -> VocabStats:
+        """Returns `calibjax.vocab_stats` of the model's logits: with its bias, its soft-cap and the mask of the loss.
+
+        Args:
+            hidden: `hidden_states(sequences)`.
+            sequences: their targets, and `where` they count.
+            scale, statistics: as `calibjax.vocab_stats`'.
+
+        Returns:
+            `VocabStats`, `[B, T]`. `stats.mean(values)` is the mean over the tokens that count, as `evaluate` takes it.
+        """
+        return vocab_stats(
+            hidden,
+            self.unembedding.astype(self.dtype),
+            sequences.targets,
+            scale=scale,
+            bias=self.unembedding_bias,
+            softcap=self.config.logit_softcap,
+            where=sequences.where,
+            statistics=statistics,
+        )
 
     def __repr__(self) -> str:
         count = sum(int(np.prod(np.shape(leaf))) for _, leaf in dotted_leaves(self.params))
