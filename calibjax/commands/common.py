@@ -41,7 +41,7 @@ from calibjax.runtime.sharding import describe_mesh, make_mesh
 from calibjax.runtime.tracking import TrackerName, check_tracker
 
 if TYPE_CHECKING:
-    from calibjax.data import Rows, Sequences
+    from calibjax.data import Format, Rows, Sequences
     from calibjax.data.splits import SplitOrder
     from calibjax.models import LanguageModel
 
@@ -194,6 +194,8 @@ class DataOptions:
         text_column: read this column as plain text; by default the format is recognised: text, instruction, prompt and
             answer, or chat, with the loss on the answers only.
         prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", in place of the chat template.
+        score_template_text: include in the loss what the chat template writes between its generation prompt and an
+            answer, such as an empty <think></think>.
         rows: read only the first so many rows.
         skip_broken: leave out rows that cannot be read, instead of stopping at the first; they are counted.
         seq_len: tokens per sequence.
@@ -206,6 +208,7 @@ class DataOptions:
 
     text_column: str | None = None
     prompt_template: Annotated[str, AnyText()] | None = None
+    score_template_text: bool = False
     rows: Count | None = None
     skip_broken: bool = dataclasses.field(default=False, metadata=IDENTITY_IF_CHANGED)
     seq_len: Annotated[int, Range(2, INT_MAX)] = 128
@@ -236,21 +239,32 @@ class DataOptions:
 
         return read_source(source, split=split, rows=self.rows, skip_broken=self.skip_broken)
 
+    def recognise(self, rows: "Rows", *, column_optional: bool = False) -> "Format":
+        """The format of rows; where `column_optional`, `text_column` counts where the rows have that column."""
+        from calibjax.data import recognise
+
+        return recognise(
+            rows,
+            None if column_optional and self.text_column not in rows.first else self.text_column,
+            prompt_template=self.prompt_template,
+            score_template_text=self.score_template_text,
+        )
+
     def _read(
         self, rows: "Rows", lm: "LanguageModel", log: Callable[[str], None], column_optional: bool
     ) -> "Sequences":
-        from calibjax.data import load_sequences
+        from calibjax.data import check_ids, load_sequences
 
         sequences, description = load_sequences(
             rows,
             lm.tokenizer,
             seq_len=self.seq_len,
             layout=self.layout,
-            text_column=None if column_optional and self.text_column not in rows.first else self.text_column,
-            prompt_template=self.prompt_template,
+            format=self.recognise(rows, column_optional=column_optional),
             max_sequences=self.examples,
         )
         log(f"data: {description}")
+        check_ids(sequences, lm.config.vocab_size)
         if self.rows is not None and self.examples is None and len(sequences.tokens) > self.rows:
             log(
                 f"note: --rows {self.rows:,} counts rows of the file, which hold {int(sequences.where.sum()):,} tokens "
@@ -410,14 +424,14 @@ def check_source(
     option: str, source: str, text: DataOptions, split: str | None = None, *, column_optional: bool = False
 ) -> None:
     """`check_sources` for one of them; `option` names it."""
-    from calibjax.data import is_hub_id, is_multiple_choice, recognise
+    from calibjax.data import is_hub_id, is_multiple_choice
 
     if is_hub_id(source):
         return
     with about(option):
         rows = text.open(source, split)
         if not is_multiple_choice(rows):
-            recognise(rows, None if column_optional and text.text_column not in rows.first else text.text_column)
+            text.recognise(rows, column_optional=column_optional)
 
 
 @contextlib.contextmanager

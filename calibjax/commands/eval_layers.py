@@ -26,6 +26,7 @@ from calibjax.commands.common import (
 from calibjax.data import (
     Sequences,
     check_context,
+    check_ids,
     choice_sequences,
     is_multiple_choice,
 )
@@ -222,6 +223,7 @@ def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], No
     asked = choice_sequences(
         rows, lm.tokenizer, lm.config.max_positions, limit=options.text.examples, seed=options.seed
     )
+    check_ids(asked.sequences, lm.config.vocab_size)
     names = lm.tokenizer.convert_ids_to_tokens(list(asked.letters))
     log(
         f"data: {rows.name}: multiple choice, {asked.read:,} questions read, {asked.too_long:,} of them longer than "

@@ -19,26 +19,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def render_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], **options: bool | str
-) -> str:
+def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Returns `tokenizer.apply_chat_template(messages, tokenize=False, **options)`.
 
     Args:
         tokenizer: tokenizer with a chat template.
         messages: at least one message, of JSON values, none of them null.
-        options: `add_generation_prompt`, `continue_final_message`.
+        options: of JSON values: `add_generation_prompt`, `continue_final_message`, `tools`, `documents` and variables
+            of the template.
 
     Raises:
         UserError: if the template raises an error, or takes more than `template_process.SECONDS` of time or `MEMORY`
             bytes.
     """
     try:
-        template = tokenizer.get_chat_template()
+        template = tokenizer.get_chat_template(tools=options.get("tools"))
     except ValueError as error:
         raise UserError(f"the tokenizer has no usable chat template: {error}") from error
-    tokens = tokenizer.special_tokens_map
-    return _renderer.render({"conversations": [list(messages)], "chat_template": template, **tokens, **options})
+    request = {**tokenizer.special_tokens_map, **options, "conversations": [list(messages)], "chat_template": template}
+    return _renderer.render(request)
 
 
 class _Renderer:

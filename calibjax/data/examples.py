@@ -42,7 +42,6 @@ def tokenize_rows(
     format: Format,
     tokenizer: "PreTrainedTokenizerBase",
     *,
-    prompt_template: str | None = None,
     max_tokens: int | None = None,
     skipped: Skipped | None = None,
 ) -> Iterator[Example]:
@@ -59,8 +58,6 @@ def tokenize_rows(
         rows: result of `read_source`, or any sequence of dicts.
         format: result of `recognise`.
         tokenizer: tokenizer of `transformers`; it must be a fast one unless the rows are plain text.
-        prompt_template: format string over the columns of the row, such as "{instruction} {input} ", which replaces the
-            chat template. Only for instructions and prompts.
         max_tokens: tokens of a row that are needed; the rest of a text of more than a million characters is not
             tokenised where it is plain text.
         skipped: counts the rows that are left out, if `rows.skip_broken`.
@@ -78,9 +75,9 @@ def tokenize_rows(
         )
     source = rows if isinstance(rows, Rows) else Rows(rows, "the data")
     skipped = Skipped() if skipped is None else skipped
-    render = make_render(format, tokenizer, prompt_template)
+    render = make_render(format, tokenizer)
     # The output of a chat template already holds the special tokens.
-    add_special_tokens = format.is_plain or prompt_template is not None or not tokenizer.chat_template
+    add_special_tokens = format.is_plain or format.prompt_template is not None or not tokenizer.chat_template
 
     def rendered() -> Iterator[Rendered]:
         for place, row in source.placed(skipped):
@@ -88,7 +85,7 @@ def tokenize_rows(
                 yield render(place, row)
             except UserError as error:
                 if not source.skip_broken:
-                    raise
+                    raise UserError(f"{error} To leave out such rows, give --skip-broken.") from error
                 skipped.add(error)
 
     def examples() -> Iterator[Example]:
@@ -217,6 +214,9 @@ def _find_answers(
         inside = (begin < last) & (np.maximum(end, begin + 1) > first)
         after = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else int((begin < first).sum())
         loss_mask |= inside
+        # Some templates write a space between an answer and the token that ends it.
+        while after < len(ids) and int(ids[after]) not in special and not rendered.text[last : end[after]].strip():
+            after += 1
         if after < len(ids):
             between = rendered.text[last : max(begin[after], last)]
             loss_mask[after] |= int(ids[after]) in special and not between.strip()

@@ -1,7 +1,8 @@
 """Formats of rows (text, prompts, chat), recognised by the names of their columns."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from string import Formatter
 from typing import Any, Literal
 
 from calibjax.data.source import Rows, is_text
@@ -30,10 +31,16 @@ class Format:
             prompt and its response, "chat" for a list of messages.
         columns: columns that are read. The last one holds the text, the response or the messages; those before it hold
             the prompt.
+        prompt_template: format string over the columns of the row, such as "{instruction} {input} ", which is the
+            prompt in place of the chat template; for instructions and prompts.
+        score_template_text: whether the loss includes what the chat template writes between its generation prompt and
+            an answer, such as an empty `<think></think>`.
     """
 
     kind: Literal["text", "document", "instruction", "prompt", "chat"]
     columns: tuple[str, ...]
+    prompt_template: str | None = None
+    score_template_text: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -46,7 +53,13 @@ class Format:
         return f"{names[self.kind]} (column{'s'[: len(self.columns) > 1]} {', '.join(self.columns)})"
 
 
-def recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None = None) -> Format:
+def recognise(
+    rows: Rows | Sequence[Mapping[str, Any]],
+    text_column: str | None = None,
+    *,
+    prompt_template: str | None = None,
+    score_template_text: bool = False,
+) -> Format:
     """Recognises the format of rows.
 
     The first format that matches the columns of the first row is used: chat, instructions, prompts, plain text.
@@ -54,13 +67,22 @@ def recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None 
     Args:
         rows: result of `read_source`, or any sequence of dicts.
         text_column: column to read as plain text, whatever other columns exist.
+        prompt_template, score_template_text: fields of the format.
 
     Returns:
         The format.
 
     Raises:
-        UserError: if there are no rows, `text_column` is missing, or no format matches the columns.
+        UserError: if there are no rows, `text_column` is missing, no format matches the columns, or `prompt_template`
+            does not apply to the format or is not a format string.
     """
+    format = _recognise(rows, text_column)
+    if prompt_template is not None:
+        _check_template(prompt_template, format)
+    return replace(format, prompt_template=prompt_template, score_template_text=score_template_text)
+
+
+def _recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None) -> Format:
     columns = list((rows if isinstance(rows, Rows) else Rows(rows, "the data")).first)
     plain = "document" if isinstance(rows, Rows) and rows.documents else "text"
     if text_column is not None:
@@ -84,6 +106,22 @@ def recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None 
         f"no format fits the columns {', '.join(columns)}. Expected {_EXPECTED}. "
         "To read one column as plain text, set `text_column`."
     )
+
+
+def _check_template(template: str, format: Format) -> None:
+    if format.kind not in ("instruction", "prompt"):
+        raise UserError(f"prompt_template is for instructions and prompts, but these rows are {format}. Leave it out.")
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise UserError(f"prompt_template={template!r} is not a format string: {error}.") from error
+    if not fields or not all(field.isidentifier() for field in fields):
+        raise UserError(
+            f"prompt_template={template!r}: expected column names in braces, such as "
+            f"{''.join('{' + name + '}' for name in format.columns[:-1])!r}."
+        )
+    if format.columns[-1] in fields:
+        raise UserError(f"prompt_template={template!r} contains the response {format.columns[-1]!r}. Leave it out.")
 
 
 def string_at(row: Mapping[str, Any], column: str, place: str, *, optional: bool = False) -> str:

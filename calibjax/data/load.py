@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from calibjax.data.examples import Example, tokenize_rows
-from calibjax.data.formats import recognise
+from calibjax.data.formats import Format, recognise
+from calibjax.data.render import describe_template
 from calibjax.data.sequences import Layout, Sequences, make_sequences, tokens_needed
 from calibjax.data.source import Rows, Skipped
 
@@ -20,8 +21,7 @@ def load_sequences(
     *,
     seq_len: int,
     layout: Layout,
-    text_column: str | None = None,
-    prompt_template: str | None = None,
+    format: Format | None = None,
     max_sequences: int | None = None,
 ) -> tuple[Sequences, str]:
     """Recognises the format of rows, tokenises them and makes sequences.
@@ -31,24 +31,22 @@ def load_sequences(
         tokenizer: tokenizer of `transformers`.
         seq_len: tokens per sequence; see `make_sequences`.
         layout: "pack", "pad" or "full"; see `make_sequences`.
-        text_column: column to read as plain text; see `recognise`.
-        prompt_template: format string of a prompt; see `tokenize_rows`.
+        format: result of `recognise`; None: recognised here.
         max_sequences: keep only the first `max_sequences` sequences.
 
     Returns:
-        The sequences, and a one-line description with the format and the counts of rows, sequences, tokens and
-        skipped rows.
+        The sequences, and a one-line description with the format, the counts of rows, sequences, tokens and skipped
+        rows, and the chat template.
 
     Raises:
         UserError: as for `recognise`, `tokenize_rows` and `make_sequences`.
     """
-    format = recognise(rows, text_column)
+    format = recognise(rows) if format is None else format
     count, skipped = _Count(), Skipped()
     tokenised = tokenize_rows(
         rows,
         format,
         tokenizer,
-        prompt_template=prompt_template,
         max_tokens=tokens_needed(seq_len, layout, max_sequences, format.kind == "document"),
         skipped=skipped,
     )
@@ -60,6 +58,8 @@ def load_sequences(
         f"({'too short' if layout == 'full' else 'nothing to predict'}); {len(sequences.source):,} sequences of "
         f"{seq_len} tokens ({layout}), {int(sequences.where.sum()):,} tokens to predict"
     )
+    if template := describe_template(format, tokenizer):
+        description += f"; {template}"
     if skipped.count:
         description += f"; {skipped.count:,} broken rows skipped, the first: {skipped.first}"
     return sequences, description

@@ -1,18 +1,21 @@
 """Text of a row, with the character ranges of its answers."""
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax.data.chat_template import render_chat
 from calibjax.data.formats import Format, string_at
+from calibjax.data.messages import SEPARATOR, Conversation, Message, read_conversation
+from calibjax.data.source import is_text
 from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROLES = {"human": "user", "gpt": "assistant"}
-_SEPARATOR = "\n\n"
+_REASONING = ("reasoning", "reasoning_content", "thinking")
 
 
 class Rendered(NamedTuple):
@@ -25,55 +28,51 @@ class Rendered(NamedTuple):
 Render = Callable[[str, Mapping[str, Any]], Rendered]
 
 
-def make_render(format: Format, tokenizer: "PreTrainedTokenizerBase", prompt_template: str | None = None) -> Render:
+def make_render(format: Format, tokenizer: "PreTrainedTokenizerBase") -> Render:
     """Returns a function `(place, row) -> Rendered`; a place, such as "line 7", is for messages.
 
-    Prompts and conversations are rendered with the tokenizer's chat template. Without one, or with a `prompt_template`,
+    Prompts and conversations are rendered with the tokenizer's chat template. Without one, or with a prompt template,
     the text is prompt + response. The default prompt is the instruction and, if there is one, the input, each followed
     by a blank line. In a conversation, every message that is not from the assistant is a prompt.
-
-    Args:
-        format: result of `recognise`.
-        tokenizer: provides the chat template and the end-of-sequence token.
-        prompt_template: format string over the columns of the row, such as "{instruction} {input} ". Only for
-            instructions and prompts.
-
-    Raises:
-        UserError: if `prompt_template` does not apply to the format or is not a format string.
     """
-    if prompt_template is not None:
-        _check_template(prompt_template, format)
     if format.is_plain:
         return lambda place, row: Rendered(string_at(row, format.columns[0], place), None)
 
-    if prompt_template is not None:
+    if (template := format.prompt_template) is not None:
 
         def render_template(place: str, row: Mapping[str, Any]) -> Rendered:
-            prompt = _fill(prompt_template, row, place)
+            prompt = _fill(template, row, place)
             response = string_at(row, format.columns[-1], place)
             return Rendered(prompt + response, ((len(prompt), len(prompt) + len(response)),))
 
         return render_template
 
-    render_messages = _with_chat_template if tokenizer.chat_template else _without_chat_template
-    read = _messages if format.kind == "chat" else _pair
-    return lambda place, row: render_messages(read(row, format, place), tokenizer, place)
+    def render(place: str, row: Mapping[str, Any]) -> Rendered:
+        conversation = read_conversation(row, format, place)
+        try:
+            if tokenizer.chat_template:
+                rendered = _Chat(tokenizer, conversation).rendered(format.score_template_text)
+            else:
+                rendered = _without_chat_template(conversation, tokenizer)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from error
+        if not is_text(rendered.text):
+            raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
+        return rendered
+
+    return render
 
 
-def _check_template(template: str, format: Format) -> None:
-    if format.kind not in ("instruction", "prompt"):
-        raise UserError(f"prompt_template is for instructions and prompts, but these rows are {format}. Leave it out.")
-    try:
-        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise UserError(f"prompt_template={template!r} is not a format string: {error}.") from error
-    if not fields or not all(field.isidentifier() for field in fields):
-        raise UserError(
-            f"prompt_template={template!r}: expected column names in braces, such as "
-            f"{''.join('{' + name + '}' for name in format.columns[:-1])!r}."
-        )
-    if format.columns[-1] in fields:
-        raise UserError(f"prompt_template={template!r} contains the response {format.columns[-1]!r}. Leave it out.")
+def describe_template(format: Format, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns how `make_render` renders rows, "" for plain text."""
+    if format.is_plain:
+        return ""
+    if format.prompt_template is not None:
+        return "rendered with the prompt template that was given"
+    if not tokenizer.chat_template:
+        return "the model has no chat template: messages are joined by blank lines"
+    digest = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()[:8]
+    return f"rendered with the model's chat template (SHA-256 {digest})"
 
 
 def _fill(template: str, row: Mapping[str, Any], place: str) -> str:
@@ -85,85 +84,175 @@ def _fill(template: str, row: Mapping[str, Any], place: str) -> str:
     return template.format_map({field: string_at(row, field, place, optional=True) for field in fields})
 
 
-def _pair(row: Mapping[str, Any], format: Format, place: str) -> list[dict[str, str]]:
-    prompt, *inputs, response = format.columns
-    text = string_at(row, prompt, place)
-    for column in inputs:
-        if more := string_at(row, column, place, optional=True):
-            text += _SEPARATOR + more
+def _without_chat_template(conversation: Conversation, tokenizer: "PreTrainedTokenizerBase") -> Rendered:
+    text, answers, last = "", [], len(conversation.messages) - 1
+    extras = sorted({key for message in conversation.messages for key in _extras(message)} | set(conversation.options))
+    if extras:
+        raise UserError(f"{', '.join(extras)}: only a chat template can write this, and the model has none.")
+    for position, message in enumerate(conversation.messages):
+        start = len(text)
+        text += message["content"]
+        if position in conversation.answers:
+            answers.append((start, len(text)))
+        if message["role"] != "assistant":
+            text += SEPARATOR
+        elif position < last:
+            # tokenize_rows appends the end-of-sequence token after the last answer, as after a chat template.
+            text += str(tokenizer.eos_token or SEPARATOR)
+    return Rendered(text, tuple(answers))
+
+
+class _Chat:
+    """A conversation and its tokenizer's chat template.
+
+    Answers are located by rendering the conversation once more with a mark in place of each of them: what stands
+    around the marks must stand around the answers, so an answer is never confused with other text that is equal to it.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", conversation: Conversation):
+        self._tokenizer, self._messages, self._options = tokenizer, conversation.messages, conversation.options
+        self._answers = conversation.answers
+        self._text = self._render(self._messages)
+        number = 0
+        while f"answer{number}mark" in self._text:
+            number += 1
+        self._mark = f"answer{number}mark"
+
+    def _render(self, messages: list[Message], *, prompt: bool = False) -> str:
+        return render_chat(self._tokenizer, messages, add_generation_prompt=prompt, **self._options)
+
+    def rendered(self, score_template_text: bool) -> Rendered:
+        """Returns the text with its answers; raises `UserError` if the template leaves out something of the row."""
+        self._check_context()
+        ranges = None
+        if not any(_extras(self._messages[index]) for index in self._answers):
+            ranges = self._locate_all()
+        if ranges is None:
+            ranges = [self._locate(index) for index in self._answers]
+        if score_template_text:
+            ranges = [
+                (min(start, self._prompt_end(self._text, index) or start), end)
+                for index, (start, end) in zip(self._answers, ranges, strict=True)
+            ]
+        return Rendered(self._text, tuple(ranges))
+
+    def _check_context(self) -> None:
+        """Raises `UserError` if tools, or messages that are not scored, are missing in the text."""
+        for name in self._options.keys() & {"tools", "documents"}:
+            options = {key: value for key, value in self._options.items() if key != name}
+            if _Chat(self._tokenizer, Conversation(self._messages, (), options))._text == self._text:
+                raise UserError(f"the model's chat template does not write the {name} of this row. Leave them out.")
+        for index, message in enumerate(self._messages):
+            if index in self._answers:
+                continue
+            names = [call.get("function", call)["name"] for call in message.get("tool_calls", ())]
+            absent = message["content"].strip() not in self._text
+            if absent and self._mark in self._render(self._marked(index)):
+                absent = False  # written in another form, such as JSON
+            if absent or not all(name in self._text for name in names):
+                raise _changed(index, f"it leaves out text of the role {message['role']!r}")
+
+    def _marked(self, index: int) -> list[Message]:
+        """The messages, with a mark as the whole content of one of them."""
+        marked = {"role": self._messages[index]["role"], "content": self._mark}
+        return [*self._messages[:index], marked, *self._messages[index + 1 :]]
+
+    def _without(self, index: int, key: str) -> list[Message]:
+        """The messages, one of them without a field."""
+        message = {name: value for name, value in self._messages[index].items() if name != key}
+        return [*self._messages[:index], message, *self._messages[index + 1 :]]
+
+    def _locate_all(self) -> list[tuple[int, int]] | None:
+        """Locates answers that the template writes as they are, but for white space around them; None if it differs."""
+        messages = list(self._messages)
+        for index in self._answers:
+            messages[index] = {**messages[index], "content": self._mark}
+        first, *between = self._render(messages).split(self._mark)
+        if len(between) != len(self._answers) or not self._text.startswith(first):
+            return None
+        ranges, start = [], len(first)
+        for index, after in zip(self._answers, between, strict=True):
+            content = self._messages[index]["content"]
+            variants = (content, content.lstrip(), content.rstrip(), content.strip())
+            written = next((each for each in variants if self._text.startswith(each + after, start)), None)
+            if written is None:
+                return None
+            ranges.append((start, start + len(written)))
+            start += len(written) + len(after)
+        return ranges if start == len(self._text) or not ranges else None
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Locates one answer of any form, such as a tool call: what stands where the mark would stand."""
+        message, marked = self._messages[index], self._marked(index)
+        for stop in (index + 1, len(marked)):  # later messages may change how this one is written
+            try:
+                whole, skeleton = self._render(self._messages[:stop]), self._render(marked[:stop])
+            except UserError:
+                continue
+            before, *others = skeleton.split(self._mark)
+            if len(others) != 1 or not self._text.startswith(whole) or not whole.endswith(others[0]):
+                continue
+            end = len(whole) - len(others[0])
+            starts = (len(before) if whole.startswith(before) else None, self._prompt_end(whole, index))
+            bare = before.rstrip()  # some templates write a space or a line end before text only
+            starts = (*starts, len(bare) if whole.startswith(bare) else None)
+            start = next((each for each in starts if each is not None and each <= end), None)
+            if start is None:
+                continue
+            missing = [key for key in _extras(message) if self._render(self._without(index, key)) == self._text]
+            missing += _missing(message, whole[start:end])
+            if missing:
+                raise _changed(index, f"it leaves out or rewrites the {missing[0]}")
+            return start, end
+        raise _changed(index, "it changes the text around it")
+
+    def _prompt_end(self, whole: str, index: int) -> int | None:
+        """The length of the text up to the end of the generation prompt of a message; None if there is none."""
+        if not index:
+            return None
+        try:
+            prompt = self._render(self._messages[:index], prompt=True)
+            writes_prompt = prompt != self._render(self._messages[:index])
+        except UserError:
+            return None
+        return len(prompt) if writes_prompt and whole.startswith(prompt) else None
+
+
+def _extras(message: Message) -> list[str]:
+    return [key for key in (*_REASONING, "tool_calls") if message.get(key)]
+
+
+def _missing(message: Message, written: str) -> list[str]:
+    """The fields of a message that a text does not hold, white space and the escapes of JSON aside."""
+    written = "".join(written.split())
+
+    def variants(text: str) -> set[str]:
+        return {"".join(form.split()) for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])}
+
+    extras = _extras(message)
+    if not extras:
+        return [] if written in variants(message["content"]) else ["content"]
     return [
-        {"role": "user", "content": text},
-        {"role": "assistant", "content": string_at(row, response, place)},
+        key
+        for key in ("content", *extras)
+        if any(not any(form in written for form in variants(text)) for text in _strings(message[key]))
     ]
 
 
-def _messages(row: Mapping[str, Any], format: Format, place: str) -> list[dict[str, str]]:
-    (column,) = format.columns
-    turns = row.get(column)
-    where = f"{place}, column {column!r}"
-    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise UserError(f"{where}: expected a list of messages, got {str(turns)[:60]!r}.")
-    messages = []
-    for turn in turns:
-        if not isinstance(turn, Mapping):
-            raise UserError(f"{where}: expected a message as a dict, got {str(turn)[:60]!r}.")
-        # A file may hold both spellings; columnar readers then fill the absent one with None.
-        role, content = (turn.get(new) or turn.get(old) for new, old in (("role", "from"), ("content", "value")))
-        if not isinstance(role, str) or not isinstance(content or "", str):
-            raise UserError(
-                f"{where}: expected role and content (or from and value) to be strings, got {str(turn)[:60]!r}."
-            )
-        messages.append({"role": _ROLES.get(role, role), "content": content or ""})
-    if not any(message["role"] == "assistant" for message in messages):
-        roles = ", ".join(message["role"] for message in messages)
-        raise UserError(
-            f"{where}: no message of role assistant (or gpt), so there is nothing to predict. Roles: {roles}."
-        )
-    return messages
+def _strings(value: Any) -> Iterator[str]:
+    """The strings in a field of a message; of tool calls those of the functions, without ids and types."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in [value["function"]] if "function" in value else value.values():
+            yield from _strings(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _strings(each)
 
 
-def _without_chat_template(
-    messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", place: str
-) -> Rendered:
-    del place
-    text, answers = "", []
-    for position, message in enumerate(messages):
-        start = len(text)
-        text += message["content"]
-        if message["role"] == "assistant":
-            answers.append((start, len(text)))
-            # tokenize_rows appends the end-of-sequence token after the last answer, as after a chat template.
-            text += str(tokenizer.eos_token or _SEPARATOR) if position < len(messages) - 1 else ""
-        else:
-            text += _SEPARATOR
-    return Rendered(text, tuple(answers))
-
-
-def _with_chat_template(messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", place: str) -> Rendered:
-    """Locates answers: each begins where the messages before it end, rendered with the generation prompt."""
-
-    def apply(part: list[dict[str, str]], *, prompt: bool) -> str:
-        try:
-            return render_chat(tokenizer, part, add_generation_prompt=prompt)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from error
-
-    text = apply(messages, prompt=False)
-    answers = []
-    for position, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = apply(messages[:position], prompt=True) if position else ""
-        content = message["content"]
-        found = text.find(content, len(before))
-        if found < 0:
-            content = content.strip()
-            found = text.find(content, len(before))
-        if not text.startswith(before) or found < 0:
-            raise UserError(
-                f"{place}: the tokenizer's chat template changes the text around message {position}, so the "
-                "answer cannot be located. Use single-turn rows, or a chat template that renders the first messages "
-                "of a conversation as a prefix of the whole."
-            )
-        answers.append((len(before) if position else found, found + len(content)))
-    return Rendered(text, tuple(answers))
+def _changed(index: int, reason: str) -> UserError:
+    return UserError(
+        f"the model's chat template does not write message {index} as it stands in the row: {reason}. Change the row, "
+        "or, for an answer that shall not be scored, give its message weight 0."
+    )

@@ -69,7 +69,7 @@ def check_ids(sequences: Sequences, vocab_size: int) -> None:
         if outside.size:
             raise UserError(
                 f"{name}: expected ids from 0 to {vocab_size - 1}, got {outside[0]}. Were the sequences made with the "
-                "tokenizer of another model?"
+                "tokenizer of another model, or does the text hold a token that was added to the tokenizer only?"
             )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from calibjax.data.examples import Example
+from calibjax.data.formats import recognise
 from calibjax.data.load import load_sequences
 from calibjax.data.sequences import Layout, Sequences, check_context, make_sequences
 from calibjax.data.source import read_source
@@ -41,12 +42,13 @@ def load_text(
     """
     check_context(seq_len, lm.config.max_positions)
     if isinstance(source, str | Path):
+        rows = read_source(source)
         return load_sequences(
-            read_source(source),
+            rows,
             lm.tokenizer,
             seq_len=seq_len,
             layout=layout,
-            text_column=text_column,
+            format=recognise(rows, text_column),
             max_sequences=max_sequences,
         )[0]
     return make_sequences(_examples(source, lm.config.vocab_size), seq_len, layout=layout, max_sequences=max_sequences)

@@ -97,7 +97,7 @@ class LanguageModel:
         if wrong:
             raise UserError(f"The parameters do not match the configuration: {', '.join(wrong[:10])}.")
         if tokenizer is not None:
-            check_tokenizer(tokenizer, config)
+            check_tokenizer(tokenizer, config, tokenizer.added_tokens_decoder)
         return cls(config, params, jnp.dtype(dtype), fingerprint(config, named_tensors(params)), _tokenizer=tokenizer)
 
     @property

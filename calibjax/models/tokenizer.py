@@ -2,16 +2,22 @@
 
 import dataclasses
 import functools
+import logging
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibjax.models.config import DecoderConfig
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
+_CHAT_TEMPLATE = "chat_template.json"
+"""File of multimodal models, which transformers reads with their processors only."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -41,9 +47,11 @@ class StoredTokenizer:
             else:
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
             tokenizer("a", verbose=False)  # some settings are read only now
+            if not tokenizer.chat_template and (self.folder / _CHAT_TEMPLATE).is_file():
+                tokenizer.chat_template = read_json(self.folder / _CHAT_TEMPLATE)["chat_template"]
         except Exception as error:  # the tokenizers package raises bare Exception for damaged files
             raise _unreadable(self.folder, error) from error
-        check_tokenizer(tokenizer, self.config)
+        check_tokenizer(tokenizer, self.config, tokenizer.added_tokens_decoder)
         return tokenizer
 
 
@@ -67,17 +75,29 @@ def find_tokenizer(folder: Path, native: bool, config: DecoderConfig) -> StoredT
         tokenizer = Tokenizer.from_file(str(folder / _FILES[0]))
     except Exception as error:
         raise _unreadable(folder, error) from error
-    check_tokenizer(tokenizer, config)
+    added = tokenizer.get_added_tokens_decoder()
+    check_tokenizer(tokenizer, config, added)
+    if beyond := sorted(index for index in added if index >= config.vocab_size):
+        _log.warning(
+            "%s: %d added tokens of the tokenizer are beyond the model's vocabulary of %d, from %r (%d) on: a text "
+            "that holds one is refused.",
+            folder,
+            len(beyond),
+            config.vocab_size,
+            added[beyond[0]].content,
+            beyond[0],
+        )
     return stored
 
 
-def check_tokenizer(tokenizer: Any, config: DecoderConfig) -> None:
-    """Raises `UserError` if the tokenizer has an id beyond the model's vocabulary."""
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+def check_tokenizer(tokenizer: Any, config: DecoderConfig, added: Container[int]) -> None:
+    """Raises `UserError` if the tokenizer has an id beyond the model's vocabulary that is not of an added token."""
+    ids = (item for item in tokenizer.get_vocab().items() if item[1] not in added)
+    token, largest = max(ids, key=lambda item: item[1], default=("", -1))
     if largest >= config.vocab_size:
         raise UserError(
             f"The tokenizer's largest id is {largest} ({token!r}), but the model has vocab_size {config.vocab_size}: "
-            "the tokenizer belongs to another model, or tokens were added without resizing the model."
+            "the tokenizer belongs to another model."
         )
 
 

@@ -49,7 +49,7 @@ def make_tokenizer(chat_template=None, eos="</s>"):
 
 
 def tokenize(rows, tokenizer, text_column=None, **options):
-    return list(tokenize_rows(rows, recognise(rows, text_column), tokenizer, **options))
+    return list(tokenize_rows(rows, recognise(rows, text_column, **options), tokenizer))
 
 
 def show(example, tokenizer):
@@ -166,12 +166,12 @@ def test_tokens_without_width():
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
-        ({"messages": TURNS}, FORGETFUL, "row 0 .*: the tokenizer's chat template changes the text"),
+        ({"messages": TURNS}, FORGETFUL, r"row 0 .*leaves out text of the role 'system'.*--skip-broken"),
         ({"messages": TURNS}, "{{ raise_exception('no system role') }}", "rejects the conversation: no system role"),
         ({"messages": TURNS[:2]}, CHATML, "no message of role assistant.* Roles: system, user"),
         ({"messages": "hello"}, CHATML, "row 0 .*expected a list of messages"),
         ({"messages": ["hello"]}, CHATML, "expected a message as a dict"),
-        ({"messages": [{"role": "user", "content": [1]}]}, CHATML, "role and content"),
+        ({"messages": [{"role": "user", "content": [1]}]}, CHATML, "message 0: expected the content to be a string or"),
         ({"text": 3}, None, "row 0 .*'text': expected a string, got int"),
         ({"prompt": "a", "response": None}, None, "'response': expected a string, got nothing"),
     ],
@@ -231,7 +231,7 @@ def test_long_texts_are_tokenised_in_parts(name, monkeypatch):
     (example,) = tokenize([{"text": text}], tokenizer)
     assert example.tokens.tolist() == whole
     assert max(calls) <= 4096
-    (short,) = tokenize([{"text": text}], tokenizer, max_tokens=999)
+    (short,) = tokenize_rows([{"text": text}], recognise([{"text": text}]), tokenizer, max_tokens=999)
     assert short.tokens.tolist() == whole[:999]
     (pair,) = tokenize([{"prompt": "Who?", "response": answer}], tokenizer)
     monkeypatch.undo()

@@ -6,7 +6,7 @@ import json
 import pytest
 from assets import data_path, model_path
 
-from calibjax.data import load_sequences, read_source, split_sequences
+from calibjax.data import load_sequences, read_source, recognise, split_sequences
 
 
 def tokenizer_of(name):
@@ -18,8 +18,9 @@ def tokenizer_of(name):
 def test_alpaca_outputs_cut_to_128_tokens():
     tokenizer = tokenizer_of("stories260K")
     file = data_path("alpaca_cleaned/alpaca_cleaned.jsonl.gz")
+    rows = read_source(file, rows=6000)
     sequences, description = load_sequences(
-        read_source(file, rows=6000), tokenizer, seq_len=128, layout="full", text_column="output", max_sequences=1600
+        rows, tokenizer, seq_len=128, layout="full", format=recognise(rows, "output"), max_sequences=1600
     )
     assert sequences.tokens.shape == (1600, 127)
     assert sequences.where.all()

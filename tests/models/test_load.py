@@ -10,12 +10,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 from assets import GPT2_MODELS, LLAMA_MODELS, MODELS, model_path
 from parity import GPT2_JSON, LLAMA3_ROPE, LLAMA_JSON
 from safetensors.numpy import load_file, save_file
 
+from calibjax.commands.common import DataOptions
+from calibjax.data.chat_template import render_chat
+from calibjax.eval.tasks.scoring import Continuation, Scorer
+from calibjax.eval.tokens import identity_head
 from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, fingerprint, hf_read, load_model
 from calibjax.models.fingerprint import chunks, tensor_digest
+from calibjax.models.generate import generate
 from calibjax.models.hf_read import read_chunk
 from calibjax.models.hf_tensors import Piece, plan_tensors
 from calibjax.models.load import _open, _read_headers, is_base
@@ -250,6 +256,39 @@ def test_no_model(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not a local directory and could not be downloaded") as caught:
         load_model("nobody/nothing")
     assert "\n" not in str(caught.value)
+
+
+def test_added_token_beyond_the_vocabulary(tmp_path, caplog):
+    """As in Gemma 3: the model loads with a warning, and a text that holds the token is refused."""
+    from tokenizers import AddedToken
+
+    model = tiny.write_model(tmp_path / "model")
+    tokenizer = load_model(model).tokenizer
+    size = load_model(model).config.vocab_size
+    tokenizer.add_tokens([AddedToken("<image>", special=True)])
+    tokenizer.save_pretrained(model)
+    lm = load_model(model)
+    assert f"1 added tokens of the tokenizer are beyond the model's vocabulary of {size}, from '<image>'" in caplog.text
+    assert lm.tokenizer("<image>")["input_ids"] == [size]
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a b <image> a"}\n')
+    with pytest.raises(UserError, match=rf"expected ids from 0 to {size - 1}, got {size}"):
+        DataOptions(seq_len=4).read(str(text), lm, print)
+    with pytest.raises(UserError, match="prompts: number 0 has ids from"):
+        generate(lm, ["a <image>"], max_new_tokens=1)
+    with pytest.raises(UserError, match=f"token ids below {size}"):
+        Scorer(lm, {"base": identity_head(lm)}).score([Continuation([3], [size])])
+
+
+def test_chat_template_in_a_file_of_its_own(tmp_path):
+    """Multimodal models keep it in chat_template.json; one of the tokenizer itself comes first."""
+    model = tiny.write_model(tmp_path / "model")
+    assert not load_model(model).tokenizer.chat_template
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    tokenizer = load_model(model).tokenizer
+    assert render_chat(tokenizer, [{"role": "user", "content": "hello"}]) == "hello"
+    (model / "chat_template.jinja").write_text("own")
+    assert load_model(model).tokenizer.chat_template == "own"
 
 
 @pytest.mark.parametrize("name", [LLAMA_MODELS[0], GPT2_MODELS[0]])

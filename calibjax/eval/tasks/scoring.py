@@ -108,12 +108,18 @@ class Scorer:
         self._shares = not of_rows and not any(lm.config.local_layers)
 
     def check(self, requests: Sequence[Continuation]) -> None:
-        """Raises `UserError` if a continuation has no token, no context, or more tokens than the model's context."""
+        """Raises `UserError` if a request has no token, no context, too many tokens, or one beyond the vocabulary."""
         for number, request in enumerate(requests):
             if not len(request.context) or not 1 <= len(request.tokens) <= self.max_length:
                 raise UserError(
                     f"request {number}: expected a context and a continuation of 1 to {self.max_length} tokens, what "
                     f"the model reads; got {len(request.context)} and {len(request.tokens)}."
+                )
+            largest = max(*request.context, *request.tokens)
+            if largest >= self.lm.config.vocab_size:
+                raise UserError(
+                    f"request {number}: expected token ids below {self.lm.config.vocab_size}, the model's vocabulary, "
+                    f"got {largest}. Does the text hold a token that was added to the tokenizer only?"
                 )
 
     def score(self, requests: Sequence[Continuation]) -> list[Score]:

@@ -1,0 +1,353 @@
+"""Chat templates of many shapes: what is scored is what the assistant says and what ends its turn, and nothing else."""
+
+import json
+import random
+from typing import NamedTuple
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+
+from calibjax.data import recognise, tokenize_rows
+from calibjax.runtime.errors import UserError
+
+SPECIAL = (
+    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<|eot_id|>", "<|end_header_id|>", "<|end|>"),
+    *("<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|start_header_id|>", "<|endoftext|>"),
+)
+
+
+def make_tokenizer(template, eos="</s>"):
+    """Characters and special tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in [10, *range(32, 127)]]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["?!", *characters])}, unk_token="?!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="?!", bos_token="<s>", eos_token=eos, chat_template=template
+    )
+
+
+class Shape(NamedTuple):
+    """A template, and by hand what it writes: before and after the messages of each role, and of a content."""
+
+    template: str
+    user: tuple[str, str]
+    assistant: tuple[str, str]
+    content: str = "as is"
+    empty_thinking: bool = False
+
+
+def turns(body, prompt=""):
+    end = "{% if add_generation_prompt %}" + prompt + "{% endif %}" if prompt else ""
+    return "{% for m in messages %}" + body + "{% endfor %}" + end
+
+
+def either(user, assistant, prompt=""):
+    return turns("{% if m.role == 'user' %}" + user + "{% else %}" + assistant + "{% endif %}", prompt)
+
+
+C = "{{ m['content'] }}"
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set content, thought = m.content, m.reasoning_content or '' %}{% if '</think>' in m.content %}"
+    "{% set thought = m.content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set content = m.content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n"
+    "{{ content.lstrip('\n') }}{% else %}{{ content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{% if not loop.first or content %}\n{% endif %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IM = ("<|im_start|>user\n", "<|im_end|>\n"), ("<|im_start|>assistant\n", "<|im_end|>\n")
+SHAPES = {
+    "chatml": Shape(
+        turns("<|im_start|>{{ m.role }}\n" + C + "<|im_end|>\n", "<|im_start|>assistant\n"),
+        *IM,
+    ),
+    "chatml that ignores the generation prompt": Shape(
+        turns("<|im_start|>{{ m.role }}\n" + C + "<|im_end|>\n"),
+        *IM,
+    ),
+    "vicuna": Shape(either("USER: " + C + " ", "ASSISTANT: " + C + "</s>"), ("USER: ", " "), ("ASSISTANT: ", "</s>")),
+    "role and colon": Shape(turns("{{ m.role + ': ' + m.content }}\n"), ("user: ", "\n"), ("assistant: ", "\n")),
+    "alpaca headers": Shape(
+        either("### User:\n" + C + "\n\n", "### Assistant:\n" + C + "</s>\n\n", "### Assistant:\n"),
+        ("### User:\n", "\n\n"),
+        ("### Assistant:\n", "</s>\n\n"),
+    ),
+    "alpaca headers without end": Shape(
+        either("### User: " + C + "\n", "### Assistant: " + C + "\n"), ("### User: ", "\n"), ("### Assistant: ", "\n")
+    ),
+    "llama 2": Shape(
+        either("<s>[INST] {{ m.content | trim }} [/INST]", " {{ m.content | trim }} </s>"),
+        ("<s>[INST] ", " [/INST]"),
+        (" ", " </s>"),
+        "strip",
+    ),
+    "mistral": Shape(either("[INST] " + C + "[/INST]", " " + C + "</s>"), ("[INST] ", "[/INST]"), (" ", "</s>")),
+    "llama 3": Shape(
+        "<s>"
+        + turns(
+            "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>",
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        ("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
+        ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+        "strip",
+    ),
+    "gemma": Shape(
+        turns(
+            "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n",
+            "<start_of_turn>model\n",
+        ),
+        ("<start_of_turn>user\n", "<end_of_turn>\n"),
+        ("<start_of_turn>model\n", "<end_of_turn>\n"),
+        "strip",
+    ),
+    "phi 3": Shape(
+        turns("<|{{ m.role }}|>\n" + C + "<|end|>\n", "<|assistant|>\n") + "{{ '' }}",
+        ("<|user|>\n", "<|end|>\n"),
+        ("<|assistant|>\n", "<|end|>\n"),
+    ),
+    "zephyr": Shape(
+        turns("<|{{ m.role }}|>\n{{ m.content + eos_token }}\n", "<|assistant|>\n"),
+        ("<|user|>\n", "</s>\n"),
+        ("<|assistant|>\n", "</s>\n"),
+    ),
+    "nothing but text": Shape(either(C + "\n", C + "</s>"), ("", "\n"), ("", "</s>")),
+    "json": Shape(
+        turns('{"{{ m.role }}": {{ m.content | tojson }}}</s>'), ('{"user": "', '"}</s>'), ('{"assistant": "', '"}</s>')
+    )._replace(content="json"),
+    "an end before the next header": Shape(
+        turns("{% if not loop.first %}<|endoftext|>{% endif %}{{ m.role }}>" + C) + "<|endoftext|>",
+        ("user>", "<|endoftext|>"),
+        ("assistant>", "<|endoftext|>"),
+    ),
+    "numbered turns": Shape(
+        turns("[{{ m.role }}] " + C + " [end of {{ m.role }}]</s>"),
+        ("[user] ", " [end of user]</s>"),
+        ("[assistant] ", " [end of assistant]</s>"),
+    ),
+    "qwen 3": Shape(QWEN3, *IM, empty_thinking=True),
+    "reasoning removed": Shape(
+        either("<|user|>" + C, "<|assistant|>{{ m.content.split('</think>')[-1] }}<|end|>", "<|assistant|><think>\n"),
+        ("<|user|>", ""),
+        ("<|assistant|>", "<|end|>"),
+    ),
+    "last message without end": Shape(
+        turns("{{ m.role }}: {{ m.content }}{% if not loop.last %}</s>{% endif %}", "assistant: "),
+        ("user: ", "</s>"),
+        ("assistant: ", "</s>"),
+    ),
+    "spaces around": Shape(
+        either("<|user|>  {{ m.content }}\n\n", "<|assistant|>  {{ m.content.rstrip() }}  </s>\n", "<|assistant|>  "),
+        ("<|user|>  ", "\n\n"),
+        ("<|assistant|>  ", "  </s>\n"),
+        "rstrip",
+    ),
+}
+WRITTEN = {
+    "as is": str,
+    "strip": str.strip,
+    "rstrip": str.rstrip,
+    "json": lambda text: json.dumps(text)[1:-1],
+}
+PIECES = (
+    *(
+        "t",
+        "a",
+        "user",
+        "assistant",
+        "ASSISTANT:",
+        "### Assistant:",
+        "model",
+        "content",
+        " ",
+        "\n",
+        "hi there",
+        "USER: ",
+    ),
+    *('"', "{{ 1 }}", "{% if", "[", "]", "<think>", "[end of assistant]", "answer0mark", "\\", "0", "think", ":", ">"),
+)
+
+
+def random_text(rng):
+    return "".join(rng.choice(PIECES) for _ in range(rng.randrange(6)))
+
+
+def scored_runs(example, tokenizer):
+    """The runs of tokens that are scored, as texts."""
+    pieces = tokenizer.convert_ids_to_tokens(example.tokens.tolist())
+    text = "".join(f"\0{piece}\1" if scored else piece for piece, scored in zip(pieces, example.loss_mask, strict=True))
+    return [part.split("\0")[1] for part in text.replace("\1\0", "").split("\1")[:-1]]
+
+
+def tokenize(rows, tokenizer, **options):
+    return list(tokenize_rows(rows, recognise(rows, **options), tokenizer))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_scored_tokens_are_the_answers_and_their_ends(name):
+    """The oracle writes each conversation by hand, from the shape's texts and without its template."""
+    shape, rng = SHAPES[name], random.Random(name)
+    tokenizer = make_tokenizer(shape.template)
+    rows, expected = [], []
+    for _ in range(40):
+        messages, runs, turns = [], [], rng.randrange(1, 4)
+        for turn in range(turns):
+            user, answer = "q" + random_text(rng), random_text(rng)
+            messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+            written, after = WRITTEN[shape.content](answer), shape.assistant[1]
+            if shape.empty_thinking and turn == turns - 1:
+                written = written.lstrip("\n")
+            end = after.strip() if after.strip() in SPECIAL else ""
+            runs += [written, end] if after.startswith(" ") else [written + end]
+        rows.append({"messages": messages})
+        expected.append([run for run in runs if run])
+    for row, example, runs in zip(rows, tokenize(rows, tokenizer), expected, strict=True):
+        assert scored_runs(example, tokenizer) == runs, row
+
+
+def test_the_text_is_the_templates_own():
+    rng = random.Random(0)
+    for shape in SHAPES.values():
+        tokenizer = make_tokenizer(shape.template)
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" + random_text(rng)}]
+        (example,) = tokenize([{"messages": messages}], tokenizer)
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert example.tokens[: len(ids)].tolist() == ids
+        written = shape.user[0] + "q" + shape.user[1] + shape.assistant[0]
+        assert shape.empty_thinking or text.removeprefix("<s>").startswith(written.removeprefix("<s>"))
+
+
+HERMES = turns(
+    "<|im_start|>{{ m.role }}\n" + C + "{% for call in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}'
+    "<|im_end|>\n",
+    "<|im_start|>assistant\n",
+)
+MISTRAL_CALLS = either(
+    "[INST] " + C + "[/INST]",
+    "{% if m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}{% endfor %}]</s>'
+    "{% else %} {{ m.content }}</s>{% endif %}",
+)
+CALL = {"name": "weather", "arguments": {"city": 'Paris "sur Seine"'}}
+WRITTEN_CALL = '{"name": "weather", "arguments": {"city": "Paris \\"sur Seine\\""}}'
+
+
+@pytest.mark.parametrize("form", ["object", "JSON string", "ShareGPT", "old", "of a column"])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (HERMES, f"<tool_call>{WRITTEN_CALL}</tool_call><|im_end|>"),
+        (MISTRAL_CALLS, f"[TOOL_CALLS] [{WRITTEN_CALL}]</s>"),
+        (QWEN3, f"<tool_call>\n{WRITTEN_CALL}\n</tool_call><|im_end|>"),
+    ],
+)
+def test_tool_calls_are_scored_as_the_template_writes_them(template, expected, form):
+    user = {"role": "user", "content": "What is the weather?"}
+    assistant = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]}
+    row = {"messages": [user, assistant, {"role": "user", "content": "And now?"}, {**assistant, "weight": 0}]}
+    if form == "JSON string":
+        assistant["tool_calls"] = [
+            {"id": "call_1", "type": "function", "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}
+        ]
+    elif form == "ShareGPT":
+        first, second = {"from": "human", "value": "What?"}, {"from": "function_call", "value": json.dumps(CALL)}
+        row = {"conversations": [first, second, {"from": "human", "value": "now?"}, {**second, "weight": 0}]}
+    elif form == "old":
+        assistant |= {"function_call": CALL}
+        del assistant["tool_calls"]
+    elif form == "of a column":  # as columnar files fill what is absent
+        user |= {"tool_calls": None, "weight": None}
+        assistant["tool_calls"] = [
+            {"id": None, "type": "function", "function": CALL | {"arguments": {"day": None} | CALL["arguments"]}}
+        ]
+    tokenizer = make_tokenizer(template)
+    (example,) = tokenize([row], tokenizer)
+    assert scored_runs(example, tokenizer) == [expected]
+
+
+@pytest.mark.parametrize("thought", ["I think, therefore", "t"])
+def test_reasoning_is_scored_where_the_template_writes_it(thought):
+    answer = {"role": "assistant", "content": "so it is"}
+    user = {"role": "user", "content": "q"}
+    tokenizer = make_tokenizer(QWEN3)
+    expected = f"<think>\n{thought}\n</think>\n\nso it is<|im_end|>"
+    for message in (
+        {**answer, "reasoning_content": thought},
+        {**answer, "content": f"<think>{thought}</think>so it is"},
+    ):
+        (example,) = tokenize([{"messages": [user, message]}], tokenizer)
+        assert scored_runs(example, tokenizer) == [expected]
+        with pytest.raises(UserError, match=r"does not write message 1 .*(reasoning_content|content).*weight 0"):
+            tokenize([{"messages": [user, message, user, answer]}], tokenizer)
+        (example,) = tokenize([{"messages": [user, {**message, "weight": 0}, user, answer]}], tokenizer)
+        assert scored_runs(example, tokenizer) == ["so it is<|im_end|>"]
+
+
+def test_text_of_the_template_before_an_answer():
+    """An empty block of reasoning is not what the assistant said; an option scores it."""
+    row, tokenizer = {"prompt": "q", "response": "yes"}, make_tokenizer(QWEN3)
+    for option, expected in ((False, "yes<|im_end|>"), (True, "<think>\n\n</think>\n\nyes<|im_end|>")):
+        (example,) = tokenize([row], tokenizer, score_template_text=option)
+        assert scored_runs(example, tokenizer) == [expected]
+
+
+def test_parts_system_and_variables_of_the_template():
+    template = "{% if tools %}tools: {{ tools | tojson }} {% endif %}{% if loud %}loud {% endif %}" + HERMES
+    tokenizer = make_tokenizer(template)
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    row = {
+        "conversations": [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}],
+        "system": "Be kind.",
+        "tools": json.dumps(tools),
+        "chat_template_kwargs": {"loud": True},
+    }
+    (example,) = tokenize([row], tokenizer)
+    messages = [{"role": "system", "content": "Be kind."}]
+    messages += [{"role": role, "content": "one two"} for role in ("user", "assistant")]
+    assert tokenizer.decode(example.tokens) == tokenizer.decode(
+        tokenizer.apply_chat_template(messages, tools=tools, loud=True)["input_ids"]
+    )
+    assert scored_runs(example, tokenizer) == ["one two<|im_end|>"]
+
+
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}
+CALLS = {"tool_calls": [{"function": CALL}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        ({"messages": [USER, ANSWER | CALLS]}, QWEN3.replace("tool_calls", "no_calls"), "rewrites the tool_calls"),
+        (
+            {"messages": [USER, ANSWER | CALLS | {"weight": 0}, ANSWER]},
+            turns(C + "</s>"),
+            "leaves out text of the role",
+        ),
+        ({"messages": [USER, ANSWER | {"thinking": "hm"}]}, HERMES, "rewrites the thinking"),
+        ({"messages": [USER, ANSWER], "tools": [{"name": "weather"}]}, HERMES, "does not write the tools"),
+        ({"messages": [USER, ANSWER | CALLS]}, None, "tool_calls: only a chat template can write this"),
+        ({"messages": [USER, ANSWER | {"content": [{"type": "image"}]}]}, HERMES, "message 1: .*Only text is read"),
+        ({"messages": [USER, ANSWER | {"weight": 2}]}, HERMES, "a weight of 0 or 1.* got 2"),
+        ({"messages": [USER | {"weight": 1}, ANSWER]}, HERMES, "1 only for the assistant, got 1 for 'user'"),
+        ({"messages": [USER, ANSWER | {"tool_calls": "[{"}]}, HERMES, "message 1: expected JSON"),
+        ({"messages": [USER, ANSWER | {"tool_calls": [3]}]}, HERMES, "expected a tool call with a function's name"),
+        ({"messages": [USER, ANSWER], "tools": "3"}, HERMES, "column 'tools': expected a list of objects"),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": {"messages": 1}}, HERMES, "chat_template_kwargs"),
+        ({"messages": [USER, ANSWER]}, turns("{{ m.content * 2 }}</s>"), "message 1 .*changes the text around it"),
+        ({"messages": [USER, ANSWER]}, turns("{{ m.content | upper }}</s>"), "message 0 .*text of the role 'user'"),
+        ({"messages": [{"role": "user", "content": "Q"}, ANSWER]}, turns("{{ m.content | upper }}"), "message 1"),
+    ],
+)
+def test_what_a_template_cannot_write_is_refused(row, template, message):
+    with pytest.raises(UserError, match=rf"row 0 .*{message}.*--skip-broken"):
+        tokenize([row], make_tokenizer(template))
