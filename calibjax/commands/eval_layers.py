@@ -25,7 +25,6 @@ from calibjax.commands.common import (
 )
 from calibjax.data import (
     Sequences,
-    check_context,
     check_ids,
     choice_sequences,
     is_multiple_choice,
@@ -217,7 +216,6 @@ def _with_intervals(sums: metrics.CalibrationSums, seed: int) -> HeldOutFigures:
 def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], None]) -> _Material:
     rows = options.text.open(options.data, options.split)
     if not is_multiple_choice(rows):
-        check_context(options.text.seq_len, lm.config.max_positions)
         sequences = options.text.read(options.data, lm, log, split=options.split)
         return _Material(split_text(sequences, 0.5, log), "tokens", "whole vocabulary")
     asked = choice_sequences(

@@ -22,7 +22,7 @@ from calibjax.commands.common import (
     presentation,
     split_text,
 )
-from calibjax.data import Sequences, check_context, concatenate
+from calibjax.data import Sequences, concatenate
 from calibjax.eval.report.schema import LossComparison, TokensDocument
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
@@ -65,7 +65,6 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> TokensD
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train ats", options, log)
     lm = load_placed(options.model, context.mesh, options.dtype, log=log)
-    check_context(options.text.seq_len, lm.config.max_positions)
     plan = make_plan(options.ats, lm.config.hidden_size)
 
     read = options.text.read_all(options.data, lm, log, split=options.split, column_optional=len(options.data) > 1)

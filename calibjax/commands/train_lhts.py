@@ -20,7 +20,7 @@ from calibjax.commands.common import (
     presentation,
     split_text,
 )
-from calibjax.data import Sequences, check_context, is_hub_id
+from calibjax.data import Sequences, is_hub_id
 from calibjax.eval.report.schema import AnalogyRow, LhtsDocument, TextRow
 from calibjax.eval.tasks.analogies import evaluate_analogies, load_analogies, read_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
@@ -77,10 +77,9 @@ class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
         """Raises `UserError` where options do not fit together, or self-BLEU is not installed."""
         if not self.myopic:
             raise UserError("--myopic: expected at least one temperature.")
-        if self.text_prompt >= self.text.seq_len:
-            raise UserError(
-                f"--text-prompt-tokens: expected less than --seq-len {self.text.seq_len}, got {self.text_prompt}."
-            )
+        seq_len = self.text.seq_len or 128
+        if self.text_prompt >= seq_len:
+            raise UserError(f"--text-prompt-tokens: expected less than --seq-len {seq_len}, got {self.text_prompt}.")
         if self.analogies is not None and not is_hub_id(self.analogies):
             with about("--analogies"):
                 read_analogies(self.analogies)
@@ -93,7 +92,6 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> LhtsDo
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train lhts", options, log)
     base = load_placed(options.model, context.mesh, options.dtype, stored=jnp.float32, log=log)
-    check_context(options.text.seq_len, base.config.max_positions)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
     fit, held_out = split_text(

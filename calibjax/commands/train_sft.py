@@ -21,7 +21,7 @@ from calibjax.commands.common import (
     presentation,
     split_text,
 )
-from calibjax.data import Sequences, check_context
+from calibjax.data import Sequences
 from calibjax.eval.report.schema import TokensDocument
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
@@ -66,7 +66,6 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensD
     compute = jnp.dtype(options.dtype)
     stored = compute if adapters else jnp.dtype("float32")
     base = load_placed(options.model, context.mesh, compute, stored=stored, log=log)
-    check_context(options.text.seq_len, base.config.max_positions)
     options.sft.check_model(base.config)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it

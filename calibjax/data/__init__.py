@@ -3,7 +3,7 @@
 from calibjax.data.choices import Choices, choice_sequences, is_multiple_choice, right_choice
 from calibjax.data.examples import Example, tokenize_rows
 from calibjax.data.formats import Format, recognise
-from calibjax.data.load import load_sequences
+from calibjax.data.load import choose_seq_len, load_sequences
 from calibjax.data.pipeline import batches, eval_batches
 from calibjax.data.sequences import Layout, Sequences, check_context, check_ids, make_sequences
 from calibjax.data.source import Rows, is_hub_id, read_source
@@ -29,6 +29,7 @@ __all__ = [
     "check_fraction",
     "check_ids",
     "choice_sequences",
+    "choose_seq_len",
     "concatenate",
     "count_repeats",
     "divide",

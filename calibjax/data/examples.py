@@ -36,6 +36,11 @@ class Example(NamedTuple):
     row: int
     is_document: bool = False
 
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the loss leaves out a token beside the first, such as those of a prompt."""
+        return not self.loss_mask[1:].all()
+
 
 def tokenize_rows(
     rows: Rows | Sequence[Mapping[str, Any]],

@@ -92,7 +92,8 @@ def make_sequences(
     - "full": one sequence from the first `seq_len` tokens of each example; shorter examples are dropped. A document is
       cut into consecutive full sequences.
     - "pad": every token of every example is predicted once. A longer example continues in the next sequence, whose
-      first input is the last target of the previous one. The end is padded.
+      first input is the last target of the previous one; but of an example with a prompt only the first sequence is
+      read, because the next one would not hold the prompt. The end is padded.
     - "pack": as "pad", but pieces shorter than a sequence are packed by first fit, into 256 sequences at a time. A
       target always belongs to the example of its input; `segment_ids` must keep attention within examples.
 
@@ -137,6 +138,8 @@ class _Piece(NamedTuple):
 
 def _cut(example: Example, length: int, *, full: bool) -> Iterator[_Piece]:
     stop = len(example.tokens) - 1
+    if example.has_prompt:
+        stop = min(stop, length)
     if full:
         stop = stop // length * length if example.is_document else length * (stop >= length)
     for start in range(0, stop, length):

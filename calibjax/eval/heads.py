@@ -72,7 +72,7 @@ def evaluate(
         UserError: a head belongs to another model, or the data cannot be read or does not fit the model.
     """
     context = context or RunContext()
-    data = data if isinstance(data, Sequences) else load_text(data, lm, seq_len=min(128, lm.config.max_positions))
+    data = data if isinstance(data, Sequences) else load_text(data, lm)
     check_ids(data, lm.config.vocab_size)
     named = {"head": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     for head in named.values():

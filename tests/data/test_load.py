@@ -6,7 +6,15 @@ import json
 import pytest
 from assets import data_path, model_path
 
-from calibjax.data import load_sequences, read_source, recognise, split_sequences
+from calibjax.data import (
+    Rows,
+    choose_seq_len,
+    load_sequences,
+    read_source,
+    recognise,
+    split_sequences,
+    tokenize_rows,
+)
 
 
 def tokenizer_of(name):
@@ -51,6 +59,44 @@ def test_document_split_between_sequences():
     fit, held_out = split_sequences(sequences, 0.6)
     assert (len(fit.tokens), len(held_out.tokens)) == (30, 20)
     assert "whole documents" in description
+
+
+@pytest.mark.parametrize("layout", ["pad", "pack"])
+def test_rows_that_are_cut_keep_their_prompt(layout):
+    """Every scored token of a chat is predicted after the whole prompt; the line counts what is left out."""
+    tokenizer = tokenizer_of("craftgpt-5M")
+    rows = [{"prompt": f"say {n}", "response": "word " * n} for n in range(1, 100, 7)]
+    examples = list(tokenize_rows(rows, recognise(rows), tokenizer))
+    sequences, description = load_sequences(Rows(rows, "made"), tokenizer, seq_len=24, layout=layout)
+    expected, lost = [], 0
+    for example in examples:
+        expected += example.tokens[:24][example.loss_mask[:24]].tolist()
+        lost += int(example.loss_mask[24:].sum())
+    assert sorted(sequences.targets[sequences.where].tolist()) == sorted(expected)
+    prompts = {tuple(example.tokens[:4].tolist()) for example in examples}
+    for tokens, segments, positions in zip(sequences.tokens, sequences.segment_ids, sequences.positions, strict=True):
+        for start in range(len(tokens)):
+            if segments[start] and positions[start] == 0:
+                assert tuple(tokens[start : start + 4].tolist()) in prompts
+    cut = sum(len(example.tokens) > 24 for example in examples)
+    share = lost / sum(int(example.loss_mask.sum()) for example in examples)
+    assert f"\n{cut} of these rows are longer than 24 tokens: {share:.1%} of the tokens to predict" in description
+
+
+def test_length_that_fits_the_rows():
+    tokenizer = tokenizer_of("stories260K")
+    rows = [{"prompt": "say", "response": "word " * n} for n in range(0, 200, 2)]
+    format = recognise(rows)
+    counts = [len(example.tokens) for example in tokenize_rows(rows, format, tokenizer)]
+    length = choose_seq_len(Rows(rows, "made"), format, tokenizer, None)
+    assert length % 64 == 0
+    assert sum(count > length for count in counts) <= 5 < sum(count > length - 64 for count in counts)
+    assert choose_seq_len(Rows(rows, "made"), format, tokenizer, 200) == 200
+    assert choose_seq_len(Rows(rows[:3], "made"), format, tokenizer, None) == 128
+    long = [{"prompt": "say", "response": "word " * 3000}]
+    assert choose_seq_len(Rows(long, "made"), format, tokenizer, None) == 1024
+    text = recognise(rows, "response")
+    assert choose_seq_len(Rows(rows, "made"), text, tokenizer, None) == 128
 
 
 @pytest.mark.parametrize("layout", ["pad", "pack"])

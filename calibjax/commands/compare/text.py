@@ -12,7 +12,7 @@ import numpy as np
 from calibjax.commands.common import load_placed, split_text
 from calibjax.commands.compare.material import CompareOptions, Material
 from calibjax.commands.train_ats import fit_ats
-from calibjax.data import Sequences, check_context, eval_batches
+from calibjax.data import Sequences, eval_batches
 from calibjax.eval.compare.contenders import Contender, Outcome, contenders
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.heads import FittedHead
@@ -44,7 +44,6 @@ def from_model(
     assert options.data is not None
     log, mesh = context.log, context.mesh
     lm = load_placed(options.model, mesh, options.dtype, log=log)
-    check_context(options.text.seq_len, lm.config.max_positions)
     sequences = together(functools.partial(options.text.read, options.data, lm, log, split=options.split))
     parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     plan = make_plan(AtsOptions(), lm.config.hidden_size)

@@ -11,7 +11,7 @@ from calibjax.commands.common import DataOptions, finish, split_names
 from calibjax.commands.eval_tasks import temperature_head
 from calibjax.commands.study.answers import AnswerStudy, AnswerStudyOptions, document_of, joined, open_study
 from calibjax.commands.study.fits import SINGLE, fit_heads
-from calibjax.data import Sequences, check_context, eval_batches
+from calibjax.data import Sequences, eval_batches
 from calibjax.eval.answers.methods import WRITTEN
 from calibjax.eval.answers.probes import PROBES
 from calibjax.eval.report.schema import TasksDocument
@@ -141,7 +141,6 @@ def _temperature_of(folder: Path) -> float:
 def _fitted(study: AnswerStudy, options: ConfidenceStudyOptions) -> Corrected:
     """Temperature scaling, feature clipping, and a head for each loss, fitted to --data and kept in heads/."""
     lm, log = study.lm, study.context.log
-    check_context(options.text.seq_len, lm.config.max_positions)
     sequences = options.text.read(str(options.data), lm, log)
     variants = {loss: AtsOptions(loss=loss, refit_temperature=False) for loss in split_names(options.losses)}
     # Other text would be fitted anew; that answers are of other heads is then found by `claim_answers`.

@@ -21,7 +21,7 @@ from calibjax.commands.common import (
     load_placed,
     presentation,
 )
-from calibjax.data import Sequences, check_context
+from calibjax.data import Sequences
 from calibjax.eval.report import print_study, write_study
 from calibjax.eval.report.schema import StudyDocument
 from calibjax.heads import FittedHead
@@ -84,7 +84,6 @@ def load_checked(options: StudyOptions, log: Callable[[str], None]) -> tuple[Lan
     make_plan(options.variant(), hidden_size=64)
     check_sources(options)
     lm = load_placed(options.model, mesh, options.dtype, log=log)
-    check_context(options.text.seq_len, lm.config.max_positions)
     return lm, mesh
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from calibjax.commands.common import check_source, claim_directory, leave_config, on_devices, split_text
+from calibjax.commands.common import DataOptions, check_source, claim_directory, leave_config, on_devices, split_text
 from calibjax.commands.study.fits import SINGLE, StudyOptions, finish_study, fit_heads, load_checked
 from calibjax.data import (
     Rows,
@@ -88,9 +88,12 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDo
         with about("--mmlu"):
             _questions(options.mmlu)
     lm, mesh = load_checked(options, log)
-    domains = {name: options.text.read(source, lm, log, column_optional=True) for name, _, source in named}
+    with about("--domains"):
+        length = options.text.length((options.text.open(source) for *_, source in named), lm, column_optional=True)
+    text = dataclasses.replace(options.text, seq_len=length)  # of all domains, which are concatenated
+    domains = {name: text.read(source, lm, log, column_optional=True) for name, _, source in named}
     if options.mmlu is not None:
-        domains |= _subject_domains(options, options.mmlu, lm, log)
+        domains |= _subject_domains(text, options.mmlu, lm, log)
     smallest = min(len(sequences.tokens) for sequences in domains.values())
     parts = {
         name: split_text(sequences.take(slice(smallest)), options.fit_fraction, log)
@@ -128,7 +131,7 @@ def run(options: TransferOptions, log: Callable[[str], None] = print) -> StudyDo
 
 
 def _subject_domains(
-    options: TransferOptions, source: str, lm: LanguageModel, log: Callable[[str], None]
+    text: DataOptions, source: str, lm: LanguageModel, log: Callable[[str], None]
 ) -> dict[str, Sequences]:
     rows = _questions(source)
     domains = {}
@@ -138,9 +141,7 @@ def _subject_domains(
         if not questions:
             raise UserError(f"--mmlu {source}: no row has one of the {name} subjects {', '.join(subjects)}.")
         examples = tokenize_rows(texts, recognise(texts), lm.tokenizer)
-        domains[name] = make_sequences(
-            examples, options.text.seq_len, layout=options.text.layout, max_sequences=options.text.examples
-        )
+        domains[name] = make_sequences(examples, text.length((), lm), layout=text.layout, max_sequences=text.examples)
         log(f"data: {name}: {len(questions):,} questions, {len(domains[name].tokens):,} sequences")
     return domains
 
