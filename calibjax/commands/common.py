@@ -79,6 +79,31 @@ class ModelOptions(ModelPathOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Whether prompts are messages of a chat.
+
+    Attributes:
+        chat: write each prompt as a user's message with the model's chat template; by default where it has one.
+        system: text of a system message before it.
+    """
+
+    heading: ClassVar[str] = "model"
+    chat: bool | None = None
+    system: Annotated[str, AnyText()] | None = None
+
+    def applies(self, lm: "LanguageModel", log: Callable[[str], None]) -> bool:
+        """Whether prompts are messages, which is logged; raises `UserError` if there is no template for it."""
+        template = bool(lm.tokenizer.chat_template)
+        if self.chat is False and self.system is not None:
+            raise UserError("--system: only a chat template writes a system message. Leave out --no-chat.")
+        if not template and (self.chat or self.system is not None):
+            raise UserError("--chat, --system: the model has no chat template. Leave them out.")
+        if template and self.chat is not False:
+            log("chat: prompts are messages in the model's chat template; --no-chat gives them as plain text")
+        return template and self.chat is not False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonOptions:
     """How the result is printed.
 

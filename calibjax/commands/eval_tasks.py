@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from calibjax.commands.common import (
     SCHEMA,
+    ChatOptions,
     ModelOptions,
     OutputOptions,
     begin,
@@ -87,7 +88,7 @@ PRESETS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalTasksOptions(OutputOptions, ModelOptions):
+class EvalTasksOptions(OutputOptions, ChatOptions, ModelOptions):
     """Evaluates accuracy and calibration on benchmarks, through lm-eval.
 
     Prints accuracy and calibration with intervals for each task, each subject and all tasks together: of the base
@@ -168,7 +169,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
     try:
         from calibjax.eval.tasks.evaluate import How, check
         from calibjax.eval.tasks.evidence import hidden_clustering
-        from calibjax.eval.tasks.harness import HarnessLM
+        from calibjax.eval.tasks.harness import Chat, HarnessLM
         from calibjax.eval.tasks.kept import claim_answers
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'calibjax[lm-eval]'.") from error
@@ -195,7 +196,10 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
     heads = _heads(options, lm, log)
     claim_answers(options.out, lm, heads)
     preset = PRESETS[options.preset]
-    model = HarnessLM(lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=options.seed)
+    chat = Chat(options.system) if options.applies(lm, log) else None
+    model = HarnessLM(
+        lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=options.seed, chat=chat
+    )
     how = How(
         None,
         options.options or preset.options,

@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from calibjax.commands.common import JsonOptions, ModelOptions, load_placed, on_devices, presentation
+from calibjax.commands.common import ChatOptions, JsonOptions, ModelOptions, load_placed, on_devices, presentation
+from calibjax.data.chat_template import render_chat
 from calibjax.eval.report.rows import TextTable
 from calibjax.eval.report.terminal import print_result
+from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.distributed import DeviceOptions, is_first, to_host
 from calibjax.runtime.errors import UserError, about, printable
@@ -19,11 +21,11 @@ from calibjax.train import head_notes, load_head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateOptions(JsonOptions, ModelOptions):
-    """Continues a text and prints the confidence of every token, calibrated where a head is given.
+class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
+    """Continues a text, or answers it as a chat, and prints the confidence of every token, calibrated by a head.
 
     Attributes:
-        prompt: texts to continue.
+        prompt: texts to continue or to answer.
         head: directory of a fitted head, or of the run that holds it, or a head on the hub (org/name@revision); without
             it, confidence is uncalibrated.
         max_new_tokens: largest number of new tokens; fewer where the model ends its text.
@@ -64,9 +66,10 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
         with about("--head"):
             head_notes(options.head)
     lm = load_placed(options.model, options.devices.make_mesh(), options.dtype)
+    chat = options.applies(lm, log)
     generated = generate(
         lm,
-        options.prompt,
+        [chat_tokens(lm, prompt, options.system) for prompt in options.prompt] if chat else options.prompt,
         head=None if options.head is None else load_head(options.head, lm),
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
@@ -90,8 +93,16 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
         "model": options.model,
         "fingerprint": lm.fingerprint,
         "calibrated": options.head is not None,
+        "chat": chat,
         "texts": texts,
     }
+
+
+def chat_tokens(lm: LanguageModel, prompt: str, system: str | None) -> list[int]:
+    """The tokens of a prompt as a user's message, after which the model answers."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    text = render_chat(lm.tokenizer, [*messages, {"role": "user", "content": prompt}], add_generation_prompt=True)
+    return lm.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _print(texts: list[dict[str, Any]], calibrated: bool) -> None:

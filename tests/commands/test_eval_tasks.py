@@ -317,6 +317,89 @@ def test_judges():
         references({"question": "?"})
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+@pytest.mark.parametrize("system", [None, "w1 w2"])
+@pytest.mark.parametrize(
+    ("task", "shots"), [("mmlu", 0), ("mmlu", 2), ("arc_easy", 0), ("triviaqa", 0), ("truthfulqa_mc1", 0)]
+)
+def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
+    """The oracle: the harness's own requests with --apply_chat_template, rendered by transformers."""
+    from calibjax.eval.tasks.evaluate import How, Part, ask_piece
+    from calibjax.eval.tasks.harness import Chat, HarnessLM
+    from calibjax.eval.tasks.local_data import task_manager
+    from calibjax.eval.tokens import identity_head
+
+    folder, lm, *_ = material
+    assets = data_path("mmlu").parents[1] if task == "mmlu" else folder
+    several = task_manager([f"{task}_local"], assets).load([f"{task}_local"])["tasks"]
+    loaded = several["mmlu_high_school_us_history"] if task == "mmlu" else next(iter(several.values()))
+    tokenizer = lm.tokenizer
+    tokenizer.chat_template = CHAT_TEMPLATE
+
+    def rendered(messages, add_generation_prompt=True):
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    loaded.set_config("num_fewshot", shots)
+    loaded.set_fewshot_seed(0)
+    options = {"apply_chat_template": True, "fewshot_as_multiturn": True, "system_instruction": system}
+    loaded.build_all_requests(limit=5, chat_template=rendered, tokenizer_name="", **options)
+    theirs = [[tuple(map(str, request.args)) for request in group] for group in _by_document(loaded.instances)]
+
+    asking = HarnessLM(lm, {"uncalibrated": identity_head(lm)}, chat=Chat(system))
+    encoded = []
+    asking.encode = lambda context, continuation: encoded.append((context, continuation))
+    questions = list(enumerate(loaded.eval_docs))[:5]
+    how = How(shots, "options", "product", string_match, None, None, 0)
+    asked = ask_piece(asking, task, Part(loaded, ""), how, questions)
+    tokenizer.chat_template = None
+    assert asked.prompts == [group[0][0] for group in theirs]
+    assert encoded == ([] if task.startswith("trivia") else [pair for group in theirs for pair in group])
+    assert asked.prompts[0].endswith("<assistant> ")
+    assert asked.prompts[0].count("<assistant>") == shots + 1
+
+
+def _by_document(instances):
+    groups = {}
+    for instance in instances:
+        groups.setdefault(instance.doc_id, []).append(instance)
+    return groups.values()
+
+
+def test_chat_is_the_default_of_a_model_with_a_template(tmp_path, capsys):
+    """Said in a line; the tokens are those of the template typed by hand with --no-chat."""
+    model = write_model(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("<", "w1 ").replace(">", ""))
+    given = ["generate", "--model", str(model), "--max-new-tokens", "3", "--json"]
+    results = []
+    for options in (
+        ["--prompt", "w3 w4", "--system", "w5"],
+        ["--no-chat", "--prompt", "w1 system w5 w1 /s w1 user w3 w4 w1 /s w1 assistant"],
+    ):
+        assert main([*given, *options]) == 0
+        printed = capsys.readouterr()
+        assert ("chat: prompts are messages" in printed.err + printed.out) == ("--no-chat" not in options)
+        results.append(json.loads(printed.out))
+    assert [result["chat"] for result in results] == [True, False]
+    assert results[0]["texts"][0]["tokens"] == results[1]["texts"][0]["tokens"]
+    (model / "chat_template.jinja").unlink()
+    for options, message in (
+        (["--chat"], "no chat template"),
+        (["--system", "w5", "--no-chat"], "Leave out --no-chat"),
+    ):
+        assert main([*given, "--prompt", "w3", *options]) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_mmlu_of_all_subjects_has_the_prompts_of_the_harness(tmp_path):
     """Real questions: 57 subjects, five examples each, against the format of Hendrycks et al. written out here."""

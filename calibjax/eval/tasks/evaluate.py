@@ -295,12 +295,12 @@ def ask_piece(lm: HarnessLM, name: str, part: Part, how: How, questions: Sequenc
     task, shots = part.task, _shots(part.task, how)
     numbers, documents = [number for number, _ in questions], [document for _, document in questions]
     task.set_fewshot_seed(how.seed)
-    prompts = [task.fewshot_context(document, num_fewshot=shots) for document in documents]
+    prompts = [lm.prompt(task, document, shots) for document in documents]
     check_same([str(len(documents)), *prompts], f"the questions of {task.config.task}")
     options: list[list[Continuation]] = []
     if task.OUTPUT_TYPE == "multiple_choice":
         for document, prompt in zip(documents, prompts, strict=True):
-            requests: Any = task.construct_requests(document, prompt)
+            requests: Any = task.construct_requests(document, prompt, apply_chat_template=lm.chat is not None)
             options.append([lm.encode(*request.args) for request in requests])
     return Asked(name, part, documents, prompts, options, numbers)
 

@@ -169,16 +169,18 @@ def _kept(file: Path, questions: int, samples: int) -> list[list[tuple[str, floa
     return rows
 
 
-def _prompts(prompt: str, questions: Questions) -> list[str]:
+def _prompts(lm: HarnessLM, prompt: str, questions: Questions) -> list[str]:
     pairs = zip(questions.texts, questions.answers, strict=True)
-    return [prompt.format(question=text, answer=answer.strip()) for text, answer in pairs]
+    return [lm.message(prompt.format(question=text, answer=answer.strip())) for text, answer in pairs]
 
 
 def _two_way(lm: HarnessLM, name: str, questions: Questions) -> Float[np.ndarray, "N 2"]:
     """Log-probability of the reply for an answer and of that against it; the longest contexts lose their start."""
     asked = TWO_WAY[name]
     pairs = [
-        lm.encode(prompt, reply) for prompt in _prompts(asked.prompt, questions) for reply in (asked.yes, asked.no)
+        lm.encode(prompt, reply if lm.chat is None else reply.strip())
+        for prompt in _prompts(lm, asked.prompt, questions)
+        for reply in (asked.yes, asked.no)
     ]
     scores = lm.scorer.score([Continuation(*pair) for pair in pairs])
     return np.array([score.log_probs[0].sum() for score in scores], np.float32).reshape(-1, 2)
@@ -187,7 +189,7 @@ def _two_way(lm: HarnessLM, name: str, questions: Questions) -> Float[np.ndarray
 def _stated(lm: HarnessLM, name: str, questions: Questions, log: Callable[[str], None]) -> Float[np.ndarray, " N"]:
     """The confidence in each reply; NaN for those that cannot be read, which are counted."""
     asked = STATED[name]
-    contexts = [lm.tok_encode(prompt) for prompt in _prompts(asked.prompt, questions)]
+    contexts = [lm.tok_encode(prompt) for prompt in _prompts(lm, asked.prompt, questions)]
     options = {"max_new_tokens": _REPLY_TOKENS, "max_length": lm.max_length, "batch_size": lm.scorer.batch_size}
     replies = dict(continue_contexts(lm.lm, contexts, until=["\n"], **options))
     values = [asked.read(replies[number].text) for number in range(len(contexts))]

@@ -5,11 +5,12 @@ It needs `pip install calibjax[lm-eval]`, and no PyTorch. `calibjax.lm_eval` is 
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.utils import _add_special_kwargs, has_bos_prefix, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -21,6 +22,18 @@ from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.progress import progress_bar
+
+
+class Chat(NamedTuple):
+    """Prompts are messages in the model's chat template, with examples before a question as turns of their own.
+
+    They are those of the harness with `--apply_chat_template`.
+
+    Attributes:
+        system: text of a system message, before the description of a task.
+    """
+
+    system: str | None = None
 
 
 class HarnessLM(TemplateLM):
@@ -37,6 +50,7 @@ class HarnessLM(TemplateLM):
         max_length: tokens read at most; what is longer loses its start, as in the harness. None: the model's positions.
         max_gen_toks: tokens generated at most, where a task does not say.
         seed: seed of the samples that tasks request.
+        chat: how `prompt` and `message` write prompts; None: as plain text.
     """
 
     def __init__(
@@ -48,8 +62,10 @@ class HarnessLM(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         seed: int = 0,
+        chat: Chat | None = None,
     ):
         super().__init__()
+        self.chat = chat
         self.lm, self.max_gen_toks, self._key = lm, max_gen_toks, jax.random.key(seed)
         self.tokenizer: Any = lm.tokenizer
         self.scorer = Scorer(lm, heads, batch_size=batch_size, max_length=max_length)
@@ -85,7 +101,7 @@ class HarnessLM(TemplateLM):
     def word_end(self) -> str:
         """What stands between the last word of a prompt and the text to write: " " where a token holds the space after
         a word and not that before it. Without it, such a model would go on with the word itself."""
-        return " " if len(self.tok_encode("the ")) <= len(self.tok_encode("the")) else ""
+        return " " if self.chat is None and len(self.tok_encode("the ")) <= len(self.tok_encode("the")) else ""
 
     def encode(self, context: str, continuation: str) -> Continuation:
         """Splits a request as the harness does: spaces at the end of the context belong to the continuation."""
@@ -94,6 +110,25 @@ class HarnessLM(TemplateLM):
         tokens = self.tok_encode(continuation, add_special_tokens=False)
         first = self.prefix_token_id
         return Continuation(tokens[:1], tokens[1:]) if tokens[:1] == [first] else Continuation([first], tokens)
+
+    def prompt(self, task: ConfigurableTask, document: Any, shots: int) -> Any:
+        """The harness's prompt of a question; a list of prompts where the options are in it."""
+        return task.fewshot_context(
+            document,
+            num_fewshot=shots,
+            system_instruction=self.chat and self.chat.system,
+            apply_chat_template=self.chat is not None,
+            fewshot_as_multiturn=self.chat is not None,
+            chat_template=self.apply_chat_template if self.chat else None,
+            gen_prefix=task.doc_to_prefix(document),
+        )
+
+    def message(self, text: str) -> str:
+        """A text of our own as a prompt."""
+        if self.chat is None:
+            return text
+        system = [{"role": "system", "content": self.chat.system}] if self.chat.system else []
+        return self.apply_chat_template([*system, {"role": "user", "content": text}])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return render_chat(
