@@ -43,7 +43,7 @@ WORK = [
     "calibjax.commands.study.answers.load_tasks",
     "calibjax.commands.report.read_metrics",
     "calibjax.commands.apply.load",
-    "calibjax.commands.decide.with_confidence",
+    "calibjax.commands.decide.answering",
     "calibjax.commands.export.load_head",
     "calibjax.commands.push.check_upload",
     "calibjax.commands.plan.command.plan_job",
