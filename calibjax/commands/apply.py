@@ -1,52 +1,51 @@
 """`calibjax apply`: a fitted recalibrator on new predictions."""
 
 import dataclasses
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from calibjax import metrics
-from calibjax.commands.common import JsonOptions
-from calibjax.data.table import PredictionTable, read_table
+from calibjax.commands.common import ColumnOptions, JsonOptions
+from calibjax.data.table import PredictionTable, read_table, table_rows
+from calibjax.data.write import WRITTEN, write_rows
 from calibjax.eval.compare.contenders import Outcome, uncalibrated
 from calibjax.eval.report.rows import UNCONVERGED, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.files import check_new_file, new_file, write_file
-
-_KINDS = (".csv", ".jsonl", ".npz")
+from calibjax.runtime.files import check_new_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ApplyOptions(JsonOptions):
+class ApplyOptions(ColumnOptions, JsonOptions):
     """Recalibrates the predictions of a table with a method that `calibjax compare --save` fitted.
 
     The table has the columns of `compare`, without the outcome where it is not known. Where it is (correct, or label),
     the figures before and after are printed.
 
     Attributes:
-        table: new predictions: .csv, .parquet, .jsonl or .npz.
-        confidence: column of the confidence in the table.
+        table: new predictions: .csv, .tsv, .jsonl, .json, .parquet or .npz.
+        skip_broken: leave out rows that cannot be read, instead of stopping at the first; they are counted.
         method: directory that `compare --save` wrote.
-        out: file to write: .csv, .jsonl or .npz. For every row the calibrated confidence; of a method that recalibrates
-            a distribution also the predicted class and the probability of every class.
+        out: file to write: .csv, .tsv, .jsonl, .parquet or .npz. All columns of the table, and calibrated_confidence;
+            of a method that recalibrates a distribution also calibrated_prediction, the predicted class, and
+            calibrated_p, the probability of every class (in .csv and .tsv calibrated_p_0, calibrated_p_1, ...).
         json: print the figures as one JSON document.
     """
 
     heading: ClassVar[str] = "data"
     table: Path
-    confidence: str = "confidence"
+    skip_broken: bool = False
     method: Path
     out: Path
 
     def check(self) -> None:
         """Raises `UserError` for a file of another kind, one that cannot be written, or the table itself."""
-        if self.out.suffix not in _KINDS:
-            raise UserError(f"--out {self.out}: expected a file ending in {', '.join(_KINDS)}.")
+        if self.out.suffix not in WRITTEN:
+            raise UserError(f"--out {self.out}: expected a file ending in {', '.join(WRITTEN)}.")
         with about("--out"):
             check_new_file(self.out)
         if self.out.exists() and self.table.exists() and self.out.samefile(self.table):
@@ -57,11 +56,14 @@ def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, 
     """Runs the command; returns the number of rows, and the figures where the outcomes are known."""
     options.check()
     with about("--table"):
-        table = read_table(options.table, outcomes=False, column=options.confidence)
+        names = options.column_names()
+        table = read_table(options.table, outcomes=False, columns=names, skip_broken=options.skip_broken)
+    for note in table.notes:
+        log(note)
     with about("--method"):
         recalibrator = load(options.method)
     columns = _columns(recalibrator, table)
-    _write(options.out, columns)
+    _write(options, table, columns)
     document: dict[str, Any] = {"rows": len(table), "method": recalibrator.name, "out": str(options.out)}
     document["converged"] = bool(recalibrator.state.report.converged)
     if table.predictions.labels is not None or table.predictions.correct is not None:
@@ -109,23 +111,26 @@ def _figures(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def _write(out: Path, columns: dict[str, Any]) -> None:
-    if out.suffix == ".npz":
-        with new_file(out) as file:
-            np.savez_compressed(file, **columns)
-        return
-    names: list[str] = []
-    values: list[list[float]] = []
-    for name, column in columns.items():
-        parts = column.T if column.ndim == 2 else [column]
-        names += [f"{name}_{index}" for index in range(len(parts))] if column.ndim == 2 else [name]
-        values += [part.tolist() for part in parts]
-    rows = zip(*values, strict=True)
-    if out.suffix == ".csv":
-        lines = [",".join(names), *(",".join(f"{value:.9g}" for value in row) for row in rows)]
-    else:
-        lines = [json.dumps(dict(zip(names, row, strict=True))) for row in rows]
-    write_file(out, "\n".join(lines) + "\n")
+def _write(options: ApplyOptions, table: PredictionTable, columns: dict[str, np.ndarray]) -> None:
+    """Writes the rows of the table with further columns."""
+    # Floats with their shortest digits: .84, not the float64 that is nearest to it in float32.
+    shortest = {name: x.astype(str).astype(np.float64) if x.dtype.kind == "f" else x for name, x in columns.items()}
+    added = {f"calibrated_{name}": column for name, column in shortest.items()}
+    if options.out.suffix in (".csv", ".tsv") and "calibrated_p" in added:
+        added |= {f"calibrated_p_{k}": column for k, column in enumerate(added.pop("calibrated_p").T)}
+    assert table.rows is not None
+    place = {row: number for number, row in enumerate(table.rows.tolist())}
+    source = table_rows(options.table, skip_broken=options.skip_broken)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, row in enumerate(source):
+            if number not in place:
+                continue
+            if taken := added.keys() & row.keys():
+                raise UserError(f"{options.table}: expected no column {min(taken)}, which is written here; rename it.")
+            yield {**row, **{name: column[place[number]].tolist() for name, column in added.items()}}
+
+    write_rows(options.out, rows)
 
 
 def _print(document: dict[str, Any], options: ApplyOptions) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -166,6 +167,28 @@ class BinningOptions:
     heading: ClassVar[str] = "evaluation"
     bins: Bins = presentation(15)
     closed: Literal["right", "left", "none"] = presentation("right")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ColumnOptions:
+    """Names of the columns of a table of predictions.
+
+    Attributes:
+        columns: names of columns that are not called confidence, correct, label, logits, probs, group or category, such
+            as confidence=prob,correct=ok; confidence=rating/10 divides by 10. A confidence that is named takes
+            precedence over logits.
+    """
+
+    heading: ClassVar[str] = "data"
+    columns: tuple[str, ...] = dataclasses.field(default=(), metadata=IDENTITY_IF_CHANGED)
+
+    def column_names(self) -> dict[str, str]:
+        """Role -> column; raises `UserError` for what is not of this form."""
+        pairs = [pair for given in self.columns for pair in re.split(r",(?=\w+=)", given.strip(", "))]
+        for pair in pairs:
+            if not re.fullmatch(r"\w+=.+", pair):
+                raise UserError(f"--columns {pair}: expected pairs such as confidence=prob,correct=ok.")
+        return dict(pair.split("=", 1) for pair in pairs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

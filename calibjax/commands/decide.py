@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from calibjax.commands.common import JsonOptions, presentation
+from calibjax.commands.common import ColumnOptions, JsonOptions, presentation
 from calibjax.data.table import PredictionTable, read_table
 from calibjax.eval.answers.decisions import (
     answering,
@@ -29,7 +29,7 @@ AVERAGE, OF_ANSWERS, OF_CLAIMS = "of all questions", "of the answers", "claims o
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecideOptions(JsonOptions):
+class DecideOptions(ColumnOptions, JsonOptions):
     """Finds the confidence above which to answer, with a guarantee on the fraction of wrong answers.
 
     The table has the columns of `compare`: confidence and correct (0 or 1), or the probabilities of the options of
@@ -37,8 +37,8 @@ class DecideOptions(JsonOptions):
     too. Its rows are the only data that is used: leave out those that a model or a recalibrator was fitted on.
 
     Attributes:
-        table: answers with known outcomes: .csv, .parquet, .jsonl or .npz.
-        confidence: column of the confidence.
+        table: answers with known outcomes: .csv, .tsv, .jsonl, .json, .parquet or .npz.
+        skip_broken: leave out rows that cannot be read, instead of stopping at the first; they are counted.
         risk: largest fraction of wrong answers.
         level: probability, over the draw of the table, of the guarantee on the answers that are given.
         claims: rows are factual claims, and those with the same label in the column group are the claims of one
@@ -50,7 +50,7 @@ class DecideOptions(JsonOptions):
 
     heading = "data"
     table: Path
-    confidence: str = "confidence"
+    skip_broken: bool = False
     risk: Fraction = 0.05
     level: Fraction = 0.9
     claims: bool = False
@@ -69,7 +69,9 @@ def run(options: DecideOptions, log: Callable[[str], None] = print) -> dict[str,
     """Runs the command; returns thresholds, with what they guarantee and what they do to the rows of the table."""
     options.check()
     with about("--table"):
-        table = read_table(options.table, column=options.confidence)
+        table = read_table(options.table, columns=options.column_names(), skip_broken=options.skip_broken)
+    for note in table.notes:
+        log(note)
     if options.by_category and table.categories is None:
         raise UserError(f"--by-category: {options.table} has no column category.")
     if options.claims and table.groups is None:

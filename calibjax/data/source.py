@@ -1,9 +1,12 @@
 """Rows of a file, a directory or a Hugging Face Hub dataset, in their order, read as they are needed."""
 
+import codecs
 import contextlib
 import csv
+import functools
 import gzip
 import io
+import itertools
 import json
 import os
 import re
@@ -92,13 +95,17 @@ def read_source(
     """Opens a source of text and reads its first row.
 
     Args:
-        source: a `.jsonl`, `.json`, `.csv`, `.parquet` or `.txt` file (each but Parquet also with `.gz`); a directory
-            of such files, read in the order of their names (other files are ignored); or the id of a dataset on the
-            Hugging Face Hub, with its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`) and a branch, tag or
-            commit after an at sign (`"org/name@revision"`). A `.json` file is an array of objects, or one object per
-            line; values of CSV are text; a `.txt` file is one row, `{"text": <the whole file>}`.
-        split: split of a Hub dataset, "train" by default. In a directory, only files whose names begin with `split` are
-            read. A single file has no splits.
+        source: a `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, `.parquet` or `.txt` file (each but Parquet also with
+            `.gz`); a directory of such files, or with such files in its subdirectories, read in the order of their
+            names (other files are ignored); a directory that `datasets.save_to_disk` wrote; or the id of a dataset on
+            the Hugging Face Hub, with its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`) and a branch,
+            tag or commit after an at sign (`"org/name@revision"`). Text is UTF-8, or UTF-16 with a byte order mark. A
+            `.json` file is an array of objects, one object, or one object per line. Cells of CSV are separated by
+            commas, or else by semicolons, tabs or vertical bars, or as its first line says (`sep=;`); they are text. A
+            `.txt` file is one row, `{"text": <the whole file>}`.
+        split: split of a Hub dataset, "train" by default. In a directory, only files are read whose names, or whose
+            subdirectories' names, begin with `split`; it is required where the names are of several splits. A single
+            file has no splits.
         rows: keep only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
         skip_broken: leave out lines of JSON and rows of CSV that cannot be read, instead of raising their error.
 
@@ -115,6 +122,8 @@ def read_source(
     if is_hub_id(source):
         return _read_hub(str(source), split or "train", rows)
     with _readable(path, "data"):
+        if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            return _read_saved(path, split, rows)
         if path.is_dir():
             files = _files_in(path, split)
         elif not path.exists():
@@ -146,18 +155,56 @@ def _suffix(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
 
 
+_SPLIT = re.compile(r"(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?![a-z])", re.IGNORECASE)
+
+
 def _files_in(directory: Path, split: str | None) -> list[Path]:
-    files = sorted(file for file in directory.iterdir() if file.is_file() and _suffix(file) in _READERS)
+    """The data files in a directory, or else those in its subdirectories."""
+    files: list[Path] = []
+    for pattern in ("*", "**/*"):
+        files = files or sorted(
+            file for file in directory.glob(pattern) if file.is_file() and _suffix(file) in _READERS
+        )
     if not files:
         raise UserError(f"{directory} holds no data file. Expected files ending in {_EXPECTED}.")
-    names = ", ".join(file.name for file in files)
+    inside = {file: file.relative_to(directory) for file in files}
+    names = ", ".join(map(str, inside.values()))
     if split is not None:
-        files = [file for file in files if file.name.startswith(split)]
+        files = [file for file in files if any(part.startswith(split) for part in inside[file].parts)]
         if not files:
             raise UserError(f"split={split!r}: no file in {directory} begins with it. There are: {names}.")
+    else:
+        _check_one_split(directory, [match[1].lower() for file in files if (match := _split_of(inside[file]))], names)
     if len({_suffix(file) == ".txt" for file in files}) > 1:
         raise UserError(f"{directory} mixes whole documents (.txt) with files of rows: {names}. Give one kind.")
     return files
+
+
+def _split_of(file: Path) -> re.Match[str] | None:
+    return next((match for part in reversed(file.parts) if (match := _SPLIT.match(part))), None)
+
+
+def _check_one_split(directory: Path, splits: list[str], names: str) -> None:
+    if len(set(splits)) > 1:
+        raise UserError(f"{directory} holds several splits: {names}. Choose one: split (on the command line, --split).")
+
+
+def _read_saved(directory: Path, split: str | None, rows: int | None) -> Rows:
+    """Rows of a directory that `datasets.save_to_disk` wrote."""
+    import datasets
+
+    data: Any = cast(Any, datasets).load_from_disk(str(directory.absolute()))
+    if isinstance(data, dict):
+        if split is None:
+            _check_one_split(directory, list(data), ", ".join(data))
+        if split is not None and split not in data:
+            raise UserError(f"split={split!r}: {directory} does not hold it. There are: {', '.join(data)}.")
+        data = data[split or next(iter(data))]
+    elif split is not None:
+        raise UserError(f"split={split!r}: the data set in {directory} has no splits. Leave `split` out.")
+    if not len(data):
+        raise UserError(f"{directory} holds no rows. Give at least one.")
+    return Rows(data if rows is None else data.select(range(min(rows, len(data)))), name=str(directory))
 
 
 # --- files ---
@@ -168,9 +215,19 @@ def _read_file(path: Path) -> Iterator[Placed]:
     zipped = path.name.endswith(".gz")
     opened = gzip.open if zipped else open
     with _readable(path, f"gzipped {kind}" if zipped else kind), opened(path, "rb") as file:
-        for at, row in read(cast(BinaryIO, file)):
+        for at, row in read(cast(BinaryIO, file) if kind == "parquet" else _as_utf8(cast(BinaryIO, file))):
             place = f"{path}, {at}"
             yield place, UserError(f"{place}: {row}.") if isinstance(row, str) else row
+
+
+def _as_utf8(file: BinaryIO) -> BinaryIO:
+    """A file in UTF-16, which spreadsheets and PowerShell write, in UTF-8."""
+    head = file.peek(256)  # type: ignore[attr-defined]
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return io.BufferedReader(io.BytesIO(file.read().decode("utf-16").encode()))  # type: ignore[arg-type]
+    if b"\0" in head:
+        raise ValueError("it holds NUL bytes, as UTF-16 without a byte order mark does; save it as UTF-8")
+    return file
 
 
 @contextlib.contextmanager
@@ -214,33 +271,59 @@ def _shown(line: bytes) -> str:
 
 
 def _json(file: BinaryIO) -> _Found:
-    """An array of objects, which is read whole; or one object per line."""
-    if not file.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):  # type: ignore[attr-defined]
+    """An array of objects or one object of several lines, which are read whole; or one object per line."""
+    head = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]
+    if head.startswith(b"{"):
+        content = file.read()
+        try:
+            values = [json.loads(content.decode("utf-8-sig"))]
+        except (ValueError, RecursionError):
+            yield from _json_lines(cast(BinaryIO, io.BytesIO(content)))
+            return
+    elif head.startswith(b"["):
+        values = json.loads(file.read().decode("utf-8-sig"))
+    else:
         yield from _json_lines(file)
         return
-    for number, value in enumerate(json.loads(file.read().decode("utf-8-sig"))):
+    for number, value in enumerate(values):
         place = f"row {number} (the first is row 0)"
         yield place, value if isinstance(value, dict) else f"expected a JSON object, got {str(value)[:60]!r}"
 
 
-def _csv(file: BinaryIO) -> _Found:
+def _csv(file: BinaryIO, delimiter: str | None = None) -> _Found:
     csv.field_size_limit(sys.maxsize)
     # Bytes that are not UTF-8 become surrogates, so that the row that holds them can be named.
-    rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=""))
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    first = text.readline()
+    start = 1
+    if said := re.fullmatch(r"sep=(.)\s*", first):
+        delimiter, first, start = said[1], text.readline(), 2
+    lines = itertools.chain([first], text)
+    delimiter = delimiter or _delimiter(first)
+    rows = csv.reader(lines, delimiter=delimiter)
     columns = next(rows, [])
     if repeated := {name for name in columns if columns.count(name) > 1}:
         raise ValueError(f"several columns are named {', '.join(sorted(repeated))}")
-    start = rows.line_num + 1
+    if not is_text("".join(columns)):
+        raise ValueError("invalid UTF-8 in the first line; save the file as UTF-8")
+    before, start = start - 1, start + rows.line_num
     for cells in rows:
-        place, start = f"line {start}", rows.line_num + 1
+        place, start = f"line {start}", before + rows.line_num + 1
         if not cells:
             continue
         if len(cells) != len(columns):
-            yield place, f"expected {len(columns)} cells, as in the first line, got {len(cells)}"
+            cut = f"cells separated by {delimiter!r}"
+            yield place, f"expected {len(columns)} {cut}, as in the first line, got {len(cells)}"
         elif not is_text("".join(cells)):
-            yield place, "invalid UTF-8"
+            yield place, "invalid UTF-8; save the file as UTF-8"
         else:
             yield place, dict(zip(columns, cells, strict=True))
+
+
+def _delimiter(header: str) -> str:
+    """A comma if the header has one outside quotes, or else the character of which it has most."""
+    counts = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in ",;\t|"}
+    return "," if counts[","] > 1 else max(counts, key=lambda mark: counts[mark])
 
 
 def is_text(text: str) -> bool:
@@ -267,8 +350,10 @@ def _document(file: BinaryIO) -> _Found:
 
 _READERS: dict[str, tuple[str, Callable[[BinaryIO], _Found]]] = {
     ".jsonl": ("json", _json_lines),
+    ".ndjson": ("json", _json_lines),
     ".json": ("json", _json),
     ".csv": ("csv", _csv),
+    ".tsv": ("csv", functools.partial(_csv, delimiter="\t")),
     ".parquet": ("parquet", _parquet),
     ".txt": ("text", _document),
 }

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.recalibrate.contract import Predictions, select
+from calibjax.recalibrate.contract import IMPOSSIBLE, Predictions, select
 from calibjax.recalibrate.temperature import TemperatureState, fit_to_target
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
@@ -66,9 +66,12 @@ def fit_daca(logits: Float[AnyArray, "N K"], base_logits: Float[AnyArray, "N K"]
         >>> f"{float(np.exp(-fit_daca(3 * base, base).log_scale)):.3f}"
         '3.000'
     """
-    (z,), (b,) = (select(Predictions(logits=given), ("logits",)) for given in (logits, base_logits))
+    given = (Predictions(logits=logits), Predictions(logits=base_logits))
+    (z,), (b,) = (select(data, ("logits",), impossible=True) for data in given)
     if z.shape != b.shape:
         raise UserError(f"base_logits: expected the shape {z.shape} of the logits, got {b.shape}.")
+    if ((z > IMPOSSIBLE) != (b > IMPOSSIBLE)).any():
+        raise UserError("base_logits: expected the same options to be impossible (-inf) as in the logits.")
     agree = z.argmax(axis=1) == b.argmax(axis=1)
     if not agree.any():
         raise UserError("base_logits: the two models agree on no question, so there is nothing to fit to.")

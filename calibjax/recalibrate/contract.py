@@ -16,7 +16,7 @@ class Predictions(NamedTuple):
     """Data on N predictions. A method reads the fields that it names; the others may be None.
 
     Attributes:
-        logits: `[N, K]`, finite.
+        logits: `[N, K]`, finite; −inf for options that are impossible, where a method accepts them.
         labels: int `[N]`, the true class in [0, K).
         confidence: `[N]` in [0, 1], the probability that a prediction is right, as the model gives it: of the most
             likely token, of an answer, spoken, or the agreement of samples (`sample_agreement`).
@@ -38,6 +38,10 @@ class Predictions(NamedTuple):
     unembedding: Float[AnyArray, "K D"] | None = None
     slices: Int[AnyArray, " N"] | None = None
     categories: Int[AnyArray, " N"] | None = None
+
+
+IMPOSSIBLE = -1e30
+"""What fits read for a logit of -inf: its probability is 0 at every temperature, and its product with 0 is 0."""
 
 
 class FitReport(NamedTuple):
@@ -87,6 +91,11 @@ class Method(NamedTuple):
         return tuple(field for field in self.fit_reads if field not in ("labels", "correct"))
 
     @property
+    def accepts_impossible(self) -> bool:
+        """Whether logits may be −inf: the method scales all options alike, so that they remain impossible."""
+        return "logits" in self.fit_reads and self.keeps_argmax
+
+    @property
     def gives(self) -> Literal["log_probs", "confidence"]:
         """What `apply` returns: log_probs, float32 `[N, K]`, or confidence, float32 `[N]`."""
         return "log_probs" if "labels" in self.fit_reads else "confidence"
@@ -97,6 +106,8 @@ def select(
     fields: tuple[str, ...],
     where: Bool[AnyArray, " N"] | None = None,
     max_classes: int | None = None,
+    *,
+    impossible: bool = False,
 ) -> tuple[np.ndarray, ...]:
     """The fields named, in this order: their rows that count, on the host, floats as float32, checked.
 
@@ -105,6 +116,7 @@ def select(
         fields: names of `Predictions`.
         where: bool `[N]`, False for rows that do not count, whose values are not read.
         max_classes: the largest K.
+        impossible: accept logits of −inf, and return `IMPOSSIBLE` in their place.
 
     Raises:
         UserError: for a missing field, shapes that do not fit, no rows, too many classes, or a value that is not finite
@@ -114,6 +126,8 @@ def select(
     unembedding = arrays.pop("unembedding", None)
     rows = _rows(arrays, where)
     arrays = {field: value[rows] for field, value in arrays.items()} if where is not None else arrays
+    if impossible and np.isneginf(arrays["logits"]).any():
+        arrays["logits"] = np.where(np.isneginf(arrays["logits"]), np.float32(IMPOSSIBLE), arrays["logits"])
     classes = arrays["logits"].shape[1] if "logits" in arrays else None if unembedding is None else len(unembedding)
     if max_classes is not None and classes is not None and classes > max_classes:
         raise UserError(
@@ -121,6 +135,11 @@ def select(
             f"{classes:,}; take temperature, ensemble_temperature or ats."
         )
     _check_values(arrays, rows, classes)
+    if impossible and "labels" in arrays:
+        of_label = arrays["logits"][np.arange(len(arrays["labels"])), arrays["labels"]]
+        if (of_label <= IMPOSSIBLE).any():
+            row = rows[int(np.argmax(of_label <= IMPOSSIBLE))]
+            raise UserError(f"labels: row {row} is an option whose logit is -inf; correct it or leave it out.")
     if unembedding is not None:
         _check_unembedding(unembedding, arrays.get("features"))
         arrays["unembedding"] = unembedding

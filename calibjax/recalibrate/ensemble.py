@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate import temperature
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+from calibjax.recalibrate.contract import IMPOSSIBLE, FitReport, Method, Predictions, select
 from calibjax.recalibrate.optimize import minimize
 from calibjax.runtime.arrays import AnyArray
 
@@ -27,7 +27,9 @@ def _mixed(weights: Array, parts: Float[Array, "3 ..."]) -> Array:
 
 def _parts(log_scale: AnyArray, logits: Array) -> Float[Array, "3 N K"]:
     tempered = temperature.log_softmax_at(jnp.exp(log_scale), logits)
-    uniform = jnp.zeros_like(logits) - jnp.log(jnp.asarray(logits.shape[-1], logits.dtype))  # K of a program is free
+    possible = logits > IMPOSSIBLE
+    count = jnp.sum(possible, axis=-1, keepdims=True).astype(logits.dtype)
+    uniform = jnp.where(possible, -jnp.log(count), -jnp.inf)
     return jnp.stack([tempered, jax.nn.log_softmax(logits, axis=-1), uniform])
 
 
@@ -38,6 +40,8 @@ def _loss(weights, rows, extra):
 
 def fit(data: Predictions, where: np.ndarray | None = None) -> EnsembleState:
     """q = w₁ softmax(z/T) + w₂ softmax(z) + w₃/K, w on the simplex (Zhang et al. 2020, section 3.2, "ETS").
+
+    K counts the options that are possible, whose logit is not −inf.
 
     T first, alone, by negative log-likelihood; then w, in which the likelihood is concave.
 
@@ -56,7 +60,7 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> EnsembleState:
         >>> np.exp(np.asarray(apply(fit(data), data)[0])).round(2).tolist()
         [0.75, 0.25]
     """
-    logits, labels = select(data, ("logits", "labels"), where)
+    logits, labels = select(data, ("logits", "labels"), where, impossible=True)
     single = temperature.fit(Predictions(logits=logits, labels=labels))
     pieces = -(-logits.size // 2**22)
     of_label = np.concatenate(

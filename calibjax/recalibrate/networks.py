@@ -121,7 +121,7 @@ def fit_ats(data: Predictions, where: np.ndarray | None = None, *, units: int = 
     Raises:
         UserError: see `select`.
     """
-    logits, features, labels = select(data, ("logits", "features", "labels"), where)
+    logits, features, labels = select(data, ("logits", "features", "labels"), where, impossible=True)
     start = _head(units).init(jax.random.key(seed), jnp.asarray(features[None, :1]))
     params, report = descend(_ats_loss, start, (logits, features, labels), seed=seed)
     return HeadState(params, report)

@@ -60,6 +60,8 @@ class Recalibrator(NamedTuple):
             given = np.asarray(reads.confidence)
             nearest = np.clip(given, 0, 1)  # of a softmax, 1 may be exceeded by its rounding
             select(reads._replace(confidence=np.where(abs(given - nearest) <= 1e-5, nearest, given)), ("confidence",))
+        if reads.logits is not None and not self.method.accepts_impossible and np.isneginf(reads.logits).any():
+            raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")
         if "slices" in self.method.apply_reads:
             reads = reads._replace(slices=np.unique(np.asarray(reads.slices), return_inverse=True)[1])
         return np.asarray(jax.jit(self.method.apply)(self.state, reads))

@@ -194,7 +194,7 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> TemperatureState:
         >>> np.exp(np.asarray(apply(state, data)[0])).round(3).tolist()
         [0.75, 0.25]
     """
-    logits, labels = select(data, ("logits", "labels"), where)
+    logits, labels = select(data, ("logits", "labels"), where, impossible=True)
     return fit_to_target(logits, np.take_along_axis(logits, labels[:, None], axis=1)[:, 0])
 
 

@@ -445,10 +445,10 @@ BAD = [
     ("generate", ["--prompt", "a", "--", "b"], "'b': calibjax generate takes no such argument"),
 ]
 TABLES = [
-    ("dup.csv", "--table: dup.csv: expected columns with names of their own, got several named correct"),
-    ("group.csv", "--table: group.csv: group: row 20 holds b'\\xff', expected text in UTF-8"),
+    ("dup.csv", "--table: dup.csv cannot be read as csv: several columns are named correct"),
+    ("group.csv", "--table: group.csv, line 22: invalid UTF-8; save the file as UTF-8"),
     ("empty.npz", "--table: empty.npz cannot be read as an .npz file"),
-    ("big.csv", "--table: big.csv: logits: row 0 holds 1e+39, expected a finite float32"),
+    ("big.csv", "--table: big.csv: logit: row 0 holds [1e+39, 0.0], expected finite numbers of float32"),
     ("null.jsonl", "--table: null.jsonl, line 1: expected a JSON object, got 'null'"),
     ("file", "--table: file: expected a file ending in .csv"),
     ("full", "--table: full: there is no such file"),

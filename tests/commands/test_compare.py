@@ -14,10 +14,11 @@ from tiny import on_one_device, write_model, write_text
 
 import calibjax.commands.compare.text as command
 from calibjax.cli import main
-from calibjax.data.table import PredictionTable, read_table, split_table
+from calibjax.data.table import PredictionTable, read_table, split_table, table_rows
+from calibjax.data.write import write_rows
 from calibjax.eval.compare.results import COMPARED
 from calibjax.eval.report.verdicts import comparison_verdict
-from calibjax.recalibrate import METHODS, Predictions, load, optimize
+from calibjax.recalibrate import METHODS, Predictions, load, optimize, save
 from calibjax.runtime.errors import UserError
 from calibjax.train import options as ats_options
 
@@ -307,18 +308,20 @@ def test_platt_wins_on_its_own_map(tmp_path, capsys):
     apply = ["apply", "--method", str(saved), "--table", str(tmp_path / "new.csv")]
     assert main([*apply, "--out", str(tmp_path / "out.csv")]) == 0
     assert "their outcomes are not known" in capsys.readouterr().out
-    np.testing.assert_allclose(pa_csv.read_csv(tmp_path / "out.csv")["confidence"].to_numpy(), got, rtol=1e-6)
+    np.testing.assert_allclose(
+        pa_csv.read_csv(tmp_path / "out.csv")["calibrated_confidence"].to_numpy(), got, rtol=1e-6
+    )
     assert main(["apply", "--method", str(saved), "--table", str(table), "--out", str(tmp_path / "out.jsonl")]) == 0
     assert "The recalibrated predictions are better: log loss " in " ".join(capsys.readouterr().out.split())
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 8000
     assert main([*apply, "--out", str(tmp_path / "out.xls")]) == 2
-    assert "expected a file ending in .csv, .jsonl, .npz" in capsys.readouterr().err
+    assert "expected a file ending in .csv, .tsv, .jsonl, .parquet, .npz" in capsys.readouterr().err
     (tmp_path / "header.csv").write_text("confidence,correct\n")
     before = table.read_bytes()
     for given, out, message in (
         (table, tmp_path / "none" / "out.csv", f"--out: {tmp_path}/none/out.csv: cannot write there"),
         (table, table, f"--out {table}: expected another file than --table, whose columns would be lost"),
-        (tmp_path / "header.csv", tmp_path / "new.jsonl", f"--table: {tmp_path}/header.csv: expected at least one row"),
+        (tmp_path / "header.csv", tmp_path / "new.jsonl", f"--table: {tmp_path}/header.csv holds no rows"),
     ):
         assert main(["apply", "--method", str(saved), "--table", str(given), "--out", str(out)]) == 2
         assert f"error: {message}" in capsys.readouterr().err
@@ -376,9 +379,9 @@ def test_apply_to_a_distribution(files, tmp_path, capsys):
     z, labels, _ = made()
     log_p = np.asarray(METHODS[first].apply(load(tmp_path / "saved").state, Predictions(logits=z)))
     with np.load(out) as found:
-        np.testing.assert_allclose(found["p"], np.exp(log_p), rtol=1e-5, atol=1e-7)
-        np.testing.assert_array_equal(found["prediction"], log_p.argmax(axis=1))
-        np.testing.assert_allclose(found["confidence"], np.exp(log_p.max(axis=1)), rtol=1e-5)
+        np.testing.assert_allclose(found["calibrated_p"], np.exp(log_p), rtol=1e-5, atol=1e-7)
+        np.testing.assert_array_equal(found["calibrated_prediction"], log_p.argmax(axis=1))
+        np.testing.assert_allclose(found["calibrated_confidence"], np.exp(log_p.max(axis=1)), rtol=1e-5)
     np.testing.assert_allclose(figures[first]["accuracy"], np.mean(log_p.argmax(axis=1) == labels))
     assert figures[first]["log_loss"] < figures["uncalibrated"]["log_loss"]
 
@@ -409,27 +412,30 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.csv", BINARY.replace("correct", "right"), "expected the columns confidence and correct, or logit_0"),
-        ("x.csv", BINARY.replace(",correct", ", correct"), "got: confidence, ' correct'."),
-        ("x.csv", BINARY.replace("0.3,", ","), "confidence: row 2 holds nan"),
+        ("x.csv", BINARY.replace("correct", "right"), "expected the columns confidence and correct, or logits"),
+        ("x.csv", BINARY.replace("0.3,", ","), "confidence: row 2 holds nothing, expected 0 to 1"),
         ("x.csv", BINARY.replace("0.3,1", "0.3,nan"), "correct: row 2 holds nan"),
-        ("x.csv", BINARY.replace("0.3,", "30,"), "confidence: row 2 holds 30, expected 0 to 1 (percent?"),
-        ("x.csv", BINARY.replace("0.3,1", "0.3,yes"), "correct: row 2 holds 'yes', expected a number"),
+        (
+            "x.csv",
+            BINARY.replace("0.3,", "30,"),
+            "confidence: row 2 holds 30, expected 0 to 1 (of another range, such as",
+        ),
+        ("x.csv", BINARY.replace("0.3,1", "0.3,maybe"), "correct: row 2 holds 'maybe', expected a number, yes or no"),
         ("x.csv", BINARY.replace(",0\n", ",1\n"), "correct is 1 in every row"),
         ("x.csv", BINARY.replace("0.5,1\n", ""), "8 rows are too few"),
-        ("x.csv", "", "cannot be read"),
+        ("x.csv", "", "holds no rows"),
         (
             "x.csv",
             "confidence,correct,caf\udce9\n" + "0.5,1,2\n0.4,0,2\n" * 9,
-            "cannot be read: 'utf-8' codec can't decode",
+            "cannot be read as csv: invalid UTF-8 in the first line",
         ),
         (
             "x.jsonl",
             '{"confidence": 0.5, "correct": 1, "group": "\\ud800"}\n' * 10,
-            "cannot be read: 'utf-8' codec can't",
+            "group: row 0 holds '\\ud800', expected a label",
         ),
         ("x.jsonl", "{", "cannot be read"),
-        ("x.xls", BINARY, "expected a file ending in .csv, .parquet, .jsonl or .npz"),
+        ("x.xls", BINARY, "expected a file ending in .csv, .tsv, .jsonl, .ndjson, .json, .parquet, .npz"),
         ("x.npz", "nothing", "cannot be read as an .npz file"),
         ("x.csv", "logit_0,logit_2,label\n" + "1,2,0\n" * 9 + "1,2,1\n", "logit_0, logit_1 and so on without a gap"),
         (
@@ -437,8 +443,12 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
             "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,2\n",
             "label: row 9 holds 2, expected a whole number from 0 to 1",
         ),
-        ("x.csv", "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,.5\n", "label: row 9 holds 0.5, expected a whole"),
-        ("x.csv", "p_0,p_1,label\n" + ".5,.5,0\n" * 9 + ".5,.6,1\n", "p: row 9 sums to 1.1"),
+        ("x.csv", "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,.5\n", "label: row 9 holds .5, expected a whole"),
+        (
+            "x.csv",
+            "p_0,p_1,label\n" + ".5,.5,0\n" * 9 + ".5,.6,1\n",
+            "p: row 9 holds [0.5, 0.6], expected probabilities that sum to 1",
+        ),
         (
             "x.csv",
             "logit_0,logit_1,label\n" + "1,2,0\n" * 7 + "1,2,4294967296\n1,2,1\n1,2,1\n",
@@ -468,7 +478,7 @@ def test_labels_do_not_wrap(tmp_path, dtype, value):
     labels = (np.arange(20) % 3).astype(dtype)
     labels[7] = value
     np.savez(tmp_path / "x.npz", logits=np.zeros((20, 3)), labels=labels)
-    with pytest.raises(UserError, match=re.escape(f"label: row 7 holds {labels[7]}, expected a whole number from 0")):
+    with pytest.raises(UserError, match=re.escape(f"labels: row 7 holds {labels[7]}, expected a whole number from 0")):
         read_table(tmp_path / "x.npz")
 
 
@@ -476,7 +486,7 @@ def test_labels_do_not_wrap(tmp_path, dtype, value):
     ("name", "value", "message"),
     [
         ("confidence", 0.5 + 2j, "confidence: expected real numbers, got complex128"),
-        ("confidence", 1e39, "confidence: row 7 holds 1e+39, expected a finite float32"),
+        ("confidence", 1e39, "confidence: row 7 holds 1e+39, expected 0 to 1"),
         ("correct", 1 + 0j, "correct: expected real numbers, got complex128"),
     ],
 )
@@ -491,7 +501,7 @@ def test_numbers_are_real_and_fit(tmp_path, name, value, message):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("x.jsonl", '{"confidence": 0.5, "correct": "x"}', "correct: row 70000 holds 'x', expected a number as in"),
+        ("x.jsonl", '{"confidence": 0.5, "correct": "x"}', "correct: row 70000 holds 'x', expected a number"),
         ("x.jsonl", '{"confidence":', "x.jsonl, line 70001: cannot be read as json"),
         ("x.csv", "0.5,x", "correct: row 70000 holds 'x', expected a number"),
     ],
@@ -595,3 +605,24 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     # The temperature from arrays, in the file format for them: the same tokens give the same figures.
     page = (out / "report.html").read_text()
     assert f"{held_out['tokens']:,} tokens" in page
+
+
+@pytest.mark.parametrize("given", [".csv", ".jsonl", ".parquet", ".npz"])
+@pytest.mark.parametrize("out", [".csv", ".tsv", ".jsonl", ".parquet", ".npz"])
+def test_apply_keeps_the_columns_of_the_table(tmp_path, given, out):
+    """In every format; the new columns are numbers that the methods gave, and a second application is refused."""
+    rows = [{"id": f"0{n}", "confidence": n / 16, "correct": n % 2, "group": "é,\n"[n % 3]} for n in range(16)]
+    write_rows(tmp_path / f"in{given}", lambda: iter(rows))
+    data = Predictions(confidence=np.arange(16) / 16, correct=np.arange(16) % 2)
+    save(tmp_path / "fitted", "platt", METHODS["platt"].fit(data))
+    files = ["--table", str(tmp_path / f"in{given}"), "--method", str(tmp_path / "fitted")]
+    assert main(["apply", *files, "--out", str(tmp_path / f"out{out}"), "--json"]) == 0
+    for number, row in enumerate(table_rows(tmp_path / f"out{out}")):
+        assert {name: str(row[name]) for name in rows[0]} == {name: str(x) for name, x in rows[number].items()}
+        assert list(row) == [*rows[0], "calibrated_confidence"]
+    again = read_table(tmp_path / f"out{out}", columns={"confidence": "calibrated_confidence"})
+    wanted = load(tmp_path / "fitted")(confidence=np.arange(16) / 16)
+    np.testing.assert_array_equal(np.float32(again.predictions.confidence), wanted)
+    assert again.groups.max() == 2
+    files[1] = str(tmp_path / f"out{out}")
+    assert main(["apply", *files, "--out", str(tmp_path / "again.jsonl")]) == 2

@@ -32,7 +32,7 @@ def test_bash(script):
     assert {"--model", "--mesh"} <= flags
     assert all(flag.startswith("--m") for flag in flags)
     assert complete(script, "train", "ats", "--dtype", "") == {"float32", "bfloat16"}
-    assert complete(script, "compare", "--table", "x", "--conf") == {"--confidence", "--config"}
+    assert complete(script, "compare", "--table", "x", "--col") == {"--columns"}
 
 
 def test_zsh_and_others(capsys):

@@ -52,12 +52,12 @@ def test_thresholds_are_those_of_the_definition(capsys, table):
 
 
 def test_a_column_of_the_table(capsys, table, tmp_path):
-    found = decided(capsys, "--table", table[0], "--confidence", "consistency", "--out", tmp_path / "d.json")
+    found = decided(capsys, "--table", table[0], "--columns", "confidence=consistency", "--out", tmp_path / "d.json")
     row = found["categories"][""]["of all questions"]
     consistency = np.round(table[1] * 8) / 8
     assert row["answered"] == (consistency > row["threshold"]).mean()
     assert json.loads((tmp_path / "d.json").read_text()) == found
-    assert main(["decide", "--table", str(table[0]), "--confidence", "p_true"]) == 2
+    assert main(["decide", "--table", str(table[0]), "--columns", "confidence=p_true"]) == 2
     assert "there is no column p_true; got: question, confidence, consistency" in capsys.readouterr().err
 
 

@@ -142,8 +142,8 @@ def test_samples_belong_to_their_question(run, tmp_path):
 
 def test_the_table_can_be_decided_and_compared(run, capsys):
     file = str(run[0].out / "answers" / "triviaqa.csv")
-    assert main(["decide", "--table", file, "--confidence", "consistency", "--risk", "0.3"]) == 0
-    assert main(["compare", "--table", file, "--confidence", "p_true", "--methods", "platt", "--quiet"]) == 0
+    assert main(["decide", "--table", file, "--columns", "confidence=consistency", "--risk", "0.3"]) == 0
+    assert main(["compare", "--table", file, "--columns", "confidence=p_true", "--methods", "platt", "--quiet"]) == 0
     assert "platt" in capsys.readouterr().out
 
 

@@ -59,11 +59,62 @@ def test_directory(tmp_path):
     for name, row in (("train_1.jsonl", ROWS[1]), ("train_0.jsonl.gz", ROWS[0]), ("valid.jsonl", ROWS[2])):
         write(tmp_path / name, json.dumps(row).encode())
     (tmp_path / "SOURCE.md").write_text("where it came from")
-    assert list(read_source(tmp_path)) == ROWS
-    assert list(read_source(tmp_path, rows=1)) == ROWS[:1]
     assert list(read_source(tmp_path, split="train")) == ROWS[:2]
+    assert list(read_source(tmp_path, split="train", rows=1)) == ROWS[:1]
     with pytest.raises(UserError, match=r"split='test'.*valid\.jsonl"):
         read_source(tmp_path, split="test")
+    with pytest.raises(UserError, match=r"several splits: .*valid\.jsonl\. Choose one"):
+        read_source(tmp_path)
+    (tmp_path / "valid.jsonl").rename(tmp_path / "valuable.jsonl")
+    assert list(read_source(tmp_path)) == ROWS
+
+
+def test_directories_of_the_hub_and_of_datasets(tmp_path):
+    """Files below data/, as a clone of the hub has them; and what `save_to_disk` wrote, of one split and of several."""
+    parts = {name: datasets.Dataset.from_list(ROWS[n:]) for n, name in enumerate(("train", "test"))}
+    for name, part in parts.items():
+        part.to_parquet(tmp_path / f"clone/data/{name}-00000-of-00001.parquet")
+        part.to_parquet(tmp_path / f"folders/{name}/0.parquet")
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "several")
+    parts["test"].save_to_disk(tmp_path / "one")
+    for folder in ("clone", "folders", "several"):
+        assert list(read_source(tmp_path / folder, split="train", rows=2)) == ROWS[:2]
+        assert list(read_source(tmp_path / folder, split="test")) == ROWS[1:]
+        with pytest.raises(UserError, match=r"several splits: .*train.* Choose one"):
+            read_source(tmp_path / folder)
+    assert list(read_source(tmp_path / "one")) == ROWS[1:]
+    with pytest.raises(UserError, match="has no splits"):
+        read_source(tmp_path / "one", split="test")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_encodings(tmp_path, encoding, suffix):
+    """The same rows, or a refusal that names what it is."""
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    for name, content in (("a.csv", CSV), ("a.jsonl", JSONL), ("a.json", json.dumps(ROWS).encode())):
+        rows = read_source(write(tmp_path / (name + suffix), (mark + content.decode()).encode(encoding)))
+        assert [(row["text"], int(row["n"])) for row in rows] == [(row["text"], row["n"]) for row in ROWS]
+        if encoding == "utf-16-be":
+            with pytest.raises(UserError, match="NUL bytes, as UTF-16 without a byte order mark"):
+                read_source(write(tmp_path / (name + suffix), content.decode().encode(encoding)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "text;n\r\none, two;1\r\n",
+        "sep=;\r\ntext;n\r\none, two;1\r\n",
+        'sep=,\ntext,n\n"one, two",1\n',
+        "text\tn\none, two\t1\n",
+        "text|n\none, two|1\n",
+        '"text;",n\n"one, two",1\n',
+    ],
+)
+def test_delimiters(tmp_path, content):
+    (row,) = read_source(write(tmp_path / "a.csv", content.encode()))
+    assert list(row.values()) == ["one, two", "1"]
+    assert [name.rstrip(";") for name in row] == ["text", "n"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +180,7 @@ def test_nothing_is_written_where_it_runs(tmp_path, monkeypatch):
         ("a.json", b"null", r"line 1: expected a JSON object, got 'null'"),
         ("a.json", b'[{"text": "one"}, null]', r"row 1 .*: expected a JSON object, got 'None'"),
         ("a.json", b'[{"text": "one"},', "cannot be read as json"),
-        ("a.csv", b"text,n\none,1\ntwo\n", r"line 3: expected 2 cells, as in the first line, got 1"),
+        ("a.csv", b"text,n\none,1\ntwo\n", r"line 3: expected 2 cells separated by ',', as in the first line, got 1"),
         ("a.csv", b'text,n\n"one\n\n",1\n\xff,2\n', r"line 5: invalid UTF-8"),
         ("a.csv", b"text,text\none,1\n", "several columns are named text"),
         ("a.csv", b"\xff\xfe", "holds no rows"),

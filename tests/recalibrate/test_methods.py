@@ -611,6 +611,48 @@ def test_laws(name):
     probabilities(name, subset, data)
 
 
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if "logits" in method.fit_reads])
+def test_options_that_are_impossible(name, tmp_path):
+    """One more option, of logit −inf, changes nothing where it is accepted; elsewhere it is refused."""
+    method, data = METHODS[name], bundle_for(name)
+    more = data._replace(logits=np.pad(data.logits, ((0, 0), (0, 1)), constant_values=-np.inf))
+    if not method.accepts_impossible:
+        with pytest.raises(UserError, match="logits: row 0 holds -inf, expected finite values"):
+            method.fit(more)
+        save(tmp_path / "fitted", name, fitted(name))
+        with pytest.raises(UserError, match="expects finite logits, got -inf"):
+            load(tmp_path / "fitted")(data._replace(logits=np.where(np.eye(4)[data.labels] > 0, 0, -np.inf)))
+        return
+    state, expected = method.fit(more), fitted(name)
+    chex.assert_trees_all_close(state, expected, rtol=1e-4, atol=1e-5)
+    found = np.asarray(method.apply(expected, more))
+    np.testing.assert_allclose(found[:, :-1], np.asarray(method.apply(expected, data)), rtol=1e-6, atol=1e-6)
+    assert (found[:, -1] == -np.inf).all()
+    with pytest.raises(UserError, match=r"labels: row 3 is an option whose logit is -inf"):
+        method.fit(more._replace(labels=np.where(np.arange(len(data.labels)) == 3, data.logits.shape[1], data.labels)))
+
+
+def test_rows_of_different_numbers_of_options():
+    """The temperature is that of scipy's minimiser on lists of different lengths."""
+    from scipy.optimize import minimize_scalar
+    from scipy.special import logsumexp
+
+    rng = np.random.default_rng(3)
+    lists = [rng.normal(size=k) * 3 for k in rng.integers(2, 7, 500)]
+    labels = np.array([(z / 2 + rng.gumbel(size=len(z))).argmax() for z in lists])
+    padded = np.full((500, 6), -np.inf)
+    for row, z in enumerate(lists):
+        padded[row, : len(z)] = z
+
+    def nll(u):
+        return sum(logsumexp(np.exp(u) * z) - np.exp(u) * z[y] for z, y in zip(lists, labels, strict=True))
+
+    wanted = minimize_scalar(nll, bounds=(-3, 3), method="bounded", options={"xatol": 1e-9}).x
+    got = METHODS["temperature"].fit(Predictions(logits=padded, labels=labels)).log_scale
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_nan_is_refused_with_its_row(name):
     data = bundle_for(name)

@@ -126,8 +126,10 @@ def _all(asked: tuple[str, ...]) -> bool:
 def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[str], None]) -> Material:
     assert options.table is not None
     with about("--table"):
-        table = read_table(options.table, column=options.confidence)
+        table = read_table(options.table, columns=options.column_names(), skip_broken=options.text.skip_broken)
         check_can_be_fitted(table, options.table)
+    for note in table.notes:
+        log(note)
     base_logits = None if options.base_table is None else _base_logits(options.base_table, table, options)
     parts = split_table(table, options.fit_fraction, options.seed)
     calibration, held_out = (_with_slices(with_confidence(part.predictions), part.groups) for part in parts)

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from calibjax.commands.common import BinningOptions, ModelOptions, OutputOptions, TextOptions, presentation
+from calibjax.commands.common import (
+    BinningOptions,
+    ColumnOptions,
+    ModelOptions,
+    OutputOptions,
+    TextOptions,
+    presentation,
+)
 from calibjax.eval.compare.contenders import Contender, Outcome
 from calibjax.eval.compare.results import SortKey
 from calibjax.recalibrate.saved import check_directory
@@ -18,21 +25,20 @@ from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
+class CompareOptions(BinningOptions, OutputOptions, ColumnOptions, TextOptions, ModelOptions):
     """Fits every recalibration method on one part of the data and compares them on the other.
 
     On text: --model and --data; every next token is a prediction, and ATS is fitted as by `train ats` with its
-    defaults. On existing predictions: --table, a .csv, .parquet or .jsonl file with the columns confidence and correct
-    (0, 1, or a fraction of attempts), or logit_0, logit_1, ... (or p_0, ...) and label, and optionally group (dependent
-    rows) and category (kinds of questions that new data will have too); or an .npz file with arrays confidence and
-    correct, or logits and labels, and optionally features, unembedding, group, category. Prints which method has the
+    defaults. On existing predictions: --table, a .csv, .tsv, .jsonl, .json, .parquet or .npz file with confidence and
+    correct (0, 1, yes, no, or a fraction of attempts), or logits (lists, or logit_0, logit_1, ...; or probs, or p_0,
+    ...) and label, and optionally group (dependent rows), category (kinds of questions that new data will have too),
+    features and unembedding (docs/data.md has every form). Prints which method has the
     lowest log loss, whether it beats temperature scaling (corrected for the number of methods), and a table with
     intervals. Exit code 1 where a method failed.
 
     Attributes:
         data: text for the model: file, directory or hub id, as for `train ats`.
         table: file of predictions, in place of --model and --data.
-        confidence: column of the confidence in the table.
         base_table: the same rows, and options, of the base model that the model was post-trained from: adds daca to the
             comparison, whose temperature needs no labels (docs/recalibration.md). Of --table with logits.
         methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
@@ -48,7 +54,6 @@ class CompareOptions(BinningOptions, OutputOptions, TextOptions, ModelOptions):
     model: str | None = None
     data: str | None = None
     table: Path | None = None
-    confidence: str = dataclasses.field(default="confidence", metadata=IDENTITY_IF_CHANGED)
     base_table: Path | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
     methods: tuple[str, ...] = ("all",)
     out: Path | None = presentation(None)

@@ -95,11 +95,14 @@ def contenders(
     """
     rows, left_out = {}, {}
     classes = next((np.shape(x)[k] for x, k in ((held_out.logits, 1), (held_out.unembedding, 0)) if x is not None), 0)
+    impossible = any(data.logits is not None and np.isneginf(data.logits).any() for data in (calibration, held_out))
     for name in names:
         method = METHODS[name]
         missing = [field for field in method.fit_reads if getattr(calibration, field) is None]
         if missing:
             left_out[name] = f"no {', '.join(missing)} to read here"
+        elif impossible and "logits" in method.fit_reads and not method.accepts_impossible:
+            left_out[name] = "treats every option by itself, and some logits are -inf"
         elif method.max_classes is not None and classes > method.max_classes:
             left_out[name] = f"takes at most {method.max_classes:,} classes, this data has {classes:,}"
         elif not however_large and name in _DENSE and classes**2 > len(np.asarray(calibration.labels)):

@@ -279,8 +279,7 @@ def fit_options(lm: HarnessLM, parts: Mapping[str, Part], how: How) -> Calibrati
         raise UserError(f"--fit: no calibration question of {', '.join(parts)} has exactly one right option.")
     width = max(row.shape[1] for row in logits)
     rows = [np.pad(row, ((0, 0), (0, width - row.shape[1])), constant_values=-np.inf) for row in logits]
-    # What is not there has probability 0 at every temperature; a fit reads finite numbers.
-    padded = np.maximum(np.stack(rows, axis=1), -1e30)
+    padded = np.stack(rows, axis=1)
     scales = [1.0]
     for of_head in padded[1:]:
         state = recalibrate.METHODS["temperature"].fit(Predictions(logits=of_head, labels=np.asarray(labels)))

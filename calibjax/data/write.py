@@ -1,0 +1,72 @@
+"""Rows to a file, in the format of its name."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import new_file
+
+WRITTEN = (".csv", ".tsv", ".jsonl", ".parquet", ".npz")
+"""Suffixes of the files that `write_rows` writes."""
+
+
+def write_rows(out: Path, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
+    """Writes rows with the union of their columns; those that a row lacks are empty.
+
+    Args:
+        out: a new file, or one that is replaced; its suffix, one of `WRITTEN`, is the format. In .csv and .tsv, a list
+            or an object is written as JSON; .jsonl has the columns of each row.
+        rows: called once or twice; yields all rows from the first.
+
+    Raises:
+        UserError: a column holds values of different types, which .parquet and .npz cannot.
+    """
+    with new_file(out) as file:
+        if out.suffix in (".parquet", ".npz"):
+            _write_columns(out, file, rows)
+            return
+        text = io.TextIOWrapper(cast(BinaryIO, file), encoding="utf-8", newline="", write_through=True)
+        if out.suffix == ".jsonl":
+            for row in rows():
+                text.write(json.dumps(row) + "\n")
+        else:
+            names = list(dict.fromkeys(name for row in rows() for name in row))
+            delimiter = "\t" if out.suffix == ".tsv" else ","
+            lines = csv.DictWriter(text, names, delimiter=delimiter, lineterminator="\n")
+            lines.writeheader()
+            lines.writerows({name: _cell(value) for name, value in row.items()} for row in rows())
+        text.detach()
+
+
+def _cell(value: Any) -> Any:
+    return value if isinstance(value, str | float) or value is None else json.dumps(value)
+
+
+def _write_columns(out: Path, file: Any, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    held = list(rows())
+    columns: dict[str, Any] = {}
+    for name in dict.fromkeys(name for row in held for name in row):
+        cells = [row.get(name) for row in held]
+        try:
+            columns[name] = pyarrow.array(cells) if out.suffix == ".parquet" else np.array(cells)
+            if out.suffix == ".npz" and columns[name].dtype == object:
+                raise ValueError("text, numbers and nothing")
+        except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"{out}: column {name} holds values of several types or lengths ({reason}), which {out.suffix} cannot: "
+                "choose a file ending in .jsonl."
+            ) from error
+    if out.suffix == ".npz":
+        np.savez_compressed(file, **columns)
+    else:
+        pyarrow.parquet.write_table(pyarrow.table(columns), file)

@@ -1,0 +1,59 @@
+"""Tables as people have them: each file in cases/ gives the values beside it, or is refused by name."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibjax.data.table import read_table, table_rows
+from calibjax.runtime.errors import UserError
+
+CASES = Path(__file__).parent / "cases"
+NAMES = sorted(file.name.removesuffix(".expected.json") for file in CASES.glob("*.expected.json"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_case(name):
+    expected = json.loads((CASES / f"{name}.expected.json").read_text())
+    options = {"outcomes": False, "columns": expected.pop("columns", None)}
+    options["skip_broken"] = expected.pop("skip_broken", False)
+    if "error" in expected:
+        with pytest.raises(UserError, match=re.escape(expected["error"])) as caught:
+            read_table(CASES / name, **options)
+        assert str(CASES / name) in str(caught.value)
+        return
+    table = read_table(CASES / name, **options)
+    for note in expected.pop("notes", []):
+        assert any(note in line for line in table.notes), table.notes
+    assert expected
+    for key, wanted in expected.items():
+        got = getattr(table, key, None) if hasattr(table, key) else getattr(table.predictions, key)
+        if key == "categories":
+            assert got.tolist() == wanted
+        else:  # the float64 that the text stands for, to its last bit
+            np.testing.assert_array_equal(got, np.array(wanted, np.float64), err_msg=key)
+    assert len(list(table_rows(CASES / name, skip_broken=options["skip_broken"]))) >= len(table)
+
+
+def test_every_file_has_its_values():
+    files = {file.name for file in CASES.iterdir() if not file.name.endswith(".expected.json")}
+    assert files == set(NAMES)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet", ".npz"])
+def test_the_checksum_of_a_category_is_that_of_every_format(suffix):
+    """A method that was fitted on one format meets the same categories in another."""
+    expected = read_table(CASES / "labels.csv", outcomes=False).predictions.categories
+    got = read_table(CASES / f"labels{suffix}", outcomes=False).predictions.categories
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_float64_is_kept(tmp_path):
+    confidence = 1 - np.random.default_rng(0).random(20) * 1e-9
+    lines = [json.dumps({"confidence": c, "correct": n % 2}) for n, c in enumerate(confidence.tolist())]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    got = read_table(tmp_path / "x.jsonl").predictions.confidence
+    assert got.dtype == np.float64
+    np.testing.assert_array_equal(got, confidence)
