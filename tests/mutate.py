@@ -515,11 +515,15 @@ TABLE = [
         "eval/test_decisions.py commands/test_decide.py",
     ),
     Mutation(
-        "data/table.py",
-        "return values.astype(np.float64)",
-        "return values.astype(np.float32)",
-        "commands/test_decide.py",
+        "data/columns.py",
+        "_WORDS if words else None).astype(np.float64)",
+        "_WORDS if words else None).astype(np.float32)",
+        "data/test_table.py -k float64",
     ),
+    Mutation("data/columns.py", "_LEAST_PERCENT < values.max()", "1 < values.max()", "data/test_table.py -k ratings"),
+    Mutation("data/columns.py", "points and not thousands", "points", "data/test_table.py -k thousands"),
+    Mutation("data/table.py", "columns[name] = [None] * count", "columns[name] = []", "data/test_table.py -k late"),
+    Mutation("recalibrate/ensemble.py", "possible = logits >", "possible = logits <", "recalibrate -k impossible"),
     Mutation(
         "eval/answers/decisions.py", "allowed = sums + 1 <=", "allowed = sums <=", "eval/test_decisions.py -k claims_by"
     ),
