@@ -56,8 +56,7 @@ def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, 
     """Runs the command; returns the number of rows, and the figures where the outcomes are known."""
     options.check()
     with about("--table"):
-        names = options.column_names()
-        table = read_table(options.table, outcomes=False, columns=names, skip_broken=options.skip_broken)
+        table = read_table(options.table, outcomes=False, **options.reading(), skip_broken=options.skip_broken)
     for note in table.notes:
         log(note)
     with about("--method"):
@@ -120,7 +119,7 @@ def _write(options: ApplyOptions, table: PredictionTable, columns: dict[str, np.
         added |= {f"calibrated_p_{k}": column for k, column in enumerate(added.pop("calibrated_p").T)}
     assert table.rows is not None
     place = {row: number for number, row in enumerate(table.rows.tolist())}
-    source = table_rows(options.table, skip_broken=options.skip_broken)
+    source = table_rows(options.table, skip_broken=options.skip_broken, tokens=options.tokens)
 
     def rows() -> Iterator[dict[str, Any]]:
         for number, row in enumerate(source):

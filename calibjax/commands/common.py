@@ -177,18 +177,21 @@ class ColumnOptions:
         columns: names of columns that are not called confidence, correct, label, logits, probs, group or category, such
             as confidence=prob,correct=ok; confidence=rating/10 divides by 10. A confidence that is named takes
             precedence over logits.
+        tokens: of a table that holds responses of a server with an echoed text and its log-probabilities, a row for
+            each token; by default each answer is a row (docs/data.md).
     """
 
     heading: ClassVar[str] = "data"
     columns: tuple[str, ...] = dataclasses.field(default=(), metadata=IDENTITY_IF_CHANGED)
+    tokens: bool = dataclasses.field(default=False, metadata=IDENTITY_IF_CHANGED)
 
-    def column_names(self) -> dict[str, str]:
-        """Role -> column; raises `UserError` for what is not of this form."""
+    def reading(self) -> dict[str, Any]:
+        """Arguments of `read_table`; raises `UserError` for columns that are not of this form."""
         pairs = [pair for given in self.columns for pair in re.split(r",(?=\w+=)", given.strip(", "))]
         for pair in pairs:
             if not re.fullmatch(r"\w+=.+", pair):
                 raise UserError(f"--columns {pair}: expected pairs such as confidence=prob,correct=ok.")
-        return dict(pair.split("=", 1) for pair in pairs)
+        return {"columns": dict(pair.split("=", 1) for pair in pairs), "tokens": self.tokens}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,7 @@ def run(options: DecideOptions, log: Callable[[str], None] = print) -> dict[str,
     """Runs the command; returns thresholds, with what they guarantee and what they do to the rows of the table."""
     options.check()
     with about("--table"):
-        table = read_table(options.table, columns=options.column_names(), skip_broken=options.skip_broken)
+        table = read_table(options.table, **options.reading(), skip_broken=options.skip_broken)
     for note in table.notes:
         log(note)
     if options.by_category and table.categories is None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from calibjax.data.columns import Cells, ColumnReader, assign_columns, is_read, options_of
+from calibjax.data.records import flat_rows
 from calibjax.data.source import Placed, Rows, Skipped, read_source
 from calibjax.data.splits import check_fraction
 from calibjax.recalibrate import Predictions
@@ -72,6 +73,7 @@ def read_table(
     outcomes: bool = True,
     columns: Mapping[str, str] | None = None,
     skip_broken: bool = False,
+    tokens: bool = False,
 ) -> PredictionTable:
     """Reads a table of predictions.
 
@@ -83,11 +85,13 @@ def read_table(
             Optionally `group`, labels of dependent rows (questions, users, domains), and `category`, labels of kinds
             of questions (subjects, domains) that new data will have too; labels are text. Or `.npz` with arrays of
             these names, logits `[N, K]`, and optionally `features` `[N, D]` and `unembedding` `[K, D]`. Logits take
-            precedence over confidences. Columns that have none of these names are not read.
+            precedence over confidences. Columns that have none of these names are not read. Or responses of a server
+            with log-probabilities, or samples of lm-eval, in `.jsonl` or `.json`; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers; a
             confidence that is named takes precedence over logits.
         skip_broken: leave out rows that cannot be read; a note counts them.
+        tokens: of responses of a server with an echoed text, a row for each token; see `flat_rows`.
 
     Returns:
         `PredictionTable`.
@@ -101,7 +105,7 @@ def read_table(
         raise UserError(f"{path}: there is no such file.")
     columns = dict(columns or {})
     divisors = {}
-    file = _read_columns(path, tuple(columns.values()), skip_broken)
+    file = _read_columns(path, tuple(columns.values()), skip_broken, tokens)
     for role, column in columns.items():
         if column not in file.names and (match := re.fullmatch(r"(.+)/(\d+(?:\.\d+)?)", column)) and float(match[2]):
             columns[role], divisors[role] = match[1], float(match[2])
@@ -228,11 +232,11 @@ def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
     return numbers[inverse]
 
 
-def table_rows(path: str | Path, *, skip_broken: bool = False) -> Rows:
-    """Rows of a table as `read_table` numbers them, with all of their columns."""
+def table_rows(path: str | Path, *, skip_broken: bool = False, tokens: bool = False) -> Rows:
+    """Rows of a table as `read_table` numbers them, with all of their columns; see `flat_rows`."""
     path = user_path(path)
     if path.suffix != ".npz":
-        return read_source(path, skip_broken=skip_broken)
+        return flat_rows(read_source(path, skip_broken=skip_broken), tokens=tokens)
     arrays, _ = _load_npz(path, lambda name: name != "unembedding")
 
     def read() -> Iterator[Placed]:
@@ -243,7 +247,7 @@ def table_rows(path: str | Path, *, skip_broken: bool = False) -> Rows:
     return Rows(read, name=str(path))
 
 
-def _read_columns(path: Path, asked: Collection[str], skip_broken: bool) -> _File:
+def _read_columns(path: Path, asked: Collection[str], skip_broken: bool, tokens: bool) -> _File:
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _KINDS:
         raise UserError(f"{path}: expected a file ending in {', '.join(_KINDS)}.")
@@ -256,7 +260,7 @@ def _read_columns(path: Path, asked: Collection[str], skip_broken: bool) -> _Fil
     columns: dict[str, list[Any]] = {}
     names: dict[str, bool] = {}
     skipped, count = Skipped(), 0
-    for _, row in table_rows(path, skip_broken=skip_broken).placed(skipped):
+    for _, row in table_rows(path, skip_broken=skip_broken, tokens=tokens).placed(skipped):
         for name, cell in row.items():
             if name not in names:
                 names[name] = is_read(name, asked)

@@ -126,7 +126,7 @@ def _all(asked: tuple[str, ...]) -> bool:
 def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[str], None]) -> Material:
     assert options.table is not None
     with about("--table"):
-        table = read_table(options.table, columns=options.column_names(), skip_broken=options.text.skip_broken)
+        table = read_table(options.table, **options.reading(), skip_broken=options.text.skip_broken)
         check_can_be_fitted(table, options.table)
     for note in table.notes:
         log(note)
