@@ -36,6 +36,10 @@ class Sequences(NamedTuple):
     positions: Int32[np.ndarray, "S T"]
     source: Int32[np.ndarray, " S"]
 
+    def __repr__(self) -> str:
+        sequences, length = self.tokens.shape
+        return f"Sequences({sequences:,} of {length:,} inputs, {int(np.sum(self.where)):,} targets in the loss)"
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the fields `[S, T]` by name, which a step reads."""
         return {name: field for name, field in self._asdict().items() if name != "source"}

@@ -93,6 +93,8 @@ def metric(*static: str, rank: int = 1, counts: bool = False) -> Callable[[Metri
 
         @functools.wraps(function)
         def checked(*args, **kwargs):
+            args = tuple(map(_plain_array, args))
+            kwargs = {name: _plain_array(value) for name, value in kwargs.items()}
             given = signature.bind(*args, **kwargs).arguments
             first, second, *_ = signature.parameters
             check({name: given[name] for name in (first, second)}, given.get("where"), rank, counts)
@@ -101,6 +103,12 @@ def metric(*static: str, rank: int = 1, counts: bool = False) -> Callable[[Metri
         return cast(Metric, checked)
 
     return wrap
+
+
+def _plain_array(value: Any) -> Any:
+    """What `numpy.asarray` makes of a list, a column of pandas or a tensor of PyTorch; anything else as it is."""
+    foreign = hasattr(value, "__array__") and not isinstance(value, jax.Array | np.ndarray | np.generic)
+    return np.asarray(value) if foreign or isinstance(value, list) else value
 
 
 def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: bool = False) -> None:

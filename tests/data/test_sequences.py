@@ -147,3 +147,8 @@ def test_check_context():
         UserError, match=r"seq_len=513 is longer than the model's context of 512 tokens. Give seq_len=512"
     ):
         check_context(513, 512)
+
+
+def test_repr_prints_no_arrays():
+    sequences = make_sequences([Example(np.arange(9, dtype=np.int32), np.arange(9) > 3, 0)], 6, layout="pad")
+    assert repr(sequences) == "Sequences(2 of 5 inputs, 5 targets in the loss)"

@@ -466,3 +466,16 @@ def test_grouping_loss_of_features_that_are_not_finite():
 def test_weights_that_float32_does_not_hold(weight):
     with pytest.raises(ValueError, match="sums in float32, got"):
         metrics.brier_score(np.full(10, 0.5), np.ones(10), where=np.full(10, weight))
+
+
+@pytest.mark.parametrize("metric", [metrics.expected_calibration_error, metrics.smooth_ece, metrics.auroc])
+def test_what_numpy_reads(metric):
+    """Lists, columns of pandas with an index of their own, and tensors of PyTorch give what arrays give."""
+    import pandas
+    import torch
+
+    confidence, correct = np.linspace(0, 1, 20), np.arange(20) % 2
+    wanted = metric(confidence, correct, where=correct >= 0)
+    for convert in (list, lambda x: pandas.Series(x, index=range(5, 25)), torch.tensor):
+        got = metric(convert(confidence), convert(correct), where=convert(correct >= 0))
+        np.testing.assert_array_equal(got, wanted)
