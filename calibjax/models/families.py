@@ -43,7 +43,6 @@ class Family:
         read_config: converts their configuration to ours.
         prefix: optional prefix of tensor names.
         rules: rules of the tensors; a rule is skipped if a model's tree lacks its targets (such as an absent bias).
-        ignored: regular expressions of tensor names, without prefix, that are buffers and not parameters.
         native: whether transformers knows the family. If not, `read_config` gets the fields of the JSON file, which
             must be complete.
     """
@@ -51,7 +50,6 @@ class Family:
     read_config: Callable[[Any], DecoderConfig]
     prefix: str
     rules: tuple[Rule, ...]
-    ignored: tuple[str, ...] = ()
     native: bool = True
 
 
@@ -179,7 +177,7 @@ def _llama_config(hf: Any) -> DecoderConfig:
     return common_config(hf, **attention_biases(hf), mlp_bias=hf.mlp_bias)
 
 
-_LLAMA = Family(_llama_config, "model.", _LLAMA_RULES, ignored=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",))
+_LLAMA = Family(_llama_config, "model.", _LLAMA_RULES)
 
 
 def _mistral_config(hf: Any) -> DecoderConfig:
@@ -553,7 +551,7 @@ FAMILIES: dict[str, Family] = {
     "ministral": Family(_ministral_config, "model.", _LLAMA_RULES),
     "ministral3": Family(_ministral3_config, "model.", _LLAMA_RULES),
     "smollm3": Family(_smollm3_config, "model.", _LLAMA_RULES),
-    "qwen": Family(_qwen_config, "transformer.", _QWEN_RULES, (r"rotary_emb\.inv_freq",), native=False),
+    "qwen": Family(_qwen_config, "transformer.", _QWEN_RULES, native=False),
     "qwen2": Family(_qwen2_config, "model.", _LLAMA_RULES),
     "qwen3": Family(_qwen3_config, "model.", (*_LLAMA_RULES, *_QK_NORMS)),
     "gemma": Family(_gemma_config, "model.", _LLAMA_RULES),
@@ -568,15 +566,10 @@ FAMILIES: dict[str, Family] = {
     "stablelm": Family(_stablelm_config, "model.", _LLAMA_RULES),
     "phi": Family(_phi_config, "model.", _PHI_RULES),
     "phi3": Family(_phi3_config, "model.", _PHI3_RULES),
-    "gpt_neox": Family(
-        _gpt_neox_config,
-        "gpt_neox.",
-        _GPT_NEOX_RULES,
-        ignored=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
-    ),
+    "gpt_neox": Family(_gpt_neox_config, "gpt_neox.", _GPT_NEOX_RULES),
     "mixtral": Family(_mixtral_config, "model.", _MIXTRAL_RULES),
     "qwen3_moe": Family(_qwen3_moe_config, "model.", _QWEN3_MOE_RULES),
     "olmoe": Family(_olmoe_config, "model.", _QWEN3_MOE_RULES),
     "gpt_oss": Family(_gpt_oss_config, "model.", _GPT_OSS_RULES),
-    "gpt2": Family(_gpt2_config, "transformer.", _GPT2_RULES, ignored=(r"h\.\d+\.attn\.(bias|masked_bias)",)),
+    "gpt2": Family(_gpt2_config, "transformer.", _GPT2_RULES),
 }

@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from calibjax.models.fingerprint import chunk_digest, chunks, in_file_order, join_chunks, layer_name
 from calibjax.models.hf_tensors import FLOATS, Piece, Plan, TensorEntry, read_mxfp4
 from calibjax.models.rules import Layout, transpose_into
-from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_sharding
 
@@ -357,14 +356,13 @@ def _read_part_of(entry: TensorEntry, box: Index) -> np.ndarray:
     return values
 
 
-def check_tied(plan: Plan) -> None:
-    """Raises `UserError` in the first process if tensors that the configuration ties differ."""
-    if plan.must_equal is None or not is_first():
-        return
+def tied_differ(plan: Plan) -> bool:
+    """Whether two tensors that the configuration ties have different values in the files."""
+    if plan.must_equal is None:
+        return False
     first, second = plan.must_equal
     for start in range(0, first.shape[0], _TIED_ROWS):
         rows = (slice(start, min(start + _TIED_ROWS, first.shape[0])),)
         if not np.array_equal(_read_part_of(first, rows), _read_part_of(second, rows)):
-            raise UserError(
-                f"The configuration ties {first.name} and {second.name}, but their values in the files differ."
-            )
+            return True
+    return False

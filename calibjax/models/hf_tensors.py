@@ -30,6 +30,12 @@ FLOATS = {
 }
 """Dtypes of safetensors that are read."""
 _MOST_NAMED = 10
+_BUFFERS = re.compile(
+    r"(.*\.)?rotary_emb\.(original_)?inv_freq|(h\.\d+\.attn|layers\.\d+\.attention)\.(bias|masked_bias)"
+)
+"""Names, without prefix, of tensors that are no parameters: they follow from the configuration."""
+_OTHER_HEADS = re.compile(r"(v_head|value_head|reward_head|score|classifier)\..*")
+"""Names of tensors of heads that read the decoder's states and are not part of a language model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +85,7 @@ class Plan:
         leaves: shape and dtype of each parameter by dotted path.
         pieces: pieces that fill each path; one per layer for stacked parameters.
         must_equal: two tensors that the model ties and the checkpoint stores separately, or `None`.
-        left_out: number of tensors of each part of a multimodal model that is not its language model.
+        left_out: number of tensors of each part that is not the language model: of a multimodal model, or a value head.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct]
@@ -113,8 +119,11 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
     found: dict[str, TensorEntry] = {}
     named, left_out = _language_model(list(entries))
     for name, entry in named:
+        if _OTHER_HEADS.fullmatch(name):
+            left_out[name.split(".")[0]] = left_out.get(name.split(".")[0], 0) + 1
+            continue
         name = name.removeprefix(family.prefix)
-        if any(re.fullmatch(pattern, name) for pattern in family.ignored):
+        if _BUFFERS.fullmatch(name):
             continue
         if name in found:
             first = found[name]

@@ -1,5 +1,6 @@
 """Loading of a `LanguageModel` from a directory or the Hugging Face hub, without unpickling or running any file."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
+from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES, config_from_hf
 from calibjax.models.fingerprint import (
     combine_digests,
@@ -22,8 +24,8 @@ from calibjax.models.fingerprint import (
     named_tensors,
     tensor_digest,
 )
-from calibjax.models.hf_read import check_tied, read_chunk, read_params
-from calibjax.models.hf_tensors import TensorEntry, merge_mxfp4, plan_tensors
+from calibjax.models.hf_read import read_chunk, read_params, tied_differ
+from calibjax.models.hf_tensors import Plan, TensorEntry, merge_mxfp4, plan_tensors
 from calibjax.models.hub import download, repository_of
 from calibjax.models.model import LanguageModel
 from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
@@ -69,20 +71,34 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
     dtype = jnp.dtype(dtype)
     folder = _find_folder(path)
     description = read_description(folder) if is_checkpoint(folder) else None
-    config = config_from_hf(folder)
-    plan = None if description else plan_tensors(config, _read_headers(_find_weights(folder)))
+    config, plan = (config_from_hf(folder), None) if description else together(functools.partial(_plan, folder))
     tokenizer = find_tokenizer(folder, FAMILIES[config.family].native, config)
     if plan is not None and plan.left_out and is_first():
         parts = ", ".join(f"{part} ({count:,} tensors)" for part, count in sorted(plan.left_out.items()))
         _log.warning("%s: the language model is loaded; left out: %s.", folder, parts)
+    if plan is not None and config != config_from_hf(folder) and is_first():
+        _log.warning(
+            "%s: config.json ties the embedding and lm_head, but the files hold different values: both are used, "
+            "as in transformers. Set tie_word_embeddings to false in config.json.",
+            folder,
+        )
     if plan is None:
         assert description is not None
         params, fingerprint = restore_params(folder, description, config, dtype, mesh)
     else:
-        together(functools.partial(check_tied, plan))
         params, digests = together(functools.partial(read_params, plan, dtype, mesh))
         params, fingerprint = traverse_util.unflatten_dict(params, sep="."), combine_digests(config, digests)
     return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
+
+
+def _plan(folder: Path) -> tuple[DecoderConfig, Plan]:
+    """The configuration of a model and where its tensors go; untied where the files hold two different matrices."""
+    config, entries = config_from_hf(folder), _read_headers(_find_weights(folder))
+    plan = plan_tensors(config, entries)
+    if not tied_differ(plan):
+        return config, plan
+    config = dataclasses.replace(config, tie_embeddings=False)
+    return config, plan_tensors(config, entries)
 
 
 def is_base(lm: LanguageModel, recorded: str) -> bool:
@@ -110,8 +126,7 @@ def _first_fingerprint(folder: Path, expected: str) -> str | None:
                 "that it was converted from, or fit the head again."
             )
         return fingerprint
-    config = config_from_hf(folder)
-    plan = plan_tensors(config, _read_headers(_find_weights(folder)))
+    config, plan = _plan(folder)
     first, now = {}, {}
     for path, pieces in plan.pieces.items():
         for piece in pieces:
@@ -142,7 +157,7 @@ def tensor_dtypes(path: str | Path) -> dict[str, str]:
     folder = _find_folder(path)
     if is_checkpoint(folder):
         return dict(read_description(folder).get("tensor_dtypes", {}))
-    plan = plan_tensors(config_from_hf(folder), _read_headers(_find_weights(folder)))
+    _, plan = _plan(folder)
     common = stored_dtype(folder)
     pieces = [(layer_name(path, piece.layer), piece) for path, pieces in plan.pieces.items() for piece in pieces]
     dtypes = {name: piece.dtype.name if piece.dtype.itemsize == 2 else "float32" for name, piece in pieces}
