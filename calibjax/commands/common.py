@@ -72,10 +72,12 @@ class ModelOptions(ModelPathOptions):
     """The language model of a command.
 
     Attributes:
+        adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
         dtype: compute dtype of the model.
     """
 
     heading: ClassVar[str] = "model"
+    adapter: Path | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -387,6 +389,7 @@ def load_placed(
     dtype: DTypeLike,
     *,
     stored: DTypeLike | None = None,
+    adapter: Path | None = None,
     log: Callable[[str], None] | None = None,
 ) -> "LanguageModel":
     """Loads a model onto the devices of a run, each of them its part of the weights, and logs it.
@@ -396,6 +399,7 @@ def load_placed(
         mesh: of `DeviceOptions`. One device is the default one, with whole weights.
         dtype: to compute in.
         stored: of the weights; None: `dtype`.
+        adapter: as `load_model`'s.
         log: called with one line on the model.
 
     Raises:
@@ -405,7 +409,8 @@ def load_placed(
     from calibjax.nn.attention import cudnn_attention, cudnn_takes
 
     with about("--model"):
-        lm = load_model(path, dtype=dtype if stored is None else stored, mesh=mesh if mesh.size > 1 else None)
+        placed = mesh if mesh.size > 1 else None
+        lm = load_model(path, dtype=dtype if stored is None else stored, mesh=placed, adapter=adapter)
         if lm.has_tokenizer:
             _ = lm.tokenizer  # refused now, not when a run first uses it
     lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))

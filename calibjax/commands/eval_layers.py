@@ -106,7 +106,7 @@ def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Layer
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("eval layers", options, log)
     check_batch(context.mesh, options.batch_size)
-    lm = load_placed(options.model, context.mesh, options.dtype, log=log)
+    lm = load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
     depth = lm.config.num_layers
     swept = options.sweep_layers or tuple(range(1, depth + 1))
     if not all(1 <= layer <= depth for layer in swept):

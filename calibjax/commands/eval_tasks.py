@@ -192,7 +192,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksD
     manager = together(functools.partial(check_tasks, names, assets))
     context = begin("eval tasks", options, log)
     tasks = together(functools.partial(load_tasks, names, manager, assets, log))
-    lm = load_placed(options.model, context.mesh, options.dtype, log=log)
+    lm = load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
     heads = _heads(options, lm, log)
     claim_answers(options.out, lm, heads)
     preset = PRESETS[options.preset]

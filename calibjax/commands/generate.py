@@ -65,7 +65,7 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
     if options.head is not None:
         with about("--head"):
             head_notes(options.head)
-    lm = load_placed(options.model, options.devices.make_mesh(), options.dtype)
+    lm = load_placed(options.model, options.devices.make_mesh(), options.dtype, adapter=options.adapter)
     chat = options.applies(lm, log)
     generated = generate(
         lm,

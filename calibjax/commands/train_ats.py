@@ -64,7 +64,7 @@ class TrainAtsOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
 def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> TokensDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train ats", options, log)
-    lm = load_placed(options.model, context.mesh, options.dtype, log=log)
+    lm = load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
     plan = make_plan(options.ats, lm.config.hidden_size)
 
     read = options.text.read_all(options.data, lm, log, split=options.split, column_optional=len(options.data) > 1)

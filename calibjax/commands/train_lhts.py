@@ -91,7 +91,7 @@ class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
 def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> LhtsDocument:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train lhts", options, log)
-    base = load_placed(options.model, context.mesh, options.dtype, stored=jnp.float32, log=log)
+    base = load_placed(options.model, context.mesh, options.dtype, stored=jnp.float32, adapter=options.adapter, log=log)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
     fit, held_out = split_text(

@@ -65,7 +65,7 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensD
     adapters = options.sft.lora is not None
     compute = jnp.dtype(options.dtype)
     stored = compute if adapters else jnp.dtype("float32")
-    base = load_placed(options.model, context.mesh, compute, stored=stored, log=log)
+    base = load_placed(options.model, context.mesh, compute, stored=stored, adapter=options.adapter, log=log)
     options.sft.check_model(base.config)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it

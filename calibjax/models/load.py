@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
+from calibjax.models.adapter import merge_adapter
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES, config_from_hf
 from calibjax.models.fingerprint import (
@@ -45,7 +47,9 @@ _log = logging.getLogger(__name__)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> LanguageModel:
+def load_model(
+    path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, *, adapter: str | Path | None = None
+) -> LanguageModel:
     """Loads a causal language model from safetensors or from the output of `calibjax convert`.
 
     File names, headers and configuration are validated before any weight is read.
@@ -57,9 +61,11 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
         dtype: dtype of the weights and of computations: float32 or bfloat16. Files may also hold float16.
         mesh: devices among which `sharding.RULES` divide the weights; `None` for the default device. Run the model
             under `jax.set_mesh(mesh)`, because kernels on TPUs are divided by the current mesh.
+        adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
 
     Returns:
-        The model. Its fingerprint is that of the stored weights, independent of `dtype`.
+        The model. Its fingerprint is that of the stored weights, independent of `dtype`; with an adapter, of both
+        files.
 
     Raises:
         UserError: if the model does not exist; its architecture, configuration or tensors are not supported; files are
@@ -88,6 +94,13 @@ def load_model(path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | No
     else:
         params, digests = together(functools.partial(read_params, plan, dtype, mesh))
         params, fingerprint = traverse_util.unflatten_dict(params, sep="."), combine_digests(config, digests)
+    if adapter is not None:
+        flat, digest = merge_adapter(
+            config, traverse_util.flatten_dict(params, sep="."), require_directory(adapter, "adapter")
+        )
+        params = traverse_util.unflatten_dict(flat, sep=".")
+        version, colon, base = fingerprint.rpartition(":")
+        fingerprint = version + colon + hashlib.sha256(f"{base} {digest}".encode()).hexdigest()
     return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
 
 

@@ -43,7 +43,7 @@ def from_model(
     assert options.model is not None
     assert options.data is not None
     log, mesh = context.log, context.mesh
-    lm = load_placed(options.model, mesh, options.dtype, log=log)
+    lm = load_placed(options.model, mesh, options.dtype, adapter=options.adapter, log=log)
     sequences = together(functools.partial(options.text.read, options.data, lm, log, split=options.split))
     parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     plan = make_plan(AtsOptions(), lm.config.hidden_size)

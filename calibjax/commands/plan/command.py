@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 
-from calibjax.commands.common import JsonOptions, ModelOptions
+from calibjax.commands.common import JsonOptions, ModelPathOptions
 from calibjax.commands.plan.chips import CHIPS, GIB, Topology, chips_json, parse_topology
 from calibjax.commands.plan.duration import run_cost
 from calibjax.commands.plan.program import Job, ObjectiveName
@@ -34,7 +34,7 @@ UTILISATION = (0.3, 0.6)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanOptions(JsonOptions, ModelOptions):
+class PlanOptions(JsonOptions, ModelPathOptions):
     """Reports whether a step fits on devices that need not be present, its time at the least, and that of a run.
 
     The real step is compiled ahead of time. That needs the compiler, which is libtpu (pip install "jax[tpu]") or JAX's

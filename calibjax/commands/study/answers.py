@@ -105,7 +105,7 @@ def open_study(command: str, options: AnswerStudyOptions, log: Callable[[str], N
     for name, task in tasks.items():
         if any(part.OUTPUT_TYPE != "generate_until" for part in task.parts.values()):
             raise UserError(f"--tasks {name}: expected a task with written answers; options are not sampled.")
-    lm = load_placed(options.model, context.mesh, options.dtype, log=log)
+    lm = load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
     how = How(None, "options", "length_normalised", judge, options.max_new_tokens, options.limit, options.seed, log=log)
     return AnswerStudy(command, options, context, lm, tasks, how, clustering or hidden_clustering(lm))
 

@@ -83,7 +83,7 @@ def load_checked(options: StudyOptions, log: Callable[[str], None]) -> tuple[Lan
     check_batch(mesh, options.batch_size)
     make_plan(options.variant(), hidden_size=64)
     check_sources(options)
-    lm = load_placed(options.model, mesh, options.dtype, log=log)
+    lm = load_placed(options.model, mesh, options.dtype, adapter=options.adapter, log=log)
     return lm, mesh
 
 

@@ -1,0 +1,147 @@
+"""Low-rank adapters of PEFT (`adapter_config.json`, `adapter_model.safetensors`), merged into a model's weights."""
+
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from calibjax.models.config import DecoderConfig
+from calibjax.models.families import FAMILIES
+from calibjax.models.rules import Rule
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import read_json
+
+_WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"(.+)\.lora_(A|B)\.weight")
+# Settings that change more than W + (alpha / r) B A, and the values with which they do not.
+_PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
+}
+
+
+def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
+    """Returns parameters with `scale * B A` added, in float32, to each adapted kernel, and the adapter's digest.
+
+    `scale` is alpha / r, or alpha / sqrt(r) with `use_rslora`; both may differ by module (`alpha_pattern`).
+
+    Args:
+        config: configuration of the base model.
+        params: its parameters by dotted path.
+        folder: directory of the adapter.
+
+    Raises:
+        UserError: the files are missing or damaged, a setting is not supported, or a tensor belongs to no kernel of
+            the model or does not fit it.
+    """
+    settings, tensors = _read(folder)
+    merged = dict(params)
+    for module, (a, b) in _pairs(folder, tensors).items():
+        rule, layer = _rule(config, module, folder)
+        update = _scale(settings, module, len(a)) * (b.astype(np.float32) @ a.astype(np.float32))
+        stored = update if rule.transpose else update.T  # as the base model's file holds the kernel
+        kernels = [target for target in rule.targets if target in params]
+        ends = np.cumsum([params[target].shape[-1] for target in kernels])
+        layout = rule.layout(config)
+        expected = (params[kernels[0]].shape[-2], int(ends[-1]))
+        if update.T.shape != expected:
+            raise UserError(
+                f"{folder}: {module} has an update {update.T.shape}, expected {expected} (inputs, outputs)."
+            )
+        edges = [0, *(int(end) // layout.groups for end in ends)]
+        for target, start, end in zip(kernels, edges, edges[1:], strict=False):
+            merged[target] = _added(merged[target], layout.take(stored, slice(start, end)), layer)
+    return merged, _digest(settings, tensors)
+
+
+def _added(kernel: Any, update: ArrayLike, layer: int | None) -> Any:
+    place = () if layer is None else (layer,)
+    return kernel.at[place].set((kernel[place].astype(jnp.float32) + update).astype(kernel.dtype))
+
+
+def _digest(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
+    scales = {name: settings.get(name) for name in ("lora_alpha", "alpha_pattern", "use_rslora")}
+    found = hashlib.sha256(json.dumps(scales, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.shape} {tensor.dtype}".encode() + np.ascontiguousarray(tensor).tobytes())
+    return found.hexdigest()
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    try:
+        settings = read_json(folder / _SETTINGS)
+        tensors = load_file(folder / _WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(
+            f"{folder}: expected an adapter of PEFT, {_SETTINGS} and {_WEIGHTS}, which can be read ({error})."
+        ) from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{folder / _SETTINGS}: expected a JSON object.")
+    for name, allowed in _PLAIN.items():
+        if settings.get(name, allowed[0]) not in allowed:
+            raise UserError(
+                f"{folder / _SETTINGS}: {name}={settings[name]!r} is not supported. Merge the adapter with PEFT "
+                "(`merge_and_unload`, then `save_pretrained`) and give the merged model."
+            )
+    return settings, tensors
+
+
+def _pairs(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A `[r, in]` and B `[out, r]` of each module, by its name in the base model."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name.removeprefix(_PREFIX))
+        if match is None or tensor.ndim != 2:
+            raise UserError(f"{folder}: expected matrices lora_A and lora_B of modules, got {name} {tensor.shape}.")
+        found.setdefault(match[1], {})[match[2]] = tensor
+    for module, pair in found.items():
+        if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
+            raise UserError(f"{folder}: {module}: expected lora_A and lora_B of one rank.")
+        if not all(np.isfinite(tensor.astype(np.float32)).all() for tensor in pair.values()):
+            raise UserError(f"{folder}: {module} holds NaN or infinity.")
+    if not found:
+        raise UserError(f"{folder}: the adapter holds no tensor.")
+    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
+
+
+def _rule(config: DecoderConfig, module: str, folder: Path) -> tuple[Rule, int | None]:
+    """The rule and the layer of a module's kernel."""
+    family = FAMILIES[config.family]
+    for rule in family.rules:
+        if rule.experts(config) == (None,) and len(rule.targets) and rule.targets[0].endswith("kernel"):
+            for layer in range(config.num_layers) if rule.stacked else (None,):
+                if f"{module}.weight" == rule.full_name(family.prefix, layer):
+                    return rule, layer
+    raise UserError(
+        f"{folder}: the adapter is of {module}, and this {config.family} model has no such projection in its "
+        f"{config.num_layers} layers. Is it an adapter of another model?"
+    )
+
+
+def _scale(settings: dict[str, Any], module: str, rank: int) -> float:
+    alpha = settings.get("lora_alpha", 8)
+    for pattern, value in (settings.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            alpha = value
+            break
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise UserError(f"lora_alpha: expected a number, got {alpha!r}.")
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)

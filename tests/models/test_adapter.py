@@ -1,0 +1,108 @@
+"""Adapters of PEFT: merged at loading, the logits are those of PEFT itself."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from parity import GPT2_JSON, LLAMA_JSON
+
+from calibjax.models import load_model
+from calibjax.runtime.errors import UserError
+
+torch = pytest.importorskip("torch", reason="the oracle is PEFT, which needs torch")
+peft = pytest.importorskip("peft", reason="the oracle is PEFT")
+
+PHI3 = {
+    **LLAMA_JSON,
+    "model_type": "phi3",
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def make(folder, settings, **lora):
+    """Writes a random model and an adapter whose matrices are both random; returns PEFT's own model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    given = dict(settings)
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
+    base = AutoModelForCausalLM.from_config(config)
+    base.save_pretrained(folder / "base")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3)
+    adapted.save_pretrained(folder / "adapter")
+    return adapted.double().eval()
+
+
+@pytest.mark.parametrize(
+    ("settings", "lora"),
+    [
+        (LLAMA_JSON, {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}),
+        (
+            LLAMA_JSON,
+            {"r": 2, "use_rslora": True, "target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+        ),
+        (
+            LLAMA_JSON,
+            {
+                "r": 2,
+                "lora_alpha": 3,
+                "target_modules": ["q_proj", "v_proj"],
+                "alpha_pattern": {"layers.0.self_attn.q_proj": 9, "v_proj": 1},
+                "rank_pattern": {"v_proj": 4},
+            },
+        ),
+        (PHI3, {"r": 3, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
+        (GPT2_JSON, {"r": 3, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
+    ],
+    ids=["all kernels", "rslora of one layer", "patterns", "joined kernels", "transposed"],
+)
+def test_logits_are_those_of_peft(tmp_path, settings, lora):
+    theirs = make(tmp_path, settings, **lora)
+    ids = np.arange(1, 13)[None]
+    expected = theirs(torch.tensor(ids)).logits.detach().numpy()
+    base, lm = load_model(tmp_path / "base"), load_model(tmp_path / "base", adapter=tmp_path / "adapter")
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(lm.logits(ids), expected, atol=1e-5 * scale)
+    assert np.abs(np.asarray(base.logits(ids)) - expected).max() > 1e-2 * scale
+    assert lm.fingerprint != base.fingerprint
+    assert lm.fingerprint == load_model(tmp_path / "base", "bfloat16", adapter=tmp_path / "adapter").fingerprint
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    make(tmp_path, LLAMA_JSON, r=2, target_modules=["q_proj"])
+    adapter, wrong = tmp_path / "adapter", tmp_path / "wrong"
+    settings, tensors = (
+        json.loads((adapter / "adapter_config.json").read_text()),
+        load_file(adapter / "adapter_model.safetensors"),
+    )
+    name = next(iter(tensors))
+
+    def refused(message, settings=settings, tensors=tensors):
+        shutil.rmtree(wrong, ignore_errors=True)
+        wrong.mkdir()
+        (wrong / "adapter_config.json").write_text(json.dumps(settings))
+        save_file(tensors, wrong / "adapter_model.safetensors")
+        with pytest.raises(UserError, match=message):
+            load_model(tmp_path / "base", adapter=wrong)
+
+    refused("use_dora=True is not supported. Merge the adapter", settings | {"use_dora": True})
+    refused("peft_type='IA3' is not supported", settings | {"peft_type": "IA3"})
+    refused("lora_alpha: expected a number", settings | {"lora_alpha": "8"})
+    refused(
+        "no such projection in its 2 layers", tensors={k.replace("layers.1", "layers.7"): v for k, v in tensors.items()}
+    )
+    refused("expected lora_A and lora_B of one rank", tensors={k: v for k, v in tensors.items() if k != name})
+    refused("expected matrices lora_A and lora_B", tensors=tensors | {"base_model.model.v_head.weight": tensors[name]})
+    wide = {k: np.ones((v.shape[0], 5), np.float32) if "lora_A" in k else v for k, v in tensors.items()}
+    refused(r"has an update \(5, 12\), expected \(12, 12\)", tensors=wide)
+    refused("holds NaN or infinity", tensors={k: v * np.nan for k, v in tensors.items()})
+    with pytest.raises(UserError, match="expected an adapter of PEFT"):
+        load_model(tmp_path / "base", adapter=tmp_path / "base")
