@@ -11,7 +11,7 @@ from .heads import (
     MLPHead,
     TransformerHead,
 )
-from .kernels import VocabStats, linear_cross_entropy, vocab_stats
+from .kernels import VocabCurves, VocabStats, linear_cross_entropy, vocab_curves, vocab_stats
 from .models import LanguageModel, load_model
 from .models.calibrated import TokenConfidence, calibrated_confidence, calibrated_logprobs
 from .models.generate import Generation, Sampling, generate
@@ -38,6 +38,7 @@ __all__ = [
     "TokenConfidence",
     "TransformerHead",
     "UserError",
+    "VocabCurves",
     "VocabStats",
     "__version__",
     "calibrated_confidence",
@@ -57,5 +58,6 @@ __all__ = [
     "recalibrate",
     "save_head",
     "split_sequences",
+    "vocab_curves",
     "vocab_stats",
 ]

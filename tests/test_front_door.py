@@ -23,10 +23,10 @@ QUICK = calibjax.AtsOptions(
 
 def test_names():
     types = "AtsFit AtsOptions Evaluation FittedHead Generation HeadConfig LanguageModel RunContext Sampling Sequences"
-    heads = "ConstantTemperature LinearHead MLPHead TransformerHead TokenConfidence UserError VocabStats"
+    heads = "ConstantTemperature LinearHead MLPHead TransformerHead TokenConfidence UserError VocabCurves VocabStats"
     rooms = "heads kernels losses metrics plot recalibrate"
     functions = "calibrated_confidence calibrated_logprobs evaluate fit_ats generate linear_cross_entropy load_head"
-    more = "load_model load_text save_head split_sequences vocab_stats __version__"
+    more = "load_model load_text save_head split_sequences vocab_curves vocab_stats __version__"
     expected = " ".join([types, heads, rooms, functions, more]).split()
     assert sorted(dir(calibjax)) == sorted(expected)
     (declared,) = (node.value for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.Assign))

@@ -2,6 +2,7 @@
 
 from calibjax.kernels.api import IMPLEMENTATIONS, vocab_stats
 from calibjax.kernels.cross_entropy import linear_cross_entropy
+from calibjax.kernels.curves import SCALES, VocabCurves, vocab_curves
 from calibjax.kernels.divergence import kl_divergences
 from calibjax.kernels.explain import explain
 from calibjax.kernels.sharded import VocabSharding
@@ -10,14 +11,17 @@ from calibjax.kernels.top_k import TopLogits, top_logits
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "SCALES",
     "STATISTICS",
     "TopLogits",
+    "VocabCurves",
     "VocabSharding",
     "VocabStats",
     "explain",
     "kl_divergences",
     "linear_cross_entropy",
     "top_logits",
+    "vocab_curves",
     "vocab_stats",
 ]
 

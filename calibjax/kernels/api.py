@@ -116,57 +116,78 @@ def vocab_stats(
         >>> [round(float(x), 4) for x in stats.log_prob()]
         [-1.0986, 0.0]
     """
-    hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
+    arrays = as_arrays(hidden, unembedding, targets, bias, where)
+    dispatch = prepare(arrays, softcap, statistics, sharding, execution)
+    scale = as_scale(scale, arrays[0].shape[:-1])
+    values, valid = evaluate(dispatch, arrays, scale, ignore_index)
+    return VocabStats(**{name: values.get(name) for name in STATISTICS}, valid=valid, scale=scale)
+
+
+def as_arrays(hidden: Any, unembedding: Any, targets: Any, bias: Any, where: Any) -> tuple[Any, ...]:
+    """The arguments as JAX arrays; None stays None."""
     targets = None if targets is None else as_indices(targets)
     bias, where = (None if x is None else jnp.asarray(x) for x in (bias, where))
+    return jnp.asarray(hidden), jnp.asarray(unembedding), targets, bias, where
+
+
+def as_scale(scale: Any, shape: tuple[int, ...]) -> Array:
+    """The scale of each token, of this shape and at least float32; None means 1."""
+    scale = jnp.asarray(1.0 if scale is None else scale)
+    return jnp.broadcast_to(scale.astype(jnp.promote_types(scale.dtype, jnp.float32)), shape)
+
+
+def evaluate(
+    dispatch: "Dispatch", arrays: tuple[Any, ...], scale: Array, ignore_index: int
+) -> tuple[dict[str, Array], Bool[Array, "*B"]]:
+    """Runs a checked call: the wanted statistics by name, of the leading shape of `hidden`, and which tokens count."""
+    sharding, hidden = dispatch.sharding, arrays[0]
     if sharding is not None and sharding.explicit_axes:
-        options = {"softcap": softcap, "ignore_index": ignore_index, "statistics": statistics, **execution}
 
-        def run(sharding: VocabSharding, arrays: tuple[Any, ...]) -> VocabStats:
-            hidden, unembedding, targets, scale, bias, where = arrays
-            tokens = {"scale": scale, "bias": bias, "where": where}
-            return vocab_stats(hidden, unembedding, targets, sharding=sharding, **tokens, **options)
+        def run(sharding: VocabSharding, arrays: tuple[Any, ...]) -> Any:
+            return evaluate(dispatch._replace(sharding=sharding), arrays[:-1], arrays[-1], ignore_index)
 
-        arrays = (hidden, unembedding, targets, scale, bias, where)
-        return sharded.in_auto_axes(sharding, run, arrays, sharded.leading_spec(hidden))
-    arrays = (hidden, unembedding, targets, bias, where)
-    dispatch = prepare(arrays, softcap, statistics, sharding, execution)
-    call, shapes = dispatch.call(), dispatch.shapes
-
-    shape, vocab_size = hidden.shape[:-1], unembedding.shape[0]
-    full_scale = jnp.asarray(1.0 if scale is None else scale)
-    full_scale = jnp.broadcast_to(full_scale.astype(jnp.promote_types(full_scale.dtype, jnp.float32)), shape)
-    valid = jnp.ones(shape, bool) if where is None else jnp.broadcast_to(where, shape)
-    if targets is not None:
-        valid = valid & (targets != ignore_index)
-    counted_scale = jnp.where(valid, full_scale, 1.0)
-    flat_targets = in_range = None
-    if targets is not None:
-        in_range = (targets >= 0) & (targets < vocab_size)
-        flat_targets = jnp.where(in_range, targets, 0).reshape(-1).astype(jnp.int32)
-
-    tokens, padded = valid.size, shapes.hidden.shape[0]
-    inputs = Inputs(
-        hidden=_pad(hidden.reshape(-1, hidden.shape[-1]), padded),
-        unembedding=unembedding,
-        bias=bias,
-        scale=_pad(counted_scale.reshape(-1), padded, 1),
-        targets=_pad(flat_targets, padded),
-        valid=None if shapes.valid is None else _pad(valid.reshape(-1), padded),
+        return sharded.in_auto_axes(sharding, run, (*arrays, scale), sharded.leading_spec(hidden))
+    call, (_, _, targets, _, _) = dispatch.call(), arrays
+    inputs, valid, broken = flat_inputs(arrays, scale, ignore_index)
+    shape, tokens, padded = valid.shape, valid.size, dispatch.shapes.hidden.shape[0]
+    inputs = inputs._replace(
+        hidden=_pad(inputs.hidden, padded),
+        scale=_pad(inputs.scale, padded, 1),
+        targets=_pad(inputs.targets, padded),
+        valid=None if dispatch.shapes.valid is None else _pad(inputs.valid, padded),
     )
     values = (reference if call.implementation is None else operator).statistics(call, inputs)
-    values = {name: value[:tokens].reshape(shape) for name, value in values.items()}
+    values = {name: value[:tokens].reshape(*shape, *value.shape[1:]) for name, value in values.items()}
     if "target_logit" in values:
-        assert in_range is not None
         # No NaN in passing where a token does not count: jax_debug_nans would stop there.
-        values["target_logit"] = jnp.where(in_range | ~valid, values["target_logit"], jnp.nan)
+        values["target_logit"] = jnp.where(broken, jnp.nan, values["target_logit"])
     if "correct" in dispatch.wanted:
         values["correct"] = (values["argmax"] == targets) & valid
     filler = {"argmax": -1, "correct": False}
-    masked = {
-        name: jnp.where(valid, value, filler.get(name, 0)) for name, value in values.items() if name in dispatch.wanted
-    }
-    return VocabStats(**{name: masked.get(name) for name in STATISTICS}, valid=valid, scale=full_scale)
+    return {
+        name: operator.masked(valid, value, filler.get(name, 0))
+        for name, value in values.items()
+        if name in dispatch.wanted
+    }, valid
+
+
+def flat_inputs(arrays: tuple[Any, ...], scale: Array, ignore_index: int) -> tuple[Inputs, Array, Array]:
+    """The inputs of N tokens; of the tokens' leading shape, which count, and which of them have a target out of range.
+
+    The scale of a token that does not count is 1, and a target that is not in [0, V) is 0.
+    """
+    hidden, unembedding, targets, bias, where = arrays
+    shape = hidden.shape[:-1]
+    valid = jnp.ones(shape, bool) if where is None else jnp.broadcast_to(where, shape)
+    broken = jnp.zeros(shape, bool)
+    if targets is not None:
+        valid = valid & (targets != ignore_index)
+        in_range = (targets >= 0) & (targets < unembedding.shape[0])
+        broken = valid & ~in_range
+        targets = jnp.where(in_range, targets, 0).reshape(-1).astype(jnp.int32)
+    scale = jnp.where(valid, scale, 1.0).reshape(-1)
+    inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), unembedding, bias, scale, targets, valid.reshape(-1))
+    return inputs, valid, broken
 
 
 class Dispatch(NamedTuple):
@@ -229,15 +250,16 @@ def prepare(
     statistics: Sequence[str] | None,
     sharding: VocabSharding | None,
     execution: Execution,
+    scales: tuple[float, ...] | None = None,
 ) -> Dispatch:
     """Checks a call of `vocab_stats`; of its hidden, unembedding, targets, bias and where only shapes and dtypes.
 
-    With `sharding` the tokens are padded to divide into their shards.
+    With `sharding` the tokens are padded to divide into their shards. `scales`: see `Options`.
     """
     known: Any = tuple(x if x is None or hasattr(x, "dtype") else jnp.asarray(x) for x in arrays)
     hidden, unembedding, targets, bias, where = known
     _check_shapes(*known)
-    options = _options(softcap, execution)
+    options = _options(softcap, execution)._replace(scales=scales)
     dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
     if options.precision is None and dtype == jnp.float32:
         options = options._replace(precision=jax.lax.Precision.HIGHEST)

@@ -114,14 +114,14 @@ def forward(request: ForwardRequest, inputs: Inputs) -> ForwardResult:
     """The moments of the whole vocabulary, chunk by chunk."""
     options, needed, save = request
     inputs = inputs.masked()
-    hidden, unembedding, bias, scale, targets, _ = inputs
-    vocab_size = unembedding.shape[0]
+    hidden, unembedding, bias, _, targets, _ = inputs
+    scale, vocab_size = options.scale(inputs), unembedding.shape[0]
     linear_mean = "total" in needed and options.softcap is None
     of_piece = needed - {"rows"} - ({"total"} if linear_mean else set())
 
     def piece(start: Array | int, width: int) -> tuple[Moments, Array | None]:
         weights, z = _block_logits(options, inputs, start, width)
-        moments = stats.moments(z, scale, targets, start, of_piece)
+        moments = stats.moments(z, options.scales or scale, targets, start, of_piece)
         if "rows" in needed:
             e = jnp.exp(scale[:, None] * jnp.maximum(z - moments.max_logit[:, None], stats.FLOOR))
             e = times_slope(e, z, options.softcap)

@@ -15,13 +15,23 @@ from calibjax.kernels.stats import Moments
 
 
 class Options(NamedTuple):
-    """Static options of both passes; see `vocab_stats`."""
+    """Static options of both passes; see `vocab_stats`.
+
+    Attributes:
+        scales: None, or K scales that all tokens have: `weight`, `first` and `second` of `Moments` are then [N, K], a
+            column for each, and there is no backward pass.
+    """
 
     softcap: float | None = None
     precision: jax.lax.PrecisionLike = None
     chunk_size: int | None = None
     filter_threshold: float | None = None
     save_logits: bool = False
+    scales: tuple[float, ...] | None = None
+
+    def scale(self, inputs: "Inputs") -> Array:
+        """The s of the sums over the vocabulary: [N], or [1, K] where all tokens have the same scales."""
+        return inputs.scale if self.scales is None else jnp.asarray(self.scales, jnp.float32)[None, :]
 
 
 class Inputs(NamedTuple):

@@ -13,6 +13,7 @@ block of tokens at a time, and the backward pass only multiplies them. Each logi
 a mesh.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import jax
@@ -20,13 +21,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels import api, chunked, operator
-from calibjax.kernels.contract import Gradients, Inputs
-from calibjax.kernels.operator import Call, Outputs
+from calibjax.kernels.contract import Gradients
+from calibjax.kernels.operator import Outputs
 from calibjax.kernels.platforms import platform
 from calibjax.kernels.sharded import VocabSharding
-from calibjax.kernels.stats import VocabStats
 from calibjax.runtime.arrays import AnyArray
-from calibjax.runtime.indices import as_indices
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -37,24 +36,20 @@ _ACCELERATOR = 16  # times as many bytes and tokens elsewhere
 
 
 class _Loss(NamedTuple):
-    """Static part of a call; `implementation` is the name of that in `call`."""
+    """Static part of a call."""
 
     reduction: Reduction
     label_smoothing: float
     z_loss: float
     ignore_index: int
-    sharding: VocabSharding | None
-    implementation: str
-    call: Call
+    dispatch: api.Dispatch
 
-    def per_token(self, stats: VocabStats | Outputs, scale: Array) -> Array:
+    def per_token(self, stats: Mapping[str, Any], scale: Array) -> Array:
         """The loss of valid tokens."""
-        log_normalizer, target_logit, mean_logit = stats.log_normalizer, stats.target_logit, stats.mean_logit
-        assert log_normalizer is not None
-        assert target_logit is not None
+        log_normalizer, target_logit = stats["log_normalizer"], stats["target_logit"]
         loss = log_normalizer - scale * target_logit
-        if mean_logit is not None:
-            loss = loss + self.label_smoothing * scale * (target_logit - mean_logit)
+        if self.label_smoothing:
+            loss = loss + self.label_smoothing * scale * (target_logit - stats["mean_logit"])
         if self.z_loss:
             loss = loss + self.z_loss * jnp.square(log_normalizer)
         return loss
@@ -124,40 +119,22 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing: expected a number from 0 to 1, got {label_smoothing}.")
     if not z_loss >= 0:
         raise ValueError(f"z_loss: expected a number of at least 0, got {z_loss}.")
-    hidden, unembedding, targets = jnp.asarray(hidden), jnp.asarray(unembedding), as_indices(targets)
-    bias, where = (None if x is None else jnp.asarray(x) for x in (bias, where))
-    arrays = (hidden, unembedding, targets, bias, where)
+    arrays = api.as_arrays(hidden, unembedding, targets, bias, where)
     statistics = ("log_normalizer", "target_logit", *(("mean_logit",) if label_smoothing else ()))
     dispatch = api.prepare(arrays, softcap, statistics, sharding, execution)
-    name = dispatch.choose()
-    call = dispatch.call(name)
-    loss = _Loss(reduction, label_smoothing, z_loss, ignore_index, sharding, name, call)
-    formed = reduction != "none" and call.implementation is not None and call.implementation.accumulates
-    scale = jnp.asarray(1.0 if scale is None else scale)
-    scale = jnp.broadcast_to(scale.astype(jnp.promote_types(scale.dtype, jnp.float32)), targets.shape)
-    where = jnp.broadcast_to(True if where is None else where, targets.shape)
-    return (_with_gradients if formed else _from_statistics)(loss, hidden, unembedding, bias, scale, targets, where)
+    loss = _Loss(reduction, label_smoothing, z_loss, ignore_index, dispatch)
+    implementation = dispatch.call().implementation
+    formed = reduction != "none" and implementation is not None and implementation.accumulates
+    return (_with_gradients if formed else _from_statistics)(loss, arrays, api.as_scale(scale, arrays[0].shape[:-1]))
 
 
-def _from_statistics(loss: _Loss, hidden, unembedding, bias, scale, targets, where) -> Array:
-    """The loss by `vocab_stats`."""
-    stats = api.vocab_stats(
-        hidden,
-        unembedding,
-        targets,
-        scale=scale,
-        bias=bias,
-        where=where,
-        ignore_index=loss.ignore_index,
-        statistics=tuple(loss.call.wanted),
-        sharding=loss.sharding,
-        implementation=loss.implementation,
-        **loss.call.options._asdict(),
-    )
-    values = jnp.where(stats.valid, loss.per_token(stats, stats.scale), 0.0)
+def _from_statistics(loss: _Loss, arrays: tuple[Any, ...], scale: Array) -> Array:
+    """The loss from the statistics of `vocab_stats`."""
+    stats, valid = api.evaluate(loss.dispatch, arrays, scale, loss.ignore_index)
+    values = jnp.where(valid, loss.per_token(stats, scale), 0.0)
     if loss.reduction == "none":
         return values
-    return jnp.sum(values) / (_count(stats.valid) if loss.reduction == "mean" else 1)
+    return jnp.sum(values) / (_count(valid) if loss.reduction == "mean" else 1)
 
 
 def _count(valid: Array) -> Array:
@@ -168,20 +145,24 @@ def _count(valid: Array) -> Array:
 _with_gradients = jax.custom_vjp(_from_statistics, nondiff_argnums=(0,))
 
 
-def _with_gradients_fwd(loss: _Loss, hidden, unembedding, bias, scale, targets, where):
-    named = {"hidden": hidden, "unembedding": unembedding, "scale": scale, **({} if bias is None else {"bias": bias})}
+_PLACES = {"hidden": 0, "unembedding": 1, "bias": 3}  # in `api.as_arrays`
+
+
+def _with_gradients_fwd(loss: _Loss, arrays, scale):
+    named = {name: arrays[k] for name, k in _PLACES.items() if arrays[k] is not None} | {"scale": scale}
     differentiated = [name for name, x in named.items() if x.perturbed]
-    arrays = {"bias": None, **{name: x.value for name, x in named.items()}}
-    targets, where = targets.value, where.value
-    in_one_pass = operator.takes_rows(loss.call, alone=True)
+    arrays = tuple(x if x is None else x.value for x in arrays)
+    scale = scale.value
+    in_one_pass = operator.takes_rows(loss.dispatch.call(), alone=True)
     if {"unembedding", "bias"} & set(differentiated) or ("hidden" in differentiated and not in_one_pass):
-        value, gradients = _by_blocks(loss, **arrays, targets=targets, where=where, differentiated=differentiated)
+        value, gradients = _by_blocks(loss, arrays, scale, differentiated)
     else:  # one pass gives both
 
         def scalar(active):
-            return _from_statistics(loss, **{**arrays, **active}, targets=targets, where=where)
+            hidden, *rest = arrays
+            return _from_statistics(loss, (active.get("hidden", hidden), *rest), active.get("scale", scale))
 
-        value, gradients = jax.value_and_grad(scalar)({name: arrays[name] for name in differentiated})
+        value, gradients = jax.value_and_grad(scalar)({name: named[name].value for name in differentiated})
     # An empty array keeps the dtype that the gradient is rounded to, once it has been multiplied.
     dtypes = {name: jnp.zeros((0,), named[name].value.dtype) for name in differentiated}
     return value, (gradients, dtypes)
@@ -190,7 +171,7 @@ def _with_gradients_fwd(loss: _Loss, hidden, unembedding, bias, scale, targets, 
 def _with_gradients_bwd(loss: _Loss, residuals, cotangent):
     gradients, dtypes = residuals
     d = {name: (cotangent * gradient).astype(dtypes[name].dtype) for name, gradient in gradients.items()}
-    return d.get("hidden"), d.get("unembedding"), d.get("bias"), d.get("scale"), None, None
+    return (d.get("hidden"), d.get("unembedding"), None, d.get("bias"), None), d.get("scale")
 
 
 _with_gradients.defvjp(_with_gradients_fwd, _with_gradients_bwd, symbolic_zeros=True)
@@ -209,34 +190,17 @@ def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4) 
 
 
 def _by_blocks(
-    loss: _Loss,
-    hidden: Array,
-    unembedding: Array,
-    bias: Array | None,
-    scale: Array,
-    targets: Array,
-    where: Array,
-    differentiated: list[str],
+    loss: _Loss, arrays: tuple[Any, ...], scale: Array, differentiated: list[str]
 ) -> tuple[Array, dict[str, Array]]:
     """The reduced loss and its gradients in `differentiated`, formed block by block."""
-    shapes = {"hidden": hidden.shape, "unembedding": unembedding.shape, "bias": unembedding.shape[:1]}
-    vocab_size, width = unembedding.shape
-    dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
-    valid = (where & (targets != loss.ignore_index)).reshape(-1)
-    targets, scale = targets.reshape(-1), jnp.where(valid, scale.reshape(-1), 1.0)
-    in_range = (targets >= 0) & (targets < vocab_size)
-    broken = valid & ~in_range
-    weights = valid.astype(jnp.float32) / (_count(valid) if loss.reduction == "mean" else 1.0)
-    inputs = Inputs(
-        hidden=hidden.reshape(-1, width).astype(dtype),
-        unembedding=unembedding.astype(dtype),
-        bias=None if bias is None else bias.astype(jnp.float32),
-        scale=scale,
-        targets=jnp.where(in_range, targets, 0).astype(jnp.int32),
-        valid=valid,
-    )
-    wanted = loss.call.wanted | ({"expected_logit"} if "scale" in differentiated else set())
-    call = loss.call._replace(wanted=wanted)
+    inputs, valid, broken = api.flat_inputs(arrays, scale, loss.ignore_index)
+    inputs, broken = operator.with_dtypes(inputs), broken.reshape(-1)
+    hidden_shape, (vocab_size, width) = arrays[0].shape, inputs.unembedding.shape
+    shapes = {"hidden": hidden_shape, "unembedding": (vocab_size, width), "bias": (vocab_size,)}
+    weights = valid.reshape(-1).astype(jnp.float32) / (_count(valid) if loss.reduction == "mean" else 1.0)
+    call = loss.dispatch.call()
+    wanted = call.wanted | ({"expected_logit"} if "scale" in differentiated else set())
+    call = call._replace(wanted=wanted)
     flags = tuple(() if name in differentiated else None for name in Gradients._fields)
 
     def step(carry: Any, start: Array | int, size: int, _: None) -> Any:
@@ -253,7 +217,7 @@ def _by_blocks(
         def reduced(outputs: Outputs, s: Array) -> Array:
             assert outputs.target_logit is not None
             known = outputs._replace(target_logit=jnp.where(of_block(broken), jnp.nan, outputs.target_logit))
-            values = loss.per_token(known, s)
+            values = loss.per_token(known._asdict(), s)
             return jnp.sum(jnp.where(block.valid, of_block(weights) * values, 0.0))
 
         value, (g, d_s) = jax.value_and_grad(reduced, argnums=(0, 1))(outputs, block.scale)
@@ -270,9 +234,9 @@ def _by_blocks(
     zeros = {name: jnp.zeros(flat[name], jnp.float32) for name in differentiated}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))
     assert call.implementation is not None
-    size = choose_block_size(tokens, vocab_size, call.implementation.saved_bytes(dtype.itemsize))
+    size = choose_block_size(tokens, vocab_size, call.implementation.saved_bytes(inputs.hidden.dtype.itemsize))
     size = tokens if call.options.save_logits else size
     value, gradients, d_scale = chunked.fold(step, carry, tokens, max(size, 1))
     totals: dict[str, Any] = {**gradients._asdict(), "scale": d_scale}
-    shapes["scale"] = hidden.shape[:-1]
+    shapes["scale"] = hidden_shape[:-1]
     return value, {name: totals[name].reshape(shapes[name]) for name in differentiated}

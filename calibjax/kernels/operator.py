@@ -88,17 +88,24 @@ class _Residuals(NamedTuple):
 
 
 def statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
-    """The statistics in `call.wanted` in float32; see `VocabStats`. 0 for invalid tokens."""
+    """The statistics in `call.wanted` in float32; see `VocabStats`. 0 for invalid tokens.
+
+    With `Options.scales` log_normalizer and expected_logit are relative to the largest logit, as in `VocabCurves`.
+    """
+    outputs: Outputs = _statistics(call, with_dtypes(inputs))
+    return {name: value for name, value in outputs._asdict().items() if value is not None}
+
+
+def with_dtypes(inputs: Inputs) -> Inputs:
+    """The same in the dtypes of `contract.Inputs`."""
     hidden, unembedding, bias, scale, _, _ = inputs
     dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
-    inputs = inputs._replace(
+    return inputs._replace(
         hidden=hidden.astype(dtype),
         unembedding=unembedding.astype(dtype),
         bias=None if bias is None else bias.astype(jnp.float32),
         scale=scale.astype(jnp.float32),
     )
-    outputs: Outputs = _statistics(call, inputs)
-    return {name: value for name, value in outputs._asdict().items() if value is not None}
 
 
 _NEEDED = {
@@ -122,23 +129,26 @@ def takes_rows(call: Call, alone: bool) -> bool:
     return (alone or (call.implementation.rows_first and not options.save_logits)) and not second_weight
 
 
-def _outputs(moments: Moments, inputs: Inputs) -> Outputs:
-    shift = None if moments.first is None else moments.first / moments.weight
-    variance = None
-    if moments.second is not None and shift is not None:
-        variance = jnp.maximum(moments.second / moments.weight - shift * shift, 0.0)
+def _outputs(options: Options, moments: Moments, inputs: Inputs) -> Outputs:
+    log_weight, shift, variance = moments.cumulants()
+    relative = options.scales is not None
     outputs = Outputs(
-        log_normalizer=inputs.scale * moments.max_logit + jnp.log(moments.weight),
+        log_normalizer=log_weight if relative else inputs.scale * moments.max_logit + log_weight,
         target_logit=moments.target,
         mean_logit=None if moments.total is None else moments.total / inputs.unembedding.shape[0],
         max_logit=moments.max_logit,
         argmax=moments.argmax,
-        expected_logit=None if shift is None else moments.max_logit + shift,
+        expected_logit=shift if shift is None or relative else moments.max_logit + shift,
         logit_variance=variance,
     )
     if inputs.valid is None:
         return outputs
-    return Outputs(*(None if x is None else jnp.where(inputs.valid, x, jnp.zeros_like(x)) for x in outputs))
+    return Outputs(*(None if x is None else masked(inputs.valid, x) for x in outputs))
+
+
+def masked(valid: Array, x: Array, filler: Any = 0) -> Array:
+    """`x` [..., K] or [...] where `valid` [...], else `filler`."""
+    return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)), x, jnp.asarray(filler, x.dtype))
 
 
 def forward(
@@ -148,7 +158,7 @@ def forward(
     assert call.implementation is not None
     needed = frozenset().union(*(_NEEDED.get(name, ()) for name in wanted)) | ({"rows"} if rows else set())
     moments, saved = call.implementation.forward(ForwardRequest(call.options, needed, save), inputs)
-    return _outputs(moments, inputs).only(wanted), moments.rows, saved
+    return _outputs(call.options, moments, inputs).only(wanted), moments.rows, saved
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -27,7 +27,10 @@ def check(options: Options, sharded: bool) -> str:
 
 
 def statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
-    """The statistics in `call.wanted` in float32, or in float64 where an input is; see `VocabStats`."""
+    """The statistics in `call.wanted` in float32, or in float64 where an input is; see `VocabStats`.
+
+    With `Options.scales` log_normalizer and expected_logit are relative to the largest logit, as in `VocabCurves`.
+    """
     hidden, unembedding, bias, scale, targets, _ = inputs.masked()
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(hidden.dtype, unembedding.dtype))
     z = jnp.matmul(hidden.astype(dtype), unembedding.astype(dtype).T, precision=call.options.precision)
@@ -39,21 +42,31 @@ def statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
     # Relative to the largest logit m: s·m may exceed the dtype, and so may s·(z − m), whose exponential is 0 then.
     m = jax.lax.stop_gradient(jnp.max(finite, axis=-1))
     difference = finite - m[:, None]
-    e = jnp.exp(s[:, None] * difference)
-    weight = jnp.sum(e, axis=-1)
-    p = e / weight[:, None]
-    difference = jnp.where(p > 0, difference, 0.0)
-    mean = jnp.sum(p * difference, axis=-1)
-    expected = m + mean
-    variance = jax.lax.stop_gradient(jnp.sum(p * (difference - mean[:, None]) ** 2, axis=-1))
+    if call.options.scales is None:
+        log_weight, shift, variance = _cumulants(difference, s)
+        log_weight, shift = s * m + log_weight, m + shift
+    else:
+        every = [_cumulants(difference, jnp.full_like(s, node)) for node in call.options.scales]
+        log_weight, shift, variance = (jnp.stack(x, axis=-1) for x in zip(*every, strict=True))
     everything = {
-        "log_normalizer": s * m + jnp.log(weight),
+        "log_normalizer": log_weight,
         "mean_logit": jnp.mean(z, axis=-1),
         "max_logit": jnp.max(z, axis=-1),
         "argmax": jnp.argmax(z, axis=-1).astype(jnp.int32),
-        "expected_logit": expected,
+        "expected_logit": shift,
         "logit_variance": variance,
     }
     if targets is not None:
         everything["target_logit"] = jnp.take_along_axis(z, targets[:, None], axis=-1)[:, 0]
     return {name: everything[name] for name in call.wanted}
+
+
+def _cumulants(difference: Array, s: Array) -> tuple[Array, Array, Array]:
+    """log Σ exp(s·difference), and mean and variance of the differences [N, V] under the softmax."""
+    e = jnp.exp(s[:, None] * difference)
+    weight = jnp.sum(e, axis=-1)
+    p = e / weight[:, None]
+    difference = jnp.where(p > 0, difference, 0.0)
+    mean = jnp.sum(p * difference, axis=-1)
+    variance = jax.lax.stop_gradient(jnp.sum(p * (difference - mean[:, None]) ** 2, axis=-1))
+    return jnp.log(weight), mean, variance

@@ -314,17 +314,18 @@ def _forward(inner: Implementation, sharding: VocabSharding, request: ForwardReq
             targets = None if part.targets is None else part.targets - start
             moments, saved = inner.forward(request, part._replace(targets=targets))
             moments = moments._replace(argmax=None if moments.argmax is None else moments.argmax + start)
-            return moments if total is None else stats.merge(total, moments, inputs.scale), saved
+            return moments if total is None else stats.merge(total, moments, scale), saved
 
-        nothing = _no_moments(request.needed, *inputs.hidden.shape) if sharding.width else None
+        scale = request.options.scale(inputs)
+        nothing = _no_moments(request, *inputs.hidden.shape) if sharding.width else None
         total, saved = _over_pieces(sharding, inputs, step, nothing)
-        total, saved_tail = _merge_shards(sharding, total, inputs.scale), None
+        total, saved_tail = _merge_shards(sharding, total, scale), None
         if tail is not None:
             of_tail, saved_tail = step(None, _with_tail(inputs, tail), tail_start, None)
             if of_tail.rows is not None and sharding.vocab:
                 once = jax.lax.axis_index(sharding.vocab) == 0
                 of_tail = of_tail._replace(rows=jnp.where(once, of_tail.rows, 0))
-            total = stats.merge(total, of_tail, inputs.scale)
+            total = stats.merge(total, of_tail, scale)
         return total._replace(rows=None), jax.tree.map(lambda x: x[None], (total.rows, (saved, saved_tail)))
 
     out_specs = (P(sharding.tokens), _own_specs(sharding))
@@ -332,15 +333,18 @@ def _forward(inner: Implementation, sharding: VocabSharding, request: ForwardReq
     return ForwardResult(moments._replace(rows=rows), saved)
 
 
-def _no_moments(needed: frozenset[str], tokens: int, width: int) -> Moments:
+def _no_moments(request: ForwardRequest, tokens: int, width: int) -> Moments:
     """The moments of an empty vocabulary: merging with them changes nothing."""
+    needed, scales = request.needed, request.options.scales
     zeros = jnp.zeros((tokens,), jnp.float32)
+    sums = zeros if scales is None else jnp.zeros((tokens, len(scales)), jnp.float32)
     return Moments(
         max_logit=jnp.full((tokens,), jnp.finfo(jnp.float32).min),
         argmax=jnp.full((tokens,), jnp.iinfo(jnp.int32).max) if "argmax" in needed else None,
-        weight=zeros,
+        weight=sums,
         rows=jnp.zeros((tokens, width), jnp.float32) if "rows" in needed else None,
-        **dict.fromkeys(needed - {"argmax", "rows"}, zeros),
+        **dict.fromkeys(needed & {"first", "second"}, sums),
+        **dict.fromkeys(needed & {"total", "target"}, zeros),
     )
 
 
@@ -351,11 +355,14 @@ def _gather_bits(axes: tuple[str, ...], mine: Moments) -> list[Moments]:
     As integers, in one collective: their bits pass any device unchanged, which small ones as floats would not.
     """
     leaves, structure = jax.tree.flatten(mine)
-    bits = jnp.stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in leaves])
-    return [
-        structure.unflatten([jax.lax.bitcast_convert_type(x, y.dtype) for x, y in zip(shard, leaves, strict=True)])
-        for shard in jax.lax.all_gather(bits, axes)
-    ]
+    bits = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(len(x), -1).T for x in leaves]
+    ends = np.cumsum([len(x) for x in bits])[:-1]
+
+    def floats(shard: Array) -> Moments:
+        parts = zip(jnp.split(shard, ends), leaves, strict=True)
+        return structure.unflatten([jax.lax.bitcast_convert_type(x.T.reshape(y.shape), y.dtype) for x, y in parts])
+
+    return [floats(shard) for shard in jax.lax.all_gather(jnp.concatenate(bits), axes)]
 
 
 @_gather_bits.defjvp
@@ -372,7 +379,7 @@ def _gather_bits_jvp(axes: tuple[str, ...], primals: Any, tangents: Any) -> tupl
     return _gather_bits(axes, *primals), shards
 
 
-def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Float[Array, " N"]) -> Moments:
+def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Moments:
     """The moments of the whole vocabulary, on every device, from those of its shards; of `rows` this shard's term.
 
     Those of all shards are summed in the backward pass, together with the rest of dh.

@@ -1,5 +1,6 @@
 """Statistics of a token, and the rule that merges those of two parts of the vocabulary."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -117,9 +118,9 @@ class Moments(NamedTuple):
     Attributes:
         max_logit: float32 [N], m.
         argmax: int32 [N], index in the whole vocabulary of the first logit equal to m.
-        weight: float32 [N], Σ e with e = exp(s (z − m)).
-        first: float32 [N], Σ e (z − m), or None.
-        second: float32 [N], Σ e (z − m)², or None.
+        weight: float32 [N], or [N, K] with `Options.scales`, Σ e with e = exp(s (z − m)).
+        first: of the same shape, Σ e (z − m), or None.
+        second: of the same shape, Σ e (z − m)², or None.
         total: float32 [N], Σ z, or None.
         target: float32 [N], z_y where y lies in this piece, else 0; or None.
         rows: [N, D], float32 or the dtype of the hidden states: Σ_{v≠y} e c_v W_v / weight, with the soft-cap's slope
@@ -136,20 +137,30 @@ class Moments(NamedTuple):
     target: Array | None = None
     rows: Array | None = None
 
+    def cumulants(self) -> tuple[Array, Array | None, Array | None]:
+        """log Σ e, E_p[z] − m and Var_p[z]: the first cumulants of z − m; those not summed are None."""
+        shift = None if self.first is None else self.first / self.weight
+        variance = None
+        if self.second is not None and shift is not None:
+            variance = jnp.maximum(self.second / self.weight - shift * shift, 0.0)
+        return jnp.log(self.weight), shift, variance
+
 
 def moments(
     logits: Float[Array, "N C"],
-    scale: Float[Array, " N"],
+    scale: Float[Array, " N"] | tuple[float, ...],
     targets: Int[Array, " N"] | None,
     start: Int[Array, ""] | int,
     wanted: frozenset[str],
 ) -> Moments:
-    """The moments of the columns `start` to `start + C − 1` of the vocabulary; `wanted` names fields of `Moments`."""
+    """The moments of the columns `start` to `start + C − 1` of the vocabulary; `wanted` names fields of `Moments`.
+
+    A tuple of scales is one for all tokens: see `Options.scales`.
+    """
     width = logits.shape[1]
     # Never −inf: a piece whose logits are all −inf has weight 0, not NaN.
     largest = jnp.maximum(jnp.max(logits, axis=1), jnp.finfo(logits.dtype).min)
     shifted = jnp.maximum(logits - largest[:, None], FLOOR)
-    e = jnp.exp(scale[:, None] * shifted)
     argmax = target = None
     if "argmax" in wanted:
         # A maximum and a minimum vectorise on every platform; argmax's two-operand reduction does not on CPU.
@@ -162,15 +173,48 @@ def moments(
         inside = (local >= 0) & (local < width)
         value = jnp.take_along_axis(logits, jnp.clip(local, 0, width - 1)[:, None], axis=1)[:, 0]
         target = jnp.where(inside, value, 0.0)
+
+    def sums(e: Array) -> dict[str, Array]:
+        powers = {"weight": e, "first": e * shifted, "second": e * shifted * shifted}
+        return {name: jnp.sum(x, axis=1) for name, x in powers.items() if name == "weight" or name in wanted}
+
+    every = sums_at(scale, shifted, sums) if isinstance(scale, tuple) else sums(jnp.exp(scale[:, None] * shifted))
     return Moments(
         max_logit=largest,
         argmax=argmax,
-        weight=jnp.sum(e, axis=1),
-        first=jnp.sum(e * shifted, axis=1) if "first" in wanted else None,
-        second=jnp.sum(e * shifted * shifted, axis=1) if "second" in wanted else None,
         total=jnp.sum(logits, axis=1) if "total" in wanted else None,
         target=target,
+        **every,
     )
+
+
+def octaves(scales: tuple[float, ...]) -> int:
+    """The largest L such that `scales` are K/L of them, then the doubles of these, and so on L times."""
+    count = len(scales)
+    for first in range(1, count):
+        if count % first == 0 and all(scales[k] == 2.0 * scales[k - first] for k in range(first, count)):
+            return count // first
+    return 1
+
+
+def sums_at(
+    scales: tuple[float, ...], shifted: Float[Array, "N C"], sums: Callable[[Array], dict[str, Array]]
+) -> dict[str, Float[Array, "N K"]]:
+    """`sums(exp(s·shifted))` for each of the `scales`, by K/`octaves` exponentials and squares of these.
+
+    Each square doubles the relative error of an exponential and rounds it once more, as exp(s x) rounds s x: both grow
+    with s.
+    """
+    levels = octaves(scales)
+
+    def step(exponentials: list[Array], _: None) -> tuple[list[Array], list[dict[str, Array]]]:
+        return [e * e for e in exponentials], [sums(e) for e in exponentials]
+
+    first = [jnp.exp(jnp.float32(s) * shifted) for s in scales[: len(scales) // levels]]
+    _, every = jax.lax.scan(step, first, None, length=levels)
+    return {
+        name: jnp.stack([of_first[name] for of_first in every], axis=1).reshape(len(scales), -1).T for name in every[0]
+    }
 
 
 def finite(x: Array) -> Array:
@@ -184,8 +228,8 @@ def inverse_weight(weight: Float[Array, " N"]) -> Float[Array, " N"]:
     return jnp.where(weight > 0.0, 1.0 / jnp.where(weight > 0.0, weight, 1.0), 0.0)
 
 
-def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
-    """The moments of two disjoint pieces of the vocabulary together. Associative and commutative.
+def merge(a: Moments, b: Moments, scale: Float[Array, " N"] | Float[Array, "1 K"]) -> Moments:
+    """The moments of two disjoint pieces of the vocabulary together; scale: `Options.scale`. Associative, commutative.
 
     With m = max(m_a, m_b) and δ = m_a − m ≤ 0 the sums of a piece move to the common reference by
     Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe), where r = exp(s δ), u = z − m_a. Rows are
@@ -195,6 +239,7 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"]) -> Moments:
 
     def moved(piece: Moments) -> tuple[Array, Array | None, Array | None, Array | None]:
         delta = jnp.maximum(piece.max_logit - largest, FLOOR)
+        delta = delta if scale.ndim == 1 else delta[:, None]
         ratio = jnp.exp(scale * delta)
         first = second = None
         if piece.first is not None:

@@ -15,7 +15,7 @@ from calibjax.losses.per_token import (
     valid_tokens,
     z_loss,
 )
-from calibjax.losses.registry import LOSSES, Hyperparameter, Loss, linear_loss
+from calibjax.losses.registry import LOSSES, Hyperparameter, Loss, curve_loss, linear_loss
 from calibjax.losses.rewards import calibrated_reward
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "calibrated_reward",
     "confidence_penalty",
     "cross_entropy",
+    "curve_loss",
     "focal",
     "focal_calibration",
     "joint",

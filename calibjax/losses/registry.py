@@ -4,13 +4,14 @@ An entry names the function, the statistics it reads and its hyper-parameters wi
 `--alpha`, the trials of `--loss auto` and the studies follow from it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.kernels import VocabStats, top_logits, vocab_stats
+from calibjax.kernels import VocabCurves, VocabStats, top_logits, vocab_stats
 from calibjax.losses import per_token
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.options import Range
@@ -175,13 +176,70 @@ def linear_loss(
         >>> [round(float(value), 4) for value in values], counts.tolist()
         ([0.6667, 0.0], [True, False])
     """
-    stats = vocab_stats(hidden, unembedding, targets, scale=scale, where=where, statistics=loss.statistics, **options)
+
+    def stats_at(scale: Any, statistics: tuple[str, ...]) -> VocabStats:
+        return vocab_stats(hidden, unembedding, targets, scale=scale, where=where, statistics=statistics, **options)
+
+    def largest(valid: Array) -> Array:
+        k = min(loss.top_k, unembedding.shape[0])
+        return top_logits(hidden, unembedding, k, where=valid, **options).logits
+
+    return _loss(loss, stats_at, largest, scale, hyper, real)
+
+
+def curve_loss(
+    loss: Loss,
+    curves: VocabCurves,
+    scale: Float[AnyArray, "*B"] | float = 1.0,
+    *,
+    hyper: Mapping[str, Any] = {},
+    where: Bool[AnyArray, "*B"] | None = None,
+    real: Bool[AnyArray, "*B"] | None = None,
+) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
+    """A loss of `LOSSES` for a frozen model's tokens as a function of the scale, without the vocabulary.
+
+    Args:
+        loss: an entry of `LOSSES`.
+        curves: of the tokens, `[...]`; with at least `loss.top_k` of the largest logits, or as many as there are.
+        scale, hyper, where, real: as in `linear_loss`.
+
+    Returns:
+        As `linear_loss`; differentiable in `scale`.
+
+    Raises:
+        ValueError: the loss reads the largest logits, and the curves have none.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from calibjax.kernels import vocab_curves
+        >>> curves = vocab_curves(jnp.ones((2, 4)), jnp.eye(3, 4), jnp.array([0, -100]))
+        >>> [round(float(value), 4) for value in curve_loss(LOSSES["brier"], curves)[0]]
+        [0.6667, 0.0]
+    """
+    if where is not None:
+        curves = dataclasses.replace(curves, valid=curves.valid & where)
+
+    def largest(valid: Array) -> Array:
+        if curves.top_logits is None:
+            raise ValueError(f"this loss reads the largest logits: add top_k={loss.top_k} to vocab_curves(...).")
+        return curves.top_logits[..., : loss.top_k]
+
+    return _loss(loss, lambda scale, _: curves.at(scale), largest, scale, hyper, real)
+
+
+def _loss(
+    loss: Loss,
+    stats_at: Callable[[Any, tuple[str, ...]], VocabStats],
+    largest: Callable[[Array], Array],
+    scale: Any,
+    hyper: Mapping[str, Any],
+    real: Any,
+) -> tuple[Array, Array]:
+    """The loss from statistics at any scale and the largest logits, and which tokens count."""
+    stats = stats_at(scale, loss.statistics)
     reads: dict[str, Any] = loss.arguments(hyper)
     if loss.doubled:
-        reads["doubled"] = vocab_stats(
-            hidden, unembedding, targets, scale=2.0 * stats.scale, where=where, statistics=loss.doubled, **options
-        )
+        reads["doubled"] = stats_at(2.0 * stats.scale, loss.doubled)
     if loss.top_k:
-        k = min(loss.top_k, unembedding.shape[0])
-        reads["top_logits"] = top_logits(hidden, unembedding, k, where=stats.valid, **options).logits
+        reads["top_logits"] = largest(stats.valid)
     return loss.function(stats, **reads, where=real if loss.per_micro_batch else None), stats.valid

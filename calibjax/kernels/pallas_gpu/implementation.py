@@ -38,6 +38,8 @@ def _check(setup: _Setup, options: Options, inputs: Inputs, platform: Platform) 
             raise NotImplementedError(f"it runs on Hopper GPUs, and the program is compiled for {platform.name}")
         if not set(_HOPPER) & set(platform.device_kind.split()):
             raise NotImplementedError(f"it runs on Hopper GPUs ({', '.join(_HOPPER)}), not on {platform.device_kind}")
+    if options.scales is not None:
+        raise NotImplementedError("the GPU kernel has one scale for each token")
     if options.chunk_size is not None:
         raise NotImplementedError("the GPU kernel does not take chunk_size")
     if inputs.hidden.dtype.name not in ("bfloat16", "float16"):

@@ -52,6 +52,8 @@ def _fused(setup: _Setup, options: Options, inputs: Inputs, device_kind: str) ->
 def _check(setup: _Setup, options: Options, inputs: Inputs, platform: Platform) -> str:
     if platform.name != "tpu" and not setup.interpret:
         raise NotImplementedError(f"it runs on TPUs, and the program is compiled for {platform.name}")
+    if options.scales is not None:
+        raise NotImplementedError("the TPU kernels have one scale for each token")
     if options.chunk_size is not None:
         raise NotImplementedError("the TPU kernels do not take chunk_size")
     if inputs.hidden.dtype.name not in ("bfloat16", "float32"):

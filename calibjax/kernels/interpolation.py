@@ -1,0 +1,106 @@
+"""A function of the scale from its value, slope and curvature at K nodes: quintic Hermite interpolation.
+
+Between two nodes, h apart, the polynomial of degree five has the values, slopes and curvatures of f at both: it is C²
+everywhere. Its errors, and those of its slope and its curvature, are at most
+
+    h⁶ M / 46080,   √5 h⁵ M / 30000,   h⁴ M / 1920,   M = max |f⁽⁶⁾| between the nodes
+
+(Birkhoff and Priver 1967). f = log Σ exp(s·u) has |f⁽⁶⁾| ≤ 720 R⁶/π⁵ where all u lie in an interval of length R: it is
+analytic in the disc of radius π/R around s, where Σ exp(s·u) has no root and Re f grows by at most π/2
+(Borel-Carathéodory).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from calibjax.kernels.platforms import platform
+
+
+class Jet(NamedTuple):
+    """A function and its first two derivatives."""
+
+    value: Array
+    slope: Array
+    curvature: Array
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def evaluate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) -> Jet:
+    """Value, slope and curvature [...] of the interpolant at `scale`; each derivative in it is the next of the three.
+
+    That of the curvature is 0. `jets` are value, slope and curvature at the nodes, [..., K], taken as constants.
+    """
+    table = np.asarray(nodes, scale.dtype)
+    index = jnp.zeros(scale.shape, jnp.int32)
+    for node in table[1:-1]:
+        index = index + (scale >= node).astype(jnp.int32)
+    left, right = (Jet(*(_at(x, index + side) for x in jets)) for side in (0, 1))
+    start, end = (jnp.asarray(table)[index + side] for side in (0, 1))
+    inside = _between(start, left, end, right, jnp.clip(scale, start, end))
+    below, above = scale < table[0], scale > table[-1]
+    first = continued(left, jnp.where(below, scale - start, 0.0))
+    last = continued(right, jnp.where(above, scale - end, 0.0))
+    return Jet(
+        *(
+            jnp.where(below, before, jnp.where(above, after, x))
+            for before, x, after in zip(first, inside, last, strict=True)
+        )
+    )
+
+
+@evaluate.defjvp
+def _evaluate_jvp(nodes: tuple[float, ...], primals: tuple[Jet, Array], tangents: tuple[Jet, Array]):
+    jet = evaluate(nodes, *primals)
+    return jet, Jet(jet.slope * tangents[1], jet.curvature * tangents[1], jnp.zeros_like(jet.curvature))
+
+
+def _at(x: Float[Array, "... K"], index: Array) -> Array:
+    """x[..., index]. On TPU by a sum: there a gather takes one token after another."""
+    if platform().name == "tpu":
+        column = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+        return jnp.sum(jnp.where(column == index[..., None], x, 0.0), axis=-1)
+    return jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0]
+
+
+def _between(start: Array, left: Jet, end: Array, right: Jet, scale: Array) -> Jet:
+    """The polynomial of degree five with both jets, and its derivatives."""
+    h = end - start
+    t = (scale - start) / h
+    d0, d1, e0, e1 = left.slope * h, right.slope * h, left.curvature * (h * h), right.curvature * (h * h)
+    rise = right.value - left.value
+    # The rise that neither slopes nor curvatures explain, of order h⁵: little is lost where they nearly explain it.
+    excess = rise - 0.5 * (d0 + d1) - (e0 - e1) / 12.0
+    bend = d1 - d0
+    a2 = 0.5 * e0
+    a3 = 10.0 * excess + bend - (2.0 * e0 + e1) / 3.0
+    a4 = -15.0 * excess - 0.5 * bend + 0.25 * (e0 + e1)
+    a5 = 6.0 * excess
+    value = left.value + t * (d0 + t * (a2 + t * (a3 + t * (a4 + t * a5))))
+    slope = d0 + t * (2.0 * a2 + t * (3.0 * a3 + t * (4.0 * a4 + t * (5.0 * a5))))
+    curvature = 2.0 * a2 + t * (6.0 * a3 + t * (12.0 * a4 + t * (20.0 * a5)))
+    return Jet(value, slope / h, curvature / (h * h))
+
+
+def continued(jet: Jet, distance: Array) -> Jet:
+    """f beyond the first or the last node, at `distance` (negative below) from it: convex, and above at least 0.
+
+    Below, the parabola with value, slope and curvature of the node. Above, f + f' (1 − exp(−g δ))/g with g = f''/−f':
+    C², and exact where all other logits are equal, as they are in effect at large scales. Where that would fall below
+    0, the limit of log Σ exp(s·u) for one largest logit, g is −f'/f, and the curvature has a step.
+    """
+    value, slope, curvature = jet
+    falls = slope < 0.0
+    fall = jnp.where(falls, -slope, 1.0)
+    rate = jnp.maximum(curvature / fall, fall / jnp.maximum(value, 1e-30))
+    rate = jnp.where(falls, jnp.minimum(rate, 1e30), 0.0)
+    x = jnp.maximum(rate * distance, 0.0)
+    decay = jnp.exp(-x)
+    mean_decay = jnp.where(x > 1e-4, -jnp.expm1(-x) / jnp.where(x > 1e-4, x, 1.0), 1.0 - 0.5 * x)
+    above = Jet(value + slope * distance * mean_decay, slope * decay, rate * fall * decay)
+    below = Jet(value + distance * (slope + 0.5 * distance * curvature), slope + distance * curvature, curvature)
+    return Jet(*(jnp.where(distance > 0.0, x, y) for x, y in zip(above, below, strict=True)))

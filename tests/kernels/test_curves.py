@@ -1,0 +1,331 @@
+"""`vocab_curves` against float64: the sums at the nodes, the law of the interpolant's errors, and every loss on it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import EPS, assert_within, f64
+
+from calibjax.kernels import SCALES, VocabSharding, interpolation, top_logits, vocab_curves
+from calibjax.losses import LOSSES, curve_loss, linear_loss
+from calibjax.runtime.sharding import make_mesh
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+NODES = tuple(2.0 ** (k / 2) for k in range(-4, 4))  # four octaves of two
+DENSE = (0.3, 0.5, 1.3, 2.0)  # no octaves
+ALL = (
+    "log_normalizer",
+    "target_logit",
+    "mean_logit",
+    "max_logit",
+    "argmax",
+    "expected_logit",
+    "logit_variance",
+    "correct",
+)
+
+
+def rows_of_logits(vocab, seed=0):
+    """Logits [N, V] of every kind: flat, peaked, one-hot, ties of the largest and of all others, bounded, far apart."""
+    rng = np.random.default_rng(seed)
+    index = np.arange(vocab)
+    kinds = [
+        np.zeros(vocab),
+        rng.normal(size=vocab) * 0.01,
+        rng.normal(size=vocab) * 3.0,
+        rng.normal(size=vocab) * 12.0,
+        np.where(index == vocab // 2, 40.0, 0.0),
+        np.where(index == 0, 1e4, 0.0),
+        np.where(index < 2, 3.0, -2.0),
+        -np.log1p(index) * 2.0,
+        np.where(index % 2, 8.0, -8.0),
+    ]
+    return np.stack(kinds).astype(np.float32)
+
+
+def exact(z, scale):
+    """f, f' and f'' of logits [N, V] at a scale, in float64."""
+    u = f64(z) - f64(z).max(axis=1, keepdims=True)
+    e = np.exp(scale * u)
+    p = e / e.sum(axis=1, keepdims=True)
+    first = (p * u).sum(axis=1)
+    return np.log(e.sum(axis=1)), first, (p * (u - first[:, None]) ** 2).sum(axis=1)
+
+
+def node_bounds(z, scale, levels):
+    """Errors at a node: of an exponential rel = ε (4 + 2^levels + 4 s |u|), as far as p |u|ᵏ is not zero."""
+    u = f64(z) - f64(z).max(axis=1, keepdims=True)
+    e = np.exp(scale * u)
+    p = e / e.sum(axis=1, keepdims=True)
+    rel = EPS * (4 + 2.0**levels + 4 * scale * np.abs(u)) * (u < 0) + EPS * 0.1 * np.sqrt(z.shape[1])
+    # The logits themselves are rounded to ε/2 of the largest that the product adds up.
+    zerr = 2 * EPS * np.abs(f64(z)).max(axis=1)
+    spread, square = (p * np.abs(u)).sum(axis=1), (p * u * u).sum(axis=1)
+    weight = (p * rel).sum(axis=1) + 2 * scale * zerr
+    slope = (p * rel * np.abs(u)).sum(axis=1) + (weight + 2 * EPS) * spread + zerr * (1 + 2 * scale * spread)
+    curvature = (p * rel * u * u).sum(axis=1) + (weight + 4 * EPS) * square + 2 * spread * slope
+    curvature = curvature + zerr * (4 * spread + 2 * scale * square)
+    return weight + EPS * np.log(z.shape[1]), slope, curvature
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize("nodes", [NODES, DENSE], ids=["octaves", "any"])
+@pytest.mark.parametrize("vocab", [1, 2, 129])
+def test_the_sums_at_the_nodes_match_float64(implementation, nodes, vocab):
+    z = rows_of_logits(vocab)
+    options = {"chunk_size": 50} if implementation == "chunked" else {}
+    targets = jnp.asarray(np.arange(len(z)) % vocab, jnp.int32)
+    curves = vocab_curves(
+        z, np.eye(vocab, dtype=np.float32), targets, scales=nodes, implementation=implementation, **options
+    )
+    for k, node in enumerate(nodes):
+        want = exact(z, node)
+        bounds = node_bounds(z, node, int(np.log2(node / nodes[0])))
+        names = ("log_weight", "expected_difference", "logit_variance")
+        for name, value, bound in zip(names, want, bounds, strict=True):
+            assert_within(getattr(curves, name)[:, k], value, bound + 1e-30, f"{name} at {node}")
+    want = oracle.statistics(z, np.eye(vocab), np.asarray(targets), np.ones(len(z)))
+    for name in ("target_logit", "max_logit", "argmax", "correct"):
+        np.testing.assert_array_equal(getattr(curves, name), want[name], name)
+    assert_within(curves.mean_logit, want["mean_logit"], 4 * EPS * np.abs(z).max(axis=1))
+
+
+def jets(z, nodes):
+    """f, f' and f'' [N, K] of logits at the nodes, in float64."""
+    return tuple(np.stack(x, axis=1) for x in zip(*(exact(z, node) for node in nodes), strict=True))
+
+
+def interpolated(nodes, values, scale):
+    with jax.enable_x64(True):
+        at = jnp.full(len(values[0]), scale, jnp.float64)
+        return [np.asarray(x) for x in interpolation.evaluate(nodes, interpolation.Jet(*map(jnp.asarray, values)), at)]
+
+
+@pytest.mark.parametrize("distance", [0.05, 0.3, 1.0])
+def test_errors_of_the_interpolant_are_within_the_law(distance):
+    """With M = 720 R⁶/π⁵ >= |f⁽⁶⁾|: h⁶ M/46080, √5 h⁵ M/30000 and h⁴ M/1920, of any logits in a range of R."""
+    rng = np.random.default_rng(0)
+    range_ = 3.0
+    z = rng.uniform(-range_, 0.0, size=(40, 30))
+    z[:20] = np.where(rng.uniform(size=(20, 30)) < np.linspace(0.05, 0.95, 20)[:, None], -range_, 0.0)
+    z[:, 0], z[:, 1] = 0.0, -range_
+    nodes = (0.4, 0.4 + distance, 0.4 + 1.7 * distance)
+    values = jets(z, nodes)
+    sixth = 720 * range_**6 / np.pi**5
+    h = distance
+    bounds = (h**6 * sixth / 46080, np.sqrt(5) * h**5 * sixth / 30000, h**4 * sixth / 1920)
+    worst = np.zeros(3)
+    for scale in np.linspace(nodes[0], nodes[2], 41):
+        got, want = interpolated(nodes, values, scale), exact(z, scale)
+        for i, (x, y, bound) in enumerate(zip(got, want, bounds, strict=True)):
+            worst[i] = max(worst[i], assert_within(x, y, bound + 1e-13, f"derivative {i} at {scale}"))
+    assert (worst > 1e-3).all(), worst  # the law is of the right order
+
+
+def test_polynomials_of_degree_five_are_exact():
+    polynomial = np.polynomial.Polynomial([1.0, -2.0, 0.5, 3.0, -1.5, 0.7])
+    derivatives = [polynomial, polynomial.deriv(), polynomial.deriv(2)]
+    nodes = (0.5, 0.8, 1.7)
+    values = [d(np.asarray(nodes))[None] for d in derivatives]
+    for scale in np.linspace(0.5, 1.7, 25):
+        for x, d in zip(interpolated(nodes, values, scale), derivatives, strict=True):
+            np.testing.assert_allclose(x[0], d(scale), atol=1e-12)
+
+
+def levels(vocab=2**18):
+    """Logits of two levels, the jets of which are known: n of `vocab` at the top, the others g below: g x n rows."""
+    gaps, tops = np.meshgrid(np.geomspace(0.01, 100.0, 60), [1, 2, 10, 1000, 100000], indexing="ij")
+    return gaps.ravel(), np.log((vocab - tops.ravel()) / tops.ravel()), np.log(tops.ravel())
+
+
+def jets_of_levels(gaps, log_ratio, log_tops, scale):
+    x = log_ratio - scale * gaps
+    q = 1 / (1 + np.exp(-x))
+    return log_tops + np.logaddexp(0.0, x), -gaps * q, gaps**2 * q * (1 - q)
+
+
+def test_the_default_scales_with_two_levels_of_logits():
+    """The steepest curves that a vocabulary can have: all mass moves between two levels at one scale.
+
+    V = 262,144. Errors relative to 1, 1/s and 1/s²: of a loss, and of its gradients in log s.
+    """
+    family = levels()
+    values = [np.stack(x, axis=1) for x in zip(*(jets_of_levels(*family, node) for node in SCALES), strict=True)]
+    worst = np.zeros(3)
+    least = 0.0
+    for scale in np.geomspace(SCALES[0], SCALES[-1], 400):
+        got, want = interpolated(SCALES, values, scale), jets_of_levels(*family, scale)
+        worst = np.maximum(
+            worst, [np.abs(x - y).max() * scale**i for i, (x, y) in enumerate(zip(got, want, strict=True))]
+        )
+        least = min(least, (got[2] * scale**2).min())
+    print(worst, least)
+    assert (worst < [6e-5, 3e-3, 0.2]).all(), worst
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 129])
+def test_beyond_the_nodes(vocab):
+    """Convex, falling, at least 0, its slope the derivative, and the exact limit for logits of two levels."""
+    z = rows_of_logits(vocab)
+    values = jets(z, NODES)
+    for scales in (np.geomspace(1e-6, NODES[0], 60), np.geomspace(NODES[-1], 1e4, 200)):
+        f, slope, curvature = (np.stack(x) for x in zip(*(interpolated(NODES, values, s) for s in scales), strict=True))
+        size = 1e-12 * (1 + np.abs(f[:-1]))
+        assert np.isfinite(f).all()
+        assert (f >= -1e-12).all()
+        assert (slope <= 1e-12).all()
+        assert (curvature >= 0).all()
+        step = np.diff(scales)[:, None]
+        assert (np.diff(f, axis=0) <= size).all()
+        # A convex function's chord has a slope between those at its ends.
+        assert (np.diff(f, axis=0) >= slope[:-1] * step - size).all()
+        assert (np.diff(f, axis=0) <= slope[1:] * step + size).all()
+    for i in (0, 4, 5, 6):  # two levels of logits, or one
+        for s in (NODES[-1] * 1.5, 1e4):
+            np.testing.assert_allclose(interpolated(NODES, values, s)[0][i], exact(z, s)[0][i], atol=1e-9)
+
+
+def problem(vocab=150, tokens=41, width=16, size=2.0):
+    rng = np.random.default_rng(3)
+    hidden = jnp.asarray(rng.normal(size=(tokens, width)) * size, jnp.float32)
+    unembedding = jnp.asarray(rng.normal(size=(vocab, width)) / 4, jnp.float32)
+    targets = rng.integers(0, vocab, tokens)
+    targets[::5] = -100
+    return hidden, unembedding, jnp.asarray(targets), jnp.asarray(rng.normal(size=vocab), jnp.float32)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_and_its_gradient_in_the_scale(name, softcap):
+    hidden, unembedding, targets, bias = problem()
+    loss, scale = LOSSES[name], jnp.geomspace(0.15, 3.4, len(hidden))
+    options = {"bias": bias, "softcap": softcap}
+    curves = vocab_curves(hidden, unembedding, targets, top_k=5, **options)
+
+    def by_curves(scale):
+        return jnp.sum(curve_loss(loss, curves, scale)[0])
+
+    def by_logits(scale):
+        return jnp.sum(linear_loss(loss, hidden, unembedding, targets, scale=scale, **options)[0])
+
+    np.testing.assert_allclose(curve_loss(loss, curves, scale)[0][::5], 0.0)
+    got, want = (jax.jit(jax.value_and_grad(f))(scale) for f in (by_curves, by_logits))
+    # Logits of about 10: sums over 33 tokens of terms of some units, each to ε of s·max; slopes to h⁵ of the law.
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-3, atol=1e-4)
+    np.testing.assert_array_equal(got[1][::5], 0.0)
+
+
+def test_gradients_are_those_of_the_interpolated_function():
+    """Also of second order, as Newton's method takes them; constant in what the curves are made of."""
+    hidden, unembedding, targets, bias = problem()
+    curves = vocab_curves(hidden, unembedding, targets, bias=bias, scales=NODES)
+    scale = jnp.geomspace(0.1, 20.0, len(hidden))
+    slopes = jax.grad(lambda s: jnp.sum(curves.at(s).log_normalizer))
+    np.testing.assert_array_equal(slopes(scale), curves.at(scale).expected_logit)
+    second = jax.grad(lambda s: jnp.sum(slopes(s)))(scale)
+    assert_within(second, curves.at(scale).logit_variance, 1e-6 * (1 + np.abs(second)))
+    with jax.enable_x64(True):
+        nodes = interpolation.Jet(*map(f64, (curves.log_weight, curves.expected_difference, curves.logit_variance)))
+        wide, h = f64(scale), 1e-5
+        low, high = (interpolation.evaluate(NODES, nodes, jnp.asarray(wide + d)) for d in (-h, h))
+        at = interpolation.evaluate(NODES, nodes, jnp.asarray(wide))
+        for i in (0, 1):
+            np.testing.assert_allclose((high[i] - low[i]) / (2 * h), at[i + 1], atol=1e-6)
+
+    def value(hidden):
+        return jnp.sum(vocab_curves(hidden, unembedding, targets, scales=NODES).at(scale).log_normalizer)
+
+    np.testing.assert_array_equal(jax.grad(value)(hidden), 0.0)
+
+
+def test_masked_tokens_and_a_pytree():
+    hidden, unembedding, targets, bias = problem()
+    where = jnp.arange(len(hidden)) % 3 > 0
+    run = functools.partial(vocab_curves, unembedding=unembedding, bias=bias, scales=NODES, top_k=3, where=where)
+    clean = run(hidden, targets=targets)
+    counted = np.asarray(where & (targets >= 0))
+    dirty = run(jnp.where(counted[:, None], hidden, jnp.nan), targets=targets)
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    np.testing.assert_array_equal(clean.valid, counted)
+    of_ignored = jax.tree.map(lambda x: np.asarray(x)[~counted], clean)
+    for name, value in vars(of_ignored).items():
+        if name != "scales":
+            np.testing.assert_array_equal(value, {"argmax": -1}.get(name, 0), name)
+    stats = clean.at(jnp.where(counted, 0.7, jnp.nan))
+    for name, value in stats._asdict().items():
+        assert np.isfinite(np.asarray(value)[counted]).all(), name
+    np.testing.assert_array_equal(stats.log_normalizer[~counted], 0.0)
+    shaped = run(hidden[:40].reshape(5, 8, -1), targets=targets[:40].reshape(5, 8), where=where[:40].reshape(5, 8))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x.reshape(40, *x.shape[2:]), y[:40], rtol=1e-5, atol=1e-6),
+        shaped,
+        clean,
+    )
+    some = jax.tree.map(lambda x: x[3:9], clean)
+    np.testing.assert_array_equal(some.at(0.7).log_normalizer, clean.at(0.7).log_normalizer[3:9])
+    wanted = top_logits(hidden, unembedding, 3, bias=bias, where=jnp.asarray(counted)).logits
+    np.testing.assert_array_equal(clean.top_logits, wanted)
+
+
+SHARDINGS = {
+    "1x1x8": lambda: VocabSharding(make_mesh((1, 1, 8))),
+    "2x2x2": lambda: VocabSharding(make_mesh((2, 2, 2))),
+    "stored along D": lambda: VocabSharding(make_mesh((2, 2, 2)), width="fsdp"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_over_a_mesh(name, monkeypatch):
+    """150 rows and 41 tokens divide among none of the axes."""
+    monkeypatch.setattr("calibjax.kernels.sharded._GATHERED_BYTES", 200)
+    monkeypatch.setattr("calibjax.kernels.sharded._NARROW", 8)
+    hidden, unembedding, targets, bias = problem()
+    want, got = (
+        jax.jit(
+            functools.partial(vocab_curves, softcap=5.0, bias=bias, scales=NODES, chunk_size=30, sharding=sharding)
+        )(hidden, unembedding, targets)
+        for sharding in (None, SHARDINGS[name]())
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), got, want)
+    np.testing.assert_array_equal(got.argmax, want.argmax)
+
+
+def test_a_removed_entry_and_large_logits():
+    """A bias of −inf removes entries; logits of 40 and scales of 8 lose nothing relative to the largest."""
+    z = rows_of_logits(129)[2:4] * 3
+    bias = np.where(np.arange(129) % 2, -np.inf, 0.0).astype(np.float32)
+    curves = vocab_curves(z, np.eye(129, dtype=np.float32), bias=bias)
+    kept = z[:, ::2]
+    for k, node in enumerate(SCALES):
+        names = ("log_weight", "expected_difference", "logit_variance")
+        for name, value, bound in zip(names, exact(kept, node), node_bounds(kept, node, 6), strict=True):
+            assert_within(getattr(curves, name)[:, k], value, bound + 1e-30, f"{name} at {node}")
+    assert curves.target_logit is None
+    assert curves.correct is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scales": (1.0,)}, "scales: expected at least two"),
+        ({"scales": (2.0, 1.0)}, "rising"),
+        ({"scales": (0.0, 1.0)}, "above 0"),
+        ({"top_k": 151}, "top_k: expected 0 to the vocabulary size 150, got 151"),
+        ({"save_logits": True}, "save_logits: it changes a backward pass"),
+    ],
+)
+def test_invalid_input(options, message):
+    hidden, unembedding, targets, _ = problem()
+    with pytest.raises(ValueError, match=message):
+        vocab_curves(hidden, unembedding, targets, **options)
+
+
+def test_a_loss_without_its_largest_logits():
+    hidden, unembedding, targets, _ = problem()
+    curves = vocab_curves(hidden, unembedding, targets, scales=NODES)
+    with pytest.raises(ValueError, match="add top_k=5 to vocab_curves"):
+        curve_loss(LOSSES["top-k-smoothing"], curves)
