@@ -150,5 +150,5 @@ def test_check_context():
 
 
 def test_repr_prints_no_arrays():
-    sequences = make_sequences([Example(np.arange(9, dtype=np.int32), np.arange(9) > 3, 0)], 6, layout="pad")
-    assert repr(sequences) == "Sequences(2 of 5 inputs, 5 targets in the loss)"
+    sequences = make_sequences([Example(np.arange(9, dtype=np.int32), np.arange(9) > 3, 0)], 9, layout="pad")
+    assert repr(sequences) == "Sequences(1 of 8 inputs, 5 targets in the loss)"
