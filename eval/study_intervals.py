@@ -7,15 +7,18 @@ the ECE is E[k c] in any bins. k is constant, or non-zero above c = 0.8 only ("3
 sequences of 10 tokens p is multiplied by 1 + 0.7 s (1 − c), s = ±1 for each sequence. 15 bins of equal width (lo, hi]
 or of equal mass; 400 draws of noise for an interval.
 
-Differences are of two models with confidence 0.7 c + e c/E[c] on points that are correct with probability 0.7 c: e is
-the ECE. Either both give the same answers, or each its own.
+Differences are of two maps of c (`PAIRS`) with the same answers or with answers of their own. Gaps of one sign: c as
+above is correct with probability 0.7 c, and the confidences are 0.7 c + e c/E[c], where e is the ECE. Gaps that change
+sign: c is Beta(3, 1.2), correct with probability c or c − 0.02, and the confidences are powers of c. The two powers of
+"equal" rows have the same ECE.
 
 "percentiles" are those of resampled errors; the resamples are drawn from the normal distribution of the gaps.
 """
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import beta
@@ -27,7 +30,6 @@ from calibjax.metrics.errors import Norm
 
 POINTS = (500, 2_000, 20_000)
 ERRORS = (0.0, 0.005, 0.02, 0.05, 0.15)
-PAIRS = ((0.0, 0.0), (0.0, 0.02), (0.02, 0.02), (0.005, 0.05), (0.05, 0.15))
 BINS, TOKENS, ABOVE = 15, 10, 0.8
 RESAMPLES = 400
 MEAN = 0.6  # of c
@@ -39,10 +41,44 @@ def gap(c: np.ndarray, ece: float, few: bool) -> np.ndarray:
     return c * np.where(c > ABOVE, ece / MEAN_ABOVE, 0.0) if few else c * ece / MEAN
 
 
-def confidences(rng: np.random.Generator, points: int, sequences: bool) -> tuple[np.ndarray, np.ndarray]:
+class Pair(NamedTuple):
+    """Two models whose confidences are maps of one c ~ Beta(`shape`)."""
+
+    name: str
+    shape: tuple[float, float]
+    accuracy: Callable[[np.ndarray], np.ndarray]
+    models: tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]
+
+
+def linear(error: float) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda c: 0.7 * c + gap(c, error, False)
+
+
+def power(exponent: float) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda c: c**exponent
+
+
+def lowered(c: np.ndarray) -> np.ndarray:
+    return np.maximum(c - 0.02, 0.0)
+
+
+ONE_SIGN = ((0.0, 0.0), (0.0, 0.02), (0.02, 0.02), (0.005, 0.05), (0.05, 0.15))
+PAIRS = (
+    *(Pair(f"ECE {a:g}, {b:g}", (1.2, 0.8), linear(0.0), (linear(a), linear(b))) for a, b in ONE_SIGN),
+    Pair("c, c^1.3", (3, 1.2), lowered, (power(1), power(1.3))),
+    Pair("c, c^0.8", (3, 1.2), lowered, (power(1), power(0.8))),
+    Pair("calibrated, c^1.3", (3, 1.2), power(1), (power(1), power(1.3))),
+    Pair("equal c^1.15, c^0.8612", (3, 1.2), power(1), (power(1.15), power(0.8612))),
+    Pair("equal c^1.05, c^0.9513", (3, 1.2), power(1), (power(1.05), power(0.9513))),
+)
+
+
+def confidences(
+    rng: np.random.Generator, points: int, sequences: bool, shape: tuple[float, float] = (1.2, 0.8)
+) -> tuple[np.ndarray, np.ndarray]:
     """c `[groups, tokens]`, and the factor on its probability of being correct."""
     tokens = TOKENS if sequences or points > POOLS else 1  # independent points are pooled, as the library does
-    c = rng.beta(1.2, 0.8, size=(points // tokens, tokens))
+    c = rng.beta(*shape, size=(points // tokens, tokens))
     sign = rng.choice([-1.0, 1.0], size=(len(c), 1)) if sequences else 0.0
     return c, 1 + 0.7 * sign * (1 - c)
 
@@ -101,13 +137,21 @@ def one_error(rng, draws: int, points: int, ece: float, few: bool, sequences: bo
     return np.mean(rows, axis=0)
 
 
-def one_difference(rng, draws: int, points: int, errors: tuple[float, float], sequences: bool, own: bool):
+@functools.cache
+def true_difference(pair: Pair) -> float:
+    """Of the population's ECE; c at the midpoints of 100,000 quantiles."""
+    c = beta.ppf((np.arange(100_000) + 0.5) / 100_000, *pair.shape)[None]
+    one, other = (error_of(sums_of(model(c), pair.accuracy(c)), "l1") for model in pair.models)
+    return one - other
+
+
+def one_difference(rng, draws: int, points: int, pair: Pair, sequences: bool, own: bool):
     """Means over draws: covered, inside, difference, width, p < 0.05, covered by percentiles."""
-    truth, rows = errors[0] - errors[1], []
+    truth, rows = true_difference(pair), []
     for number in range(draws):
-        c, factor = confidences(rng, points, sequences)
-        answers = [rng.random(c.shape) < 0.7 * c * factor for _ in errors]
-        models = [sums_of(0.7 * c + gap(c, e, False), answers[own * i]) for i, e in enumerate(errors)]
+        c, factor = confidences(rng, points, sequences, pair.shape)
+        answers = [rng.random(c.shape) < pair.accuracy(c) * factor for _ in pair.models]
+        models = [sums_of(model(c), answers[own * i]) for i, model in enumerate(pair.models)]
         difference, low, high, _, p_value = metrics.error_comparison(*models, resamples=RESAMPLES, seed=number)
         below, above = percentiles(models, [1.0, -1.0], rng)
         rows.append(
@@ -167,24 +211,21 @@ def norms_table(draws: int, sizes: Sequence[int]) -> None:
 
 def differences_table(draws: int, sizes: Sequence[int]) -> None:
     """Coverage of the difference of two models' ECE."""
-    print("| n | true ECE | answers | points | sequences | inside | difference | width of interval |", end="")
-    print(" p < .05, points | percentiles, points |\n" + "|---" * 10 + "|")
+    print("| n | models | answers | points | sequences | inside | true | difference | width of interval |", end="")
+    print(" p < .05, points | percentiles, points |\n" + "|---" * 11 + "|")
     for points in sizes:
-        for errors in PAIRS:
+        for number, pair in enumerate(PAIRS):
             for own in (False, True):
-                if not own and errors[0] == errors[1]:
+                if not own and pair.name in ("ECE 0, 0", "ECE 0.02, 0.02"):
                     continue  # the same confidence for the same answers
                 found = [
-                    one_difference(np.random.default_rng((points, own, i)), draws, points, errors, sequences, own)
+                    one_difference(np.random.default_rng((points, number, own, i)), draws, points, pair, sequences, own)
                     for i, sequences in enumerate((False, True))
                 ]
                 first, which = found[0], "own" if own else "the same"
-                print(f"| {points:,} | {errors[0]:g}, {errors[1]:g} | {which}", end=" | ")
-                print(
-                    f"{percent(*(row[0] for row in found), min(row[1] for row in found))} | {short(*first[2:4])}",
-                    end="",
-                )
-                print(f" | {percent(*first[4:6])} |", flush=True)
+                print(f"| {points:,} | {pair.name} | {which}", end=" | ")
+                print(f"{percent(*(row[0] for row in found), min(row[1] for row in found))}", end=" | ")
+                print(f"{short(true_difference(pair), *first[2:4])} | {percent(*first[4:6])} |", flush=True)
 
 
 TABLES = {"errors": errors_table, "differences": differences_table, "norms": norms_table}

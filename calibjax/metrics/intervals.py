@@ -14,6 +14,13 @@ estimate. The intervals here invert a test instead:
    the estimate if it ends below it. The debiased estimate is the θ of the candidate whose median estimate equals the
    observed one.
 
+The noise and the bias of a difference also depend on the sum of both errors and on the signs of the gaps: two models
+with the same answers have the largest noise where their gaps have opposite signs. The interval of a difference
+therefore is the union of four, in the spirit of Berger and Boos (1994, JASA 89), who take the largest p-value over a
+confidence set of nuisance parameters: candidates start at the lower or at the upper end of both models' own 96%
+intervals, and their gaps are the observed ones or those smoothed over neighbouring bins, which corrects signs that
+noise has changed.
+
 The target is the error of the population in the same bins: Σ_b |E[(confidence − correctness) 1_b]| for ECE.
 `eval/study_intervals.py` simulates the coverage; `docs/metrics.md` has its table.
 """
@@ -27,9 +34,13 @@ from jaxtyping import Bool, Float
 from calibjax.metrics.errors import Norm
 from calibjax.metrics.sums import CalibrationSums
 
-_HALVINGS = 24
+_HALVINGS = 18
 _FARTHEST = 10.0
 """Largest increase of a gap, in standard errors."""
+_START_LEVEL = 0.96
+"""Coverage of each model's interval, from whose ends the candidates of a difference start."""
+_BANDWIDTH = 2 / 15
+"""Standard deviation of the kernel that smooths gaps over bins, as a fraction of the number of bins."""
 
 
 class Interval(NamedTuple):
@@ -129,7 +140,8 @@ def error_interval(
     if found is None:
         return ErrorInterval(*(float("nan"),) * 4)
     levels = np.zeros(len(found.weights))
-    low, debiased, high = found.errors_at(_tails(level), levels, np.ones_like(levels), (-_FARTHEST, found.most))
+    above, below = _tails(level)
+    low, debiased, high = found.errors_at([above, 0.5, below], levels, np.ones_like(levels), (-_FARTHEST, found.most))
     value = float(found.value)
     low, high = min(low, value), max(min(high, 1.0), value)
     return ErrorInterval(value, low, high, min(max(debiased, low), high))
@@ -146,9 +158,10 @@ def error_comparison(
 ) -> Comparison:
     """Difference of binned errors, `first` − `second`, over the same groups. For the arguments see `error_interval`.
 
-    Candidates start from the gaps of both models shrunk to their debiased errors; from there the gaps of one model
-    shrink while those of the other grow. Noise is drawn jointly. The interval holds the differences of the candidates
-    that the observed difference does not reject.
+    Candidates start from both models' gaps at one of the ends of their own intervals; from there the gaps of one model
+    shrink while those of the other grow, as observed or smoothed over bins. Noise is drawn jointly. The interval holds
+    the differences of the candidates that the observed difference does not reject, and the p-value is the largest of
+    the four candidates with equal errors.
     """
     if len(first.count) != len(second.count):
         raise ValueError(f"expected the same groups in both, got {len(first.count)} and {len(second.count)}.")
@@ -162,24 +175,23 @@ def error_comparison(
     if value > 0:  # so that swapping the arguments gives exactly the negative
         other = error_comparison(second, first, norm=norm, resamples=resamples, level=level, seed=seed)
         return Comparison(-other.difference, -other.high, -other.low, 1 - other.share_lower, other.p_value)
-    starts = np.zeros_like(signs)
-    for sign in (1, -1):
-        one = found.of(signs == sign)
-        starts[signs == sign] = one.solve([0.5], np.zeros_like(one.weights), np.ones_like(one.weights), (0, one.most))
-    reach = found.most + _FARTHEST
-    low, _, high = found.errors_at(_tails(level), starts, signs, (-reach, reach))
-
-    equal = _bisect(np.array([-reach]), np.array([reach]), lambda t: found.error(starts + signs * t[:, None]) > 0)
-    drawn = found.drawn(starts + signs * equal[:, None])[0]
-    below, above = int((drawn < value).sum()), int((drawn > value).sum())
-    ties = resamples - below - above
-    return Comparison(
-        value,
-        min(low, value),
-        max(high, value),
-        share_lower=(above + ties / 2) / resamples,
-        p_value=min(1.0, (1 + 2 * min(below + ties, above + ties)) / (1 + resamples)),
-    )
+    reach, ends = found.most + _FARTHEST, []
+    share_lower, p_value = 0.5, 0.0
+    for family in (found, found.smoothed()):
+        starts = np.zeros((2, len(signs)))
+        for sign in (1, -1):
+            one = family.of(signs == sign)
+            levels = one.solve(_tails(_START_LEVEL), np.zeros((2, 1)), np.ones(1), (-_FARTHEST, one.most))
+            starts[:, signs == sign] = levels[:, None]
+        ends.append(family.errors_at(2 * _tails(level), np.repeat(starts, 2, axis=0), signs, (-reach, reach)))
+        for drawn in family.drawn(family.equal(starts, signs, reach)):
+            below, above = int((drawn < value).sum()), int((drawn > value).sum())
+            ties = resamples - below - above
+            p = min(1.0, (1 + 2 * min(below + ties, above + ties)) / (1 + resamples))
+            if p > p_value:
+                share_lower, p_value = (above + ties / 2) / resamples, p
+    low, high = float(np.min(ends)), float(np.max(ends))
+    return Comparison(value, min(low, value), max(high, value), share_lower, p_value)
 
 
 def _same(first: CalibrationSums, second: CalibrationSums) -> bool:
@@ -189,8 +201,8 @@ def _same(first: CalibrationSums, second: CalibrationSums) -> bool:
 
 
 def _tails(level: float) -> list[float]:
-    """P(error of candidate + noise <= observed error) at the low end, the debiased error and the high end."""
-    return [(1 + level) / 2, 0.5, (1 - level) / 2]
+    """P(error of candidate + noise <= observed error) at the low and at the high end."""
+    return [(1 + level) / 2, (1 - level) / 2]
 
 
 class _Observed(NamedTuple):
@@ -199,7 +211,8 @@ class _Observed(NamedTuple):
     Attributes:
         gaps: `[M, B]`, Σ (confidence − correctness)/n of each bin.
         scale: `[M, B]`, standard errors of the gaps.
-        fraction: `[M, B]`, fraction of points in each bin; 1 for an empty bin, whose gap is 0.
+        fraction: `[M, B]`, fraction of points in each bin.
+        family: `[M, B]`, the gaps that candidates grow and shrink: the observed or the smoothed ones.
         noise: `[R, M, B]`, draws of the gaps' noise.
         weights: `[M]`, weight of each model's error in the statistic.
         norm: norm of the error.
@@ -208,6 +221,7 @@ class _Observed(NamedTuple):
     gaps: Float[np.ndarray, "M B"]
     scale: Float[np.ndarray, "M B"]
     fraction: Float[np.ndarray, "M B"]
+    family: Float[np.ndarray, "M B"]
     noise: Float[np.ndarray, "R M B"]
     weights: Float[np.ndarray, " M"]
     norm: Norm
@@ -220,21 +234,30 @@ class _Observed(NamedTuple):
     def most(self) -> float:
         """The level at which every gap is 0."""
         moves = self.scale > 0
-        return float((np.abs(self.gaps[moves]) / self.scale[moves]).max(initial=0.0)) * (1 + 1e-9)
+        return float((np.abs(self.family[moves]) / self.scale[moves]).max(initial=0.0)) * (1 + 1e-9)
 
     def of(self, models: Bool[np.ndarray, " M"]) -> "_Observed":
         """Selects some models and makes their weights positive."""
         return _Observed(
-            *(self.gaps[models], self.scale[models], self.fraction[models], self.noise[:, models]),
+            *(self.gaps[models], self.scale[models], self.fraction[models], self.family[models]),
+            noise=self.noise[:, models],
             weights=np.abs(self.weights[models]),
             norm=self.norm,
         )
 
+    def smoothed(self) -> "_Observed":
+        """The candidates of gaps that are smoothed over bins. Gaps without noise stay as they are."""
+        bins = np.arange(self.gaps.shape[1])
+        kernel = np.exp(-0.5 * np.square((bins[:, None] - bins) / (_BANDWIDTH * len(bins))))
+        noisy = self.scale > 0
+        points = np.where(noisy, self.fraction @ kernel, 1.0)
+        return self._replace(family=np.where(noisy, self.fraction * (self.gaps @ kernel) / points, self.gaps))
+
     def candidates(self, levels: Float[np.ndarray, "K M"]) -> Float[np.ndarray, "K M B"]:
-        size = np.abs(self.gaps)
+        size = np.abs(self.family)
         step = levels[..., None] * self.scale
         shrunk = np.maximum(size - np.square(step) / np.where(size > 0, size, 1.0), 0.0)
-        return np.where(self.gaps < 0, -1.0, 1.0) * np.where(step > 0, np.where(size > 0, shrunk, 0.0), size - step)
+        return np.where(self.family < 0, -1.0, 1.0) * np.where(step > 0, np.where(size > 0, shrunk, 0.0), size - step)
 
     def error(self, levels: Float[np.ndarray, "K M"]) -> Float[np.ndarray, " K"]:
         """Statistic of each candidate."""
@@ -251,6 +274,14 @@ class _Observed(NamedTuple):
         value = self.value
         return _bisect(low, high, lambda t: (self.drawn(starts + directions * t[:, None]) <= value).mean(-1) < wanted)
 
+    def equal(self, starts: Float[np.ndarray, "K M"], directions, reach: float) -> Float[np.ndarray, "K M"]:
+        """Levels from each of `starts` in `directions`, at which the statistic is 0."""
+        low, high = (np.full(len(starts), end) for end in (-reach, reach))
+        return (
+            starts
+            + directions * _bisect(low, high, lambda t: self.error(starts + directions * t[:, None]) > 0)[:, None]
+        )
+
     def errors_at(self, tails: Sequence[float], starts, directions, ends: tuple[float, float]) -> list[float]:
         """Statistics of the candidates at the steps that `solve` returns."""
         steps = self.solve(tails, starts, directions, ends)
@@ -260,9 +291,10 @@ class _Observed(NamedTuple):
         size = np.abs(gaps)
         if self.norm == "l1":
             return size.sum(axis=-1) @ self.weights
+        fraction = np.where(self.fraction > 0, self.fraction, 1.0)
         if self.norm == "l2":
-            return np.sqrt((np.square(size) / self.fraction).sum(axis=-1)) @ self.weights
-        return (size / self.fraction).max(axis=-1) @ self.weights
+            return np.sqrt((np.square(size) / fraction).sum(axis=-1)) @ self.weights
+        return (size / fraction).max(axis=-1) @ self.weights
 
 
 def _observe(
@@ -305,7 +337,8 @@ def _observe(
     return _Observed(
         gaps,
         np.sqrt(np.diagonal(covariance)).reshape(gaps.shape),
-        np.where(fraction > 0, fraction, 1.0),
+        fraction,
+        gaps,
         noise.reshape(resamples, *gaps.shape),
         np.asarray(weights),
         norm,

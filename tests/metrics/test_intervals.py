@@ -153,6 +153,33 @@ def test_coverage_of_differences(own, errors):
         assert rejected >= DRAWS / 2  # some 0.05 of 0.018
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "powers", "truth"),
+    [
+        pytest.param(lambda c: c, (1.15, 0.8612), 0.0, id="equal errors"),
+        slow(lambda c: np.maximum(c - 0.02, 0), (1, 1.3), -0.0204, id="c, c^1.3"),
+    ],
+)
+def test_coverage_where_gaps_of_maps_change_sign(accuracy, powers, truth):
+    """Candidates that start at both debiased errors cover 77% here: the noise moves both errors in opposite directions.
+
+    The powers of c have an ECE of 0.0302; `eval/study_intervals.py` has the other populations.
+    """
+    rng = np.random.default_rng(7)
+    found = []
+    for k in range(DRAWS):
+        c = rng.beta(3, 1.2, size=(1500, 1))
+        correct = rng.uniform(size=c.shape) < accuracy(c)
+        found.append(metrics.error_comparison(*(sums_of(c**x, correct) for x in powers), resamples=200, seed=k))
+    covered = sum(result.low <= truth <= result.high for result in found)
+    rejected = sum(result.p_value < 0.05 for result in found)
+    print(f"covered {covered}, rejected {rejected} of {DRAWS}")
+    assert covered >= least()
+    assert all((result.p_value < 0.05) <= (result.low > 0 or result.high < 0) for result in found)
+    if truth == 0:
+        assert rejected <= DRAWS - least()
+
+
 def test_differences_are_antisymmetric():
     rng = np.random.default_rng(3)
     c = rng.uniform(size=(300, 2))
