@@ -1,5 +1,4 @@
 from . import heads, kernels, losses, metrics, plot, recalibrate
-from .commands.train_ats import fit_ats
 from .data import Sequences, split_sequences
 from .data.text import load_text
 from .eval.heads import Evaluation, evaluate
@@ -19,7 +18,7 @@ from .runtime.context import RunContext
 from .runtime.errors import UserError
 from .runtime.version import __version__
 from .train import AtsOptions, load_head, save_head
-from .train.ats import AtsFit
+from .train.ats import AtsFit, fit_ats
 
 __all__ = [
     "AtsFit",

@@ -11,7 +11,7 @@ uniform. By default a head starts as the identity (s = 1 for every token). `HEAD
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -21,7 +21,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.kernels import VocabSharding, vocab_stats
+from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
+from calibjax.kernels.stats import dense_stats
 from calibjax.nn.blocks import Block, BlockConfig, Dense, segment_positions, sequence_context
 from calibjax.nn.kv_cache import Cache, fill, hold, reserve
 from calibjax.runtime.errors import UserError, check_fields
@@ -33,8 +34,53 @@ MAX_LOG_FACTOR = 6.0
 NO_MIN_SCALE = 1e-30
 """Smallest lower bound of s, in effect none: the distribution is uniform to every digit of float32 long before, but s
 stays a normal number, so that the most likely token remains distinct."""
-FEATURES = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
-"""Features that a head can read, of widths D, 1, 1 and D (the ablation of arXiv 2409.19817, appendix)."""
+
+
+class Feature(NamedTuple):
+    """One entry of `FEATURES`.
+
+    Attributes:
+        width: its numbers a token; None: D, the width of the hidden states.
+        statistics: the statistics of `vocab_stats` at s = 1 that it is computed from.
+        of_statistics: `VocabStats` with these -> `[..., width]`; None where it reads the unembedding, too.
+    """
+
+    width: int | None
+    statistics: tuple[str, ...] = ()
+    of_statistics: Callable[[VocabStats], Float[Array, "... F"]] | None = None
+
+
+def _logit_statistics(stats: VocabStats) -> Float[Array, "... 4"]:
+    """−log max p, log(1 + max z − E_p[z]), log(1 + Var_p[z]), and mean z − max z, of the base model.
+
+    What entropy-based and parameterised temperature scaling read (Balanya et al. 2022, arXiv 2206.08957; Tomani et al.
+    2022, arXiv 2102.12182; Joy et al. 2023, arXiv 2207.06211), and how far the rest of the vocabulary lies below the
+    most likely token. A token that does not count has 0.
+    """
+    largest = stats.require("max_logit")
+    numbers = (
+        -stats.log_confidence(),
+        jnp.log1p(jnp.maximum(largest - stats.require("expected_logit"), 0.0)),
+        jnp.log1p(stats.require("logit_variance")),
+        jnp.maximum(stats.require("mean_logit") - largest, _LOWEST_MEAN),
+    )
+    return jnp.where(stats.valid[..., None], jnp.stack(numbers, axis=-1), 0.0)
+
+
+_LOWEST_MEAN = -1e3  # of mean z − max z: a bias of −inf, which removes an entry, makes it −inf
+
+FEATURES = {
+    "hidden_states": Feature(None),
+    "logit_statistics": Feature(
+        4,
+        ("log_normalizer", "max_logit", "expected_logit", "logit_variance", "mean_logit"),
+        _logit_statistics,
+    ),
+    "max_logit": Feature(1, ("max_logit",), lambda stats: stats.require("max_logit")[..., None]),
+    "log_std_logits": Feature(1),
+    "argmax_embedding": Feature(None, ("argmax",)),
+}
+"""Features that a head can read. The last three and the hidden states are those of arXiv 2409.19817's appendix."""
 
 # U(−1/√F, 1/√F), F inputs: the start of torch.nn.Linear, which every matrix of the authors' heads has.
 _torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -309,8 +355,8 @@ class HeadConfig:
     Attributes:
         kind: name of an entry of `HEADS`: "constant", "linear", "mlp" or "transformer".
         hidden_size: D of the base model.
-        features: names from `FEATURES`, joined along the last axis. All but "hidden_states" need logits: max_logit and
-            argmax_embedding cost one more product with the unembedding, log_std_logits one with a D x D matrix.
+        features: names from `FEATURES`, joined along the last axis. Those with `statistics` cost one more product with
+            the unembedding, log_std_logits one with a D x D matrix.
         pooling: "token": a temperature for each token; "sequence": one for each sequence.
         identity_start: start with s = 1; False: the authors' random start, of every matrix.
         intermediate_size: width of the MLP; None: D ("mlp") or 4 D ("transformer").
@@ -348,7 +394,7 @@ class HeadConfig:
     @property
     def width(self) -> int:
         """F, the number of features of a token."""
-        return sum(1 if name in ("max_logit", "log_std_logits") else self.hidden_size for name in self.features)
+        return sum(FEATURES[name].width or self.hidden_size for name in self.features)
 
     def build(self) -> nn.Module:
         """The module.
@@ -399,6 +445,7 @@ def head_features(
     softcap: float | None = None,
     sharding: VocabSharding | None = None,
     logits: Float[Array, "B T V"] | None = None,
+    stats: VocabStats | None = None,
 ) -> Float[Array, "B T F"]:
     """The features named, joined along the last axis, float32 (hidden states alone keep their dtype).
 
@@ -410,32 +457,42 @@ def head_features(
         bias, softcap: of the logits. log_std_logits is taken before the soft-cap.
         sharding: how tokens and vocabulary are divided, as in `vocab_stats`.
         logits: where they are at hand, to save the pass over the vocabulary.
+        stats: the statistics at s = 1 that the features read, where they are at hand.
     """
     if names == ("hidden_states",):
         return hidden
-    wanted = [s for f, s in (("max_logit", "max_logit"), ("argmax_embedding", "argmax")) if f in names]
-    if logits is not None:
-        top, best = jnp.max(logits, axis=-1), jnp.argmax(logits, axis=-1)
-    elif wanted:
+    wanted = sorted({statistic for name in names for statistic in FEATURES[name].statistics})
+    if wanted and stats is None and logits is not None:
+        stats = dense_stats(logits)
+    elif wanted and stats is None:
         stats = vocab_stats(hidden, unembedding, bias=bias, softcap=softcap, statistics=wanted, sharding=sharding)
-        top, best = stats.max_logit, stats.argmax
-    else:
-        top = best = None
-    parts = []
+    parts = {}
+    if "hidden_states" in names:
+        parts["hidden_states"] = hidden
+    if "argmax_embedding" in names and stats is not None:
+        parts["argmax_embedding"] = lookup(unembedding, stats.require("argmax"), "unembedding", unembedding.dtype)
+    if "log_std_logits" in names:
+        covariance = logit_covariance(unembedding, bias) if covariance is None else covariance
+        augmented = jnp.concatenate([hidden.astype(jnp.float32), jnp.ones((*hidden.shape[:-1], 1))], axis=-1)
+        moved = jnp.matmul(augmented, covariance, precision=jax.lax.Precision.HIGHEST)
+        variance = jnp.sum(moved * augmented, axis=-1, keepdims=True)
+        parts["log_std_logits"] = 0.5 * jnp.log(jnp.maximum(variance, 1e-12))
+    return join_features(names, parts, stats)
+
+
+def join_features(
+    names: tuple[str, ...], parts: Mapping[str, Float[Array, "*B F"]], stats: VocabStats | None
+) -> Float[Array, "*B F"]:
+    """The features named, float32: those computed from statistics at s = 1 from `stats`, the others from `parts`."""
+    joined = []
     for name in names:
-        if name == "hidden_states":
-            parts.append(hidden)
-        elif name == "max_logit" and top is not None:
-            parts.append(top[..., None])
-        elif name == "argmax_embedding" and best is not None:
-            parts.append(lookup(unembedding, best, "unembedding", unembedding.dtype))
+        of_statistics = FEATURES[name].of_statistics
+        if of_statistics is None:
+            joined.append(parts[name].astype(jnp.float32))
         else:
-            covariance = logit_covariance(unembedding, bias) if covariance is None else covariance
-            augmented = jnp.concatenate([hidden.astype(jnp.float32), jnp.ones((*hidden.shape[:-1], 1))], axis=-1)
-            moved = jnp.matmul(augmented, covariance, precision=jax.lax.Precision.HIGHEST)
-            variance = jnp.sum(moved * augmented, axis=-1, keepdims=True)
-            parts.append(0.5 * jnp.log(jnp.maximum(variance, 1e-12)))
-    return jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=-1)
+            assert stats is not None
+            joined.append(of_statistics(stats))
+    return jnp.concatenate(joined, axis=-1)
 
 
 def check_log_factor(log_factor: float) -> None:

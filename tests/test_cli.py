@@ -23,7 +23,7 @@ SECRETS = {"HF_TOKEN": "hf_SecretOfTheHub", "WANDB_API_KEY": "SecretOfWeightsAnd
 SHORT = ["--seq-len", "13", "--full-sequences", "--epochs", "2", "--batch-size", "8"]
 
 
-ONE = ("--loss", "joint", "--no-refit-temperature")  # one head is trained
+ONE = ("--head-kind", "mlp", "--loss", "joint", "--no-refit-temperature")  # one head is trained
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def train_ats(made, out, *options, model=None, data=None):
                     "--examples",
                 ),
                 *("--fit-fraction", "--head-kind", "--loss", "--alpha", "--recipe", "--eval-data", "--seed", "--json"),
-                *("--cache-hidden", "--refit-temperature", "--dtype", "--bins", "--packing"),
+                *("--keep", "--refit-temperature", "--dtype", "--bins", "--packing"),
             ],
         ),
     ],
@@ -90,7 +90,7 @@ def test_script_is_the_command(command):
         [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ
     )
     assert done.returncode == 0, done.stderr
-    assert "--cache-hidden" in done.stdout
+    assert "--refit-temperature" in done.stdout
     assert "usage: calibjax train ats" in done.stdout
 
 
@@ -261,7 +261,7 @@ def test_json_is_all_that_is_printed(done):
     assert document["held_out"]["tokens"] == 24 * 12  # 60 sequences, 40% held out
     assert list(document["transfer"]) == ["other"]
     assert document["transfer"]["other"]["tokens"] == 12 * 12
-    assert document["run"]["fit"]["loss"] == "joint-1"
+    assert document["run"]["fit"]["loss"] == "mlp, joint-1"
     assert "model: LanguageModel(llama" in stderr
     assert "tokens/s" in stderr  # the progress bars
 
@@ -284,7 +284,7 @@ def test_what_a_run_leaves(done, made):
     lm = load_model(made / "model")
     head = load_head(out, lm)
     assert head.config.kind == "mlp"
-    assert json.loads((out / "head" / "head.json").read_text())["notes"]["loss"] == "joint-1"
+    assert json.loads((out / "head" / "head.json").read_text())["notes"]["loss"] == "mlp, joint-1"
 
 
 def test_finished_run_again(done, made, capsys):
@@ -327,7 +327,17 @@ def test_other_run_in_the_same_place(done, made, capsys):
 
 
 def test_training_that_diverges(made, tmp_path, capsys):
-    options = ["--loss", "cross-entropy", "--learning-rate", "1e38", "--weight-decay", "1e38", "--quiet"]
+    options = [
+        "--head-kind",
+        "mlp",
+        "--loss",
+        "cross-entropy",
+        "--learning-rate",
+        "1e38",
+        "--weight-decay",
+        "1e38",
+        "--quiet",
+    ]
     assert train_ats(made, tmp_path / "out", *options, "--head-kind", "linear") == 1
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1

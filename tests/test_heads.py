@@ -33,7 +33,8 @@ from calibjax.recalibrate import fit_temperature
 B, T, D, V = 2, 6, 8, 13
 KINDS = tuple(heads.HEADS)
 POOLINGS = ("token", "sequence")
-FEATURE_SETS = (("hidden_states",), FEATURES)
+ALL = tuple(FEATURES)
+FEATURE_SETS = (("hidden_states",), ALL)
 SMALL = {"intermediate_size": 6, "num_heads": 2}
 WHERE = np.array([[False, True, True, True, True, False], [True, True, True, True, True, True]])
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]], np.int32)
@@ -102,7 +103,7 @@ def test_random_start_is_that_of_torch_linear(kind):
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])
 def test_random_start_of_every_matrix(kind):
     """U(−1/√F, 1/√F), F the inputs of the matrix: torch.nn.Linear's, as everywhere in the authors' heads."""
-    features = FEATURES if kind == "transformer" else ("hidden_states",)  # with a projection
+    features = ALL if kind == "transformer" else ("hidden_states",)  # with a projection
     config = HeadConfig(kind=kind, hidden_size=32, features=features, num_heads=2, identity_start=False)
     flat = traverse_util.flatten_dict(init(config))
     matrices = {name: np.asarray(x) for name, x in flat.items() if name[-1] == "kernel"}
@@ -187,7 +188,7 @@ def test_bounds(kind):
     assert (np.exp(got) >= MIN_SCALE * (1 - 2 * EPS)).all()
 
 
-@pytest.mark.parametrize("features", [("hidden_states",), FEATURES], ids="+".join)
+@pytest.mark.parametrize("features", [("hidden_states",), ALL], ids="+".join)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_sees_neither_later_tokens_nor_other_segments(kind, features):
     config = config_of(kind, features=features)
@@ -238,19 +239,28 @@ def test_sequence_mean_ignores_what_masked_tokens_hold():
 def test_features_against_dense_logits(dtype, with_bias):
     hidden, unembedding = inputs(dtype, size=2.0)
     bias = jnp.asarray(np.random.default_rng(2).normal(size=V) * 3, jnp.float32) if with_bias else None
-    run = jax.jit(functools.partial(head_features, FEATURES))
+    run = jax.jit(functools.partial(head_features, ALL))
     got = np.asarray(run(hidden, unembedding, bias=bias), np.float64)
     given = run(hidden, unembedding, bias=bias, covariance=jax.jit(logit_covariance)(unembedding, bias))
     assert_within(got, given, 10 * EPS * (1 + np.abs(got)), "with the covariance given")
     flat = np.asarray(hidden).reshape(-1, D)
     z = oracle.logits(flat, unembedding, bias).reshape(B, T, V)
-    assert got.shape == (B, T, 2 * D + 2)
+    assert got.shape == (B, T, 2 * D + 6)
     np.testing.assert_array_equal(got[..., :D], oracle.f64(hidden))
     size = np.abs(z).max()
-    assert_within(got[..., D], z.max(axis=-1), 10 * EPS * size, "max_logit")
+    largest = z.max(axis=-1)
+    p = np.exp(z - largest[..., None])
+    p /= p.sum(axis=-1, keepdims=True)
+    mean = (p * z).sum(axis=-1)
+    variance = (p * (z - mean[..., None]) ** 2).sum(axis=-1)
+    statistics = (-np.log(p.max(axis=-1)), np.log1p(largest - mean), np.log1p(variance), z.mean(axis=-1) - largest)
+    assert_within(got[..., D : D + 4], np.stack(statistics, axis=-1), 40 * EPS * (1 + size), "logit_statistics")
+    assert_within(got[..., D + 4], largest, 10 * EPS * size, "max_logit")
     # hᵀCh cancels less than the sum of its terms: (|h| |W|)² / Var is at most some hundred here.
-    assert_within(got[..., D + 1], np.log(z.std(axis=-1, ddof=1)), 200 * EPS, "log_std_logits")
-    np.testing.assert_array_equal(got[..., D + 2 :], oracle.f64(unembedding)[z.argmax(axis=-1)])
+    assert_within(got[..., D + 5], np.log(z.std(axis=-1, ddof=1)), 200 * EPS, "log_std_logits")
+    np.testing.assert_array_equal(got[..., D + 6 :], oracle.f64(unembedding)[z.argmax(axis=-1)])
+    dense = run(hidden, unembedding, bias=bias, logits=jnp.asarray(z, jnp.float32))
+    assert_within(dense, got, 40 * EPS * (1 + np.abs(got)), "from logits")
 
 
 def test_soft_capped_features():
@@ -308,7 +318,7 @@ def test_a_kind_reads_the_options_that_its_entry_names(kind):
         "num_heads": 1,
         "normalize": False,
         "min_scale": 0.5,
-        "features": FEATURES,
+        "features": ALL,
     }
     plain = HeadConfig(kind=kind, hidden_size=D)
     for name, value in changed.items():
@@ -344,14 +354,14 @@ def test_a_fitted_head_prints_no_weights():
 
 
 def test_configurations_are_static_arguments():
-    config = config_of("mlp", features=list(FEATURES))
+    config = config_of("mlp", features=list(ALL))
     assert hash(config) == hash(dataclasses.replace(config))
-    assert config.features == FEATURES
+    assert config.features == ALL
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_reaches_every_parameter(kind):
-    config = config_of(kind, features=FEATURES)
+    config = config_of(kind, features=ALL)
     params, (hidden, unembedding) = random_params(config, 0.3), inputs()
     targets = np.arange(B * T).reshape(B, T) % V
 
@@ -409,7 +419,7 @@ def small_model(dtype, norm=1.0, seed=0):
 )
 def test_no_head_changes_the_most_likely_token(kind, dtype):
     """With random parameters, hidden states of size 1e-4, 1 and 1e4, ties and near ties in the vocabulary."""
-    config = config_of(kind, features=FEATURES if kind == "linear" else ("hidden_states",))
+    config = config_of(kind, features=ALL if kind == "linear" else ("hidden_states",))
     tokens = np.random.default_rng(3).integers(0, V, (4, 8)).astype(np.int32)
     tied = 0
     for norm in (1e-4, 1.0, 1e4):

@@ -100,7 +100,7 @@ def compare(theirs, lm, head, folder):
 @pytest.mark.parametrize("kind", HEADS)
 def test_parity_of_every_head(tmp_path, llama, kind):
     theirs, lm = llama
-    features = ("hidden_states",) if kind == "constant" else FEATURES
+    features = ("hidden_states",) if kind == "constant" else tuple(FEATURES)
     assert max(compare(theirs, lm, random_head(lm, kind, features), tmp_path)) <= 1e-5
 
 
@@ -111,7 +111,7 @@ def test_parity_of_every_family(tmp_path, family):
     theirs, _ = torch_model(tmp_path, settings_of(family, next(iter(VARIANTS[family]))))
     lm = load_model(tmp_path)
     kind = ("linear", "mlp", "transformer")[FAMILIES.index(family) % 3]  # Llama has all of them
-    error = max(compare(theirs, lm, random_head(lm, kind, FEATURES), tmp_path / kind))
+    error = max(compare(theirs, lm, random_head(lm, kind, tuple(FEATURES)), tmp_path / kind))
     print(f"{family} {kind}: {error:.1e}")
     assert error <= 1e-5, kind
 

@@ -73,7 +73,7 @@ def test_llama(tmp_path):
     heads = {
         "constant": random_head(lm, "constant"),
         "linear": random_head(lm, "linear"),
-        "mlp": random_head(lm, "mlp", ("hidden_states", "max_logit", "log_std_logits")),
+        "mlp": random_head(lm, "mlp", ("hidden_states", "logit_statistics", "max_logit", "log_std_logits")),
     }
     for name, head in heads.items():
         export_head(tmp_path / name, head, lm)

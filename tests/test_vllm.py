@@ -108,8 +108,10 @@ def exports(tmp_path_factory):
     write_tokenizer(folder / "model", WORDS)
     lm = load_model(folder / "model")
     heads = {
-        "all": random_head(lm, "mlp", ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")),
-        "logits": random_head(lm, "mlp", ("log_std_logits", "max_logit")),
+        "all": random_head(
+            lm, "mlp", ("hidden_states", "logit_statistics", "max_logit", "log_std_logits", "argmax_embedding")
+        ),
+        "logits": random_head(lm, "mlp", ("log_std_logits", "logit_statistics", "max_logit")),
         "constant": random_head(lm, "constant"),
         "transformer": random_head(lm, "transformer"),
     }

@@ -11,6 +11,7 @@ import numpy as np
 from assets import ASSETS, data_path, model_path
 from tiny import make_sequences, ragged, silent
 
+from calibjax import fit_ats
 from calibjax.cli import execute
 from calibjax.commands import eval_bounds, eval_layers, eval_tasks, generate
 from calibjax.commands.common import DataOptions
@@ -18,7 +19,6 @@ from calibjax.commands.compare import command as compare
 from calibjax.commands.compare import text as compare_text
 from calibjax.commands.study import ablations
 from calibjax.commands.study.ablations import ABLATIONS
-from calibjax.commands.train_ats import fit_ats
 from calibjax.data import batches
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import load_model
@@ -39,7 +39,7 @@ FITTED = {
     "learning_rate": 1e-2,
     "loss": "joint",
     "folds": 2,
-    "cache_hidden": "off",
+    "head": "mlp",
     "checkpoint_every": 10,
 }
 
@@ -96,7 +96,7 @@ def commands(folder: Path, out: Path, devices: DeviceOptions, announce):
     """
     model, text = str(folder / "model"), {"data": str(folder / "data.jsonl"), "text": DataOptions(seq_len=12)}
     shared = {"model": model, "devices": devices}
-    quick = AtsOptions(epochs=2, loss="joint", refit_temperature=False, batch_size=8)
+    quick = AtsOptions(head="mlp", epochs=2, loss="joint", refit_temperature=False, batch_size=8)
     methods = ("ats", "ensemble_temperature", "feature_clipping", "platt")
     linear = ABLATIONS["pooling"]._replace(variants={"linear": {"head": "linear"}}, against={})
     with (

@@ -35,12 +35,13 @@ import tyro
 
 from calibjax.commands.plan.program import Job, build
 from calibjax.data.text import load_text
+from calibjax.heads import HeadConfig
 from calibjax.models import LanguageModel, abstract_params, config_from_hf, load_model
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.files import write_file
 from calibjax.runtime.sharding import AXES, make_mesh
-from calibjax.train.hidden_cache import sequence_arrays
+from calibjax.train.curves import token_curves
 from calibjax.train.options import AtsOptions
 from calibjax.train.sft import SftOptions
 
@@ -140,7 +141,7 @@ def command(run: Rehearsal, step: str, model: Path, out: Path) -> list[str]:
         case "train ats":
             # No refit: on random weights the likelihood is flat, and a search for its minimum ends at a bound.
             fit = ["--head-kind", "linear", "--loss", "joint", "--no-refit-temperature", "--epochs", "1"]
-            return [*of, *data, *batch, *fit, "--cache-hidden", "disk", *end]
+            return [*of, *data, *batch, *fit, *end]
         case "train sft":
             adapters = ["--lora-rank", "16", "--lora-targets", run.lora_targets]
             adapters += ["--validation-fraction", "0.2"]
@@ -198,7 +199,6 @@ def planned(run: Rehearsal, step: str) -> dict[str, int]:
             dtype="bfloat16",
             ats=AtsOptions(head="linear"),
             sft=SftOptions(batch_size=DEVICES, lora_rank=16, lora_targets=run.lora_targets),
-            cached=objective == "ats",
         )
         program = build(job, mesh)
         with jax.set_mesh(mesh):
@@ -307,15 +307,16 @@ def run_resume(run: Rehearsal) -> dict[str, Any]:
 
 
 def fill_cache(run: Rehearsal) -> dict[str, int]:
-    """Caches hidden states on disk, with the first layer of the model; returns the bytes of the file."""
+    """Keeps a frozen pass on disk, with the first layer of the model; returns the bytes of the files."""
     lm = load_model(run.out / "model", jnp.bfloat16)
     params = {**lm.params, "layers": jax.tree.map(lambda x: x[:1], lm.params["layers"])}
     first = LanguageModel.from_params(dataclasses.replace(lm.config, num_layers=1), params, dtype=jnp.bfloat16)
     data = load_text(run.assets / "data/wikitext2/test.txt.gz", lm, seq_len=512, max_sequences=run.cache_tokens // 512)
     context = RunContext(directory=run.out / "cache", log=lambda line: print(line, file=sys.stderr))
     with jax.set_mesh(context.mesh):
-        arrays, _ = sequence_arrays(first, data, mode="disk", batch_size=DEVICES, context=context)
-    return {"bytes": arrays["hidden"].nbytes, "tokens": int(data.tokens.size)}
+        heads = [HeadConfig(kind="linear", hidden_size=lm.config.hidden_size)]
+        kept = token_curves(first, data, heads, keep="disk", batch_size=DEVICES, context=context)
+    return {"bytes": sum(array.nbytes for array in kept.arrays.values()), "tokens": int(data.tokens.size)}
 
 
 def _fresh(out: Path) -> Path:

@@ -34,7 +34,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import write_file
 from calibjax.train import AtsOptions
-from calibjax.train.hidden_cache import array_hash
+from calibjax.train.curves import array_hash
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

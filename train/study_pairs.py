@@ -24,7 +24,6 @@ from tqdm.auto import tqdm
 from calibjax import metrics
 from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
-from calibjax.commands.train_ats import fit_ats
 from calibjax.data import Sequences, split_sequences
 from calibjax.data.text import load_text
 from calibjax.eval.compare.repeats import repeats_json
@@ -34,6 +33,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import require_directory
 from calibjax.runtime.files import write_file
 from calibjax.train import AtsOptions
+from calibjax.train.ats import fit_ats
 
 MODELS = {"stories260K": 128, "tinystories-656k": 128, "baby-llama-105": 128, "craftgpt-5M": 64}
 """Name -> tokens a sequence."""

@@ -26,17 +26,14 @@ from calibjax.data import Sequences, concatenate
 from calibjax.eval.report.schema import LossComparison, TokensDocument
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
-from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.distributed import DeviceOptions, is_first, to_host
+from calibjax.runtime.distributed import DeviceOptions, is_first
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import run_identity
-from calibjax.runtime.sharding import check_batch, param_shardings
-from calibjax.train.ats import AtsFit, choose_trial, describe_refit, prepare, shrink_head, train_head
+from calibjax.train.ats import AtsFit, fit_ats
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, AtsPlan, make_plan
-from calibjax.train.temperature import describe_temperature, fit_single_temperature
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,62 +86,6 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> TokensD
     document = ats_document(lm, results, fitted, identity, closed=options.closed, seed=options.seed)
     finish(document, options.out, show=not options.json)
     return document
-
-
-def fit_ats(
-    lm: LanguageModel,
-    data: Sequences | Mapping[str, Sequences],
-    options: AtsOptions | AtsPlan = AtsOptions(),
-    context: RunContext | None = None,
-) -> AtsFit:
-    """Fits temperature scaling and an ATS head to a frozen model.
-
-    Checkpoints are kept in `context.directory`: killed and called again with the same arguments, the fit resumes and
-    ends with the same head, bit for bit. Without a directory they are temporary, and a killed fit starts again.
-
-    Args:
-        lm: the frozen model; it is placed on `context.mesh` where it is not yet, and the head with it.
-        data: sequences to fit on; or several sets by name, such as one per domain. Where a loss is chosen or a
-            temperature refitted, each fold of the rows, or each set, is predicted by a head trained on the others, so
-            that a head of several sets is chosen for a set that it has not seen. In the end all are trained on.
-        options: see `AtsOptions`; or the plan that `make_plan` made of them.
-        context: directory, devices, seed, log and progress.
-
-    Returns:
-        `AtsFit`, its heads on the host.
-
-    Raises:
-        UserError: invalid options, sequences that do not fit the model, or a directory with another run.
-        NonFiniteLossError: training diverged.
-    """
-    context = context or RunContext()
-    sets = {"fit": data} if isinstance(data, Sequences) else data
-    plan = options if isinstance(options, AtsPlan) else make_plan(options, lm.config.hidden_size)
-    check_batch(context.mesh, plan.batch_size, plan.accumulate)
-    lm = dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(context.mesh, lm.params)))
-    with context.kept() as context, jax.set_mesh(context.mesh):
-        fit_data = prepare(lm, sets, plan, context)
-        scaling, temperature = fit_single_temperature(lm, fit_data.frozen, fit_data.arrays, plan.batch_size)
-        context.log(describe_temperature(scaling, len(fit_data.arrays["targets"])))
-        trial, out_of_fold, comparison = choose_trial(fit_data, plan, scaling.log_scale, context, by_set=len(sets) > 1)
-        refit = None if out_of_fold is None else describe_refit(out_of_fold, context)
-        head = temperature
-        if trial is not None:
-            inputs = (lm, plan, trial, fit_data.frozen, fit_data.arrays)
-            params = train_head(*inputs, context=context.within(str(trial)), identity={"windows": fit_data.hash})
-            params, log_factor = to_host(params), 0.0
-            if out_of_fold is not None:
-                log_factor = out_of_fold.log_factor
-                params = shrink_head(params, scaling.log_scale, out_of_fold.shrinkage)
-            head = FittedHead(plan.head, params, log_factor, lm.fingerprint)
-    report = {
-        "plan": dataclasses.asdict(plan),
-        "loss": "temperature scaling" if trial is None else str(trial),
-        "refit": refit,
-        "temperature": scaling.temperature,
-        "sequences": {name: len(of_set.tokens) for name, of_set in sets.items()},
-    }
-    return AtsFit(head, temperature, report, comparison)
 
 
 def evaluate(

@@ -25,13 +25,12 @@ from calibjax.data import Sequences
 from calibjax.eval.report.schema import TokensDocument
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import freeze
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.options import Fraction, run_identity
+from calibjax.train.ats import fit_temperature_head
 from calibjax.train.sft import SftOptions, fit_sft, split_validation
-from calibjax.train.temperature import fit_single_temperature
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +123,7 @@ def _evaluate(
     context: RunContext,
 ) -> dict[str, dict[str, MethodResult]]:
     """A model on every set, without and with temperature scaling, which is fitted on the validation data."""
-    _, temperature = fit_single_temperature(lm, freeze(lm), validation.arrays(), options.sft.batch_size)
+    temperature = fit_temperature_head(lm, validation, options.sft.batch_size)
     return {
         title: evaluate_tokens(
             lm,

@@ -151,11 +151,22 @@ def _updated(inverse: np.ndarray, step: np.ndarray, change: np.ndarray) -> np.nd
     return inverse + ((along + change @ moved) / along * np.multiply.outer(step, step) - mixed - mixed.T) / along
 
 
-def lbfgs(slope: Callable[[np.ndarray], Any], x: np.ndarray, low: Any, high: Any, most: int) -> Found:
-    """L-BFGS-B (SciPy). As `newton`, of value and gradient alone."""
+def lbfgs(
+    slope: Callable[[np.ndarray], Any],
+    x: np.ndarray,
+    low: Any,
+    high: Any,
+    most: int,
+    tolerances: tuple[float, float] = (TOLERANCE, 1e-8),
+) -> Found:
+    """L-BFGS-B (SciPy). As `newton`, of value and gradient alone.
+
+    `tolerances`: relative, of the value between two iterations; and of the largest component of the gradient.
+    """
     from scipy import optimize
 
-    options = {"maxiter": most, "maxfun": 2 * most, "maxcor": 20, "ftol": TOLERANCE, "gtol": 1e-8}
+    relative, largest = tolerances
+    options = {"maxiter": most, "maxfun": 2 * most, "maxcor": 20, "ftol": relative, "gtol": largest}
     bounds = optimize.Bounds(low, high)
     found = optimize.minimize(slope, x, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     return Found(found.x, found.fun, bool(found.success), found.nit)

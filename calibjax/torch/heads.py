@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 SCHEMA = 1
-FEATURES = {"hidden_states", "max_logit", "log_std_logits", "argmax_embedding"}
+FEATURES = {"hidden_states", "logit_statistics", "max_logit", "log_std_logits", "argmax_embedding"}
 _PROBE = "probe."
 _FILES = ("head.json", "head.safetensors")
 
@@ -62,7 +62,8 @@ class TemperatureHead(nn.Module):
     @property
     def width(self) -> int:
         """F, the number of features of a token."""
-        return sum(1 if name in ("max_logit", "log_std_logits") else self.hidden_size for name in self.features)
+        widths = {"logit_statistics": 4, "max_logit": 1, "log_std_logits": 1}
+        return sum(widths.get(name, self.hidden_size) for name in self.features)
 
     def forward(self, features: Tensor, mask: Tensor | None = None, past: tuple[Any, int] | None = None) -> Tensor:
         """Computes log inverse temperatures.
@@ -220,6 +221,8 @@ def head_features(
             parts.append(hidden)
         elif name == "max_logit":
             parts.append(logits.amax(-1, keepdim=True))
+        elif name == "logit_statistics":
+            parts.append(logit_statistics(logits))
         elif name == "argmax_embedding":
             parts.append(unembedding[logits.argmax(-1)].to(torch.float32) / divisor)
         else:
@@ -228,6 +231,19 @@ def head_features(
             variance = ((augmented @ covariance) * augmented).sum(-1, keepdim=True)
             parts.append(0.5 * variance.clamp(min=1e-12).log())
     return torch.cat([part.to(torch.float32) for part in parts], dim=-1)
+
+
+def logit_statistics(logits: Tensor) -> Tensor:
+    """−log max p, log(1 + max z − E_p[z]), log(1 + Var_p[z]), and mean z − max z, float32 `[..., 4]`."""
+    z = logits.to(torch.float32)
+    difference = z - z.amax(-1, keepdim=True)
+    log_weight = difference.logsumexp(-1)
+    p = (difference - log_weight[..., None]).exp()
+    counted = torch.where(p > 0, difference, 0.0)  # 0 times −inf is 0
+    mean = (p * counted).sum(-1)
+    variance = (p * (counted - mean[..., None]).square()).sum(-1)
+    lowest = difference.mean(-1).clamp(min=-1e3)
+    return torch.stack([log_weight, (-mean).clamp(min=0.0).log1p(), variance.log1p(), lowest], dim=-1)
 
 
 def logit_covariance(unembedding: Tensor, bias: Tensor | None) -> Tensor:

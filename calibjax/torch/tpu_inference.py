@@ -19,7 +19,7 @@ from calibjax.torch.heads import Export, HeadError, read_export
 PREFIX = "Calibrated"
 MODELS = {"LlamaForCausalLM": "tpu_inference.models.jax.llama3"}
 """Architectures that `register` offers, and their modules."""
-_FEATURES = {"hidden_states", "max_logit", "log_std_logits"}
+_FEATURES = {"hidden_states", "logit_statistics", "max_logit", "log_std_logits"}
 
 
 def register(directory: str | Path) -> None:
@@ -89,10 +89,20 @@ def _in_jax(export: Export) -> Callable[[Any, Any], Any]:
         logits = logits.astype(jnp.float32)
         parts = {
             "hidden_states": lambda: hidden.astype(jnp.float32),
+            "logit_statistics": lambda: statistics(logits),
             "max_logit": lambda: logits.max(-1, keepdims=True),
             "log_std_logits": lambda: 0.5 * jnp.log(jnp.maximum(logits.var(-1, ddof=1, keepdims=True), 1e-12)),
         }
         return jnp.concatenate([parts[name]() for name in head.features], axis=-1)
+
+    def statistics(logits: Any) -> Any:
+        difference = jnp.maximum(logits - logits.max(-1, keepdims=True), -1e30)
+        log_weight = jax.nn.logsumexp(difference, axis=-1)
+        p = jnp.exp(difference - log_weight[..., None])
+        mean = jnp.sum(p * difference, axis=-1)
+        variance = jnp.sum(p * jnp.square(difference - mean[..., None]), axis=-1)
+        lowest = jnp.maximum(difference.mean(-1), -1e3)
+        return jnp.stack([log_weight, jnp.log1p(jnp.maximum(-mean, 0.0)), jnp.log1p(variance), lowest], axis=-1)
 
     def dot(x: Any, name: str) -> Any:
         return jnp.matmul(x, params[name], precision=jax.lax.Precision.HIGHEST)

@@ -5,7 +5,7 @@
 
 The class implements both interfaces of vLLM 0.32: that of the first model runner, and that of the second
 (`VLLM_USE_V2_MODEL_RUNNER=1`). A processor sees no hidden states: it serves temperature scaling, and heads with the
-features max_logit and log_std_logits. Other heads need the layer of `calibjax.torch.vllm`.
+features logit_statistics, max_logit and log_std_logits. Other heads need the layer of `calibjax.torch.vllm`.
 
 Processors run before the temperature, top-k and top-p of a request, and after its other changes of logits. The head has
 to read the model's own logits, so that requests with such changes are refused, with an error of their own.
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibjax.torch.heads import Export, HeadError, read_export, scaled_logits
+from calibjax.torch.heads import Export, HeadError, logit_statistics, read_export, scaled_logits
 from calibjax.torch.vllm import HEAD, LOGITS
 
 # By name: type checkers need not find vLLM, which has an environment of its own.
 _First: Any = import_module("vllm.v1.sample.logits_processor").LogitsProcessor
 _Second: Any = import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor
 
-_OF_LOGITS = {"max_logit", "log_std_logits"}
+_OF_LOGITS = {"logit_statistics", "max_logit", "log_std_logits"}
 # Settings of a request that change logits before a processor in one of the model runners, and what leaves them alone.
 _UNCHANGED = {
     "allowed_token_ids": (None,),
@@ -40,13 +40,14 @@ _UNCHANGED = {
 
 
 def features_of_logits(names: tuple[str, ...], logits: Tensor) -> Tensor:
-    """The features max_logit and log_std_logits, float32 `[N, F]`, of logits `[N, V]` without a soft-cap."""
+    """The features that need logits only, float32 `[N, F]`; log_std_logits of logits `[N, V]` without a soft-cap."""
     logits = logits.to(torch.float32)
     parts = {
-        "max_logit": lambda: logits.amax(-1),
-        "log_std_logits": lambda: 0.5 * logits.var(-1).clamp(min=1e-12).log(),
+        "logit_statistics": lambda: logit_statistics(logits),
+        "max_logit": lambda: logits.amax(-1, keepdim=True),
+        "log_std_logits": lambda: 0.5 * logits.var(-1, keepdim=True).clamp(min=1e-12).log(),
     }
-    return torch.stack([parts[name]() for name in names], dim=-1)
+    return torch.cat([parts[name]() for name in names], dim=-1)
 
 
 class CalibratedLogits(_First, _Second):

@@ -1,46 +1,34 @@
-"""Adaptive Temperature Scaling (arXiv 2409.19817): the objective, and heads trained on all sequences or on folds."""
+"""Adaptive Temperature Scaling (arXiv 2409.19817): a head chosen by cross-fitting, and fitted to all sequences."""
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from calibjax import metrics
-from calibjax.data import Sequences, batches, check_ids, concatenate, divide
+from calibjax.data import Sequences, batches, concatenate, divide, eval_batches
 from calibjax.heads import FittedHead, HeadConfig
-from calibjax.losses import LOSSES, linear_loss
+from calibjax.losses import LOSSES, curve_loss
 from calibjax.models import LanguageModel
-from calibjax.models.config import DecoderConfig
-from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze, vocab_sharding
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.sharding import local_rows, param_shardings
-from calibjax.train.cross_fit import (
-    SHRINKAGES,
-    SHRINKAGES_OF_ONE_SET,
-    FitData,
-    Score,
-    Shrinkage,
-    is_significant,
-    other_folds,
-    predict,
-    ranked,
-    score,
-    select,
-)
-from calibjax.train.hidden_cache import array_hash, sequence_arrays
+from calibjax.runtime.distributed import to_host
+from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
+from calibjax.train.cross_fit import SHRINKAGE, SHRINKAGES_OF_SETS, Score, as_good, gain, score, shrunk
+from calibjax.train.curves import TokenCurves, array_hash, curves_of, features_of, token_curves
 from calibjax.train.loop import train
-from calibjax.train.options import AtsPlan, Trial
+from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
+from calibjax.train.solve import Design, Problem, fit_temperature, head_params, make_design, predict, solve
 from calibjax.train.state import OptimizerConfig, create_state
 from calibjax.train.step import TrainStep, make_train_step
-from calibjax.train.temperature import fit_single_temperature
+
+_SMALL = 0.02  # of the gain over temperature scaling: a smaller one does not make another decay worth trying
 
 
 class AtsFit(NamedTuple):
@@ -50,7 +38,7 @@ class AtsFit(NamedTuple):
         head: the fitted head.
         temperature: temperature scaling, as a head.
         report: JSON-able: what was chosen and refitted.
-        comparison: JSON-able: the losses of `--loss auto` on sequences that they were not fitted on; None without it.
+        comparison: JSON-able: every candidate on sequences that it was not fitted on; None if there was one.
     """
 
     head: FittedHead
@@ -67,186 +55,295 @@ class AtsFit(NamedTuple):
         return f"AtsFit({self.head!r}, loss {self.report['loss']}, temperature {self.report['temperature']:.4g})"
 
 
-@dataclasses.dataclass(frozen=True)
-class AtsObjective:
-    """The `Objective` of a temperature head: frozen forward pass, head, statistics, loss. Hashable.
+def fit_ats(
+    lm: LanguageModel,
+    data: Sequences | Mapping[str, Sequences],
+    options: AtsOptions | AtsPlan = AtsOptions(),
+    context: RunContext | None = None,
+) -> AtsFit:
+    """Fits temperature scaling and an ATS head to a frozen model.
 
-    The base model is frozen, so that only the scale is differentiated: a step consists of the forward pass, one product
-    with the unembedding, and the head, without a backward product of the unembedding's size.
+    The model runs once, and its scale curves are kept (`train.curves`); heads are fitted on them. With a directory in
+    `context`, a fit that was killed and is called again with the same arguments resumes and ends with the same head,
+    bit for bit.
+
+    Args:
+        lm: the frozen model; it is placed on `context.mesh` where it is not yet, and the head with it.
+        data: sequences to fit on; or several sets by name, such as one per domain. Where a head or a loss is chosen or
+            a temperature refitted, each fold of the rows, or each set, is predicted by a head fitted on the others, so
+            that a head of several sets is chosen for a set that it has not seen. In the end it is fitted on all.
+        options: see `AtsOptions`; or the plan that `make_plan` made of them.
+        context: directory, devices, seed, log and progress.
+
+    Returns:
+        `AtsFit`, its heads on the host.
+
+    Raises:
+        UserError: invalid options, sequences that do not fit the model, or a directory with another run.
+        NonFiniteLossError: training diverged.
     """
-
-    model: DecoderConfig
-    head: HeadConfig
-    loss: str
-    dtype: DTypeLike = jnp.float32
-
-    def __call__(
-        self, params: Any, frozen: Frozen, batch: Mapping[str, Array], hyper: Mapping[str, Array]
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        loss, dtype = LOSSES[self.loss], self.dtype
-        hidden = batch_hidden(self.model, frozen, batch, dtype)
-        log_scale = batch_log_scale(self.model, self.head, params, frozen, {**batch, "hidden": hidden}, dtype)
-        values, counts = linear_loss(
-            loss,
-            hidden,
-            frozen.unembedding.astype(dtype),
-            batch["targets"],
-            hyper=hyper,
-            scale=jnp.exp(log_scale),
-            where=batch["where"],
-            real=batch["segment_ids"] > 0,
-            bias=frozen.bias,
-            softcap=self.model.logit_softcap,
-            sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), self.model),
-        )
-        total, count = jnp.sum(values), jnp.sum(counts).astype(jnp.float32)
-        return (total / jnp.maximum(count, 1.0), jnp.ones(())) if loss.per_micro_batch else (total, count)
-
-
-def prepare(lm: LanguageModel, sets: Mapping[str, Sequences], plan: AtsPlan, context: RunContext) -> FitData:
-    """Divides the sequences into folds if a loss is chosen or a temperature refitted, and caches the hidden states."""
+    context = context or RunContext()
+    sets = {"fit": data} if isinstance(data, Sequences) else data
+    plan = options if isinstance(options, AtsPlan) else make_plan(options, lm.config.hidden_size)
+    check_batch(context.mesh, plan.batch_size, plan.accumulate)
+    lm = dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(context.mesh, lm.params)))
+    if context.directory is None:
+        plan = dataclasses.replace(plan, keep="memory")
     sequences = concatenate(list(sets.values()))
-    check_ids(sequences, lm.config.vocab_size)
-    folds: list[np.ndarray] = []
-    if plan.auto or plan.refit_temperature:
-        if len(sets) > 1:
-            ends = np.cumsum([len(of_set.tokens) for of_set in sets.values()])
-            folds = np.split(np.arange(ends[-1]), ends[:-1])
-        else:
-            folds = divide(sequences, plan.folds, context.seed)
-    arrays, hidden_given = sequence_arrays(
-        lm, sequences, mode=plan.cache_hidden, batch_size=plan.batch_size, context=context
-    )
-    frozen = freeze(lm, plan.head, hidden_given=hidden_given)
-    return FitData(lm, arrays, frozen, folds, array_hash(sequences._asdict()))
+    folds = _folds(sequences, sets, plan, context.seed)
+    with context.kept() as context, jax.set_mesh(context.mesh):
+        tokens = token_curves(
+            lm,
+            sequences,
+            plan.heads,
+            top_k=max(LOSSES[trial.loss].top_k for trial in plan.trials),
+            keep=plan.keep,
+            batch_size=plan.batch_size,
+            context=context,
+        )
+        fitted = _fit(tokens, plan, context, folds, by_set=len(sets) > 1)
+    fitted.report["sequences"] = {name: len(part.tokens) for name, part in sets.items()}
+    return fitted
 
 
-def cross_fit(
-    data: FitData,
-    plan: AtsPlan,
-    trial: Trial,
-    folds: Iterable[int],
-    context: RunContext,
-    *,
-    known: Score | None = None,
-    shrinkage: Shrinkage,
-) -> Score:
-    """Predicts each of `folds` by a head trained on all other folds; returns the score on these and on `known` ones.
-
-    The predictions are shrunk towards temperature scaling by one of the fractions of `shrinkage` that do not raise ECE
-    beyond noise.
-    """
-    log_scales = dict(known.log_scales if known is not None else {})
-    smallest = min(len(other_folds(data, fold)) for fold in range(len(data.folds)))
-    for fold in folds:
-        if fold not in log_scales:
-            params = train_head(
-                *(data.lm, plan, trial, data.frozen, select(data.arrays, other_folds(data, fold))),
-                context=context.within(f"folds/{fold}/{trial}"),
-                identity={"windows": data.hash, "fold": fold},
-                rows=smallest,
-            )
-            log_scales[fold] = predict(data, plan, params, fold)
-    tried = []
-    for fraction in shrinkage.fractions:
-        shrunk = {fold: shrink(of_fold, shrinkage.towards(fold), fraction) for fold, of_fold in log_scales.items()}
-        scored = score(data, plan, str(trial), shrunk, refit=plan.refit_temperature)
-        tried.append(scored._replace(log_scales=log_scales, shrinkage=fraction))
-    harmless = [of for of in tried if not of.shrinkage or not metrics.error_comparison(of.sums, tried[0].sums).low > 0]
-    best = harmless[-1] if shrinkage.most else min(harmless, key=lambda scored: scored.mean("nll"))
-    note = f", shrunk by {best.shrinkage:g}" if best.shrinkage else ""
-    context.log(
-        f"ATS {trial}: predicted out of fold, {len(log_scales)} of {len(data.folds)} folds, "
-        f"NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}, calibration error "
-        f"{best.calibration_error:.4f}{note}"
-    )
-    return best
+def _folds(sequences: Sequences, sets: Mapping[str, Sequences], plan: AtsPlan, seed: int) -> list[np.ndarray]:
+    """The sequences of each fold: the sets, or parts of one; none where nothing is chosen or refitted."""
+    if not (plan.chooses or plan.refit_temperature):
+        return []
+    if len(sets) > 1:
+        ends = np.cumsum([len(part.tokens) for part in sets.values()])
+        return np.split(np.arange(ends[-1]), ends[:-1])
+    return divide(sequences, plan.folds, seed)
 
 
-def shrink(log_scale: Any, towards: float, shrinkage: float) -> Any:
-    """Log scales moved towards another one, by a fraction of the distance."""
-    return (1 - shrinkage) * log_scale + np.float32(shrinkage * towards)
+def _fit(
+    tokens: TokenCurves, plan: AtsPlan, context: RunContext, folds: Sequence[np.ndarray], *, by_set: bool
+) -> AtsFit:
+    """`fit_ats` from the curves: chooses among the candidates of `plan` out of fold, and fits the chosen one to all."""
+    fit = fit_temperature(tokens)
+    note = "" if fit.converged else " (no finite optimum: the bound was used)"
+    context.log(f"temperature scaling: {fit.temperature:.4f}, NLL {fit.nll_before:.4f} -> {fit.nll:.4f}{note}")
+    temperature = _temperature_head(fit.log_scale, plan.head.hidden_size, tokens.fingerprint)
+    report = {"plan": dataclasses.asdict(plan), "temperature": fit.temperature, "refit": None}
+    fitting = _Fitting(tokens, plan, context, folds, fit.log_scale, by_set)
+    candidate, chosen, comparison = fitting.choose() if folds else (fitting.candidates()[0], None, None)
+    report["loss"] = "temperature scaling" if candidate is None else str(candidate)
+    if candidate is None:
+        return AtsFit(temperature, temperature, report, comparison)
+    params, log_factor = to_host(fitting.params(candidate)), 0.0
+    if chosen is not None:
+        report["refit"], log_factor = _describe_refit(chosen, context), chosen.log_factor
+        params = shrink_head(params, fit.log_scale, chosen.shrinkage)
+    return AtsFit(FittedHead(candidate.head, params, log_factor, tokens.fingerprint), temperature, report, comparison)
+
+
+def fit_temperature_head(
+    lm: LanguageModel, sequences: Sequences, batch_size: int, tokens: TokenCurves | None = None
+) -> FittedHead:
+    """Temperature scaling on sequences, or on their curves, as a head; on the current mesh (`jax.set_mesh`)."""
+    if tokens is None:
+        tokens = token_curves(lm, sequences, batch_size=batch_size, context=RunContext().silent())
+    return _temperature_head(fit_temperature(tokens).log_scale, lm.config.hidden_size, lm.fingerprint)
+
+
+def _temperature_head(log_scale: float, hidden_size: int, fingerprint: str) -> FittedHead:
+    config = HeadConfig(kind="constant", hidden_size=hidden_size)
+    return FittedHead(config, {"log_scale": np.float32(log_scale)}, 0.0, fingerprint)
+
+
+class Candidate(NamedTuple):
+    """A head, the loss that it is fitted with, and its decay."""
+
+    head: HeadConfig
+    trial: Trial
+    decay: float
+
+    def __str__(self) -> str:
+        if self.head.kind == "constant" or not self.is_solved:
+            return f"{self.head.kind}, {self.trial}"
+        decay = f", decay {self.decay:g}" if "hidden_states" in self.head.features else ""
+        return f"{' + '.join(self.head.features).replace('_', ' ')}, {self.trial}{decay}"
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether it is fitted to all tokens at once (`train.solve`), not in steps (`train.loop`)."""
+        head, loss = self.head, LOSSES[self.trial.loss]
+        return head.kind == "linear" and head.pooling == "token" and head.identity_start and not loss.per_micro_batch
+
+
+class _Fitting:
+    """The fits of one call to the same tokens: out of fold, and to all of them."""
+
+    def __init__(
+        self,
+        tokens: TokenCurves,
+        plan: AtsPlan,
+        context: RunContext,
+        folds: Sequence[np.ndarray],
+        log_scale: float,
+        by_set: bool,
+    ):
+        self._tokens, self._plan, self._context = tokens, plan, context
+        self._folds, self._log_scale, self._by_set = folds, log_scale, by_set
+        self._designs: dict[HeadConfig, Design] = {}
+        self._solutions: dict[tuple[HeadConfig, int], np.ndarray] = {}
+        """The last solution of a head without a fold: the next fit begins there."""
+        fold = np.zeros(len(tokens.source), np.int32)
+        for number, rows in enumerate(folds):
+            fold[rows] = number
+        self._fold = np.repeat(fold, tokens.counted.sum(axis=1))
+        """Of each token that counts."""
+
+    def candidates(self) -> list[Candidate]:
+        """Those with the first loss, the simplest first: heads by what they read, then falling decays."""
+        plan = self._plan
+        return [
+            Candidate(head, plan.trials[0], decay)
+            for head in plan.heads
+            for decay in (plan.decays if head.kind == "linear" and "hidden_states" in head.features else (0.0,))
+        ]
+
+    def choose(self) -> tuple[Candidate | None, Score, dict[str, Any]]:
+        """The candidate to keep (None: temperature scaling, which no head beats), its score, and all as JSON.
+
+        First the head and its decay, with the first loss: the simplest whose NLL is as good as the lowest
+        (`cross_fit.as_good`). Then the loss: of those whose NLL is as good, the one with the least calibration error.
+        Where that does not beat temperature scaling, the others are tried, by their NLL.
+        """
+        scaling = score(self._tokens, "temperature scaling", self._towards, refit=False)
+        tried: dict[str, tuple[Candidate, Score]] = {}
+
+        def try_out(candidate: Candidate) -> Score:
+            name = str(candidate)
+            if name not in tried:
+                tried[name] = candidate, self._cross_fit(candidate)
+            return tried[name][1]
+
+        for _, group in itertools.groupby(self.candidates(), lambda candidate: candidate.head):
+            scores: list[Score] = []
+            for candidate in group:
+                if not candidate.is_solved and tried and not self._is_promising(candidate, tried):
+                    continue
+                scores.append(try_out(candidate))
+                if len(scores) > 1 and gain(scores[-1], scores[-2]) < _SMALL * gain(scores[-2], scaling):
+                    break  # the optimal decay is near
+        heads = [scored for _, scored in tried.values()]
+        first = tried[as_good(heads, scaling)[0].name][0]
+        losses = [try_out(first._replace(trial=trial)) for trial in self._plan.trials]
+        best = min(as_good(losses, scaling), key=lambda scored: scored.calibration_error)
+        others = sorted((other for _, other in tried.values() if other is not best), key=lambda x: x.mean("nll"))
+        rows = [scored.as_json(scaling) for scored in (scaling, *(scored for _, scored in tried.values()))]
+        comparison: dict[str, Any] = {"candidates": rows, "chosen": []}
+        for chosen in (best, *others):
+            if chosen.beats(scaling) or not self._plan.auto:
+                self._context.log(
+                    f"chose {chosen.name}: NLL {chosen.mean('nll'):.4f} (temperature scaling {scaling.mean('nll'):.4f})"
+                    f", Brier {chosen.mean('brier'):.4f} ({scaling.mean('brier'):.4f}), calibration error "
+                    f"{chosen.calibration_error:.4f} ({scaling.calibration_error:.4f})"
+                )
+                comparison["chosen"] = [scaling.as_json(scaling), chosen.as_json(scaling)]
+                return tried[chosen.name][0], chosen, comparison
+        self._context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
+        return None, scaling, comparison
+
+    def _is_promising(self, candidate: Candidate, tried: Mapping[str, tuple[Candidate, Score]]) -> bool:
+        """Whether a head that is trained in steps has a lower NLL on the first fold than the best of those tried."""
+        best = min((scored for _, scored in tried.values()), key=lambda scored: scored.mean("nll"))
+        fold = self._tokens.take(self._folds[0])
+        mine = self._fold == 0
+        towards = self._towards[mine]
+        log_scale = shrunk(self._predict(candidate, 0), towards, SHRINKAGE)
+        here = score(fold, str(candidate), log_scale, refit=False)
+        difference, error = here.difference(score(fold, best.name, best.log_scale[mine], refit=False), "nll")
+        is_lower = difference < -error
+        self._context.log(
+            f"{here.name}: on the first fold NLL {here.mean('nll'):.4f}, {difference:+.4f} ± {error:.4f} against "
+            f"{best.name}: {'tried on all' if is_lower else 'left out'}"
+        )
+        return is_lower
+
+    def params(self, candidate: Candidate) -> Any:
+        """The parameters of the candidate, fitted to all tokens."""
+        if not candidate.is_solved:
+            return self._train(candidate, self._tokens, "all")
+        design = self._design(candidate.head)
+        return head_params(design, solve(design, _problem(candidate), candidate.decay))
+
+    @functools.cached_property
+    def _towards(self) -> Float[np.ndarray, " N"]:
+        """Log s of temperature scaling. For a set it is fitted on the others; a fold of rows hardly moves it."""
+        if not self._by_set:
+            return np.full(len(self._fold), self._log_scale, np.float32)
+        ends = np.cumsum([len(rows) for rows in self._folds])
+        others = [np.setdiff1d(np.arange(ends[-1]), rows) for rows in self._folds]
+        fitted = [fit_temperature(self._tokens.take(rows)).log_scale for rows in others]
+        return np.array(fitted, np.float32)[self._fold]
+
+    def _cross_fit(self, candidate: Candidate) -> Score:
+        """Predicts each fold by a head fitted to the others; the predictions are shrunk towards temperature scaling."""
+        log_scale = np.zeros(len(self._fold), np.float32)
+        for fold in range(len(self._folds)):
+            log_scale[self._fold == fold] = self._predict(candidate, fold)
+        refit = self._plan.refit_temperature
+        scores = [
+            score(self._tokens, str(candidate), shrunk(log_scale, self._towards, part), refit=refit, shrinkage=part)
+            for part in (SHRINKAGES_OF_SETS if self._by_set else (SHRINKAGE,))
+        ]
+        best = min(scores, key=lambda scored: scored.mean("nll"))
+        self._context.log(
+            f"{best.name}: out of fold NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}, calibration error "
+            f"{best.calibration_error:.4f}"
+        )
+        return best
+
+    def _predict(self, candidate: Candidate, fold: int) -> Float[np.ndarray, " n"]:
+        """Log s of the tokens of a fold, by a head fitted to the others."""
+        if candidate.is_solved:
+            design, key = self._design(candidate.head), (candidate.head, fold)
+            weights = (self._fold != fold).astype(np.float32)
+            start = self._solutions.get(key)
+            self._solutions[key] = solve(design, _problem(candidate), candidate.decay, weights, start)
+            return predict(design, self._solutions[key])[self._fold == fold]
+        others = np.sort(np.concatenate([rows for number, rows in enumerate(self._folds) if number != fold]))
+        params = self._train(candidate, self._tokens.take(others), str(fold))
+        held = self._tokens.take(self._folds[fold])
+        parts = [
+            to_host(_log_scale(candidate.head, held.scales, params, batch))[:real]
+            for batch, real in eval_batches(held.arrays, self._plan.batch_size)
+        ]
+        return np.concatenate(parts)[held.counted]
+
+    def _design(self, head: HeadConfig) -> Design:
+        if head not in self._designs:
+            self._designs[head] = make_design(self._tokens, head, self._log_scale)
+        return self._designs[head]
+
+    def _train(self, candidate: Candidate, tokens: TokenCurves, part: str) -> Any:
+        name = str(candidate).replace(", ", "-")
+        context = self._context.within(*(() if part == "all" else ("folds", part)), name)
+        smallest = min((len(tokens.source), *(len(self._tokens.source) - len(rows) for rows in self._folds)))
+        rows = len(tokens.source) if part == "all" else smallest
+        return train_head(tokens, self._plan, candidate.head, candidate.trial, rows=rows, context=context)
+
+
+def _problem(candidate: Candidate) -> Problem:
+    return Problem(*candidate.trial)
 
 
 def shrink_head(params: Any, towards: float, shrinkage: float) -> Any:
-    """The parameters of the head whose log scales, before they are clipped, are `shrink` of the given head's."""
+    """The parameters of the head whose log scales, before they are clipped, are `shrunk` from the given head's."""
     if "output" not in params:  # one temperature
-        return jax.tree.map(lambda x: shrink(x, towards, shrinkage), params)
+        return jax.tree.map(lambda x: shrunk(x, towards, shrinkage), params)
     kernel, bias = params["output"]["kernel"], params["output"]["bias"]
-    output = {"kernel": np.float32(1 - shrinkage) * kernel, "bias": shrink(bias, towards, shrinkage)}
+    output = {"kernel": np.float32(1 - shrinkage) * kernel, "bias": shrunk(bias, towards, shrinkage)}
     return {**params, "output": output}
 
 
-class Choice(NamedTuple):
-    """What `choose_trial` found.
-
-    Attributes:
-        trial: the loss to train with; None: temperature scaling, which no head beats.
-        score: of the chosen loss on all folds; None if nothing was predicted out of fold.
-        comparison: JSON-able: temperature scaling and every loss on the folds that were compared first, and the chosen
-            loss on all folds; None if there was one loss.
-    """
-
-    trial: Trial | None
-    score: Score | None
-    comparison: dict[str, Any] | None
-
-
-def choose_trial(data: FitData, plan: AtsPlan, log_scale: float, context: RunContext, *, by_set: bool) -> Choice:
-    """Chooses, out of fold, the first loss of `ranked` that beats temperature scaling.
-
-    All losses predict the first fold, or every set (`by_set`). The best of them predicts all folds. If it does not beat
-    temperature scaling there (`Score.beats`), the next one is tried; if none does, temperature scaling is kept.
-    """
-    if not data.folds:
-        return Choice(plan.trials[0], None, None)
-    folds = range(len(data.folds))
-
-    @functools.cache
-    def fitted(fold: int) -> float:
-        """Of temperature scaling without a set. A fold of rows hardly moves it: there it is that of all rows."""
-        if not by_set:
-            return log_scale
-        others = select(data.arrays, other_folds(data, fold))
-        return fit_single_temperature(data.lm, data.frozen, others, plan.batch_size)[0].log_scale
-
-    @functools.cache
-    def reference(folds: Sequence[int]) -> Score:
-        shape = data.arrays["targets"].shape[1:]
-        log_scales = {fold: np.full((len(data.folds[fold]), *shape), fitted(fold), np.float32) for fold in folds}
-        return score(data, plan, "temperature scaling", log_scales, refit=False)
-
-    shrinkage = Shrinkage(fitted, SHRINKAGES if by_set else SHRINKAGES_OF_ONE_SET, most=not by_set)
-    fit = functools.partial(cross_fit, data, plan, context=context, shrinkage=shrinkage)
-    if not plan.auto:
-        return Choice(plan.trials[0], fit(plan.trials[0], folds), None)
-
-    first = folds if by_set else folds[:1]
-    tried = {str(trial): fit(trial, first) for trial in plan.trials}
-    scaling = reference(first)
-    comparison: dict[str, Any] = {
-        "candidates": [of.as_json(scaling) for of in (scaling, *tried.values())],
-        "chosen": [],
-    }
-    for candidate in ranked(tried.values(), scaling):
-        trial = next(trial for trial in plan.trials if str(trial) == candidate.name)
-        whole = candidate if by_set else fit(trial, folds, known=candidate)
-        comparison["chosen"] = [of.as_json(reference(folds)) for of in (reference(folds), whole)]
-        if comparison["chosen"][-1]["beats_temperature"]:
-            context.log(
-                f"chose {trial}: it beats temperature scaling, with the lowest calibration error or one close to it "
-                f"({whole.calibration_error:.4f} against {reference(folds).calibration_error:.4f})"
-            )
-            return Choice(trial, whole, comparison)
-    context.log("WARNING: no head beats temperature scaling beyond noise: the head that is kept is temperature scaling")
-    return Choice(None, None, comparison)
-
-
-def describe_refit(best: Score, context: RunContext) -> dict[str, Any] | None:
+def _describe_refit(best: Score, context: RunContext) -> dict[str, Any] | None:
     """Logs and describes the factor applied on top of the head; None without one."""
     if best.refit is None:
         return None
-    factor, error, applied = math.exp(best.refit.log_scale), best.refit.standard_error, is_significant(best.refit)
+    factor, error, applied = math.exp(best.refit.log_scale), best.refit.standard_error, best.log_factor != 0.0
     context.log(
         f"refit on top: scale x {factor:.4f} (standard error of its log {error:.4f}): "
         f"{'applied' if applied else 'not applied, within its noise'}"
@@ -254,52 +351,78 @@ def describe_refit(best: Score, context: RunContext) -> dict[str, Any] | None:
     return {"factor": factor, "standard_error_of_log": error, "applied": applied}
 
 
+@dataclasses.dataclass(frozen=True)
+class AtsObjective:
+    """The `Objective` of a temperature head on scale curves. Hashable.
+
+    The frozen model takes no part in it: a batch holds the arrays of `TokenCurves`, and `frozen` is not read.
+    """
+
+    head: HeadConfig
+    loss: str
+    scales: tuple[float, ...]
+
+    def __call__(
+        self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        loss = LOSSES[self.loss]
+        values, counts = curve_loss(
+            loss,
+            curves_of(batch, self.scales),
+            jnp.exp(_log_scale(self.head, self.scales, params, batch)),
+            hyper=hyper,
+            where=batch["where"],
+            real=batch["segment_ids"] > 0,
+        )
+        total, count = jnp.sum(values), jnp.sum(counts).astype(jnp.float32)
+        return (total / jnp.maximum(count, 1.0), jnp.ones(())) if loss.per_micro_batch else (total, count)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _log_scale(
+    head: HeadConfig, scales: tuple[float, ...], params: Any, batch: Mapping[str, Array]
+) -> Float[Array, "B T"]:
+    features = features_of(head, batch, scales)
+    apply = head.build().apply
+    return jnp.asarray(apply({"params": params}, features, where=batch["where"], segment_ids=batch["segment_ids"]))
+
+
 def train_head(
-    lm: LanguageModel,
-    plan: AtsPlan,
-    trial: Trial,
-    frozen: Frozen,
-    arrays: Mapping[str, Any],
-    *,
-    context: RunContext,
-    identity: Mapping[str, Any],
-    rows: int | None = None,
+    tokens: TokenCurves, plan: AtsPlan, head: HeadConfig, trial: Trial, *, rows: int | None = None, context: RunContext
 ) -> Any:
-    """Trains one head with one loss, from its newest checkpoint if there is one; returns its parameters.
+    """Trains one head with one loss in steps, from its newest checkpoint if there is one; returns its parameters.
 
     Args:
-        lm: the frozen model.
-        plan: the head, optimiser, batches and epochs.
+        tokens: the sequences to train on.
+        plan: optimiser, batches and epochs.
+        head: what is trained.
         trial: the loss.
-        frozen: the model's arrays, on `context.mesh`, which is set (`jax.set_mesh`); see `freeze`.
-        arrays: arrays of the sequences; see `sequence_arrays`.
-        context: directory for checkpoints and logs; its seed determines the initial parameters and the batches.
-        identity: further description of the run, stored with its checkpoints.
-        rows: rows that the number of steps follows from, at most those of `arrays`, so that heads of folds of almost
-            one size share a program; None: those of `arrays`.
+        rows: sequences that the number of steps follows from, so that heads of folds of almost one size share a
+            program; None: those of `tokens`.
+        context: directory for checkpoints and logs, and the mesh, which is set; its seed determines the initial
+            parameters and the batches.
     """
-    steps = max(1, plan.epochs * (rows or len(arrays["targets"])) // plan.batch_size)
-    objective = AtsObjective(lm.config, plan.head, trial.loss, lm.dtype)
-    optimizer, step_fn = _step_of(objective, plan.optimizer, steps, plan.accumulate)
+    steps = max(1, plan.epochs * (rows or len(tokens.source)) // plan.batch_size)
+    optimizer, step_fn = _step_of(AtsObjective(head, trial.loss, tokens.scales), plan.optimizer, steps, plan.accumulate)
 
     def start():
-        return create_state(plan.head.init(jax.random.key(context.seed)), optimizer)
+        return create_state(head.init(jax.random.key(context.seed)), optimizer)
 
     part = local_rows(context.mesh, plan.batch_size)
     state = train(
         step_fn,
         jax.jit(start, out_shardings=param_shardings(context.mesh, jax.eval_shape(start)))(),
-        frozen,
+        (),
         {"alpha": jnp.float32(trial.alpha or 0.0)},
-        batches(arrays, plan.batch_size, seed=context.seed, epochs=plan.epochs, part=part),
+        batches(tokens.arrays, plan.batch_size, seed=context.seed, epochs=plan.epochs, part=part),
         steps=steps,
         context=context.titled(f"ATS {trial}"),
         identity={
             "plan": dataclasses.asdict(plan),
+            "head": dataclasses.asdict(head),
             "seed": context.seed,
-            "fingerprint": lm.fingerprint,
-            "dtype": str(lm.dtype),
-            **identity,
+            "tokens": tokens.hash,
+            "rows": array_hash({"source": tokens.source}),
             "loss": trial.loss,
             "alpha": trial.alpha,
         },

@@ -44,7 +44,7 @@ from calibjax.runtime.options import (
     options_identity,
 )
 from calibjax.runtime.sharding import param_shardings, replicated
-from calibjax.train.hidden_cache import array_hash
+from calibjax.train.curves import array_hash
 from calibjax.train.state import Schedule
 from calibjax.train.tuning import TuningOptions, check_dense, tune
 

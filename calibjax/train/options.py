@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from jax.sharding import Mesh
 
-from calibjax.heads import HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
+from calibjax.heads import FEATURES, HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
 from calibjax.losses import LOSSES, Hyperparameter
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import BatchSize, Count, NonNegative, Positive, Range, check_options, named
 from calibjax.runtime.sharding import check_batch
-from calibjax.train.hidden_cache import CacheMode
+from calibjax.train.curves import Keep
 from calibjax.train.state import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -24,6 +24,11 @@ AUTO = ("cross-entropy", "joint")
 """The losses that `--loss auto` tries: proper scores."""
 ALPHA_GRID = (1.0, 4.0, 20.0)
 """Values of `--alpha` with which it tries joint, from the lowest NLL towards the lowest calibration error."""
+AUTO_FEATURES = (("logit_statistics",), ("logit_statistics", "hidden_states"))
+"""What the heads read that are tried where no features are given, the simplest first."""
+_NARROW = 64
+DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
+"""Values of `--weight-decay` that are tried for a linear head of hidden states."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,18 +41,18 @@ class AtsOptions:
             authors mask it with alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 sequences as 8
             micro-batches, no choice of loss and no refit. docs/studies.md lists what still differs.
         head: the head that gives a token its temperature.
-        features: what the head reads, names joined by "+": hidden_states, max_logit, log_std_logits, argmax_embedding.
+        features: what the head reads, names joined by "+": FEATURES. By default a linear head tries logit_statistics,
+            and these with hidden_states; other heads read hidden_states.
         pooling: a temperature per token, or one per sequence.
         random_start: start from random weights instead of from temperature 1.
         normalize: divide what an MLP reads by its root mean square (default: yes; recipe paper: no).
         loss: name of a loss; the docstrings of calibjax.losses have the formulas. selective-authors is
             selective-balanced where ignored tokens count as wrong, as in the authors' code. auto tries cross-entropy
-            and joint for a few alpha. Of those whose NLL and Brier score, on sequences that their training never saw,
-            are lower than temperature scaling's beyond noise, it keeps the one with the lowest calibration error (of
-            errors that hardly differ, the one with the lowest NLL); if
-            there is none, the head is temperature scaling.
-            Log scales are moved a quarter of the way to temperature scaling where this does not raise ECE beyond noise
-            on such sequences; of several sets, by the fraction up to three quarters that lowers NLL most.
+            and joint for a few alpha, and chooses by sequences that the fit never saw: of the losses whose NLL exceeds
+            the lowest by at most one standard error, the one with the least calibration error. Where no head has a
+            lower NLL and Brier score than temperature scaling beyond noise, the head is temperature scaling. Log scales
+            are moved a quarter of the way to temperature scaling; of several sets, by the fraction up to three quarters
+            that lowers NLL most.
         alpha: main weight of the loss (ALPHAS). With --loss auto, that of joint in place of the grid.
         refit_temperature: fit one more scalar on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
@@ -58,14 +63,16 @@ class AtsOptions:
         accumulate: micro-batches per step.
         learning_rate: peak learning rate.
         warmup_fraction: fraction of the steps in which the learning rate rises.
-        weight_decay: weight decay of AdamW.
-        cache_hidden: keep the frozen model's hidden states in memory, on disk, or off; auto: memory where they fit.
+        weight_decay: of AdamW; for a linear head, which is not fitted in steps, the penalty of the weights of hidden
+            states, by default chosen among DECAYS.
+        keep: where the frozen model's hidden states and scale curves are kept: on disk, so that a resumed run does not
+            compute them again, or in memory.
         checkpoint_every: steps between checkpoints.
     """
 
     recipe: Literal["default", "paper"] = "default"
     head: HeadKind | None = named("head-kind", None)
-    features: str = "hidden_states"
+    features: str | None = None
     pooling: Literal["token", "sequence"] = "token"
     random_start: bool | None = None
     normalize: bool | None = None
@@ -78,8 +85,8 @@ class AtsOptions:
     accumulate: Count | None = None
     learning_rate: Positive | None = None
     warmup_fraction: Annotated[float, Range(0, 1, open="high")] | None = None
-    weight_decay: NonNegative = 0.0
-    cache_hidden: CacheMode = "auto"
+    weight_decay: NonNegative | None = None
+    keep: Keep = "disk"
     checkpoint_every: Count = 200
 
     def check(self, mesh: Mesh) -> None:
@@ -102,7 +109,12 @@ def describe_alphas() -> str:
     return "; ".join(f"{', '.join(of)}: {w.meaning}, {w.limits}, by default {w.default:g}" for w, of in names.items())
 
 
-AtsOptions.__doc__ = (AtsOptions.__doc__ or "").replace("ALPHAS", describe_alphas())
+AtsOptions.__doc__ = (
+    (AtsOptions.__doc__ or "")
+    .replace("ALPHAS", describe_alphas())
+    .replace("FEATURES", ", ".join(FEATURES))
+    .replace("DECAYS", ", ".join(f"{decay:g}" for decay in DECAYS))
+)
 
 
 class Recipe(NamedTuple):
@@ -139,7 +151,7 @@ def llama_intermediate_size(hidden_size: int) -> int:
 
 RECIPES = {
     "default": Recipe(
-        head="mlp",
+        head="linear",
         random_start=False,
         normalize=True,
         loss="auto",
@@ -179,9 +191,14 @@ class Trial(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AtsPlan:
-    """`AtsOptions` with every value decided; JSON-able by `dataclasses.asdict`."""
+    """`AtsOptions` with every value decided; JSON-able by `dataclasses.asdict`.
 
-    head: HeadConfig
+    `heads`, `decays` and `trials` are what is tried, the simplest head and the largest decay first. `auto`: temperature
+    scaling is kept where no head beats it.
+    """
+
+    heads: tuple[HeadConfig, ...]
+    decays: tuple[float, ...]
     trials: tuple[Trial, ...]
     auto: bool
     refit_temperature: bool
@@ -190,8 +207,18 @@ class AtsPlan:
     batch_size: int
     accumulate: int
     optimizer: OptimizerConfig
-    cache_hidden: CacheMode
+    keep: Keep
     checkpoint_every: int
+
+    @property
+    def head(self) -> HeadConfig:
+        """The largest head."""
+        return self.heads[-1]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether there is more than one candidate."""
+        return len(self.heads) * len(self.decays) * len(self.trials) > 1
 
 
 def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
@@ -209,22 +236,35 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         )
     trials = _trials(recipe.loss, options.alpha)
     _check_head_options(options, recipe.head)
+    solved = recipe.head == "linear" and options.pooling == "token" and not recipe.random_start
+    if options.features is not None:
+        reads = (tuple(options.features.split("+")),)
+    else:
+        reads = AUTO_FEATURES if solved else (("hidden_states",),)
+    built = [(recipe.head, features) for features in reads]
+    if options.head is None and options.features is None and solved:
+        built.append(("mlp", ("hidden_states",)))
     try:
-        head = HeadConfig(
-            kind=recipe.head,
-            hidden_size=hidden_size,
-            features=tuple(options.features.split("+")),
-            pooling=options.pooling,
-            identity_start=not recipe.random_start,
-            intermediate_size=None if recipe.intermediate_size is None else recipe.intermediate_size(hidden_size),
-            normalize=recipe.normalize,
-            min_scale=recipe.min_scale,
+        heads = tuple(
+            HeadConfig(
+                kind=kind,
+                hidden_size=hidden_size,
+                features=features,
+                pooling=options.pooling,
+                identity_start=not recipe.random_start,
+                intermediate_size=_width(recipe, hidden_size, among=len(built)),
+                normalize=recipe.normalize,
+                min_scale=recipe.min_scale,
+            )
+            for kind, features in built
         )
-        head.build()
+        heads[-1].build()
     except ValueError as error:
         raise UserError(str(error)) from error
+    decays = DECAYS if solved and any("hidden_states" in features for features in reads) else (0.0,)
     return AtsPlan(
-        head=head,
+        heads=heads,
+        decays=decays if options.weight_decay is None else (options.weight_decay,),
         trials=trials,
         auto=recipe.loss == "auto",
         refit_temperature=recipe.refit_temperature,
@@ -235,11 +275,18 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         optimizer=OptimizerConfig(
             learning_rate=recipe.learning_rate,
             warmup_fraction=recipe.warmup_fraction,
-            weight_decay=options.weight_decay,
+            weight_decay=options.weight_decay or 0.0,
         ),
-        cache_hidden=options.cache_hidden,
+        keep=options.keep,
         checkpoint_every=options.checkpoint_every,
     )
+
+
+def _width(recipe: Recipe, hidden_size: int, *, among: int) -> int | None:
+    """Of a head's MLP; a small one where it is a candidate among others."""
+    if recipe.intermediate_size is not None:
+        return recipe.intermediate_size(hidden_size)
+    return min(hidden_size, _NARROW) if among > 1 else None
 
 
 def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:
@@ -247,7 +294,7 @@ def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:
     if kind not in HEADS:
         raise UserError(f"--head: expected one of {', '.join(HEADS)}, got {kind!r}.")
     given = {
-        "features": options.features != AtsOptions.features,
+        "features": options.features is not None,
         "pooling": options.pooling != AtsOptions.pooling,
         "identity_start": bool(options.random_start),
         "normalize": options.normalize is not None,

@@ -22,7 +22,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count, NonNegative, Positive, Weight, options_identity
 from calibjax.runtime.sharding import param_shardings
-from calibjax.train.hidden_cache import array_hash
+from calibjax.train.curves import array_hash
 from calibjax.train.options import checked_alpha
 from calibjax.train.tuning import TuningOptions, check_dense, tune
 

@@ -22,8 +22,8 @@ from tiny import make_lm, make_sequences, silent
 
 from calibjax.data import batches
 from calibjax.heads import HeadConfig
-from calibjax.models.frozen import freeze
 from calibjax.train import AtsObjective, OptimizerConfig, create_state, make_train_step
+from calibjax.train.curves import token_curves
 from calibjax.train.loop import train
 
 
@@ -43,9 +43,11 @@ def main():
         lambda event, duration, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
     )
     lm, sequences = make_lm(), make_sequences(64)
-    head = HeadConfig(kind="mlp", hidden_size=lm.config.hidden_size)
+    with jax.set_mesh(silent().mesh):
+        tokens = token_curves(lm, sequences, context=silent())
+    head = HeadConfig(kind="mlp", hidden_size=lm.config.hidden_size, features=("logit_statistics",))
     optimizer = OptimizerConfig(learning_rate=1e-3).build(given.steps)
-    step_fn = make_train_step(AtsObjective(lm.config, head, "joint"), optimizer)
+    step_fn = make_train_step(AtsObjective(head, "joint", tokens.scales), optimizer)
     taken, first = 0, 0
 
     def step(*arguments):
@@ -63,9 +65,9 @@ def main():
             train(
                 step,
                 create_state(head.init(jax.random.key(0)), optimizer),
-                freeze(lm),
+                (),
                 {"alpha": jnp.float32(1)},
-                batches(sequences.arrays(), 16, seed=0, epochs=given.steps // 4),
+                batches(tokens.arrays, 16, seed=0, epochs=given.steps // 4),
                 steps=given.steps,
                 context=context,
                 identity={},

@@ -73,7 +73,8 @@ def main(families: list[str], kinds: list[str]) -> int:
                 theirs, _ = torch_model(folder, settings_of(family, next(iter(VARIANTS[family]))))
             lm = load_model(folder)
             heads = {
-                kind: random_head(lm, kind, ("hidden_states",) if kind == "constant" else FEATURES) for kind in kinds
+                kind: random_head(lm, kind, ("hidden_states",) if kind == "constant" else tuple(FEATURES))
+                for kind in kinds
             }
             errors = {kind: max(compare(theirs, lm, head, folder / kind)) for kind, head in heads.items()}
             is_equal = greedy_is_equal(theirs, lm, heads[kinds[-1]], folder / "greedy")

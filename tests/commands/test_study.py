@@ -22,11 +22,11 @@ from tiny import (
     write_text,
 )
 
+from calibjax import fit_ats
 from calibjax.cli import main
 from calibjax.commands.study import fits
 from calibjax.commands.study.ablations import ABLATIONS
 from calibjax.commands.study.transfer import SUBJECTS, answered_questions
-from calibjax.commands.train_ats import fit_ats
 from calibjax.data import Rows
 from calibjax.eval.compare.repeats import FIGURES, evaluate_repeats
 from calibjax.eval.report.studies import compared_with
@@ -105,9 +105,7 @@ def test_every_variant_is_a_head_of_one_loss():
 
 
 def test_a_head_of_a_study_is_that_of_train_ats(tmp_path):
-    options = AtsOptions(
-        loss="label-smoothing", alpha=0.2, refit_temperature=False, epochs=2, batch_size=8, head="linear"
-    )
+    options = AtsOptions(loss="label-smoothing", alpha=0.2, refit_temperature=False, epochs=2, batch_size=8, head="mlp")
     heads = fits.fit_heads(LM, SEQUENCES, {"v": options}, seeds=2, context=silent(tmp_path / "a"))
     assert [len(repeats) for repeats in heads.values()] == [1, 2]
     alone = fit_ats(LM, SEQUENCES, options, silent(tmp_path / "b", seed=1))

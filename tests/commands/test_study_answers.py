@@ -27,10 +27,9 @@ from calibjax.commands.eval_tasks import EvalTasksOptions, temperature_head
 from calibjax.eval.answers.judges import plain_text
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import load_model
-from calibjax.models.frozen import freeze
 from calibjax.models.generate import generate
 from calibjax.train import load_head, save_head
-from calibjax.train.temperature import fit_single_temperature
+from calibjax.train.ats import fit_temperature_head
 
 pytestmark = pytest.mark.slow
 K, COUNT, TEMPERATURE = 4, 300, 0.4
@@ -132,7 +131,7 @@ def test_losses_and_clipping(material, tmp_path, capsys):
     (kept,) = (tmp_path / "out" / "heads").iterdir()
     fitted = load_head(kept / "temperature" / "0", lm)
     sequences = DataOptions(seq_len=13).read(str(data), lm, lambda _: None)
-    alone = fit_single_temperature(lm, freeze(lm), sequences.arrays(), 16)[1]
+    alone = fit_temperature_head(lm, sequences, 16)
     np.testing.assert_allclose(fitted.params["log_scale"], alone.params["log_scale"], atol=1e-5)
     assert main(["study", "confidence", *given, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == document

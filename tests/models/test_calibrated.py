@@ -17,7 +17,7 @@ import calibjax
 from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, calibrated_logprobs, load_head, save_head
 
 SEQUENCES = ragged(make_sequences(6))
-ALL = ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")
+ALL = ("hidden_states", "logit_statistics", "max_logit", "log_std_logits", "argmax_embedding")
 
 
 NAMES = ("constant", "all features", "pooled", "transformer")

@@ -43,7 +43,7 @@ def the_lm():
 @functools.cache
 def head_of(kind, **options):
     if kind == "linear":
-        options["features"] = FEATURES
+        options["features"] = tuple(FEATURES)
     config = HeadConfig(kind=kind, hidden_size=WIDTH, identity_start=False, **options)
     return FittedHead(config, jax.jit(config.init)(jax.random.key(2, impl="rbg")), 0.3, the_lm().fingerprint)
 

@@ -19,7 +19,7 @@ MASK = np.arange(7) >= np.array([[4], [0], [2]])
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "mlp", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_a_head(kind):
-    head = random_head(make_lm(), kind, FEATURES)
+    head = random_head(make_lm(), kind, tuple(FEATURES))
     features = np.random.default_rng(0).normal(0, 2, (3, 7, head.config.width)).astype(np.float32)
     found = export.deserialize(bytearray(stablehlo.head_program(head))).call(features, MASK)
     segments = MASK.astype(np.int32)
@@ -30,7 +30,7 @@ def test_a_head(kind):
 @pytest.mark.slow
 def test_a_model_with_its_head_where_calibjax_cannot_be_imported(tmp_path):
     lm = make_lm()
-    head = random_head(lm, "transformer", FEATURES)
+    head = random_head(lm, "transformer", tuple(FEATURES))
     tokens = np.random.default_rng(0).integers(0, VOCAB, MASK.shape).astype(np.int32)
     (tmp_path / "program").write_bytes(stablehlo.model_program(lm, head))
     np.savez(tmp_path / "inputs.npz", tokens, MASK)

@@ -136,7 +136,7 @@ def test_four_processes_find_what_one_does(folder, tmp_path):
 @pytest.mark.slow
 def test_a_death_ends_the_job_and_a_restart_goes_on(folder, tmp_path):
     running = Job("ats", folder, tmp_path, processes=2, devices=2)
-    log, deadline = tmp_path / "killed/folds/1/joint-1/train.jsonl", time.monotonic() + 400
+    log, deadline = tmp_path / "killed/folds/1/mlp-joint-1/train.jsonl", time.monotonic() + 400
     while not log.exists() or log.read_bytes().count(b"\n") < 2:
         assert all(process.poll() is None for process in running.processes), running.finish()
         assert time.monotonic() < deadline
@@ -154,10 +154,10 @@ def test_a_death_ends_the_job_and_a_restart_goes_on(folder, tmp_path):
     killed, whole = (np.load(tmp_path / f"{name}0.npz") for name in ("killed", "whole"))
     for name in whole:
         assert killed[name].tobytes() == whole[name].tobytes(), name
-    np.testing.assert_array_equal(logged(tmp_path / "killed/joint-1"), logged(tmp_path / "whole/joint-1"))
+    np.testing.assert_array_equal(logged(tmp_path / "killed/mlp-joint-1"), logged(tmp_path / "whole/mlp-joint-1"))
     one = worker.ats(folder, tmp_path / "one", make_mesh(worker.SHAPES["ats"], jax.devices()[:4]))
     assert_close(one, whole)
-    np.testing.assert_allclose(logged(tmp_path / "one/joint-1"), logged(tmp_path / "whole/joint-1"), rtol=1e-5)
+    np.testing.assert_allclose(logged(tmp_path / "one/mlp-joint-1"), logged(tmp_path / "whole/mlp-joint-1"), rtol=1e-5)
     head = load_head(tmp_path / "killed", load_model(folder / "model"))
     chex.assert_trees_all_equal(jax.tree.leaves(head.params), [whole[n] for n in whole if "head" in n])
 

@@ -105,6 +105,8 @@ def test_signals_in_training(tmp_path, number, code):
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
     options = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", 13, "--full-sequences"]
     options += [
+        "--head-kind",
+        "mlp",
         "--loss",
         "joint",
         "--no-refit-temperature",
@@ -146,6 +148,8 @@ def test_sigterm_to_one_of_two_processes(tmp_path):
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
     options = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", 13, "--full-sequences"]
     options += [
+        "--head-kind",
+        "mlp",
         "--loss",
         "joint",
         "--no-refit-temperature",
@@ -162,7 +166,7 @@ def test_sigterm_to_one_of_two_processes(tmp_path):
         start("train", "ats", *options, "--process-id", 0) as first,
         start("train", "ats", *options, "--process-id", 1) as second,
     ):
-        log = tmp_path / "out" / "fit" / "joint-1" / "train.jsonl"
+        log = tmp_path / "out" / "fit" / "mlp-joint-1" / "train.jsonl"
         wait_for(first, lambda: log.is_file() and log.stat().st_size)
         second.send_signal(signal.SIGTERM)
         began = time.monotonic()

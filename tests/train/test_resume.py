@@ -18,7 +18,7 @@ from calibjax.train import load_head
 STEPS = 40  # 108 sequences in 4 folds of 27, 3 epochs, batches of 6
 SHARED = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "3")
 OPTIONS = {
-    "ats": [*SHARED, "--loss", "auto", "--alpha", "0.1", "--head-kind", "linear", "--learning-rate", "0.01"],
+    "ats": [*SHARED, "--loss", "auto", "--alpha", "0.1", "--head-kind", "mlp", "--learning-rate", "0.01"],
     "sft": [*SHARED, "--learning-rate", "0.01", "--mesh", "data=1"],
     "lhts": [
         *(*SHARED, "--learning-rate", "0.01", "--mesh", "data=1", "--temperatures", "0.9", "0.5", "--samples", "0.5"),
@@ -100,12 +100,12 @@ def test_killed(tmp_path):
     write_text(tmp_path / "data.jsonl", rows=180, words=16)
     whole, run = Run(tmp_path, tmp_path / "whole"), Run(tmp_path, tmp_path / "killed")
     whole.finish()
-    first, trial = "folds/0/cross-entropy", "folds/0/joint-0.1"
+    first, trial = "folds/3/mlp-cross-entropy", "folds/0/mlp-joint-0.1"
     assert whole.logged(first)[-1]["step"] == STEPS
     run.kill_when(lambda: lines_in(run.log(trial)) >= 3)
     last = max(int(entry.name) for entry in (run.log(trial).parent / "checkpoints").iterdir() if entry.name.isdigit())
     print(f"killed after step {run.logged(trial)[-1]['step']}, with a checkpoint of step {last}")
-    assert not (run.out / "fit/folds/1").exists()
+    assert not (run.out / "fit/folds/1/mlp-joint-0.1").exists()
     run.finish()
     assert_same(run, whole, [first, trial])
 

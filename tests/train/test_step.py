@@ -1,4 +1,4 @@
-"""One step: its gradient, what it is allowed to do to memory and to the compiler, and what calibrating costs."""
+"""One step: its gradient, and what it is allowed to do to memory and to the compiler."""
 
 import functools
 import math
@@ -12,10 +12,8 @@ import optax
 import pytest
 from tiny import make_lm, make_sequences, ragged
 
-from calibjax import losses
 from calibjax.heads import MAX_SCALE, MIN_SCALE, HeadConfig
-from calibjax.kernels import chunked, vocab_stats
-from calibjax.models.frozen import Frozen, batch_stats, freeze
+from calibjax.kernels import SCALES, vocab_curves
 from calibjax.runtime.sharding import batch_sharding, make_mesh, replicated
 from calibjax.train import AtsObjective, OptimizerConfig, create_state, make_train_step
 
@@ -33,8 +31,9 @@ def setting(count=8):
     sequences = ragged(make_sequences(count))
     batch = {name: jnp.asarray(value) for name, value in sequences._asdict().items() if name != "source"}
     hidden = lm.hidden_states(batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"])
-    cached = {name: batch[name] for name in ("targets", "where", "segment_ids")} | {"hidden": hidden}
-    return lm, batch, cached
+    curves = vocab_curves(hidden, lm.unembedding, batch["targets"], where=batch["where"], top_k=5)
+    fields = {name: x for name, x in vars(curves).items() if name != "scales"}
+    return lm, {**batch, "hidden_states": hidden, **fields}
 
 
 def random_head(kind, lm):
@@ -95,10 +94,10 @@ def dense_loss(params, kind, loss, hidden, unembedding, batch):
     ],
 )
 def test_gradient_equals_the_dense_formula(kind, loss):
-    lm, _, batch = setting()
+    lm, batch = setting()
     head, params = random_head(kind, lm)
-    objective = AtsObjective(lm.config, head, loss)
-    frozen = freeze(lm, hidden_given=True)
+    objective = AtsObjective(head, loss, SCALES)
+    frozen = ()
 
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -109,7 +108,7 @@ def test_gradient_equals_the_dense_formula(kind, loss):
     (got, tokens), got_grads = mean(params)
     with jax.enable_x64(True):
         double = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
-        arrays = [jnp.asarray(np.asarray(x), jnp.float64) for x in (batch["hidden"], lm.unembedding)]
+        arrays = [jnp.asarray(np.asarray(x), jnp.float64) for x in (batch["hidden_states"], lm.unembedding)]
         marks = {name: jnp.asarray(np.asarray(batch[name])) for name in ("where", "targets")}
         dense = jax.jit(jax.value_and_grad(dense_loss), static_argnums=(1, 2))
         expected, grads = dense(double, kind, loss, *arrays, marks)
@@ -127,17 +126,17 @@ def test_gradient_equals_the_dense_formula(kind, loss):
 
 
 def test_accumulation_is_the_mean_over_all_tokens():
-    lm, _, batch = setting()
+    lm, batch = setting()
     per_part = np.asarray(batch["where"]).reshape(4, -1).sum(axis=1)
     assert len(set(per_part)) > 1, "the micro-batches must differ in their number of tokens"
     head, params = random_head("linear", lm)
     optimizer = optax.sgd(0.1)  # moves by the gradient itself; Adam would hide its size
     results = {}
     for accumulate in (1, 4):
-        step = make_train_step(AtsObjective(lm.config, head, "joint"), optimizer, accumulate=accumulate)
+        step = make_train_step(AtsObjective(head, "joint", SCALES), optimizer, accumulate=accumulate)
         state = create_state(jax.tree.map(jnp.copy, params), optimizer)
         for _ in range(3):
-            state, metrics = step(state, freeze(lm, hidden_given=True), batch, hyper())
+            state, metrics = step(state, (), batch, hyper())
         results[accumulate] = (state.params, metrics)
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), params, results[1][0])
     assert min(jax.tree.leaves(moved)) > 1e-3
@@ -146,12 +145,12 @@ def test_accumulation_is_the_mean_over_all_tokens():
 
 def test_the_authors_micro_batches_weigh_alike():
     """Each is balanced by itself, ignored tokens among the wrong ones, padding among neither; then all are averaged."""
-    lm, _, batch = setting()
+    lm, batch = setting()
     head, params = random_head("linear", lm)
-    z = np.asarray(batch["hidden"], np.float64) @ np.asarray(lm.unembedding, np.float64).T
+    z = np.asarray(batch["hidden_states"], np.float64) @ np.asarray(lm.unembedding, np.float64).T
     targets, where, real = (np.asarray(x) for x in (batch["targets"], batch["where"], batch["segment_ids"] > 0))
     output = jax.tree.map(lambda x: np.asarray(x, np.float64), params["output"])
-    u = (np.asarray(batch["hidden"], np.float64) @ output["kernel"])[..., 0] + output["bias"][0]
+    u = (np.asarray(batch["hidden_states"], np.float64) @ output["kernel"])[..., 0] + output["bias"][0]
     s = np.exp(np.clip(u, math.log(MIN_SCALE), math.log(MAX_SCALE)))
     scaled = s[..., None] * z
     log_q = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
@@ -169,18 +168,18 @@ def test_the_authors_micro_batches_weigh_alike():
         each.append(weights @ [hard, smooth] / weights.sum())
     assert np.ptp(each) > 0.1
     optimizer = optax.sgd(0.1)
-    step = make_train_step(AtsObjective(lm.config, head, "selective-authors"), optimizer, accumulate=len(z))
-    _, metrics = step(create_state(params, optimizer), freeze(lm, hidden_given=True), batch, hyper())
+    step = make_train_step(AtsObjective(head, "selective-authors", SCALES), optimizer, accumulate=len(z))
+    _, metrics = step(create_state(params, optimizer), (), batch, hyper())
     np.testing.assert_allclose(metrics.loss, np.mean(each), rtol=1e-5)
     assert int(metrics.tokens) == where.sum()
 
 
 def test_state_is_donated_and_nothing_else():
-    lm, _, batch = setting()
+    lm, batch = setting()
     head, params = random_head("linear", lm)
     optimizer = OptimizerConfig().build(10)
-    step = make_train_step(AtsObjective(lm.config, head, "cross-entropy"), optimizer)
-    state, frozen = create_state(params, optimizer), freeze(lm, hidden_given=True)
+    step = make_train_step(AtsObjective(head, "cross-entropy", SCALES), optimizer)
+    state, frozen = create_state(params, optimizer), ()
     new, _ = step(state, frozen, batch, hyper())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, frozen, batch)))
@@ -188,12 +187,12 @@ def test_state_is_donated_and_nothing_else():
 
 
 def test_one_program_for_all_steps_and_hyper_parameters():
-    lm, _, batch = setting()
+    lm, batch = setting()
     head, params = random_head("linear", lm)
-    objective = AtsObjective(lm.config, head, "selective")
+    objective = AtsObjective(head, "selective", SCALES)
     optimizer = OptimizerConfig(warmup_fraction=0.0).build(10)
     step = make_train_step(chex.assert_max_traces(objective.__call__, n=1), optimizer)
-    state, frozen = create_state(params, optimizer), freeze(lm, hidden_given=True)
+    state, frozen = create_state(params, optimizer), ()
     values = []
     for alpha in (0.1, 0.1, 0.5, 0.9):
         state, metrics = step(state, frozen, batch, hyper(alpha=alpha))
@@ -206,15 +205,15 @@ def test_one_program_for_all_steps_and_hyper_parameters():
 
 
 def test_eight_devices_equal_one():
-    lm, batch, _ = setting()
+    lm, batch = setting()
     head, params = random_head("mlp", lm)
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0).build(4)
     results = {}
     for devices in (1, 8):
         mesh = make_mesh(devices=jax.devices()[:devices])
-        step = make_train_step(AtsObjective(lm.config, head, "joint"), optimizer)
+        step = make_train_step(AtsObjective(head, "joint", SCALES), optimizer)
         state = jax.device_put(create_state(jax.tree.map(jnp.copy, params), optimizer), replicated(mesh))
-        frozen, spread = jax.device_put(freeze(lm), replicated(mesh)), jax.device_put(batch, batch_sharding(mesh))
+        frozen, spread = (), jax.device_put(batch, batch_sharding(mesh))
         assert len(spread["tokens"].addressable_shards) == devices
         seen = []
         for _ in range(4):
@@ -227,91 +226,20 @@ def test_eight_devices_equal_one():
     chex.assert_trees_all_close(results[8][1], results[1][1], rtol=1e-7, atol=1e-5)
 
 
-# --- calibrating costs a forward pass ---
-
-B, T, D, V = 8, 30, 24, 4072
-CHUNK = 128  # V = 31 · 128 + 104; no other size of the program is one of these
-WIDTHS = {V, CHUNK, V % CHUNK}
-COUNTED = ("joint", "selective-balanced")
-
-
-@pytest.fixture
-def programs(monkeypatch):
-    """Compiled: the NLL alone, the ATS step, and, to show what is looked for, what the two are compared with."""
-    monkeypatch.setattr(chunked, "_LOGITS_BYTES", 4 * B * T * CHUNK // 8)
-    assert chunked.choose_chunk_size(B * T, V) == CHUNK
-    sizes = {"hidden_size": D, "vocab_size": V, "num_heads": 3, "num_kv_heads": 3, "intermediate_size": 40}
-    lm = make_lm(**sizes, num_layers=1, tie_embeddings=False)
-    sequences = make_sequences(B, length=T)
+def test_a_step_does_not_touch_the_vocabulary():
+    """No array of the compiled step has an axis as long as the vocabulary."""
+    head = HeadConfig(kind="mlp", hidden_size=24)
+    lm = make_lm(hidden_size=24, vocab_size=4072, num_heads=3, num_kv_heads=3, num_layers=1)
+    sequences = make_sequences(8, length=30)
     batch = {name: jnp.asarray(value) for name, value in sequences._asdict().items() if name != "source"}
-    head = HeadConfig(kind="mlp", hidden_size=D)
-    identity = HeadConfig(kind="constant", hidden_size=D)
-    frozen = freeze(lm)
-
-    def nll(frozen, batch):
-        needed = losses.LOSSES["cross-entropy"].statistics
-        params = {"log_scale": jnp.zeros(())}
-        return losses.cross_entropy(batch_stats(lm.config, identity, params, frozen, batch, statistics=needed)[0])
-
-    def of_the_unembedding(unembedding, batch):
-        return jnp.sum(nll(Frozen(frozen.params, unembedding), batch))
-
-    def dense(frozen, batch):
-        hidden = lm.hidden_states(batch["tokens"])
-        return vocab_stats(hidden, frozen.unembedding, batch["targets"], implementation="reference").log_prob()
-
+    hidden = lm.hidden_states(batch["tokens"])
+    curves = vocab_curves(hidden, lm.unembedding, batch["targets"], where=batch["where"])
+    fields = {name: x for name, x in vars(curves).items() if name != "scales" and x is not None}
+    batch |= {"hidden_states": hidden, **fields}
     optimizer = OptimizerConfig().build(100)
     state = create_state(jax.jit(head.init)(jax.random.key(3)), optimizer)
-    compiled = {
-        "forward": jax.jit(nll).lower(frozen, batch),
-        "trained": jax.jit(jax.grad(of_the_unembedding)).lower(frozen.unembedding, batch),
-        "dense": jax.jit(dense).lower(frozen, batch),
-    }
-    for loss in COUNTED:
-        step = make_train_step(AtsObjective(lm.config, head, loss), optimizer)
-        compiled[loss] = step.lower(state, frozen, batch, hyper())
-    return {name: lowered.compile() for name, lowered in compiled.items()}
-
-
-def shapes_of(program):
-    """Name -> (operation, operands' names, dimensions of the result) of every instruction of an HLO text."""
-    found = {}
-    for line in program.as_text().splitlines():
-        match = re.match(r"\s*(?:ROOT )?(%[\w.-]+) = (.*?)\s([\w-]+)\((.*)$", line)
-        if match:
-            name, result, operation, rest = match.groups()
-            dims = [[int(n) for n in d.split(",") if n] for d in re.findall(r"\w+\[([\d,]*)\]", result)]
-            found[name] = (operation, re.findall(r"%[\w.-]+", rest.split("), ")[0]), dims)
-    return found
-
-
-def unembedding_products(program):
-    """Matrix products with an operand or a result as wide as the vocabulary or one piece of it."""
-    instructions, count = shapes_of(program), 0
-    for operation, operands, dims in instructions.values():
-        if operation in ("dot", "convolution", "custom-call"):
-            sizes = [*dims, *(d for name in operands for d in instructions[name][2])]
-            count += any(WIDTHS & set(size) for size in sizes)
-    return count
-
-
-def largest_array(program):
-    return max(math.prod(dims) for _, _, every in shapes_of(program).values() for dims in every)
-
-
-def test_calibrating_costs_a_forward_pass(programs):
-    products = {name: unembedding_products(program) for name, program in programs.items()}
-    largest = {name: largest_array(program) for name, program in programs.items()}
-    temporary = {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
-    logits = B * T * V
-    print(f"products {products}\nlargest array {largest}, the logits {logits}\ntemporary bytes {temporary}")
-    # What the search must find where it is: the products of a backward pass, and the logits.
-    assert products["forward"] == 2  # one in the source: in the loop, and for the ragged piece
-    assert products["trained"] > products["forward"]
-    assert largest["dense"] >= logits
-    assert temporary["dense"] >= 4 * logits
-    for loss in COUNTED:
-        assert products[loss] == products["forward"], loss
-        assert largest[loss] <= max(V * D, B * T * CHUNK), loss
-        # A few blocks of [N, C] and the head's own arrays: far from 4 bytes for each of the logits.
-        assert temporary[loss] < 4 * logits / 4, loss
+    step = make_train_step(AtsObjective(head, "joint", SCALES), optimizer)
+    text = step.lower(state, (), batch, hyper()).compile().as_text()
+    sizes = {int(n) for dims in re.findall(r"\w+\[([\d,]+)\]", text) for n in dims.split(",")}
+    assert len(SCALES) in sizes, "the curves are there"
+    assert 4072 not in sizes

@@ -11,19 +11,17 @@ import numpy as np
 
 from calibjax.commands.common import load_placed, split_text
 from calibjax.commands.compare.material import CompareOptions, Material
-from calibjax.commands.train_ats import fit_ats
 from calibjax.data import Sequences, eval_batches
 from calibjax.eval.compare.contenders import Contender, Outcome, contenders
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import freeze
 from calibjax.recalibrate import METHODS, Predictions
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host, together
+from calibjax.train.ats import fit_ats, fit_temperature_head
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, make_plan
-from calibjax.train.temperature import fit_single_temperature
 
 _LOGITS_HELD = 2**28  # numbers of each part: a gibibyte
 
@@ -72,7 +70,7 @@ def from_model(
 
     def temperature() -> FittedHead:
         with jax.set_mesh(mesh):
-            return fit_single_temperature(lm, freeze(lm), fit.arrays(), batch_size)[1]
+            return fit_temperature_head(lm, fit, batch_size)
 
     def ats() -> FittedHead:
         return fit_ats(lm, fit, plan, context.within("ats").silent()).head

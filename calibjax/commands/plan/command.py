@@ -43,7 +43,7 @@ class PlanOptions(JsonOptions, ModelPathOptions):
 
     Attributes:
         model: name of a published model (docs/models.md), or a directory with config.json; no weights are read.
-        objective: ats: fitting a head, without the cache of hidden states; sft: fine-tuning; eval: evaluation;
+        objective: ats: the frozen pass that heads are fitted on; sft: fine-tuning; eval: evaluation;
             generate: sampling texts with the confidence of a head.
         topology: chip and number along each axis, such as v5e:4x4, v5p:2x2x2, v6e:4x4, h100:8.
         batch_size: sequences per step.
@@ -345,8 +345,8 @@ def _plan_table(document: dict[str, Any]) -> TextTable:
         rows.append(["parameters active for a token", f"{counts['active']:,}"])
     if document["experts_per_device"] is not None:
         rows.append(["experts of each block", f"{document['experts_per_device']:,}"])
-    if document["cache_bytes_per_token"] is not None:
-        rows.append(["cache of hidden states, per token", f"{document['cache_bytes_per_token']:,} bytes"])
+    if document["kept_bytes_per_token"] is not None:
+        rows.append(["kept of the frozen pass, per token", f"{document['kept_bytes_per_token']:,} bytes"])
     rows.append(["operations, FLOP", f"{document['flops_per_device']:.3g}"])
     rows.append(["operations of a step, FLOP", f"{document['flops_per_step']:.3g}"])
     for kind, of_kind in (document["collectives"] or {}).items():
@@ -364,13 +364,9 @@ def _run_rows(run: dict[str, Any]) -> list[list[str]]:
     """Rows on the duration of a run."""
     low, high = run["utilisation"]
     rows = [["steps of the run", f"{run['steps']:,}"]]
-    if run["seconds_cached"] is not None:
-        rows.append(["cache of hidden states, each host", _size(run["cache_bytes"])])
-        rows.append([f"run at {low:.0%} to {high:.0%}, with it", _span(run["seconds_cached"])])
-        rows.append(["run, without it", _span(run["seconds"])])
-    else:
-        rows.append([f"run at {low:.0%} to {high:.0%}", _span(run["seconds"])])
-    return rows
+    if run["kept_bytes"] is not None:
+        rows.append(["kept of the frozen pass, each host", _size(run["kept_bytes"])])
+    return [*rows, [f"run at {low:.0%} to {high:.0%}", _span(run["seconds"])]]
 
 
 def _span(seconds: list[float]) -> str:

@@ -18,10 +18,9 @@ from calibjax.models.frozen import freeze
 from calibjax.models.generate import DecodingInputs, DecodingProgram, decode_batch
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import AXES, batch_sharding, param_shardings, replicated
-from calibjax.train.ats import AtsObjective
+from calibjax.train.curves import frozen_pass, stored_features
 from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.sft import SftOptions, sft_objective
-from calibjax.train.state import create_state
 from calibjax.train.step import make_train_step
 from calibjax.train.tuning import first_state
 
@@ -35,16 +34,15 @@ class Job:
 
     Attributes:
         config: of the model.
-        objective: ats: the step that fits a head (of `--loss auto` the last, joint); sft: that of fine-tuning; eval: a
-            batch of evaluation: of the base model, with temperature scaling, and with a head; generate: all tokens of
-            a batch of texts, sampled, with the confidence of a head.
+        objective: ats: a batch of the frozen pass, after which heads are fitted without the model; sft: a step of
+            fine-tuning; eval: a batch of evaluation: of the base model, with temperature scaling, and with a head;
+            generate: all tokens of a batch of texts, sampled, with the confidence of a head.
         batch: sequences per step.
         seq: tokens per sequence; of generate those of a prompt.
         mesh: devices along each of `sharding.AXES`.
         dtype: compute dtype, and that of frozen weights.
         ats: how the head is fitted; its `batch_size` is not read.
         sft: how the model is fine-tuned; its `batch_size` is `batch`.
-        cached: of ats: batches hold hidden states, so that the step is that of the head alone.
         new_tokens: of generate: tokens of each text after its prompt; otherwise 0.
     """
 
@@ -56,12 +54,7 @@ class Job:
     dtype: str
     ats: AtsOptions
     sft: SftOptions
-    cached: bool = False
     new_tokens: int = 0
-
-    def with_cache(self) -> "Job":
-        """The step on cached hidden states."""
-        return dataclasses.replace(self, cached=True)
 
     @property
     def turns(self) -> int:
@@ -143,9 +136,6 @@ def _batch(job: Job, mesh: Any) -> dict[str, Any]:
         "positions": jnp.int32,
     }
     batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), kind) for name, kind in kinds.items()}
-    if job.cached:
-        del batch["tokens"], batch["positions"]
-        batch["hidden"] = jax.ShapeDtypeStruct((job.batch, job.seq, job.config.hidden_size), jnp.dtype(job.dtype))
     return batch if mesh is None else _place(batch, batch_sharding(mesh))
 
 
@@ -183,29 +173,19 @@ def _head(job: Job, head: HeadConfig, mesh: Any) -> Any:
 def _frozen(job: Job, weights: Any, *heads: HeadConfig) -> Any:
     """What `freeze` makes of the weights. Within a step, so that what it holds twice is one argument, as in memory."""
     lm = LanguageModel(job.config, weights, jnp.dtype(job.dtype), "")
-    return freeze(lm, *heads, hidden_given=job.cached)
+    return freeze(lm, *heads)
 
 
 def _ats(job: Job, mesh: Any, batch: Any) -> Program:
-    plan = make_plan(job.ats, job.config.hidden_size)
-    optimizer = plan.optimizer.build(_STEPS)
-    step = make_train_step(
-        AtsObjective(job.config, plan.head, plan.trials[-1].loss, jnp.dtype(job.dtype)),
-        optimizer,
-        accumulate=plan.accumulate,
-        clip_norm=plan.optimizer.clip_norm,
-    )
+    heads = make_plan(job.ats, job.config.hidden_size).heads
 
-    def whole(state: Any, weights: Any, batch: Any, hyper: Any) -> Any:
-        return step(state, _frozen(job, weights, plan.head), batch, hyper)
+    def whole(weights: Any, batch: Any) -> Any:
+        return frozen_pass(
+            job.config, jnp.dtype(job.dtype), stored_features(heads), _frozen(job, weights, *heads), batch
+        )
 
-    state = jax.eval_shape(lambda: create_state(plan.head.init(jax.random.key(0)), optimizer))
-    hyper = {"alpha": jax.ShapeDtypeStruct((), jnp.float32)}
     weights = _weights(job, mesh)
-    if mesh is not None:
-        state, hyper = _place(state, param_shardings(mesh, state)), _place(hyper, replicated(mesh))
-    arguments = (state, weights, batch, hyper)
-    return Program(jax.jit(whole, donate_argnums=0), arguments, (weights, state.params), state.params, state.opt_state)
+    return Program(jax.jit(whole), (weights, batch), weights, None, None)
 
 
 def _eval(job: Job, mesh: Any, batch: Any) -> Program:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from calibjax.commands.plan.chips import Topology
 from calibjax.commands.plan.compiled import Compiled, compile_step
 from calibjax.commands.plan.count import flops
-from calibjax.commands.plan.duration import cache_bytes_per_token
+from calibjax.commands.plan.duration import kept_bytes_per_token
 from calibjax.commands.plan.program import Job, Program, build, device_bytes, kept_bytes
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import abstract_params
@@ -29,7 +29,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
 
     Returns:
         compiled: whether the compiler was asked; parameters: those of the model, `total`, and `active` for a token;
-        experts_per_device: of a mixture, otherwise None; cache_bytes_per_token: of `ats`, otherwise None; mesh; fits:
+        experts_per_device: of a mixture, otherwise None; kept_bytes_per_token: of `ats`, otherwise None; mesh; fits:
         None where only the compiler could tell; bytes_per_device:
         parameters, optimizer, and what else is known: `batch_and_padding` and `temporaries` of a compiled step (with
         the program itself), or what the step holds at least: `gradients` and `block_inputs`, or `keys_and_values`;
@@ -86,7 +86,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool) -> dict[str, Any]:
         "compiled": result is not None,
         "parameters": parameter_counts(job.config),
         "experts_per_device": _experts(job),
-        "cache_bytes_per_token": cache_bytes_per_token(job) if job.objective == "ats" else None,
+        "kept_bytes_per_token": kept_bytes_per_token(job) if job.objective == "ats" else None,
         "mesh": ",".join(f"{axis}={n}" for axis, n in zip(AXES, job.mesh, strict=True)),
         "fits": fits,
         "bytes_per_device": {**sizes, "total": total, "available": topology.chip.memory},

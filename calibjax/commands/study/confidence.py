@@ -25,7 +25,7 @@ from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.options import IDENTITY_IF_CHANGED
 from calibjax.train import AtsOptions, head_notes, load_head
-from calibjax.train.hidden_cache import array_hash
+from calibjax.train.curves import array_hash
 
 METHODS = ("consistency", "discrete_semantic_entropy", "minimum")
 FITTED = ("cross-entropy", "joint", "brier", "focal", "label-smoothing", "selective")
@@ -142,7 +142,9 @@ def _fitted(study: AnswerStudy, options: ConfidenceStudyOptions) -> Corrected:
     """Temperature scaling, feature clipping, and a head for each loss, fitted to --data and kept in heads/."""
     lm, log = study.lm, study.context.log
     sequences = options.text.read(str(options.data), lm, log)
-    variants = {loss: AtsOptions(loss=loss, refit_temperature=False) for loss in split_names(options.losses)}
+    variants = {
+        loss: AtsOptions(head="mlp", loss=loss, refit_temperature=False) for loss in split_names(options.losses)
+    }
     # Other text would be fitted anew; that answers are of other heads is then found by `claim_answers`.
     context = study.context.within("heads", array_hash(sequences._asdict())[:12])
     with jax.set_mesh(context.mesh):

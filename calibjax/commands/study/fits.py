@@ -25,18 +25,17 @@ from calibjax.data import Sequences
 from calibjax.eval.report import print_study, write_study
 from calibjax.eval.report.schema import StudyDocument
 from calibjax.heads import FittedHead
+from calibjax.losses import LOSSES
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import freeze
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, to_host
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import BatchSize, Count, Fraction, Positive, Range, check_options, run_identity
 from calibjax.runtime.sharding import check_batch
 from calibjax.train import AtsOptions, load_head, save_head
-from calibjax.train.ats import train_head
-from calibjax.train.hidden_cache import array_hash, sequence_arrays
+from calibjax.train.ats import fit_temperature_head, train_head
+from calibjax.train.curves import array_hash, token_curves
 from calibjax.train.options import make_plan
-from calibjax.train.temperature import fit_single_temperature
 
 SINGLE = "temperature"
 """Name of temperature scaling among the heads."""
@@ -68,7 +67,8 @@ class StudyOptions(BinningOptions, DirectoryOptions, ModelOptions):
     def variant(self, **changes: Any) -> AtsOptions:
         """Options of one head of the study: one loss, fitted on all sequences, no temperature refitted on top."""
         shared = {"epochs": self.epochs, "batch_size": self.batch_size, "learning_rate": self.learning_rate}
-        return AtsOptions(**{"loss": "joint", "refit_temperature": False, **shared, **changes})
+        default = {"head": "mlp", "features": "hidden_states", "loss": "joint", "refit_temperature": False}
+        return AtsOptions(**{**default, **shared, **changes})
 
     def identity(self, command: str, sequences: Mapping[str, Sequences]) -> dict[str, Any]:
         """Identity of a study: how heads are fitted, and the sequences; not the number of seeds."""
@@ -118,23 +118,22 @@ def fit_heads(
     if missing:
         plans = {name: make_plan(options, lm.config.hidden_size) for name, options in variants.items()}
         batch_size = next(iter(plans.values())).batch_size
-        arrays, given = sequence_arrays(lm, sequences, mode="auto", batch_size=batch_size, context=context)
-        of_sequences = {"windows": array_hash(sequences._asdict())}
+        heads = [plan.head for plan in plans.values()]
+        top_k = max(LOSSES[plan.trials[0].loss].top_k for plan in plans.values())
+        options: dict[str, Any] = {"top_k": top_k, "keep": "disk", "batch_size": batch_size}
+        tokens = token_curves(lm, sequences, heads, **options, context=context)
         bar = context.bar(missing, title=f"fitting {directory.name}", unit="head")
         for name, seed in bar:
             bar.set_postfix_str(f"{name}, seed {seed}")
             place = places[name, seed]
             fit = place.with_name(f"{place.name}.fit")
             if name == SINGLE:
-                frozen = freeze(lm, hidden_given=given)
-                head = fit_single_temperature(lm, frozen, arrays, batch_size)[1]
+                head = fit_temperature_head(lm, sequences, batch_size, tokens)
             else:
                 plan = plans[name]
-                frozen = freeze(lm, plan.head, hidden_given=given)
                 params = train_head(
-                    *(lm, plan, plan.trials[0], frozen, arrays),
+                    *(tokens, plan, plan.head, plan.trials[0]),
                     context=dataclasses.replace(context.silent(), directory=fit, seed=seed),
-                    identity=of_sequences,
                 )
                 head = FittedHead(plan.head, to_host(params), 0.0, lm.fingerprint)
             save_head(place, head)

@@ -1,0 +1,321 @@
+"""What heads are fitted on: the features and scale curves of every token, from one pass of the frozen model.
+
+The model is frozen, so its logits never change; only the scale does. The pass stores, for each token that counts, what
+heads read and the curves of `calibjax.kernels.vocab_curves`. From then on no loss, epoch, fold or head runs the model
+or touches the vocabulary.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from calibjax.data import Sequences, check_ids, eval_batches
+from calibjax.heads import FEATURES, HEADS, HeadConfig, head_features, join_features
+from calibjax.kernels import VocabCurves, vocab_curves
+from calibjax.models import LanguageModel
+from calibjax.models.config import DecoderConfig
+from calibjax.models.frozen import Frozen, batch_hidden, freeze, vocab_sharding
+from calibjax.runtime.context import RunContext
+from calibjax.runtime.distributed import is_first, on_first, to_host
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import read_json, write_file
+from calibjax.runtime.sharding import take_states
+
+Keep = Literal["disk", "memory"]
+_BLOCK = 512  # tokens of one pass over the vocabulary
+_NOTE_EVERY = 20.0  # seconds between notes of how far the pass is
+_FIELDS = tuple(field.name for field in dataclasses.fields(VocabCurves) if field.name != "scales")
+
+
+class TokenCurves(NamedTuple):
+    """The tokens of S sequences of T positions, without the model.
+
+    Attributes:
+        arrays: name -> `[S, T, ...]`: `where` and `segment_ids`, the fields of `VocabCurves`, and by their names the
+            features that cannot be computed from these. Each process holds all sequences.
+        scales: of the curves.
+        source: int `[S]`, the group of each sequence, as in `Sequences`.
+        fingerprint: of the frozen model.
+        hash: of the sequences and the model.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    scales: tuple[float, ...]
+    source: Int[np.ndarray, " S"]
+    fingerprint: str
+    hash: str
+
+    @property
+    def counted(self) -> Bool[np.ndarray, "S T"]:
+        """The tokens that a loss counts."""
+        return np.asarray(self.arrays["valid"])
+
+    def take(self, rows: Int[np.ndarray, " n"]) -> "TokenCurves":
+        """Some of the sequences."""
+        return self._replace(arrays={name: x[rows] for name, x in self.arrays.items()}, source=self.source[rows])
+
+    def flat(self, names: Sequence[str] = _FIELDS) -> dict[str, np.ndarray]:
+        """Arrays at the tokens that count, `[N, ...]`, in the order of the sequences."""
+        counted = self.counted
+        return {name: self.arrays[name][counted] for name in names if name in self.arrays}
+
+    def spread(self, values: Float[np.ndarray, " N"]) -> Float[np.ndarray, "S T"]:
+        """Values of the tokens that count at their positions; 0 elsewhere."""
+        out = np.zeros(self.counted.shape, values.dtype)
+        out[self.counted] = values
+        return out
+
+
+def curves_of(arrays: Mapping[str, Any], scales: tuple[float, ...]) -> VocabCurves:
+    """The curves among the arrays of a batch, or of `TokenCurves.flat`."""
+    fields: dict[str, Any] = {name: arrays.get(name) for name in _FIELDS}
+    return VocabCurves(**fields, scales=scales)
+
+
+def features_of(head: HeadConfig, arrays: Mapping[str, Any], scales: tuple[float, ...]) -> Float[Array, "*B F"]:
+    """What the head reads, from the arrays of a batch, or of `TokenCurves.flat`; float32."""
+    if "features" not in HEADS[head.kind].options:
+        return jnp.zeros((*arrays["valid"].shape, 1), jnp.float32)
+    reads_curves = any(FEATURES[name].of_statistics for name in head.features)
+    return join_features(head.features, arrays, curves_of(arrays, scales).at(1.0) if reads_curves else None)
+
+
+def stored_features(heads: Sequence[HeadConfig]) -> tuple[str, ...]:
+    """The features of these heads that cannot be computed from the curves."""
+    names = (name for head in heads for name in head.features if "features" in HEADS[head.kind].options)
+    return tuple(sorted({name for name in names if FEATURES[name].of_statistics is None}))
+
+
+def token_curves(
+    lm: LanguageModel,
+    sequences: Sequences,
+    heads: Sequence[HeadConfig] = (),
+    *,
+    top_k: int = 0,
+    keep: Keep = "memory",
+    batch_size: int = 16,
+    context: RunContext,
+) -> TokenCurves:
+    """Runs the frozen model once over all sequences, on the current mesh (`jax.set_mesh`).
+
+    Args:
+        lm: the frozen model.
+        sequences: S sequences of T positions.
+        heads: what they read is stored.
+        top_k: how many of the largest logits to store, for losses that read them.
+        keep: "disk": in files in `context.directory`, from which a killed pass resumes, and which a later call with the
+            same arguments reads; "memory".
+        batch_size: sequences per forward pass.
+        context: directory, log and progress.
+
+    Returns:
+        `TokenCurves`.
+
+    Raises:
+        UserError: no token counts, ids are not of the model's vocabulary, or the files cannot be written.
+    """
+    check_ids(sequences, lm.config.vocab_size)
+    features = stored_features(heads)
+    top_k = min(top_k, lm.config.vocab_size)
+    run = functools.partial(_run, lm.config, lm.dtype, features)
+    frozen = freeze(lm, *heads)
+    needed = {name: getattr(sequences, name) for name in ("tokens", "targets", "where", "segment_ids", "positions")}
+    batch = {name: jax.ShapeDtypeStruct((batch_size, x.shape[1]), x.dtype) for name, x in needed.items()}
+    hidden, stored = jax.eval_shape(run, frozen, batch)
+    index = jax.ShapeDtypeStruct((_BLOCK,), jnp.int32)
+    block = functools.partial(_block, lm.config, lm.dtype, top_k)
+    curves = jax.eval_shape(block, frozen, hidden, batch["targets"], index, index)
+    count, length = sequences.tokens.shape
+    shapes = {name: ((count, *x.shape[1:]), x.dtype) for name, x in stored.items()}
+    shapes |= {
+        name: ((count, length, *x.shape[1:]), x.dtype) for name in _FIELDS if (x := getattr(curves, name)) is not None
+    }
+    size = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
+    tokens = int(sequences.where.sum())
+    identity = {
+        "model": lm.fingerprint,
+        "sequences": array_hash(sequences._asdict()),
+        "arrays": {name: [list(shape), str(dtype)] for name, (shape, dtype) in shapes.items()},
+        "scales": list(curves.scales),
+        "batch_size": batch_size,
+    }
+    place = context.require_directory() / "frozen" if keep == "disk" else None
+    where = "in memory" if place is None else f"in {place}"
+    context.log(f"frozen pass: {tokens:,} tokens of {count:,} sequences; it is kept {where} ({_readable(size)})")
+    store = _Store(place, shapes, identity)
+    bar = context.bar(title="frozen pass", unit="sequence", total=count, initial=store.done)
+    last = time.monotonic()
+    start = 0
+    for batch, real in eval_batches(needed, batch_size):
+        if start >= store.done:
+            hidden, stored = run(frozen, batch)
+            rows = slice(start, start + real)
+            for name, array in to_host(stored).items():
+                store.write(name, rows, array[:real])
+            _write_curves(store, start, sequences, rows, functools.partial(block, frozen, hidden, batch["targets"]))
+            bar.update(real)
+            if time.monotonic() - last > _NOTE_EVERY or start + real == count:
+                store.note(start + real)
+                last = time.monotonic()
+        start += real
+    bar.close()
+    arrays = {"where": sequences.where, "segment_ids": sequences.segment_ids, **store.arrays()}
+    digest = f"{lm.fingerprint}-{identity['sequences']}"
+    return TokenCurves(arrays, curves.scales, sequences.source, lm.fingerprint, digest)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(config, dtype, features, frozen, batch):
+    """Hidden states `[B, T, D]`, and the features to store, `[B, T, F]` each."""
+    hidden = batch_hidden(config, frozen, batch, dtype)
+    options = {"covariance": frozen.covariance, "bias": frozen.bias, "softcap": config.logit_softcap}
+    options["sharding"] = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
+    real = (batch["segment_ids"] > 0)[..., None]
+    stored = {name: head_features((name,), hidden, frozen.unembedding.astype(dtype), **options) for name in features}
+    return hidden, {name: jnp.where(real, x, 0) for name, x in stored.items()}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _block(config, dtype, top_k, frozen, hidden, targets, row, position):
+    """The curves of some tokens of a batch."""
+    return vocab_curves(
+        take_states(hidden, row, position),
+        frozen.unembedding.astype(dtype),
+        targets[row, position],
+        bias=frozen.bias,
+        softcap=config.logit_softcap,
+        top_k=top_k,
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
+    )
+
+
+def frozen_pass(
+    config: DecoderConfig, dtype: DTypeLike, features: tuple[str, ...], frozen: Frozen, batch: Mapping[str, Array]
+) -> tuple[dict[str, Array], VocabCurves]:
+    """What `token_curves` computes of a batch in which every token counts, as one function: for `plan`."""
+    hidden, stored = _run(config, dtype, features, frozen, batch)
+    rows, length = batch["targets"].shape
+    number = jnp.arange(-(-rows * length // _BLOCK) * _BLOCK, dtype=jnp.int32).reshape(-1, _BLOCK) % (rows * length)
+
+    def block(number: Int[Array, " n"]) -> VocabCurves:
+        return _block(config, dtype, 0, frozen, hidden, batch["targets"], number // length, number % length)
+
+    return stored, jax.lax.map(block, number)
+
+
+def _write_curves(store: "_Store", start: int, sequences: Sequences, rows: slice, block: Any) -> None:
+    """Computes and stores the curves of the tokens of these sequences that count, in blocks of one size."""
+    row, position = np.nonzero(sequences.where[rows] & (sequences.targets[rows] != -100))
+    for first in range(0, len(row), _BLOCK):
+        at = [np.pad(x[first : first + _BLOCK], (0, max(0, first + _BLOCK - len(x)))) for x in (row, position)]
+        curves = to_host(block(*(np.asarray(x, np.int32) for x in at)))
+        real = min(_BLOCK, len(row) - first)
+        for name in _FIELDS:
+            if (values := getattr(curves, name)) is not None:
+                store.write(name, (start + at[0][:real], at[1][:real]), values[:real])
+
+
+class _Store:
+    """Arrays in memory, or in files of a directory with a note of what they hold, written by the first process."""
+
+    def __init__(self, directory: Path | None, shapes: Mapping[str, Any], identity: dict[str, Any]):
+        self._directory, self._shapes, self._identity = directory, shapes, identity
+        self.done = 0
+        """Sequences that are complete."""
+        if directory is None:
+            self._arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes.items()}
+            return
+        self.done = int(on_first(self._begin))
+        self._arrays = self._map("r+") if is_first() else {}
+
+    def _begin(self) -> int:
+        assert self._directory is not None
+        note = self._read_note()
+        if note is not None:
+            return note
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._note_file.unlink(missing_ok=True)
+            for name, (shape, dtype) in self._shapes.items():
+                file = self._file(name)
+                file.unlink(missing_ok=True)
+                with file.open("xb") as fresh:  # a write to a mapped page without a block on the disk ends the process
+                    os.posix_fallocate(fresh.fileno(), 0, max(math.prod(shape) * np.dtype(dtype).itemsize, 1))
+        except OSError as error:
+            for name in self._shapes:
+                with contextlib.suppress(OSError):
+                    self._file(name).unlink()
+            raise UserError(f"cannot keep the frozen pass in {self._directory}: {error}. Use --keep memory.") from error
+        return 0
+
+    @property
+    def _note_file(self) -> Path:
+        assert self._directory is not None
+        return self._directory / "note.json"
+
+    def _file(self, name: str) -> Path:
+        assert self._directory is not None
+        return self._directory / f"{name}.bin"
+
+    def _read_note(self) -> int | None:
+        """The number of sequences that the files hold of this pass; None where they are of another, or incomplete."""
+        try:
+            note = read_json(self._note_file)
+            sizes = {name: self._file(name).stat().st_size for name in self._shapes}
+        except (ValueError, OSError):
+            return None
+        expected = {
+            name: max(math.prod(shape) * np.dtype(dtype).itemsize, 1) for name, (shape, dtype) in self._shapes.items()
+        }
+        if not isinstance(note, dict) or note.get("identity") != self._identity or sizes != expected:
+            return None
+        return int(note["done"])
+
+    def _map(self, mode: Literal["r", "r+"]) -> dict[str, np.ndarray]:
+        return {
+            name: np.memmap(self._file(name), dtype, mode, shape=shape) for name, (shape, dtype) in self._shapes.items()
+        }
+
+    def write(self, name: str, at: Any, values: np.ndarray) -> None:
+        if name in self._arrays:
+            self._arrays[name][at] = values
+
+    def note(self, done: int) -> None:
+        """Writes that the first `done` sequences are complete, after they are on the disk."""
+        if self._directory is None:
+            return
+        for array in self._arrays.values():
+            assert isinstance(array, np.memmap)
+            array.flush()
+        on_first(lambda: write_file(self._note_file, json.dumps({"identity": self._identity, "done": done})))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return self._arrays if self._directory is None else self._map("r")
+
+
+def array_hash(arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256, hex, of the arrays' names, dtypes, shapes and contents."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _readable(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,227 @@
+"""Linear heads and temperature scaling, fitted to all tokens at once on their scale curves.
+
+u = log s = b + w·f̂ with standardised features f̂, and the objective mean ℓ(u) + ½ decay |w_D|², where w_D are the
+weights of the features as wide as the model. The statistics of the logits are few and are not penalised.
+
+With ℓ the negative log-likelihood, ∂ℓ/∂u = s (E_p[z] − z_y), whose derivative has the expectation s² Var_p[z] (Fisher).
+So H = Σ s² Var_p[z] f̂ f̂ᵀ / N at temperature scaling's s is nearly the Hessian of every fit on these tokens, whatever
+the fold, loss or decay. L-BFGS in the coordinates v = Lᵀ[b, w], with L Lᵀ = H + decay, needs some ten passes.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+from jaxtyping import Array, Float
+
+from calibjax import recalibrate
+from calibjax.heads import FEATURES, MAX_SCALE, MIN_SCALE, HeadConfig
+from calibjax.kernels import VocabCurves
+from calibjax.losses import LOSSES, curve_loss
+from calibjax.recalibrate.solvers import lbfgs
+from calibjax.runtime.distributed import to_host
+from calibjax.runtime.sharding import context_mesh, local_rows, place_rows
+from calibjax.train.curves import TokenCurves, curves_of, features_of
+
+_SUM = 512  # tokens that are added in float32; the rest of a sum is in float64
+_RIDGE = 1e-6  # of the mean curvature: for features that are constant, or depend on others
+_FREE_DECAY = 1e-3  # of the statistics of the logits
+_BOUNDS = (math.log(MIN_SCALE), math.log(MAX_SCALE))
+_ITERATIONS, _RELATIVE, _SLOPE = 60, 1e-8, 3e-5  # of L-BFGS; below, float32 sums are noise
+
+
+class Design(NamedTuple):
+    """The tokens of a fit and their standardised features, on the devices; N is padded to whole sums.
+
+    Attributes:
+        head: the linear head.
+        features: float32 `[N, F]`, mean 0 and variance 1 over the tokens that count.
+        mean, deviation: float64 `[F]`.
+        decayed: bool `[F]`, the features whose weights are penalised.
+        curves: `VocabCurves` of N tokens.
+        curvature: float64 `[1 + F, 1 + F]`, H of bias and weights.
+        start: log s of temperature scaling.
+        tokens: N without padding.
+    """
+
+    head: HeadConfig
+    features: Float[Array, "N F"]
+    mean: np.ndarray
+    deviation: np.ndarray
+    decayed: np.ndarray
+    curves: VocabCurves
+    curvature: np.ndarray
+    start: float
+    tokens: int
+
+
+def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
+    """The tokens that count and what `head` reads, standardised; `start`: log s of temperature scaling on them."""
+    arrays = tokens.flat([*tokens.arrays])
+    count = len(arrays["valid"])
+    features = np.asarray(features_of(head, arrays, tokens.scales), np.float32)
+    mean = features.mean(axis=0, dtype=np.float64)
+    features = features - mean.astype(np.float32)
+    deviation = np.sqrt(np.square(features).mean(axis=0, dtype=np.float64))
+    deviation = np.where(deviation > 1e-6 * np.abs(mean), deviation, 1.0)
+    deviation = np.where(deviation > 0, deviation, 1.0)
+    features /= deviation.astype(np.float32)
+    widths = [(FEATURES[name].width is None, FEATURES[name].width or head.hidden_size) for name in head.features]
+    decayed = np.repeat([wide for wide, _ in widths], [width for _, width in widths])
+    placed = _place({"features": features, **{name: arrays[name] for name in arrays if name in _names()}})
+    features = placed.pop("features")
+    curves = curves_of(placed, tokens.scales)
+    curvature = np.asarray(to_host(_gram(features, curves, jnp.float32(start))), np.float64) / count
+    return Design(head, features, mean, deviation, decayed, curves, curvature, start, count)
+
+
+def _names() -> set[str]:
+    return set(VocabCurves.__dataclass_fields__) - {"scales"}
+
+
+def _place(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The arrays padded to whole sums and to the devices, as rows of the current mesh."""
+    mesh = context_mesh()
+    rows = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    multiple = math.lcm(_SUM, rows)
+    count = len(next(iter(arrays.values())))
+    padding = -count % multiple
+    part = local_rows(mesh, count + padding)
+
+    def padded(x: np.ndarray) -> np.ndarray:
+        return np.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))[part]
+
+    placed = place_rows(mesh, {name: padded(x) for name, x in arrays.items()})
+    return placed if mesh is not None else jax.device_put(placed)
+
+
+@jax.jit
+def _gram(features: Float[Array, "N F"], curves: VocabCurves, log_scale: Float[Array, ""]) -> Float[Array, "G G"]:
+    """Σ s² Var_p[z] [1, f̂] [1, f̂]ᵀ at one scale."""
+    scale = jnp.exp(log_scale)
+    weight = jnp.where(curves.valid, scale**2 * curves.at(scale).require("logit_variance"), 0.0)
+    extended = jnp.concatenate([jnp.ones((len(features), 1)), features], axis=1)
+    return jnp.matmul((weight[:, None] * extended).T, extended, precision=jax.lax.Precision.HIGHEST)
+
+
+class Problem(NamedTuple):
+    """What is minimised. Static in compiled functions.
+
+    Attributes:
+        loss: a name of `LOSSES`.
+        alpha: its main weight, or None.
+    """
+
+    loss: str
+    alpha: float | None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _value_and_slope(problem: Problem, x: Float[Array, " G"], features, curves: VocabCurves, weights):
+    """Sums of the loss over `_SUM` tokens at a time, and the gradient of their sum, at bias and weights x."""
+
+    def total(x: Array) -> tuple[Array, Array]:
+        hyper = {} if problem.alpha is None else {"alpha": problem.alpha}
+        values, _ = curve_loss(LOSSES[problem.loss], curves, jnp.exp(_log_scale(x, features)), hyper=hyper)
+        sums = jnp.sum(jnp.where(weights > 0, weights * values, 0.0).reshape(-1, _SUM), axis=1)
+        return jnp.sum(sums), sums
+
+    (_, sums), slope = jax.value_and_grad(total, has_aux=True)(x)
+    return sums, slope
+
+
+@jax.jit
+def _log_scale(x: Float[Array, " G"], features: Float[Array, "N F"]) -> Float[Array, " N"]:
+    raw = x[0] + jnp.matmul(features, x[1:], precision=jax.lax.Precision.HIGHEST)
+    return jnp.clip(raw, *_BOUNDS)
+
+
+def solve(
+    design: Design,
+    problem: Problem,
+    decay: float,
+    weights: Float[np.ndarray, " N"] | None = None,
+    start: Float[np.ndarray, " G"] | None = None,
+) -> Float[np.ndarray, " G"]:
+    """Bias and weights `[1 + F]`, float64, of the standardised features, with the least objective.
+
+    Args:
+        design: the tokens.
+        problem: the loss.
+        decay: penalty of the weights that are penalised, at least 0.
+        weights: of the tokens, 0 for those that the fit must not see; None: 1.
+        start: where to begin, such as the solution for a larger decay; None: temperature scaling.
+    """
+    padded = np.zeros(len(design.features), np.float32)
+    padded[: design.tokens] = 1.0 if weights is None else weights
+    count = float(padded.sum(dtype=np.float64))
+    placed = _place({"weights": padded})["weights"]
+    penalty = np.concatenate([[0.0], np.where(design.decayed, decay, _FREE_DECAY)])
+    ridge = _RIDGE * np.trace(design.curvature) / len(penalty)
+    lower = np.linalg.cholesky(design.curvature + np.diag(penalty + ridge))
+    first = np.concatenate([[design.start], np.zeros(len(penalty) - 1)]) if start is None else start
+
+    def objective(v: np.ndarray) -> tuple[float, np.ndarray]:
+        x = first + scipy.linalg.solve_triangular(lower, v, lower=True, trans=1)
+        at = jnp.asarray(x, jnp.float32)
+        sums, slope = to_host(_value_and_slope(problem, at, design.features, design.curves, placed))
+        value = np.asarray(sums, np.float64).sum() / count + 0.5 * (penalty * x) @ x
+        gradient = np.asarray(slope, np.float64) / count + penalty * x
+        return value, scipy.linalg.solve_triangular(lower, gradient, lower=True)
+
+    end = lbfgs(objective, np.zeros_like(first), -np.inf, np.inf, _ITERATIONS, (_RELATIVE, _SLOPE))
+    return first + scipy.linalg.solve_triangular(lower, end.x, lower=True, trans=1)
+
+
+def predict(design: Design, x: Float[np.ndarray, " G"]) -> Float[np.ndarray, " N"]:
+    """log s of every token, float32, within the bounds of a head."""
+    return to_host(_log_scale(jnp.asarray(x, jnp.float32), design.features))[: design.tokens]
+
+
+def head_params(design: Design, x: Float[np.ndarray, " G"]) -> dict[str, Any]:
+    """The parameters of the linear head on features that are not standardised."""
+    kernel = x[1:] / design.deviation
+    bias = x[0] - kernel @ design.mean
+    return {"output": {"kernel": kernel.astype(np.float32)[:, None], "bias": np.array([bias], np.float32)}}
+
+
+def fit_temperature(tokens: TokenCurves) -> recalibrate.TemperatureFit:
+    """Temperature scaling: the likelihood of the target, within the bounds of every head."""
+    return recalibrate.fit_temperature(likelihood(tokens), bounds=_BOUNDS)
+
+
+def likelihood(
+    tokens: TokenCurves, log_scale: Float[np.ndarray, " N"] | None = None, *, top_label: bool = False
+) -> Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]:
+    """The likelihood of the tokens as a function of a factor e^u on every scale; groups are sequences.
+
+    Args:
+        tokens: the tokens.
+        log_scale: of those that count; None: 0.
+        top_label: see `recalibrate.likelihood_sums`.
+    """
+    arrays = tokens.flat()
+    count = len(arrays["valid"])
+    sequence = np.repeat(np.arange(len(tokens.source)), tokens.counted.sum(axis=1))
+    arrays["log_scale"] = np.zeros(count, np.float32) if log_scale is None else log_scale
+    placed = _place(arrays)
+    own = placed.pop("log_scale")
+    curves = curves_of(placed, tokens.scales)
+
+    def sums_at(u: Float[Array, ""]) -> Iterator[recalibrate.LikelihoodSums]:
+        sums = to_host(_likelihood(top_label, curves, own + u))
+        grouped = (np.bincount(sequence, np.asarray(x[:count], np.float64), len(tokens.source)) for x in sums)
+        yield recalibrate.LikelihoodSums(*grouped)
+
+    return sums_at
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _likelihood(top_label: bool, curves: VocabCurves, log_scale: Float[Array, " N"]) -> recalibrate.LikelihoodSums:
+    alone = jax.tree.map(lambda x: x[:, None], curves)
+    return recalibrate.likelihood_sums(alone.at(jnp.exp(log_scale)[:, None]), top_label=top_label)

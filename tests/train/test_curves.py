@@ -1,0 +1,121 @@
+"""The frozen pass: what it stores, on disk as in memory, after a kill as without one."""
+
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import answered, dense_log_probs, make_lm, make_sequences, ragged, silent
+
+from calibjax import fit_ats
+from calibjax.heads import FEATURES, HeadConfig, head_features
+from calibjax.runtime.errors import UserError
+from calibjax.train import AtsOptions, curves
+from calibjax.train.curves import curves_of, features_of, token_curves
+
+LM = make_lm()
+SEQUENCES = ragged(make_sequences(21))
+HEAD = HeadConfig(kind="linear", hidden_size=16, features=tuple(FEATURES))
+
+
+def run(directory, keep="disk", lm=LM, sequences=SEQUENCES, **options):
+    lines = []
+    context = silent(directory, log=lines.append)
+    with jax.set_mesh(context.mesh):
+        options = {"batch_size": 4, "top_k": 3, **options}
+        return token_curves(lm, sequences, [HEAD], keep=keep, context=context, **options), lines
+
+
+@pytest.mark.parametrize(("keep", "dtype"), [("memory", jnp.float32), ("disk", jnp.bfloat16)])
+def test_stored_are_features_and_curves_of_the_tokens_that_count(tmp_path, keep, dtype):
+    """Against the dense logits in float64, at a scale that is no node; and zeros elsewhere."""
+    lm = make_lm(dtype=dtype)
+    tokens, lines = run(tmp_path, keep, lm)
+    where = SEQUENCES.where
+    np.testing.assert_array_equal(tokens.counted, where)
+    stats = curves_of({name: jnp.asarray(x) for name, x in tokens.arrays.items()}, tokens.scales).at(0.7)
+    expected = np.take_along_axis(dense_log_probs(lm, SEQUENCES, np.log(0.7)), SEQUENCES.targets[..., None], -1)[..., 0]
+    tolerance = {"float32": 2e-5, "bfloat16": 0.2}[jnp.dtype(dtype).name]
+    np.testing.assert_allclose(np.asarray(stats.log_prob())[where], expected[where], atol=tolerance)
+    np.testing.assert_array_equal(np.asarray(stats.log_prob())[~where], 0.0)
+    hidden = lm.hidden_states(SEQUENCES.tokens, segment_ids=SEQUENCES.segment_ids, positions=SEQUENCES.positions)
+    assert tokens.arrays["hidden_states"].dtype == hidden.dtype
+    assert tokens.arrays["top_logits"].shape == (*where.shape, 3)
+    features = features_of(HEAD, tokens.flat([*tokens.arrays]), tokens.scales)
+    whole = head_features(HEAD.features, hidden, lm.unembedding.astype(dtype))
+    np.testing.assert_allclose(features, np.asarray(whole)[where], rtol=tolerance, atol=tolerance)
+    assert lines[0].startswith(f"frozen pass: {where.sum()} tokens of 21 sequences; it is kept ")
+    assert ("in memory" in lines[0]) == (keep == "memory")
+
+
+def test_files_are_read_again_only_where_they_are_of_the_same_pass(tmp_path, monkeypatch):
+    first = {name: np.array(x) for name, x in run(tmp_path)[0].arrays.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(curves, "_write_curves", _die)
+        chex.assert_trees_all_equal(first, dict(run(tmp_path)[0].arrays))
+    changes = (
+        {"lm": make_lm(seed=4)},
+        {"sequences": ragged(make_sequences(21, seed=1))},
+        {"batch_size": 3},
+        {"top_k": 4},
+    )
+    for change in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(curves, "_write_curves", _die)
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path, **change)
+
+
+def _die(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("note", ["", "{", "[]", '{"identity": {}, "done": 21}'])
+def test_note_that_is_damaged_or_of_another_pass(tmp_path, note):
+    first = {name: np.array(x) for name, x in run(tmp_path)[0].arrays.items()}
+    (tmp_path / "frozen/note.json").write_text(note)
+    chex.assert_trees_all_equal(first, dict(run(tmp_path)[0].arrays))
+    assert json.loads((tmp_path / "frozen/note.json").read_text())["done"] == 21
+
+
+def test_a_killed_pass_goes_on_after_the_last_note(tmp_path, monkeypatch):
+    """With a note after every batch, a pass that is killed in the fourth computes the first three only once."""
+    monkeypatch.setattr(curves, "_NOTE_EVERY", 0.0)
+    whole = dict(run(tmp_path / "whole", keep="memory")[0].arrays)
+    forward, calls = curves._run, []
+
+    def count(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5:  # the first call only asks for shapes
+            raise KeyboardInterrupt
+        return forward(*arguments)
+
+    monkeypatch.setattr(curves, "_run", count)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    assert json.loads((tmp_path / "frozen/note.json").read_text())["done"] == 12
+    calls[:] = [None] * 10
+    resumed = dict(run(tmp_path)[0].arrays)
+    assert len(calls) == 10 + 1 + 3, "batches 4, 5 and 6"
+    chex.assert_trees_all_equal(whole, resumed)
+
+
+def test_no_room_to_write(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot keep the frozen pass in .* Use --keep memory"):
+        run(tmp_path / "file" / "directory")
+
+
+def test_ids_of_another_vocabulary(tmp_path):
+    with pytest.raises(UserError, match="expected ids from 0 to 23, got 24"):
+        run(tmp_path, sequences=SEQUENCES._replace(tokens=SEQUENCES.tokens + 1))
+
+
+def test_the_same_head_whichever(tmp_path):
+    sequences, heads = answered(LM, ragged(make_sequences(64))), {}
+    for keep in ("memory", "disk"):
+        options = AtsOptions(head="mlp", loss="joint", epochs=3, refit_temperature=False, batch_size=8, keep=keep)
+        heads[keep] = fit_ats(LM, sequences, options, silent(tmp_path / keep)).head
+    chex.assert_trees_all_equal(heads["memory"].params, heads["disk"].params)
