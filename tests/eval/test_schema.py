@@ -10,6 +10,7 @@ import report_documents
 from calibjax.eval.compare.results import print_comparison
 from calibjax.eval.report import figures, page, print_report, print_study
 from calibjax.eval.report.page import Run
+from calibjax.eval.report.rows import winner
 from calibjax.eval.report.schema import SCHEMA, check_document, read_metrics, read_tokens
 from calibjax.eval.report.studies import study_figures
 from calibjax.eval.report.verdicts import comparison_verdict, lhts_verdict, set_verdict, study_verdict, verdict
@@ -130,34 +131,72 @@ def test_the_path_of_the_entry_is_named(documents, tmp_path):
 # --- verdicts ---
 
 
-def compared(log_losses, reference="temperature", **against):
+def compared(log_losses, unconverged=(), reference="temperature", **against):
     rows = {
         name: {"log_loss": value, "against": {"log_loss": against[name]} if name in against else {}}
         for name, value in log_losses.items()
     }
-    return {"methods": rows, "reference": reference, "sort": "ece"}
+    return {"methods": rows, "reference": reference, "sort": "ece", "not_converged": list(unconverged)}
 
 
-def difference(value, noise):
-    return {"difference": value, "low": value - noise, "high": value + noise}
+def difference(value, noise, p=0.01):
+    return {"difference": value, "low": value - noise, "high": value + noise, "holm_p": p}
+
+
+LOWER, NOISE = difference(-0.1, 0.05), difference(-0.1, 0.2, 0.9)
 
 
 @pytest.mark.parametrize(
-    ("results", "expected"),
+    ("results", "best", "expected"),
     [
         (
-            compared({"temperature": 0.5, "ats": 0.4}, ats=difference(-0.1, 0.05)),
+            compared({"temperature": 0.5, "ats": 0.4}, ats=LOWER),
+            "ats",
             "ATS wins: its log loss, 0.4000, is significantly below 0.5000 of temperature scaling (-.1000",
         ),
-        (compared({"temperature": 0.5, "ats": 0.4}, ats=difference(-0.1, 0.2)), "WARNING: no method beats temperature"),
-        (compared({"temperature": 0.3, "ats": 0.4}, ats=difference(0.1, 0.05)), "WARNING: no method beats temperature"),
-        (compared({"temperature": None, "ats": 0.4}), "Lowest log loss: ATS, 0.4000; temperature scaling has no"),
-        (compared({"temperature": None, "ats": None}), "WARNING: every method has an infinite log loss"),
+        (compared({"temperature": 0.5, "ats": 0.4}, ats=NOISE), "temperature", "WARNING: no method beats temperature"),
+        # An interval below 0 that the correction for the number of methods does not support.
+        (
+            compared({"temperature": 0.5, "ats": 0.4}, ats=difference(-0.1, 0.05, 0.06)),
+            "temperature",
+            "WARNING: no method beats temperature scaling beyond noise, log loss 0.5000; the lowest is 0.4000 of ATS",
+        ),
+        (
+            compared({"temperature": 0.3, "ats": 0.4}, ats=difference(0.1, 0.05)),
+            "temperature",
+            "WARNING: no method beats temperature",
+        ),
+        # Every row is judged: the lowest log loss is noise, or did not converge, and the second is significant.
+        (compared({"x": 0.38, "ats": 0.4, "temperature": 0.5}, x=NOISE, ats=LOWER), "ats", "ATS wins"),
+        (compared({"x": 0.3, "ats": 0.4, "temperature": 0.5}, ["x"], x=LOWER, ats=LOWER), "ats", "ATS wins"),
+        (compared({"x": 0.3, "temperature": 0.5}, ["x"], x=LOWER), "temperature", "WARNING: no method beats temp"),
+        (
+            compared({"temperature": None, "ats": 0.4}),
+            "ats",
+            "Lowest log loss: ATS, 0.4000; temperature scaling has no",
+        ),
+        (compared({"temperature": None, "ats": None}), "temperature", "WARNING: every method has an infinite log loss"),
     ],
 )
-def test_comparison_verdict(results, expected):
+def test_comparison_verdict(results, best, expected):
+    assert winner(results) == best
     assert comparison_verdict(results).startswith(expected)
     assert set_verdict(results) == comparison_verdict(results)
+
+
+@pytest.mark.parametrize(
+    ("value", "noise", "expected"),
+    [
+        (-0.2, 0.1, "significantly below 0.6000 uncalibrated"),
+        (0.2, 0.1, "significantly above 0.6000 uncalibrated"),
+        (-0.1, 0.2, "not different beyond noise from 0.6000 uncalibrated"),
+    ],
+)
+def test_comparison_with_uncalibrated(value, noise, expected):
+    results = compared({"temperature": 0.5, "ats": 0.4, "uncalibrated": 0.6}, ats=LOWER)
+    results["methods"]["ats"]["against_uncalibrated"] = {"log_loss": difference(value, noise)}
+    assert expected in comparison_verdict(results)
+    assert "uncalibrated" not in comparison_verdict(compared({"temperature": 0.5, "uncalibrated": None}))
 
 
 @pytest.mark.parametrize(

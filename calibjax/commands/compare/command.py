@@ -27,6 +27,7 @@ from calibjax.eval.compare.contenders import (
     with_confidence,
 )
 from calibjax.eval.compare.results import comparison_json, print_comparison
+from calibjax.eval.report.rows import winner
 from calibjax.eval.report.schema import CompareDocument
 from calibjax.recalibrate import METHODS, Predictions, fit_daca
 from calibjax.recalibrate.saved import save
@@ -85,7 +86,7 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> CompareD
         write_results(document, options.out)
         files.append(f"results in {options.out}: report.html, metrics.json, reliability.png")
     if options.save is not None:
-        files.append(_save_first(options.save, next(iter(methods)), results, material))
+        files.append(_save_winner(options.save, winner(document["held_out"]), results, material))
     if not is_first():
         return document
     if not options.json:
@@ -95,11 +96,11 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> CompareD
     return document
 
 
-def _save_first(directory: Path, name: str, results: dict[str, Result], material: Material) -> str:
-    """Writes the fitted state of the first row; returns a line on it."""
+def _save_winner(directory: Path, name: str, results: dict[str, Result], material: Material) -> str:
+    """Writes the fitted state of the method that the verdict names; returns a line on it."""
     state = results[name].state
     if state is None:
-        return f"nothing saved in {directory}: the uncalibrated predictions are the first row"
+        return f"nothing saved in {directory}: no method is better than the uncalibrated predictions"
     if material.save_head is not None and name in ("temperature", "ats"):
         material.save_head(directory, state)
         return f"{name} saved in {directory}, for generate --head, eval tasks --head and calibjax.load_head"

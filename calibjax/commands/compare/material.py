@@ -44,7 +44,7 @@ class CompareOptions(BinningOptions, OutputOptions, ColumnOptions, TextOptions, 
         methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
             are predictions; the base model and temperature scaling are always shown.
         out: directory for metrics.json, report.html and reliability.png; without it only the table is printed.
-        save: new directory for the fitted first row of the table, for `calibjax apply` and `recalibrate.load`.
+        save: new directory for the fitted winner, or else temperature scaling, for `calibjax apply`.
         fit_fraction: fraction of the data to fit on; of a table, rows (or groups) drawn at random.
         max_tokens: of text, predictions in each part at most, whole sequences drawn at random.
         sort: figure that the rows are ordered by, best first.

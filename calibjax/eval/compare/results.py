@@ -7,9 +7,19 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from calibjax import metrics
-from calibjax.eval.compare.contenders import Outcome, Result
+from calibjax.eval.compare.contenders import Outcome, Result, not_converged
 from calibjax.eval.figures_json import accuracy_of_bins, curve_json, ece_json, reliability_json
-from calibjax.eval.report.rows import ABSENT, UNCONVERGED, TextTable, binning, figure_of, short, signed, title_of
+from calibjax.eval.report.rows import (
+    ABSENT,
+    UNCONVERGED,
+    TextTable,
+    binning,
+    figure_of,
+    short,
+    signed,
+    title_of,
+    winner,
+)
 from calibjax.eval.report.schema import ComparedRow, ComparisonSet, Difference
 from calibjax.eval.report.terminal import print_result
 from calibjax.eval.report.verdicts import comparison_verdict
@@ -51,7 +61,7 @@ def comparison_json(
     (`metrics.error_interval`), adaptive_ece, smooth_ece, auroc; `changed`, the number of predictions that the method
     changed; parameters, fit_seconds. `against` holds, for each of `COMPARED`, the difference from `reference`:
     difference, 95% interval, fraction of resamples in which it is lower, p-value (`metrics.Comparison`), and that
-    p-value corrected for the number of rows compared (`metrics.holm`).
+    p-value corrected for the number of rows compared (`metrics.holm`); `against_uncalibrated` the same, uncorrected.
 
     Args:
         results: name -> result. `changed` counts from "uncalibrated", or else from the first.
@@ -60,7 +70,7 @@ def comparison_json(
         bins, closed: of the reliability bins.
         resamples: of the bootstrap.
         seed: of the bootstrap.
-        sort: figure to order the rows by.
+        sort: figure to order the rows by; fits that did not converge follow the others.
     """
     options: dict[str, Any] = {"resamples": resamples, "seed": seed}
     binning_of_sums: dict[str, Any] = {"groups": groups, "bins": bins, "closed": closed, "seed": seed}
@@ -73,13 +83,14 @@ def comparison_json(
     for name, result in results.items():
         pair = result.outcome.confidence, result.outcome.correct
         rows[name]["curve"] = curve_json(metrics.reliability_curve(*pair, groups=groups, seed=seed))
-    if reference in rows:
-        for name, row in rows.items():
-            row["against"] = {}
-            if name != reference:
-                row["against"] = _differences((row, rows[reference]), (resampled[name], resampled[reference]), options)
-        _correct(rows)
-    return dict(sorted(rows.items(), key=lambda item: _order(item[1], sort)))
+    for name, row in rows.items():
+        for field, other in (("against", reference), ("against_uncalibrated", "uncalibrated")):
+            if other in rows:
+                pairs = (row, rows[other]), (resampled[name], resampled[other])
+                row[field] = {} if name == other else _differences(*pairs, options)
+    _correct(rows)
+    unconverged = not_converged(results)
+    return dict(sorted(rows.items(), key=lambda item: (item[0] in unconverged, *_order(item[1], sort))))
 
 
 def _correct(rows: Mapping[str, ComparedRow]) -> None:
@@ -222,7 +233,7 @@ def comparison_table(held_out: ComparisonSet, where: str) -> TextTable:
         for name, row in held_out["methods"].items()
     ]
     title = f"{where}: {held_out['tokens']:,} {held_out['unit']}, by {held_out['sort'].replace('_', ' ')}"
-    return TextTable(title, columns, rows, best=(0,))
+    return TextTable(title, columns, rows, best=(list(held_out["methods"]).index(winner(held_out)),))
 
 
 def _failures(held_out: ComparisonSet) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from calibjax.eval.report.glossary import term
 from calibjax.eval.report.markup import Content, Markup, element
-from calibjax.eval.report.rows import figure_of, title_of, unit_of
+from calibjax.eval.report.rows import figure_of, title_of, unit_of, winner
 from calibjax.eval.report.schema import AnySet
 from calibjax.eval.report.tables import MINUS, change_of
 from calibjax.runtime.version import __version__
@@ -25,11 +25,11 @@ class Origin(NamedTuple):
 
 
 def pair_of(results: AnySet | Mapping[str, Any]) -> tuple[str, str]:
-    """The names of the rows before and after: of a comparison its best one, else what the run fitted."""
+    """The names of the rows before and after: of a comparison its winner, else what the run fitted."""
     names = list(results["methods"])
     before = next((name for name in BEFORE if name in names), names[0])
     if "sort" in results:
-        return before, next((name for name in names if name != before), before)
+        return before, winner(results)  # pyright: ignore[reportArgumentType]
     after = next((name for key in AFTER for name in names if name.partition("-")[0] == key), before)
     return before, after
 

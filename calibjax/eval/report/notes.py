@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from calibjax.eval.report.head import Origin
-from calibjax.eval.report.rows import unit_of
+from calibjax.eval.report.rows import unit_of, winner
 from calibjax.eval.report.schema import AnySet, Document
 
 FEW = 200
@@ -48,14 +48,14 @@ def usage(document: Document, origin: Origin) -> str:
         lines = ("import calibjax", "", f"lm = calibjax.load_model({str(Path(out) / 'model')!r})")
         return "\n".join((*lines, 'print(calibjax.evaluate(lm, "data.jsonl"))'))
     if command == "compare":
-        return _usage_of_comparison(next(iter(document["held_out"]["methods"])), model, out)
+        return _usage_of_comparison(winner(document["held_out"]), model, out)  # pyright: ignore[reportArgumentType]
     if command == "quickstart":
         return "calibjax train ats --model path/to/model --data data.jsonl --out runs/x"
     return ""
 
 
 def _usage_of_comparison(best: str, model: Any, out: Any) -> str:
-    """Commands that fit the first row again, keep it, and apply it; "" where that is the uncalibrated predictions."""
+    """Commands that fit the winner again, keep it, and apply it; "" where that is the uncalibrated predictions."""
     kept, run = shlex.quote(str(Path(out) / "best")), shlex.quote(str(Path(out) / "run.yaml"))
     if best == "uncalibrated":
         return ""

@@ -1,10 +1,11 @@
 """The rows of a report, in the terminal and on the page: titles, colours, columns and cells."""
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from calibjax.eval.report.schema import AnySet, Difference, Document
+from calibjax.eval.report.schema import AnySet, ComparisonSet, Difference, Document
 
 # Okabe and Ito's colour-blind safe set.
 COLOURS = {
@@ -162,6 +163,25 @@ def is_lower(against: Difference) -> bool:
 def is_higher(against: Difference) -> bool:
     """Whether a figure is significantly higher than the other: the interval of the difference lies above 0."""
     return against["low"] > 0
+
+
+def winner(results: ComparisonSet) -> str:
+    """The method of a comparison to use: that of the lowest log loss among those that beat temperature scaling.
+
+    Beaten is an interval of the difference below 0 and p < 0.05 after Holm's correction. A fit that did not converge
+    never wins. Temperature scaling where none does; where it has no finite log loss, the lowest of the others.
+    """
+    rows, reference = results["methods"], results["reference"]
+    unconverged = results.get("not_converged", ())
+    candidates = {n: row for n, row in rows.items() if n not in unconverged and row["log_loss"] is not None}
+    if figure_of(rows.get(reference, {}), "log_loss") is not None:
+        candidates = {n: row for n, row in candidates.items() if _beats(row.get("against", {}).get("log_loss"))}
+    fallback = reference if reference in rows else "uncalibrated"
+    return min(candidates, key=lambda name: candidates[name]["log_loss"] or 0.0, default=fallback)
+
+
+def _beats(against: Difference | None) -> bool:
+    return against is not None and is_lower(against) and against.get("holm_p", math.nan) < 0.05
 
 
 def significance_mark(against: Difference) -> str:

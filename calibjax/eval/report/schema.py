@@ -99,6 +99,7 @@ class RowBase(TypedDict):
     rmsce: NotRequired[float]
     debiased_ece: NotRequired[float]
     intervals: NotRequired[dict[str, Ends]]
+    against_uncalibrated: NotRequired[dict[str, Difference]]
 
 
 class MethodRow(RowBase):

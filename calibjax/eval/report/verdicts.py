@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from calibjax.eval.report import answer_studies
-from calibjax.eval.report.rows import compares_confidences, is_higher, is_lower, short, signed, title_of
+from calibjax.eval.report.rows import compares_confidences, is_higher, is_lower, short, signed, title_of, winner
 from calibjax.eval.report.schema import (
     AnyRow,
     AnySet,
+    ComparedRow,
     ComparisonSet,
     Document,
     LayersDocument,
@@ -22,7 +23,6 @@ from calibjax.eval.report.schema import (
     StudyRow,
     StudySet,
 )
-from calibjax.metrics import holm
 
 
 def verdict(document: Document) -> str:
@@ -144,38 +144,47 @@ def _confidences_verdict(methods: Mapping[str, Any]) -> str:
 
 
 def comparison_verdict(results: ComparisonSet) -> str:
-    """Of `compare`: the method with the lowest log loss, and whether it beats temperature scaling beyond noise."""
-    rows, reference = results["methods"], results["reference"]
+    """Of `compare`: the `winner`, or that none beats temperature scaling, and whether it beats no calibration."""
+    rows, reference, best = results["methods"], results["reference"], winner(results)
     finite = {name: row["log_loss"] for name, row in rows.items() if row["log_loss"] is not None}
     if not finite:
         return "WARNING: every method has an infinite log loss here: each gave 0 or 1 to a prediction that was not so."
-    best = min(finite, key=lambda name: finite[name])
-    title, of_best, of_reference = title_of(best), f"{finite[best]:.4f}", title_of(reference)
+    scaling = title_of(reference)
     if reference not in finite:
-        return f"Lowest log loss: {title}, {of_best}; {of_reference} has no finite log loss to compare with."
-    if best == reference:
-        return f"WARNING: no method beats {title} here: it has the lowest log loss, {of_best}."
-    against = rows[best].get("against", {}).get("log_loss")
-    line = f"{title}, {of_best} against {finite[reference]:.4f}"
-    if against is None:
-        return f"Lowest log loss: {line} of {of_reference}."
-    compared = {
-        name: other["log_loss"] for name, row in rows.items() if "log_loss" in (other := row.get("against", {}))
-    }
-    corrected = holm({name: other.get("p_value", math.nan) for name, other in compared.items()})
-    p = corrected.get(best, math.nan)
-    tested = f"{signed(against)}, p = {short(p, '.3f')} after Holm's correction for {len(corrected)} comparisons"
-    if math.isnan(p):  # of an earlier version
-        tested = f"{signed(against)}, not corrected for the number of methods"
-    if is_lower(against) and not p >= 0.05:
-        return (
-            f"{title} wins: its log loss, {of_best}, is significantly below {finite[reference]:.4f} of {of_reference} "
-            f"({tested})."
+        shown = f"{title_of(best)}, {finite[best]:.4f}" if best in finite else "none of a fit that converged"
+        return f"Lowest log loss: {shown}; {scaling} has no finite log loss to compare with."
+    unconverged = results.get("not_converged", ())
+    if best != reference:
+        line = (
+            f"{title_of(best)} wins: its log loss, {finite[best]:.4f}, is significantly below {finite[reference]:.4f} "
+            f"of {scaling} ({_tested(rows, best)})"
         )
-    return (
-        f"WARNING: no method beats {of_reference} beyond noise: the lowest log loss is that of {line}, not "
-        f"significantly lower ({tested})."
-    )
+        return f"{line}{_beside_uncalibrated(rows, best, ', and ')}."
+    ended = " (not converged)" if reference in unconverged else ""
+    line = f"WARNING: no method beats {scaling}{ended} beyond noise, log loss {finite[reference]:.4f}"
+    others = [name for name in finite if name not in (reference, *unconverged)]
+    nearest = min(others, key=lambda name: finite[name], default=reference)
+    if finite[nearest] < finite[reference] and "log_loss" in rows[nearest].get("against", {}):
+        line += f"; the lowest is {finite[nearest]:.4f} of {title_of(nearest)} ({_tested(rows, nearest)})"
+    return f"{line}{_beside_uncalibrated(rows, reference, '. It is ')}."
+
+
+def _tested(rows: Mapping[str, ComparedRow], name: str) -> str:
+    """The difference from temperature scaling, and its corrected p-value."""
+    against = rows[name].get("against", {})["log_loss"]
+    count = sum("log_loss" in row.get("against", {}) for row in rows.values())
+    p = short(against.get("holm_p", math.nan), ".3f")
+    return f"{signed(against)}, p = {p} after Holm's correction for {count} comparisons"
+
+
+def _beside_uncalibrated(rows: Mapping[str, ComparedRow], name: str, joint: str) -> str:
+    """Whether a method beats the uncalibrated predictions; "" where that was not compared."""
+    base, against = rows.get("uncalibrated"), rows[name].get("against_uncalibrated", {}).get("log_loss")
+    if base is None or against is None or base["log_loss"] is None:
+        return ""
+    word = "below" if is_lower(against) else "above" if is_higher(against) else "not different beyond noise from"
+    significantly = "significantly " if is_lower(against) or is_higher(against) else ""
+    return f"{joint}{significantly}{word} {base['log_loss']:.4f} uncalibrated ({signed(against)})"
 
 
 def lhts_verdict(document: LhtsDocument) -> str:
