@@ -338,7 +338,7 @@ def test_training_that_diverges(made, tmp_path, capsys):
         "1e38",
         "--quiet",
     ]
-    assert train_ats(made, tmp_path / "out", *options, "--head-kind", "linear") == 1
+    assert train_ats(made, tmp_path / "out", *options, "--head-kind", "mlp") == 1
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("stopped: ATS cross-entropy: the ")

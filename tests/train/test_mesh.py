@@ -109,7 +109,7 @@ def test_neither_the_unembedding_nor_logits_are_gathered(kind, shape, monkeypatc
     whole, piece = VOCAB * WIDTH, 128 * WIDTH
     gathered = {size for name, size in found if name == "all-gather"}
     assert kind == "ats" or "all-reduce" in {name for name, _ in found}, "gradients are summed"
-    # The curves of a block of tokens are gathered from the shards of the vocabulary: larger than this small unembedding.
+    # The curves of a block of tokens are gathered from the shards: larger than this small unembedding.
     assert kind == "ats" or max(gathered, default=0) < whole // 4
     assert whole not in gathered
     assert (piece in gathered) == (shape[1] > 1), "W stored in columns is gathered, in pieces"
