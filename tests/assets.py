@@ -28,3 +28,14 @@ def model_path(name: str) -> Path:
 def data_path(relative: str) -> Path:
     """Returns a file or folder of the data sets, or skips the calling test."""
     return require_asset(f"data/{relative}")
+
+
+def real_model(name: str) -> Path:
+    """Returns a file or folder of real models, such as `gemma-3-270m`; skips the calling test where it is not there.
+
+    `.ci/run` fills the folder that `CALIBJAX_REAL` names by `shared/assets/fetch_real.py`.
+    """
+    folder = os.environ.get("CALIBJAX_REAL")
+    if folder is None or not (Path(folder) / name).exists():
+        pytest.skip(f"{name} is not there; set CALIBJAX_REAL to the folder that shared/assets/fetch_real.py has filled")
+    return Path(folder) / name

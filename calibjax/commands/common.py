@@ -60,7 +60,7 @@ class ModelPathOptions:
     """Where a language model is.
 
     Attributes:
-        model: directory with config.json and safetensors, a converted model, or a hub id.
+        model: directory with config.json and safetensors, GGUF file, converted model, or hub id.
     """
 
     heading: ClassVar[str] = "model"

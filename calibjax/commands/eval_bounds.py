@@ -21,7 +21,7 @@ class EvalBoundsOptions(JsonOptions):
     (arXiv 2508.00264, section 4).
 
     Attributes:
-        model: directories with config.json and safetensors, or hub ids.
+        model: directories with config.json and safetensors, GGUF files, or hub ids.
         out: file to write the figures to, as JSON.
         json: print the figures as one JSON document instead of the table.
         devices: devices that the weights are divided over.

@@ -15,6 +15,7 @@ from calibjax.models.hf_config import (
     TEXT_MODELS,
     activation,
     attention_biases,
+    check_sizes,
     common_config,
     equal_heads,
     everywhere_local,
@@ -77,6 +78,26 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
     elif hf.model_type in TEXT_MODELS:
         text = config_from_hf(hf.text_config)
         return dataclasses.replace(text, tie_embeddings=hf.tie_word_embeddings, logit_softcap=None)
+    return _convert(hf)
+
+
+def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:
+    """Converts the settings of a config.json that `file` implies, as `config_from_hf` does."""
+    check_sizes(file, settings)
+    return _read_plain(settings) or _convert(_of_transformers(file, settings))
+
+
+def _of_transformers(file: Path, settings: dict[str, Any]) -> Any:
+    with torch_left_out():
+        from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(**settings)
+    except Exception as error:  # transformers computes with settings before, and while, it checks them
+        raise UserError(f"{file}: transformers cannot read it: {error!r}") from error
+
+
+def _convert(hf: Any) -> DecoderConfig:
     family = FAMILIES.get(hf.model_type)
     if family is None:
         raise UserError(_unsupported(hf.model_type))
@@ -120,12 +141,12 @@ def _read_hf_config(file: Path, settings: dict[str, Any]) -> Any:
     if not FAMILIES[settings["model_type"]].native:
         return types.SimpleNamespace(**settings)
 
+    if "text_config" in read_json(file):
+        return _of_transformers(file, settings)
     with torch_left_out():
         from transformers import AutoConfig
 
     try:
-        if "text_config" in read_json(file):
-            return AutoConfig.for_model(**settings)
         return AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers computes with settings before, and while, it checks them
         raise UserError(f"{file}: transformers cannot read it: {error!r}") from error

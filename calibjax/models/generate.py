@@ -21,6 +21,8 @@ from calibjax.models import decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, freeze
+from calibjax.models.gguf_file import is_gguf
+from calibjax.models.gguf_tokenizer import gguf_stop_tokens
 from calibjax.models.model import LanguageModel
 from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.errors import LARGEST_SIZE, UserError
@@ -400,7 +402,9 @@ def generate(
 
 
 def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
-    """Returns the ids that end a text: of generation_config.json beside the weights, or else of the tokenizer."""
+    """Returns the ids that end a text: of generation_config.json, a GGUF file, or else of the tokenizer."""
+    if lm.path is not None and is_gguf(lm.path):
+        return gguf_stop_tokens(lm.path)
     file = None if lm.path is None else lm.path / "generation_config.json"
     stops: Any = None
     if file is not None and file.is_file():

@@ -39,7 +39,11 @@ def read_settings(file: Path) -> dict[str, Any]:
             raise ValueError(f"found {str(settings)[:60]!r}")
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: not a JSON object ({error}).") from error
-    text = text_settings(settings)
+    return check_sizes(file, text_settings(settings))
+
+
+def check_sizes(file: Path, text: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings; raises `UserError` if a size is not positive or too large."""
     for names, largest in ((_SIZES, LARGEST_SIZE), (_LAYERS, MOST_LAYERS)):
         for name in names:
             value = text.get(name)

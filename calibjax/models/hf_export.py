@@ -15,11 +15,15 @@ from safetensors.numpy import save_file
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
 from calibjax.models.fingerprint import dotted_leaves
+from calibjax.models.gguf_file import is_gguf, read_gguf
+from calibjax.models.gguf_model import gguf_settings
+from calibjax.models.gguf_tokenizer import gguf_stop_tokens, gguf_tokenizer
 from calibjax.models.hf_config import text_settings
 from calibjax.models.rules import Layout, Rule
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import new_directory, write_file
+from calibjax.runtime.platforms import torch_left_out
 
 _SHARD_BYTES = 2 * 10**9
 _COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
@@ -48,8 +52,8 @@ def save_model(
         directory: output directory, new or empty.
         config: configuration of the decoder.
         params: parameters in the tree of `init_params`; they may be sharded.
-        like: directory of a model of the same configuration, whose config.json and tokenizer files are copied. The
-            soft-cap of the logits may be another one: see `copy_settings`.
+        like: GGUF file or directory of a model of the same configuration, whose config.json and tokenizer files are
+            copied. The soft-cap of the logits may be another one: see `copy_settings`.
         dtype: dtype of the written tensors: float32, bfloat16 or float16.
         shard_bytes: largest size of a weights file in bytes.
         replace: whether an earlier export with the same files may be replaced.
@@ -58,8 +62,8 @@ def save_model(
         UserError: if `like` is not such a directory, `directory` cannot be written or replaced, or as for
             `settings_files`.
     """
-    source = require_directory(like, "model")
-    if not (source / "config.json").is_file():
+    source = like if is_gguf(like) else require_directory(like, "model")
+    if not is_gguf(like) and not (source / "config.json").is_file():
         raise UserError(f"{source}: expected a Hugging Face model, but there is no config.json.")
     dtype = jnp.dtype(dtype)
     with new_directory(directory, replace=replace) as fresh:
@@ -94,6 +98,8 @@ def save_model(
 def settings_files(source: Path) -> list[Path]:
     """Returns a model's configuration and tokenizer files, which are copied whenever its weights are written.
 
+    A GGUF file has none.
+
     Raises:
         UserError: if one of them is a symbolic link to a file outside the model's directory. Links of a snapshot in the
             hub's cache to blobs of the same repository are allowed.
@@ -118,16 +124,33 @@ def settings_files(source: Path) -> list[Path]:
 def copy_settings(source: Path, target: Path, dtype: str, *, softcap: float | None = None) -> None:
     """Copies `settings_files` and writes config.json: of the language model, with weights of `dtype`, not quantised.
 
-    `softcap`: of the logits; written where the configuration has one. Those of most families have none.
+    `softcap`: of the logits; written where the configuration has one. Those of most families have none. Of a GGUF
+    file, the same files are written from its metadata.
     """
-    for file in settings_files(source):
-        shutil.copy(file, target / file.name)
-    written = text_settings(json.loads((source / "config.json").read_text(encoding="utf-8")))
+    if is_gguf(source):
+        written = _write_gguf_settings(source, target)
+    else:
+        for file in settings_files(source):
+            shutil.copy(file, target / file.name)
+        written = text_settings(json.loads((source / "config.json").read_text(encoding="utf-8")))
     for name in ("torch_dtype", "quantization_config"):  # the first is the name before transformers 5
         written.pop(name, None)
     if softcap is not None and "final_logit_softcapping" in written:
         written["final_logit_softcapping"] = softcap
     write_file(target / "config.json", json.dumps({**written, "dtype": dtype}, indent=2) + "\n")
+
+
+def _write_gguf_settings(source: Path, target: Path) -> dict[str, Any]:
+    """Writes the tokenizer and generation_config.json of a GGUF file; returns what config.json holds."""
+    with torch_left_out():
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    file = read_gguf(source)
+    if "tokenizer.ggml.tokens" in file.metadata:
+        gguf_tokenizer(source).save_pretrained(target)
+        write_file(target / "generation_config.json", json.dumps({"eos_token_id": gguf_stop_tokens(source)}) + "\n")
+    settings = gguf_settings(file)
+    return {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings["model_type"]]], **settings}
 
 
 def _tensors(config: DecoderConfig, leaves: Mapping[str, Any]) -> Iterator[tuple[Rule, str, tuple[int, ...]]]:

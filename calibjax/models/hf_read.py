@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from calibjax.models.fingerprint import chunk_digest, chunks, in_file_order, join_chunks, layer_name
-from calibjax.models.hf_tensors import FLOATS, Piece, Plan, TensorEntry, read_mxfp4
+from calibjax.models.hf_tensors import FLOATS, Index, Piece, Plan, TensorEntry, read_mxfp4
 from calibjax.models.rules import Layout, transpose_into
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_sharding
@@ -29,8 +29,6 @@ _ROUND = 2**25
 
 _ALIGNMENT = 64
 _TIED_ROWS = 4096
-
-Index = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +330,8 @@ def _read_box(entry: TensorEntry, index: Index, layout: Layout) -> np.ndarray:
         box = expert, columns
         blocks = _read_part_of(dataclasses.replace(entry, shape=(*entry.scales.shape, 16), dtype="U8"), box)
         return np.stack([read_mxfp4(*each) for each in zip(blocks, _read_part_of(entry.scales, box), strict=True)])
-    return _read_part_of(entry, (*index[:-2], *index[:-3:-1]) if layout.transpose else index)
+    index = (*index[:-2], *index[:-3:-1]) if layout.transpose else index
+    return _read_part_of(entry, index) if entry.read is None else entry.read(index)
 
 
 def _read_part_of(entry: TensorEntry, box: Index) -> np.ndarray:

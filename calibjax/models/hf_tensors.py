@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -37,12 +37,15 @@ _BUFFERS = re.compile(
 _OTHER_HEADS = re.compile(r"(v_head|value_head|reward_head|score|classifier)\..*")
 """Names of tensors of heads that read the decoder's states and are not part of a language model."""
 
+Index = tuple[slice, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
     """A tensor in a checkpoint's header: name, shape, safetensors dtype such as `"BF16"`, and file.
 
-    `offset` is that of its first byte in the file. `scales` are the scales of a tensor that is stored as MXFP4; see
+    `offset` is that of its first byte in the file. `read` returns the values at an index of a tensor that is not stored
+    as an array of `dtype` in the order of `shape`. `scales` are the scales of a tensor that is stored as MXFP4; see
     `merge_mxfp4`.
     """
 
@@ -51,6 +54,7 @@ class TensorEntry:
     dtype: str
     file: Path
     offset: int
+    read: Callable[[Index], np.ndarray] | None = None
     scales: "TensorEntry | None" = None
 
 
@@ -153,7 +157,7 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
         report = "; ".join(f"{kind}: {_listing(names)}" for kind, names in problems.items() if names)
         raise UserError(
             f"The weights do not match this {config.family} configuration. {report}. "
-            "Check that config.json and the safetensors files are complete and come from the same model."
+            "Check that the files are complete and come from the same model."
         )
     return Plan(leaves, pieces, tied, left_out)
 
@@ -237,7 +241,8 @@ def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
                     f"{list(scales.shape)} are not a pair of MXFP4 blocks and scales."
                 )
             experts, columns, groups = scales.shape
-            merged.append(TensorEntry(name, (experts, 32 * groups, columns), "BF16", entry.file, entry.offset, scales))
+            shape = experts, 32 * groups, columns
+            merged.append(TensorEntry(name, shape, "BF16", entry.file, entry.offset, scales=scales))
         elif not (entry.name.endswith("_scales") and f"{entry.name.removesuffix('_scales')}_blocks" in by_name):
             merged.append(entry)
     return merged

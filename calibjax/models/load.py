@@ -26,6 +26,8 @@ from calibjax.models.fingerprint import (
     named_tensors,
     tensor_digest,
 )
+from calibjax.models.gguf_file import is_gguf
+from calibjax.models.gguf_model import gguf_config, gguf_entries
 from calibjax.models.hf_read import read_chunk, read_params, tied_differ
 from calibjax.models.hf_tensors import Plan, TensorEntry, merge_mxfp4, plan_tensors
 from calibjax.models.hub import download, repository_of
@@ -50,14 +52,14 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 def load_model(
     path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, *, adapter: str | Path | None = None
 ) -> LanguageModel:
-    """Loads a causal language model from safetensors or from the output of `calibjax convert`.
+    """Loads a causal language model from safetensors, GGUF or the output of `calibjax convert`.
 
     File names, headers and configuration are validated before any weight is read.
 
     Args:
         path: a directory in Hugging Face's layout (`config.json`, `model.safetensors` or its sharded index, tokenizer
-            files), an output directory of `calibjax convert`, or a model id on the hub, which is downloaded once;
-            `org/name@revision` pins a branch, tag or commit.
+            files), a GGUF file, an output directory of `calibjax convert`, or a model id on the hub, which is
+            downloaded once; `org/name@revision` pins a branch, tag or commit.
         dtype: dtype of the weights and of computations: float32 or bfloat16. Files may also hold float16.
         mesh: devices among which `sharding.RULES` divide the weights; `None` for the default device. Run the model
             under `jax.set_mesh(mesh)`, because kernels on TPUs are divided by the current mesh.
@@ -82,7 +84,7 @@ def load_model(
     if plan is not None and plan.left_out and is_first():
         parts = ", ".join(f"{part} ({count:,} tensors)" for part, count in sorted(plan.left_out.items()))
         _log.warning("%s: the language model is loaded; left out: %s.", folder, parts)
-    if plan is not None and config != config_from_hf(folder) and is_first():
+    if plan is not None and config != read_config(folder) and is_first():
         _log.warning(
             "%s: config.json ties the embedding and lm_head, but the files hold different values: both are used, "
             "as in transformers. Set tie_word_embeddings to false in config.json.",
@@ -106,7 +108,8 @@ def load_model(
 
 def _plan(folder: Path) -> tuple[DecoderConfig, Plan]:
     """The configuration of a model and where its tensors go; untied where the files hold two different matrices."""
-    config, entries = config_from_hf(folder), _read_headers(_find_weights(folder))
+    config = read_config(folder)
+    entries = _read_entries(folder, config)
     plan = plan_tensors(config, entries)
     if not tied_differ(plan):
         return config, plan
@@ -158,7 +161,8 @@ def stored_dtype(path: str | Path) -> str:
     folder = _find_folder(path)
     if is_checkpoint(folder):
         return read_description(folder)["dtype"]
-    kinds = {entry.dtype for entry in _read_headers(_find_weights(folder))}
+    entries = _read_entries(folder, read_config(folder)) if is_gguf(folder) else _read_headers(_find_weights(folder))
+    kinds = {entry.dtype for entry in entries}
     return _SHORT.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
@@ -177,7 +181,23 @@ def tensor_dtypes(path: str | Path) -> dict[str, str]:
     return {name: dtype for name, dtype in dtypes.items() if dtype != common}
 
 
+def read_config(path: str | Path) -> DecoderConfig:
+    """Returns the configuration of the model in a directory or a GGUF file; no weights are read.
+
+    Raises:
+        UserError: as for `config_from_hf`, or if the GGUF file cannot be read.
+    """
+    return gguf_config(Path(path)) if is_gguf(path) else config_from_hf(path)
+
+
+def _read_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
+    """The tensors of a model's files."""
+    return gguf_entries(path, config) if is_gguf(path) else _read_headers(_find_weights(path))
+
+
 def _find_folder(path: str | Path) -> Path:
+    if is_gguf(path):
+        return Path(path)
     repository = repository_of(path)
     if repository is None:
         return require_directory(path, "model")
@@ -197,7 +217,8 @@ def _find_weights(folder: Path) -> list[Path]:
             "can run arbitrary code. If you trust them, convert them once with PyTorch and transformers: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('converted')."
         )
-    raise UserError(f"{folder}: expected model.safetensors or model.safetensors.index.json, found neither.")
+    hint = next((f" Give the GGUF file itself: {file}." for file in sorted(folder.glob("*.gguf"))), "")
+    raise UserError(f"{folder}: expected model.safetensors or model.safetensors.index.json, found neither.{hint}")
 
 
 def _read_index(index: Path) -> list[Path]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibjax.models.config import DecoderConfig
+from calibjax.models.gguf_file import Strings, is_gguf, read_gguf
+from calibjax.models.gguf_tokenizer import gguf_tokenizer
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
@@ -26,7 +28,7 @@ class StoredTokenizer:
     """Tokenizer files that are there; `find_tokenizer` makes it.
 
     Args:
-        folder: the model's directory.
+        folder: the model's directory, or its GGUF file.
         native: whether transformers knows the family.
         config: the model's, whose vocabulary holds all ids.
     """
@@ -38,6 +40,8 @@ class StoredTokenizer:
     @functools.cached_property
     def loaded(self) -> "PreTrainedTokenizerBase":
         """The tokenizer; raises `UserError` if transformers cannot read the files, or by `check_tokenizer`."""
+        if is_gguf(self.folder):
+            return gguf_tokenizer(self.folder)
         with torch_left_out():
             from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -62,6 +66,16 @@ def find_tokenizer(folder: Path, native: bool, config: DecoderConfig) -> StoredT
         UserError: if tokenizer.json cannot be read, or by `check_tokenizer`; where there are other files only, also if
             transformers cannot read them.
     """
+    if is_gguf(folder):
+        tokens = read_gguf(folder).metadata.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, Strings):
+            return None
+        if tokens.count > config.vocab_size:
+            raise UserError(
+                f"{folder}: tokenizer.ggml.tokens: {tokens.count:,} tokens, but token_embd.weight has only "
+                f"{config.vocab_size:,} rows."
+            )
+        return StoredTokenizer(folder, native, config)
     # If transformers has no tokenizer class for the family, the class that the files name is remote code.
     if not any((folder / name).is_file() for name in (_FILES if native else _FILES[:1])):
         return None

@@ -18,7 +18,8 @@ from calibjax.eval.report.terminal import print_result
 from calibjax.heads import HeadKind
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Remat
-from calibjax.models.families import config_from_hf
+from calibjax.models.gguf_file import is_gguf
+from calibjax.models.load import read_config
 from calibjax.models.shapes import SHAPES
 from calibjax.runtime import gpu_compiler, tpu_compiler
 from calibjax.runtime.errors import UserError
@@ -42,7 +43,8 @@ class PlanOptions(JsonOptions, ModelPathOptions):
     compiler it reports what follows from the shapes alone.
 
     Attributes:
-        model: name of a published model (docs/models.md), or a directory with config.json; no weights are read.
+        model: name of a published model (docs/models.md), a directory with config.json, or a GGUF file; no weights are
+            read.
         objective: ats: the frozen pass that heads are fitted on; sft: fine-tuning; eval: evaluation;
             generate: sampling texts with the confidence of a head.
         topology: chip and number along each axis, such as v5e:4x4, v5p:2x2x2, v6e:4x4, h100:8.
@@ -252,9 +254,11 @@ def _check_options(options: PlanOptions) -> None:
 def _config(model: str) -> DecoderConfig:
     if model in SHAPES:
         return SHAPES[model]
-    if Path(model).is_dir():
-        return config_from_hf(Path(model))
-    raise UserError(f"--model {model}: expected a directory with config.json, or one of {', '.join(sorted(SHAPES))}.")
+    if Path(model).is_dir() or is_gguf(model):
+        return read_config(model)
+    raise UserError(
+        f"--model {model}: expected a directory with config.json, a GGUF file, or one of {', '.join(sorted(SHAPES))}."
+    )
 
 
 def _meshes(devices: int) -> list[tuple[int, int, int]]:
