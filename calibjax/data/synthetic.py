@@ -21,6 +21,8 @@ class Syllables:
 
     def __init__(self):
         self._words = [consonant + vowel for vowel in "aeio" for consonant in "bdfgklmn"]
+        self.added_tokens_decoder: dict[int, Any] = {}
+        """As of transformers: none of the words was added."""
 
     def get_vocab(self) -> dict[str, int]:
         """Word -> token."""
