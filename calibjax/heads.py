@@ -396,6 +396,11 @@ class HeadConfig:
         """F, the number of features of a token."""
         return sum(FEATURES[name].width or self.hidden_size for name in self.features)
 
+    @property
+    def reads_states(self) -> bool:
+        """Whether a feature is as wide as the model: its weights are many, and a linear head's are penalised."""
+        return any(FEATURES[name].width is None for name in self.features)
+
     def build(self) -> nn.Module:
         """The module.
 

@@ -161,7 +161,7 @@ class Candidate(NamedTuple):
     def __str__(self) -> str:
         if self.head.kind == "constant" or not self.is_solved:
             return f"{self.head.kind}, {self.trial}"
-        decay = f", decay {self.decay:g}" if "hidden_states" in self.head.features else ""
+        decay = f", decay {self.decay:g}" if self.head.reads_states else ""
         return f"{' + '.join(self.head.features).replace('_', ' ')}, {self.trial}{decay}"
 
     @property
@@ -200,7 +200,7 @@ class _Fitting:
         return [
             Candidate(head, plan.trials[0], decay)
             for head in plan.heads
-            for decay in (plan.decays if head.kind == "linear" and "hidden_states" in head.features else (0.0,))
+            for decay in (plan.decays if head.kind == "linear" and head.reads_states else (0.0,))
         ]
 
     def choose(self) -> tuple[Candidate | None, Score, dict[str, Any]]:

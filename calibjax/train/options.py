@@ -261,7 +261,13 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         heads[-1].build()
     except ValueError as error:
         raise UserError(str(error)) from error
-    decays = DECAYS if solved and any("hidden_states" in features for features in reads) else (0.0,)
+    penalised = solved and any(head.reads_states for head in heads)
+    if solved and not penalised and options.weight_decay is not None:
+        raise UserError(
+            "--weight-decay: a linear head has a penalty on features as wide as the model only, such as hidden_states; "
+            "leave it out."
+        )
+    decays = DECAYS if penalised else (0.0,)
     return AtsPlan(
         heads=heads,
         decays=decays if options.weight_decay is None else (options.weight_decay,),

@@ -491,7 +491,10 @@ def test_efficiency_is_what_transfers_leave():
     [
         (["--mesh", "data=3,fsdp=2"], "--mesh data=3,fsdp=2: needs 6 devices, 16 were given"),
         (["--mesh", "rows=16"], "expected sizes of data, fsdp, tensor, such as data=2,fsdp=4, got 'rows=16'"),
-        (["--model", "llama-9"], "--model llama-9: expected a directory with config.json, a GGUF file, or one of gemma-2-2b"),
+        (
+            ["--model", "llama-9"],
+            "--model llama-9: expected a directory with config.json, a GGUF file, or one of gemma-2-2b",
+        ),
         (["--batch-size", "24"], "--batch-size 24: expected a multiple of 16, the devices along data and fsdp"),
         (
             ["--batch-size", "32", "--accumulate", "4", "--objective", "sft"],

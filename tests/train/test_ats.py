@@ -362,6 +362,8 @@ def test_trials():
         trials(loss="focal", alpha=math.inf)
     with pytest.raises(UserError, match="--alpha: --loss cross-entropy has no such weight"):
         trials(loss="cross-entropy", alpha=0.3)
+    with pytest.raises(UserError, match="--weight-decay: a linear head has a penalty on features as wide as the model"):
+        make_plan(AtsOptions(head="linear", features="logit_statistics", weight_decay=0.1), 64)
     with pytest.raises(UserError, match="--features, --pooling: a constant head does not read them; leave them out"):
         trials(head="constant", features="max_logit", pooling="sequence")
 
