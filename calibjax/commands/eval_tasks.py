@@ -294,12 +294,15 @@ def with_probes(model: Any, task: str, parts: Mapping[str, "Part"], how: "How", 
 
 
 def _write_table(file: Path, rows: list[str], answers: "Answers") -> None:
-    """The table of answers: a row for each question, a column for each confidence."""
+    """The table of answers: a row a question, a column a confidence; categories where the questions have them."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(["question", "answer", "category", "correct", *rows])
-    columns = (answers.question, answers.answer, answers.subject, answers.correct[0], *answers.confidence)
-    for cells in zip(*columns, strict=True):
+    columns = {"question": answers.question, "answer": answers.answer, "category": answers.subject}
+    if not all(answers.subject):
+        del columns["category"]
+    columns |= {"correct": answers.correct[0], **dict(zip(rows, answers.confidence, strict=True))}
+    lines.writerow(columns)
+    for cells in zip(*columns.values(), strict=True):
         lines.writerow([cell if isinstance(cell, str) else f"{cell:.9g}" for cell in cells])
     write_file(file, text.getvalue())
 

@@ -25,7 +25,7 @@ ABSURD = {
 
 OUTPUTS = ("--out",)
 INPUTS = ("--model", "--data", "--eval-data", "--table", "--head", "--analogies", "--mmlu", "--assets", "--runs")
-ANY_TEXT = ("--prompt", "--prompt-template")  # of several lines, or empty
+ANY_TEXT = ("--prompt", "--prompt-template", "--system")  # of several lines, or empty
 
 
 class Reached(BaseException):
@@ -306,7 +306,7 @@ BAD = [
     ("convert", ["--model", "full"], "full: expected model.safetensors"),
     ("compare", ["--model", "full"], "--model: full: expected a Hugging Face model"),
     ("eval bounds", ["--model", "full"], "--model: full: expected a Hugging Face model"),
-    ("plan", ["--model", "gtp2"], "--model gtp2: expected a directory with config.json, or one of"),
+    ("plan", ["--model", "gtp2"], "--model gtp2: expected a directory with config.json, a GGUF file, or one of"),
     ("push", ["--base", "a/b/c"], "--base a/b/c: expected org/name or org/name@revision"),
     # directories
     (ATS, ["--out", "file"], "--out file: expected a directory, but this is a file"),
