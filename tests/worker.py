@@ -81,7 +81,7 @@ def evaluate(out: Path, announce):
     eval_tasks.run(
         eval_tasks.EvalTasksOptions(model=model, tasks=tasks, **asked, out=out / "tasks", quiet=True), announce
     )
-    text = {"data": str(data_path("lima")), "text": DataOptions(rows=8, seq_len=32, examples=24)}
+    text = {"data": str(data_path("lima")), "text": DataOptions(rows=8, seq_len=256, examples=24)}
     edits = {"strengths": (0.25,), "sweep_layers": (4,)}
     document = eval_layers.run(
         eval_layers.EvalLayersOptions(model=model, **text, **edits, batch_size=8, quiet=True), announce

@@ -130,7 +130,11 @@ def make_sequences(
     if len(sequences.tokens) == 0:
         raise UserError(
             f"no sequence of {seq_len} tokens has anything to predict (layout {layout!r}). "
-            + ("Give a smaller seq_len, or layout='pack'." if layout == "full" else "Is all of the text empty?")
+            + (
+                "Give a smaller seq_len, or layout='pack'."
+                if layout == "full"
+                else "Is all of the text empty, or are the prompts longer? Give a larger seq_len."
+            )
         )
     return sequences.take(slice(max_sequences))
 

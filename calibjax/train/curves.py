@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -33,10 +34,11 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json, write_file
-from calibjax.runtime.sharding import take_states
+from calibjax.runtime.sharding import AXES, context_mesh, take_states
 
 Keep = Literal["disk", "memory"]
-_BLOCK = 512  # tokens of one pass over the vocabulary
+_BLOCK, _BLOCK_OF_DEVICE = 512, 1024  # tokens of one pass over the vocabulary: on one device, and on each of several,
+# where a pass gathers the columns of an unembedding that is stored in parts
 _NOTE_EVERY = 20.0  # seconds between notes of how far the pass is
 _FIELDS = tuple(field.name for field in dataclasses.fields(VocabCurves) if field.name != "scales")
 
@@ -136,7 +138,8 @@ def token_curves(
     needed = {name: getattr(sequences, name) for name in ("tokens", "targets", "where", "segment_ids", "positions")}
     batch = {name: jax.ShapeDtypeStruct((batch_size, x.shape[1]), x.dtype) for name, x in needed.items()}
     hidden, stored = jax.eval_shape(run, frozen, batch)
-    index = jax.ShapeDtypeStruct((_BLOCK,), jnp.int32)
+    width = _block_width(context_mesh(), batch_size * sequences.tokens.shape[1])
+    index = jax.ShapeDtypeStruct((width,), jnp.int32)
     block = functools.partial(_block, lm.config, lm.dtype, top_k)
     curves = jax.eval_shape(block, frozen, hidden, batch["targets"], index, index)
     count, length = sequences.tokens.shape
@@ -166,7 +169,9 @@ def token_curves(
             rows = slice(start, start + real)
             for name, array in to_host(stored).items():
                 store.write(name, rows, array[:real])
-            _write_curves(store, start, sequences, rows, functools.partial(block, frozen, hidden, batch["targets"]))
+            _write_curves(
+                store, start, sequences, rows, functools.partial(block, frozen, hidden, batch["targets"]), width
+            )
             bar.update(real)
             if time.monotonic() - last > _NOTE_EVERY or start + real == count:
                 store.note(start + real)
@@ -203,13 +208,22 @@ def _block(config, dtype, top_k, frozen, hidden, targets, row, position):
     )
 
 
+def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
+    """Tokens of one pass over the vocabulary: at most those of a batch, and a multiple of the devices they lie on."""
+    if mesh is None or mesh.size == 1 or not set(AXES) <= set(mesh.axis_names):
+        return _BLOCK
+    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    return min(_BLOCK_OF_DEVICE, -(-tokens // devices)) * devices
+
+
 def frozen_pass(
     config: DecoderConfig, dtype: DTypeLike, features: tuple[str, ...], frozen: Frozen, batch: Mapping[str, Array]
 ) -> tuple[dict[str, Array], VocabCurves]:
     """What `token_curves` computes of a batch in which every token counts, as one function: for `plan`."""
     hidden, stored = _run(config, dtype, features, frozen, batch)
     rows, length = batch["targets"].shape
-    number = jnp.arange(-(-rows * length // _BLOCK) * _BLOCK, dtype=jnp.int32).reshape(-1, _BLOCK) % (rows * length)
+    width = _block_width(jax.sharding.get_abstract_mesh(), rows * length)
+    number = jnp.arange(-(-rows * length // width) * width, dtype=jnp.int32).reshape(-1, width) % (rows * length)
 
     def block(number: Int[Array, " n"]) -> VocabCurves:
         return _block(config, dtype, 0, frozen, hidden, batch["targets"], number // length, number % length)
@@ -217,13 +231,13 @@ def frozen_pass(
     return stored, jax.lax.map(block, number)
 
 
-def _write_curves(store: "_Store", start: int, sequences: Sequences, rows: slice, block: Any) -> None:
+def _write_curves(store: "_Store", start: int, sequences: Sequences, rows: slice, block: Any, width: int) -> None:
     """Computes and stores the curves of the tokens of these sequences that count, in blocks of one size."""
     row, position = np.nonzero(sequences.where[rows] & (sequences.targets[rows] != -100))
-    for first in range(0, len(row), _BLOCK):
-        at = [np.pad(x[first : first + _BLOCK], (0, max(0, first + _BLOCK - len(x)))) for x in (row, position)]
+    for first in range(0, len(row), width):
+        at = [np.pad(x[first : first + width], (0, max(0, first + width - len(x)))) for x in (row, position)]
         curves = to_host(block(*(np.asarray(x, np.int32) for x in at)))
-        real = min(_BLOCK, len(row) - first)
+        real = min(width, len(row) - first)
         for name in _FIELDS:
             if (values := getattr(curves, name)) is not None:
                 store.write(name, (start + at[0][:real], at[1][:real]), values[:real])
