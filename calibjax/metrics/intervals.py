@@ -15,11 +15,11 @@ estimate. The intervals here invert a test instead:
    observed one.
 
 The noise and the bias of a difference also depend on the sum of both errors and on the signs of the gaps: two models
-with the same answers have the largest noise where their gaps have opposite signs. The interval of a difference
-therefore is the union of four, in the spirit of Berger and Boos (1994, JASA 89), who take the largest p-value over a
-confidence set of nuisance parameters: candidates start at the lower or at the upper end of both models' own 96%
-intervals, and their gaps are the observed ones or those smoothed over neighbouring bins, which corrects signs that
-noise has changed.
+with the same answers have the largest noise where their gaps have opposite signs. Candidates of a difference therefore
+have gaps as observed or smoothed over neighbouring bins, which corrects signs that noise has changed. They start from
+both debiased errors, or, where the models judge the same answers, from the lower and from the upper end of both models'
+own 96% intervals. The interval is the union, in the spirit of Berger and Boos (1994, JASA 89), who take the largest
+p-value over a confidence set of nuisance parameters.
 
 The target is the error of the population in the same bins: Σ_b |E[(confidence − correctness) 1_b]| for ECE.
 `eval/study_intervals.py` simulates the coverage; `docs/metrics.md` has its table.
@@ -39,6 +39,8 @@ _FARTHEST = 10.0
 """Largest increase of a gap, in standard errors."""
 _START_LEVEL = 0.96
 """Coverage of each model's interval, from whose ends the candidates of a difference start."""
+_SHARED = 0.2
+"""Correlation of the noise of two models' mean gaps above which they count as judging the same answers."""
 _BANDWIDTH = 2 / 15
 """Standard deviation of the kernel that smooths gaps over bins, as a fraction of the number of bins."""
 
@@ -158,10 +160,11 @@ def error_comparison(
 ) -> Comparison:
     """Difference of binned errors, `first` − `second`, over the same groups. For the arguments see `error_interval`.
 
-    Candidates start from both models' gaps at one of the ends of their own intervals; from there the gaps of one model
+    Candidates start from both models' debiased gaps, or, where the models judge the same answers, so that the noise of
+    their errors may add up, from both at one of the ends of their own intervals. From there the gaps of one model
     shrink while those of the other grow, as observed or smoothed over bins. Noise is drawn jointly. The interval holds
     the differences of the candidates that the observed difference does not reject, and the p-value is the largest of
-    the four candidates with equal errors.
+    the candidates with equal errors.
     """
     if len(first.count) != len(second.count):
         raise ValueError(f"expected the same groups in both, got {len(first.count)} and {len(second.count)}.")
@@ -177,13 +180,15 @@ def error_comparison(
         return Comparison(-other.difference, -other.high, -other.low, 1 - other.share_lower, other.p_value)
     reach, ends = found.most + _FARTHEST, []
     share_lower, p_value = 0.5, 0.0
+    tails = _tails(_START_LEVEL) if found.shares_answers(signs) else [0.5]
     for family in (found, found.smoothed()):
-        starts = np.zeros((2, len(signs)))
+        starts = np.zeros((len(tails), len(signs)))
         for sign in (1, -1):
             one = family.of(signs == sign)
-            levels = one.solve(_tails(_START_LEVEL), np.zeros((2, 1)), np.ones(1), (-_FARTHEST, one.most))
+            levels = one.solve(tails, np.zeros((len(tails), 1)), np.ones(1), (-_FARTHEST, one.most))
             starts[:, signs == sign] = levels[:, None]
-        ends.append(family.errors_at(2 * _tails(level), np.repeat(starts, 2, axis=0), signs, (-reach, reach)))
+        pairs = np.repeat(starts, 2, axis=0)
+        ends.append(family.errors_at(len(tails) * _tails(level), pairs, signs, (-reach, reach)))
         for drawn in family.drawn(family.equal(starts, signs, reach)):
             below, above = int((drawn < value).sum()), int((drawn > value).sum())
             ties = resamples - below - above
@@ -244,6 +249,15 @@ class _Observed(NamedTuple):
             weights=np.abs(self.weights[models]),
             norm=self.norm,
         )
+
+    def shares_answers(self, signs: Float[np.ndarray, " M"]) -> bool:
+        """Whether the noise of two models' mean gaps is correlated, as it is where they judge the same answers.
+
+        Means over all bins: the same point may lie in other bins of the other model.
+        """
+        gaps = self.noise.sum(axis=-1)
+        first, second = (gaps[:, signs == sign].mean(axis=1) for sign in (1, -1))
+        return bool(first @ second > _SHARED * np.sqrt((first @ first) * (second @ second)))
 
     def smoothed(self) -> "_Observed":
         """The candidates of gaps that are smoothed over bins. Gaps without noise stay as they are."""
