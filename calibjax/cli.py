@@ -31,7 +31,7 @@ class Command(NamedTuple):
     """A command; imported when it is called.
 
     Attributes:
-        module: in `calibjax.commands`; its `run` takes the options, and of a study before them its name.
+        module: in `calibjax.commands`; its `run` takes the options.
         options: class of its options in that module.
         summary: one line of the help.
     """
@@ -58,20 +58,12 @@ COMMANDS: dict[str, Command] = {
     "export": Command("export", "ExportOptions", "Exports a fitted head for PyTorch and for serving."),
     "push": Command("push", "PushOptions", "Uploads a fitted head and its model card to the Hub."),
     "plan": Command("plan.command", "PlanOptions", "Memory and time of a step on given devices, before a run."),
-    "study pooling": Command("study.ablations", "AblationOptions", "A temperature for each token, or each sequence?"),
-    "study losses": Command("study.ablations", "AblationOptions", "Which loss should a head be trained with?"),
-    "study alpha": Command("study.ablations", "AblationOptions", "Which weight alpha of smoothing?"),
-    "study heads": Command("study.ablations", "AblationOptions", "Which head, and what should it read?"),
-    "study transfer": Command("study.transfer", "TransferOptions", "Does a head hold on another domain?"),
-    "study confidence": Command("study.confidence", "ConfidenceStudyOptions", "Temperature or ATS for whole answers?"),
-    "study samples": Command("study.samples", "SamplesStudyOptions", "Do more samples calibrate answers?"),
 }
 """Every command, in the order of the help."""
 
 GROUPS = {
     "train": "Train a calibration head or fine-tune a model.",
     "eval": "Evaluate a model: benchmarks, layers, bounds.",
-    "study": "Answer one question about heads or answers by many of them.",
 }
 
 
@@ -87,7 +79,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def execute(options: Any, run: Run) -> int:
-    """Runs work as `main` does a command, whose options were made elsewhere: by a recipe or a study's script.
+    """Runs work as `main` does a command, whose options were made elsewhere: by a recipe or a script.
 
     Args:
         options: a dataclass. Without a field `json` nothing is printed of what `run` returns.
@@ -187,14 +179,12 @@ def _parse(args: list[str]) -> tuple[Any, Run]:
     from calibjax.commands.parser import parse
 
     module = importlib.import_module(f"calibjax.commands.{command.module}")
-    study = name.split()[1:] if command.module == "study.ablations" else []
     options = parse(
         getattr(module, command.options),
         with_config(name, args[len(name.split()) :]),
         prog=f"calibjax {name}",
-        description=module.ABLATIONS[study[0]].question if study else None,
     )
-    return options, functools.partial(module.run, *study)
+    return options, module.run
 
 
 def _command_of(args: list[str]) -> str:

@@ -7,7 +7,6 @@ import numpy as np
 from tiny import make_lm, make_sequences, ragged
 
 from calibjax.eval.compare.contenders import Outcome, Result
-from calibjax.eval.compare.repeats import repeats_json
 from calibjax.eval.compare.results import comparison_json
 from calibjax.eval.layers.layers import LayerOutputs, layers_json
 from calibjax.eval.report.schema import SCHEMA
@@ -167,10 +166,6 @@ def documents():
     rows = comparison_json(results, reference="temperature", bins=2, resamples=20)
     held_out = {"tokens": N, "unit": "predictions", "clusters": "rows", "reference": "temperature", "sort": "ece"}
     held_out |= {"methods": rows, "failed": {"beta": "no reason"}, "left_out": {"lore": "no features"}}
-    repeats, against = {name: [result] for name, result in evaluated.items()}, {"ats": "temperature"}
-    study = repeats_json(repeats, sequences, against=against, bins=2, resamples=20)
-    for row in study["methods"].values():
-        row |= {"parameters": 3, "loss": "joint", "alpha": None}
     drawn = document()
     outputs = LayerOutputs(
         *(rng.random((2, N)), rng.integers(0, 5, (2, N)), rng.random((2, N)) < 0.5),
@@ -194,7 +189,6 @@ def documents():
             "analogies": drawn["analogies"],
         },
         "layers": {**base, "held_out": edited, "layers": layers, **parts},
-        "study": {**base, "study": "heads", "question": "?", "sets": {"held out": study}, "bins": 2, "closed": "right"},
         **({"tasks": {**base, **tasks(results)}} if importlib.util.find_spec("lm_eval") else {}),
     }
 

@@ -1,16 +1,40 @@
-"""The scripts of studies: they end as the commands do, and never take up results of other settings."""
+"""Scripts of studies: they end as commands do and never take up results of other settings; `eval/studies.py`."""
 
+import importlib
+import json
 import runpy
 import sys
 from pathlib import Path
 
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from tiny import (
+    answered,
+    at_targets,
+    dense_log_probs,
+    make_lm,
+    make_sequences,
+    on_one_device,
+    ragged,
+    silent,
+    write_model,
+    write_text,
+)
+
+from calibjax import fit_ats
+from calibjax.eval.tokens import identity_head
+from calibjax.heads import FittedHead, HeadConfig
+from calibjax.train import AtsOptions
+from calibjax.train.options import make_plan
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
     "train/study_smoothing": ("models", {"sequences": 9, "foreign-sequences": 9, "epochs": 9, "learning-rate": 9}),
     "train/study_vocabulary": ("vocabularies", {"layers": 9, "characters": 9, "epochs": 9, "held-out": 9}),
-    "train/study_pairs": ("models", {"tokens": 9, "seeds": 9}),
+    "eval/study_pairs": ("models", {"tokens": 9, "seeds": 9}),
     "eval/study_directions": ("models", {"sequences": 9, "questions": 9}),
 }
 """Script -> (what it loops over, here nothing; options that change the results of one round)."""
@@ -22,7 +46,8 @@ def run(script, monkeypatch, capsys, *arguments):
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
     monkeypatch.syspath_prepend(str(ROOT / "train"))
     monkeypatch.syspath_prepend(str(ROOT / "train" / "recipes"))
-    for shared in ("common", "pretrain"):
+    monkeypatch.syspath_prepend(str(ROOT / "eval"))
+    for shared in ("common", "pretrain", "studies"):
         monkeypatch.delitem(sys.modules, shared, raising=False)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
@@ -50,3 +75,114 @@ def test_results_of_other_settings_are_not_taken_up(script, monkeypatch, capsys,
         code, error = run(script, monkeypatch, capsys, *given, f"--{option}", value)
         assert code == 2, option
         assert f"--out {out} holds another run (different: {option.replace('-', '_')} " in error
+
+
+# --- eval/studies.py ---
+
+LM = make_lm()
+SEQUENCES = answered(LM, ragged(make_sequences(30)))
+BINS = 5
+
+
+@pytest.fixture
+def studies(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "eval"))
+    monkeypatch.delitem(sys.modules, "studies", raising=False)
+    return importlib.import_module("studies")
+
+
+def constant(log_scale):
+    config = HeadConfig(kind="constant", hidden_size=LM.config.hidden_size)
+    return FittedHead(config, {"log_scale": jnp.float32(log_scale)}, 0.0, LM.fingerprint)
+
+
+def figures_of(log_scale, rows):
+    """`FIGURES` of the sequences `rows` in float64, from the dense logits."""
+    chosen = SEQUENCES.take(rows)
+    log_p = dense_log_probs(LM, SEQUENCES, log_scale)[rows]
+    right = (log_p.argmax(axis=-1) == chosen.targets)[chosen.where]
+    c = np.exp(log_p.max(axis=-1))[chosen.where]
+    bins = np.ceil(c * BINS).astype(int)
+    ece = sum(abs((c - right)[bins == b].sum()) for b in range(BINS + 1)) / len(c)
+    scores = -at_targets(log_p, chosen).mean(), ((c - right) ** 2).mean(), ece
+    return np.array([*scores, right.mean(), c.mean(), c[right].mean(), c[~right].mean()])
+
+
+def test_figures_are_means_over_seeds_with_paired_intervals(studies):
+    scales = {"one": (-0.4, -0.9), "other": (0.0,)}
+    heads = {"one": [constant(s) for s in scales["one"]], "other": [identity_head(LM)]}
+    found = studies.evaluate_repeats(LM, SEQUENCES, heads, {"one": "other"}, bins=BINS, context=silent())
+    assert (found["tokens"], found["sequences"]) == (int(SEQUENCES.where.sum()), 30)
+    every = np.arange(30)
+    expected = {name: np.array([figures_of(s, every) for s in of_name]) for name, of_name in scales.items()}
+    for name, of_name in expected.items():
+        row = found["methods"][name]
+        for figure, seeds in zip(studies.FIGURES, of_name.T, strict=True):
+            np.testing.assert_allclose(row[figure]["seeds"], seeds, rtol=2e-5, err_msg=f"{name} {figure}")
+            np.testing.assert_allclose(row[figure]["value"], seeds.mean(), rtol=2e-5)
+    # Another bootstrap, of the sequences by hand: its intervals agree to what 400 resamples know.
+    rng = np.random.default_rng(7)
+    drawn = rng.integers(0, 30, (400, 30))
+    one, other = (np.array([[figures_of(s, rows) for rows in drawn] for s in scales[n]]).mean(axis=0) for n in scales)
+    assert "against" not in found["methods"]["other"]
+    against = found["methods"]["one"]["against"]
+    assert against["name"] == "other"
+    for index, figure in enumerate(("nll", "brier", "ece")):
+        of_one, apart = found["methods"]["one"][figure], against[figure]
+        difference = expected["one"].mean(axis=0)[index] - expected["other"][0, index]
+        np.testing.assert_allclose(apart["difference"], difference, atol=3e-6)
+        assert of_one["low"] <= of_one["value"] <= of_one["high"]
+        assert apart["low"] <= apart["difference"] <= apart["high"]
+        if figure == "ece":  # its percentiles are biased: tests/metrics/test_intervals.py has its laws
+            assert of_one["low"] <= of_one["debiased"] <= of_one["high"]
+            continue
+        for interval, values in ((of_one, one[:, index]), (apart, (one - other)[:, index])):
+            low, high = np.quantile(values, [0.025, 0.975])
+            error = max(abs(interval["low"] - low), abs(interval["high"] - high)) / (high - low)
+            print(f"{figure}: ends of the interval are off by {error:.3f} of its width")
+            assert error < 0.2
+
+
+@pytest.mark.parametrize("name", ["pooling", "losses", "alpha", "heads"])
+def test_every_variant_is_a_head_of_one_loss(studies, name):
+    study = studies.Study(name=name, model="", data=(), out=Path())
+    variants, against = studies.variants_of(name)
+    plans = {variant: make_plan(study.head(**changes), 64) for variant, changes in variants.items()}
+    assert len({(plan.head, plan.trials) for plan in plans.values()}) == len(plans), "two are alike"
+    for plan in plans.values():
+        assert len(plan.trials) == 1
+        assert not plan.refit_temperature
+        jax.eval_shape(plan.head.init, jax.random.key(0))
+    assert set(against) | set(against.values()) <= set(plans)
+
+
+def test_a_head_of_a_study_is_that_of_train_ats(studies, tmp_path):
+    options = AtsOptions(loss="label-smoothing", alpha=0.2, refit_temperature=False, epochs=2, batch_size=8, head="mlp")
+    heads = studies.fit_heads(LM, SEQUENCES, {"v": options}, 2, silent(tmp_path / "a"))
+    assert [len(repeats) for repeats in heads.values()] == [1, 2]
+    alone = fit_ats(LM, SEQUENCES, options, silent(tmp_path / "b", seed=1))
+    for got, expected in ((heads["v"][1], alone.head), (heads[studies.TEMPERATURE][0], alone.temperature)):
+        chex.assert_trees_all_equal(got.params, expected.params)
+    assert any(np.any(a != b) for a, b in zip(*(jax.tree.leaves(h.params) for h in heads["v"]), strict=True))
+
+
+def test_a_study_of_transfer(studies, monkeypatch, tmp_path, capsys):
+    on_one_device(monkeypatch)
+    model, sets = write_model(tmp_path / "model"), [write_text(tmp_path / f"{n}.jsonl", seed=n) for n in range(2)]
+    text = studies.DataOptions(seq_len=16)
+    shared = {"model": str(model), "data": tuple(map(str, sets)), "out": tmp_path / "out", "text": text}
+    study = studies.Study(name="transfer", **shared, seeds=2, epochs=1, batch_size=8, quiet=True)
+    studies.main(study)
+    written = (tmp_path / "out" / "metrics.json").read_text()
+    for target, of_set in json.loads(written)["sets"].items():
+        rows = of_set["methods"]
+        assert len(rows) == 5
+        for source in "01":
+            row = rows[f"ATS from {source}"]
+            own = rows[f"{'temperature scaling' if source == target else 'ATS'} from {target}"]
+            gap = row["nll"]["value"] - own["nll"]["value"]
+            np.testing.assert_allclose(row["against"]["nll"]["difference"], gap, atol=1e-12)
+    assert "| ATS from 0 |" in capsys.readouterr().out
+    monkeypatch.setattr(studies, "train_head", None)  # every head is there
+    studies.main(study)
+    assert (tmp_path / "out" / "metrics.json").read_text() == written

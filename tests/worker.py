@@ -9,6 +9,8 @@ from unittest import mock
 import jax
 import numpy as np
 from assets import ASSETS, data_path, model_path
+from calibjax.commands.study import ablations
+from calibjax.commands.study.ablations import ABLATIONS
 from tiny import make_sequences, ragged, silent
 
 from calibjax import fit_ats
@@ -17,8 +19,6 @@ from calibjax.commands import eval_bounds, eval_layers, eval_tasks, generate
 from calibjax.commands.common import DataOptions
 from calibjax.commands.compare import command as compare
 from calibjax.commands.compare import text as compare_text
-from calibjax.commands.study import ablations
-from calibjax.commands.study.ablations import ABLATIONS
 from calibjax.data import batches
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import load_model

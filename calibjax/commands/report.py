@@ -1,26 +1,26 @@
-"""`calibjax report`: draws the report of a run or a study again, or one of several runs, from their metrics.json."""
+"""`calibjax report`: draws the report of a run again, or one of several runs, from their metrics.json."""
 
 import dataclasses
 import datetime
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import tyro
 
 from calibjax.commands.common import JsonOptions
 from calibjax.eval.compare.results import print_comparison
-from calibjax.eval.report import Run, print_report, print_study, save_report, write_study
+from calibjax.eval.report import Run, print_report, save_report
 from calibjax.eval.report.head import Origin
-from calibjax.eval.report.schema import Document, StudyDocument, read_metrics, read_tokens
+from calibjax.eval.report.schema import Document, read_metrics, read_tokens
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.locks import hold
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportOptions(JsonOptions):
-    """Draws tables, figures (PNG and SVG) and report.html from the metrics.json of a run, of several, or of a study.
+    """Draws tables, figures (PNG and SVG) and report.html from the metrics.json of a run or of several.
 
     The page is self-contained and loads nothing from the network; it shows several runs side by side.
 
@@ -46,24 +46,14 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
     out = next(iter(options.runs)) if options.out is None else options.out
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
-    documents = [_read(directory) for directory in options.runs]
-    study = next((document for document in documents if "study" in document), None)
-    if study is not None and len(documents) > 1:
-        raise UserError("report: a study has a page of its own; give its directory alone.")
-    runs = [
-        _run(directory, name, document)
-        for directory, name, document in zip(options.runs, names, documents, strict=True)
-        if "study" not in document
-    ]
+    runs = [_read(directory, name) for directory, name in zip(options.runs, names, strict=True)]
     try:
         out.mkdir(parents=True, exist_ok=True)
         hold(out)
-        files = save_report(runs, out) if study is None else write_study(study, out)
+        files = save_report(runs, out)
     except OSError as error:
         raise UserError(f"--out {out}: cannot write there ({error}).") from error
     done = f"report in {out}: report.html and its plots"
-    if study is not None and not options.json:
-        print_study(study, files=done)
     if not options.json:
         for number, loaded in enumerate(runs, 1):
             if len(runs) > 1:
@@ -77,15 +67,12 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
     return {"out": str(out), "files": files}
 
 
-def _read(directory: Path) -> Document | StudyDocument:
+def _read(directory: Path, name: str) -> Run:
     file = directory / "metrics.json"
     if not file.is_file():
         raise UserError(f"{directory}: expected the directory of a finished run, with metrics.json; found none.")
-    return read_metrics(file)
-
-
-def _run(directory: Path, name: str, document: Document) -> Run:
-    date = datetime.date.fromtimestamp((directory / "metrics.json").stat().st_mtime).isoformat()
+    document = cast(Document, read_metrics(file))
+    date = datetime.date.fromtimestamp(file.stat().st_mtime).isoformat()
     tokens = directory / "tokens.json"
     sample = read_tokens(tokens) if tokens.is_file() else None
     return Run(name, document, sample, Origin(date, directory=directory))

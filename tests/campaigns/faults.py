@@ -164,12 +164,6 @@ CASES = {
         results=("head.*", "*.safetensors"),
     ),
     "quickstart": Command("quickstart", "--epochs", "1", "--out", "{out}/run", "--quiet", results=HEAD),
-    "study pooling": Command("study", "pooling", *DATA, *STUDY, results=("metrics.json", "head.json")),
-    "study transfer": Command(
-        *("study", "transfer", *MODEL, "--out", "{out}/run", *STUDY),
-        *("--domains", "one={inputs}/data.jsonl", "two={inputs}/more.jsonl"),
-        results=("metrics.json", "head.json"),
-    ),
 }
 
 

@@ -24,7 +24,7 @@ ABSURD = {
 """Kind of number -> values that every option refuses, values that it may accept."""
 
 OUTPUTS = ("--out",)
-INPUTS = ("--model", "--data", "--eval-data", "--table", "--head", "--analogies", "--mmlu", "--assets", "--runs")
+INPUTS = ("--model", "--data", "--eval-data", "--table", "--head", "--analogies", "--assets", "--runs")
 ANY_TEXT = ("--prompt", "--prompt-template", "--system")  # of several lines, or empty
 
 
@@ -40,7 +40,6 @@ WORK = [
     "calibjax.models.load.read_params",
     "calibjax.commands.quickstart.make_language",
     "calibjax.commands.eval_tasks.load_tasks",
-    "calibjax.commands.study.answers.load_tasks",
     "calibjax.commands.report.read_metrics",
     "calibjax.commands.apply.load",
     "calibjax.commands.decide.answering",
@@ -114,11 +113,7 @@ VALID = {
     "generate": ["--model", "model", "--prompt", "w1"],
     "convert": ["--model", "model", "--out", "out"],
     "plan": ["--model", "gpt2", "--topology", "v5e:2x2", "--no-compile"],
-    "study transfer": ["--model", "model", "--domains", "a=data.jsonl", "b=data.jsonl", "--out", "out"],
-    "study confidence": ["--model", "model", "--tasks", "story_words", "--head", "fitted", "--out", "out"],
-    "study samples": ["--model", "model", "--tasks", "story_words", "--out", "out"],
 }
-VALID |= {name: text() for name in COMMANDS if name.startswith("study") and name not in VALID}
 
 
 def invoke(command, arguments):
@@ -198,8 +193,6 @@ def with_value(command, flag, value):
         return [valid[0], value]
     if flag == "--table" and command == "compare":
         return ["--table", value]
-    if flag == "--domains":
-        return ["--model", "model", "--domains", f"a={value}", "b=data.jsonl", "--out", "out"]
     if flag in valid:
         index = valid.index(flag)
         return [*valid[: index + 1], value, *valid[index + 2 :]]
@@ -247,8 +240,6 @@ def check_absurd_values(at, number, command, option, step):
         never, maybe = ["\0", "a\udcff"], ["", LONG, "a\nb\x1b[31m"]
     if option.flag in (*INPUTS, *OUTPUTS):
         never, maybe = [*never, *maybe], []
-    if option.flag == "--domains":
-        never, maybe = ["\0", "a\udcff", "a\nb", "", *NO_PATH], [LONG]
     for value in of_each(never, number, step):
         positional = option.flag in ("--runs", "--run", "--repository")
         refused(at, command, with_value(command, option.flag, value), *([] if positional else [option.flag]))
@@ -274,7 +265,7 @@ def test_every_option_is_covered():
 
 # --- one by one ---
 
-ATS, SFT, LHTS, LAYERS, TRANSFER = "train ats", "train sft", "train lhts", "eval layers", "study transfer"
+ATS, SFT, LHTS, LAYERS = "train ats", "train sft", "train lhts", "eval layers"
 BAD = [
     # data
     (ATS, ["--data", "nowhere.jsonl"], "--data: nowhere.jsonl does not exist"),
@@ -295,8 +286,6 @@ BAD = [
     (LHTS, ["--data", "null.json"], "--data: null.json, line 1"),
     (LAYERS, ["--data", "null.json"], "--data: null.json, line 1"),
     ("compare", ["--data", "null.json"], "--data: null.json, line 1"),
-    ("study losses", ["--data", "null.json"], "--data: null.json, line 1"),
-    ("study alpha", ["--eval-data", "null.json"], "--eval-data: null.json, line 1"),
     (LHTS, ["--analogies", "data.jsonl"], "--analogies: data.jsonl: expected analogies with columns category"),
     # models
     (ATS, ["--model", "nowhere/model/x"], "--model: nowhere/model/x does not exist"),
@@ -389,16 +378,6 @@ BAD = [
     ("eval tasks", ["--confidence", "probe_correct_answer", "--fit"], "--fit: it is for the options"),
     ("eval tasks", ["--sample-calibrated"], "--sample-calibrated: expected --head"),
     ("eval tasks", ["--same", "nowhere:f"], "--same nowhere:f: expected exact, normalised, numeric"),
-    ("study confidence", ["--confidence", "probe_correct_mean"], "--confidence probe_correct_mean: expected some of"),
-    ("study confidence", ["--confidence", "options"], "--confidence options: expected some of arithmetic_mean"),
-    ("study confidence", ["--confidence", ","], "--confidence"),
-    ("study confidence", ["--head", "full"], "--head: full: expected a head"),
-    ("study confidence", ["--tasks", "arc_easy,nothing"], "--tasks nothing: expected names"),
-    ("study confidence", ["--data", "data.jsonl"], "give either --head, a fitted head, or --data"),
-    ("study confidence", ["--losses", "focal"], "--losses: expected --data, to fit heads on"),
-    ("study samples", ["--samples", "1"], "--samples: expected from 2 to 1024, got 1"),
-    ("study samples", ["--same", "os:path"], "--same os:path: expected a function, got module"),
-    ("study samples", ["--sampling-temperature", "0"], "--sampling-temperature: expected"),
     (LAYERS, ["--settled", "0"], "--settled: expected above 0 and at most 1, got 0.0"),
     (LAYERS, ["--sweep-layers", "0"], "--sweep-layers: expected at least 1, got 0"),
     (LAYERS, ["--strengths", "nan"], "--strengths: expected a finite number, got nan"),
@@ -427,13 +406,6 @@ BAD = [
     ("plan", ["--new-tokens", "8"], "--new-tokens: --objective ats does not read it"),
     ("plan", ["--seq-len", "1000000"], "--seq-len"),
     ("plan", ["--batch-size", "3"], "--batch-size 3: expected a multiple of 4"),
-    ("study pooling", ["--seeds", "1000000000"], "--seeds: expected from 1 to 1000, got 1000000000"),
-    ("study heads", ["--learning-rate", "-1"], "--learning-rate: expected above 0, got -1.0"),
-    (TRANSFER, ["--domains", "a=data.jsonl"], "--domains, --mmlu: expected at least two domains"),
-    (TRANSFER, ["--domains", "../x=data.jsonl", "b=data.jsonl"], "--domains: expected names of 1 to 50 letters"),
-    (TRANSFER, ["--domains", "a=data.jsonl", "a=data.jsonl"], "expected at least two domains"),
-    (TRANSFER, ["--domains", "a=null.json", "b=data.jsonl"], "--domains: null.json, line 1"),
-    (TRANSFER, ["--mmlu", "data.jsonl"], "--mmlu data.jsonl: expected the columns question, choices, answer"),
     # the line itself
     (ATS, ["--modle", "x"], "--modle: calibjax train ats has no such option; did you mean --model?"),
     (ATS, ["--quiet=yes"], "--quiet: expected no value, got 'yes'"),
@@ -468,7 +440,7 @@ def test_bad(at, command, changes, message):
     valid = VALID[command]
     if command == "report" and changes[0] != "--out":
         valid = []
-    if command in (TRANSFER, "eval bounds", "generate") and changes[0] in valid:
+    if command in ("eval bounds", "generate") and changes[0] in valid:
         index = valid.index(changes[0])
         rest = [i for i, word in enumerate(valid) if i > index and word.startswith("--")]
         valid = [*valid[:index], *(valid[rest[0] :] if rest else [])]

@@ -12,7 +12,6 @@ import pytest
 from calibjax.cli import COMMANDS, main
 from calibjax.commands.common import begin, split_names
 from calibjax.commands.parser import list_options, parse
-from calibjax.commands.study.ablations import ABLATIONS
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import Count, Range, check_options, named, run_identity
 
@@ -117,12 +116,6 @@ def test_options_have_help():
         if not option.help
     ]
     assert not missing
-
-
-def test_studies_are_commands():
-    assert [f"study {name}" for name in ABLATIONS] == [name for name in COMMANDS if name.startswith("study")][
-        : len(ABLATIONS)
-    ]
 
 
 @pytest.mark.parametrize("command", ["train ats", "plan", "generate"])

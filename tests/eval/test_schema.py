@@ -8,12 +8,11 @@ import pytest
 import report_documents
 
 from calibjax.eval.compare.results import print_comparison
-from calibjax.eval.report import figures, page, print_report, print_study
+from calibjax.eval.report import figures, page, print_report
 from calibjax.eval.report.page import Run
 from calibjax.eval.report.rows import winner
 from calibjax.eval.report.schema import SCHEMA, check_document, read_metrics, read_tokens
-from calibjax.eval.report.studies import study_figures
-from calibjax.eval.report.verdicts import comparison_verdict, lhts_verdict, set_verdict, study_verdict, verdict
+from calibjax.eval.report.verdicts import comparison_verdict, lhts_verdict, set_verdict, verdict
 from calibjax.runtime.errors import UserError
 
 METHODS = ("uncalibrated", "temperature", "histogram", "ats", "partition")
@@ -82,22 +81,7 @@ def test_damaged_documents(documents, kind, tmp_path, monkeypatch, capsys):
     assert refused > count / 2, (refused, count)
 
 
-def test_damaged_studies_and_tokens(documents, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(page, "inline_svg", lambda *_: "")
-    monkeypatch.setattr(page, "png", lambda *_: b"")
-    drawn = set()
-    for path, damaged in mutations(documents["study"]):
-        if "study" in damaged:
-            try:
-                check_document(damaged, tmp_path / "metrics.json")
-            except UserError:
-                continue
-            assert path[0] in ("run", "sets", "question"), path
-            place = tuple(str(part) for part in path if part not in METHODS)
-            if place not in drawn:
-                drawn.add(place)
-                print_study(damaged)
-                page.write_study(damaged, tmp_path)
+def test_damaged_tokens(tmp_path):
     file = tmp_path / "tokens.json"
     sample = report_documents.sample()
     for _, damaged in mutations(sample):
@@ -116,7 +100,6 @@ def test_the_path_of_the_entry_is_named(documents, tmp_path):
     for damage, message in (
         (document, "held_out.methods.ats.ece.value: expected a finite number, found null"),
         ({**document, "held_out": []}, "held_out: expected an object, found []"),
-        ({**documents["study"], "study": "../x"}, "study: expected one of"),
         ({**document, "schema": 2}, f"expected metrics of schema {SCHEMA}"),
         ([], f"expected metrics of schema {SCHEMA}"),
     ):
@@ -215,32 +198,6 @@ def test_lhts_verdict(log_prob, error, expected):
     assert lhts_verdict({"texts": texts}).startswith(expected)
 
 
-def test_study_verdicts():
-    def row(nll, against=None):
-        return {"nll": {"value": nll}} | ({} if against is None else {"against": {"nll": against}})
-
-    better, worse = difference(-0.1, 0.01), difference(0.1, 0.01)
-    rows = {"uncalibrated": row(3.0), "temperature": row(2.0), "mlp": row(1.9, better), "linear": row(2.1, worse)}
-    assert study_verdict({"study": "heads", "sets": {"held out": {"methods": rows}}}) == (
-        "On held out mlp has the lowest NLL, 1.9000 (temperature scaling 2.0000); 1 of 2 variants are significantly "
-        "better than the row they are compared with, and 1 significantly worse."
-    )
-    assert study_verdict({"study": "heads", "sets": {"x": {"methods": {**rows, "mlp": row(2.05, worse)}}}}).startswith(
-        "WARNING: no variant beats temperature scaling on x"
-    )
-    sets = {
-        target: {
-            "methods": {
-                f"{method} from {source}": row(2.0, worse if method == "ats" else difference(0.0, 0.1))
-                for method in ("ats", "temperature")
-                for source in "ab"
-            }
-        }
-        for target in "ab"
-    }
-    assert "in 2 of 2 pairs of domains for ATS and in 0 of 2" in study_verdict({"study": "transfer", "sets": sets})
-
-
 def test_verdict_of_confidences_in_answers():
     rows = {"uncalibrated": (0.2, 0.7), "minimum": (0.15, 0.75), "p_true": (0.3, None), "product": (0.16, 0.8)}
     methods = {name: {"brier": brier, "auroc": auroc, "accuracy": 0.25} for name, (brier, auroc) in rows.items()}
@@ -250,26 +207,6 @@ def test_verdict_of_confidences_in_answers():
     )
     del methods["product"]
     assert "0.2000), and the highest AUROC, 0.7500 (" in set_verdict({"methods": methods, "unit": "questions"})
-
-
-def test_verdict_of_corrections_of_answers():
-    def of(confidence, focal, p):
-        against = difference(focal - 0.2, 0.05) | {"holm_p": p}
-        scored = {"uncalibrated": {"brier": 0.3}, "temperature": {"brier": 0.2}}
-        return {
-            "title": f"all tasks, {confidence}",
-            "methods": {**scored, "focal": {"brier": focal, "against": {"brier": against}}},
-        }
-
-    for p, expected in (
-        (0.01, "focal is better than temperature scaling (all tasks, minimum: Brier score .1000 against .2000, -.1000"),
-        (0.2, "WARNING: no correction beats temperature scaling beyond noise; of the others the best is focal"),
-    ):
-        sets = {"all tasks, product": of("product", 0.3, 1.0), "words, minimum": of("minimum", 0.1, p)}
-        line = verdict({"held_out": of("minimum", 0.1, p), "tasks": sets, "run": {"command": "study confidence"}})
-        assert line.startswith(expected)
-        assert f"p = {format(p, '.3f')[1:]} after Holm's correction for 2 comparisons" in line
-        assert "Of 2 pairs of confidence and correction, 1 have a significantly lower Brier score" in line
 
 
 def test_layer_and_task_verdicts(documents):
@@ -294,13 +231,9 @@ def test_layer_and_task_verdicts(documents):
 
 
 def test_the_verdict_is_the_first_line(documents, capsys):
-    study = documents["study"]
-    print_study(study)
-    assert " ".join(capsys.readouterr().out.split()).startswith(study_verdict(study))
     print_comparison(documents["compare"]["held_out"], "x")
     assert " ".join(capsys.readouterr().out.split()).startswith(verdict(documents["compare"]))
     for kind in ("tokens", "layers", "lhts", "tasks"):
         print_report(documents[kind], files="results in x")
         assert " ".join(capsys.readouterr().out.split()).startswith(verdict(documents[kind]))
         assert verdict(documents[kind])
-    assert len(list(study_figures(study))) == 1

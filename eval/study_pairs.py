@@ -1,6 +1,6 @@
 """Is ATS ever worse than temperature scaling, on the domain that it was fitted on or on another?
 
-    python train/study_pairs.py --assets path/to/assets --out runs/pairs
+    python eval/study_pairs.py --assets path/to/assets --out runs/pairs
 
 On each domain, a part of the rows fits temperature scaling and an ATS head by `--loss auto`; both are evaluated on the
 held-out rows of every domain. With --leave-one-out both are fitted on all domains but one, as `train ats --data` with
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import tyro
+from studies import repeats_json
 from tqdm.auto import tqdm
 
 from calibjax import metrics
@@ -26,7 +27,6 @@ from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
 from calibjax.data import Sequences, split_sequences
 from calibjax.data.text import load_text
-from calibjax.eval.compare.repeats import repeats_json
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import LanguageModel, load_model
 from calibjax.runtime.context import RunContext
@@ -102,7 +102,7 @@ def figures(lm: LanguageModel, held_out: Sequences, heads: dict[str, list[Any]],
     flat = {f"{name} {index}": head for name, repeats in heads.items() for index, head in enumerate(repeats)}
     outputs = evaluate_tokens(lm, held_out, flat, keep_tokens=True, context=context)
     results = {name: [outputs[f"{name} {index}"] for index in range(len(of))] for name, of in heads.items()}
-    document: Any = repeats_json(results, held_out, against={"ATS": "temperature scaling"})
+    document: Any = repeats_json(results, held_out, {"ATS": "temperature scaling"})
     where = held_out.where
     for name, of in results.items():
         smooth = []

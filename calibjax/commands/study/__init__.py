@@ -1,1 +1,0 @@
-"""Studies of calibration heads: one question each, answered by many heads on the same hidden states."""

@@ -1,0 +1,401 @@
+"""What determines the quality of a temperature head? Each study fits many heads on the same hidden states.
+
+    python eval/studies.py pooling --model path/to/model --data data.jsonl --out runs/pooling
+    python eval/studies.py transfer --model path/to/model --data alpaca.jsonl lima.jsonl --out runs/transfer
+
+`pooling`, `losses`, `alpha` and `heads` vary one property of the head. `amount` varies the number of tokens to fit on.
+`transfer` fits on each set of `--data` and evaluates on all of them. Each prints tables in Markdown and writes them to
+--out with metrics.json; fitted heads are kept there, so that an interrupted study resumes. docs/studies.md has results.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from calibjax import metrics
+from calibjax.cli import execute
+from calibjax.commands.common import DataOptions, claim_directory
+from calibjax.commands.parser import parse
+from calibjax.data import Sequences, read_source, right_choice, split_sequences
+from calibjax.eval.report.rows import short
+from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
+from calibjax.heads import FittedHead
+from calibjax.losses import LOSSES
+from calibjax.metrics import CalibrationSums
+from calibjax.models import LanguageModel, load_model
+from calibjax.runtime.context import RunContext
+from calibjax.runtime.distributed import to_host
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import write_file
+from calibjax.train import AtsOptions, load_head, save_head
+from calibjax.train.ats import fit_temperature_head, train_head
+from calibjax.train.curves import array_hash, token_curves
+from calibjax.train.options import make_plan
+
+TEMPERATURE, BASE = "temperature scaling", "uncalibrated"
+COMPARED = ("nll", "brier", "ece")
+FIGURES = (*COMPARED, "accuracy", "confidence", "confidence_right", "confidence_wrong")
+"""Figures of every row. The last two are the mean confidence of correct and of wrong predictions."""
+SUBJECTS = {
+    "medical": "anatomy clinical_knowledge college_medicine human_aging medical_genetics nutrition "
+    "professional_medicine virology",
+    "legal": "international_law jurisprudence professional_law",
+    "technical": "abstract_algebra college_computer_science college_mathematics college_physics computer_security "
+    "conceptual_physics electrical_engineering high_school_computer_science high_school_physics "
+    "high_school_statistics machine_learning",
+}
+"""Subjects of MMLU that are a domain together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """Fits many heads on the same hidden states and compares them on held-out sequences.
+
+    Attributes:
+        name: what varies.
+        model: directory with config.json and safetensors.
+        data: text to fit on and, of the rest, to evaluate on; of transfer several sets.
+        out: for tables, metrics.json and heads.
+        eval_data: further sets to evaluate on.
+        mmlu: of transfer: questions of MMLU; its medical, legal and technical subjects become domains of text, each row
+            a question and its right answer.
+        fit_fraction: fraction of the sequences, from the first, to fit on.
+        seeds: fits of each head; of amount, draws of the sequences.
+        epochs: passes over the sequences to fit on.
+        batch_size: sequences per step.
+        learning_rate: peak learning rate.
+        tokens: of amount: numbers of tokens to fit on.
+        text: how text becomes sequences.
+        quiet: no progress bars.
+    """
+
+    name: tyro.conf.Positional[Literal["pooling", "losses", "alpha", "heads", "transfer", "amount"]]
+    model: str
+    data: tuple[str, ...]
+    out: Path
+    eval_data: tuple[str, ...] = ()
+    mmlu: str | None = None
+    fit_fraction: float = 0.6
+    seeds: int = 3
+    epochs: int = 6
+    batch_size: int = 16
+    learning_rate: float = 2e-3
+    tokens: tuple[int, ...] = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
+    text: DataOptions = DataOptions()
+    quiet: bool = False
+
+    def head(self, **changes: Any) -> AtsOptions:
+        """What a study does not vary: an MLP on the hidden state of each token, one loss, no refitted temperature."""
+        names = ("epochs", "batch_size", "learning_rate")
+        shared = {"head": "mlp", "features": "hidden_states", "loss": "joint", "refit_temperature": False}
+        return AtsOptions(**{**shared, **{name: getattr(self, name) for name in names}, **changes})
+
+
+def variants_of(name: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The heads of a study as changes of `Study.head`, and those that are compared with another one of them."""
+    if name == "pooling":
+        kinds = ("linear", "mlp", "transformer")
+        heads = {f"{kind}, {of}": {"head": kind, "pooling": of} for kind in kinds for of in ("token", "sequence")}
+        return heads, {f"{kind}, sequence": f"{kind}, token" for kind in kinds}
+    if name == "losses":
+        weighted = {"label-smoothing": (0.1, 0.5), "selective": (0.1, 0.5), "selective-balanced": (0.5,)}
+        losses = {loss: {"loss": loss} for loss in LOSSES if loss not in weighted} | _weighted(weighted)
+        return losses, {loss: "cross-entropy" for loss in losses if loss != "cross-entropy"}
+    if name == "alpha":
+        grid = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+        return _weighted(dict.fromkeys(("label-smoothing", "selective", "selective-balanced"), grid)), {}
+    everything = "hidden_states+max_logit+log_std_logits+argmax_embedding"
+    # An MLP normalises what it reads, and of a single number nothing but the sign would be left.
+    features = {
+        "linear": ("hidden_states", "max_logit", "log_std_logits", "max_logit+log_std_logits", "argmax_embedding"),
+        "mlp": ("hidden_states", "argmax_embedding"),
+        "transformer": ("hidden_states",),
+    }
+    return {
+        f"{kind}: {'all four' if read == everything else read}": {"head": kind, "features": read}
+        for kind, names in features.items()
+        for read in (*names, everything)
+    }, {}
+
+
+def _weighted(grids: Mapping[str, tuple[float, ...]]) -> dict[str, dict[str, Any]]:
+    return {f"{loss}, {alpha:g}": {"loss": loss, "alpha": alpha} for loss, grid in grids.items() for alpha in grid}
+
+
+def fit_heads(
+    lm: LanguageModel,
+    sequences: Sequences,
+    variants: Mapping[str, AtsOptions],
+    seeds: int,
+    context: RunContext,
+) -> dict[str, list[FittedHead]]:
+    """Temperature scaling, and every variant with every seed, on hidden states that are computed once.
+
+    Heads that are in the context's directory are loaded.
+    """
+    directory = context.require_directory()
+    folders = {name: directory / re.sub(r"[^\w.+-]+", "-", name) for name in (TEMPERATURE, *variants)}
+    places = {(name, seed): folders[name] / str(seed) for name in variants for seed in range(seeds)}
+    places = {(TEMPERATURE, 0): folders[TEMPERATURE] / "0", **places}
+    missing = [at for at, place in places.items() if not (place / "head.json").is_file()]
+    if missing:
+        plans = {name: make_plan(options, lm.config.hidden_size) for name, options in variants.items()}
+        batch_size = next(iter(plans.values())).batch_size
+        top_k = max(LOSSES[plan.trials[0].loss].top_k for plan in plans.values())
+        heads = [plan.head for plan in plans.values()]
+        tokens = token_curves(lm, sequences, heads, top_k=top_k, keep="disk", batch_size=batch_size, context=context)
+        for name, seed in context.bar(missing, title=f"fitting {directory.name}", unit="head"):
+            if name == TEMPERATURE:
+                head = fit_temperature_head(lm, sequences, batch_size, tokens)
+            else:
+                plan, place = plans[name], places[name, seed]
+                silent = dataclasses.replace(context.silent(), directory=place.with_suffix(".fit"), seed=seed)
+                params = train_head(tokens, plan, plan.head, plan.trials[0], context=silent)
+                head = FittedHead(plan.head, to_host(params), 0.0, lm.fingerprint)
+            save_head(places[name, seed], head)
+    return {
+        name: [load_head(place, lm) for (of, _), place in places.items() if of == name]
+        for name in (TEMPERATURE, *variants)
+    }
+
+
+def evaluate_repeats(
+    lm: LanguageModel,
+    sequences: Sequences,
+    heads: Mapping[str, Sequence[FittedHead]],
+    against: Mapping[str, str],
+    *,
+    bins: int = 15,
+    context: RunContext | None = None,
+) -> dict[str, Any]:
+    """`repeats_json` of heads, each fitted with several seeds: name -> the head of each seed."""
+    flat = {f"{name} {index}": head for name, repeats in heads.items() for index, head in enumerate(repeats)}
+    outputs = evaluate_tokens(lm, sequences, flat, bins=bins, keep_tokens=True, context=context)
+    results = {name: [outputs[f"{name} {index}"] for index in range(len(repeats))] for name, repeats in heads.items()}
+    return repeats_json(results, sequences, against, bins=bins)
+
+
+def repeats_json(
+    results: Mapping[str, Sequence[MethodResult]],
+    sequences: Sequences,
+    against: Mapping[str, str],
+    *,
+    bins: int = 15,
+    resamples: int = 1000,
+) -> dict[str, Any]:
+    """The figures of a set of sequences: `{"tokens": n, "sequences": s, "methods": {name: row}}`.
+
+    Args:
+        results: of `evaluate_tokens` with `keep_tokens`: name -> one result per seed.
+        sequences: of the evaluation.
+        against: name -> name of the row that it is compared with.
+        bins: of the expected calibration error.
+        resamples: of the bootstrap over sequences, with the heads fixed.
+
+    Returns:
+        of each row and figure `value`, the mean over the seeds; `low` and `high`, its 95% interval; `seeds`, the
+        figure of each seed; and the differences from the row of `against` on the same resamples.
+    """
+    options: dict[str, Any] = {"resamples": resamples, "seed": 0}
+    flat = [result for repeats in results.values() for result in repeats]
+    figures, drawn = _head_figures(flat, sequences, bins, options)
+    ends = np.cumsum([len(repeats) for repeats in results.values()])[:-1]
+    values = dict(zip(results, np.split(figures, ends), strict=True))
+    draws = {name: part.mean(axis=1) for name, part in zip(results, np.split(drawn, ends, axis=1), strict=True)}
+    sums = {name: _side_by_side([result.sums for result in repeats]) for name, repeats in results.items()}
+    rows: dict[str, Any] = {}
+    for name in results:
+        mean, row = values[name].mean(axis=0), {}
+        for index, figure in enumerate(FIGURES):
+            low, high = metrics.percentile_interval(draws[name][:, index])
+            row[figure] = {"value": float(mean[index]), "low": low, "high": high}
+            row[figure]["seeds"] = [float(value) for value in values[name][:, index]]
+        ece = metrics.error_interval(sums[name], **options)
+        row["ece"] |= {"low": ece.low, "high": ece.high, "debiased": ece.debiased}
+        if other := against.get(name):
+            difference = mean - values[other].mean(axis=0)
+            row["against"] = {
+                "name": other,
+                "ece": metrics.error_comparison(sums[name], sums[other], **options)._asdict(),
+            }
+            for index, figure in enumerate(("nll", "brier")):
+                pair = draws[name][:, index], draws[other][:, index]
+                row["against"][figure] = metrics.compare_resamples(float(difference[index]), *pair)._asdict()
+        rows[name] = row
+    return {"tokens": int(sequences.where.sum()), "sequences": len(sequences.tokens), "methods": rows}
+
+
+def _head_figures(
+    results: Sequence[MethodResult], sequences: Sequences, bins: int, options: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """`FIGURES` of each of H heads on all sequences `[H, figures]`, and on each resample `[resamples, H, figures]`."""
+    tokens = [result.tokens for result in results if result.tokens is not None]
+    right = sequences.where & (tokens[0].argmax == sequences.targets)  # no head changes the most likely token
+
+    def sums_where(where: np.ndarray) -> CalibrationSums:
+        return _side_by_side(
+            [
+                metrics.calibration_sums(jnp.asarray(x.confidence), right, bins=bins, where=jnp.asarray(where))
+                for x in tokens
+            ]
+        )
+
+    parts = [
+        (_side_by_side([result.sums for result in results]), _means),
+        (sums_where(right), _mean_confidence),
+        (sums_where(sequences.where & ~right), _mean_confidence),
+    ]
+    whole = [statistic(CalibrationSums(*(x.sum(axis=0) for x in sums))) for sums, statistic in parts]
+    drawn = [metrics.resample_sums(*part, **options) for part in parts]
+    return np.concatenate(whole, axis=-1), np.concatenate(drawn, axis=-1)
+
+
+def _side_by_side(sums: Sequence[CalibrationSums]) -> CalibrationSums:
+    """Stacks sums of heads, each `[sequences, ...]`, to `[sequences, heads, ...]`, for one common resampling."""
+    return CalibrationSums(
+        *(np.stack([np.asarray(x, np.float64) for x in field], axis=1) for field in zip(*sums, strict=True))
+    )
+
+
+def _means(sums: CalibrationSums) -> np.ndarray:
+    count, confidence, correct, _ = sums.whole()
+    ece = metrics.ece_from_sums(sums)
+    return np.stack([sums.nll / count, sums.brier / count, ece, correct / count, confidence / count], axis=-1)
+
+
+def _mean_confidence(sums: CalibrationSums) -> np.ndarray:
+    count, confidence, _, _ = sums.whole()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (confidence / count)[..., None]
+
+
+def table(title: str, figures: Mapping[str, Any]) -> str:
+    """A row for every variant: figures ± half the range over seeds, and differences (`+` better, `-` worse)."""
+    columns = ["", "NLL", "Brier", "ECE [95% interval]", "Δ against", "NLL", "Brier", "ECE"]
+    columns += ["confidence if right", "if wrong"]
+    lines = [f"{title}: {figures['tokens']:,} tokens of {figures['sequences']:,} sequences", ""]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, row in figures["methods"].items():
+        against = row.get("against")
+        changes = ["", "", "", ""] if against is None else [against["name"], *(_change(against[f]) for f in COMPARED)]
+        ece = f"{_mean(row['ece'])} [{short(row['ece']['low'], '.3f')}, {short(row['ece']['high'], '.3f')}]"
+        parts = [_mean(row[figure], ".3f") for figure in ("confidence_right", "confidence_wrong")]
+        lines.append(f"| {' | '.join([name, _mean(row['nll']), _mean(row['brier']), ece, *changes, *parts])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean(figure: Mapping[str, Any], form: str = ".4f") -> str:
+    spread = (max(figure["seeds"]) - min(figure["seeds"])) / 2
+    return short(figure["value"], form) + (f" ±{short(spread, form)}" if len(figure["seeds"]) > 1 else "")
+
+
+def _change(difference: Mapping[str, float]) -> str:
+    mark = " +" if difference["high"] < 0 else " -" if difference["low"] > 0 else ""
+    return short(difference["difference"], "+.4f") + mark
+
+
+def compare_variants(study: Study, lm: LanguageModel, context: RunContext) -> dict[str, Any]:
+    """Of `pooling`, `losses`, `alpha` and `heads`: the figures of each set."""
+    (source,) = study.data
+    fit, held_out = split_sequences(study.text.read(source, lm, print), study.fit_fraction)
+    changes, against = variants_of(study.name)
+    variants = {name: study.head(**change) for name, change in changes.items()}
+    heads = {BASE: [identity_head(lm)], **fit_heads(lm, fit, variants, study.seeds, context)}
+    against = {BASE: TEMPERATURE, **dict.fromkeys(variants, TEMPERATURE), **against}
+    sets = {"held out": held_out, **study.text.read_all(study.eval_data, lm, print)}
+    return {title: evaluate_repeats(lm, of_set, heads, against, context=context) for title, of_set in sets.items()}
+
+
+def compare_domains(study: Study, lm: LanguageModel, context: RunContext) -> dict[str, Any]:
+    """Of `transfer`: the figures on each domain of heads that were fitted on each of them."""
+    sources = (*study.data, *(str(file) for file in subject_files(study)))
+    domains = study.text.read_all(sources, lm, print)
+    if len(domains) < 2:
+        raise UserError(f"--data, --mmlu: expected at least two domains, got {', '.join(domains)}.")
+    smallest = min(len(sequences.tokens) for sequences in domains.values())
+    parts = {name: split_sequences(x.take(slice(smallest)), study.fit_fraction) for name, x in domains.items()}
+    heads = {BASE: [identity_head(lm)]}
+    for name, (fit, _) in parts.items():
+        fitted = fit_heads(lm, fit, {"ATS": study.head()}, study.seeds, context.within(name.replace("/", "-")))
+        heads |= {f"{method} from {name}": fitted[method] for method in fitted}
+    sets = {}
+    for target, (_, held_out) in parts.items():
+        own = {f"{method} from {name}": f"{method} from {target}" for method in (TEMPERATURE, "ATS") for name in parts}
+        against = {name: other for name, other in own.items() if name != other}
+        against[f"ATS from {target}"] = f"{TEMPERATURE} from {target}"
+        sets[target] = evaluate_repeats(lm, held_out, heads, against, context=context)
+    return sets
+
+
+def subject_files(study: Study) -> list[Path]:
+    """Writes the questions of each domain of MMLU with their right answers as text; the order mixes subjects."""
+    if study.mmlu is None:
+        return []
+    rows, files = read_source(study.mmlu), []
+    for domain, subjects in SUBJECTS.items():
+        texts = [
+            json.dumps({"text": f"{row['question']}\n{right_choice(row, place)}"}) + "\n"
+            for place, row in rows.placed()
+            if row["subject"] in subjects.split()
+        ]
+        files.append(study.out / f"{domain}.jsonl")
+        write_file(files[-1], "".join(texts[i] for i in np.random.default_rng(0).permutation(len(texts))))
+    return files
+
+
+def compare_amounts(study: Study, lm: LanguageModel, context: RunContext) -> dict[str, Any]:
+    """Of `amount`: temperature scaling and two heads, fitted on ever more tokens; every seed draws other sequences.
+
+    A head is fitted for `epochs`, but for at least 200 steps, and at most 2,000 where one epoch has fewer.
+    """
+    (source,) = study.data
+    fit, held_out = split_sequences(study.text.read(source, lm, print), study.fit_fraction)
+    heads: dict[str, list[FittedHead]] = {BASE: [identity_head(lm)]}
+    for seed in range(study.seeds):
+        order = np.random.default_rng(seed).permutation(len(fit.tokens))
+        counts = np.cumsum(fit.where[order].sum(axis=1))
+        for tokens in study.tokens:
+            if counts[-1] < tokens:
+                raise UserError(f"--tokens: expected at most the {counts[-1]:,} tokens to fit on, got {tokens:,}.")
+            part = fit.take(np.sort(order[: 1 + int(np.searchsorted(counts, tokens))]))
+            batch = min(study.batch_size, len(part.tokens))
+            steps = math.ceil(len(part.tokens) / batch)  # of one epoch
+            epochs = max(min(study.epochs, 2000 // steps), math.ceil(200 / steps))
+            variants = {kind: study.head(head=kind, epochs=epochs, batch_size=batch) for kind in ("linear", "mlp")}
+            fitted = fit_heads(lm, part, variants, 1, context.within(f"{tokens}-{seed}"))
+            for name, repeats in fitted.items():
+                heads.setdefault(f"{name}, {tokens}", []).extend(repeats)
+            jax.clear_caches()
+    against = {name: f"{TEMPERATURE}, {name.split(', ')[1]}" for name in heads if name.startswith(("linear", "mlp"))}
+    return {"held out": evaluate_repeats(lm, held_out, heads, against, context=context)}
+
+
+def main(study: Study) -> None:
+    if study.name != "transfer" and len(study.data) != 1:
+        raise UserError(f"--data: expected one set of text, got {len(study.data)}; only transfer compares several.")
+    lm = load_model(study.model)
+    hashes = {source: array_hash(study.text.read(source, lm, lambda _: None)._asdict()) for source in study.data}
+    settings = {name: getattr(study, name) for name in ("fit_fraction", "epochs", "batch_size", "learning_rate")}
+    claim_directory(study.out, {"command": f"study {study.name}", "model": lm.fingerprint, **settings, **hashes})
+    context = RunContext(directory=study.out / "heads", progress=not study.quiet)
+    run = {"transfer": compare_domains, "amount": compare_amounts}.get(study.name, compare_variants)
+    sets = run(study, lm, context)
+    tables = "\n".join(table(title, figures) for title, figures in sets.items())
+    write_file(study.out / "metrics.json", json.dumps({"study": study.name, "sets": sets}, indent=2) + "\n")
+    write_file(study.out / "table.md", tables)
+    print(f"\n{tables}\nresults in {study.out}: table.md, metrics.json, heads/")
+
+
+if __name__ == "__main__":
+    options = parse(Study, sys.argv[1:], prog="python eval/studies.py")
+    sys.exit(execute(options, lambda study, _: main(study)))
