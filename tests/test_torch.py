@@ -150,7 +150,7 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama, kind):
     np.testing.assert_array_equal(cached.numpy(), anew.numpy())
 
 
-def test_command(tmp_path):
+def test_command(tmp_path, capsys):
     """`calibjax export` finds the base model of a run, and writes its head or its temperature."""
     pytest.importorskip("torch")
     from transformers import GenerationConfig
@@ -159,15 +159,17 @@ def test_command(tmp_path):
     torch_model(tmp_path / "model", LLAMA_JSON)
     lm = load_model(tmp_path / "model")
     head = random_head(lm, "linear")
-    save_head(tmp_path / "run" / "head", head, notes={"temperature": 1.25})
+    save_head(tmp_path / "run" / "head", head, notes={"temperature": 1.0523456781})
     (tmp_path / "run" / "metrics.json").write_text(json.dumps({"run": {"model": str(tmp_path / "model")}}))
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "ats"), "--json"]) == 0
     assert load_head(tmp_path / "ats", lm).log_factor == head.log_factor
     args = ["export", str(tmp_path / "run" / "head"), "--out", str(tmp_path / "t"), "--method", "temperature"]
+    capsys.readouterr()
     assert main(args) == 0
-    assert load_head(tmp_path / "t", lm).params["log_scale"] == np.float32(-np.log(1.25))
+    assert "Sampling at temperature 1.0523456781, with neither" in capsys.readouterr().out  # every digit
+    assert load_head(tmp_path / "t", lm).params["log_scale"] == np.float32(-np.log(1.0523456781))
     theirs = GenerationConfig.from_pretrained(tmp_path / "t")
-    assert (theirs.temperature, theirs.top_k, theirs.do_sample) == (1.25, 0, True)
+    assert (theirs.temperature, theirs.top_k, theirs.do_sample) == (1.0523456781, 0, True)
     save_head(tmp_path / "kept", head, notes={"model": str(tmp_path / "model")})  # as `compare --save`
     assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "ats")]) == 0
     assert main(["export", str(tmp_path / "t"), "--out", str(tmp_path / "x")]) == 2  # names no model

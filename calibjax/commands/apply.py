@@ -112,9 +112,8 @@ def _figures(outcome: Outcome) -> dict[str, float]:
 
 def _write(options: ApplyOptions, table: PredictionTable, columns: dict[str, np.ndarray]) -> None:
     """Writes the rows of the table with further columns."""
-    # Floats with their shortest digits: .84, not the float64 that is nearest to it in float32.
-    shortest = {name: x.astype(str).astype(np.float64) if x.dtype.kind == "f" else x for name, x in columns.items()}
-    added = {f"calibrated_{name}": column for name, column in shortest.items()}
+    # Every digit of the float32 numbers: what is read back in float64 is what `Recalibrator` returns.
+    added = {f"calibrated_{name}": column for name, column in columns.items()}
     if options.out.suffix in (".csv", ".tsv") and "calibrated_p" in added:
         added |= {f"calibrated_p_{k}": column for k, column in enumerate(added.pop("calibrated_p").T)}
     assert table.rows is not None

@@ -62,7 +62,8 @@ class DecideOptions(ColumnOptions, JsonOptions):
         if self.out is not None:
             if self.out.suffix != ".json":
                 raise UserError(f"--out {self.out}: expected a file ending in .json.")
-            check_new_file(self.out)
+            with about("--out"):
+                check_new_file(self.out)
 
 
 def run(options: DecideOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
@@ -169,18 +170,18 @@ def _answers(threshold: float) -> str:
 
 
 def _guarantees(options: DecideOptions) -> dict[str, str]:
-    risk, each = f"{options.risk:.3g}", " of its category" if options.by_category else ""
+    risk, each = str(options.risk), " of its category" if options.by_category else ""
     return {
         AVERAGE: f"a new question{each} is answered wrongly with probability at most {risk}, on average over tables of "
         "this size; rows and new questions are exchangeable (conformal risk control)",
-        OF_ANSWERS: f"with probability {options.level:.3g} over the draw of the table, at most {risk} of the answers "
+        OF_ANSWERS: f"with probability {options.level} over the draw of the table, at most {risk} of the answers "
         f"given to new questions{each} are wrong; rows and new questions are independent and drawn alike (binomial "
         "tests)",
         OF_CLAIMS: f"of the claims kept of a new answer{each}, the expected fraction of false ones is at most {risk}, "
         "on average over tables of this size; answers are exchangeable, their claims may depend on each other "
         "(conformal risk control)",
         "options": f"the set of a new question{each} holds the right option with probability at least "
-        f"{1 - options.risk:.3g}; rows and new questions are exchangeable (split-conformal)",
+        f"{1 - options.risk:.10g}; rows and new questions are exchangeable (split-conformal)",
     }
 
 
@@ -200,7 +201,7 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
             cells = [f"{row['questions']:,}", shown, short(row["right_in_set"], ".3f"), f"{row['mean_size']:.2f}"]
             sets.append([category or "all", *cells, short(row["single"], ".3f")])
     columns = ["wrong answers limited", "questions", "confidence above", "answered", "wrong of all", "wrong of answers"]
-    title = f"At most {options.risk:.3g} wrong; figures are those of the table itself"
+    title = f"At most {options.risk} wrong; figures are those of the table itself"
     if options.claims:
         title = title.replace("wrong", "false")
         columns = ["false claims limited", "answers", "confidence above", "kept", "false of all", "false of an answer"]
@@ -221,13 +222,13 @@ def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
     decided = [row[OF_CLAIMS if options.claims else OF_ANSWERS] for row in document["categories"].values()]
     total = sum(row["questions"] for row in decided)
     answered = sum(row["answered"] * row["questions"] for row in decided) / total
-    limit = f"at most {options.risk:.3g} of the answers are wrong (with probability {options.level:.3g})"
+    limit = f"at most {options.risk} of the answers are wrong (with probability {options.level})"
     none = sum(row["answers"] == "none" for row in decided)
     if options.claims:
         return _claims_verdict(decided, options)
     if none == len(decided):
         return (
-            f"WARNING: no threshold is known to keep at most {options.risk:.3g} of the answers wrong: the questions "
+            f"WARNING: no threshold is known to keep at most {options.risk} of the answers wrong: the questions "
             "are too few, or the confidence does not tell right from wrong well enough."
         )
     if options.by_category:
@@ -240,7 +241,7 @@ def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
 
 
 def _claims_verdict(decided: list[dict[str, Any]], options: DecideOptions) -> str:
-    limit = f"expected fraction of false claims in an answer is at most {options.risk:.3g}"
+    limit = f"expected fraction of false claims in an answer is at most {options.risk}"
     if all(row["answers"] == "none" for row in decided):
         return f"WARNING: no claim can be kept: of so few answers it is not known that the {limit}."
     if options.by_category:

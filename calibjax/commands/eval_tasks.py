@@ -303,7 +303,7 @@ def _write_table(file: Path, rows: list[str], answers: "Answers") -> None:
     columns |= {"correct": answers.correct[0], **dict(zip(rows, answers.confidence, strict=True))}
     lines.writerow(columns)
     for cells in zip(*columns.values(), strict=True):
-        lines.writerow([cell if isinstance(cell, str) else f"{cell:.9g}" for cell in cells])
+        lines.writerow([cell if isinstance(cell, str) else f"{cell:.17g}" for cell in cells])
     write_file(file, text.getvalue())
 
 
@@ -450,7 +450,7 @@ def _fit_all(
 
 
 def _describe(fit: "Calibration") -> str:
-    temperatures = " and ".join(f"{1 / scale:.4g}" for scale in fit.scales[1:])
+    temperatures = " and ".join(f"{1 / scale:.9g}" for scale in fit.scales[1:])
     bound = ", the largest: no sign of the right option" if min(fit.scales) < 1.01 * math.exp(-6) else ""
     return f"temperature over the options {temperatures}{bound}, fitted on {fit.questions:,} questions ({fit.source})"
 

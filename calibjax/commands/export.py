@@ -103,8 +103,8 @@ def write_export(
         temperature = notes["temperature"]
         more["generation_config.json"] = _generation_config(lm, temperature)
         log(
-            f"Temperature scaling: the calibrated distribution is softmax(logits / {temperature:.4f}). Sampling at "
-            f"temperature {temperature:.4f}, with neither top-k nor top-p, draws from it; any other sampling "
+            f"Temperature scaling: the calibrated distribution is softmax(logits / {temperature}). Sampling at "
+            f"temperature {temperature}, with neither top-k nor top-p, draws from it; any other sampling "
             "temperature does not change which probabilities are calibrated. Log-probabilities that an engine computes "
             "before its sampling temperature, as vLLM's raw_logprobs, are uncalibrated whatever temperature is set."
         )

@@ -18,6 +18,8 @@ from calibjax.runtime.files import new_directory, write_file
 
 _SCHEMA = 1
 _ARRAYS, _DESCRIPTION = "state.safetensors", "recalibrator.json"
+_ROWS, _CELLS = 1024, 2**20
+"""Of a block in which predictions are recalibrated: rows, and rows times classes, at most."""
 _REMEDY = "Restore the directory from a copy, or fit the method again."
 
 
@@ -47,6 +49,8 @@ class Recalibrator(NamedTuple):
 
         Returns:
             float32 `[N]`, calibrated confidences, or `[N, K]`, log-probabilities of the classes: see `method.gives`.
+            What a prediction gets does not depend on the other rows of the call, to the last bit, unless the method
+            reads `slices`.
 
         Raises:
             UserError: a field that the method reads is missing, or a confidence is not in [0, 1].
@@ -64,7 +68,26 @@ class Recalibrator(NamedTuple):
             raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")
         if "slices" in self.method.apply_reads:
             reads = reads._replace(slices=np.unique(np.asarray(reads.slices), return_inverse=True)[1])
-        return np.asarray(jax.jit(self.method.apply)(self.state, reads))
+        return self._in_blocks(reads)
+
+    def _in_blocks(self, reads: Predictions) -> np.ndarray:
+        """Runs one program, of a block of rows, over all rows: programs of other shapes round differently.
+
+        A threshold found on a table would otherwise fall between a confidence of the table and that of the same
+        prediction alone.
+        """
+        given = {name: x for name, x in reads._asdict().items() if x is not None}
+        rows = {name: np.asarray(x) for name, x in given.items() if name != "unembedding"}
+        apply, count = jax.jit(self.method.apply), len(next(iter(rows.values())))
+        if "slices" in rows or not count:
+            return np.asarray(apply(self.state, reads))
+        classes = [np.shape(x)[axis] for x, axis in ((reads.logits, 1), (reads.unembedding, 0)) if x is not None]
+        size = int(np.clip(_CELLS // max(classes, default=1), 1, _ROWS))
+        parts = []
+        for start in range(0, count, size):
+            block = np.minimum(np.arange(start, start + size), count - 1)
+            parts.append(apply(self.state, reads._replace(**{name: x[block] for name, x in rows.items()})))
+        return np.concatenate(parts)[:count]
 
 
 def is_recalibrator(directory: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from calibjax.runtime.distributed import from_first, is_first, on_first
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, storage_failure
 from calibjax.runtime.locks import locked
 
 _TOKEN = 8  # random bytes in a temporary name
@@ -44,13 +44,19 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     An existing file is replaced. A symbolic link is replaced itself, and its target does not change.
 
     Raises:
-        UserError: if `path` is a directory, a device or a pipe.
+        UserError: if `path` is a directory, a device or a pipe, or no file can be made in its directory.
         OSError: if the file cannot be written. The temporary file is then removed and an existing file is unchanged.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: expected a file or a new path, but this is a directory or a device.")
     fresh = _beside(path, secrets.token_bytes(_TOKEN), "new")
-    with fresh.open("xb") as file:
+    try:
+        file = fresh.open("xb")
+    except OSError as error:
+        if storage_failure(error) is not None:
+            raise
+        raise UserError(f"{path}: cannot write there ({error}).") from error
+    with file:
         try:
             yield file
             file.flush()
@@ -93,11 +99,15 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def check_new_file(path: Path) -> None:
-    """Raises `UserError` if `new_file(path)` would: if there is a directory or device, or no directory to hold it."""
+    """Raises `UserError` if `new_file(path)` would: it makes the temporary file and removes it again."""
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: expected a file or a new path, but this is a directory or a device.")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(f"{path}: cannot write there ({path.parent} is not a directory that can be written).")
+    fresh = _beside(path, secrets.token_bytes(_TOKEN), "new")
+    try:
+        fresh.touch(exist_ok=False)
+        fresh.unlink()
+    except OSError as error:
+        raise UserError(f"{path}: cannot write there ({error}).") from error
 
 
 def check_new_directory(path: Path) -> None:

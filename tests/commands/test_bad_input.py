@@ -313,6 +313,7 @@ BAD = [
     ("eval bounds", ["--out", "full"], "--out: full: expected a file or a new path, but this is a directory"),
     ("eval bounds", ["--out", "file/x"], "--out: file/x: cannot write there"),
     ("eval bounds", ["--out", "nowhere/x"], "--out: nowhere/x: cannot write there"),
+    ("eval bounds", ["--out", "/proc/x"], "--out: /proc/x: cannot write there"),
     ("report", ["--out", "file"], "--out file: expected a directory, but this is a file"),
     ("report", ["full"], "expected the directory of a finished run, with metrics.json"),
     ("report", ["run", "run"], "--out: expected a directory to write the report of several runs to"),

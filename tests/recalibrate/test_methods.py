@@ -773,6 +773,16 @@ def test_saved_and_loaded(tmp_path, name):
     }
 
 
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if "slices" not in method.fit_reads])
+def test_a_row_alone_gets_what_it_gets_among_others(tmp_path, name):
+    """To the last bit: a threshold found on a table is compared with confidences of single predictions."""
+    save(tmp_path / "x", name, fitted(name))
+    method, data = load(tmp_path / "x"), bundle(n=1500, seed=4)
+    together = method(data)
+    for rows in ([7], [1400], range(1333), range(1499, -1, -1), [3] * 9):
+        np.testing.assert_array_equal(method(rows_of(data, np.array(rows))), together[np.array(rows)])
+
+
 def test_one_call_on_new_data(tmp_path):
     save(tmp_path / "x", "platt", fitted("platt"))
     data, platt = bundle(seed=33), load(tmp_path / "x")
