@@ -27,7 +27,7 @@ from calibjax.cli import execute
 from calibjax.commands.common import DataOptions, claim_directory
 from calibjax.commands.parser import parse
 from calibjax.data import Sequences, read_source, right_choice, split_sequences
-from calibjax.eval.report.rows import short
+from calibjax.eval.report.tables import short
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
 from calibjax.heads import FittedHead
 from calibjax.losses import LOSSES

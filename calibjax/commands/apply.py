@@ -12,7 +12,7 @@ from calibjax.commands.common import ColumnOptions, JsonOptions
 from calibjax.data.table import PredictionTable, read_table, table_rows
 from calibjax.data.write import WRITTEN, write_rows
 from calibjax.eval.compare.contenders import Outcome, uncalibrated
-from calibjax.eval.report.rows import UNCONVERGED, TextTable, short
+from calibjax.eval.report.tables import UNCONVERGED, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
 from calibjax.runtime.errors import UserError, about

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from calibjax.commands.config import NAME as CONFIG
 from calibjax.commands.config import write_config
 from calibjax.eval.report.schema import SCHEMA as SCHEMA
-from calibjax.eval.report.schema import Document, TrainingCurve
+from calibjax.eval.report.schema import Document
 from calibjax.eval.report.terminal import print_report
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first
@@ -608,7 +608,7 @@ def split_names(given: tuple[str, ...]) -> tuple[str, ...]:
 HEAD = "head/ (for calibjax.load_head)"
 
 
-def training_curves(directory: Path) -> dict[str, TrainingCurve]:
+def training_curves(directory: Path) -> dict[str, dict[str, Any]]:
     """What `train.loop.train` logged in and below a directory, by the name of each log's folder.
 
     The same after a kill and a resume. Heads of folds are left out.
@@ -623,7 +623,7 @@ def training_curves(directory: Path) -> dict[str, TrainingCurve]:
             of_value = [row for row in rows if value in row]
             curve |= {step: [row["step"] for row in of_value], value: [row[value] for row in of_value]}
         name = file.parent.relative_to(directory).as_posix()
-        curves[name.removeprefix("fit/")] = cast(TrainingCurve, curve)
+        curves[name.removeprefix("fit/")] = curve
     return curves
 
 

@@ -19,7 +19,7 @@ from calibjax.eval.answers.decisions import (
     selective_threshold,
     set_threshold,
 )
-from calibjax.eval.report.rows import ABSENT, TextTable, short
+from calibjax.eval.report.tables import ABSENT, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_file, write_file

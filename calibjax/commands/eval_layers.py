@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,7 +42,7 @@ from calibjax.eval.layers.directions import (
 )
 from calibjax.eval.layers.layers import evaluate_layers, layers_json, make_readout
 from calibjax.eval.layers.neurons import entropy_neurons
-from calibjax.eval.report.schema import Difference, DirectionRow, HeldOutFigures, LayersDocument
+from calibjax.eval.report.schema import Document
 from calibjax.eval.report.terminal import print_report
 from calibjax.eval.tasks.subjects import subject_rows
 from calibjax.models import LanguageModel
@@ -102,7 +102,7 @@ class _Material(NamedTuple):
 
 
 @on_devices
-def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> LayersDocument:
+def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("eval layers", options, log)
     check_batch(context.mesh, options.batch_size)
@@ -129,7 +129,7 @@ def _analyse(
     swept: tuple[int, ...],
     material: _Material,
     context: RunContext,
-) -> LayersDocument:
+) -> Document:
     fit, held_out = material.halves
     counts = [int(half.where.sum()) for half in material.halves]
     context.log(f"split: {counts[0]:,} {material.unit} to find a direction and an edit on, {counts[1]:,} held out")
@@ -166,7 +166,7 @@ def _analyse(
         if name == "uncalibrated" or chosen.layer
     }
     shares = space.fraction(directions.vectors)
-    rows: list[DirectionRow] = [
+    rows: list[dict[str, Any]] = [
         {"layer": index + 1, "gap": float(gap), "length": float(length), "null_space_share": float(share)}
         for index, (gap, length, share) in enumerate(zip(directions.gap, directions.length, shares, strict=True))
     ]
@@ -181,7 +181,7 @@ def _analyse(
             "expected_share": space.expected,
             "rows": rows,
             "chosen": {"layer": chosen.layer, "strength": chosen.strength},
-            "difference": cast(Difference, difference._asdict()),
+            "difference": difference._asdict(),
         },
         "sweep": [
             {
@@ -198,7 +198,7 @@ def _analyse(
     }
 
 
-def _with_intervals(sums: metrics.CalibrationSums, seed: int) -> HeldOutFigures:
+def _with_intervals(sums: metrics.CalibrationSums, seed: int) -> dict[str, Any]:
     values = metrics.summarise(sums)
     statistics = {
         "ece": metrics.ece_from_sums,

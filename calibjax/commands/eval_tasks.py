@@ -30,7 +30,7 @@ from calibjax.eval.answers.confidence import WORDS, OptionConfidence, TextConfid
 from calibjax.eval.answers.judges import STRING_MATCH, find_judge
 from calibjax.eval.answers.methods import WRITTEN
 from calibjax.eval.answers.probes import PROBES
-from calibjax.eval.report.schema import TasksDocument
+from calibjax.eval.report.schema import Document
 from calibjax.eval.report.terminal import print_report
 from calibjax.eval.tasks.local_data import TASKS, assets_folder
 from calibjax.eval.tokens import identity_head
@@ -163,7 +163,7 @@ class EvalTasksOptions(OutputOptions, ChatOptions, ModelOptions):
 
 
 @on_devices
-def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> TasksDocument:
+def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     names, further = split_names(options.tasks), split_names(options.confidence)
     try:
@@ -466,7 +466,7 @@ def _document(
     hows: "Mapping[str, How]",
     answers: Mapping[str, "Answers"],
     fits: Mapping[str, "Calibration"],
-) -> TasksDocument:
+) -> Document:
     from calibjax.eval.tasks.evaluate import Answers
     from calibjax.eval.tasks.results import answers_json, subjects_json
 

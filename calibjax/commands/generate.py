@@ -10,7 +10,7 @@ import numpy as np
 
 from calibjax.commands.common import ChatOptions, JsonOptions, ModelOptions, load_placed, on_devices, presentation
 from calibjax.data.chat_template import render_chat
-from calibjax.eval.report.rows import TextTable
+from calibjax.eval.report.tables import TextTable
 from calibjax.eval.report.terminal import print_result
 from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling, generate

@@ -5,15 +5,14 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import tyro
 
 from calibjax.commands.export import HeadOptions, write_export
-from calibjax.eval.report.card import Subject, model_card
-from calibjax.eval.report.figures import figures_of
-from calibjax.eval.report.schema import TokensDocument, read_metrics
-from calibjax.eval.report.svg import png
+from calibjax.eval.report.figures import figures_of, png
+from calibjax.eval.report.notes import Subject, model_card
+from calibjax.eval.report.schema import read_metrics, readable
 from calibjax.models.hub import check_upload, commit_of, repository_of, upload
 from calibjax.runtime.errors import UserError
 
@@ -46,7 +45,6 @@ def run(options: PushOptions, log: Callable[[str], None] = print) -> dict[str, A
     document = read_metrics(options.run / "metrics.json")
     if "held_out" not in document or options.method not in document["held_out"]["methods"]:
         raise UserError(f"{options.run}: expected a run of `train ats`, with held-out figures of {options.method}.")
-    document = cast(TokensDocument, document)
     with tempfile.TemporaryDirectory() as folder:
         head, lm = write_export(options, Path(folder) / "head", log)
         files = {file.name: file.read_bytes() for file in sorted((Path(folder) / "head").iterdir())}
@@ -61,12 +59,13 @@ def run(options: PushOptions, log: Callable[[str], None] = print) -> dict[str, A
         head=repr(head),
     )
     document["run"] = _without_paths(document.get("run", {}))
-    drawing = next(drawing for drawing in figures_of(document) if drawing.name == "reliability")
-    files |= {
-        "reliability.png": png(drawing.figure()),
-        "metrics.json": (json.dumps(document, indent=2) + "\n").encode(),
-        "README.md": model_card(document, subject).encode(),
-    }
+    with readable(options.run / "metrics.json"):
+        drawing = next(drawing for drawing in figures_of(document) if drawing.name == "reliability")
+        files |= {
+            "reliability.png": png(drawing.figure()),
+            "metrics.json": (json.dumps(document, indent=2) + "\n").encode(),
+            "README.md": model_card(document, subject).encode(),
+        }
     commit = upload(options.repository, files, f"Head for {subject.base or subject.name}", private=options.private)
     log(f"{head!r} in {options.repository}@{commit}: {', '.join(sorted(files))}")
     return {"repository": options.repository, "commit": commit, "base": subject.base, "files": sorted(files)}

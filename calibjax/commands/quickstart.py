@@ -17,7 +17,7 @@ from calibjax.commands.common import OutputOptions, begin, finish, presentation
 from calibjax.commands.train_ats import ats_document, evaluate, fit_ats, write_tokens
 from calibjax.data import Sequences, batches
 from calibjax.data.synthetic import Syllables, TopicLanguage, as_sequences, make_language, sample, true_probabilities
-from calibjax.eval.report.schema import TokensDocument
+from calibjax.eval.report.schema import Document
 from calibjax.kernels import vocab_stats
 from calibjax.models import DecoderConfig, LanguageModel, hidden_states, init_params, unembedding
 from calibjax.models.hf_export import save_model
@@ -70,7 +70,7 @@ class LanguageModelObjective:
         return jnp.sum(losses.cross_entropy(stats)), jnp.sum(stats.valid).astype(jnp.float32)
 
 
-def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> TokensDocument:
+def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json."""
     context = begin("quickstart", options, log)
     language_key, *sample_keys = jax.random.split(jax.random.key(options.seed), 4)

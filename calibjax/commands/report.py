@@ -5,15 +5,14 @@ import datetime
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import tyro
 
 from calibjax.commands.common import JsonOptions
-from calibjax.eval.compare.results import print_comparison
-from calibjax.eval.report import Run, print_report, save_report
-from calibjax.eval.report.head import Origin
-from calibjax.eval.report.schema import Document, read_metrics, read_tokens
+from calibjax.eval.report import Run, print_comparison, print_report, save_report
+from calibjax.eval.report.blocks import Origin
+from calibjax.eval.report.schema import read_metrics, read_tokens, readable
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.locks import hold
 
@@ -47,23 +46,24 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
     runs = [_read(directory, name) for directory, name in zip(options.runs, names, strict=True)]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        hold(out)
-        files = save_report(runs, out)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot write there ({error}).") from error
-    done = f"report in {out}: report.html and its plots"
-    if not options.json:
-        for number, loaded in enumerate(runs, 1):
-            if len(runs) > 1:
-                print(f"\n{loaded.name}")
-            held_out = loaded.document["held_out"]
-            line = done if number == len(runs) else ""
-            if "sort" in held_out:
-                print_comparison(held_out, f"{loaded.name}, held out", files=line)
-            else:
-                print_report(loaded.document, files=line, subjects=options.subjects)
+    with readable(", ".join(str(directory / "metrics.json") for directory in options.runs)):
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            hold(out)
+            files = save_report(runs, out)
+        except OSError as error:
+            raise UserError(f"--out {out}: cannot write there ({error}).") from error
+        done = f"report in {out}: report.html and its plots"
+        if not options.json:
+            for number, loaded in enumerate(runs, 1):
+                if len(runs) > 1:
+                    print(f"\n{loaded.name}")
+                held_out = loaded.document["held_out"]
+                line = done if number == len(runs) else ""
+                if "sort" in held_out:
+                    print_comparison(held_out, f"{loaded.name}, held out", files=line)
+                else:
+                    print_report(loaded.document, files=line, subjects=options.subjects)
     return {"out": str(out), "files": files}
 
 
@@ -71,7 +71,7 @@ def _read(directory: Path, name: str) -> Run:
     file = directory / "metrics.json"
     if not file.is_file():
         raise UserError(f"{directory}: expected the directory of a finished run, with metrics.json; found none.")
-    document = cast(Document, read_metrics(file))
+    document = read_metrics(file)
     date = datetime.date.fromtimestamp(file.stat().st_mtime).isoformat()
     tokens = directory / "tokens.json"
     sample = read_tokens(tokens) if tokens.is_file() else None

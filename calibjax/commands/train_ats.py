@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 
@@ -23,7 +23,7 @@ from calibjax.commands.common import (
     split_text,
 )
 from calibjax.data import Sequences, concatenate
-from calibjax.eval.report.schema import LossComparison, TokensDocument
+from calibjax.eval.report.schema import Document
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
@@ -58,7 +58,7 @@ class TrainAtsOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
 
 
 @on_devices
-def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> TokensDocument:
+def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train ats", options, log)
     lm = load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
@@ -122,10 +122,10 @@ def ats_document(
     fitted: AtsFit,
     identity: dict[str, Any],
     **options: Any,
-) -> TokensDocument:
+) -> Document:
     """The contents of metrics.json; options as `results_json`'s."""
     figures = {name: results_json(of_set, **options) for name, of_set in results.items()}
-    document: TokensDocument = {
+    document: Document = {
         "schema": SCHEMA,
         "held_out": figures.pop("held_out"),
         "run": {**identity, "fit": fitted.report, "base_fingerprint": lm.fingerprint},
@@ -133,5 +133,5 @@ def ats_document(
     if figures:
         document["transfer"] = figures
     if fitted.comparison is not None:
-        document["comparison"] = cast(LossComparison, fitted.comparison)
+        document["comparison"] = fitted.comparison
     return document

@@ -21,7 +21,7 @@ from calibjax.commands.common import (
     split_text,
 )
 from calibjax.data import Sequences, is_hub_id
-from calibjax.eval.report.schema import AnalogyRow, LhtsDocument, TextRow
+from calibjax.eval.report.schema import Document
 from calibjax.eval.tasks.analogies import evaluate_analogies, load_analogies, read_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
@@ -88,7 +88,7 @@ class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
 
 
 @on_devices
-def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> LhtsDocument:
+def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train lhts", options, log)
     base = load_placed(options.model, context.mesh, options.dtype, stored=jnp.float32, adapter=options.adapter, log=log)
@@ -106,8 +106,8 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> LhtsDo
 
     fits: dict[str, Any] = {}
     models = {"pretrained": base}
-    texts: dict[str, dict[str, TextRow]] = {}
-    analogies: dict[str, dict[str, AnalogyRow]] = {}
+    texts: dict[str, dict[str, dict[str, Any]]] = {}
+    analogies: dict[str, dict[str, dict[str, Any]]] = {}
     results: dict[str, MethodResult] = {}
     methods: tuple[Method, ...] = ("partition", "lhts") if options.partition else ("lhts",)
     with jax.set_mesh(context.mesh):
@@ -142,7 +142,7 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> LhtsDo
                     batch_size=options.lhts.batch_size,
                     context=context.titled(f"{name}: analogies"),
                 )
-    document: LhtsDocument = {
+    document: Document = {
         "schema": SCHEMA,
         "texts": texts,
         "analogies": analogies,
@@ -160,7 +160,7 @@ def _texts(
     name: str,
     options: TrainLhtsOptions,
     context: RunContext,
-) -> dict[str, TextRow]:
+) -> dict[str, dict[str, Any]]:
     """What a model writes at every myopic temperature, evaluated."""
     prompts = held_out.take(slice(options.texts))
     return {

@@ -22,7 +22,7 @@ from calibjax.commands.common import (
     split_text,
 )
 from calibjax.data import Sequences
-from calibjax.eval.report.schema import TokensDocument
+from calibjax.eval.report.schema import Document
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
 from calibjax.models.hf_export import save_model, settings_files
@@ -57,7 +57,7 @@ class TrainSftOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
 
 
 @on_devices
-def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensDocument:
+def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     options.sft.check(options.devices.make_mesh())
     context = begin("train sft", options, log)
@@ -103,7 +103,7 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> TokensD
         figures = {
             title: results_json(of_set, closed=options.closed, seed=options.seed) for title, of_set in results.items()
         }
-    document: TokensDocument = {
+    document: Document = {
         "schema": SCHEMA,
         "held_out": figures.pop("held_out"),
         "run": {**run_identity("train sft", options), "fit": report, "base_fingerprint": fingerprint},

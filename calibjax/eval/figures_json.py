@@ -1,17 +1,16 @@
 """The figures of one method as plain data, from its sums: for every kind of prediction."""
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from calibjax import metrics
-from calibjax.eval.report.schema import Curve, MethodRow, Reliability
 from calibjax.runtime.arrays import AnyArray
 
 
 def row_json(
     sums: metrics.CalibrationSums, *, closed: metrics.Closed = "right", resamples: int = 1000, seed: int = 0
-) -> MethodRow:
+) -> dict[str, Any]:
     """The figures of one method: those of `results_json` without temperatures. `sums` has groups `[G]`."""
     row: dict[str, Any] = metrics.summarise(sums)
     whole = metrics.total(sums)
@@ -21,7 +20,7 @@ def row_json(
     row["reliability"] = reliability_json(whole, drawn[:, :bins])
     ends = (metrics.percentile_interval(values) for values in drawn[:, bins:].T)
     row["intervals"] = {name: {"low": low, "high": high} for name, (low, high) in zip(_MEANS, ends, strict=True)}
-    return cast(MethodRow, row)
+    return row
 
 
 _MEANS = ("nll", "brier", "accuracy")
@@ -45,7 +44,7 @@ def accuracy_of_bins(sums: metrics.CalibrationSums) -> np.ndarray:
         return np.asarray(sums.correct) / np.asarray(sums.count)
 
 
-def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> Reliability:
+def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> dict[str, Any]:
     """Count, mean confidence, accuracy and its 95% interval per bin; None where the bin is empty.
 
     `drawn` are the accuracies on resamples, `[R, bins]`.
@@ -64,7 +63,7 @@ def _ratio(total: AnyArray, count: AnyArray) -> list[float | None]:
     return [float(t / n) if n else None for t, n in zip(total, count, strict=True)]
 
 
-def curve_json(curve: metrics.ReliabilityCurve) -> Curve:
+def curve_json(curve: metrics.ReliabilityCurve) -> dict[str, Any]:
     """The curve as lists, rounded to 5 digits after the point; null where there are too few points."""
 
     def numbers(values: np.ndarray) -> list[float | None]:

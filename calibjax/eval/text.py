@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from calibjax.data import Sequences
-from calibjax.eval.report.schema import TextRow
 from calibjax.models import LanguageModel
 from calibjax.models.samples import log_probs, sample_sequences
 from calibjax.runtime.context import RunContext
@@ -75,7 +74,7 @@ def evaluate_text(
     batch_size: int = 16,
     with_self_bleu: bool = False,
     context: RunContext | None = None,
-) -> TextRow:
+) -> dict[str, Any]:
     """Lets a model continue the first tokens of sequences, and evaluates its text.
 
     Args:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax.data import Sequences, eval_batches
-from calibjax.eval.report.schema import Token, TokenSample
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits
 from calibjax.models import LanguageModel
@@ -46,7 +45,7 @@ def token_sample(
     samples: int = 5,
     alternatives: int = 5,
     batch_size: int = 8,
-) -> TokenSample:
+) -> dict[str, Any]:
     """Some sequences, token by token, under two heads, each cut between two words.
 
     Args:
@@ -79,15 +78,15 @@ def token_sample(
         outputs.append(jax.tree.map(lambda *x: np.concatenate(x), *parts))
     (one, argmax, ids), (two, _, _) = outputs
 
-    rows: list[list[Token]] = []
+    rows: list[list[dict[str, Any]]] = []
     for s in range(len(sequences.tokens)):
-        row: list[Token] = []
+        row: list[dict[str, Any]] = []
         left = tokens // len(sequences.tokens)
         for t in np.flatnonzero(sequences.segment_ids[s] > 0):
             if not left:
                 break
             previous, target = int(sequences.tokens[s, t]), int(sequences.targets[s, t])
-            entry: Token = {"text": text_after(lm.tokenizer, previous, target), "scored": False}
+            entry: dict[str, Any] = {"text": text_after(lm.tokenizer, previous, target), "scored": False}
             if sequences.where[s, t]:
                 left -= 1
                 pairs = [[_rounded(x[k][s, t]) for x in (one, two)] for k in range(3)]
@@ -107,7 +106,7 @@ def token_sample(
     return {"windows": rows}
 
 
-def _whole_words(row: list[Token]) -> list[Token]:
+def _whole_words(row: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Cuts a text to whole words; unchanged if none of its tokens begins a word."""
     starts = [place for place, token in enumerate(row) if token["text"][:1].isspace()]
     first = starts[0] if starts and not row[0]["text"][:1].isupper() else 0

@@ -11,7 +11,6 @@ import numpy as np
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
 from calibjax.eval.figures_json import curve_json, row_json
-from calibjax.eval.report.schema import MethodRow, ResultSet
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics.smooth import GROUPS, NODES
 from calibjax.models import LanguageModel
@@ -157,7 +156,7 @@ def evaluate_tokens(
 
 def results_json(
     results: Mapping[str, MethodResult], *, closed: metrics.Closed = "right", resamples: int = 1000, seed: int = 0
-) -> ResultSet:
+) -> dict[str, Any]:
     """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
 
     Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% interval, bins and edge
@@ -165,7 +164,7 @@ def results_json(
     confidence, accuracy with the low and high end of its bootstrap interval; null where empty); `curve`
     (`metrics.reliability_curve`); and `temperatures`, the histogram over `TEMPERATURE_EDGES`.
     """
-    methods: dict[str, MethodRow] = {}
+    methods: dict[str, dict[str, Any]] = {}
     tokens = 0
     for name, result in results.items():
         row = row_json(result.sums, closed=closed, resamples=resamples, seed=seed)

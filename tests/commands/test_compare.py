@@ -17,7 +17,7 @@ from calibjax.cli import main
 from calibjax.data.table import PredictionTable, read_table, split_table, table_rows
 from calibjax.data.write import write_rows
 from calibjax.eval.compare.results import COMPARED
-from calibjax.eval.report.rows import winner
+from calibjax.eval.report.tables import winner
 from calibjax.eval.report.verdicts import comparison_verdict
 from calibjax.recalibrate import METHODS, Predictions, load, optimize, save
 from calibjax.runtime.errors import UserError
@@ -257,7 +257,7 @@ def test_tables_report_and_what_is_left_out(files, capsys, tmp_path):
     assert set(held_out["methods"]) | set(held_out["left_out"]) == {"uncalibrated", *METHODS}
     assert not set(held_out["methods"]) & set(held_out["left_out"])
     assert "few_shot" in held_out["methods"]  # the groups are its slices
-    assert "left out: lore: no features to read here." in shown
+    assert "Left out: lore: no features to read here." in shown
     assert "by log loss" in shown
     assert "paired over resamples of groups" in " ".join(shown.split())
     assert "…" not in shown
@@ -408,7 +408,7 @@ def test_a_method_that_fails_does_not_stop_the_others(files, capsys, monkeypatch
     assert failed["platt"].startswith("ValueError: it gave nan as a confidence")
     assert set(document["held_out"]["methods"]) == {"uncalibrated", "confidence_temperature", "histogram"}
     assert main(["compare", *QUICK, *map(str, options)]) == 1
-    assert "beta failed: FloatingPointError: no." in capsys.readouterr().out
+    assert "Failed: beta: FloatingPointError: no." in capsys.readouterr().out
 
 
 BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 10)) + "0.5,1\n"

@@ -16,7 +16,7 @@ from report_documents import document, sample
 import calibjax.eval.report
 from calibjax.eval.report import page as page_of
 from calibjax.eval.report.figures import Drawing, Panel, figures_of
-from calibjax.eval.report.markup import data_script, element, joined
+from calibjax.eval.report.html import data_script, element, joined
 from calibjax.eval.report.page import Run, page, save_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -198,14 +198,14 @@ def test_elements():
 
 def test_html_is_made_in_one_place():
     for file in Path(calibjax.eval.report.__file__).parent.glob("*.py"):
-        if file.name == "markup.py":
+        if file.name == "html.py":
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert not re.search(r"</?[a-zA-Z]", node.value), f"{file.name}:{node.lineno}: use element()"
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                assert name != "Markup", f"{file.name}:{node.lineno}: only markup.py declares text safe"
+                assert name != "Markup", f"{file.name}:{node.lineno}: only html.py declares text safe"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium")

@@ -6,7 +6,7 @@ import pytest
 import report_documents
 from rich.cells import cell_len
 
-from calibjax.eval.report.rows import ABSENT, TextTable, held_out_table
+from calibjax.eval.report.tables import ABSENT, TextTable, held_out_table
 from calibjax.eval.report.terminal import print_report, print_result
 
 TABLE = TextTable(

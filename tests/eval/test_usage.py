@@ -5,7 +5,6 @@ import shlex
 import numpy as np
 
 from calibjax.cli import main
-from calibjax.eval.report.head import Origin
 from calibjax.eval.report.notes import usage
 from calibjax.eval.report.schema import read_metrics
 
@@ -18,7 +17,7 @@ def test_the_page_of_compare_shows_commands_that_run(tmp_path, monkeypatch, caps
     (tmp_path / "new.csv").write_text("confidence,correct\n" + "".join(f"{c:.4f},{int(r)}\n" for c, r in rows))
     out = tmp_path / "a run"
     assert main(["compare", "--table", "new.csv", "--methods", "platt", "--out", str(out), "--quiet"]) == 0
-    commands = usage(read_metrics(out / "metrics.json"), Origin(directory=out))
+    commands = usage(read_metrics(out / "metrics.json"), out)
     assert commands.count("\n") == 1
     for line in commands.splitlines():
         assert main(shlex.split(line)[1:]) == 0

@@ -14,7 +14,7 @@ from hub import TOKEN, Repository, serving
 from report_documents import document
 from tiny import model_tensors, write_model, write_text
 
-from calibjax.eval.report.card import Subject, model_card
+from calibjax.eval.report.notes import Subject, model_card
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import load_model
 from calibjax.models.hub import Repository as Name

@@ -26,9 +26,10 @@ from calibjax.eval.compare.contenders import (
     uncalibrated,
     with_confidence,
 )
-from calibjax.eval.compare.results import comparison_json, print_comparison
-from calibjax.eval.report.rows import winner
-from calibjax.eval.report.schema import CompareDocument
+from calibjax.eval.compare.results import comparison_json
+from calibjax.eval.report import print_comparison
+from calibjax.eval.report.schema import Document
+from calibjax.eval.report.tables import winner
 from calibjax.recalibrate import METHODS, Predictions, fit_daca
 from calibjax.recalibrate.saved import save
 from calibjax.runtime.distributed import is_first
@@ -40,7 +41,7 @@ _DACA = "daca"
 
 
 @on_devices
-def run(options: CompareOptions, log: Callable[[str], None] = print) -> CompareDocument:
+def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     names = _method_names(options.methods)
     context = begin("compare", options, log)
@@ -66,7 +67,7 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> CompareD
         seed=options.seed,
         sort=options.sort,
     )
-    document: CompareDocument = {
+    document: Document = {
         "schema": SCHEMA,
         "held_out": {
             "tokens": len(material.base.confidence),

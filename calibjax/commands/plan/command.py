@@ -13,7 +13,7 @@ from calibjax.commands.plan.duration import run_cost
 from calibjax.commands.plan.program import Job, ObjectiveName
 from calibjax.commands.plan.result import plan_job
 from calibjax.commands.plan.scaling import efficiency, points, scaling_table
-from calibjax.eval.report.rows import TextTable
+from calibjax.eval.report.tables import TextTable
 from calibjax.eval.report.terminal import print_result
 from calibjax.heads import HeadKind
 from calibjax.models.config import DecoderConfig

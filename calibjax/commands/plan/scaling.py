@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from calibjax.commands.plan.chips import Topology, parse_topology
 from calibjax.commands.plan.program import Job
-from calibjax.eval.report.rows import TextTable
+from calibjax.eval.report.tables import TextTable
 
 _KINDS = {"strong": "The same batch on more devices", "weak": "As many sequences on each device"}
 

@@ -1,28 +1,15 @@
-"""The figures of a comparison: one row per method, each compared with temperature scaling; as data, and printed."""
+"""The figures of a comparison: one row per method, each compared with temperature scaling."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from calibjax import metrics
 from calibjax.eval.compare.contenders import Outcome, Result, not_converged
 from calibjax.eval.figures_json import accuracy_of_bins, curve_json, ece_json, reliability_json
-from calibjax.eval.report.rows import (
-    ABSENT,
-    UNCONVERGED,
-    TextTable,
-    binning,
-    figure_of,
-    short,
-    signed,
-    title_of,
-    winner,
-)
-from calibjax.eval.report.schema import ComparedRow, ComparisonSet, Difference
-from calibjax.eval.report.terminal import print_result
-from calibjax.eval.report.verdicts import comparison_verdict
+from calibjax.eval.report.tables import figure_of
 from calibjax.metrics import CalibrationSums, Closed
 
 SortKey = Literal[
@@ -52,7 +39,7 @@ def comparison_json(
     resamples: int = 1000,
     seed: int = 0,
     sort: SortKey = "log_loss",
-) -> dict[str, ComparedRow]:
+) -> dict[str, dict[str, Any]]:
     """The rows of a comparison, best first: the fields of `results_json` and those that a comparison adds.
 
     `nll` is the negative log-likelihood of the true class, and null for methods that give a confidence alone;
@@ -93,7 +80,7 @@ def comparison_json(
     return dict(sorted(rows.items(), key=lambda item: (item[0] in unconverged, *_order(item[1], sort))))
 
 
-def _correct(rows: Mapping[str, ComparedRow]) -> None:
+def _correct(rows: Mapping[str, dict[str, Any]]) -> None:
     """Adds `holm_p` to every difference: corrected for all rows that are compared in the same figure."""
     for key in COMPARED:
         compared = {name: against[key] for name, row in rows.items() if key in (against := row.get("against", {}))}
@@ -126,7 +113,7 @@ def _resample(outcome: Outcome, binning_of_sums: Mapping[str, Any], options: Map
 
 def _row(
     result: Result, resampled: _Resampled, base: Outcome, convention: dict[str, Any], options: Mapping[str, Any]
-) -> ComparedRow:
+) -> dict[str, Any]:
     outcome, (sums, likelihood, draws) = result.outcome, resampled
     row: dict[str, Any] = metrics.summarise(sums)
     log_loss = row.pop("nll")
@@ -145,16 +132,16 @@ def _row(
         "fit_seconds": round(result.fit_seconds, 4),
         "reliability": reliability_json(metrics.total(sums), draws["bins"]),
     }
-    return cast(ComparedRow, row)
+    return row
 
 
 def _differences(
-    rows: tuple[ComparedRow, ComparedRow], resampled: tuple[_Resampled, _Resampled], options: Mapping[str, Any]
-) -> dict[str, Difference]:
+    rows: tuple[dict[str, Any], dict[str, Any]], resampled: tuple[_Resampled, _Resampled], options: Mapping[str, Any]
+) -> dict[str, dict[str, float]]:
     """The figures of the first row compared with the second's; without those that one of both does not have."""
     first, second = resampled
     ece: Any = metrics.error_comparison(first.sums, second.sums, **options)._asdict()
-    out: dict[str, Difference] = {"ece": ece}
+    out: dict[str, dict[str, float]] = {"ece": ece}
     for key in COMPARED:
         one, two = (figure_of(row, key) for row in rows)
         if key != "ece" and one is not None and two is not None and key in first.draws and key in second.draws:
@@ -182,92 +169,3 @@ def _certain_and_wrong(outcome: Outcome) -> int:
 def _order(row: Mapping[str, Any], sort: SortKey) -> tuple[bool, float]:
     value = figure_of(row, sort)
     return (True, 0.0) if value is None else (False, -value if sort == "auroc" else value)
-
-
-# --- printed ---
-
-_FIGURES = {
-    "nll": "NLL",
-    "brier": "Brier",
-    "debiased_ece": "debiased ECE",
-    "adaptive_ece": "adaptive ECE",
-    "smooth_ece": "smooth ECE",
-    "mce": "MCE",
-    "auroc": "AUROC",
-}
-
-
-def print_comparison(held_out: ComparisonSet, where: str, *, files: str = "") -> None:
-    """Prints the verdict of a comparison, its table and its conventions.
-
-    Args:
-        held_out: of metrics.json.
-        where: a few words on the data.
-        files: where the files are.
-    """
-    print_result(
-        comparison_verdict(held_out),
-        comparison_table(held_out, where),
-        notes=[*_failures(held_out), _conventions(held_out)],
-        files=files,
-    )
-
-
-def comparison_table(held_out: ComparisonSet, where: str) -> TextTable:
-    """A row for every method, best first: log loss and its difference from the reference, accuracy, ECE, and more."""
-    columns = ["method", "log loss", "Δ log loss [95% interval]", "p (Holm)", "accuracy", "ECE", "ECE, 95% interval"]
-    columns += [*_FIGURES.values(), "Δ ECE [95% interval]", "Δ Brier [95% interval]", "changed", "parameters", "fit s"]
-    rows = [
-        [
-            title_of(name) + (" (not converged)" if name in held_out.get("not_converged", ()) else ""),
-            "inf" if row["log_loss"] is None else short(row["log_loss"]),
-            _difference(row, "log_loss"),
-            _p_value(row),
-            short(row["accuracy"]),
-            short(row["ece"]["value"]),
-            f"[{short(row['ece']['low'])}, {short(row['ece']['high'])}]",
-            *(_figure(row, key) for key in _FIGURES),
-            *(_difference(row, key) for key in ("ece", "brier")),
-            *(f"{row['changed']:,}", f"{row['parameters']:,}", f"{row['fit_seconds']:.2f}"),
-        ]
-        for name, row in held_out["methods"].items()
-    ]
-    title = f"{where}: {held_out['tokens']:,} {held_out['unit']}, by {held_out['sort'].replace('_', ' ')}"
-    return TextTable(title, columns, rows, best=(list(held_out["methods"]).index(winner(held_out)),))
-
-
-def _failures(held_out: ComparisonSet) -> list[str]:
-    lines = [f"{title_of(name)} failed: {reason}." for name, reason in held_out["failed"].items()]
-    if names := held_out.get("not_converged"):
-        lines.append(f"not converged: {', '.join(map(title_of, names))}: {UNCONVERGED}.")
-    reasons = held_out["left_out"]
-    for reason in dict.fromkeys(reasons.values()):
-        lines.append(f"left out: {', '.join(name for name in reasons if reasons[name] == reason)}: {reason}.")
-    return lines
-
-
-def _conventions(held_out: ComparisonSet) -> str:
-    some = next(iter(held_out["methods"].values()))["ece"]
-    return (
-        "Log loss, Brier: of the prediction being correct. "
-        f"Δ: from {title_of(held_out['reference'])}, paired over resamples of {held_out['clusters']}; p: corrected by "
-        f"Holm's method for the rows compared. ECE: plug-in estimate in {some['bins']} equal-width bins "
-        f"{binning(some['closed'])}; its interval, of the population's ECE in these bins, inverts a test at that "
-        "estimate and contains it."
-    )
-
-
-def _figure(row: Mapping[str, Any], key: str) -> str:
-    value = figure_of(row, key)
-    return ABSENT if value is None else short(value)
-
-
-def _difference(row: Mapping[str, Any], key: str) -> str:
-    against: Difference | None = row.get("against", {}).get(key)
-    return ABSENT if against is None else signed(against)
-
-
-def _p_value(row: Mapping[str, Any]) -> str:
-    against = row.get("against", {}).get("log_loss", {})
-    p = against.get("holm_p", math.nan)
-    return ABSENT if math.isnan(p) else short(p, ".3f")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from calibjax.data import Sequences, eval_batches
 from calibjax.eval.layers.directions import NullSpace, evaluate_edited
 from calibjax.eval.layers.layers import Readout, residual_at, scored_batch
 from calibjax.eval.layers.neurons import Neuron, output_weights
-from calibjax.eval.report.schema import AblationRow
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
@@ -33,7 +32,7 @@ def ablate(
     *,
     context: RunContext | None = None,
     **options: Any,
-) -> list[AblationRow]:
+) -> list[dict[str, Any]]:
     """Figures of the held-out half with the entropy neurons of the last block changed (arXiv 2406.16254, section 4).
 
     - mean-ablated: their output is replaced by its mean over the predictions of the first half;
@@ -69,14 +68,14 @@ def ablate(
         changed["rotated"] = lambda: (_with_rows(lm, own, rotated(written[own], space)), nothing)
     for number, indices in enumerate(equal_norm(np.linalg.norm(written, axis=1), own)):
         changed[f"equal norm {number + 1}"] = functools.partial(without, indices)
-    rows: list[AblationRow] = []
+    rows: list[dict[str, Any]] = []
     for name in (context or RunContext()).bar(list(changed), title="ablation", unit="set"):
         model, edit = changed[name]()
         sums, entropy = evaluate_edited(model, held_out, read, edit, **options)
         figures = metrics.summarise(sums)
         row = {"name": name, "entropy": float(entropy.sum() / sums.whole()[0].sum())}
         row |= {key: figures[key] for key in ("confidence", "accuracy", "ece", "nll")}
-        rows.append(cast(AblationRow, row))
+        rows.append(row)
     return rows
 
 

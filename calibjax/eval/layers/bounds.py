@@ -12,7 +12,7 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Array, Float
 
-from calibjax.eval.report.rows import TextTable
+from calibjax.eval.report.tables import TextTable
 from calibjax.eval.report.terminal import print_result
 from calibjax.losses.bounds import EntropyBound, capped_entropy_lower_bound, entropy_lower_bound
 from calibjax.models import LanguageModel

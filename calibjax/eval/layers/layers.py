@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
-from calibjax.eval.report.schema import LayerCurves, LayerRow, PhaseRow
 from calibjax.kernels import VocabSharding, kl_divergences, vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import DecoderConfig, LanguageModel, decoder
@@ -263,7 +262,7 @@ def layers_json(
     settled_share: float = 0.9,
     resamples: int = 1000,
     seed: int = 0,
-) -> LayerCurves:
+) -> dict[str, Any]:
     """The curves as plain data: `{"curves": [row of each layer], "phase": {...}}`.
 
     A row holds accuracy, confidence, ece, mce, nll, entropy and kl, each `{"value", "low", "high"}` with a 95% interval
@@ -274,7 +273,7 @@ def layers_json(
     binning: dict[str, Any] = {"bins": bins, "closed": closed, "seed": seed}
     sums = [_layer_sums(outputs, layer, outputs.log_prob, binning) for layer in range(len(outputs.confidence))]
     agreement = (outputs.argmax == outputs.argmax[-1:]).mean(axis=1)
-    rows: list[LayerRow] = []
+    rows: list[dict[str, Any]] = []
     for layer, of_layer in enumerate(sums):
         row = _with_intervals(of_layer, _score_figures, ("accuracy", "confidence", "nll"), resamples, seed)
         norms: dict[str, metrics.Norm] = {"ece": "l1", "mce": "max"}
@@ -284,10 +283,10 @@ def layers_json(
         for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
             of_values = _layer_sums(outputs, layer, -values, binning)
             row |= _with_intervals(of_values, _mean_nll, (name,), resamples, seed)
-        rows.append(cast(LayerRow, {"layer": layer, "agreement": float(agreement[layer]), **row}))
+        rows.append({"layer": layer, "agreement": float(agreement[layer]), **row})
     phase = correction_phase(sums, agreement, settled_share, resamples=resamples, seed=seed)
     of_phase = {**phase._asdict(), "correction": phase.correction._asdict(), "settled_share": settled_share}
-    return {"curves": rows, "phase": cast(PhaseRow, of_phase)}
+    return {"curves": rows, "phase": of_phase}
 
 
 def _layer_sums(outputs: LayerOutputs, layer: int, values: np.ndarray, binning: dict[str, Any]) -> CalibrationSums:

@@ -1,13 +1,12 @@
 """Entropy neurons: neurons of the last MLPs with a large norm and a small direct effect on the logits."""
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.eval.layers.directions import NullSpace
-from calibjax.eval.report.schema import NeuronRow
 from calibjax.models import LanguageModel
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
@@ -36,9 +35,9 @@ class Neuron(NamedTuple):
     logit_variance_percentile: float
     null_space_share: float
 
-    def to_json(self) -> NeuronRow:
+    def to_json(self) -> dict[str, Any]:
         """Returns the figures as plain data."""
-        return cast(NeuronRow, self._asdict())
+        return self._asdict()
 
 
 def entropy_neurons(

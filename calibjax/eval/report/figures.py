@@ -1,13 +1,14 @@
 """The figures of a report, each of one or several panels: side by side in a PNG, stacked on a narrow page."""
 
 import functools
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax import plot
-from calibjax.eval.report.rows import sets_of, title_of
-from calibjax.eval.report.schema import AnySet, Document, LayersDocument, LhtsDocument, LossComparison, SubjectRow
-from calibjax.eval.report.subjects import subjects_name
+from calibjax.eval.report.parts import subjects_name
+from calibjax.eval.report.schema import Document
+from calibjax.eval.report.tables import Row, interval, sets_of, title_of
 from calibjax.eval.report.verdicts import kept_loss
 from calibjax.plot import INK, LINES, MARKS, MUTED, legend, plain
 
@@ -91,6 +92,13 @@ def blank(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def png(figure: "Figure") -> bytes:
+    """The figure as PNG on white."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, facecolor="white")
+    return buffer.getvalue()
+
+
 def figures_of(document: Document) -> Iterator[Drawing]:
     """Every figure of a run."""
     for index, (title, results) in enumerate(sets_of(document)):
@@ -124,13 +132,7 @@ def figures_of(document: Document) -> Iterator[Drawing]:
         yield Drawing("diversity", "Likelihood and diversity of the text of every model", [panel])
 
 
-def ece_text(row: Mapping[str, Any]) -> str:
-    """ECE with its interval."""
-    ece = row["ece"]
-    return f"ECE {ece['value']:.4f} [{ece['low']:.4f}, {ece['high']:.4f}]"
-
-
-def reliability_panels(results: AnySet) -> list[Panel]:
+def reliability_panels(results: Row) -> list[Panel]:
     """A diagram for each method; of many, the base model, temperature scaling and the first of the others."""
     methods: Mapping[str, Any] = results["methods"]
     names = list(methods)
@@ -138,8 +140,12 @@ def reliability_panels(results: AnySet) -> list[Panel]:
         first = [name for name in ("uncalibrated", results.get("reference")) if name in methods]
         names = [*first, *[name for name in names if name not in first][: MOST - len(first)]]
     return [
-        Panel(title_of(name), ece_text(row), _on(functools.partial(plot.reliability, row, method=name)))
-        for name, row in ((name, methods[name]) for name in names)
+        Panel(
+            title_of(name),
+            f"ECE {interval(methods[name]['ece'], zero=True)}",
+            _on(functools.partial(plot.reliability, methods[name], method=name)),
+        )
+        for name in names
     ]
 
 
@@ -155,24 +161,24 @@ def overlay(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Panel:
     return Panel(title, "", draw, 4.6, 4.2)
 
 
-def _temperatures(document: Mapping[str, Any], results: AnySet) -> Callable[["Axes"], Any]:
-    found: Any = document.get("run", {}).get("fit", {})
-    fitted = found.get("temperature") if isinstance(found, dict) else None
+def _temperatures(document: Document, results: Row) -> Callable[["Axes"], Any]:
+    fit = document.get("run", {}).get("fit")
+    fitted = fit.get("temperature") if isinstance(fit, dict) else None
     fitted = fitted if isinstance(fitted, float) and fitted > 0 else None
     return lambda ax: plot.temperature_histogram(results, fitted, ax=ax)
 
 
-def _forest(results: AnySet) -> Iterator[Drawing]:
+def _forest(results: Row) -> Iterator[Drawing]:
     reference = title_of(results.get("reference", "temperature"))
     methods: Mapping[str, Any] = dict(results["methods"])
     panels = []
     for key, title in (("log_loss", "log loss"), ("brier", "Brier"), ("ece", "ECE")):
         rows: dict[str, Any] = {n: row["against"][key] for n, row in methods.items() if key in row.get("against", {})}
         rows.pop("uncalibrated", None)  # far away: the others would lie on one line
-        found = {title_of(name): (row["difference"], row["low"], row["high"]) for name, row in rows.items()}
-        if found:
-            draw = functools.partial(plot.forest, found, title="difference")
-            panels.append(Panel(f"Δ {title} against {reference}", "", _on(draw), 4.4, 1.0 + 0.24 * len(found)))
+        differences = {title_of(name): (row["difference"], row["low"], row["high"]) for name, row in rows.items()}
+        if differences:
+            draw = functools.partial(plot.forest, differences, title="difference")
+            panels.append(Panel(f"Δ {title} against {reference}", "", _on(draw), 4.4, 1.0 + 0.24 * len(differences)))
     if any(panel.height > 1.3 for panel in panels):  # more than one line
         yield Drawing("forest", f"Differences from {reference} with their 95% intervals; left: better", panels)
 
@@ -182,7 +188,7 @@ def _on(draw: Callable[..., Any]) -> "Callable[[Axes], Any]":
     return lambda ax: draw(ax=ax)
 
 
-def _risk(results: AnySet) -> Callable[["Axes"], Any]:
+def _risk(results: Row) -> Callable[["Axes"], Any]:
     names = list(results["methods"])
     colours = {
         name: LINES[place] for name, place in (("temperature", 0), ("uncalibrated", 1), ("ats", 2)) if name in names
@@ -222,15 +228,15 @@ def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
     ]
 
 
-def _frontier(comparison: LossComparison) -> Callable[["Axes"], None]:
+def _frontier(comparison: Row) -> Callable[["Axes"], None]:
     """Every loss, and temperature scaling, by NLL and calibration error."""
 
     def draw(ax: "Axes") -> None:
-        for number, of_loss in enumerate(comparison["candidates"]):
-            at = of_loss["nll"], of_loss["calibration_error"]
-            label = of_loss["loss"].replace("$", r"\$")
+        for number, each in enumerate(comparison["candidates"]):
+            at = each["nll"], each["calibration_error"]
+            label = each["loss"].replace("$", r"\$")
             ax.plot(*at, MARKS[number % len(MARKS)], color=LINES[number % len(LINES)], label=label, linestyle="none")
-            if of_loss["loss"] == kept_loss(comparison):
+            if each["loss"] == kept_loss(comparison):
                 ax.plot(*at, "o", markersize=12, markerfacecolor="none", color=INK)
         ax.set(xlabel="NLL, nats a token", ylabel="debiased calibration error")
         ax.margins(0.15)
@@ -240,7 +246,7 @@ def _frontier(comparison: LossComparison) -> Callable[["Axes"], None]:
     return draw
 
 
-def _layer_panels(document: LayersDocument) -> list[Panel]:
+def _layer_panels(document: Document) -> list[Panel]:
     def first(ax: "Axes") -> None:
         plot.layers(document, ("accuracy", "confidence"), ax=ax)
         same = [row["agreement"] for row in document["layers"]["curves"]]
@@ -254,7 +260,7 @@ def _layer_panels(document: LayersDocument) -> list[Panel]:
     ]
 
 
-def _sweep_panels(document: LayersDocument) -> list[Panel]:
+def _sweep_panels(document: Document) -> list[Panel]:
     """ECE and accuracy by the strength of the edit, one line per block, on the held-out half."""
     sweep, chosen = document["sweep"], document["direction"]["chosen"]
     base = next(row for row in sweep if row["layer"] == 0)
@@ -284,7 +290,7 @@ def _sweep_panels(document: LayersDocument) -> list[Panel]:
     ]
 
 
-def _subjects(name: str, description: str, subjects: Sequence[SubjectRow]) -> Drawing:
+def _subjects(name: str, description: str, subjects: Sequence[Row]) -> Drawing:
     """Confidence beside accuracy and its interval, a line for each subject, the most overconfident on top."""
 
     def draw(ax: "Axes") -> None:
@@ -303,7 +309,7 @@ def _subjects(name: str, description: str, subjects: Sequence[SubjectRow]) -> Dr
     return Drawing(name, description, [Panel("", "", draw, 4.9, 1 + 0.22 * len(subjects))])
 
 
-def _diversity(document: LhtsDocument) -> Callable[["Axes"], Any]:
+def _diversity(document: Document) -> Callable[["Axes"], Any]:
     """Mean log p by distinct-2, a line for each model through its myopic temperatures."""
 
     def draw(ax: "Axes") -> None:

@@ -15,12 +15,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from calibjax.eval.report import answer_studies, layers, texts
-from calibjax.eval.report.rows import TextTable, binning, held_out_table, remarks, sets_of, unit_of
-from calibjax.eval.report.schema import Document, StudyDocument
-from calibjax.eval.report.studies import compared_with, study_table
-from calibjax.eval.report.subjects import subject_table
-from calibjax.eval.report.verdicts import set_verdict, study_verdict, verdict
+from calibjax.eval.report.notes import notes_of
+from calibjax.eval.report.parts import (
+    layer_findings,
+    layer_subjects,
+    layer_table,
+    layer_tables,
+    subject_table,
+    text_findings,
+    text_table,
+)
+from calibjax.eval.report.schema import Document
+from calibjax.eval.report.tables import Row, TextTable, binning, comparison_table, failures, held_out_table, title_of
+from calibjax.eval.report.verdicts import comparison_verdict, verdict
 
 _GAP = 2  # spaces between columns
 _INDENT = "  "  # of the rows of a group
@@ -62,77 +69,49 @@ def print_result(
 
 
 def print_report(document: Document, *, files: str = "", subjects: bool = False) -> None:
-    """Prints the verdict of a run, its table, notes on it, and `files`; `subjects`: also the table of subjects.
+    """Prints the verdict of a run, its table, notes on it, and `files`.
 
     Where there are no files, nothing else would hold the other tables of a run over layers: they are printed first.
+
+    Args:
+        document: of a run.
+        files: where the files are.
+        subjects: print the table of subjects too.
     """
-    table, notes, more = _table_of(document), [], []
-    if "layers" in document and not files:
-        for further in layers.tables(document)[1:4]:
-            print_result("", further)
+    more = [subject_table(name, results) for name, results in document.get("tasks", {}).items() if results["subjects"]]
     if "layers" in document:
-        notes += layers.findings(document)
-        if document["subjects"]:
-            more.append(layers.subject_table(document))
+        for further in () if files else layer_tables(document)[1:4]:
+            print_result("", further)
+        table, notes = layer_table(document), layer_findings(document)
+        more += [layer_subjects(document)] if document["subjects"] else []
     elif "texts" in document:
-        notes += texts.findings(document)
+        table, notes = text_table(document), text_findings(document)
     else:
-        notes += notes_of(document)
-    if "tasks" in document:
-        more += [subject_table(document, name) for name, of_task in document["tasks"].items() if of_task["subjects"]]
+        table, notes = held_out_table(document), notes_of(document)
     if more and not subjects:
         count = sum(len(one.rows) for one in more)
         notes.append(f"{count} subjects: --subjects prints them, and the report has them.")
     print_result(verdict(document), table, notes=notes, more=more if subjects else (), files=files)
 
 
-def _table_of(document: Document) -> TextTable:
-    if "layers" in document:
-        return layers.layer_table(document)
-    if "texts" in document:
-        return texts.text_table(document)
-    if "tasks" in document and answer_studies.is_confidence(document):
-        return answer_studies.confidence_table(document)
-    return held_out_table(document)
+def print_comparison(held_out: Row, where: str, *, files: str = "") -> None:
+    """Prints the verdict of a comparison, its table and its conventions.
 
-
-def notes_of(document: Document) -> list[str]:
-    """The verdicts of further sets, remarks on benchmarks, and the conventions of the figures."""
-    notes = []
-    of_line: dict[str, list[str]] = {}
-    study = "tasks" in document and answer_studies.study_verdict(document)
-    for index, (title, results) in enumerate(sets_of(document)):
-        if index and set_verdict(results) and not study:
-            notes.append(f"{title}: {set_verdict(results)}")
-        for line in remarks(results):
-            of_line.setdefault(line, []).append(title.partition(", ")[0] if study else title)
-    notes += [f"{', '.join(dict.fromkeys(titles))}: {line}." for line, titles in of_line.items()]
-    results = document["held_out"]
-    some = next(iter(results["methods"].values()))["ece"]
-    of = ("top token's probability", "top token") if unit_of(results) == "tokens" else ("confidence", "answer")
-    clusters = results.get("clusters", "sequences")
-    definition = f" Confidence: {results['confidence']}." if "confidence" in results else ""
-    notes.append(
-        f"ECE, MCE: {some['bins']} equal-width bins {binning(some['closed'])} of the {of[0]}; interval: 95%, of the "
-        f"population's ECE in these bins, over {clusters}. Brier: of the {of[1]}.{definition}"
+    Args:
+        held_out: of metrics.json.
+        where: a few words on the data.
+        files: where the files are.
+    """
+    ece = next(iter(held_out["methods"].values()))["ece"]
+    convention = (
+        "Log loss, Brier: of the prediction being correct. "
+        f"Δ: from {title_of(held_out['reference'])}, paired over resamples of {held_out['clusters']}; p: corrected by "
+        f"Holm's method for the rows compared. ECE: plug-in estimate in {ece['bins']} equal-width bins "
+        f"{binning(ece['closed'])}; its interval, of the population's ECE in these bins, inverts a test at that "
+        "estimate and contains it."
     )
-    return notes
-
-
-def print_study(document: StudyDocument, *, files: str = "") -> None:
-    """Prints the verdict of a study, the table of its first set (of transfer: of NLL), and `files`."""
-    notes = [
-        f"Means over seeds, ± half their range; [95% intervals]: over sequences, for the heads as fitted. "
-        f"ECE: {document['bins']} equal-width bins {binning(document['closed'])} of the top "
-        "token's probability. + significantly lower (better) than the row compared with, - significantly higher: the "
-        "interval of the difference excludes 0 (paired, not corrected for the number of rows)."
-    ]
-    first, *others = document["sets"]
-    if document["study"] != "transfer" and (compared := compared_with(document["sets"][first])):
-        notes.insert(0, compared)
-    if others and document["study"] != "transfer":
-        notes.append(f"Also evaluated on {', '.join(others)}: see the figures and metrics.json.")
-    print_result(study_verdict(document), study_table(document), notes=[document["question"], *notes], files=files)
+    notes = [*failures(held_out), convention]
+    print_result(comparison_verdict(held_out), comparison_table(held_out, where), notes=notes, files=files)
 
 
 # --- one table ---

@@ -1,27 +1,20 @@
-"""The first line of a result: one sentence in plain English, by one function for each kind of document.
+"""The first line of a result: one sentence, by one function for each kind of document.
 
 Where a method does not beat temperature scaling, the sentence says so.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from calibjax.eval.report import answer_studies
-from calibjax.eval.report.rows import compares_confidences, is_higher, is_lower, short, signed, title_of, winner
-from calibjax.eval.report.schema import (
-    AnyRow,
-    AnySet,
-    ComparedRow,
-    ComparisonSet,
-    Document,
-    LayersDocument,
-    LhtsDocument,
-    LossComparison,
-    MethodRow,
-    StudyDocument,
-    StudyRow,
-    StudySet,
+from calibjax.eval.report.schema import Document
+from calibjax.eval.report.tables import (
+    Row,
+    compares_confidences,
+    interval,
+    is_higher,
+    is_lower,
+    short,
+    title_of,
+    winner,
 )
 
 
@@ -31,12 +24,10 @@ def verdict(document: Document) -> str:
         return layers_verdict(document)
     if "texts" in document:
         return lhts_verdict(document)
-    if "tasks" in document and (line := answer_studies.study_verdict(document)):
-        return line
     return set_verdict(document["held_out"])
 
 
-def set_verdict(results: AnySet | Mapping[str, Any]) -> str:
+def set_verdict(results: Row) -> str:
     """The sentence of one set: of a comparison, of fine-tuning, of ATS, or of temperature scaling alone.
 
     A method is better where its expected calibration error and its negative log-likelihood (Brier score, where the
@@ -44,47 +35,28 @@ def set_verdict(results: AnySet | Mapping[str, Any]) -> str:
     """
     methods = results["methods"]
     if "sort" in results:
-        return comparison_verdict(results)  # pyright: ignore[reportArgumentType]
+        return comparison_verdict(results)
     if {"base", "fine_tuned"} <= methods.keys():
-        return _fine_tuning_verdict(methods)  # pyright: ignore[reportArgumentType]
+        return _fine_tuning_verdict(methods)
     if {"ats", "temperature", "uncalibrated"} <= methods.keys():
         return _ats_verdict(methods)
     if {"temperature", "uncalibrated"} <= methods.keys():
         return _temperature_verdict(methods)
     if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
         return _base_verdict(methods["uncalibrated"])
-    if compares_confidences(results):
-        return _confidences_verdict(methods)
-    return ""
+    return _confidences_verdict(methods) if compares_confidences(results) else ""
 
 
-def kept_loss(comparison: LossComparison) -> str:
-    """The name of what `--loss auto` kept: a loss, or temperature scaling."""
-    last = comparison["chosen"][-1:]
-    return last[0]["loss"] if last and last[0]["beats_temperature"] else comparison["candidates"][0]["loss"]
+# --- tokens and answers ---
 
 
-def choice_verdict(comparison: LossComparison) -> str:
-    """How `--loss auto` chose."""
-    measured = "NLL, Brier score and debiased calibration error are of sequences that training never saw"
-    if not comparison["chosen"] or not comparison["chosen"][-1]["beats_temperature"]:
-        return f"No loss beats temperature scaling beyond noise, so that the head is temperature scaling. {measured}."
-    scaled, kept = comparison["chosen"]
-    figures = f"{kept['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
-    return (
-        f"Chosen: {kept['loss']}, of the losses whose NLL and Brier score beat temperature scaling's; its calibration "
-        f"error ({figures}) is the lowest of those compared, or so close to it that NLL decided. {measured}."
-    )
-
-
-def _fine_tuning_verdict(methods: Mapping[str, MethodRow]) -> str:
-    before, after = methods["base"], methods["fine_tuned"]
+def _fine_tuning_verdict(methods: Row) -> str:
+    before, after, scaled = methods["base"], methods["fine_tuned"], methods.get("base_temperature")
     figures = f"{_ece(after, before)}; NLL {after['nll']:.4f} against {before['nll']:.4f}"
     if _indistinct(after, before, "nll", after):
         return f"WARNING: the fine-tuned model does not differ from the base model here: {figures}."
     if warning := _warning("the fine-tuned model", after, "the base model", before):
         return warning
-    scaled = methods.get("base_temperature")
     line = f"The fine-tuned model is better calibrated than the base model: {figures}"
     if scaled is None:
         return f"{line}."
@@ -92,15 +64,15 @@ def _fine_tuning_verdict(methods: Mapping[str, MethodRow]) -> str:
     return f"{line}; its ECE is {word} than the base model's with temperature scaling ({scaled['ece']['value']:.4f})."
 
 
-def _ats_verdict(methods: Mapping[str, AnyRow]) -> str:
+def _ats_verdict(methods: Row) -> str:
     ats, scaled, base = (methods[name] for name in ("ats", "temperature", "uncalibrated"))
     key, title = _score_of(ats, scaled, base)
     if all(ats[name] == scaled[name] for name in (key, "brier", "confidence")):
         line = f"ATS is temperature scaling here, which no head beat beyond noise: {_ece(scaled, base)}"
         return f"WARNING: {line}; {title} {scaled[key]:.4f} against {base[key]:.4f} uncalibrated."
     ece, score = _ece(ats, scaled), f"{title} {ats[key]:.4f} against {scaled[key]:.4f}"
-    if how := _indistinct(ats, scaled, key, ats):
-        return f"WARNING: ATS does not differ from temperature scaling {how}: {ece}; {score}."
+    if reason := _indistinct(ats, scaled, key, ats):
+        return f"WARNING: ATS does not differ from temperature scaling {reason}: {ece}; {score}."
     for name, other in (("temperature scaling", scaled), ("the uncalibrated model", base)):
         if warning := _warning("ATS", ats, name, other):
             return warning
@@ -108,18 +80,18 @@ def _ats_verdict(methods: Mapping[str, AnyRow]) -> str:
     return f"ATS is better calibrated than temperature scaling: {ece}; {score} ({before})."
 
 
-def _temperature_verdict(methods: Mapping[str, AnyRow]) -> str:
+def _temperature_verdict(methods: Row) -> str:
     scaled, base = methods["temperature"], methods["uncalibrated"]
     key, title = _score_of(scaled, base)
     figures = f"{_ece(scaled, base)}; {title} {scaled[key]:.4f} against {base[key]:.4f}"
-    if how := _indistinct(scaled, base, key, base):
-        return f"Temperature scaling does not differ from the uncalibrated model {how}: {figures}."
+    if reason := _indistinct(scaled, base, key, base):
+        return f"Temperature scaling does not differ from the uncalibrated model {reason}: {figures}."
     if warning := _warning("temperature scaling", scaled, "the uncalibrated model", base):
         return warning
     return f"Temperature scaling is better calibrated than the uncalibrated model: {figures}."
 
 
-def _base_verdict(base: AnyRow) -> str:
+def _base_verdict(base: Row) -> str:
     word = "overconfident" if base["confidence"] > base["accuracy"] else "underconfident"
     return (
         f"The uncalibrated model is {word}: mean confidence {base['confidence']:.4f} at accuracy "
@@ -127,7 +99,7 @@ def _base_verdict(base: AnyRow) -> str:
     )
 
 
-def _confidences_verdict(methods: Mapping[str, Any]) -> str:
+def _confidences_verdict(methods: Row) -> str:
     """Of several confidences in the same answers, without a correction."""
     base = methods["uncalibrated"]
     lowest = min(methods, key=lambda name: methods[name]["brier"])
@@ -138,22 +110,58 @@ def _confidences_verdict(methods: Mapping[str, Any]) -> str:
     ranked = {name: row["auroc"] for name, row in methods.items() if row["auroc"] is not None}
     if ranked and base["auroc"] is not None:
         highest = max(ranked, key=lambda name: ranked[name])
-        of = "" if highest == lowest else f"{title_of(highest)} "
-        line += f", and {of}the highest AUROC, {ranked[highest]:.4f} (uncalibrated {base['auroc']:.4f})"
+        subject = "" if highest == lowest else f"{title_of(highest)} "
+        line += f", and {subject}the highest AUROC, {ranked[highest]:.4f} (uncalibrated {base['auroc']:.4f})"
     return f"{line}; the differences are not tested."
 
 
-def comparison_verdict(results: ComparisonSet) -> str:
+def _score_of(*rows: Row) -> tuple[str, str]:
+    """Field and title of the proper score: Brier where a row has no likelihood, as generated answers have none."""
+    return ("brier", "Brier") if any(row["nll"] is None for row in rows) else ("nll", "NLL")
+
+
+def _ece(row: Row, other: Row) -> str:
+    return f"ECE {row['ece']['value']:.4f} against {other['ece']['value']:.4f}"
+
+
+def _indistinct(row: Row, other: Row, key: str, tested: Row) -> str:
+    """How a row does not differ from another: "here" if all that a sentence shows of them is equal, "beyond noise" if
+    neither difference of `tested` from temperature scaling is significant; "" if it differs. Of tokens none is tested.
+    """
+    pairs = (row["ece"]["value"], other["ece"]["value"]), (row[key], other[key])
+    if all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs):
+        return "here"
+    against = [tested.get("against", {}).get(name) for name in ("ece", key)]
+    noise = all(one is not None and not is_lower(one) and not is_higher(one) for one in against)
+    return "beyond noise" if noise else ""
+
+
+def _warning(name: str, row: Row, other_name: str, other: Row) -> str:
+    """The sentence of a row whose ECE and score are not both as low as another's; "" of one whose are."""
+    key, title = _score_of(row, other)
+    ece, score = _ece(row, other), f"{title} {row[key]:.4f} against {other[key]:.4f}"
+    lower_ece, lower_score = row["ece"]["value"] <= other["ece"]["value"], row[key] <= other[key]
+    if not (lower_ece or lower_score):
+        return f"WARNING: {name} is worse than {other_name} here: {ece}; {score}."
+    if not (lower_ece and lower_score):
+        better, figures = ("ECE", f"{ece}; {score}") if lower_ece else (title, f"{score}; {ece}")
+        return f"WARNING: {name} is better than {other_name} in {better} only: {figures}."
+    return ""
+
+
+# --- compare ---
+
+
+def comparison_verdict(results: Row) -> str:
     """Of `compare`: the `winner`, or that none beats temperature scaling, and whether it beats no calibration."""
     rows, reference, best = results["methods"], results["reference"], winner(results)
     finite = {name: row["log_loss"] for name, row in rows.items() if row["log_loss"] is not None}
     if not finite:
         return "WARNING: every method has an infinite log loss here: each gave 0 or 1 to a prediction that was not so."
-    scaling = title_of(reference)
+    scaling, unconverged = title_of(reference), results.get("not_converged", ())
     if reference not in finite:
         shown = f"{title_of(best)}, {finite[best]:.4f}" if best in finite else "none of a fit that converged"
         return f"Lowest log loss: {shown}; {scaling} has no finite log loss to compare with."
-    unconverged = results.get("not_converged", ())
     if best != reference:
         line = (
             f"{title_of(best)} wins: its log loss, {finite[best]:.4f}, is significantly below {finite[reference]:.4f} "
@@ -169,25 +177,51 @@ def comparison_verdict(results: ComparisonSet) -> str:
     return f"{line}{_beside_uncalibrated(rows, reference, '. It is ')}."
 
 
-def _tested(rows: Mapping[str, ComparedRow], name: str) -> str:
+def _tested(rows: Row, name: str) -> str:
     """The difference from temperature scaling, and its corrected p-value."""
-    against = rows[name].get("against", {})["log_loss"]
     count = sum("log_loss" in row.get("against", {}) for row in rows.values())
+    against = rows[name]["against"]["log_loss"]
     p = short(against.get("holm_p", math.nan), ".3f")
-    return f"{signed(against)}, p = {p} after Holm's correction for {count} comparisons"
+    return f"{interval(against)}, p = {p} after Holm's correction for {count} comparisons"
 
 
-def _beside_uncalibrated(rows: Mapping[str, ComparedRow], name: str, joint: str) -> str:
+def _beside_uncalibrated(rows: Row, name: str, joint: str) -> str:
     """Whether a method beats the uncalibrated predictions; "" where that was not compared."""
     base, against = rows.get("uncalibrated"), rows[name].get("against_uncalibrated", {}).get("log_loss")
     if base is None or against is None or base["log_loss"] is None:
         return ""
+    significant = is_lower(against) or is_higher(against)
     word = "below" if is_lower(against) else "above" if is_higher(against) else "not different beyond noise from"
-    significantly = "significantly " if is_lower(against) or is_higher(against) else ""
-    return f"{joint}{significantly}{word} {base['log_loss']:.4f} uncalibrated ({signed(against)})"
+    adverb = "significantly " if significant else ""
+    return f"{joint}{adverb}{word} {base['log_loss']:.4f} uncalibrated ({interval(against)})"
 
 
-def lhts_verdict(document: LhtsDocument) -> str:
+# --- the loss that `train ats` chose ---
+
+
+def kept_loss(comparison: Row) -> str:
+    """The name of what `--loss auto` chose: a loss, or temperature scaling."""
+    last = comparison["chosen"][-1:]
+    return last[0]["loss"] if last and last[0]["beats_temperature"] else comparison["candidates"][0]["loss"]
+
+
+def choice_verdict(comparison: Row) -> str:
+    """How `--loss auto` chose."""
+    measured = "NLL, Brier score and debiased calibration error are of sequences that training never saw"
+    if not comparison["chosen"] or not comparison["chosen"][-1]["beats_temperature"]:
+        return f"No loss beats temperature scaling beyond noise, so that the head is temperature scaling. {measured}."
+    scaled, best = comparison["chosen"]
+    figures = f"{best['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
+    return (
+        f"Chosen: {best['loss']}, of the losses whose NLL and Brier score beat temperature scaling's; its calibration "
+        f"error ({figures}) is the lowest of those compared, or so close to it that NLL decided. {measured}."
+    )
+
+
+# --- texts and layers ---
+
+
+def lhts_verdict(document: Document) -> str:
     """Of `train lhts`: the text of the trained model beside the pretrained model's, at the first myopic temperature."""
     texts = document["texts"]
     temperature = next(iter(texts["pretrained"]))
@@ -211,7 +245,7 @@ def lhts_verdict(document: LhtsDocument) -> str:
     return f"{name} writes text {at} that is more likely and {varied} varied than the pretrained model's: {figures}."
 
 
-def layers_verdict(document: LayersDocument) -> str:
+def layers_verdict(document: Document) -> str:
     """Of `eval layers`: the effect of the chosen edit on the half of the data that did not choose it."""
     methods, difference = document["held_out"]["methods"], document["direction"]["difference"]
     before, after = methods["uncalibrated"], methods.get("edited")
@@ -228,77 +262,3 @@ def layers_verdict(document: LayersDocument) -> str:
     if after["nll"] > before["nll"]:
         return f"WARNING: the {line}significantly, and raises its NLL: {figures}."
     return f"The {line}significantly: {figures}."
-
-
-def study_verdict(document: StudyDocument) -> str:
-    """Of a study: the paired differences in NLL on its first set; of transfer, on all domains."""
-    if document["study"] == "transfer":
-        return _transfer_verdict(document)
-    title, of_set = next(iter(document["sets"].items()))
-    trained = _trained(of_set)
-    if not trained:
-        return ""
-    best = min(trained, key=lambda name: trained[name]["nll"]["value"])
-    figures = f"{best} has the lowest NLL, {trained[best]['nll']['value']:.4f}"
-    scaled = of_set["methods"]["temperature"]["nll"]["value"]
-    if trained[best]["nll"]["value"] >= scaled:
-        return f"WARNING: no variant beats temperature scaling on {title}: of them {figures}, against {scaled:.4f}."
-    compared = {name: row["against"]["nll"] for name, row in trained.items() if "against" in row}
-    better = sum(map(is_lower, compared.values()))
-    worse = sum(map(is_higher, compared.values()))
-    return (
-        f"On {title} {figures} (temperature scaling {scaled:.4f}); {better} of {len(compared)} variants are "
-        f"significantly better than the row they are compared with, and {worse} significantly worse."
-    )
-
-
-def _trained(of_set: StudySet) -> dict[str, StudyRow]:
-    return {name: row for name, row in of_set["methods"].items() if name not in ("uncalibrated", "temperature")}
-
-
-def _transfer_verdict(document: StudyDocument) -> str:
-    parts = []
-    for method in ("ats", "temperature"):
-        gaps = [
-            row["against"]["nll"]
-            for target, of_set in document["sets"].items()
-            for name, row in of_set["methods"].items()
-            if name.startswith(f"{method} from ") and name != f"{method} from {target}" and "against" in row
-        ]
-        higher = sum(map(is_higher, gaps))
-        parts.append(f"{higher} of {len(gaps)} pairs of domains for {title_of(method)}")
-    return f"Fitting on another domain than the tested one raises NLL significantly in {' and in '.join(parts)}."
-
-
-def _score_of(*rows: AnyRow) -> tuple[str, str]:
-    """Field and title of the proper score: Brier where a row has no likelihood, as written answers have none."""
-    return ("brier", "Brier") if any(row["nll"] is None for row in rows) else ("nll", "NLL")
-
-
-def _ece(row: AnyRow, other: AnyRow) -> str:
-    return f"ECE {row['ece']['value']:.4f} against {other['ece']['value']:.4f}"
-
-
-def _indistinct(row: AnyRow, other: AnyRow, key: str, tested: Any) -> str:
-    """How a row does not differ from another: "here" if all that a sentence shows of them is equal, "beyond noise" if
-    neither difference of `tested` from temperature scaling is significant; "" if it differs. Of tokens none is tested.
-    """
-    pairs = (row["ece"]["value"], other["ece"]["value"]), (row[key], other[key])
-    if all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs):
-        return "here"
-    against = [tested.get("against", {}).get(name) for name in ("ece", key)]
-    noise = all(one is not None and not is_lower(one) and not is_higher(one) for one in against)
-    return "beyond noise" if noise else ""
-
-
-def _warning(name: str, row: AnyRow, other_name: str, other: AnyRow) -> str:
-    """The sentence of a row whose ECE and score are not both as low as another's; "" of one whose are."""
-    key, title = _score_of(row, other)
-    ece, score = _ece(row, other), f"{title} {row[key]:.4f} against {other[key]:.4f}"
-    lower_ece, lower_score = row["ece"]["value"] <= other["ece"]["value"], row[key] <= other[key]
-    if not (lower_ece or lower_score):
-        return f"WARNING: {name} is worse than {other_name} here: {ece}; {score}."
-    if not (lower_ece and lower_score):
-        better, figures = ("ECE", f"{ece}; {score}") if lower_ece else (title, f"{score}; {ece}")
-        return f"WARNING: {name} is better than {other_name} in {better} only: {figures}."
-    return ""

@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from calibjax.data import Rows, Sequences, eval_batches, read_source
-from calibjax.eval.report.schema import AnalogyRow
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.frozen import batch_hidden, freeze, vocab_sharding
@@ -146,10 +145,10 @@ def evaluate_analogies(
     *,
     batch_size: int = 32,
     context: RunContext | None = None,
-) -> dict[str, AnalogyRow]:
+) -> dict[str, dict[str, Any]]:
     """Accuracy at each myopic temperature: name -> accuracy, its standard error, and that of every category."""
     context = context or RunContext()
-    results: dict[str, AnalogyRow] = {}
+    results: dict[str, dict[str, Any]] = {}
     groups = np.array(analogies.categories)
     for temperature in temperatures:
         scores = choice_log_probs(

@@ -1,7 +1,7 @@
 """Figures of a benchmark as plain data: over all questions, and per subject."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,6 @@ from calibjax import metrics
 from calibjax.eval.compare.contenders import Outcome, Result
 from calibjax.eval.compare.results import comparison_json
 from calibjax.eval.figures_json import ece_json
-from calibjax.eval.report.schema import AnswerRow, AnswerSet, MethodOnSubject, SubjectOfTask
 from calibjax.eval.tasks.evaluate import Answers
 from calibjax.eval.tasks.subjects import subject_rows
 from calibjax.metrics import CalibrationSums, Closed
@@ -33,7 +32,7 @@ def answers_json(
     resamples: int = 1000,
     seed: int = 0,
     reference: str = "temperature",
-) -> AnswerSet:
+) -> dict[str, Any]:
     """A set of metrics.json: methods, each with the fields of `comparison_json` and those of `_FURTHER`.
 
     The bootstrap resamples questions. `harness` are the means of lm-eval's own metrics for the first method; `cut`
@@ -47,7 +46,7 @@ def answers_json(
         results[name] = Result(Outcome(answers.confidence[row], answers.correct[row], choice, log_prob), 0.0, 0, None)
     options = {"bins": bins, "closed": closed, "resamples": resamples, "seed": seed}
     compared = comparison_json(results, reference=reference, **options)
-    methods: dict[str, AnswerRow] = {}
+    methods: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
         row = {key: value for key, value in compared[name].items() if key not in ("parameters", "fit_seconds")}
         pair = jnp.asarray(result.outcome.confidence), jnp.asarray(result.outcome.correct)
@@ -55,7 +54,7 @@ def answers_json(
         low, high = metrics.bootstrap_interval(sums, _accuracy, resamples=resamples, seed=seed)
         values = {key: float(metric(*pair)) for key, metric in _FURTHER.items()}
         further = {key: value if np.isfinite(value) else None for key, value in values.items()}
-        methods[name] = cast(AnswerRow, {**row, **further, "accuracy_interval": {"low": low, "high": high}})
+        methods[name] = {**row, **further, "accuracy_interval": {"low": low, "high": high}}
     return {
         "tokens": answers.confidence.shape[1],
         "unit": "questions",
@@ -72,14 +71,14 @@ def answers_json(
 
 def subjects_json(
     answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, resamples: int = 1000, seed: int = 0
-) -> list[SubjectOfTask]:
+) -> list[dict[str, Any]]:
     """`subject_rows` of the first method, each with `methods`: confidence, and ECE with its interval, of every method.
 
     Empty if all questions are of one subject.
     """
     if len(set(answers.subject)) < 2:
         return []
-    rows: list[SubjectOfTask] = []
+    rows: list[dict[str, Any]] = []
     of_subjects = subject_rows(answers.subject.tolist(), answers.confidence[0], answers.correct[0] > 0)
     each = [  # one group per question, computed once: a subject is a slice
         CalibrationSums(
@@ -92,13 +91,13 @@ def subjects_json(
     ]
     for subject in of_subjects:
         mine = answers.subject == subject["subject"]
-        row: SubjectOfTask = {**subject, "methods": {}}
+        row: dict[str, Any] = {**subject, "methods": {}}
         rows.append(row)
         for name, sums in zip(names, each, strict=True):
             own = CalibrationSums(*(field[mine] for field in sums))
             ece = metrics.error_interval(own, resamples=resamples, seed=seed)
             of_method = {"confidence": metrics.summarise(own)["confidence"], **ece_json(ece)}
-            row["methods"][name] = cast(MethodOnSubject, of_method)
+            row["methods"][name] = of_method
     return rows
 
 

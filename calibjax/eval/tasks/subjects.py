@@ -1,16 +1,15 @@
 """Mean confidence and accuracy of every subject of a benchmark."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from calibjax.eval.report.schema import Interval, SubjectRow
-
 
 def subject_rows(
     subjects: Sequence[str], confidence: Float[np.ndarray, " N"], correct: Bool[np.ndarray, " N"]
-) -> list[SubjectRow]:
+) -> list[dict[str, Any]]:
     """Mean confidence and accuracy of each subject, the most overconfident first.
 
     Intervals of the accuracy are Wilson's (Wilson 1927, doi 10.1080/01621459.1927.10502953), 95%, for independent
@@ -28,12 +27,12 @@ def subject_rows(
     from scipy.stats import binomtest
 
     names, of = np.unique(np.asarray(subjects, str), return_inverse=True)
-    rows: list[SubjectRow] = []
+    rows: list[dict[str, Any]] = []
     for number, name in enumerate(names):
         mine = of == number
         count, right = int(mine.sum()), int(correct[mine].sum())
         interval = binomtest(right, count).proportion_ci(method="wilson")
-        accuracy: Interval = {"value": right / count, "low": float(interval.low), "high": float(interval.high)}
+        accuracy: dict[str, float] = {"value": right / count, "low": float(interval.low), "high": float(interval.high)}
         mean = float(np.mean(confidence[mine], dtype=np.float64))
         gap = mean - accuracy["value"]
         rows.append({"subject": str(name), "questions": count, "confidence": mean, "accuracy": accuracy, "gap": gap})
