@@ -1,4 +1,7 @@
-"""The command `calibjax`, also as `python -m calibjax`: Ctrl-C is handled before anything else is imported."""
+"""The command `calibjax`, also as `python -m calibjax`.
+
+Ctrl-C and SIGTERM have their exit codes before anything else is imported.
+"""
 
 import os
 import signal
@@ -6,19 +9,26 @@ import sys
 
 
 def main(args: list[str] | None = None) -> int:
-    """Runs `calibjax.cli.main`; Ctrl-C while that module is imported ends with exit code 130 and one line."""
+    """Runs `calibjax.cli.main`; a signal before it ends with exit code 130 or 143 and one line.
+
+    SIGTERM after it is ignored: all is written, and Python, while it cleans up, would end with -15.
+    """
     signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _stop)
     from calibjax import cli
     from calibjax.runtime.platforms import keep_compiled_programs, leave_out_torch
 
     keep_compiled_programs()
     leave_out_torch()
-    return cli.main(args)
+    try:
+        return cli.main(args)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _stop(number: int, frame: object) -> None:
-    os.write(2, b"\nstopped by Ctrl-C\n")
-    os._exit(130)
+    os.write(2, b"\nstopped by SIGTERM\n" if number == signal.SIGTERM else b"\nstopped by Ctrl-C\n")
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def _report_unraisable(report: Callable[[Any], Any], failure: Any) -> None:
 
 
 def _run_command(args: list[str]) -> int:
-    from calibjax.runtime.errors import UserError, printable
+    from calibjax.runtime.errors import UserError, printable, storage_failure
 
     try:
         with signals.ending_at_once():
@@ -168,6 +168,11 @@ def _run_command(args: list[str]) -> int:
     except UserError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
+    except (ImportError, MemoryError) as error:
+        if storage_failure(error) is None:
+            raise
+        print(f"stopped: {storage_failure(error)}", file=sys.stderr)
+        return 1
     return _execute(options, run)
 
 

@@ -25,13 +25,15 @@ class UserError(ValueError):
 
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 """Error numbers of storage that must not be written."""
+_NO_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|failed to map segment|[Cc]annot allocate memory")
 _BROKEN = {getattr(errno, f"E{name}") for name in ("NOSPC", "DQUOT", "FBIG", "IO", "STALE", "MFILE", "NFILE", "NOMEM")}
 
 
 def storage_failure(error: BaseException) -> OSError | None:
     """Returns the failure of the storage that an exception came from, such as a full disk; None if there is none.
 
-    It is the exception itself, one that it was raised from, or named in it, as TensorStore and safetensors do.
+    It is the exception itself, one that it was raised from, or named in it, as TensorStore and safetensors do. Too
+    little memory, of the host or of a device, is one too.
     """
     chain: list[BaseException] = []
     at: BaseException | None = error
@@ -42,6 +44,9 @@ def storage_failure(error: BaseException) -> OSError | None:
         else:
             code = re.search(r"\bos[_ ]error(?:_code=')? ?(\d+)\b", str(at))
             found = OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
+            if found is None and (isinstance(at, MemoryError) or _NO_MEMORY.search(str(at))):
+                reason = " ".join(str(at).split())[:200]
+                found = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM) + (f": {reason}" if reason else ""))
         if found is not None and found.errno in _BROKEN | DENIED:
             return found
         at = at.__cause__ or at.__context__

@@ -43,6 +43,8 @@ class LineBar(standard_tqdm):
     The estimate of the time comes from the second step on: the first one includes compilation.
     """
 
+    disable = True  # until it has been made: `close` is called where memory ended before
+
     def __init__(self, items: Iterable[Any] | None = None, **options: Any):
         options |= {
             "mininterval": _EVERY,
