@@ -196,7 +196,7 @@ def our_points(chip: str, kernels: Sequence[str], inputs: tuple[int, int, int], 
     found = []
     for kernel in kernels:
         preferred = blocks.preferred(blocks.PREFERENCES, kernel, saved)
-        found.append(blocks.choose(preferred, kernel, *inputs, CHIPS[chip].kind, saved))
+        found.append(blocks.choose(preferred, kernel, inputs, CHIPS[chip].kind, saved))
     height = CHIPS[chip].cores * math.lcm(*(x.tokens for x in found))
     columns = math.lcm(*(x.columns for x in found))
     while columns < 3072:  # at 2,048 XLA takes another gather of W[y]; at least two of each block

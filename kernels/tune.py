@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from static_profile import CHIPS, Points, Program, estimate
 
+from calibjax.kernels import SCALES
 from calibjax.kernels.contract import BackwardRequest, Cotangents, ForwardRequest, Inputs, Options
 from calibjax.kernels.pallas_tpu import blocks, make
 from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version
@@ -25,20 +26,23 @@ CANDIDATES = [
     for tokens, columns, unit in itertools.product((512, 1024, 2048), (512, 1024, 2048), (128, 256, 512))
     if columns % (2 * unit) == 0 and tokens % unit == 0
 ]
-PRODUCTS = {"statistics": 1, "rows": 2, "unembedding": 2, "fused": 3}
+PRODUCTS = {"statistics": 1, "curves": 1, "rows": 2, "unembedding": 2, "fused": 3}
 WANTED = {"unembedding": frozenset({"unembedding"}), "fused": frozenset({"hidden", "unembedding"})}
 
 
 def build(kernel: str, chosen: blocks.Blocks, width: int, dtype: str, softcap, tokens: int, vocab_size: int) -> Program:
     """The kernel alone."""
-    implementation, options = make(preferences={kernel: (chosen,)}), Options(softcap)
+    implementation = make(preferences={kernel: (chosen,)})
+    options = Options(softcap, scales=SCALES if kernel == "curves" else None)
 
     def run(hidden, unembedding, scale, targets):
         inputs = Inputs(hidden, unembedding, None, scale, targets, valid=None)
         if kernel in WANTED:
             cotangents = Cotangents(scale, scale, None, None, uniform=scale, one_hots=((targets, scale),))
             return implementation.backward(BackwardRequest(options, WANTED[kernel]), inputs, cotangents, None, None)
-        needed = {"target", "rows"} if kernel == "rows" else {"target", "first", "total"}
+        needed = {"rows": {"target", "rows"}, "curves": {"target", "first", "second", "total", "argmax"}}.get(
+            kernel, {"target", "first", "total"}
+        )
         return implementation.forward(ForwardRequest(options, frozenset(needed)), inputs).moments
 
     shapes = (
@@ -60,11 +64,14 @@ def main(options: argparse.Namespace) -> None:
     itemsize, kind = jnp.dtype(options.dtype).itemsize, CHIPS[options.chip].kind
     rows = []
     for kernel in options.kernel:
-        current = blocks.choose(blocks.PREFERENCES[kernel], kernel, options.tokens, options.width, itemsize, kind)
+        count = len(SCALES) if kernel == "curves" else 1
+        current = blocks.choose(
+            blocks.PREFERENCES[kernel], kernel, (options.tokens, options.width, itemsize), kind, count=count
+        )
         fits = [
             x
             for x in options.blocks or CANDIDATES
-            if blocks.vmem_bytes(kernel, x, options.width, itemsize) <= blocks.capacity(kind)
+            if blocks.vmem_bytes(kernel, x, options.width, itemsize, count=count) <= blocks.capacity(kind)
         ]
         for i, candidate in enumerate(fits):
             print(f"{kernel} {i + 1}/{len(fits)}: {tuple(candidate)} on {options.chip} ...", flush=True)

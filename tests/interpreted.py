@@ -18,6 +18,7 @@ PARAMS = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", nu
 # Blocks far below a chip's: they compile soon on a CPU, and small shapes have several, ragged ones too.
 SMALL = {
     "statistics": (Blocks(128, 128, 32),),
+    "curves": (Blocks(128, 32, 32),),
     "rows": (Blocks(128, 256, 128),),
     "d_hidden": (Blocks(128, 256, 128),),
     "unembedding": (Blocks(128, 128, 128),),

@@ -1,4 +1,4 @@
-"""`explain`: which implementation of `vocab_stats` runs for some arguments, and what it costs."""
+"""`explain`: which implementation of `vocab_stats` or `vocab_curves` runs for some arguments, and what it costs."""
 
 from collections.abc import Sequence
 from typing import Unpack
@@ -23,15 +23,17 @@ def explain(
     where: _ArrayOrShape | None = None,
     softcap: float | None = None,
     statistics: Sequence[str] | None = None,
+    scales: tuple[float, ...] | None = None,
     sharding: VocabSharding | None = None,
     **execution: Unpack[api.Execution],
 ) -> str:
-    """Explains which implementation `vocab_stats` chooses for these arguments, why, and what the call costs.
+    """Explains which implementation `vocab_stats`, or `vocab_curves`, chooses, why, and what the call costs.
 
     Args:
         hidden, unembedding, targets, bias, where: as in `vocab_stats`, or a `jax.ShapeDtypeStruct` each. Nothing is
             computed.
         softcap, statistics, sharding, execution: as in `vocab_stats`.
+        scales: those of `vocab_curves`, to explain that operator instead.
 
     Returns:
         Text: the sizes; every implementation in order, with what it would do or why it cannot; the wanted statistics
@@ -49,7 +51,8 @@ def explain(
         reference   cannot run this call here: it is dense and takes no chunk_size.
     """
     arrays = (hidden, unembedding, targets, bias, where)
-    dispatch = api.prepare(arrays, softcap, statistics, sharding, execution)
+    operator = "vocab_stats" if scales is None else "vocab_curves"
+    dispatch = api.prepare(arrays, softcap, statistics, sharding, execution, scales)
     try:
         chosen = dispatch.choose()
     except NotImplementedError:
@@ -57,13 +60,15 @@ def explain(
     options, shapes, machine = dispatch.options, dispatch.shapes, dispatch.platform()
     tokens, (vocab_size, width) = shapes.hidden.shape[0], shapes.unembedding.shape
     lines = [
-        f"vocab_stats: {tokens} tokens, D = {width}, V = {vocab_size}, {shapes.hidden.dtype}, "
+        f"{operator}: {tokens} tokens, D = {width}, V = {vocab_size}, {shapes.hidden.dtype}, "
         f"for {machine.name} ({machine.device_kind})"
     ]
     lines += [] if sharding is None else [sharding.describe(tokens, vocab_size)]
     lines += ["implementations, best first:", *(_line(dispatch, name, chosen) for name in api.IMPLEMENTATIONS)]
     if chosen is None:
-        return "\n".join([*lines, "none that was requested can run: vocab_stats raises NotImplementedError"])
+        return "\n".join([*lines, f"none that was requested can run: {operator} raises NotImplementedError"])
+    if scales is not None:
+        return "\n".join([*lines, f"1 product N·D·V and, for each logit, three sums at each of {len(scales)} scales"])
     lines.append("statistics, beyond the one product:")
     lines += [f"  {name:<15} {_cost(name, softcap)}" for name in STATISTICS if name in dispatch.wanted]
     call = dispatch.call(chosen)

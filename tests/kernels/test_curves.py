@@ -2,6 +2,7 @@
 
 import functools
 
+import interpreted
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +10,14 @@ import oracle
 import pytest
 from oracle import EPS, assert_within, f64
 
-from calibjax.kernels import SCALES, VocabSharding, interpolation, top_logits, vocab_curves
+from calibjax.kernels import SCALES, VocabSharding, explain, interpolation, top_logits, vocab_curves
 from calibjax.losses import LOSSES, curve_loss, linear_loss
 from calibjax.runtime.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 NODES = tuple(2.0 ** (k / 2) for k in range(-4, 4))  # four octaves of two
 DENSE = (0.3, 0.5, 1.3, 2.0)  # no octaves
+tpu = interpreted.tpu
 ALL = (
     "log_normalizer",
     "target_logit",
@@ -292,6 +294,48 @@ def test_over_a_mesh(name, monkeypatch):
     )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), got, want)
     np.testing.assert_array_equal(got.argmax, want.argmax)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("nodes", [NODES, DENSE], ids=["octaves", "any"])
+def test_the_tpu_kernel_matches_float64(softcap, nodes, tpu):
+    """Five blocks of the vocabulary, the last of 22 columns; a removed entry, a bias, and tokens that hold NaN."""
+    hidden, unembedding, targets, bias = problem()
+    bias = bias.at[7].set(-jnp.inf if softcap is None else 0.0)
+    dirty = jnp.where(targets[:, None] < 0, jnp.nan, hidden)
+    options = {"bias": bias, "softcap": softcap, "scales": nodes}
+    got = vocab_curves(dirty, unembedding, targets, implementation=tpu, **options)
+    z = f64(hidden) @ f64(unembedding).T + f64(bias)
+    z = z if softcap is None else softcap * np.tanh(z / softcap)
+    kept = np.delete(z, 7, axis=1) if softcap is None else z
+    counted = np.asarray(targets) >= 0
+    for k, node in enumerate(nodes):
+        # Products of 16 terms, and the soft-cap, round the logits a few times more than those at hand.
+        bounds = (8 * x for x in node_bounds(kept, node, int(np.log2(node / nodes[0]))))
+        names = ("log_weight", "expected_difference", "logit_variance")
+        for name, value, bound in zip(names, exact(kept, node), bounds, strict=True):
+            assert_within(getattr(got, name)[counted, k], value[counted], bound[counted], f"{name} at {node}")
+    want = vocab_curves(hidden, unembedding, targets, implementation="reference", **options)
+    for name in ("target_logit", "mean_logit", "max_logit"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-5, err_msg=name)
+    for name in ("argmax", "correct", "valid"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
+
+
+def test_the_tpu_kernel_over_a_mesh(tpu):
+    """75 rows of the vocabulary on each of two devices, 21 and 20 tokens on each of two."""
+    hidden, unembedding, targets, bias = problem()
+    split = VocabSharding(make_mesh((2, 1, 2), jax.devices()[:4]))
+    run = functools.partial(vocab_curves, softcap=5.0, bias=bias, scales=NODES)
+    got = jax.jit(functools.partial(run, implementation=tpu, sharding=split))(hidden, unembedding, targets)
+    want = run(hidden, unembedding, targets, implementation="reference")
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), got, want)
+
+
+def test_explain_names_the_operator():
+    text = explain(jnp.ones((8, 16)), jnp.ones((32, 16)), scales=NODES)
+    assert text.startswith("vocab_curves: 8 tokens")
+    assert f"three sums at each of {len(NODES)} scales" in text
 
 
 def test_a_removed_entry_and_large_logits():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from oracle import FLOATS
 
-from calibjax.kernels import linear_cross_entropy, vocab_stats
+from calibjax.kernels import SCALES, linear_cross_entropy, vocab_curves, vocab_stats
 from calibjax.kernels.pallas_tpu import blocks, gather
 from calibjax.kernels.stats import STATISTICS
 
@@ -50,6 +50,9 @@ def build(model, program, dtype=jnp.bfloat16, options=()):
     def statistics(hidden, unembedding, targets, scale):
         return vocab_stats(hidden, unembedding, targets, scale=scale, softcap=softcap, implementation="pallas_tpu")
 
+    def curves(hidden, unembedding, targets, _):
+        return vocab_curves(hidden, unembedding, targets, softcap=softcap, implementation="pallas_tpu")
+
     def scalar(hidden, unembedding, targets, scale):
         options = {"scale": scale, "softcap": softcap, "label_smoothing": 0.1, "reduction": "mean"}
         whole = functools.partial(linear_cross_entropy, implementation="pallas_tpu", **options)
@@ -70,7 +73,7 @@ def build(model, program, dtype=jnp.bfloat16, options=()):
             ((TOKENS,), jnp.float32),
         )
     ]
-    return Program({"statistics": statistics, "scalar": scalar}.get(program, gradient), arguments)
+    return Program({"statistics": statistics, "scalar": scalar, "curves": curves}.get(program, gradient), arguments)
 
 
 @needs_compiler
@@ -187,6 +190,19 @@ def test_options_of_the_backward_pass_compile(option, monkeypatch):
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_curves_compile(chip, monkeypatch):
+    """36 scales: the results, 432 bytes a token, are transposed once."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import static_profile
+
+    compiled = static_profile.compile_for(chip, build, "gemma-2-2b", "curves", profile=False)
+    print(f"{compiled.temporaries / 2**20:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
+    assert compiled.temporaries < 3 * 4 * TOKENS * 3 * len(SCALES)
+
+
+@needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["scale", "hidden"])
 def test_compiles_for_one_chip(program, monkeypatch):
     """What a temperature head and LoRA take."""
@@ -215,21 +231,22 @@ def test_gathered_rows_are_exact(ids, dtype, tpu):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("width", [128, 2304, 4096, 8192, 16384])
 @pytest.mark.parametrize("chip", KINDS)
-@pytest.mark.parametrize("kernel", ["statistics", "rows", "d_hidden", "unembedding", "fused"])
+@pytest.mark.parametrize("kernel", ["statistics", "curves", "rows", "d_hidden", "unembedding", "fused"])
 def test_some_blocks_fit_on_every_chip(kernel, chip, width, itemsize):
     preferred = blocks.PREFERENCES[kernel]
+    count = len(SCALES) if kernel == "curves" else 1
     small_chip = chip in ("v5p", "v7x")
     limit = 2**15 if kernel != "fused" or not small_chip else 2**14  # bytes of a row
     if width * itemsize > limit and (small_chip or kernel == "fused"):
         with pytest.raises(NotImplementedError, match=f"MiB on chip at D = {width}"):
-            blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip])
+            blocks.choose(preferred, kernel, (TOKENS, width, itemsize), KINDS[chip], count=count)
         return
-    chosen = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip])
-    assert blocks.vmem_bytes(kernel, chosen, width, itemsize) <= blocks.capacity(KINDS[chip])
-    assert blocks.choose(preferred, kernel, 1, width, itemsize, KINDS[chip]).tokens == 128
-    if kernel == "fused":  # never with saved exponentials
+    chosen = blocks.choose(preferred, kernel, (TOKENS, width, itemsize), KINDS[chip], count=count)
+    assert blocks.vmem_bytes(kernel, chosen, width, itemsize, count=count) <= blocks.capacity(KINDS[chip])
+    assert blocks.choose(preferred, kernel, (1, width, itemsize), KINDS[chip]).tokens == 128
+    if kernel in ("fused", "curves"):  # never with saved exponentials
         return
     preferred = blocks.preferred(blocks.PREFERENCES, kernel, saved=True)
-    saving = blocks.choose(preferred, kernel, TOKENS, width, itemsize, KINDS[chip], saved=True)
+    saving = blocks.choose(preferred, kernel, (TOKENS, width, itemsize), KINDS[chip], saved=True)
     used = blocks.vmem_bytes(kernel, saving, width, itemsize, saved=True, before=blocks.buffers(KINDS[chip]))
     assert used <= blocks.capacity(KINDS[chip])

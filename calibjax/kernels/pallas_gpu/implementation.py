@@ -39,7 +39,7 @@ def _check(setup: _Setup, options: Options, inputs: Inputs, platform: Platform) 
         if not set(_HOPPER) & set(platform.device_kind.split()):
             raise NotImplementedError(f"it runs on Hopper GPUs ({', '.join(_HOPPER)}), not on {platform.device_kind}")
     if options.scales is not None:
-        raise NotImplementedError("the GPU kernel has one scale for each token")
+        raise NotImplementedError("the GPU kernel has one scale for each token; vocab_curves runs in chunked there")
     if options.chunk_size is not None:
         raise NotImplementedError("the GPU kernel does not take chunk_size")
     if inputs.hidden.dtype.name not in ("bfloat16", "float16"):

@@ -45,6 +45,12 @@ PREFERENCES: Preferences = {
         Blocks(256, 256, 128),
         Blocks(128, 256, 128),
     ),
+    "curves": (
+        Blocks(1024, 256, 256),
+        Blocks(512, 256, 256),
+        Blocks(256, 256, 256),
+        Blocks(128, 128, 128),
+    ),
     "rows": (
         Blocks(1024, 2048, 512),
         Blocks(1024, 1024, 512),
@@ -103,44 +109,69 @@ def preferred(preferences: Preferences, kernel: str, saved: bool) -> tuple[Block
 
 
 def vmem_bytes(
-    kernel: str, blocks: Blocks, width: int, itemsize: int, *, saved: bool = False, pieces: int = 1, before: int = 2
+    kernel: str, blocks: Blocks, width: int, itemsize: int, *, saved: bool = False, count: int = 1, before: int = 2
 ) -> int:
-    """On-chip bytes of a kernel: operands and results twice (fetched while the last are used), scratch once.
+    """On-chip bytes of a kernel. Operands and results are there twice: fetched or written while the last are in use.
 
-    With x [tokens, D], w [columns, D] and float32 accumulation:
-    statistics  2x + 2w + three blocks of logits [unit, tokens];
-    rows        x + 3w + a result [tokens, D] + sums [tokens, D] + logits [tokens, columns]
-                + exponentials [tokens, unit], twice + about ten columns [tokens, 128];
-    d_hidden    2x + 2w + 2 results [tokens, D] + sums [tokens, D] + logits and their slopes [tokens, unit], twice
-                + about ten columns [tokens, 128];
-    unembedding the same with tokens and columns exchanged;
-    fused       the same with `pieces` times w and the sums, and float32 blocks of dh: two read and two written, or
-                `RESIDENT` twice.
-    A float32 operand is split into three of bfloat16 for its product: x and w once more, and a half. `saved`
-    exponentials add a block [columns, tokens] and their references, twice, in place of an operand of the logits. dW is
-    then its own float32 sums, twice, and starts from those of earlier tokens, which are there `before` times.
+    Args:
+        kernel: a key of `PREFERENCES`.
+        blocks: of a grid step.
+        width: D.
+        itemsize: bytes of an entry of hidden states and unembedding.
+        saved: it writes or reads saved exponentials.
+        count: pieces of W that "fused" has on the chip, scales of "curves".
+        before: how often "unembedding" holds the sums of earlier tokens that it starts from, with `saved`.
     """
-    x, w = blocks.tokens * width * itemsize, blocks.columns * width * itemsize
-    more = 3 * (x + w) // 2 if itemsize == 4 else 0
+    tokens, columns, unit = blocks
+    x = tokens * width * itemsize  # hidden states [tokens, D]
+    w = columns * width * itemsize  # rows of W [columns, D]
+    common = [3 * (x + w) // 2 if itemsize == 4 else 0]  # float32 operands, each split into three of bfloat16
     if saved:
-        more += 2 * blocks.tokens * (blocks.columns * itemsize + 8 * 4 * -(-blocks.columns // LANES))
+        common += [
+            2 * tokens * columns * itemsize,  # exponentials
+            2 * tokens * 8 * 4 * -(-columns // LANES),  # their references
+        ]
         if kernel == "unembedding":
-            more += blocks.columns * width * 4 * (before + 1) - 4 * w
-        more -= 2 * x if kernel == "d_hidden" else 0
+            common += [(before + 1) * 4 * columns * width, -4 * w]  # float32 sums in place of W and of its gradient
+        if kernel == "d_hidden":
+            common += [-2 * x]
     if kernel == "statistics":
-        return 2 * x + 2 * w + more + 3 * 4 * blocks.unit * blocks.tokens
-    if kernel == "fused":
-        x_twice, every = 2 * blocks.tokens * width * 4 * RESIDENT, (pieces - 1) * blocks.columns
-        held = every * width * (4 + 4 * itemsize) + 2 * 4 * LANES * every
-        return vmem_bytes("unembedding", blocks, width, itemsize) + x_twice + held
+        return sum(common) + sum([2 * x, 2 * w, 3 * 4 * unit * tokens])  # the last: logits of three units
+    if kernel == "curves":
+        logits = 3 * 4 * columns * tokens  # of this block, of the one before, and the product
+        sums = (8 + 2) * 4 * 3 * count * tokens  # running sums of 8 sublanes, and their result
+        return sum(common) + sum([2 * x, 2 * w, logits, sums])
     if kernel == "rows":
-        sums = blocks.tokens * (width * (4 + itemsize) + 4 * min(SLICE, width))
-        logits = blocks.tokens * (4 * blocks.columns + (4 + 2 * itemsize) * blocks.unit)
-        return x + 3 * w + more + sums + logits + 10 * 4 * LANES * blocks.tokens
-    side = blocks.tokens if kernel == "d_hidden" else blocks.columns
-    sums = side * width * (4 + 2 * itemsize) + 4 * side * min(SLICE, width)
-    logits = 2 * side * blocks.unit * (4 + itemsize) + 4 * side * blocks.unit
-    return 2 * x + 2 * w + more + sums + logits + 10 * 4 * LANES * side
+        return sum(common) + sum(
+            [
+                x,
+                3 * w,  # the block before, too
+                tokens * width * itemsize,  # the result
+                tokens * width * 4,  # its sums
+                4 * tokens * min(SLICE, width),  # a product before it is added
+                4 * tokens * columns,  # logits
+                (4 + 2 * itemsize) * tokens * unit,  # exponentials, rounded twice
+                10 * 4 * LANES * tokens,  # columns of per-token values
+            ]
+        )
+    if kernel == "fused":
+        sums_of_hidden = 2 * RESIDENT * 4 * tokens * width  # or two blocks read and two written
+        others = (count - 1) * columns * width * (4 + 4 * itemsize)  # sums, W and dW of the other pieces
+        bias_sums = 2 * 4 * LANES * (count - 1) * columns
+        return vmem_bytes("unembedding", blocks, width, itemsize) + sums_of_hidden + others + bias_sums
+    side = tokens if kernel == "d_hidden" else columns  # of the gradient
+    return sum(common) + sum(
+        [
+            2 * x,
+            2 * w,
+            2 * side * width * itemsize,  # the result
+            side * width * 4,  # its sums
+            4 * side * min(SLICE, width),  # a product before it is added
+            2 * (4 + itemsize) * side * unit,  # logits, and dz
+            4 * side * unit,  # slopes of the soft-cap
+            10 * 4 * LANES * side,  # columns of per-token values
+        ]
+    )
 
 
 def saved_bytes(itemsize: int) -> float:
@@ -176,13 +207,14 @@ def capacity(device_kind: str) -> int:
 def choose(
     preferred: tuple[Blocks, ...],
     kernel: str,
-    tokens: int,
-    width: int,
-    itemsize: int,
+    inputs: tuple[int, int, int],
     device_kind: str,
     saved: bool = False,
+    count: int = 1,
 ) -> Blocks:
     """The first preference that fits, no taller than the tokens need; for float32 at most 512 tokens and columns.
+
+    `inputs`: N, D and the bytes of an entry; `saved`, `count`: as of `vmem_bytes`.
 
     A float32 product takes six passes of the matrix units: small blocks keep them as busy, and the unrolled program of
     large ones takes minutes to compile.
@@ -190,13 +222,14 @@ def choose(
     Raises:
         NotImplementedError: where none fits.
     """
+    tokens, width, itemsize = inputs
     for blocks in preferred:
         small = itemsize == 2 or max(blocks.tokens, blocks.columns) <= 512
-        needs = vmem_bytes(kernel, blocks, width, itemsize, saved=saved, before=buffers(device_kind))
+        needs = vmem_bytes(kernel, blocks, width, itemsize, saved=saved, before=buffers(device_kind), count=count)
         if small and needs <= capacity(device_kind):
             needed = -(-tokens // LANES) * LANES
             return blocks._replace(tokens=min(blocks.tokens, needed))
-    least = vmem_bytes(kernel, preferred[-1], width, itemsize, saved=saved)
+    least = vmem_bytes(kernel, preferred[-1], width, itemsize, saved=saved, count=count)
     raise NotImplementedError(
         f"the TPU kernel {kernel!r} needs {least / 2**20:.0f} MiB on chip at D = {width}, of "
         f"{capacity(device_kind) / 2**20:.0f} MiB"
@@ -206,7 +239,7 @@ def choose(
 def pieces(blocks: Blocks, width: int, itemsize: int, device_kind: str) -> int:
     """Returns how many blocks of `blocks.columns` rows of W the fused kernel stores: 4 or 2 if they fit, else 1."""
     for count in (4, 2):
-        if vmem_bytes("fused", blocks, width, itemsize, pieces=count) <= capacity(device_kind):
+        if vmem_bytes("fused", blocks, width, itemsize, count=count) <= capacity(device_kind):
             return count
     return 1
 

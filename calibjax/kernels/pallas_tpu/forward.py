@@ -70,7 +70,7 @@ def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: 
         of_units = jax.ShapeDtypeStruct((grid[1] * height, tokens), jnp.float32)
         outputs["references"] = (of_units, pl.BlockSpec((height, block), lambda i, j: (j, i)))
     for name in names:
-        scratch[f"state_{name}"] = pltpu.VMEM(state, jnp.int32 if name in running.INTEGERS else jnp.float32)
+        scratch[f"state_{name}"] = pltpu.VMEM(state, running.dtype(name))
     results = common.pallas(
         functools.partial(kernel, options=options, vocab_size=vocab_size, blocks=blocks),
         functools.partial(running.named, kind),

@@ -175,7 +175,7 @@ def gradients(
         common.Launch(
             name="calibjax_d_hidden_d_unembedding",
             grid=grid,
-            vmem=vmem_bytes("fused", blocks, width, dtype.itemsize, pieces=count),
+            vmem=vmem_bytes("fused", blocks, width, dtype.itemsize, count=count),
             flops=6 * tokens * width * vocab_size,
             bytes_accessed=traffic,
             exponentials=common.exponentials(options, tokens, vocab_size),

@@ -24,10 +24,12 @@ class _Setup(NamedTuple):
     interpret: Any
     preferences: blocks.Preferences
 
-    def blocks(self, kernel: str, inputs: Inputs, device_kind: str, saved: bool) -> blocks.Blocks:
+    def blocks(
+        self, kernel: str, inputs: Inputs, device_kind: str, saved: bool = False, count: int = 1
+    ) -> blocks.Blocks:
         (tokens, width), itemsize = inputs.hidden.shape, inputs.hidden.dtype.itemsize
         among = blocks.preferred(self.preferences, kernel, saved)
-        return blocks.choose(among, kernel, tokens, width, itemsize, device_kind, saved)
+        return blocks.choose(among, kernel, (tokens, width, itemsize), device_kind, saved, count)
 
 
 def _fused(setup: _Setup, options: Options, inputs: Inputs, device_kind: str) -> blocks.Blocks | None:
@@ -52,14 +54,15 @@ def _fused(setup: _Setup, options: Options, inputs: Inputs, device_kind: str) ->
 def _check(setup: _Setup, options: Options, inputs: Inputs, platform: Platform) -> str:
     if platform.name != "tpu" and not setup.interpret:
         raise NotImplementedError(f"it runs on TPUs, and the program is compiled for {platform.name}")
-    if options.scales is not None:
-        raise NotImplementedError("the TPU kernels have one scale for each token")
     if options.chunk_size is not None:
         raise NotImplementedError("the TPU kernels do not take chunk_size")
     if inputs.hidden.dtype.name not in ("bfloat16", "float32"):
         raise NotImplementedError(f"the TPU kernels take bfloat16 and float32, not {inputs.hidden.dtype.name}")
     if inputs.hidden.shape[0] == 0:
         raise NotImplementedError("there are no tokens")
+    if options.scales is not None:
+        size = setup.blocks("curves", inputs, platform.device_kind, count=len(options.scales))
+        return f"blocks of {size.tokens} tokens by {size.columns} columns"
     kernels = ("statistics", "rows", "d_hidden", "unembedding")
     chosen = {kernel: setup.blocks(kernel, inputs, platform.device_kind, options.save_logits) for kernel in kernels}
     size = chosen["statistics"]
@@ -76,8 +79,11 @@ def _shares_logits(setup: _Setup, options: Options, inputs: Inputs, platform: Pl
 
 def _forward(setup: _Setup, request: ForwardRequest, inputs: Inputs) -> ForwardResult:
     # Not above: Mosaic takes as long to import as all else of the kernels.
-    from calibjax.kernels.pallas_tpu import forward
+    from calibjax.kernels.pallas_tpu import curves, forward
 
+    if request.options.scales is not None:
+        size = setup.blocks("curves", inputs, platform().device_kind, count=len(request.options.scales))
+        return curves.moments(request, inputs, size, setup.interpret)
     kernel = "rows" if "rows" in request.needed else "statistics"
     size = setup.blocks(kernel, inputs, platform().device_kind, request.save)
     return forward.moments(request, inputs, size, setup.interpret)

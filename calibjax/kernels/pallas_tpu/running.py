@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -10,7 +11,11 @@ from calibjax.kernels.pallas_tpu import common
 from calibjax.kernels.stats import FLOOR
 
 OUTPUTS = ("max_logit", "weight", "first", "second", "total", "target", "argmax")  # rows of the result
-INTEGERS = ("argmax",)
+
+
+def dtype(name: str) -> Any:
+    """Of a running value."""
+    return jnp.int32 if name == "argmax" else jnp.float32
 
 
 def states(needed: frozenset[str]) -> tuple[str, ...]:
@@ -20,9 +25,7 @@ def states(needed: frozenset[str]) -> tuple[str, ...]:
 
 def initial(name: str, shape: tuple[int, ...]) -> Array:
     """A running value before the first logit."""
-    if name in INTEGERS:
-        return jnp.zeros(shape, jnp.int32)
-    return jnp.full(shape, FLOOR if name in ("best", "top") else 0.0, jnp.float32)
+    return jnp.full(shape, FLOOR if name in ("best", "top") else 0, dtype(name))
 
 
 def with_best(state, pieces, places, start):
@@ -85,6 +88,12 @@ def named(kind: Any, **refs: Any) -> Any:
     """References of a kernel as a named tuple of this kind, with those called "state_..." as one dictionary `state`."""
     own = {name: refs.pop(name) for name in kind._fields if name in refs}
     return kind(**own, state={name.removeprefix("state_"): ref for name, ref in refs.items()})
+
+
+def lowest(index: Array, is_best: Array, vocab_size: int) -> Array:
+    """The lowest index [1, tokens] that a sublane [8, tokens] has found, where it has the best; as float32."""
+    index = index + jax.lax.broadcasted_iota(jnp.int32, index.shape, 0)
+    return jnp.min(jnp.where(is_best, index.astype(jnp.float32), float(vocab_size)), axis=0, keepdims=True)
 
 
 def write(moments_ref, moments: dict[str, Array]) -> None:

@@ -137,7 +137,5 @@ def _write(refs: Refs, vocab_size: int) -> None:
         if name in state:
             moments[name] = jnp.sum(state[name][...], axis=0, keepdims=True)
     if "argmax" in state:
-        index = state["argmax"][...] + jax.lax.broadcasted_iota(jnp.int32, best.shape, 0)
-        index = jnp.where(best == top, index.astype(jnp.float32), float(vocab_size))
-        moments["argmax"] = jnp.min(index, axis=0, keepdims=True)
+        moments["argmax"] = running.lowest(state["argmax"][...], best == top, vocab_size)
     running.write(refs.moments, moments)
