@@ -16,6 +16,7 @@ from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences,
 from calibjax.eval.report import print_report, write_report
 from calibjax.eval.report.verdicts import choice_verdict, kept_loss
 from calibjax.eval.report.verdicts import set_verdict as verdict
+from calibjax.eval.report.verdicts import verdict as run_verdict
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead, HeadConfig
 
@@ -234,6 +235,11 @@ def test_verdict(document):
         ),
     ):
         assert verdict(worse(document, "temperature", **figures)["held_out"]).startswith(start)
+    bad = worse(document, "temperature", ece=1.9)
+    for auto, kept in ((False, " The head is kept because --loss joint was given: "), (True, "")):
+        bad["run"]["fit"] = {"plan": {"trials": [["joint", 1.0]], "auto": auto}}
+        assert kept in run_verdict(bad)
+        assert run_verdict(bad).startswith(verdict(bad["held_out"]))
     assert verdict({"methods": {"ats": {}}}) == ""
     rows = document["held_out"]["methods"]
     for names in (("base", "fine_tuned"), ("uncalibrated", "temperature")):

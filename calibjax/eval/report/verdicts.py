@@ -24,7 +24,22 @@ def verdict(document: Document) -> str:
         return layers_verdict(document)
     if "texts" in document:
         return lhts_verdict(document)
-    return set_verdict(document["held_out"])
+    line = set_verdict(document["held_out"])
+    return line + _given_loss(document) if line.startswith("WARNING: ATS ") else line
+
+
+def _given_loss(document: Document) -> str:
+    """That the head was kept because its loss was given, not because it beat temperature scaling; "" otherwise."""
+    try:
+        plan = document["run"]["fit"]["plan"]
+        losses = ", ".join(str(loss) for loss, *_ in plan["trials"])
+    except (KeyError, TypeError, ValueError):
+        return ""
+    if plan.get("auto", True):
+        return ""
+    return (
+        f" The head is kept because --loss {losses} was given: auto keeps temperature scaling where no head beats it."
+    )
 
 
 def set_verdict(results: Row) -> str:
