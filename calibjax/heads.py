@@ -401,6 +401,13 @@ class HeadConfig:
         """Whether a feature is as wide as the model: its weights are many, and a linear head's are penalised."""
         return any(FEATURES[name].width is None for name in self.features)
 
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The statistics of `vocab_stats` at s = 1 that its features are computed from."""
+        if "features" not in HEADS[self.kind].options:
+            return ()
+        return tuple(sorted({statistic for name in self.features for statistic in FEATURES[name].statistics}))
+
     def build(self) -> nn.Module:
         """The module.
 
@@ -488,13 +495,14 @@ def head_features(
 def join_features(
     names: tuple[str, ...], parts: Mapping[str, Float[Array, "*B F"]], stats: VocabStats | None
 ) -> Float[Array, "*B F"]:
-    """The features named, float32: those computed from statistics at s = 1 from `stats`, the others from `parts`."""
+    """The features named, float32: those in `parts`, and others from the statistics at s = 1."""
     joined = []
     for name in names:
-        of_statistics = FEATURES[name].of_statistics
-        if of_statistics is None:
+        if name in parts:
             joined.append(parts[name].astype(jnp.float32))
         else:
+            of_statistics = FEATURES[name].of_statistics
+            assert of_statistics is not None
             assert stats is not None
             joined.append(of_statistics(stats))
     return jnp.concatenate(joined, axis=-1)

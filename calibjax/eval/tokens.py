@@ -14,9 +14,10 @@ from calibjax.eval.figures_json import curve_json, row_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics.smooth import GROUPS, NODES
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import batch_hidden, batch_stats, freeze
+from calibjax.models.frozen import batch_hidden, batch_log_scale, freeze, stats_at
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
+from calibjax.runtime.sharding import context_mesh
 
 TEMPERATURE_EDGES = np.geomspace(0.1, 20.0, 61)
 """Edges of the histogram of temperatures. A head's temperatures lie in [1/10, 20], times the refitted factor."""
@@ -56,23 +57,33 @@ def identity_head(lm: LanguageModel) -> FittedHead:
     return FittedHead(config, {"log_scale": jnp.zeros((), jnp.float32)}, 0.0, lm.fingerprint)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen, batch):
-    """Sums and outputs of every method on one batch; the frozen forward pass is shared."""
+_STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="count")
+def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen, batch, count=None):
+    """Sums and outputs of every method on one batch; the frozen forward pass is shared.
+
+    A configuration of None is the base model; its statistics are what the heads' features read, too. `count`: see
+    `stats_at`.
+    """
     hidden = batch_hidden(model, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
+    zeros = jnp.zeros(batch["targets"].shape, jnp.float32)
+    read = {statistic for config in configs if config for statistic in config.statistics}
+    base = None
+    if read or None in configs:
+        names = tuple(sorted({*_STATISTICS, *read}))
+        base = stats_at(model, frozen, shared, zeros, dtype=dtype, statistics=names, count=count)
     results = []
     for config, head_params, factor in zip(configs, params, factors, strict=True):
-        stats, log_scale = batch_stats(
-            model,
-            config,
-            head_params,
-            frozen,
-            shared,
-            dtype=dtype,
-            log_factor=factor,
-            statistics=("log_normalizer", "target_logit", "max_logit", "argmax", "correct"),
-        )
+        if config is None:
+            assert base is not None
+            stats, log_scale = base, zeros
+        else:
+            at_hand = None if config.attends else base  # one that attends reads the features of all tokens
+            log_scale = batch_log_scale(model, config, head_params, frozen, shared, dtype, factor, at_hand)
+            stats = stats_at(model, frozen, shared, log_scale, dtype=dtype, statistics=_STATISTICS, count=count)
         sums = metrics.calibration_sums(
             stats.confidence(),
             stats.require("correct"),
@@ -85,6 +96,23 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen,
         grid = metrics.grid_sums(stats.confidence(), stats.require("correct"), stats.valid)
         results.append((sums, tokens, stats.valid, grid))
     return results
+
+
+def _is_identity(head: FittedHead) -> bool:
+    return head.config.kind == "constant" and not head.log_factor and float(head.params["log_scale"]) == 0.0
+
+
+_BLOCK = 256
+
+
+def _largest_count(sequences: Sequences, batch_size: int) -> int | None:
+    """The most tokens of a batch that count, as a multiple of `_BLOCK`; None on several devices, which hold rows."""
+    mesh = context_mesh()
+    if mesh is not None and mesh.size > 1:
+        return None
+    of_sequence = sequences.where.sum(axis=1)
+    largest = max(int(of_sequence[i : i + batch_size].sum()) for i in range(0, len(of_sequence), batch_size))
+    return -(-max(largest, 1) // _BLOCK) * _BLOCK
 
 
 def evaluate_tokens(
@@ -116,10 +144,11 @@ def evaluate_tokens(
     """
     context = context or RunContext()
     names = list(heads)
-    configs = tuple(heads[name].config for name in names)
+    configs = tuple(None if _is_identity(heads[name]) else heads[name].config for name in names)
     params = [heads[name].params for name in names]
     factors = [jnp.float32(heads[name].log_factor) for name in names]
-    frozen = freeze(lm, *configs)
+    frozen = freeze(lm, *(config for config in configs if config))
+    count = _largest_count(sequences, batch_size)
     sums_of: dict[str, list[Any]] = {name: [] for name in names}
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
@@ -128,7 +157,10 @@ def evaluate_tokens(
     grids = {name: np.zeros((groups, NODES + 1, 2)) for name in names}
     first = 0
     for batch, real in eval_batches(sequences.arrays(), batch_size):
-        results = to_host(evaluate_batch(lm.config, configs, lm.dtype, bins, closed, params, factors, frozen, batch))
+        evaluated = evaluate_batch(
+            lm.config, configs, lm.dtype, bins, closed, params, factors, frozen, batch, count=count
+        )
+        results = to_host(evaluated)
         for name, (sums, of_tokens, valid, grid) in zip(names, results, strict=True):
             tokens = TokenOutputs(*of_tokens)
             sums_of[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))

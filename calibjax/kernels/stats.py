@@ -1,6 +1,5 @@
 """Statistics of a token, and the rule that merges those of two parts of the vocabulary."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -198,17 +197,21 @@ def moments(
         value = jnp.take_along_axis(logits, jnp.clip(local, 0, width - 1)[:, None], axis=1)[:, 0]
         target = jnp.where(inside, value, 0.0)
 
-    def sums(e: Array) -> dict[str, Array]:
-        powers = {"weight": e, "first": e * shifted, "second": e * shifted * shifted}
-        return {name: jnp.sum(x, axis=1) for name, x in powers.items() if name == "weight" or name in wanted}
-
-    every = sums_at(scale, shifted, sums) if isinstance(scale, tuple) else sums(jnp.exp(scale[:, None] * shifted))
+    if isinstance(scale, tuple):
+        weight, first, second = sums_at(scale, shifted)
+    else:
+        e = jnp.exp(scale[:, None] * shifted)
+        weight = jnp.sum(e, axis=1)
+        first = jnp.sum(e * shifted, axis=1) if "first" in wanted else None
+        second = jnp.sum(e * shifted * shifted, axis=1) if "second" in wanted else None
     return Moments(
         max_logit=largest,
         argmax=argmax,
         total=jnp.sum(logits, axis=1) if "total" in wanted else None,
         target=target,
-        **every,
+        weight=weight,
+        first=first,
+        second=second,
     )
 
 
@@ -221,24 +224,30 @@ def octaves(scales: tuple[float, ...]) -> int:
     return 1
 
 
-def sums_at(
-    scales: tuple[float, ...], shifted: Float[Array, "N C"], sums: Callable[[Array], dict[str, Array]]
-) -> dict[str, Float[Array, "N K"]]:
-    """`sums(exp(s·shifted))` for each of the `scales`, by K/`octaves` exponentials and squares of these.
+def sums_at(scales: tuple[float, ...], shifted: Float[Array, "N C"]) -> tuple[Array, Array, Array]:
+    """Σ e, Σ e u and Σ e u² with e = exp(s u) and u = `shifted`, float32 [N, K], for each s of the K `scales`.
 
-    Each square doubles the relative error of an exponential and rounds it once more, as exp(s x) rounds s x: both grow
-    with s.
+    K/L exponentials of each u, where the scales are L `octaves`, and squares of these. Each square doubles the relative
+    error of an exponential and rounds it once more, as exp(s u) rounds s u: both grow with s.
     """
     levels = octaves(scales)
+    lowest = jnp.asarray(scales[: len(scales) // levels], jnp.float32)
 
-    def step(exponentials: list[Array], _: None) -> tuple[list[Array], list[dict[str, Array]]]:
-        return [e * e for e in exponentials], [sums(e) for e in exponentials]
+    def step(e: Array, following: Array) -> tuple[Array, Array]:
+        terms, power = [], e
+        for _ in range(levels):
+            moment = power * shifted
+            terms += [power, moment, moment * shifted]
+            power = power * power
+        # One reduction of all terms reads e and u once. As the loop's carry, e is computed once, not for each term.
+        zeros = (jnp.zeros((), jnp.float32),) * len(terms)
+        sums = jax.lax.reduce(tuple(terms), zeros, lambda x, y: tuple(map(jnp.add, x, y)), (1,))
+        return jnp.exp(following * shifted), jnp.stack(sums)
 
-    first = [jnp.exp(jnp.float32(s) * shifted) for s in scales[: len(scales) // levels]]
-    _, every = jax.lax.scan(step, first, None, length=levels)
-    return {
-        name: jnp.stack([of_first[name] for of_first in every], axis=1).reshape(len(scales), -1).T for name in every[0]
-    }
+    _, sums = jax.lax.scan(step, jnp.exp(lowest[0] * shifted), jnp.roll(lowest, -1))
+    by_level = sums.reshape(len(lowest), levels, 3, -1)
+    weight, first, second = by_level.transpose(2, 3, 1, 0).reshape(3, shifted.shape[0], len(scales))
+    return weight, first, second
 
 
 def finite(x: Array) -> Array:

@@ -84,8 +84,12 @@ def batch_log_scale(
     batch: Mapping[str, Array],
     dtype: DTypeLike,
     log_factor: Float[Array, ""] | float = 0.0,
+    stats: VocabStats | None = None,
 ) -> Float[Array, "B T"]:
-    """log_scale of every token of a batch with `hidden` `[B, T, D]`, including `log_factor`; see `batch_stats`."""
+    """log_scale of every token of a batch with `hidden` `[B, T, D]`, including `log_factor`; see `batch_stats`.
+
+    `stats`: the statistics at s = 1 that the head's features read, where they are at hand.
+    """
     features = head_features(
         head.features,
         batch["hidden"],
@@ -94,6 +98,7 @@ def batch_log_scale(
         bias=frozen.bias,
         softcap=config.logit_softcap,
         sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
+        stats=stats,
     )
     log_scale = head.build().apply(
         {"params": head_params}, features, where=batch["where"], segment_ids=batch["segment_ids"]
@@ -143,17 +148,39 @@ def stats_at(
     *,
     dtype: DTypeLike = jnp.float32,
     statistics: tuple[str, ...] | None = None,
+    count: int | None = None,
 ) -> VocabStats:
-    """Vocabulary statistics of one batch at given log scales `[B, T]`; the other arguments are `batch_stats`'."""
-    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
-    return vocab_stats(
-        batch_hidden(config, frozen, batch, dtype),
+    """Vocabulary statistics of one batch at given log scales `[B, T]`; the other arguments are `batch_stats`'.
+
+    count: at least the number of tokens with `where`: then no other token is multiplied by the vocabulary. Static.
+    """
+    hidden, where, shape = batch_hidden(config, frozen, batch, dtype), batch["where"], batch["where"].shape
+    targets, scale = batch["targets"], jnp.exp(log_scale)
+    place = None
+    if count is not None and count < where.size:
+        (place,) = jnp.nonzero(where.reshape(-1), size=count, fill_value=where.size)
+        hidden, targets, scale = (
+            x.reshape(where.size, *x.shape[2:]).at[place].get(mode="fill", fill_value=1)
+            for x in (hidden, targets, scale)
+        )
+        where = place < where.size
+    stats = vocab_stats(
+        hidden,
         frozen.unembedding.astype(dtype),
-        batch["targets"],
-        scale=jnp.exp(log_scale),
+        targets,
+        scale=scale,
         bias=frozen.bias,
         softcap=config.logit_softcap,
-        where=batch["where"],
+        where=where,
         statistics=statistics,
-        sharding=sharding,
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
     )
+    if place is None:
+        return stats
+
+    def spread(x: Array) -> Array:
+        """Back to the tokens' positions, with what `vocab_stats` gives a token that does not count elsewhere."""
+        empty = jnp.full(batch["where"].size, -1 if x.dtype == jnp.int32 else 0, x.dtype)
+        return empty.at[place].set(x, mode="drop").reshape(shape)
+
+    return jax.tree.map(spread, stats)._replace(scale=jnp.exp(log_scale))

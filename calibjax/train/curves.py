@@ -92,14 +92,28 @@ def features_of(head: HeadConfig, arrays: Mapping[str, Any], scales: tuple[float
     """What the head reads, from the arrays of a batch, or of `TokenCurves.flat`; float32."""
     if "features" not in HEADS[head.kind].options:
         return jnp.zeros((*arrays["valid"].shape, 1), jnp.float32)
-    reads_curves = any(FEATURES[name].of_statistics for name in head.features)
-    return join_features(head.features, arrays, curves_of(arrays, scales).at(1.0) if reads_curves else None)
+    parts = {name: arrays[key] for name in head.features if (key := _stored_as(head, name))}
+    stats = curves_of(arrays, scales).at(1.0) if len(parts) < len(head.features) else None
+    return join_features(head.features, parts, stats)
+
+
+_EVERYWHERE = "_everywhere"
+
+
+def _stored_as(head: HeadConfig, feature: str) -> str | None:
+    """The array that holds a feature of this head; None where it is computed from the curves.
+
+    There are curves of the tokens that count only, and a head that attends reads the features of all tokens.
+    """
+    if FEATURES[feature].of_statistics is None:
+        return feature
+    return feature + _EVERYWHERE if head.attends else None
 
 
 def stored_features(heads: Sequence[HeadConfig]) -> tuple[str, ...]:
-    """The features of these heads that cannot be computed from the curves."""
-    names = (name for head in heads for name in head.features if "features" in HEADS[head.kind].options)
-    return tuple(sorted({name for name in names if FEATURES[name].of_statistics is None}))
+    """The names of the arrays that hold features of these heads."""
+    pairs = ((head, name) for head in heads for name in head.features if "features" in HEADS[head.kind].options)
+    return tuple(sorted({key for head, name in pairs if (key := _stored_as(head, name))}))
 
 
 def token_curves(
@@ -190,7 +204,10 @@ def _run(config, dtype, features, frozen, batch):
     options = {"covariance": frozen.covariance, "bias": frozen.bias, "softcap": config.logit_softcap}
     options["sharding"] = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
     real = (batch["segment_ids"] > 0)[..., None]
-    stored = {name: head_features((name,), hidden, frozen.unembedding.astype(dtype), **options) for name in features}
+    stored = {
+        name: head_features((name.removesuffix(_EVERYWHERE),), hidden, frozen.unembedding.astype(dtype), **options)
+        for name in features
+    }
     return hidden, {name: jnp.where(real, x, 0) for name, x in stored.items()}
 
 

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import scipy.stats
 from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
+from calibjax.eval import tokens as eval_tokens
 from calibjax.eval.report import print_report, write_report
 from calibjax.eval.report.verdicts import choice_verdict, kept_loss
 from calibjax.eval.report.verdicts import set_verdict as verdict
@@ -57,6 +59,19 @@ def evaluate(closed="right", **options):
 @pytest.fixture(scope="module")
 def results():
     return {closed: evaluate(closed, keep_tokens=True) for closed in ("right", "left")}
+
+
+def test_tokens_that_do_not_count_are_not_multiplied_by_the_vocabulary(monkeypatch):
+    """The figures of all positions and of the counted ones alone, for heads that read statistics; also shared ones."""
+    features = ("logit_statistics", "argmax_embedding")
+    heads = {kind: random_head(the_lm(), kind, features=features, num_heads=2) for kind in ("linear", "transformer")}
+    heads["uncalibrated"] = identity_head(the_lm())
+    every = evaluate_tokens(the_lm(), the_sequences(), heads, batch_size=8, keep_tokens=True, context=silent())
+    monkeypatch.setattr(eval_tokens, "_BLOCK", 1)
+    assert eval_tokens._largest_count(the_sequences(), 8) < 8 * the_sequences().tokens.shape[1]
+    counted = evaluate_tokens(the_lm(), the_sequences(), heads, batch_size=8, keep_tokens=True, context=silent())
+    for name in heads:
+        chex.assert_trees_all_close(counted[name].tokens, every[name].tokens, rtol=2e-5, atol=2e-6)
 
 
 def dense_log_scale(name):

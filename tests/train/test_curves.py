@@ -50,6 +50,17 @@ def test_stored_are_features_and_curves_of_the_tokens_that_count(tmp_path, keep,
     assert ("in memory" in lines[0]) == (keep == "memory")
 
 
+def test_a_head_that_attends_reads_tokens_that_do_not_count(tmp_path):
+    head = HeadConfig(kind="transformer", hidden_size=16, num_heads=2, features=("logit_statistics", "max_logit"))
+    tokens = token_curves(LM, SEQUENCES, [head], batch_size=4, context=silent(tmp_path))
+    hidden = LM.hidden_states(SEQUENCES.tokens, segment_ids=SEQUENCES.segment_ids, positions=SEQUENCES.positions)
+    whole = head_features(head.features, hidden, LM.unembedding)
+    real = SEQUENCES.segment_ids > 0
+    assert (real & ~SEQUENCES.where).any()
+    got = features_of(head, tokens.arrays, tokens.scales)
+    np.testing.assert_allclose(np.asarray(got)[real], np.asarray(whole)[real], rtol=2e-5, atol=2e-5)
+
+
 def test_files_are_read_again_only_where_they_are_of_the_same_pass(tmp_path, monkeypatch):
     first = {name: np.array(x) for name, x in run(tmp_path)[0].arrays.items()}
     with monkeypatch.context() as patch:
