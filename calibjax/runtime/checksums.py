@@ -144,6 +144,8 @@ def read_checksums(directory: Path, remedy: str) -> dict[str, str] | None:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: damaged or edited ({error}). {remedy}") from error
     for name, expected in files.items():
+        if Path(name).name != name:  # such as ../x, or /proc/kcore
+            raise UserError(f"{file}: expected names of files of this directory, found {name[:200]!r}. {remedy}")
         if not (directory / name).is_file():
             raise UserError(f"{directory / name} is missing. {remedy}")
         try:

@@ -24,7 +24,7 @@ from calibjax.train.state import OptimizerConfig, TrainState
 
 def make_corpus(directory: Path) -> None:
     """Writes the corpus below a new directory."""
-    for name in ("answers", "configs", "sharded", "rows", "tables", "reports"):
+    for name in ("adapter", "answers", "configs", "gguf", "sharded", "rows", "tables", "reports"):
         (directory / name).mkdir(parents=True)
     _write_models(directory)
     _write_answers(directory)
@@ -97,6 +97,7 @@ def _write_models(directory: Path) -> None:
     weight_map = {name: file for file, shard in shards.items() for name in shard}
     (directory / "sharded" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (directory / "sharded" / "config.json").write_text(json.dumps(tiny.CONFIG_JSON))
+    _write_gguf_and_adapter(directory, tensors)
     lm = load_model(directory / "model")
     save_checkpoint(directory / "converted", lm, dtype="float32")
     config = HeadConfig(kind="mlp", hidden_size=12, intermediate_size=4)
@@ -104,6 +105,24 @@ def _write_models(directory: Path) -> None:
     checkpoints = Checkpoints(directory / "checkpoints", checkpoint_run())
     checkpoints.save(new_state(1), {"epoch": 0, "position": 3}, step=1)
     checkpoints.close()
+
+
+def _write_gguf_and_adapter(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A model as one GGUF file; and a low-rank adapter, with its base model beside it."""
+    from gguf_files import write_gguf
+    from transformers import AutoConfig
+
+    write_gguf(directory / "gguf" / "model.gguf", AutoConfig.from_pretrained(directory / "model"), tensors)
+    tiny.write_model(directory / "adapter" / "base")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (directory / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    name = "model.layers.0.self_attn.q_proj"
+    rows, columns = tensors[f"{name}.weight"].shape
+    matrices = {"A": np.ones((2, columns), np.float32), "B": np.ones((rows, 2), np.float32)}
+    save_file(
+        {f"base_model.model.{name}.lora_{side}.weight": matrix for side, matrix in matrices.items()},
+        directory / "adapter" / "adapter_model.safetensors",
+    )
 
 
 def _write_answers(directory: Path) -> None:

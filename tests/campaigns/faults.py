@@ -34,8 +34,8 @@ TRAIN = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs",
 TRAIN += ("--learning-rate", "0.01", "--quiet")
 
 
-def preload(arguments):
-    """Starts this script again with faults.c loaded, unless it is; returns its functions."""
+def preload(script, arguments, **settings):
+    """Starts a script again with faults.c loaded, unless it is, and these variables set; returns its functions."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "fault_arm"):
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -43,8 +43,8 @@ def preload(arguments):
             subprocess.run(
                 ["cc", "-O1", "-shared", "-fPIC", "-o", str(shim), str(HERE / "faults.c"), "-ldl"], check=True
             )
-            environment = {**os.environ, "LD_PRELOAD": str(shim)}
-            sys.exit(subprocess.run([sys.executable, __file__, *arguments], env=environment, check=False).returncode)
+            environment = {**os.environ, "LD_PRELOAD": str(shim), **settings}
+            sys.exit(subprocess.run([sys.executable, script, *arguments], env=environment, check=False).returncode)
     library.fault_arm.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_int)
     library.fault_failed.restype = ctypes.c_char_p
     return library
@@ -327,7 +327,7 @@ def main():
     parser.add_argument("--in-turn", action="store_true", help="each call fails in one of the three ways")
     parser.add_argument("--seconds", type=float, default=1e9, help="of one case, at most")
     given = parser.parse_args()
-    library = preload(sys.argv[1:])
+    library = preload(__file__, sys.argv[1:])
     lost = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder, inputs = Path(name), Path(name) / "inputs"

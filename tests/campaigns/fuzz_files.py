@@ -78,6 +78,23 @@ def read_model(directory: Path, name: str) -> None:
         assert max(ids, default=0) < lm.config.vocab_size
 
 
+def read_gguf(directory: Path, name: str) -> None:
+    from calibjax.models import load_model
+    from calibjax.models.orbax_checkpoint import save_checkpoint
+
+    lm = load_model(directory / name)
+    assert all(bool(np.isfinite(leaf).all()) for leaf in _leaves(lm.params))
+    save_checkpoint(directory / "converted", lm, dtype="float32")
+
+
+def read_adapter(directory: Path, name: str) -> None:
+    from calibjax.models import load_model
+
+    del name
+    lm = load_model(directory / "base", adapter=directory)
+    assert all(bool(np.isfinite(leaf).all()) for leaf in _leaves(lm.params))
+
+
 def read_head(directory: Path, name: str) -> None:
     from calibjax.train.checkpoint import load_head
 
@@ -188,6 +205,8 @@ TARGETS = {
     "weights": Target(8, ("model/model.safetensors", "sharded/*.json", "sharded/*.safetensors"), read_model),
     "tokenizer": Target(5, ("model/tokenizer.json", "model/tokenizer_config.json"), read_model),
     "converted": Target(5, ("converted/*", "converted/params/*", "converted/params/*/*"), read_model),
+    "gguf": Target(8, ("gguf/*",), read_gguf),
+    "adapter": Target(6, ("adapter/*.json", "adapter/*.safetensors"), read_adapter),
     "head": Target(8, ("head/*", "head/params/*", "head/params/*/*"), read_head),
     "probe": Target(6, ("probe/*", "probe/params/*", "probe/params/*/*"), read_probe),
     "answers": Target(6, ("answers/*",), read_answers),

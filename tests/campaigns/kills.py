@@ -1,4 +1,4 @@
-"""Kills training at random moments and checks that every run ends bit-identical: `python tests/campaigns/kills.py`.
+"""Kills commands at random moments and checks that every run ends bit-identical: `python tests/campaigns/kills.py`.
 
 A server process imports calibjax once; each start of a command is a fork of it, a process of its own that is killed
 with SIGKILL. A run is killed several times, each time at another moment: when the files in its directory have changed
@@ -9,6 +9,7 @@ killed. Prints one JSON line for each run, and the totals.
 
 import argparse
 import contextlib
+import gzip
 import importlib
 import json
 import os
@@ -27,21 +28,26 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[2]
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
+from campaigns.faults import preload
 from ports import free_port
-from tiny import write_model, write_text
+from tiny import WORDS, write_model, write_text
 
 SHARED = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "2")
 SHARED += ("--learning-rate", "0.01", "--quiet")
+TASKS = ("--tasks", "arc_easy", "triviaqa", "--confidence", "consistency", "--samples", "3", "--max-new-tokens", "4")
 OPTIONS = {
-    "ats": [*SHARED, "--loss", "joint", "--no-refit-temperature", "--head-kind", "linear"],
-    "sft": [*SHARED],
-    "lhts": [
+    "train ats": [*SHARED, "--loss", "joint", "--no-refit-temperature", "--head-kind", "linear"],
+    "train sft": [*SHARED],
+    "eval tasks": [*TASKS, "--temperature", "2", "--batch-size", "8", "--quiet"],
+    "decide": ["--risk", "0.2"],
+    "train lhts": [
         *(*SHARED, "--temperatures", "0.9", "--samples", "0.5", "--no-partition"),
         *("--texts", "4", "--text-prompt-tokens", "2", "--myopic", "1"),
     ],
 }
 WRITING = re.compile(r"orbax-checkpoint-tmp|\.[0-9a-f]{16}\.(new|old)$|calibjax\.lock$")
 RESULTS = ("metrics.json", "tokens.json", "*.safetensors", "train.jsonl", "head.json", "checksums.json")
+RESULTS += ("decisions.json", "*.csv")
 LIMIT = 300  # seconds of one start
 
 
@@ -50,8 +56,18 @@ def start(folder, out, command, number, processes, port):
     child = os.fork()
     if child:
         return child
-    arguments = ["train", command, "--model", str(folder / "model"), "--data", str(folder / "data.jsonl")]
-    arguments += ["--out", str(out), *OPTIONS[command]]
+    arguments = [
+        *command.split(),
+        *OPTIONS[command],
+        "--out",
+        str(out / "decisions.json" if command == "decide" else out),
+    ]
+    if command == "decide":
+        arguments += ["--table", str(folder / "table.csv")]
+    else:
+        arguments += ["--model", str(folder / "model")]
+        arguments += ["--assets" if command == "eval tasks" else "--data"]
+        arguments += [str(folder if command == "eval tasks" else folder / "data.jsonl")]
     if processes > 1:
         arguments += ["--coordinator", f"127.0.0.1:{port}", "--processes", str(processes), "--process-id", str(number)]
         arguments += ["--heartbeat-timeout", "10"]
@@ -70,9 +86,16 @@ def start(folder, out, command, number, processes, port):
 
 def import_all():
     """What a start would import, once for all forks. JAX starts its threads only when it is used."""
-    for name in ("train_ats", "train_sft", "train_lhts", "parser"):
+    for name in ("train_ats", "train_sft", "train_lhts", "eval_tasks", "decide", "parser"):
         importlib.import_module(f"calibjax.commands.{name}")
-    for name in ("transformers.models.auto", "tokenizers", "matplotlib.pyplot", "tensorboardX.event_file_writer"):
+    for name in (
+        "lm_eval",
+        "lm_eval.tasks",
+        "transformers.models.auto",
+        "tokenizers",
+        "matplotlib.pyplot",
+        "tensorboardX.event_file_writer",
+    ):
         importlib.import_module(name)
 
 
@@ -150,6 +173,7 @@ def watched_run(folder, out, command, processes, stop_after=None, inside=False):
         stop_after: number of changes of the files after which the job is given back running; None: at its end.
         inside: only while something new is being written.
     """
+    out.mkdir(exist_ok=True)
     job, changes, last = Job(folder, out, command, processes), 0, files(out)
     before = writing(last, out)
     while not job.ended():
@@ -173,6 +197,8 @@ def killed_run(folder, out, command, processes, whole, changes, rng, kills):
         number = rng.choice([None, None, None, *range(processes)]) if processes > 1 else None
         job.kill(number)
         codes = job.wait()
+        if codes == [0] * processes:
+            break  # it had finished
         assert -signal.SIGKILL in codes, (codes, job.output())
         state = f"writing {re.sub(r'[0-9a-f]{16}|[0-9]+', 'N', min(new))}" if inside else "at random"
         moments.append(f"{state}{'' if number is None else f', process {number} of {processes}'}")
@@ -184,6 +210,31 @@ def killed_run(folder, out, command, processes, whole, changes, rng, kills):
     return moments, different, sorted(writing(files(out), out))
 
 
+def write_questions(folder):
+    """Local files of two tasks, one of options and one of written answers, and a table of answers."""
+    draw = random.Random(0)
+
+    def words(low, high):
+        return " ".join(draw.choices(WORDS, k=draw.randint(low, high)))
+
+    options = [
+        {"query": f"Question: {words(1, 8)}", "choices": [words(1, 3) for _ in range(4)], "gold": draw.randrange(4)}
+        for _ in range(30)
+    ]
+    written = [
+        {"context": f"Question: {words(1, 6)}\nAnswer:", "answer": words(1, 1), "aliases": [words(1, 1)]}
+        for _ in range(30)
+    ]
+    for name, rows in (("llm_foundry_eval/arc_easy", options), ("triviaqa/triviaqa_sm_sub", written)):
+        file = folder / "data" / f"{name}.jsonl.gz"
+        file.parent.mkdir(parents=True)
+        with gzip.open(file, "wt") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+    rows = [(draw.random(), draw.random()) for _ in range(3000)]
+    lines = [f"{confidence},{int(other < confidence)}\n" for confidence, other in rows]
+    (folder / "table.csv").write_text("confidence,correct\n" + "".join(lines))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
@@ -192,7 +243,10 @@ def main():
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30, help="stop after this long")
+    parser.add_argument("--clock-back", action="store_true", help="the clock goes back by an hour, again and again")
     given = parser.parse_args()
+    if given.clock_back:
+        preload(__file__, sys.argv[1:], FAULT_CLOCK="1")
     import_all()
     rng, began = random.Random(given.seed), time.monotonic()
     totals, lost = Counter(), []
@@ -200,14 +254,15 @@ def main():
         folder = Path(name)
         write_model(folder / "model")
         write_text(folder / "data.jsonl", rows=60, words=16)
+        write_questions(folder)
         whole = {}
-        kinds = [(command, processes) for processes in given.processes for command in given.commands]
+        kinds = [(command, n) for n in given.processes for command in given.commands if n == 1 or "train" in command]
         for number in range(10**6):
             command, processes = kinds[number % len(kinds)]
             if sum(totals.values()) >= given.kills or time.monotonic() - began > 60 * given.minutes:
                 break
             if (command, processes) not in whole:
-                out = folder / f"whole-{command}-{processes}"
+                out = folder / f"whole-{command.replace(' ', '-')}-{processes}"
                 job, changes, _ = watched_run(folder, out, command, processes)
                 assert job.wait() == [0] * processes, job.output()
                 whole[command, processes] = contents(out), changes

@@ -14,7 +14,8 @@ import zipfile
 import jax
 import numpy as np
 import pytest
-from tiny import CONFIG_JSON, write_model
+from safetensors.numpy import save_file
+from tiny import CONFIG_JSON, model_tensors, write_model
 
 from calibjax.data.table import read_table
 from calibjax.heads import FittedHead, HeadConfig
@@ -22,6 +23,7 @@ from calibjax.models import config_from_hf
 from calibjax.models.generate import default_stop_tokens
 from calibjax.models.hf_tensors import plan_tensors
 from calibjax.models.load import _find_weights, _read_headers, load_model
+from calibjax.runtime.checksums import seal
 from calibjax.runtime.errors import UserError
 from calibjax.train.checkpoint import Checkpoints, load_head, save_head
 
@@ -226,6 +228,48 @@ def test_heads_of_strangers(tmp_path, head):
         file.write_text(text)
         with pytest.raises(UserError, match=r"head\.json"):
             load_head(file.parent)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/proc/kcore", "params/../../x"])
+def test_names_that_leave_a_directory_of_a_head(tmp_path, head, name):
+    """`checksums.json` names files, which are read: its own seal can be made by anyone."""
+    shutil.copytree(head, tmp_path / "head")
+    file = tmp_path / "head" / "checksums.json"
+    content = json.loads(file.read_text())
+    content["files"][name] = "0" * 64
+    file.write_text(json.dumps(seal({key: content[key] for key in ("files", "arrays")})))
+    with pytest.raises(UserError, match="expected names of files of this directory"):
+        load_head(tmp_path / "head")
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "model.layers.0/../../x"])
+def test_names_of_tensors_that_are_paths(tmp_path, name):
+    """In adapters and GGUF files; `convert` would name files after them."""
+    write_model(tmp_path / "base")
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    tensors = {f"base_model.model.{name}.lora_{side}.weight": np.ones((1, 1), np.float32) for side in "AB"}
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="adapter"):
+        load_model(tmp_path / "base", adapter=tmp_path / "adapter")
+    gguf = pytest.importorskip("gguf")
+    from gguf_files import write_gguf
+    from transformers import AutoConfig
+
+    config, tensors = AutoConfig.from_pretrained(tmp_path / "base"), model_tensors()
+    add = gguf.GGUFWriter.add_tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            gguf.GGUFWriter,
+            "add_tensor",
+            lambda self, target, *args, **options: add(
+                self, target.replace("output_norm.weight", name), *args, **options
+            ),
+        )
+        write_gguf(tmp_path / "model.gguf", config, tensors)
+    with pytest.raises(UserError, match="unknown: "):
+        load_model(tmp_path / "model.gguf")
 
 
 def test_orbax_metadata_that_was_edited(tmp_path, head):
