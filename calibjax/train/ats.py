@@ -19,6 +19,7 @@ from calibjax.losses import LOSSES, curve_loss
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
+from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
 from calibjax.train.cross_fit import SHRINKAGE, SHRINKAGES_OF_SETS, Score, as_good, gain, score, shrunk
 from calibjax.train.curves import TokenCurves, array_hash, curves_of, features_of, token_curves
@@ -84,6 +85,8 @@ def fit_ats(
     """
     context = context or RunContext()
     sets = {"fit": data} if isinstance(data, Sequences) else data
+    if not hasattr(lm, "fingerprint"):
+        raise UserError(f"lm: expected a model of load_model or LanguageModel.from_params, got {type(lm).__name__}.")
     plan = options if isinstance(options, AtsPlan) else make_plan(options, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
     lm = dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(context.mesh, lm.params)))
