@@ -27,7 +27,7 @@ import pytest
 from calibjax.kernels import vocab_stats
 
 SHAPES = ((5, 16, 37), (16, 32, 130))  # N, D, V
-TOLERANCES = {"tpu": 3e-5, "gpu": 1e-2, "scan": 3e-5}
+TOLERANCES = {"tpu": 3e-5, "gpu": 3e-2, "scan": 3e-5}
 """Of an error relative to the largest entry. The GPU kernel takes bfloat16, and its gradients are rounded to it."""
 NAMES = ("hidden", "unembedding", "bias", "scale")
 

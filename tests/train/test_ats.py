@@ -411,3 +411,10 @@ def test_fewer_sequences_than_a_batch(tmp_path):
     fitted = fit(tmp_path, sequences=SEQUENCES.take(slice(5)), loss="cross-entropy", head="linear", epochs=1)
     assert fitted.report["sequences"] == {"fit": 5}
     assert np.isfinite(np.asarray(fitted.head.params["output"]["kernel"])).all()
+
+
+def test_what_is_no_model_is_named():
+    from flax import nnx
+
+    with pytest.raises(UserError, match=r"expected a model of load_model .*, got Linear"):
+        fit_ats(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), {})  # pyright: ignore[reportArgumentType]
