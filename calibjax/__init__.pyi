@@ -1,6 +1,6 @@
 from . import heads, kernels, losses, metrics, plot, recalibrate
 from .data import Sequences, split_sequences
-from .data.text import load_text
+from .data.load import load_text
 from .eval.heads import Evaluation, evaluate
 from .heads import (
     ConstantTemperature,

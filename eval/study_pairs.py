@@ -26,7 +26,7 @@ from calibjax import metrics
 from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
 from calibjax.data import Sequences, split_sequences
-from calibjax.data.text import load_text
+from calibjax.data.load import load_text
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import LanguageModel, load_model
 from calibjax.runtime.context import RunContext

@@ -325,12 +325,6 @@ TABLE = [
         "recalibrate/test_temperature.py -k daca",
     ),
     # data
-    Mutation(
-        "data/synthetic.py",
-        "jnp.arange(joint.shape[1]) % language.vocab_size",
-        "jnp.arange(joint.shape[1]) // language.vocab_size",
-        "data/test_synthetic.py -k chain",
-    ),
     Mutation("data/pipeline.py", "self._part >= len(element)", "self._part > len(element)", "data/test_pipeline.py"),
     Mutation(
         "data/sequences.py",
@@ -516,6 +510,15 @@ TABLE = [
     ),
     Mutation("data/columns.py", "_LEAST_PERCENT < values.max()", "1 < values.max()", "data/test_table.py -k ratings"),
     Mutation("data/columns.py", "points and not thousands", "points", "data/test_table.py -k thousands"),
+    Mutation("data/records.py", "others = 1.0 -", "others = 0.5 -", "data/test_table.py -k echo"),
+    Mutation("data/records.py", "total / len(log_probs)", "total / 1", "data/test_table.py -k server-chat"),
+    Mutation("data/records.py", "if ranks[name] <= len(held)", "if ranks[name]", "data/test_table.py -k unlikely"),
+    Mutation("data/records.py", "choice.text.strip() in after", "place == 0", "data/test_table.py -k reasoning"),
+    Mutation("data/records.py", "not _LEAST < value", "not _LEAST <= value", "data/test_table.py -k sentinel"),
+    Mutation("data/messages.py", "weight != 0 and number", "number", "data/test_templates.py -k case"),
+    Mutation("data/messages.py", "number == len(parts) - 1", "number >= 0", "data/test_templates.py -k prompt"),
+    Mutation("data/columns.py", "cells.astype(str).astype(np.float64)", "cells", "data/test_table.py -k float32"),
+    Mutation("data/examples.py", "twice and tokens[:2]", "twice and tokens[1:3]", "data/test_examples.py -k named"),
     Mutation("data/table.py", "columns[name] = [None] * count", "columns[name] = []", "data/test_table.py -k late"),
     Mutation("recalibrate/ensemble.py", "possible = logits >", "possible = logits <", "recalibrate -k impossible"),
     Mutation(

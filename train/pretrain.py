@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
 from calibjax.data import read_source
-from calibjax.data.text import load_text
+from calibjax.data.load import load_text
 from calibjax.models import init_params, load_model
 from calibjax.models.families import config_from_hf
 from calibjax.models.hf_export import save_model

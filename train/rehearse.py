@@ -34,7 +34,7 @@ import numpy as np
 import tyro
 
 from calibjax.commands.plan.program import Job, build
-from calibjax.data.text import load_text
+from calibjax.data.load import load_text
 from calibjax.heads import HeadConfig
 from calibjax.models import LanguageModel, abstract_params, config_from_hf, load_model
 from calibjax.models.hf_export import save_model

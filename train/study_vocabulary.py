@@ -27,7 +27,7 @@ from calibjax import metrics
 from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
 from calibjax.data import Sequences
-from calibjax.data.text import load_text
+from calibjax.data.load import load_text
 from calibjax.eval.layers.bounds import head_bound
 from calibjax.eval.layers.layers import evaluate_layers, make_readout
 from calibjax.models import LanguageModel, init_params

@@ -179,13 +179,16 @@ class ColumnOptions:
         columns: names of columns that are not called confidence, correct, label, logits, probs, group or category, such
             as confidence=prob,correct=ok; confidence=rating/10 divides by 10. A confidence that is named takes
             precedence over logits.
-        tokens: of a table that holds responses of a server with an echoed text and its log-probabilities, a row for
-            each token; by default each answer is a row (docs/data.md).
+        tokens: of a table that holds responses of a server with a text that it scored, a row for each token; by
+            default each answer is a row (docs/data.md).
+        truth: file with the columns of the table that it lacks, such as correct: rows with the same custom_id or id, or
+            else in the same order.
     """
 
     heading: ClassVar[str] = "data"
     columns: tuple[str, ...] = dataclasses.field(default=(), metadata=IDENTITY_IF_CHANGED)
     tokens: bool = dataclasses.field(default=False, metadata=IDENTITY_IF_CHANGED)
+    truth: Path | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
 
     def reading(self) -> dict[str, Any]:
         """Arguments of `read_table`; raises `UserError` for columns that are not of this form."""
@@ -193,7 +196,7 @@ class ColumnOptions:
         for pair in pairs:
             if not re.fullmatch(r"\w+=.+", pair):
                 raise UserError(f"--columns {pair}: expected pairs such as confidence=prob,correct=ok.")
-        return {"columns": dict(pair.split("=", 1) for pair in pairs), "tokens": self.tokens}
+        return {"columns": dict(pair.split("=", 1) for pair in pairs), "tokens": self.tokens, "truth": self.truth}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,20 +3,20 @@
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from calibjax import losses
 from calibjax.commands.common import OutputOptions, begin, finish, presentation
 from calibjax.commands.train_ats import ats_document, evaluate, fit_ats, write_tokens
 from calibjax.data import Sequences, batches
-from calibjax.data.synthetic import Syllables, TopicLanguage, as_sequences, make_language, sample, true_probabilities
+from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample
 from calibjax.eval.report.schema import Document
 from calibjax.kernels import vocab_stats
 from calibjax.models import DecoderConfig, LanguageModel, hidden_states, init_params, unembedding
@@ -155,3 +155,51 @@ def _write_model(directory: Path, lm: LanguageModel) -> None:
     with tempfile.TemporaryDirectory() as like:
         write_file(Path(like) / "config.json", json.dumps(settings))
         save_model(directory, config, lm.params, like=Path(like), replace=True)
+
+
+class Syllables:
+    """A tokenizer that reads each token of the small language as a word of one syllable."""
+
+    def __init__(self):
+        self._words = [consonant + vowel for vowel in "aeio" for consonant in "bdfgklmn"]
+        self.added_tokens_decoder: dict[int, Any] = {}
+        """As of transformers: none of the words was added."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Word -> token."""
+        return {word: token for token, word in enumerate(self._words)}
+
+    def decode(self, ids: Iterable[int], **options: Any) -> str:
+        """The words of tokens, each after a space; options are those of transformers, and unused."""
+        return "".join(f" {self._words[token]}" for token in ids)
+
+
+def true_probabilities(language: TopicLanguage, tokens: Int[Array, "S T"]) -> Float[Array, "S T V"]:
+    """Exact P(next token | all tokens so far) after every position, by Bayesian filtering of the topic.
+
+    With belief b over topics, P(next = v) = Σ_k b_k P_k(v | token); after v, b_k becomes
+    proportional to b_k P_k(v | token), and then the topic drifts.
+
+    Args:
+        language: of the tokens.
+        tokens: `[S, T]`.
+
+    Returns:
+        float32 `[S, T, V]`, rows sum to 1. Entry t is the distribution of the token at t + 1.
+    """
+    topics = language.topic_transitions.shape[0]
+    start = jnp.full((tokens.shape[0], topics), 1.0 / topics)
+
+    def step(belief, now):
+        token, following = now
+        rows = jnp.moveaxis(language.transitions[:, token], 0, 1)  # [S, K, V]
+        predicted = jnp.einsum("sk,skv->sv", belief, rows, precision=jax.lax.Precision.HIGHEST)
+        likelihood = jnp.take_along_axis(rows, following[:, None, None], axis=2)[..., 0]
+        belief = belief * likelihood
+        belief = belief / jnp.maximum(jnp.sum(belief, axis=1, keepdims=True), 1e-30)
+        belief = jnp.matmul(belief, language.topic_transitions, precision=jax.lax.Precision.HIGHEST)
+        return belief, predicted
+
+    following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)  # the last update is not used
+    _, predicted = jax.lax.scan(step, start, (tokens.T, following.T))
+    return jnp.moveaxis(predicted, 0, 1)

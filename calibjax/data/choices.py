@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from calibjax.data.sequences import Sequences
+from calibjax.data.examples import Example
+from calibjax.data.sequences import Sequences, make_sequences
 from calibjax.data.source import Rows, is_text
 from calibjax.runtime.errors import UserError
 
@@ -98,8 +99,9 @@ def choice_sequences(
     for index in kept:
         if ids[index][-1] != letters[answers[index]]:
             raise UserError(f"{places[index]}: the last token of the question is not the letter.")
+    examples = [Example(ids[i], np.arange(len(ids[i])) == len(ids[i]) - 1, int(i)) for i in kept]
     return Choices(
-        sequences=_sequences([ids[i] for i in kept], kept),
+        sequences=make_sequences(examples, max(len(ids[i]) for i in kept), layout="pad"),
         letters=letters,
         cue=cue,
         subjects=tuple(subjects[index] for index in kept),
@@ -135,22 +137,4 @@ def _letter_ids(tokenizer: "PreTrainedTokenizerBase", count: int) -> tuple[str, 
     raise UserError(
         f"The tokenizer does not write {', '.join(names)} after {_CUES[1]!r} as one token each, so the answer "
         "is not one prediction."
-    )
-
-
-def _sequences(ids: list[np.ndarray], rows: np.ndarray) -> Sequences:
-    length = max(len(tokens) for tokens in ids) - 1
-    tokens, targets = np.zeros((2, len(ids), length), np.int32)
-    ends = np.array([len(x) - 1 for x in ids])
-    column = np.arange(length, dtype=np.int32)[None, :]
-    for index, question in enumerate(ids):
-        tokens[index, : ends[index]], targets[index, : ends[index]] = question[:-1], question[1:]
-    real = column < ends[:, None]
-    return Sequences(
-        tokens=tokens,
-        targets=targets,
-        where=column == ends[:, None] - 1,
-        segment_ids=real.astype(np.int32),
-        positions=np.where(real, column, 0).astype(np.int32),
-        source=rows.astype(np.int32),
     )

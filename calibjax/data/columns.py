@@ -1,5 +1,7 @@
 """Cells of a file as arrays: numbers, fractions, labels and lists of options, each checked, row by row."""
 
+import contextlib
+import decimal
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -30,6 +32,7 @@ ROLES: dict[str, tuple[str, ...]] = {
 _RIGHT = ("true", "yes", "correct", "right", "t", "y")
 _WRONG = ("false", "no", "incorrect", "wrong", "f", "n")
 _WORDS: dict[str, float] = {**dict.fromkeys(_RIGHT, 1.0), **dict.fromkeys(_WRONG, 0.0)}
+_NULLS = ("none", "nan", "null", "n/a", "na", "<na>", "nat")
 _LARGEST = float(np.finfo(np.float32).max)
 _TINY = 1e-12  # lower bound of probabilities, so that logarithms are finite
 _LEAST_PERCENT = 10.0  # the maximum of a column of percentages is above it, so that ratings of 1 to 10 are none
@@ -65,12 +68,7 @@ class ColumnReader:
     def numbers(self, name: str, cells: Cells, words: Mapping[str, float] | None = None) -> np.ndarray:
         """Real numbers `[N]`, NaN where a row has none: of the file's dtype, or float64 of text and JSON.
 
-        Text may be a percentage (87%), or have a decimal comma, unless it could as well be thousands (1,234).
-
-        Args:
-            name: of the column.
-            cells: one for each row.
-            words: numbers by the words that stand for them.
+        Text may be a percentage (87%), one of `words`, or have a decimal comma, unless it could be thousands (1,234).
         """
         if isinstance(cells, np.ndarray):
             if cells.dtype.kind in "biuf":
@@ -80,12 +78,10 @@ class ColumnReader:
             if cells.dtype.kind == "c":
                 raise UserError(f"{self.path}: {name}: expected real numbers, got {cells.dtype}.")
             cells = cells.tolist()
-        try:
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
             values = np.array(cells, np.float64)
-            if values.ndim == 1:
+            if values.ndim == 1 and not any(isinstance(cell, str) and "_" in cell for cell in cells):
                 return values
-        except (ValueError, TypeError, OverflowError):
-            pass
         commas = [cell for cell in cells if isinstance(cell, str) and "," in cell]
         points = any(isinstance(cell, str) and "." in cell for cell in cells)
         thousands = all(re.fullmatch(r"\s*[+-]?[1-9]\d{0,2},\d{3}%?\s*", cell) for cell in commas)
@@ -100,13 +96,9 @@ class ColumnReader:
         return values
 
     def fractions(self, name: str, cells: Cells, *, divisor: float = 1.0, words: bool = False) -> np.ndarray:
-        """Numbers from 0 to 1, float64 `[N]`.
+        """Numbers from 0 to 1, float64 `[N]`, divided by `divisor`; with `words` also yes and no, true and false.
 
-        Args:
-            name: of the column.
-            cells: one for each row; a column of numbers from 0 to 100 without any between 0 and 1 holds percentages.
-            divisor: of every number.
-            words: whether yes and no, true and false, correct and incorrect are 1 and 0.
+        A column of numbers from 0 to 100 without any between 0 and 1 holds percentages.
         """
         values = self.numbers(name, cells, _WORDS if words else None).astype(np.float64)
         known = values[~self.broken]
@@ -125,10 +117,18 @@ class ColumnReader:
 
         A row without a label is refused: several of them would be taken for one group.
         """
-        if np.ndim(cells) != 1 and isinstance(cells, np.ndarray):
+        if isinstance(cells, np.ndarray) and cells.ndim != 1:
             raise UserError(f"{self.path}: {name}: expected one label for each row, got shape {cells.shape}.")
-        texts = [_label(cell) for cell in (cells.tolist() if isinstance(cells, np.ndarray) else cells)]
+        if (
+            isinstance(cells, np.ndarray) and cells.dtype.kind == "f"
+        ):  # with the digits of their dtype: .1, not .10000000149
+            cells = cells.astype(str).astype(np.float64)
+        texts = [_label(cell) for cell in (list(cells) if isinstance(cells, np.ndarray) else cells)]
         self.refuse(name, np.array([text is None for text in texts], bool), cells, "a label: Unicode text or a number")
+        if words := {text for text in texts if text and text.casefold() in _NULLS}:
+            self.notes.append(
+                f"{name}: {', '.join(sorted(words))} is read as a label as any other, not as a missing one"
+            )
         return np.array([text or "" for text in texts], str)
 
     def classes(self, name: str, cells: Cells, logits: np.ndarray) -> np.ndarray:
@@ -191,12 +191,7 @@ class ColumnReader:
 
 
 def assign_columns(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Role -> column of the file, for the roles that it has.
-
-    Args:
-        path: the file, for messages.
-        names: its columns.
-        columns: role -> column, in place of the name that the role has.
+    """Role -> column of the file, for the roles that it has; `columns` are those that the user named.
 
     Raises:
         UserError: a role that there is not, a column that the file lacks, or several columns for one role.
@@ -269,6 +264,8 @@ def _number(cell: Any, decimal_comma: bool, words: Mapping[str, float]) -> float
     if text.casefold() in words:
         return words[text.casefold()]
     number = text.removesuffix("%").rstrip()
+    if "_" in number:  # Python's float reads 0_5 as 5
+        raise ValueError(number)
     value = float(number.replace(",", ".") if decimal_comma else number)
     return value if number == text else value / 100
 
@@ -281,14 +278,14 @@ def _are_percentages(values: np.ndarray) -> bool:
 def _label(cell: Any) -> str | None:
     if isinstance(cell, bytes):
         cell = cell.decode("utf-8", "surrogateescape")
-    if isinstance(cell, bool):
+    if isinstance(cell, bool | np.bool_):
         return str(cell).lower()
     if isinstance(cell, float):
-        return None if np.isnan(cell) else str(int(cell)) if cell.is_integer() else repr(cell)
-    if cell is None or cell == "" or isinstance(cell, list | dict):
+        return None if np.isnan(cell) else str(int(cell)) if cell.is_integer() else repr(float(cell))
+    if not isinstance(cell, str | int | np.integer | decimal.Decimal):  # nothing, a list, a time of day
         return None
     text = str(cell)
-    return text if is_text(text) else None
+    return text if text.strip() and is_text(text) else None
 
 
 def _list(cell: Any) -> list[float] | None:

@@ -1,5 +1,6 @@
 """Examples from rows: token ids and the loss mask."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from calibjax.runtime.progress import progress_bar
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
 _ROWS_PER_CALL = 1000
 _CHARACTERS_PER_CALL = 2**20
 _PART, _OVERLAP = 2**19, 2**12  # characters of the parts in which a longer text is tokenised
@@ -94,7 +96,8 @@ def tokenize_rows(
                 skipped.add(error)
 
     def examples() -> Iterator[Example]:
-        index = 0
+        index, twice = 0, False
+        begins = [tokenizer.bos_token_id] * 2
         with progress_bar(None, title="tokenising", unit="row", disable=None, leave=False, delay=2) as bar:
             for batch in _batches(rendered()):
                 if len(batch) == 1 and tokenizer.is_fast and len(batch[0].text) > 2 * _PART:
@@ -103,6 +106,13 @@ def tokenize_rows(
                 else:
                     encoded = _encode(batch, tokenizer, add_special_tokens, offsets=not format.is_plain)
                 for tokens, loss_mask in _with_masks(batch, encoded, tokenizer):
+                    if add_special_tokens and not twice and tokens[:2].tolist() == begins:
+                        twice = True
+                        _log.warning(
+                            "row %d begins with %s, and the tokenizer adds it: the model reads it twice. Remove it.",
+                            index,
+                            tokenizer.bos_token,
+                        )
                     yield Example(tokens, loss_mask, index, format.kind == "document")
                     index += 1
                 bar.update(len(batch))

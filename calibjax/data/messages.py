@@ -32,41 +32,64 @@ class Conversation(NamedTuple):
 def read_conversation(row: Mapping[str, Any], format: Format, place: str) -> Conversation:
     """Returns the conversation of a row: its messages, or its prompt and response as two messages.
 
-    Messages have `role` and `content`, or ShareGPT's `from` and `value`. A list of text parts becomes their text; the
-    arguments of tool calls and the tools may be JSON strings; null values are absent, because columnar files add them.
-    Columns `system`, `tools`, `documents` and `chat_template_kwargs` of the row are used beside the messages.
+    Messages have `role` and `content`, or ShareGPT's `from` and `value`. A list of text parts becomes their text;
+    messages, tools and the arguments of tool calls may be JSON strings; null values are absent, because columnar files
+    add them. Of a prompt and a completion that are messages (TRL's), and of `history` with a prompt and a response
+    (LLaMA-Factory's), the answers are those of the last part. Columns `system`, `tools`, `documents` and
+    `chat_template_kwargs` of the row are used beside the messages.
 
     Raises:
         UserError: a message is none, or has parts that are no text, an unknown weight, or calls that cannot be read.
     """
-    if format.kind != "chat":
-        prompt, *inputs, response = format.columns
-        text = string_at(row, prompt, place)
-        for column in inputs:
-            if more := string_at(row, column, place, optional=True):
-                text += SEPARATOR + more
-        answer = string_at(row, response, place)
-        return Conversation([{"role": "user", "content": text}, {"role": "assistant", "content": answer}], (1,), {})
-
-    (column,) = format.columns
-    turns = row.get(column)
-    where = f"{place}, column {column!r}"
-    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise UserError(f"{where}: expected a list of messages, got {str(turns)[:60]!r}.")
+    parts: list[tuple[str, list[Any]]]
+    options: dict[str, Any] = {}
+    if format.kind == "chat" or isinstance(row.get(format.columns[0]), list):
+        parts = [_turns(row, column, place) for column in format.columns]
+        options = _template_options(row, place)
+    else:
+        parts = _turns_of_texts(row, format, place)
     messages, answers = [], []
     if isinstance(row.get("system"), str) and row["system"]:
         messages.append({"role": "system", "content": string_at(row, "system", place)})
-    for turn in turns:
-        message, weight = _read_message(turn, f"{where}, message {len(messages)}")
-        if message["role"] == "assistant" and weight != 0:
-            answers.append(len(messages))
-        messages.append(message)
-    if not any(message["role"] == "assistant" for message in messages):
-        roles = ", ".join(message["role"] for message in messages)
+    for number, (where, turns) in enumerate(parts):
+        for turn in turns:
+            message, weight = _read_message(turn, f"{where}, message {len(messages)}")
+            if message["role"] == "assistant" and weight != 0 and number == len(parts) - 1:
+                answers.append(len(messages))
+            messages.append(message)
+        roles = [message["role"] for message in messages[-len(turns) :]]
+    if "assistant" not in roles:
         raise UserError(
-            f"{where}: no message of role assistant (or gpt), so there is nothing to predict. Roles: {roles}."
+            f"{where}: no message of role assistant (or gpt), hence nothing to predict. Roles: {', '.join(roles)}."
         )
-    return Conversation(messages, tuple(answers), _template_options(row, place))
+    return Conversation(messages, tuple(answers), options)
+
+
+def _turns(row: Mapping[str, Any], column: str, place: str) -> tuple[str, list[Any]]:
+    """Where the messages of a column are, and these; they may be written as a JSON string."""
+    where, turns = f"{place}, column {column!r}", row.get(column)
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = _parsed(turns, where)
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise UserError(f"{where}: expected a list of messages, got {str(turns)[:60]!r}.")
+    return where, list(turns)
+
+
+def _turns_of_texts(row: Mapping[str, Any], format: Format, place: str) -> list[tuple[str, list[Any]]]:
+    """A prompt and its response as messages, after those of the column `history`: pairs of prompt and response."""
+    prompt, *inputs, response = format.columns
+    text = string_at(row, prompt, place)
+    for column in inputs:
+        if more := string_at(row, column, place, optional=True):
+            text += SEPARATOR + more
+    pairs = row.get("history") or []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise UserError(f"{place}, column 'history': expected pairs of prompt and response, got {str(pairs)[:60]!r}.")
+    turns = [(text, string_at(row, response, place))]
+    return [
+        (place, [{"role": "user", "content": asked}, {"role": "assistant", "content": said}])
+        for asked, said in [*pairs, *turns]
+    ]
 
 
 def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
@@ -79,7 +102,10 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     role, content = message.get("role") or role, message.get("content") or content or ""
     if not isinstance(role, str):
         raise UserError(f"{where}: expected role and content (or from and value) to be strings, got {shown!r}.")
-    weight = message.pop("weight", None)
+    if "train_detail" in message:
+        raise UserError(f"{where}: train_detail scores parts of a message, which is not supported. Remove it.")
+    trained = message.pop("train", message.pop("training", None))  # axolotl's
+    weight = message.pop("weight", trained)
     if weight not in (None, 0, 1) or (weight and role not in ("assistant", "gpt", "function_call")):
         raise UserError(
             f"{where}: expected a weight of 0 or 1, and 1 only for the assistant, got {weight!r} for {role!r}."

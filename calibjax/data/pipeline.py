@@ -83,14 +83,10 @@ def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, An
     Raises:
         UserError: as for `batches`, or if `where` is missing.
     """
-    import grain
-
     rows, mesh = _check(arrays, batch_size), context_mesh()
     gather = _Gather(arrays, batch_size, local_rows(mesh, batch_size)).map
-    dataset: Any = grain.MapDataset.range(rows).batch(batch_size, batch_fn=np.asarray).map(gather)
-    return (
-        (place_rows(mesh, dataset[step]), min(rows - step * batch_size, batch_size)) for step in range(len(dataset))
-    )
+    parts = (np.arange(start, min(start + batch_size, rows)) for start in range(0, rows, batch_size))
+    return ((place_rows(mesh, gather(part)), len(part)) for part in parts)
 
 
 class _Order:

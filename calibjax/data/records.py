@@ -1,37 +1,36 @@
-"""Records of other tools as rows of a table: responses of OpenAI-compatible servers, and samples of lm-eval.
+"""Records of other tools as rows of a table: responses of servers with log-probabilities, and samples of lm-eval.
 
-vLLM, SGLang, llama.cpp and Ollama answer with log-probabilities of tokens, of chats (`choices[].logprobs.content[]`) or
-of completions (`choices[].logprobs.token_logprobs`). Each choice is a row: `answer`, its number of `tokens`, and a
-confidence by every aggregation of the tokens' probabilities p_1 ... p_n: `length_normalised` (Π p)^(1/n), which is
-`confidence` too, `arithmetic_mean`, `product` and `minimum`. What was right is a column `correct` beside them, a list
-where a response has several choices.
+OpenAI, vLLM, SGLang, llama.cpp and Ollama answer with log-probabilities of tokens. Each choice is a row: `answer`, its
+number of `tokens`, and a confidence by every aggregation of the tokens' probabilities p_1 ... p_n: `length_normalised`
+(Π p)^(1/n), which is `confidence` too, `arithmetic_mean`, `product` and `minimum`. What was right is a column `correct`
+beside them or in a file of its own, a list where a response has several choices.
 
-With `tokens`, each token of a text that the server echoed is a row: `logits` are the log-probabilities of the K most
+With `tokens`, each token of a text that the server scored is a row: `logits` are the log-probabilities of the K most
 likely tokens, from the first, and of all others together as one more outcome; `label` is the place of the text's token.
 Temperature scaling of such logits takes the others for one token: it is exact only where their probability is small.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from calibjax.data.source import Placed, Row, Rows
 from calibjax.runtime.errors import UserError
 
+_LEAST = -9999.0
+"""What OpenAI writes in place of a log-probability that is not known."""
+_IDS = ("custom_id", "id")
+
 
 def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
-    """Rows of a table; those of records are flat, and others are as they are.
-
-    Args:
-        rows: result of `read_source`.
-        tokens: of responses with an echoed text, a row for each token.
+    """Rows of a table; those of records are flat, with `tokens` one for each token, and others are as they are.
 
     Raises:
         UserError: `tokens` of rows that are no responses; while iterating, a record without log-probabilities.
     """
     first = rows.first
-    if _choices(first) is not None:
-        flatten: Callable[[Row], list[Row]] = _tokens if tokens else _answers
+    if _is_response(first):
+        flatten: Callable[[Row], list[Row]] = _scored_tokens if tokens else _answers
     elif tokens:
         raise UserError(f"{rows.name}: --tokens: expected responses of a server with choices, got {', '.join(first)}.")
     elif "doc_id" in first and "filtered_resps" in first:
@@ -55,6 +54,55 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
     return Rows(read, name=rows.name, skip_broken=rows.skip_broken)
 
 
+def with_truth(rows: Rows, truth: Rows) -> Rows:
+    """Rows with the columns of a second file, such as `correct`.
+
+    Rows belong together by the column `custom_id` or `id` of `truth`, which a row or its response has; without such a
+    column, the n-th row of both. Raises `UserError` for an id that is there twice, a row that `truth` lacks, and a
+    column that both have.
+    """
+    name = next((name for name in _IDS if name in truth.first), None)
+    known: dict[str, Row] = {}
+    for number, row in enumerate(truth):
+        key = str(number if name is None else row.get(name))
+        if key in known:
+            raise UserError(f"{truth.name}: {name} {key} is there twice; expected one row for each.")
+        known[key] = row
+
+    def read() -> Iterator[Placed]:
+        count = 0
+        for place, row in rows.placed():
+            key = str(count if name is None else row.get(name, _body(row).get(name)))
+            count += 1
+            more = {column: value for column, value in known.get(key, {}).items() if column != name}
+            if not more:
+                yield place, UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}).")
+            elif both := more.keys() & row.keys():
+                yield (
+                    place,
+                    UserError(f"{place}: the column {min(both)} is in {truth.name} as well; remove one of them."),
+                )
+            else:
+                yield place, {**row, **more}
+        if name is None and count != len(known):
+            raise UserError(f"{truth.name}: expected {count:,} rows, as in {rows.name}, got {len(known):,}.")
+
+    return Rows(read, name=rows.name, skip_broken=rows.skip_broken)
+
+
+class _Choice(NamedTuple):
+    """An answer of a server with the `reasoning` before it, or a text that it scored, whose first log_prob is None.
+
+    `top` are the most likely tokens at each place with their log-probabilities; it may be empty.
+    """
+
+    text: str | None
+    reasoning: str
+    tokens: Sequence[str]
+    log_probs: Sequence[float | None]
+    top: Sequence[Mapping[str, float] | None]
+
+
 def _body(row: Row) -> Mapping[str, Any]:
     """The response: the row itself, or what batches and logs put around it."""
     for name in ("response", "body"):
@@ -63,9 +111,12 @@ def _body(row: Row) -> Mapping[str, Any]:
     return row
 
 
-def _choices(row: Row) -> list[Any] | None:
-    choices = _body(row).get("choices")
-    return choices if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else None
+def _records(value: Any) -> list[Mapping[str, Any]]:
+    return value if isinstance(value, list) and value and isinstance(value[0], Mapping) else []
+
+
+def _is_response(row: Row) -> bool:
+    return any(_records(_body(row).get(name)) for name in ("choices", "output", "logprobs", "completion_probabilities"))
 
 
 def _name(row: Row, number: int) -> str:
@@ -76,46 +127,88 @@ def _scalars(row: Row) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is None or isinstance(value, str | int | float)}
 
 
-def _choices_with_logprobs(row: Row) -> list[tuple[Any, Mapping[str, Any]]]:
-    found = [(choice, choice.get("logprobs")) for choice in _choices(row) or ()]
-    if not found or not all(isinstance(held, Mapping) for _, held in found):
+def _read_choices(row: Row) -> list[_Choice]:
+    body = _body(row)
+    if choices := _records(body.get("choices")):
+        if any("delta" in choice for choice in choices):
+            raise UserError("a part of a streamed response; save whole responses (stream=false).")
+        return [_read_choice(choice) for choice in choices]
+    parts = [part for item in _records(body.get("output")) for part in _records(item.get("content"))]
+    if parts:  # OpenAI's Responses
+        items = [item for part in parts for item in part.get("logprobs") or ()]
+        return [_of_items(items, "".join(part.get("text") or "" for part in parts), "")]
+    items = _records(body.get("logprobs")) or _records(body.get("completion_probabilities"))
+    message = body.get("message") or {}
+    text = message.get("content") or body.get("content") or body.get("response")
+    return [_of_items(items, text, message.get("thinking") or "")]
+
+
+def _read_choice(choice: Mapping[str, Any]) -> _Choice:
+    held, message = choice.get("logprobs") or {}, choice.get("message") or {}
+    text = message.get("content") if message else choice.get("text")
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    if not held.get("token_logprobs"):
+        return _of_items(held.get("content") or [], text, reasoning)
+    log_probs = held["token_logprobs"]
+    top = held.get("top_logprobs") or [None] * len(log_probs)
+    return _Choice(text, reasoning, held.get("tokens") or [], log_probs, top)
+
+
+def _of_items(items: list[Mapping[str, Any]], text: str | None, reasoning: str) -> _Choice:
+    """A choice whose tokens are objects with `token`, `logprob` and `top_logprobs`."""
+    if not items:
         raise UserError("the response holds no log-probabilities; ask the server for them (logprobs=true, or =5).")
-    return found
+    return _Choice(text, reasoning, [item["token"] for item in items], [item["logprob"] for item in items], [])
 
 
 def _answers(row: Row) -> list[Row]:
-    several = _choices_with_logprobs(row)
+    several = _read_choices(row)
     correct = row.get("correct")
     if isinstance(correct, list) and len(correct) != len(several):
         raise UserError(f"correct: expected one value for each of {len(several)} choices, got {len(correct)}.")
     flat = []
-    for number, (choice, held) in enumerate(several):
-        if held.get("content") is not None:
-            log_probs = [item["logprob"] for item in held["content"]]
-            text = (choice.get("message") or {}).get("content")
-        else:
-            log_probs = list(held["token_logprobs"])
-            log_probs = log_probs[_prompt_tokens(row) if None in log_probs[:1] else 0 :]
-            text = choice.get("text")
+    for number, choice in enumerate(several):
+        echoed = choice.log_probs[0] is None and bool(choice.top)
+        start = _prompt_tokens(row) if echoed else _reasoning_tokens(choice)
+        log_probs = [_known(value, place) for place, value in enumerate(choice.log_probs) if place >= start]
         if not log_probs:
             raise UserError("the answer has no tokens.")
-        answer = {"answer": text, "tokens": len(log_probs), **aggregated(log_probs)}
+        answer = {"answer": choice.text, "tokens": len(log_probs), **aggregated(log_probs)}
         of_choice = {"correct": correct[number]} if isinstance(correct, list) else {}
         flat.append({**answer, **_scalars(row), **of_choice})
     return flat
 
 
+def _known(value: float | None, place: int) -> float:
+    if value is None or not _LEAST < value <= 1e-3:
+        raise UserError(
+            f"token {place}: expected a log-probability, got {value}: the probability of the answer is unknown."
+        )
+    return min(float(value), 0.0)
+
+
+def _reasoning_tokens(choice: _Choice) -> int:
+    """The number of tokens before the answer: of its reasoning, if the server counts them."""
+    if not choice.reasoning or not choice.text:
+        return 0
+    after = ""
+    for place in reversed(range(len(choice.tokens))):
+        after = choice.tokens[place] + after
+        if choice.text.strip() in after:
+            return place
+    raise UserError("the tokens do not hold the answer, so its tokens cannot be told from those of the reasoning.")
+
+
 def aggregated(log_probs: list[float]) -> dict[str, float]:
-    """Confidences in an answer of n tokens from their log-probabilities; see `answer_confidence`."""
-    values = [min(float(value), 0.0) for value in log_probs]
-    total = math.fsum(values)
-    normalised = math.exp(total / len(values))
+    """Confidences in an answer of n tokens from their log-probabilities, at most 0; see `answer_confidence`."""
+    total = math.fsum(log_probs)
+    normalised = math.exp(total / len(log_probs))
     return {
         "confidence": normalised,
         "length_normalised": normalised,
-        "arithmetic_mean": math.fsum(map(math.exp, values)) / len(values),
+        "arithmetic_mean": math.fsum(map(math.exp, log_probs)) / len(log_probs),
         "product": math.exp(total),
-        "minimum": math.exp(min(values)),
+        "minimum": math.exp(min(log_probs)),
     }
 
 
@@ -128,27 +221,52 @@ def _prompt_tokens(row: Row) -> int:
     return int(usage["prompt_tokens"])
 
 
-def _tokens(row: Row) -> list[Row]:
-    flat: list[Row] = []
-    for _, held in _choices_with_logprobs(row):
-        log_probs, most = held.get("token_logprobs") or [0.0], held.get("top_logprobs")
-        if log_probs[0] is not None or not most:
-            raise UserError(
-                "--tokens: expected a completion that echoes its text (echo=true, logprobs=5): of tokens that a model "
-                "wrote itself, nothing says which were right."
-            )
-        end = _prompt_tokens(row)
-        fewest = min(len(top) for top in most[1:end])
-        for place in range(1, end):
-            token = held["tokens"][place]
-            # A server lists the text's own token beside the K most likely ones: it belongs to the others.
-            ranked = sorted(most[place].items(), key=lambda item: -item[1])[:fewest]
-            names = [name for name, _ in ranked]
-            others = 1.0 - math.fsum(math.exp(value) for _, value in ranked)
-            logits = [float(value) for _, value in ranked] + [math.log(max(others, 1e-12))]
-            label = names.index(token) if token in names else len(names)
-            flat.append({"token": token, "logits": logits, "label": label, **_scalars(row)})
-    return flat
+def _scored_tokens(row: Row) -> list[Row]:
+    choices = _records(_body(row).get("choices"))
+    prompts = [held for held in (_body(row), *choices) if held.get("prompt_logprobs")]
+    if prompts:
+        texts = [_of_prompt(held["prompt_logprobs"], held.get("prompt_token_ids")) for held in prompts]
+        ends = [len(text.tokens) for text in texts]
+    else:
+        texts = _read_choices(row)
+        ends = [_prompt_tokens(row) for text in texts if text.log_probs[0] is None]
+    if len(ends) < len(texts) or not all(any(text.top) for text in texts):
+        raise UserError(
+            "--tokens: expected a text that the server scored (echo=true, logprobs=5; or prompt_logprobs=5): of tokens "
+            "that a model wrote itself, nothing says which were right."
+        )
+    return [{**one, **_scalars(row)} for text, end in zip(texts, ends, strict=True) for one in _rows_of_text(text, end)]
+
+
+def _of_prompt(places: list[Mapping[str, Any] | None], ids: list[int] | None) -> _Choice:
+    """vLLM's `prompt_logprobs`: at each place, token id -> log-probability and rank; the text's own token is first."""
+    tokens: list[str] = ["the first"]
+    log_probs: list[float | None] = [None]
+    top: list[Mapping[str, float] | None] = [None]
+    for number, held in enumerate(places[1:], 1):
+        assert held is not None
+        token = str(ids[number]) if ids else next(iter(held))
+        ranks = {name: item["rank"] for name, item in held.items()}
+        if any(rank > len(held) for name, rank in ranks.items() if name != token):
+            raise UserError(f"prompt_logprobs: place {number}: the order of the keys has changed; save it as it was.")
+        tokens.append(token)
+        log_probs.append(held[token]["logprob"])
+        top.append({name: item["logprob"] for name, item in held.items() if ranks[name] <= len(held)})
+    return _Choice(None, "", tokens, log_probs, top)
+
+
+def _rows_of_text(text: _Choice, end: int) -> Iterator[Row]:
+    """A row for each token but the first, up to `end`, where the answer begins."""
+    fewest = min(len(top or ()) for top in text.top[1:end])
+    for place in range(1, end):
+        # A server lists the text's own token beside the K most likely ones: it belongs to the others.
+        ranked = sorted((text.top[place] or {}).items(), key=lambda item: -item[1])[:fewest]
+        names = [name for name, _ in ranked]
+        others = 1.0 - math.fsum(math.exp(value) for _, value in ranked)
+        logits = [float(value) for _, value in ranked] + [math.log(max(others, 1e-12))]
+        token = text.tokens[place]
+        label = names.index(token) if token in names else len(names)
+        yield {"token": token, "logits": logits, "label": label}
 
 
 def _options(row: Row) -> list[Row]:

@@ -71,8 +71,10 @@ def describe_template(format: Format, tokenizer: "PreTrainedTokenizerBase") -> s
         return "rendered with the prompt template that was given"
     if not tokenizer.chat_template:
         return "the model has no chat template: messages are joined by blank lines"
-    digest = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()[:8]
-    return f"rendered with the model's chat template (SHA-256 {digest})"
+    template = json.dumps(tokenizer.chat_template)
+    digest = hashlib.sha256(template.encode()).hexdigest()[:8]
+    date = ", which writes today's date: tomorrow's tokens differ" if "strftime_now" in template else ""
+    return f"rendered with the model's chat template (SHA-256 {digest}){date}"
 
 
 def _fill(template: str, row: Mapping[str, Any], place: str) -> str:

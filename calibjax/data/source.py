@@ -70,12 +70,7 @@ class Rows(Iterable[Row]):
 
 @dataclass
 class Skipped:
-    """Rows that were left out.
-
-    Attributes:
-        count: how many.
-        first: what was wrong with the first.
-    """
+    """Rows that were left out: how many, and what was wrong with the first."""
 
     count: int = 0
     first: str = field(default="")
@@ -250,15 +245,21 @@ _Found = Iterator[tuple[str, Row | str]]
 """Places and rows; a string describes what is wrong with a row."""
 
 
-def _json_lines(file: BinaryIO) -> _Found:
-    for number, line in enumerate(file, 1):
-        if line.strip():
-            yield f"line {number}", _json_object(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+def _once(pairs: list[tuple[str, Any]]) -> Row:
+    """An object; raises `ValueError` for a key that is there twice, of which JSON readers silently take one."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"several values of {next(name for name in names if names.count(name) > 1)}")
+    return value
+
+
+_loads = functools.partial(json.loads, object_pairs_hook=_once)
 
 
 def _json_object(line: bytes) -> Row | str:
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = _loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return f"invalid UTF-8 at byte {error.start} of the line"
     except (ValueError, RecursionError) as error:
@@ -271,23 +272,25 @@ def _shown(line: bytes) -> str:
 
 
 def _json(file: BinaryIO) -> _Found:
-    """An array of objects or one object of several lines, which are read whole; or one object per line."""
+    """An object per line; or an array of objects, or one object of several lines, which are read whole."""
     head = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]
-    if head.startswith(b"{"):
-        content = file.read()
-        try:
-            values = [json.loads(content.decode("utf-8-sig"))]
-        except (ValueError, RecursionError):
-            yield from _json_lines(cast(BinaryIO, io.BytesIO(content)))
-            return
-    elif head.startswith(b"["):
-        values = json.loads(file.read().decode("utf-8-sig"))
-    else:
-        yield from _json_lines(file)
+    if head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"]", b""):
+        for number, value in enumerate(_loads(file.read().decode("utf-8-sig"))):
+            place = f"row {number} (the first is row 0)"
+            yield place, value if isinstance(value, dict) else f"expected a JSON object, got {str(value)[:60]!r}"
         return
-    for number, value in enumerate(values):
-        place = f"row {number} (the first is row 0)"
-        yield place, value if isinstance(value, dict) else f"expected a JSON object, got {str(value)[:60]!r}"
+    lines: Iterable[bytes] = file
+    if head[:1] == b"{" and isinstance(_json_object((first := file.readline()).removeprefix(codecs.BOM_UTF8)), str):
+        content = first + file.read()
+        with contextlib.suppress(ValueError, RecursionError):
+            yield "line 1", _loads(content.decode("utf-8-sig"))
+            return
+        lines = io.BytesIO(content)
+    elif head[:1] == b"{":
+        lines = itertools.chain([first], file)
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"line {number}", _json_object(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
 
 
 def _csv(file: BinaryIO, delimiter: str | None = None) -> _Found:
@@ -301,9 +304,9 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Found:
     lines = itertools.chain([first], text)
     delimiter = delimiter or _delimiter(first)
     rows = csv.reader(lines, delimiter=delimiter)
-    columns = next(rows, [])
-    if repeated := {name for name in columns if columns.count(name) > 1}:
-        raise ValueError(f"several columns are named {', '.join(sorted(repeated))}")
+    names = next(rows, [])
+    # Spreadsheets write columns without a name. One of several that nobody reads stops nothing; none is chosen.
+    columns = [name if names.count(name) == 1 else f"{name} ({place + 1})" for place, name in enumerate(names)]
     if not is_text("".join(columns)):
         raise ValueError("invalid UTF-8 in the first line; save the file as UTF-8")
     before, start = start - 1, start + rows.line_num
@@ -349,8 +352,8 @@ def _document(file: BinaryIO) -> _Found:
 
 
 _READERS: dict[str, tuple[str, Callable[[BinaryIO], _Found]]] = {
-    ".jsonl": ("json", _json_lines),
-    ".ndjson": ("json", _json_lines),
+    ".jsonl": ("json", _json),
+    ".ndjson": ("json", _json),
     ".json": ("json", _json),
     ".csv": ("csv", _csv),
     ".tsv": ("csv", functools.partial(_csv, delimiter="\t")),

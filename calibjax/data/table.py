@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from calibjax.data.columns import Cells, ColumnReader, assign_columns, is_read, options_of
-from calibjax.data.records import flat_rows
+from calibjax.data.records import flat_rows, with_truth
 from calibjax.data.source import Placed, Rows, Skipped, read_source
 from calibjax.data.splits import check_fraction
 from calibjax.recalibrate import Predictions
 from calibjax.runtime.errors import UserError, user_path
 
-FEWEST_ROWS = 10
 _KINDS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".npz")
 _EXPECTED = (
     "expected the columns confidence and correct, or logits (or probs; or logit_0, logit_1, ...; or p_0, p_1, ...) and "
@@ -74,6 +73,7 @@ def read_table(
     columns: Mapping[str, str] | None = None,
     skip_broken: bool = False,
     tokens: bool = False,
+    truth: str | Path | None = None,
 ) -> PredictionTable:
     """Reads a table of predictions.
 
@@ -91,7 +91,8 @@ def read_table(
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers; a
             confidence that is named takes precedence over logits.
         skip_broken: leave out rows that cannot be read; a note counts them.
-        tokens: of responses of a server with an echoed text, a row for each token; see `flat_rows`.
+        tokens: of responses of a server with a scored text, a row for each token; see `flat_rows`.
+        truth: file with further columns of the rows, such as `correct`; see `with_truth`.
 
     Returns:
         `PredictionTable`.
@@ -105,7 +106,7 @@ def read_table(
         raise UserError(f"{path}: there is no such file.")
     columns = dict(columns or {})
     divisors = {}
-    file = _read_columns(path, tuple(columns.values()), skip_broken, tokens)
+    file = _read_columns(path, tuple(columns.values()), skip_broken, tokens, truth)
     for role, column in columns.items():
         if column not in file.names and (match := re.fullmatch(r"(.+)/(\d+(?:\.\d+)?)", column)) and float(match[2]):
             columns[role], divisors[role] = match[1], float(match[2])
@@ -114,19 +115,16 @@ def read_table(
     cells = {role: file.columns[name] for role, name in names.items()}
     probabilities, logits = (None, None) if "confidence" in columns else _logits(reader, names, file)
     if logits is not None and ("label" in cells or not outcomes):
-        truth = reader.classes(names["label"], cells["label"], logits) if "label" in cells else None
-        predictions = Predictions(logits=logits, labels=truth)
+        right = reader.classes(names["label"], cells["label"], logits) if "label" in cells else None
+        predictions = Predictions(logits=logits, labels=right)
     elif "confidence" in cells and ("correct" in cells or not outcomes):
-        probabilities, confidence = (
-            None,
-            reader.fractions(names["confidence"], cells["confidence"], divisor=divisors.get("confidence", 1.0)),
-        )
-        truth = None
+        scale = divisors.get("confidence", 1.0)
+        confidence, right = reader.fractions(names["confidence"], cells["confidence"], divisor=scale), None
+        probabilities = None
         if "correct" in cells:
-            truth = reader.fractions(
-                names["correct"], cells["correct"], divisor=divisors.get("correct", 1.0), words=True
-            )
-        predictions = Predictions(confidence=confidence, correct=truth)
+            scale = divisors.get("correct", 1.0)
+            right = reader.fractions(names["correct"], cells["correct"], divisor=scale, words=True)
+        predictions = Predictions(confidence=confidence, correct=right)
     else:
         got = ", ".join(name if name == name.strip() else repr(name) for name in file.names[:12])
         raise UserError(f"{path}: {_EXPECTED}; got: {got or 'none'}.")
@@ -155,16 +153,6 @@ def _finished(
         predictions = predictions._replace(categories=_category_numbers(path, categories))
     groups = _numbered(labels["group"]) if "group" in labels else None
     return PredictionTable(predictions, groups, categories, table.probabilities, rows, tuple(reader.notes))
-
-
-def check_can_be_fitted(table: PredictionTable, path: Path) -> None:
-    """Raises `UserError` if a table has fewer than ten rows, or correctness, or the label, is the same in all rows."""
-    if len(table) < FEWEST_ROWS:
-        raise UserError(f"{path}: {len(table)} rows are too few to fit and evaluate: expected at least {FEWEST_ROWS}.")
-    what = "label" if table.predictions.logits is not None else "correct"
-    truth = np.asarray(table.predictions.labels if what == "label" else table.predictions.correct)
-    if (truth == truth[0]).all():
-        raise UserError(f"{path}: {what} is {truth[0]:g} in every row: expected at least two different values.")
 
 
 def _logits(reader: ColumnReader, names: Mapping[str, str], file: _File) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -232,11 +220,14 @@ def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
     return numbers[inverse]
 
 
-def table_rows(path: str | Path, *, skip_broken: bool = False, tokens: bool = False) -> Rows:
-    """Rows of a table as `read_table` numbers them, with all of their columns; see `flat_rows`."""
+def table_rows(
+    path: str | Path, *, skip_broken: bool = False, tokens: bool = False, truth: str | Path | None = None
+) -> Rows:
+    """Rows of a table as `read_table` numbers them, with all of their columns; see `flat_rows` and `with_truth`."""
     path = user_path(path)
     if path.suffix != ".npz":
-        return flat_rows(read_source(path, skip_broken=skip_broken), tokens=tokens)
+        rows = read_source(path, skip_broken=skip_broken)
+        return flat_rows(rows if truth is None else with_truth(rows, read_source(truth)), tokens=tokens)
     arrays, _ = _load_npz(path, lambda name: name != "unembedding")
 
     def read() -> Iterator[Placed]:
@@ -247,20 +238,24 @@ def table_rows(path: str | Path, *, skip_broken: bool = False, tokens: bool = Fa
     return Rows(read, name=str(path))
 
 
-def _read_columns(path: Path, asked: Collection[str], skip_broken: bool, tokens: bool) -> _File:
+def _read_columns(
+    path: Path, asked: Collection[str], skip_broken: bool, tokens: bool, truth: str | Path | None
+) -> _File:
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _KINDS:
         raise UserError(f"{path}: expected a file ending in {', '.join(_KINDS)}.")
+    if suffix == ".npz" and truth is not None:
+        raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
     if suffix == ".npz":
         arrays, listed = _load_npz(path, lambda name: is_read(name, asked))
         lengths = [len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"]
         return _File(dict(arrays), listed, max(lengths, default=0), Skipped())
-    if suffix == ".parquet":
+    if suffix == ".parquet" and truth is None:
         return _read_parquet(path, asked)
     columns: dict[str, list[Any]] = {}
     names: dict[str, bool] = {}
     skipped, count = Skipped(), 0
-    for _, row in table_rows(path, skip_broken=skip_broken, tokens=tokens).placed(skipped):
+    for _, row in table_rows(path, skip_broken=skip_broken, tokens=tokens, truth=truth).placed(skipped):
         for name, cell in row.items():
             if name not in names:
                 names[name] = is_read(name, asked)

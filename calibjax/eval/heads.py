@@ -8,7 +8,7 @@ import jax
 
 from calibjax import metrics
 from calibjax.data import Sequences, check_ids
-from calibjax.data.text import load_text
+from calibjax.data.load import load_text
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel

@@ -33,7 +33,12 @@ from calibjax.train.state import TrainState
 
 _MOST_PARAMETERS = 2**31
 _HEAD_REMEDY = "Restore the head from a copy, or fit it again."
-_DATA = "the sequences of the data"  # "windows" in the identities of runs
+_DATE = "a chat template that writes the date gives others every day"
+_NAMES = {
+    "windows": f"the sequences of the data; {_DATE}",
+    "tokens": f"tokens of the model and the sequences; {_DATE}",
+}
+"""What names in the identities of runs mean."""
 _log = logging.getLogger(__name__)
 
 
@@ -97,7 +102,7 @@ class Checkpoints:
             if items["run"] != self._run:
                 stored = items["run"]
                 changed = (k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
-                different = sorted(_DATA if key == "windows" else key for key in changed)
+                different = sorted(_NAMES.get(key, key) for key in changed)
                 raise UserError(
                     f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(different)}). "
                     "Choose another output directory, or remove this one."

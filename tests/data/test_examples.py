@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from calibjax.data import examples as examples_module
 from calibjax.data import recognise, tokenize_rows
 from calibjax.data.examples import _find_answers
-from calibjax.data.render import Rendered
+from calibjax.data.render import Rendered, describe_template
 from calibjax.runtime.errors import UserError
 
 CHATML = (
@@ -250,3 +250,17 @@ def test_a_long_text_without_a_boundary(monkeypatch):
     monkeypatch.setattr("calibjax.data.examples._PART", 4096)
     (example,) = tokenize([{"text": "a" * 20_000 + " b"}], fast)
     assert example.tokens.tolist() == [0, 0]
+
+
+def test_a_text_that_begins_with_the_token_that_is_added_is_named(caplog):
+    """The model would read it twice, which no metric shows."""
+    rows = [{"text": "Once"}, {"text": "<s>Once"}, {"text": "<s>upon"}]
+    first, second, _ = tokenize_rows(rows, recognise(rows), tokenizer_of("stories260K"))
+    assert caplog.text.count("row 1 begins with <s>, and the tokenizer adds it: the model reads it twice") == 1
+    assert second.tokens[:2].tolist() == [first.tokens[0]] * 2
+
+
+def test_a_template_with_a_date_is_named():
+    tokenizer = make_tokenizer("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    format = recognise([{"messages": TURNS}])
+    assert "today's date: tomorrow's tokens differ" in describe_template(format, tokenizer)

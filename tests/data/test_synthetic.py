@@ -6,17 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from known_answers import answer_meanings, answer_probabilities, judged_answers
 
-from calibjax.data.synthetic import (
-    TopicLanguage,
-    answer_meanings,
-    answer_probabilities,
-    as_sequences,
-    judged_answers,
-    make_language,
-    sample,
-    true_probabilities,
-)
+from calibjax.commands.quickstart import true_probabilities
+from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample
 
 
 def small_language(vocab_size, topics, drift):

@@ -17,8 +17,11 @@ NAMES = sorted(file.name.removesuffix(".expected.json") for file in CASES.glob("
 @pytest.mark.parametrize("name", NAMES)
 def test_case(name):
     expected = json.loads((CASES / f"{name}.expected.json").read_text())
+    expected.pop("source", None)  # where the situation was found
     options = {"outcomes": False, "columns": expected.pop("columns", None)}
     options |= {"skip_broken": expected.pop("skip_broken", False), "tokens": expected.pop("tokens", False)}
+    if truth := expected.pop("truth", None):
+        options["truth"] = CASES / "truth" / truth
     if "error" in expected:
         with pytest.raises(UserError, match=re.escape(expected["error"])) as caught:
             read_table(CASES / name, **options)
@@ -41,7 +44,7 @@ def test_case(name):
 
 
 def test_every_file_has_its_values():
-    files = {file.name for file in CASES.iterdir() if not file.name.endswith(".expected.json")}
+    files = {file.name for file in CASES.glob("*.*") if not file.name.endswith(".expected.json")}
     assert files == set(NAMES)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from calibjax.data import recognise, tokenize_rows
 from calibjax.runtime.errors import UserError
 
+CASES = Path(__file__).parent / "cases" / "chats"
 SPECIAL = (
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<|eot_id|>", "<|end_header_id|>", "<|end|>"),
     *("<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|start_header_id|>", "<|endoftext|>"),
@@ -223,6 +226,21 @@ def test_the_text_is_the_templates_own():
         assert example.tokens[: len(ids)].tolist() == ids
         written = shape.user[0] + "q" + shape.user[1] + shape.assistant[0]
         assert shape.empty_thinking or text.removeprefix("<s>").startswith(written.removeprefix("<s>"))
+
+
+@pytest.mark.parametrize("file", sorted(CASES.glob("*.json")), ids=lambda file: file.stem)
+def test_case(file):
+    """Conversations of public bug reports: what is scored, or the refusal."""
+    case = json.loads(file.read_text())
+    tokenizer = make_tokenizer(case["template"], case.get("eos", "</s>"))
+    if "error" in case:
+        with pytest.raises(UserError, match=re.escape(case["error"])):
+            tokenize([case["row"]], tokenizer)
+        return
+    (example,) = tokenize([case["row"]], tokenizer)
+    assert scored_runs(example, tokenizer) == case["scored"]
+    if "text" in case:
+        assert "".join(tokenizer.convert_ids_to_tokens(example.tokens)) == case["text"]
 
 
 HERMES = turns(

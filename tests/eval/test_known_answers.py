@@ -7,20 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from known_answers import MEANINGS, answer_meanings, answer_probabilities, judged_answers
 from tiny import make_lm
 
 from calibjax import metrics
 from calibjax.commands.quickstart import LanguageModelObjective
 from calibjax.data import batches
-from calibjax.data.synthetic import (
-    MEANINGS,
-    answer_meanings,
-    answer_probabilities,
-    as_sequences,
-    judged_answers,
-    make_language,
-    sample,
-)
+from calibjax.data.synthetic import as_sequences, make_language, sample
 from calibjax.eval.answers.decisions import option_sets, risk_threshold, set_threshold
 from calibjax.eval.answers.methods import METHODS, Evidence
 from calibjax.models import DecoderConfig, LanguageModel, init_params

@@ -1,8 +1,11 @@
+import contextlib
 import dataclasses
 import json
+import re
 import resource
 import shutil
 import sys
+from pathlib import Path
 
 import chex
 import jax
@@ -14,8 +17,10 @@ import tiny
 from assets import GPT2_MODELS, LLAMA_MODELS, MODELS, model_path
 from parity import GPT2_JSON, LLAMA3_ROPE, LLAMA_JSON
 from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken
 
 from calibjax.commands.common import DataOptions
+from calibjax.data import Rows, check_ids, load_sequences
 from calibjax.data.chat_template import render_chat
 from calibjax.eval.tasks.scoring import Continuation, Scorer
 from calibjax.eval.tokens import identity_head
@@ -27,8 +32,11 @@ from calibjax.models.hf_tensors import Piece, plan_tensors
 from calibjax.models.load import _open, _read_headers, is_base
 from calibjax.models.rules import Layout, transposed
 from calibjax.models.shapes import SHAPES
+from calibjax.models.tokenizer import find_tokenizer
 from calibjax.nn.blocks import Rope
 from calibjax.runtime.errors import UserError
+
+CASES = Path(__file__).parents[1] / "data" / "cases" / "models"
 
 
 def llama_tensors():
@@ -278,8 +286,6 @@ def test_no_model(tmp_path, monkeypatch):
 
 def test_added_token_beyond_the_vocabulary(tmp_path, caplog):
     """As in Gemma 3: the model loads with a warning, and a text that holds the token is refused."""
-    from tokenizers import AddedToken
-
     model = tiny.write_model(tmp_path / "model")
     tokenizer = load_model(model).tokenizer
     size = load_model(model).config.vocab_size
@@ -296,6 +302,30 @@ def test_added_token_beyond_the_vocabulary(tmp_path, caplog):
         generate(lm, ["a <image>"], max_new_tokens=1)
     with pytest.raises(UserError, match=f"token ids below {size}"):
         Scorer(lm, {"base": identity_head(lm)}).score([Continuation([3], [size])])
+
+
+@pytest.mark.parametrize("file", sorted(CASES.glob("*.json")), ids=lambda file: file.stem)
+def test_case(tmp_path, caplog, file):
+    """Tokenizers and templates of public bug reports: what is rendered or read, or the warning and the refusal."""
+    case = json.loads(file.read_text())
+    lm = load_model(tiny.write_model(tmp_path / "model"))
+    lm.tokenizer.add_tokens([AddedToken(token, special=True) for token in case.get("added", ())])
+    lm.tokenizer.save_pretrained(tmp_path / "model")
+    for name, content in case.get("files", {}).items():
+        path = tmp_path / "model" / name
+        path.parent.mkdir(exist_ok=True)
+        settings = isinstance(content, dict) and json.dumps(json.loads(path.read_text()) | content)
+        path.write_text(settings or content)
+    config = dataclasses.replace(lm.config, vocab_size=lm.config.vocab_size + case.get("rows", 0))
+    tokenizer = find_tokenizer(tmp_path / "model", True, config).loaded
+    assert case.get("warning", "") in caplog.text
+    assert "warning" in case or not caplog.text
+    with pytest.raises(UserError, match=re.escape(case["error"])) if "error" in case else contextlib.nullcontext():
+        if "messages" in case:
+            assert render_chat(tokenizer, case["messages"], **case.get("options", {})) == case["rendered"]
+        else:
+            rows = Rows([{"text": case["text"]}], "text")
+            check_ids(load_sequences(rows, tokenizer, seq_len=4, layout="pack")[0], config.vocab_size)
 
 
 def test_chat_template_in_a_file_of_its_own(tmp_path):
@@ -333,6 +363,8 @@ def test_tokenizer_of_another_model(tmp_path, name):
         (LLAMA_JSON, {"hidden_size": 13}, "cannot read it.*not a multiple"),
         (LLAMA_JSON, {"hidden_size": "wide"}, "hidden_size: expected a whole number from 1 to"),
         (LLAMA_JSON, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+        (LLAMA_JSON, {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config = .*bitsandbytes"),
+        (LLAMA_JSON, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8"),
         *(
             (
                 LLAMA_JSON,

@@ -17,7 +17,7 @@ from calibjax.commands.common import (
     write_results,
 )
 from calibjax.commands.compare.material import CompareOptions, Material
-from calibjax.data.table import PredictionTable, check_can_be_fitted, read_table, split_table
+from calibjax.data.table import PredictionTable, read_table, split_table
 from calibjax.eval.compare.contenders import (
     Result,
     contenders,
@@ -36,6 +36,7 @@ from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.options import run_identity
 
+_FEWEST_ROWS = 10
 _DACA = "daca"
 """Name of the row of `fit_daca`, which reads no labels and is therefore none of `METHODS`."""
 
@@ -129,7 +130,7 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[
     assert options.table is not None
     with about("--table"):
         table = read_table(options.table, **options.reading(), skip_broken=options.text.skip_broken)
-        check_can_be_fitted(table, options.table)
+        _check_can_be_fitted(table, options.table)
     for note in table.notes:
         log(note)
     base_logits = None if options.base_table is None else _base_logits(options.base_table, table, options)
@@ -166,6 +167,16 @@ def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) ->
         )
     fit, _ = split_table(PredictionTable(base.predictions, table.groups), options.fit_fraction, options.seed)
     return np.asarray(fit.predictions.logits)
+
+
+def _check_can_be_fitted(table: PredictionTable, path: Path) -> None:
+    """Raises `UserError` if a table has fewer than ten rows, or correctness, or the label, is the same in all rows."""
+    if len(table) < _FEWEST_ROWS:
+        raise UserError(f"{path}: {len(table)} rows are too few to fit and evaluate: expected at least {_FEWEST_ROWS}.")
+    what = "label" if table.predictions.logits is not None else "correct"
+    truth = np.asarray(table.predictions.labels if what == "label" else table.predictions.correct)
+    if (truth == truth[0]).all():
+        raise UserError(f"{path}: {what} is {truth[0]:g} in every row: expected at least two different values.")
 
 
 def _with_reference(names: tuple[str, ...], reference: str) -> tuple[str, ...]:
