@@ -1,9 +1,7 @@
 """`calibjax eval tasks`: accuracy and calibration of a model on the benchmarks of lm-eval."""
 
-import csv
 import dataclasses
 import functools
-import io
 import logging
 import math
 import shutil
@@ -40,7 +38,6 @@ from calibjax.models.generate import TEMPERATURES
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, together
 from calibjax.runtime.errors import UserError, about, require_directory
-from calibjax.runtime.files import write_file
 from calibjax.runtime.options import (
     IDENTITY_IF_CHANGED,
     INT_MAX,
@@ -109,7 +106,8 @@ class EvalTasksOptions(OutputOptions, ChatOptions, ModelOptions):
         preset: how prompts are built and confidence is read: plain (zero-shot, softmax over the options), ats
             (5-shot MMLU, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
             label-smoothing (probability of the option among the whole vocabulary).
-        out: directory for metrics.json, report.html and figures; without it only the tables are printed.
+        out: directory for metrics.json, report.html, figures and answers/TASK.jsonl, a question a line, which compare,
+            apply and decide read; without it only the tables are printed.
         assets: folder whose data/ holds the questions; by default CALIBJAX_ASSETS.
         shots: examples before each question of every task.
         options: confidence of a chosen option, in place of the preset's: options (by summed log-likelihoods),
@@ -117,7 +115,7 @@ class EvalTasksOptions(OutputOptions, ChatOptions, ModelOptions):
         text: confidence of a written answer, in place of the preset's.
         confidence: further confidences in written answers, such as consistency, semantic_entropy, p_true, verbalised or
             probe_correct_answer (docs/answers.md), separated by commas or spaces; they are rows of the tables, and
-            columns of answers/TASK.csv. Probes are fitted on calibration questions, as --fit has them, and kept in
+            columns of answers/TASK.jsonl. Probes are fitted on calibration questions, as --fit has them, and kept in
             probes/.
         samples: answers sampled for each question, where a confidence needs them.
         sampling_temperature: temperature of these samples.
@@ -170,7 +168,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Docume
         from calibjax.eval.tasks.evaluate import How, check
         from calibjax.eval.tasks.evidence import hidden_clustering
         from calibjax.eval.tasks.harness import Chat, HarnessLM
-        from calibjax.eval.tasks.kept import claim_answers
+        from calibjax.eval.tasks.kept import claim_answers, write_rows_of
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'calibjax[lm-eval]'.") from error
     if options.fit and options.temperature is not None:
@@ -235,8 +233,9 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Docume
     document["run"] = {**run_identity("eval tasks", options), "base_fingerprint": lm.fingerprint}
     if options.out is not None:
         for name, found in answers.items():
-            if further and (found.choice < 0).all() and is_first():
-                _write_table(options.out / "answers" / f"{name}.csv", rows, found)
+            if is_first():
+                methods = rows[: len(found.confidence)]
+                write_rows_of(options.out / "answers" / f"{name}.jsonl", methods, found)
         finish(
             document, options.out, holds="answers/ (every question)", show=not options.json, subjects=options.subjects
         )
@@ -291,20 +290,6 @@ def with_probes(model: Any, task: str, parts: Mapping[str, "Part"], how: "How", 
         if missing:
             context.log(f"task {task}: fitted on {len(target):,} calibration questions: {', '.join(missing)}")
         return asking._replace(probes={name: load_probe(folder / name, fingerprint) for name in asking.probed})
-
-
-def _write_table(file: Path, rows: list[str], answers: "Answers") -> None:
-    """The table of answers: a row a question, a column a confidence; categories where the questions have them."""
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    columns = {"question": answers.question, "answer": answers.answer, "category": answers.subject}
-    if not all(answers.subject):
-        del columns["category"]
-    columns |= {"correct": answers.correct[0], **dict(zip(rows, answers.confidence, strict=True))}
-    lines.writerow(columns)
-    for cells in zip(*columns.values(), strict=True):
-        lines.writerow([cell if isinstance(cell, str) else f"{cell:.17g}" for cell in cells])
-    write_file(file, text.getvalue())
 
 
 class BenchmarkTask(NamedTuple):

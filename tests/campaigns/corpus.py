@@ -63,7 +63,8 @@ def kept_answers() -> Any:
     rows = [rng.random((2, n)).astype(np.float32) for _ in range(3)]
     texts = np.array([f"text {number}" for number in range(n)])
     choice = rng.integers(0, 4, (2, n)).astype(np.int32)
-    return Answers(rows[0], rows[1], choice, rows[2], texts, {"em": rows[0][0]}, np.zeros(n, np.int32), 0, texts, texts)
+    cut = np.zeros(n, np.int32)
+    return Answers(rows[0], rows[1], choice, rows[2], texts, {"em": rows[0][0]}, cut, 0, *[texts] * 3)
 
 
 def new_state(step: int = 0) -> TrainState:

@@ -1,6 +1,5 @@
 """`eval tasks --confidence`: samples, what the model says of its answers, and the table of answers."""
 
-import csv
 import dataclasses
 import gzip
 import json
@@ -54,8 +53,8 @@ def run(material):
 
 
 def table_of(run):
-    with (run[0].out / "answers" / "triviaqa.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    lines = (run[0].out / "answers" / "triviaqa.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def test_the_table_is_what_the_samples_give(run, material):
@@ -86,7 +85,7 @@ def test_the_table_is_what_the_samples_give(run, material):
 
 def test_a_killed_run_resumes_with_its_samples(run, monkeypatch):
     """Of a run that was killed after the samples: none is drawn again, and the table is the same."""
-    before = (run[0].out / "answers" / "triviaqa.csv").read_bytes()
+    before = (run[0].out / "answers" / "triviaqa.jsonl").read_bytes()
     for file in (run[0].out / "answers").glob("*.*"):
         file.unlink()
     real = evidence.continue_contexts
@@ -97,7 +96,7 @@ def test_a_killed_run_resumes_with_its_samples(run, monkeypatch):
 
     monkeypatch.setattr(evidence, "continue_contexts", only_replies)
     assert eval_tasks.run(run[0], log=lambda _: None) == run[1]
-    assert (run[0].out / "answers" / "triviaqa.csv").read_bytes() == before
+    assert (run[0].out / "answers" / "triviaqa.jsonl").read_bytes() == before
 
 
 PROBES = ("probe_correct_question", "probe_agreement_layers", "probe_capability_mean")
@@ -120,12 +119,12 @@ def test_probes(run, material, monkeypatch):
     hidden = np.asarray(lm.hidden_states(np.array([context])), np.float64)[0, -1]
     want = 1 / (1 + np.exp(-(hidden @ params["weights"] + params["bias"])))
     assert float(rows[0][PROBES[0]]) == pytest.approx(want, abs=1e-5)
-    before = (probed.out / "answers" / "triviaqa.csv").read_bytes()
+    before = (probed.out / "answers" / "triviaqa.jsonl").read_bytes()
     for file in (probed.out / "answers").glob("*.*"):
         file.unlink()
     monkeypatch.setattr(eval_tasks, "fit_probe", None)
     assert eval_tasks.run(probed, log=lambda _: None) == document
-    assert (probed.out / "answers" / "triviaqa.csv").read_bytes() == before
+    assert (probed.out / "answers" / "triviaqa.jsonl").read_bytes() == before
     with pytest.raises(UserError, match="--fit: it is for the options of multiple choice, and probes"):
         eval_tasks.run(dataclasses.replace(probed, fit=True), log=lambda _: None)
 
@@ -141,7 +140,7 @@ def test_samples_belong_to_their_question(run, tmp_path):
 
 
 def test_the_table_can_be_decided_and_compared(run, capsys):
-    file = str(run[0].out / "answers" / "triviaqa.csv")
+    file = str(run[0].out / "answers" / "triviaqa.jsonl")
     assert main(["decide", "--table", file, "--columns", "confidence=consistency", "--risk", "0.3"]) == 0
     assert main(["compare", "--table", file, "--columns", "confidence=p_true", "--methods", "platt", "--quiet"]) == 0
     assert "platt" in capsys.readouterr().out

@@ -14,7 +14,9 @@ from tiny import WORDS, model_tensors, write_model, write_tokenizer
 from calibjax.cli import main
 from calibjax.commands import eval_tasks as benchmarks
 from calibjax.commands.eval_tasks import EvalTasksOptions
+from calibjax.data.table import read_table
 from calibjax.eval.answers.judges import find_judge, references, string_match
+from calibjax.eval.report.tables import held_out_table
 from calibjax.models import load_model
 from calibjax.models.generate import generate
 from calibjax.runtime.errors import UserError
@@ -167,6 +169,37 @@ def test_the_document_says_what_its_numbers_are(run):
     assert "arc_easy" in page
     assert "subjects of truthfulqa_mc2" in page
     assert "judge: string-match" in page
+
+
+def test_a_narrow_terminal_shows_accuracy(run):
+    table = held_out_table(run[1])
+    assert {table.columns[index].split(" [")[0] for index in table.order[:2]} == {"ECE", "accuracy"}
+
+
+def test_the_answers_are_a_table(run, capsys):
+    """A line a question, which gives the figures of metrics.json, and which `compare` and `decide` read."""
+    names = list(run[1]["held_out"]["methods"])
+    for task, results in run[1]["tasks"].items():
+        file = run[0].out / "answers" / f"{task}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(rows) == results["tokens"]
+        for row in rows:
+            assert row["question"]
+            assert row["confidence"] == row[names[0]]
+            assert task == "triviaqa" or (row["answer"] in row["right"]) == bool(row["correct"])
+        for name in names:
+            correct = np.array([row.get(f"correct_{name}", row["correct"]) for row in rows])
+            confidence = np.array([row[name] for row in rows])
+            wanted = results["methods"][name]["brier"]
+            assert ((confidence - correct) ** 2).mean() == pytest.approx(wanted, abs=1e-6)
+        table = read_table(file)
+        assert (table.predictions.logits is None) == (task in ("triviaqa", "truthfulqa_mc2"))
+        if table.predictions.logits is not None:
+            logits = np.asarray(table.predictions.logits, np.float64)
+            p = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)).max(axis=1)
+            np.testing.assert_allclose(p, [row["confidence"] for row in rows], rtol=1e-5)
+        assert main(["decide", "--table", str(file), "--risk", "0.5"]) == 0
+    capsys.readouterr()
 
 
 def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
@@ -323,11 +356,24 @@ CHAT_TEMPLATE = (
 )
 
 
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
+    "are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turn"),
+    [(CHAT_TEMPLATE, "<assistant> "), (SMOLLM2, "<|im_start|>assistant\n")],
+    ids=["own", "SmolLM2"],
+)
 @pytest.mark.parametrize("system", [None, "w1 w2"])
 @pytest.mark.parametrize(
     ("task", "shots"), [("mmlu", 0), ("mmlu", 2), ("arc_easy", 0), ("triviaqa", 0), ("truthfulqa_mc1", 0)]
 )
-def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
+def test_chats_have_the_requests_of_the_harness(material, task, shots, system, template, turn):
     """The oracle: the harness's own requests with --apply_chat_template, rendered by transformers."""
     from calibjax.eval.tasks.evaluate import How, Part, ask_piece
     from calibjax.eval.tasks.harness import Chat, HarnessLM
@@ -339,7 +385,7 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
     several = task_manager([f"{task}_local"], assets).load([f"{task}_local"])["tasks"]
     loaded = several["mmlu_high_school_us_history"] if task == "mmlu" else next(iter(several.values()))
     tokenizer = lm.tokenizer
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
 
     def rendered(messages, add_generation_prompt=True):
         return tokenizer.apply_chat_template(
@@ -364,8 +410,8 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
     tokenizer.chat_template = None
     assert asked.prompts == [group[0][0] for group in theirs]
     assert encoded == ([] if task.startswith("trivia") else [pair for group in theirs for pair in group])
-    assert asked.prompts[0].endswith("<assistant> ")
-    assert asked.prompts[0].count("<assistant>") == shots + 1
+    assert asked.prompts[0].endswith(turn)
+    assert asked.prompts[0].count(turn) == shots + 1
 
 
 def _by_document(instances):

@@ -26,7 +26,7 @@ def test_answers(tmp_path):
     rows = np.random.default_rng(0).random((3, *shape)).astype(np.float32)
     texts = np.array(["a", "\u00e9", "", "b c", "d"])
     kept = Answers(
-        *rows[:2], np.ones(shape, np.int32), rows[2], texts, {"em": rows[0, 0]}, np.zeros(n), 1, texts, texts
+        *rows[:2], np.ones(shape, np.int32), rows[2], texts, {"em": rows[0, 0]}, np.zeros(n), 1, *[texts] * 3
     )
     file = tmp_path / "answers" / "task-part.npz"
     write_answers(file, kept)

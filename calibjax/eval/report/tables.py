@@ -282,6 +282,8 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
         ]
         shown = [(key, f"{title} [95% interval]" if key in _MEANS else title, cell) for key, title, cell in shown]
     order = sorted(range(len(shown)), key=lambda index: _rank(shown[index][0]))
+    if sets[0][1].get("unit") == "questions":
+        order.sort(key=lambda index: shown[index][0] not in ("ece", "accuracy"))
     if all(compares_confidences(results) for _, results in sets):  # they differ in AUROC, and not in accuracy
         order.sort(key=lambda index: shown[index][0] not in ("ece", "brier", "auroc"))
     return TextTable(

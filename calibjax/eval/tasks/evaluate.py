@@ -1,5 +1,6 @@
 """Evaluation of a model on a task of lm-eval: the answer to every question, and its confidence under each head."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -44,7 +45,9 @@ class Answers(NamedTuple):
         harness: `[N]` each, the harness's own metrics, of the first head.
         cut: `[N]`, tokens at the start of the prompt that the model could not read.
         too_long: questions left out because an option alone is longer than the model reads.
-        question, answer: `[N]`, of written answers where further confidences are computed; otherwise "".
+        question, answer: `[N]`, texts: the harness's question without examples, and the answer of the first head.
+        details: `[N]`, JSON: `right`, the right answers; of multiple choice also `options`, and where one is right and
+            the confidence is among the options, their log-likelihoods `logits` under the first head, and its `label`.
     """
 
     confidence: Float[np.ndarray, "M N"]
@@ -57,6 +60,7 @@ class Answers(NamedTuple):
     too_long: int
     question: np.ndarray
     answer: np.ndarray
+    details: np.ndarray
 
     def first(self, rows: int) -> "Answers":
         """Keeps the first rows of M."""
@@ -74,7 +78,7 @@ class Answers(NamedTuple):
     @classmethod
     def join(cls, parts: Sequence["Answers"]) -> "Answers":
         """Concatenates answers in their order."""
-        arrays = (*_ROWS, "subject", "cut", "question", "answer")
+        arrays = (*_ROWS, "subject", "cut", "question", "answer", "details")
         joined = {name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays}
         told = [part for part in parts if part.harness]  # a part without questions has no metrics
         names = [name for name in (told[0].harness if told else {}) if all(name in part.harness for part in told)]
@@ -378,12 +382,15 @@ def _choose(lm: HarnessLM, how: How, asked: Asked, all_scores: Iterator[Score]) 
     if how.options != "full_vocabulary":
         distribution = distribution - np.logaddexp.reduce(distribution, axis=-1, keepdims=True)
     correct, of_right, harness = np.zeros((heads, n)), np.full((heads, n), np.nan), []
+    texts: list[tuple[str, str, str]] = []
     cut = np.zeros(n, np.int32)
     for question, options in scores:
         right = right_options(task, kept[question])
         correct[:, question] = np.isin(choice[:, question], right)
         if len(right) == 1:
             of_right[:, question] = distribution[:, question, right[0]]
+        logits = None if how.options == "full_vocabulary" or len(right) != 1 else log_probs[0, question]
+        texts.append(_texts_of_choice(task, kept[question], right, choice[0, question], logits))
         cut[question] = max(score.cut for score in options)
         answers = [(float(score.log_probs[0].sum()), bool(score.greedy.all())) for score in options]
         harness.append(task.process_results(kept[question], answers))
@@ -396,8 +403,20 @@ def _choose(lm: HarnessLM, how: How, asked: Asked, all_scores: Iterator[Score]) 
         _numbers(harness),
         cut,
         len(asked.documents) - n,
-        *(np.full(n, "") for _ in range(2)),
+        *(np.array(column, str) for column in (zip(*texts, strict=True) if texts else ((), (), ()))),
     )
+
+
+def _texts_of_choice(
+    task: ConfigurableTask, document: Any, right: list[int], chosen: int, logits: Float[np.ndarray, " K"] | None
+) -> tuple[str, str, str]:
+    """The question, its answer and the details of `Answers`."""
+    options = [str(option) for option in task.doc_to_choice(document)]
+    question = document.get("question") or document.get("query") if task.multiple_input else task.doc_to_text(document)
+    details: dict[str, Any] = {"right": [options[place] for place in right], "options": options}
+    if logits is not None:
+        details |= {"logits": logits[: len(options)].tolist(), "label": right[0]}
+    return str(question or ""), options[chosen], json.dumps(details)
 
 
 def right_options(task: ConfigurableTask, document: dict[str, Any]) -> list[int]:
@@ -467,10 +486,8 @@ def _ask_texts(lm: HarnessLM, how: How, asked: Asked) -> Answers:
         log_probs[:, number, : score.log_probs.shape[1]] = score.log_probs
     there = np.isfinite(log_probs)
     confidence = np.stack([_confidence(how.text, *pair) for pair in zip(log_probs, there, strict=True)])[:, :n]
-    question, answer = (np.full(n, "") for _ in range(2))
+    given = written.questions(asked, log_probs[0, :n])
     if how.asking is not None and n:
-        given = written.questions(asked, log_probs[0, :n])
-        question, answer = np.array(given.texts), np.array(given.answers)
         further = confidences(lm, how.asking, given, options, how.seed, how.log)
         confidence = np.concatenate([confidence, further])
     correct = judge_texts(how, asked, [[text.text] for text in texts])[:, 0]
@@ -484,8 +501,9 @@ def _ask_texts(lm: HarnessLM, how: How, asked: Asked) -> Answers:
         _numbers(harness),
         np.array([len(all_of) - len(read) for all_of, read in zip(whole, contexts, strict=True)], np.int32),
         0,
-        question,
-        answer,
+        np.array(given.texts, str),
+        np.array(given.answers, str),
+        np.array([json.dumps({"right": list(references(document))}) for document in documents], str),
     )
 
 

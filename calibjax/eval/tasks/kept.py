@@ -1,12 +1,13 @@
 """What a run of a benchmark keeps so that it resumes, once killed: answers, fitted temperatures, and of which model."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from calibjax.data.write import write_rows
 from calibjax.eval.tasks.evaluate import Answers, Calibration
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
@@ -53,12 +54,33 @@ def write_answers(file: Path, answers: Answers) -> None:
         np.savez_compressed(fresh, **fields)
 
 
+def write_rows_of(file: Path, names: Sequence[str], answers: Answers) -> None:
+    """Writes the answers to a task as a table that `compare` and `decide` read, a question a line.
+
+    `confidence` and `correct` are those of the first method; each method has a column of its confidence by its name,
+    and where it chooses otherwise than the first, all have `correct_NAME`.
+    """
+    details = [json.loads(text or "{}") for text in answers.details.tolist()]
+    if not all("label" in row for row in details):
+        details = [{key: row[key] for key in ("right", "options") if key in row} for row in details]
+    columns: dict[str, Any] = {"question": answers.question, "answer": answers.answer}
+    if all(answers.subject):
+        columns["category"] = answers.subject
+    columns |= {"confidence": answers.confidence[0], "correct": answers.correct[0]}
+    columns |= dict(zip(names, answers.confidence, strict=True))
+    if (answers.correct != answers.correct[0]).any():
+        columns |= {f"correct_{name}": of for name, of in zip(names, answers.correct, strict=True)}
+    lists = {name: (x if x.dtype.kind == "U" else x.astype(np.float64)).tolist() for name, x in columns.items()}
+    rows = [dict(zip(lists, cells, strict=True)) for cells in zip(*lists.values(), strict=True)]
+    write_rows(file, lambda: iter([{**row, **more} for row, more in zip(rows, details, strict=True)]))
+
+
 def read_answers(file: Path) -> Answers:
     """What `write_answers` wrote; raises `UserError` if the file is damaged."""
     try:
         with np.load(file) as held:
             fields = {name: held[name] for name in Answers._fields if name in held.files}
-            for name in {"question", "answer"} - set(fields):  # of a run before there were any
+            for name in {"question", "answer", "details"} - set(fields):  # of a run before there were any
                 fields[name] = np.full(fields["confidence"].shape[1], "")
             harness = {name.removeprefix("harness_"): held[name] for name in held.files if name.startswith("harness_")}
         answers = Answers(**{**fields, "too_long": int(fields["too_long"])}, harness=harness)
@@ -72,7 +94,14 @@ def _check(answers: Answers) -> None:
     """Raises `ValueError` unless there is a row for each method, and probabilities are probabilities."""
     shape = np.shape(answers.confidence)
     rows = (answers.confidence, answers.correct, answers.choice, answers.log_prob)
-    columns = (answers.subject, answers.cut, answers.question, answers.answer, *answers.harness.values())
+    columns = (
+        answers.subject,
+        answers.cut,
+        answers.question,
+        answers.answer,
+        answers.details,
+        *answers.harness.values(),
+    )
     if len(shape) != 2 or any(row.shape != shape or row.dtype.kind not in "fi" for row in rows):
         raise ValueError("expected numbers of every method and question")
     if any(column.shape != shape[1:] for column in columns):
