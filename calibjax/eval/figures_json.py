@@ -23,6 +23,27 @@ def row_json(
     return row
 
 
+def differences_json(
+    first: metrics.CalibrationSums, second: metrics.CalibrationSums, *, resamples: int = 1000, seed: int = 0
+) -> dict[str, Any]:
+    """Paired differences, first minus second, of `nll`, `brier` and `ece`, each a `metrics.Comparison` as a dictionary.
+
+    Args:
+        first, second: sums of two methods over the same groups `[G]`.
+        resamples: of the groups.
+        seed: of the resamples.
+    """
+    options: dict[str, Any] = {"resamples": resamples, "seed": seed}
+    drawn = [metrics.resample_sums(sums, _bins_and_means, **options) for sums in (first, second)]
+    whole = [metrics.summarise(sums) for sums in (first, second)]
+    out = {"ece": metrics.error_comparison(first, second, **options)._asdict()}
+    for name in ("nll", "brier"):
+        column = _MEANS.index(name) - len(_MEANS)
+        difference = whole[0][name] - whole[1][name]
+        out[name] = metrics.compare_resamples(difference, drawn[0][:, column], drawn[1][:, column])._asdict()
+    return out
+
+
 _MEANS = ("nll", "brier", "accuracy")
 
 
@@ -36,6 +57,17 @@ def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
 def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:
     """The fields `ece`, with its interval and convention, and `debiased_ece` of a row."""
     return {"ece": {"value": ece.value, "low": ece.low, "high": ece.high, **convention}, "debiased_ece": ece.debiased}
+
+
+def wilson_interval(correct: int, count: int) -> dict[str, float]:
+    """Wilson's 95% interval of a proportion, for independent answers (Wilson 1927, doi 10.1080/01621459.1927.10502953).
+
+    Unlike one of resamples it is not empty where all answers are right, or all wrong.
+    """
+    from scipy.stats import binomtest
+
+    ends = binomtest(correct, count).proportion_ci(method="wilson")
+    return {"low": float(ends.low), "high": float(ends.high)}
 
 
 def accuracy_of_bins(sums: metrics.CalibrationSums) -> np.ndarray:

@@ -58,7 +58,8 @@ def token_sample(
         batch_size: sequences per step.
 
     Returns:
-        `{"windows": [[token, ...], ...]}`. A token has `text`, `scored` (False for a prompt) and, if scored, `right`;
+        `{"windows": [[token, ...], ...]}`. A token has `text`, `scored` (False for a prompt), `start` where it is the
+        first of an example, of which a packed sequence has several, and, if scored, `right`;
         `confidence`, `probability` (of this token) and `entropy` (nats), each `[before, after]`; `temperature`
         (after); and `top`, rows of `[text, before, after]` of the most likely tokens.
     """
@@ -86,6 +87,9 @@ def token_sample(
             if not left:
                 break
             previous, target = int(sequences.tokens[s, t]), int(sequences.targets[s, t])
+            if sequences.positions[s, t] == 0:
+                begin = lm.tokenizer.decode([previous], skip_special_tokens=True)
+                row.append({"text": str(begin), "scored": False, "start": True})
             entry: dict[str, Any] = {"text": text_after(lm.tokenizer, previous, target), "scored": False}
             if sequences.where[s, t]:
                 left -= 1
@@ -107,9 +111,10 @@ def token_sample(
 
 
 def _whole_words(row: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cuts a text to whole words; unchanged if none of its tokens begins a word."""
+    """Cuts a text to whole words, at its start only where no prompt is there; unchanged if no token begins a word."""
     starts = [place for place, token in enumerate(row) if token["text"][:1].isspace()]
-    first = starts[0] if starts and not row[0]["text"][:1].isupper() else 0
+    begins = row[0]["text"][:1].isupper() or not all(token["scored"] for token in row[1:2])
+    first = starts[0] if starts and not begins else 0
     cut = [place for place in starts if place > first]
     kept = row[first : cut[-1]] if cut else row
     return kept if any(token["scored"] for token in kept) else row

@@ -10,7 +10,7 @@ import numpy as np
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
-from calibjax.eval.figures_json import curve_json, row_json
+from calibjax.eval.figures_json import curve_json, differences_json, row_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics.smooth import GROUPS, NODES
 from calibjax.models import LanguageModel
@@ -194,7 +194,8 @@ def results_json(
     Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% interval, bins and edge
     convention, and `debiased_ece` (`metrics.error_interval`, sequences as groups); `reliability` per bin (count, mean
     confidence, accuracy with the low and high end of its bootstrap interval; null where empty); `curve`
-    (`metrics.reliability_curve`); and `temperatures`, the histogram over `TEMPERATURE_EDGES`.
+    (`metrics.reliability_curve`); and `temperatures`, the histogram over `TEMPERATURE_EDGES`. `against` holds the
+    paired differences of nll, brier and ece from temperature scaling, `against_uncalibrated` from the first method.
     """
     methods: dict[str, dict[str, Any]] = {}
     tokens = 0
@@ -206,5 +207,8 @@ def results_json(
         }
         row["curve"] = curve_json(metrics.curve_from_sums(result.grid, seed=seed))
         methods[name] = row
+        for field, other in (("against", "temperature"), ("against_uncalibrated", next(iter(results)))):
+            if other in results and name != other:
+                row[field] = differences_json(result.sums, results[other].sums, resamples=resamples, seed=seed)
         tokens = int(metrics.total(result.sums).whole()[0])
     return {"tokens": tokens, "methods": methods}

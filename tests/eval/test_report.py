@@ -47,8 +47,7 @@ def test_sample_equals_the_dense_formula(model):
     places = [
         (s, t)
         for s, window in zip(long, sample["windows"], strict=True)
-        for t in range(len(window))
-        if sequences.where[s, t]
+        for t in np.flatnonzero(sequences.where[s])[: sum(token["scored"] for token in window)]
     ]
     for side, log_scale in enumerate((0.0, u)):
         log_p = dense_log_probs(lm, sequences, log_scale)

@@ -321,10 +321,14 @@ def heatmap_html(sample: Mapping[str, Any], name: str) -> Markup:
     tokens = [token for sequence in sample["windows"] for token in sequence]
     detail = [{key: token[key] for key in token if key != "scored"} if token["scored"] else None for token in tokens]
     scale = (element("span", f"{100 * step // STEPS}%", class_=f"k{step}") for step in range(STEPS))
+    toggle = [
+        element("button", text, type="button", data_side=side, aria_pressed="false" if side else "true")
+        for side, text in enumerate(("Base model", "After calibration"))
+    ]
     pairs, number = [], 0
     for place, sequence in enumerate(sample["windows"]):
         sides = (
-            element("figure", element("figcaption", title), _text(sequence, side, number), class_="tokens")
+            element("figure", element("figcaption", title), _text(sequence, side, number), class_=f"tokens side{side}")
             for side, title in enumerate(("Base model", "After calibration"))
         )
         heading = element("h4", f"Sample {place + 1}") if len(sample["windows"]) > 1 else None
@@ -343,6 +347,7 @@ def heatmap_html(sample: Mapping[str, Any], name: str) -> Markup:
             "it, or move with Tab and the arrow keys.",
         ),
         element("p", "confidence ", scale, class_="scale", aria_hidden="true"),
+        element("div", toggle, class_="toggle"),
         element("div", element("p", "Choose a token."), class_="detail", aria_live="polite"),
         pairs,
         data_script(detail),
@@ -357,7 +362,10 @@ def _text(sequence: Sequence[Row], side: int, number: int) -> Markup:
     stop = 0  # one tab stop in each text; the script moves it with the arrow keys
     for place, token in enumerate(sequence):
         text = _visible(token["text"])
-        if token["scored"]:
+        if token.get("start"):
+            parts.append(element("span", "next example", class_="boundary") if place else None)
+            parts.append(element("span", text) if token["text"] else None)
+        elif token["scored"]:
             parts.append(element("span", text, class_=_class(token, side), data_i=number + place, tabindex=stop))
             stop = -1
         else:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from calibjax.eval.figures_json import wilson_interval
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import (
     Row,
@@ -32,16 +33,14 @@ FEW = 200
 
 def few(name: str, results: Row) -> str:
     """A warning with Wilson's interval of the accuracy where a set is tiny; "" where it is not."""
-    from scipy.stats import binomtest
-
     count = results["tokens"]
     if not 0 < count < FEW:
         return ""
     accuracy = next(iter(results["methods"].values()))["accuracy"]
-    ends = binomtest(round(accuracy * count), count).proportion_ci(method="wilson")
+    ends = wilson_interval(round(accuracy * count), count)
     return (
-        f"WARNING: {name} has only {counted(results)}: the 95% interval of its accuracy is [{ends.low:.2f}, "
-        f"{ends.high:.2f}], and its calibration errors are known less well."
+        f"WARNING: {name} has only {counted(results)}: the 95% interval of its accuracy is [{ends['low']:.2f}, "
+        f"{ends['high']:.2f}], and its calibration errors are known less well."
     )
 
 

@@ -80,6 +80,15 @@ for (const section of document.querySelectorAll(".heatmap")) {
   const chosen = section.querySelector(`[data-i="${first}"]`);
   if (chosen) show(chosen);
 
+  // On a phone one side is shown at a time.
+  const buttons = [...section.querySelectorAll(".toggle button")];
+  for (const button of buttons) {
+    button.addEventListener("click", () => {
+      section.classList.toggle("after", button.dataset.side === "1");
+      for (const each of buttons) each.setAttribute("aria-pressed", each === button);
+    });
+  }
+
   for (const side of section.querySelectorAll(".tokens")) {
     const tokens = [...side.querySelectorAll(".t")];
     const go = (to) => {

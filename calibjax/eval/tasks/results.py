@@ -9,7 +9,7 @@ import numpy as np
 from calibjax import metrics
 from calibjax.eval.compare.contenders import Outcome, Result
 from calibjax.eval.compare.results import comparison_json
-from calibjax.eval.figures_json import ece_json
+from calibjax.eval.figures_json import ece_json, wilson_interval
 from calibjax.eval.tasks.evaluate import Answers
 from calibjax.eval.tasks.subjects import subject_rows
 from calibjax.metrics import CalibrationSums, Closed
@@ -35,9 +35,9 @@ def answers_json(
 ) -> dict[str, Any]:
     """A set of metrics.json: methods, each with the fields of `comparison_json` and those of `_FURTHER`.
 
-    The bootstrap resamples questions. `harness` are the means of lm-eval's own metrics for the first method; `cut`
-    counts the questions whose prompt was cut at its start, `too_long` those left out. Each method is compared with the
-    `reference`.
+    The bootstrap resamples questions; the interval of an accuracy of right and wrong answers is Wilson's. `harness` are
+    the means of lm-eval's own metrics for the first method; `cut` counts the questions whose prompt was cut at its
+    start, `too_long` those left out. Each method is compared with the `reference`.
     """
     results = {}
     for row, name in enumerate(names):
@@ -50,11 +50,16 @@ def answers_json(
     for name, result in results.items():
         row = {key: value for key, value in compared[name].items() if key not in ("parameters", "fit_seconds")}
         pair = jnp.asarray(result.outcome.confidence), jnp.asarray(result.outcome.correct)
-        sums = metrics.pooled_sums(*pair, bins=bins, closed=closed, seed=seed)
-        low, high = metrics.bootstrap_interval(sums, _accuracy, resamples=resamples, seed=seed)
+        correct = np.asarray(result.outcome.correct)
+        if ((correct == 0) | (correct == 1)).all():
+            interval = wilson_interval(int(correct.sum()), len(correct))
+        else:
+            sums = metrics.pooled_sums(*pair, bins=bins, closed=closed, seed=seed)
+            low, high = metrics.bootstrap_interval(sums, _accuracy, resamples=resamples, seed=seed)
+            interval = {"low": low, "high": high}
         values = {key: float(metric(*pair)) for key, metric in _FURTHER.items()}
         further = {key: value if np.isfinite(value) else None for key, value in values.items()}
-        methods[name] = {**row, **further, "accuracy_interval": {"low": low, "high": high}}
+        methods[name] = {**row, **further, "accuracy_interval": interval}
     return {
         "tokens": answers.confidence.shape[1],
         "unit": "questions",

@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from calibjax.eval.figures_json import wilson_interval
+
 
 def subject_rows(
     subjects: Sequence[str], confidence: Float[np.ndarray, " N"], correct: Bool[np.ndarray, " N"]
 ) -> list[dict[str, Any]]:
     """Mean confidence and accuracy of each subject, the most overconfident first.
 
-    Intervals of the accuracy are Wilson's (Wilson 1927, doi 10.1080/01621459.1927.10502953), 95%, for independent
-    questions.
+    Intervals of the accuracy are Wilson's, 95%, for independent questions.
 
     Args:
         subjects: of each question; "" for none.
@@ -24,15 +25,12 @@ def subject_rows(
         Rows of subject, questions, confidence, accuracy (`{"value", "low", "high"}`) and gap, confidence minus
         accuracy; empty if no question has a subject.
     """
-    from scipy.stats import binomtest
-
     names, of = np.unique(np.asarray(subjects, str), return_inverse=True)
     rows: list[dict[str, Any]] = []
     for number, name in enumerate(names):
         mine = of == number
         count, right = int(mine.sum()), int(correct[mine].sum())
-        interval = binomtest(right, count).proportion_ci(method="wilson")
-        accuracy: dict[str, float] = {"value": right / count, "low": float(interval.low), "high": float(interval.high)}
+        accuracy = {"value": right / count, **wilson_interval(right, count)}
         mean = float(np.mean(confidence[mine], dtype=np.float64))
         gap = mean - accuracy["value"]
         rows.append({"subject": str(name), "questions": count, "confidence": mean, "accuracy": accuracy, "gap": gap})
