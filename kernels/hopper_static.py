@@ -5,8 +5,7 @@
 
 The programs are those of `bench.py` with `implementation="pallas_gpu"`: `vocab_stats`, or with `--scalar`
 `linear_cross_entropy`; `--variant` takes others of its kernels. Registers, spills and shared memory are of the Pallas
-kernels in them, temporaries of the whole. A kernel that two of them share is compiled, and listed, once. `--sass` adds
-the machine's instructions, counted by `hopper_sass.py`.
+kernels in them, temporaries of the whole. A kernel that two of them share is compiled, and listed, once.
 """
 
 import argparse
@@ -24,7 +23,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import contenders
-import hopper_sass
 import jax
 import numpy as np
 from bench import PRESETS, _softcap
@@ -48,13 +46,10 @@ def target() -> Mesh:
 
 @contextlib.contextmanager
 def _dumped() -> Iterator[pathlib.Path]:
-    """A directory into which Mosaic writes what it compiles, the output of ptxas and, by nvdisasm, the instructions."""
+    """A directory into which Mosaic writes what it compiles, and the output of ptxas."""
     importlib.import_module("jax.experimental.mosaic.gpu")  # sets the root below to a CUDA that need not be there
     with tempfile.TemporaryDirectory(prefix="hopper_static_") as directory:
         names = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTXAS": "1"}
-        disassembler = hopper_sass.nvdisasm()
-        if disassembler is not None:
-            names["MOSAIC_GPU_CUDA_ROOT"] = str(disassembler.parents[1])
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(names)
         try:
@@ -74,8 +69,7 @@ def compile_for_h100(problem: Problem, task: str, name: str = "vocab_stats palla
     Returns:
         "temporaries", "compile_seconds", and a list "kernels": of each Mosaic kernel its "registers" (of a thread, at
         the launch), "spilled" (bytes stored and loaded), "shared_memory" (bytes), "wgmma" (instructions in its text)
-        and "serialized": ptxas could not let products run beside other work. "instructions" too where nvdisasm is
-        installed: those of `hopper_sass.counts`.
+        and "serialized": ptxas could not let products run beside other work.
     """
     mesh = target()
     with jax.set_mesh(mesh), _dumped() as directory:
@@ -96,8 +90,6 @@ def compile_for_h100(problem: Problem, task: str, name: str = "vocab_stats palla
                     "serialized": "serialized" in output,
                 }
             )
-            for listing in directory.glob(f"{file.stem}.sass*"):
-                kernels[-1]["instructions"] = hopper_sass.counts(listing.read_text())
     memory: Any = compiled.memory_analysis()
     temporaries = memory.temp_size_in_bytes
     return {"temporaries": temporaries, "compile_seconds": seconds, "kernels": kernels}
@@ -125,10 +117,7 @@ def main(options: argparse.Namespace) -> None:
                     f"compiled in {row['compile_seconds']:.0f} s"
                 )
                 for kernel in row["kernels"]:
-                    of_kernel = {key: value for key, value in kernel.items() if key != "instructions"}
-                    print("   ", ", ".join(f"{key} {value}" for key, value in of_kernel.items()), flush=True)
-                    if options.sass:
-                        print(hopper_sass.table(kernel["instructions"]), flush=True)
+                    print("   ", ", ".join(f"{key} {value}" for key, value in kernel.items()), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -142,9 +131,5 @@ if __name__ == "__main__":
     parser.add_argument("--scalar", action="store_true", help="the mean loss, whose gradients the forward pass forms")
     parser.add_argument("--variant", choices=contenders.VARIANTS, help="with --task both")
     parser.add_argument("--softcap", type=_softcap, nargs="+", default=[None, 30.0], help="or none")
-    parser.add_argument("--sass", action="store_true", help="print the instructions by kind; needs nvdisasm")
     parser.add_argument("--json", type=pathlib.Path, help="write everything there")
-    given = parser.parse_args()
-    if given.sass and hopper_sass.nvdisasm() is None:
-        sys.exit("--sass needs nvdisasm, which CUDA and the package triton have.")
-    main(given)
+    main(parser.parse_args())

@@ -114,6 +114,15 @@ TABLE = [
     ),
     Mutation("kernels/pallas_tpu/running.py", "larger = z > best", "larger = z >= best", f"{OPERATOR} -k ties and tpu"),
     Mutation(
+        "kernels/pallas_tpu/curves.py",
+        "vocab_size - start) - sublane",
+        "vocab_size - start + 1) - sublane",
+        "kernels/test_curves.py -k tpu_kernel_matches",
+    ),
+    Mutation(
+        "kernels/pallas_tpu/curves.py", "e = e * e", "e = e * e * e", "kernels/test_curves.py -k tpu_kernel_matches"
+    ),
+    Mutation(
         "kernels/pallas_tpu/rows.py",
         "jnp.where(near, 0.0, 1.0)",
         "jnp.where(near, 0.0, 0.0)",

@@ -104,8 +104,9 @@ def vocab_curves(
 ) -> VocabCurves:
     """Statistics of the logits z = softcap(h Wᵀ + b) at K scales, without holding all logits.
 
-    One product N·D·V and, for each logit, K/L exponentials and K − K/L squares of them, where the scales are L octaves
-    (`stats.octaves`). For frozen models: the result is a constant under differentiation.
+    One product N·D·V and, for each logit, three sums and an exponential at each of the K scales. Where the scales are L
+    octaves (`stats.octaves`), K/L are exponentials and the others squares of these. For frozen models: the result is a
+    constant under differentiation.
 
     Args:
         hidden: hidden states, `[..., D]`, floating point.

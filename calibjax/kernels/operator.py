@@ -167,9 +167,11 @@ def _statistics(call: Call, inputs: Inputs) -> Outputs:
 
 
 def _statistics_fwd(call: Call, primals: Any) -> tuple[Outputs, _Residuals]:
-    # symbolic_zeros marks what is differentiated: what is frozen is neither kept nor computed.
+    # symbolic_zeros marks what is differentiated: what is frozen is neither stored nor computed.
     perturbed = [x is not None and x.perturbed for x in (primals.hidden, primals.unembedding, primals.bias)]
-    inputs: Inputs = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
+    inputs: Inputs = jax.tree.map(
+        lambda x: x.value, primals, is_leaf=lambda x: isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+    )
     rows = perturbed[0] and takes_rows(call, alone=not any(perturbed[1:]))
     wanted = set(call.wanted)
     if primals.scale.perturbed:
@@ -204,9 +206,9 @@ def _statistics_bwd(call: Call, residuals: _Residuals, cotangents: Outputs) -> t
             d_scale = cotangent * derivative if d_scale is None else d_scale + cotangent * derivative
     gradients = Gradients()
     if residuals.rest is not None:
-        found, inputs = input_gradients(call, residuals.rest, g), residuals.rest.inputs
+        wide, inputs = input_gradients(call, residuals.rest, g), residuals.rest.inputs
         gradients = Gradients(
-            *(None if d is None or x is None else d.astype(x.dtype) for d, x in zip(found, inputs[:3], strict=True))
+            *(None if d is None or x is None else d.astype(x.dtype) for d, x in zip(wide, inputs[:3], strict=True))
         )
     return (Inputs(*gradients, d_scale, None, None),)  # pyright: ignore[reportArgumentType]
 

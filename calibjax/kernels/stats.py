@@ -57,8 +57,8 @@ class VocabStats(NamedTuple):
 
     def __repr__(self) -> str:
         """Shapes and dtypes of the fields that are there."""
-        found = ((name, x) for name, x in self._asdict().items() if x is not None)
-        return f"VocabStats({', '.join(f'{name}: {_short(x)}' for name, x in found)})"
+        present = ((name, x) for name, x in self._asdict().items() if x is not None)
+        return f"VocabStats({', '.join(f'{name}: {_short(x)}' for name, x in present)})"
 
     def require(self, name: str) -> Array:
         """The field `name`; raises ValueError where it was not requested from `vocab_stats`."""

@@ -124,8 +124,8 @@ def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_a
         if bias is not None:
             z = z + rows(bias, start, width).astype(jnp.float32)[None, :]
         largest, column = jax.lax.top_k(z, min(k, width))
-        found = TopLogits(largest, column + start)
-        return _largest(k, jax.tree.map(lambda *of: jnp.concatenate(of, axis=1), best, found))
+        of_chunk = TopLogits(largest, column + start)
+        return _largest(k, jax.tree.map(lambda *of: jnp.concatenate(of, axis=1), best, of_chunk))
 
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
     nothing = TopLogits(jnp.full((tokens, k), -jnp.inf, jnp.float32), jnp.zeros((tokens, k), jnp.int32))

@@ -192,7 +192,7 @@ def test_options_of_the_backward_pass_compile(option, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_curves_compile(chip, monkeypatch):
-    """36 scales: the results, 432 bytes a token, are transposed once."""
+    """The results, 12 bytes for a token and scale, are transposed once."""
     monkeypatch.syspath_prepend(FOLDER)
     import static_profile
 

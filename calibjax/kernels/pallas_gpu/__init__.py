@@ -1,4 +1,4 @@
-"""The operator on Hopper GPUs (H100, H200) by Pallas Mosaic-GPU (wgmma, TMA).
+"""No GPU has run these kernels yet: the operator on Hopper (H100, H200) by Pallas Mosaic-GPU (wgmma, TMA).
 
 | pass | by | products | memory beyond inputs and outputs |
 |---|---|---|---|
@@ -11,7 +11,7 @@
 
 A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 512 MiB; dh is summed in float32.
 
-`implementation=None` does not choose it: nothing here was timed on a GPU yet (`kernels/HOPPER.md`).
+They are compiled for an H100 and interpreted on a CPU (`kernels/HOPPER.md`). `implementation=None` chooses "chunked".
 """
 
 from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION, make

@@ -1,4 +1,6 @@
-"""Backward pass on Hopper GPUs: a kernel computes dz of a chunk of the vocabulary, XLA multiplies it.
+"""Not run on a GPU yet: the backward pass on Hopper GPUs.
+
+A kernel computes dz of a chunk of the vocabulary, and XLA multiplies it.
 
 For each chunk of C columns: the logits again, tile by tile in registers, dz from them (`logit_cotangents`), rounded to
 the inputs' dtype and written [N, C]; then dh += dz·W_c and dW_c = dzᵀ·h, plain products with float32 sums, by XLA. dz
@@ -8,8 +10,7 @@ A logit costs 2 bytes written and 4 read. The chunked form writes it in float32 
 at D = 2,304 some 1.7 ps of H200's 4.8 TB/s for the 17.5 ps that the three products take at 790 TFLOP/s.
 """
 
-import collections
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,14 +50,21 @@ class _Chunk(NamedTuple):
     start: Array | int
 
 
-_Refs = collections.namedtuple("_Refs", "values dz staging bias ids seen", defaults=[None] * 3)
-"""References of the kernel; None where there is none."""
+class _Refs(NamedTuple):
+    """References of the kernel; None where there is none."""
+
+    values: Any
+    dz: Any
+    staging: Any
+    bias: Any = None
+    ids: Any = None
+    seen: Any = None
 
 
 def _dz(options: Options, chunk: _Chunk, launch: Launch) -> tuple[Float[Array, "N C"], Float[Array, "c N"] | None]:
     """dz by the kernel, C padded to whole tiles.
 
-    With a filter also, of each tile and token, whether any of it must be multiplied (1) or not (0).
+    With a filter also a mask [tiles of the vocabulary, N]: 1 where some dz of the tile must be multiplied, else 0.
     """
     hidden, weights, bias, values, ids, _ = chunk
     schedule = choose(hidden.shape[0], weights.shape[0], launch.blocks, launch.device_kind)

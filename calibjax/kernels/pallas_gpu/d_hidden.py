@@ -1,4 +1,6 @@
-"""Statistics and dh in one forward pass, for a frozen unembedding: two products for each block of tokens.
+"""Not run on a GPU yet: statistics and dh in one forward pass, for a frozen unembedding.
+
+Two products for each block of tokens.
 
 The kernel of the statistics saves the exponentials of a block. Then their maximum is known, and one product with W
 gives Σ_v p_v c_v W_v. On TPUs a running sum of D columns stays on chip beside the logits; the registers of a Hopper
@@ -56,5 +58,5 @@ def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, device_kind
             return None
         return jnp.pad(x, ((0, count * size - tokens), *((0, 0),) * (x.ndim - 1))).reshape(count, size, *x.shape[1:])
 
-    found = jax.lax.map(of_block, (split(inputs.hidden), split(inputs.scale), split(inputs.targets)))
-    return jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:tokens], found)
+    blocks_of_moments = jax.lax.map(of_block, (split(inputs.hidden), split(inputs.scale), split(inputs.targets)))
+    return jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:tokens], blocks_of_moments)

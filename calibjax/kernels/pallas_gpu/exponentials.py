@@ -1,4 +1,4 @@
-"""The exponentials of all logits, as the kernel of the statistics formed them, saved in 16 bits for later products.
+"""Not run on a GPU yet: the exponentials of all logits, saved in 16 bits by the kernel of the statistics.
 
 bfloat16 has the range of float32, and rounds by up to 2⁻⁸, as dz in bfloat16 is rounded for its products once more.
 At a one-hot that is not enough: in p − 1 all digits of p can cancel. There p and z are those of the statistics.

@@ -1,4 +1,4 @@
-"""Hopper kernel of the forward pass: the statistics of the logits, which exist tile by tile in registers only.
+"""Not run on a GPU yet: Hopper kernel of the statistics of the logits, which exist tile by tile in registers only.
 
 Each warpgroup folds its tiles (`tiles`) into the running statistics of its tokens: maximum, sums of exponentials in
 base 2, Σz, argmax; of 8 parts of the columns apart, so that its threads do not wait for one another. Only a few floats
@@ -9,7 +9,6 @@ The exponentials can be saved, as they were formed, in 16 bits, for later produc
 (`exponentials`).
 """
 
-import collections
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +36,7 @@ _PART = 8
 
 
 def _states(needed: frozenset[str], shared: bool) -> tuple[str, ...]:
-    """Running values: of each `_PART` of a token's logits, but `shared`, one reference of the sums for all of them."""
+    """Names of the running values [64, 8], one for every 8th column; `shared` [64] is one reference for all columns."""
     optional = [name for name in ("first", "second", "total", "argmax") if name in needed]
     return ("best", "weight", *optional, *(["shared"] if shared else []))
 
@@ -54,7 +53,7 @@ def _parts(x: Array) -> list[Array]:
 
 
 def _wide(x: Array, width: int = _PART) -> Array:
-    """A value of each token, or one of each part, for `width` columns."""
+    """`x` [64] repeated over `width` columns; `x` [64, width] itself."""
     return x if x.ndim == 2 else jax.lax.broadcast_in_dim(x, (ROWS, width), (0,))
 
 
@@ -117,11 +116,11 @@ def _of_tokens(state: dict[str, Array], scale: Array, fixed: bool) -> dict[str, 
     if not fixed:
         state = _moved(state, _wide(state.get("shared", state["best"])) - _wide(best), scale)
     sums = [name for name in ("weight", "first", "second", "total") if name in state]
-    found = {"best": best} | {name: jnp.sum(state[name], axis=1) for name in sums}
+    moments = {"best": best} | {name: jnp.sum(state[name], axis=1) for name in sums}
     if "argmax" in state:
         column = state["argmax"] + jax.lax.broadcasted_iota(jnp.int32, (ROWS, _PART), 1)
-        found["argmax"] = jnp.min(jnp.where(state["best"] == _wide(best), column, _NO_COLUMN), axis=1)
-    return found
+        moments["argmax"] = jnp.min(jnp.where(state["best"] == _wide(best), column, _NO_COLUMN), axis=1)
+    return moments
 
 
 class _Results(NamedTuple):
@@ -132,9 +131,16 @@ class _Results(NamedTuple):
     references: Float[Array, "S M"] | None  # `best` of each slice of them
 
 
-_FIELDS = "power floats bias argmax references exponentials staging"
-_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 5)
-"""References of the kernel, None where there is none; `floats` has the states in float32."""
+class _Refs(NamedTuple):
+    """References of the kernel, None where there is none; `floats` has the states in float32."""
+
+    power: Any
+    floats: Any
+    bias: Any = None
+    argmax: Any = None
+    references: Any = None
+    exponentials: Any = None
+    staging: Any = None
 
 
 def _run(

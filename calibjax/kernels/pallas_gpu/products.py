@@ -1,13 +1,12 @@
-"""Hopper kernel of the block-sparse products dz·W and dzᵀ·h, for `filter_threshold`.
+"""Not run on a GPU yet: Hopper kernel of the block-sparse products dz·W and dzᵀ·h, for `filter_threshold`.
 
 Blocks of dz have 128 tokens and as many columns as a tile of logits. A tile [128, 256] of the result takes those of a
 list, one after the other; a block in no list is neither read nor multiplied. As in `tiles`, one warpgroup fills a ring
 in shared memory and two multiply from it, 64 rows each, with float32 sums in registers, in an order that never changes.
 """
 
-import collections
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,18 @@ from calibjax.kernels.pallas_gpu.tiles import TRANSFORMS, whole_tiles
 _WIDTH = 256  # columns of D in a tile of the result
 
 
-_Refs = collections.namedtuple("_Refs", "counts lists dz factor product dz_ring factor_ring full empty")
-"""References of the kernel: for each tile of the result the number and the list of its blocks; rings, barriers."""
+class _Refs(NamedTuple):
+    """References of the kernel: for each tile of the result the number and the list of its blocks; rings, barriers."""
+
+    counts: Any
+    lists: Any
+    dz: Any
+    factor: Any
+    product: Any
+    dz_ring: Any
+    factor_ring: Any
+    full: Any
+    empty: Any
 
 
 def _kernel(*references: Any, blocks: Blocks, of_columns: bool) -> None:

@@ -1,4 +1,6 @@
-"""Tiles of logits on Hopper: a ring of operands in shared memory that one warpgroup fills and two multiply from.
+"""Not run on a GPU yet: tiles of logits on Hopper.
+
+One warpgroup fills a ring of operands in shared memory, and two multiply from it.
 
 One program on every multiprocessor walks through its part of the work (`schedule.Schedule`). Its third warpgroup
 copies blocks of hidden states and unembedding, [128, 64] and [256, 64], into a ring in shared memory (TMA); the first

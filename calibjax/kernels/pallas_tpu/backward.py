@@ -29,7 +29,7 @@ Places = dict[str, int]  # name of a per-token value -> its row in the packed ar
 
 
 class Lengths(NamedTuple):
-    """Of the axes, and the columns of each reference of saved exponentials."""
+    """N, V, and how many columns share one reference of saved exponentials."""
 
     tokens: int
     vocab: int
@@ -39,7 +39,10 @@ class Lengths(NamedTuple):
 def packed(
     options: Options, inputs: Inputs, cotangents: Cotangents, saved: Exponentials | None = None
 ) -> tuple[Array, Places]:
-    """The values of each token; with `saved` "dz{k}" instead of "g{k}": dz at the k-th of its known columns."""
+    """`token_values` as rows of one array, and the row of each name.
+
+    With `saved` "dz{k}", dz at the k-th of its known columns, takes the place of "g{k}".
+    """
     values, one_hots = token_values(options, inputs, cotangents), cotangents.one_hots
     if saved is not None:
         values = {name: x for name, x in values.items() if not name.startswith("g")}

@@ -175,7 +175,7 @@ def vmem_bytes(
 
 
 def saved_bytes(itemsize: int) -> float:
-    """Of each saved exponential, with its part of the references: 32 bytes for 256 columns."""
+    """Bytes of a saved exponential and its part of the references, which take 32 bytes for 256 columns."""
     return itemsize + 0.125
 
 
@@ -200,8 +200,8 @@ def buffers(device_kind: str) -> int:
 def capacity(device_kind: str) -> int:
     """Bytes of on-chip memory that a kernel may plan with on a chip of this kind: 13/16, the rest is the compiler's."""
     name = _generation(device_kind)
-    found = [mib for part, mib in VMEM_MIB.items() if name.startswith(part)]
-    return (found[0] if found else 128) * 2**20 // 16 * 13
+    known = [mib for part, mib in VMEM_MIB.items() if name.startswith(part)]
+    return (known[0] if known else 128) * 2**20 // 16 * 13
 
 
 def choose(

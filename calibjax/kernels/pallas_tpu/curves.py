@@ -10,13 +10,11 @@ chain of octaves stay in registers while the columns of the block pass. With an 
 octaves, the kernel takes 14% longer (static estimate, `kernels/RESULTS.md`).
 """
 
-import collections
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
@@ -30,13 +28,26 @@ from calibjax.kernels.stats import FLOOR, Moments, octaves
 
 SUMS = ("weight", "first", "second")
 
-Refs = collections.namedtuple(
-    "Refs",
-    ["tokens", "hidden", "unembedding", "moments", "at_scales", "z", "sums", "state", "bias"],
-    defaults=[None],
-)
-"""References of the kernel. `z` [2, columns, tokens]: the logits of this block and of the one before; `sums`
-[3, K, 8, tokens]: the running `SUMS`; `at_scales` [3 K, tokens]: their result."""
+
+class Refs(NamedTuple):
+    """References of the kernel.
+
+    Attributes:
+        at_scales: [3 K, tokens], the result of `sums`.
+        z: [2, columns, tokens], logits of this block and of the one before.
+        sums: [3, K, 8, tokens], running `SUMS` at each scale.
+        state: running values [8, tokens], see `running.states`.
+    """
+
+    tokens: Any
+    hidden: Any
+    unembedding: Any
+    moments: Any
+    at_scales: Any
+    z: Any
+    sums: Any
+    state: Any
+    bias: Any = None
 
 
 def _kernel(refs: Refs, *, options: Options, powers: tuple[float, ...], vocab_size: int) -> None:
@@ -137,7 +148,7 @@ def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: 
     assert options.scales is not None
     (tokens, width), vocab_size, itemsize = hidden.shape, unembedding.shape[0], hidden.dtype.itemsize
     block, columns, unit = blocks.tokens, blocks.columns, softcap_unit(options.softcap)
-    powers = tuple(float(np.float32(scale * LOG2_E * unit)) for scale in options.scales)  # octaves are exact in float32
+    powers = tuple(scale * (LOG2_E * unit) for scale in options.scales)
     count = pl.cdiv(vocab_size, columns)
     grid = (pl.cdiv(tokens, block), count + 1)
     axes = common.Axes.of(vocab_size, width)

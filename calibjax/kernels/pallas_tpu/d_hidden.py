@@ -1,8 +1,7 @@
 """TPU kernel of the backward pass for dh: sums [tokens, D] stay on chip while the vocabulary streams past."""
 
-import collections
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,22 @@ from calibjax.kernels.pallas_tpu.backward import Lengths, Places, any_of, note, 
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
 from calibjax.kernels.pallas_tpu.exponentials import Exponentials
 
-_FIELDS = "tokens unembedding d_hidden dz sums columns z hidden saved references bias row_sum"
-_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 6)
-"""References of the kernel; with `saved` [columns, tokens] there are no `hidden` and `z`, and dz is transposed."""
+
+class _Refs(NamedTuple):
+    """References of the kernel; with `saved` [columns, tokens] there are no `hidden` and `z`, and dz is transposed."""
+
+    tokens: Any
+    unembedding: Any
+    d_hidden: Any
+    dz: Any
+    sums: Any
+    columns: Any
+    z: Any = None
+    hidden: Any = None
+    saved: Any = None
+    references: Any = None
+    bias: Any = None
+    row_sum: Any = None
 
 
 def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, places: Places) -> None:
@@ -129,7 +141,7 @@ def gradient(
 ) -> Array:
     """dh [N, D] in the dtype of the hidden states; 0 where a token is not valid.
 
-    `saved`: see `forward.moments`. `sizes`: the blocks, and the columns of each of its references.
+    `saved`: see `forward.moments`. `sizes`: the blocks, and how many columns share one reference of `saved`.
     """
     blocks, unit_saved = sizes
     hidden, unembedding, bias = inputs[:3]

@@ -3,9 +3,8 @@
 The logits are transposed, so that per-token values lie along lanes and dz is already the left operand of dzᵀ·h.
 """
 
-import collections
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +19,28 @@ from calibjax.kernels.pallas_tpu.backward import Lengths, Places, clear, masking
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
 from calibjax.kernels.pallas_tpu.exponentials import Exponentials
 
-_FIELDS = (
-    "tokens hidden dz clears unembedding saved references bias exact_row before d_unembedding d_bias z sums bias_sums"
-)
-_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 12)
-"""References of the kernel; with `saved` [columns, tokens] there are no `unembedding` and `z`.
 
-Without `sums`, `d_unembedding` is float32 and starts as `before`.
-"""
+class _Refs(NamedTuple):
+    """References of the kernel; with `saved` [columns, tokens] there are no `unembedding` and `z`.
+
+    Without `sums`, `d_unembedding` is float32 and starts as `before`.
+    """
+
+    tokens: Any
+    hidden: Any
+    dz: Any
+    clears: Any = None
+    unembedding: Any = None
+    saved: Any = None
+    references: Any = None
+    bias: Any = None
+    exact_row: Any = None
+    before: Any = None
+    d_unembedding: Any = None
+    d_bias: Any = None
+    z: Any = None
+    sums: Any = None
+    bias_sums: Any = None
 
 
 def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, places: Places) -> None:
@@ -106,8 +119,8 @@ def gradients(
 ) -> Gradients:
     """dW [V, D] in the dtype of the unembedding and db float32 [V], where wanted; added to `into`, dW in float32.
 
-    `saved`: see `forward.moments`. `sizes`: the blocks, the columns of each of its references, and how often a block of
-    `into` is on the chip.
+    `saved`: see `forward.moments`. `sizes`: the blocks, how many columns share one reference of `saved`, and how often
+    a block of `into` is on the chip.
     """
     blocks, unit_saved, buffers = sizes
     options, wanted = request

@@ -62,7 +62,7 @@ class Unit(NamedTuple):
         reference: see `Exponentials`.
         factor: exp(s reference − lse), and where p has no other use, times the cotangent `softmax`.
         inverse: 1/s in units of the soft-cap, or None where neither z nor its slope is needed.
-        values: of each token, see `token_values`, and "dz{k}" at the k-th of the known columns.
+        values: name -> per-token value, see `token_values`; "dz{k}" is dz at the k-th of the known columns.
     """
 
     reference: Array

@@ -10,9 +10,8 @@ columns as fit on the chip, in pieces whose logits are computed one after the ot
 added in order: results are the same from run to run. It also means that only one core is used.
 """
 
-import collections
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +24,24 @@ from calibjax.kernels.pallas_tpu import common
 from calibjax.kernels.pallas_tpu.backward import Places, clear, masking, packed, pipeline, write_dz
 from calibjax.kernels.pallas_tpu.blocks import LANES, RESIDENT, Blocks, pieces, vmem_bytes
 
-_FIELDS = "tokens hidden unembedding d_hidden d_unembedding z dz sums clears bias before d_bias turned_bias bias_sums"
-_Refs = collections.namedtuple("_Refs", _FIELDS, defaults=[None] * 6)
-"""References of the kernel; without `before` the whole of `d_hidden` stays on chip."""
+
+class _Refs(NamedTuple):
+    """References of the kernel; without `before` the whole of `d_hidden` stays on chip."""
+
+    tokens: Any
+    hidden: Any
+    unembedding: Any
+    d_hidden: Any
+    d_unembedding: Any
+    z: Any
+    dz: Any
+    sums: Any
+    clears: Any = None
+    bias: Any = None
+    before: Any = None
+    d_bias: Any = None
+    turned_bias: Any = None
+    bias_sums: Any = None
 
 
 def _kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, places: Places) -> None:

@@ -33,16 +33,17 @@ def _kernel(_, block_of_step, ids_ref, unembedding, rows, *, options: Options, v
     def walk(count: int):
         for part in common.slices(width):
             w = common.existing(axes.rows(unembedding, slice(None), part), count, axes.vocab)
-            found = common.product(options, hits, w, (1, axes.vocab)).astype(rows.dtype)
-            rows[:, part] = jnp.where(inside, found, rows[:, part])
+            gathered = common.product(options, hits, w, (1, axes.vocab)).astype(rows.dtype)
+            rows[:, part] = jnp.where(inside, gathered, rows[:, part])
 
     common.walk_blocks(vocab_size, columns, block, walk)
 
 
 def _steps(ids: Array, blocks: int) -> tuple[Array, Array]:
-    """Of each step of the grid the block of ids and that of W, from the block of W of each sorted id [chunks, size].
+    """The block of ids and the block of W of each step of the grid, int32 [steps].
 
-    There are steps enough for any ids; those that are left repeat the last.
+    `ids` [chunks, size] are the blocks of W that hold the sorted ids. The number of steps suffices for any ids; steps
+    that are not needed repeat the last.
     """
     first, last = ids[:, 0], ids[:, -1]
     ends = jnp.cumsum(last - first + 1)
@@ -52,9 +53,16 @@ def _steps(ids: Array, blocks: int) -> tuple[Array, Array]:
 
 
 def rows(unembedding: Array, ids: Array, blocks: Blocks, interpret: Any) -> tuple[Array, Array]:
-    """Rows of W [V, D] that include those of `ids` int32 [N], all in [0, V): rows [M, D], int32 [N] which is whose.
+    """The rows W[ids] of a W that the kernels have transposed, sorted by id, and where each id's row is among them.
 
-    `blocks`: those of the statistics kernel.
+    Args:
+        unembedding: [V, D].
+        ids: int32 [N], in [0, V).
+        blocks: of the statistics kernel.
+        interpret: as in `pl.pallas_call`.
+
+    Returns:
+        (sorted_rows [M, D], place int32 [N]) with M >= N and W[ids] = sorted_rows[place].
     """
     (vocab_size, width), dtype, size = unembedding.shape, unembedding.dtype, LANES
     columns = min(blocks.columns, -(-vocab_size // LANES) * LANES)
@@ -65,7 +73,7 @@ def rows(unembedding: Array, ids: Array, blocks: Blocks, interpret: Any) -> tupl
     chunk, block = _steps((ordered // columns).reshape(-1, size), pl.cdiv(vocab_size, columns))
     axes = common.Axes.of(vocab_size, width)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    found = pl.pallas_call(
+    gathered = pl.pallas_call(
         functools.partial(_kernel, options=Options(precision=precision), vocab_size=vocab_size),
         name="calibjax_gather",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -89,4 +97,4 @@ def rows(unembedding: Array, ids: Array, blocks: Blocks, interpret: Any) -> tupl
             transcendentals=0,
         ),
     )(chunk, block, common.pack([ordered]), axes.ordered(unembedding))
-    return found, places
+    return gathered, places

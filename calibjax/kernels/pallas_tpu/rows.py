@@ -1,15 +1,18 @@
 """TPU kernel of the statistics with the rows that dh needs, Σ p·W.
 
-Tokens lie along sublanes, as the second product e·W wants; running values are [tokens, 128]. A grid step forms the
-logits of its block of the vocabulary beside the exponentials and sums of the block before, whose rows of W are kept: a
-step more than there are blocks. So the largest logits of a block are known before its exponentials. Those are relative
-to a reference for each token, which moves, and rescales the sums [tokens, D], only if a logit exceeds it by more than
-`FAR` powers of two: no sum depends on it but by rounding, and the exponentials wait for no maximum.
+Tokens lie along sublanes, as the second product e·W wants; running values are [tokens, 128].
+
+A grid step forms the logits of one block of the vocabulary, and beside them the exponentials and sums of the block
+before, whose rows of W stay on the chip; there is one step more than there are blocks. So the largest logits of a block
+are known before its exponentials.
+
+Exponentials are relative to a reference logit per token. It moves, and rescales the sums [tokens, D], only where a
+logit exceeds it by more than `FAR` powers of two: the result depends on it only by rounding, and no exponential waits
+for a maximum.
 """
 
-import collections
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +26,24 @@ from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks
 from calibjax.kernels.softcap import slope_in_units
 from calibjax.kernels.stats import FLOOR
 
-_FIELDS = "tokens hidden unembedding moments rows z e kept far sums scale target state bias"
-Refs = collections.namedtuple("Refs", _FIELDS, defaults=[None])
+
+class Refs(NamedTuple):
+    """References of the kernel; None where there is none."""
+
+    tokens: Any
+    hidden: Any
+    unembedding: Any
+    moments: Any
+    rows: Any
+    z: Any
+    e: Any
+    previous: Any
+    far: Any
+    sums: Any
+    scale: Any
+    target: Any
+    state: Any
+    bias: Any = None
 
 
 def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, has_target: bool) -> None:
@@ -78,7 +97,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, has
 
     def accumulate(c: int):
         for part in common.slices(width):
-            w = axes.rows(refs.kept, pl.ds(c * unit, unit), part)
+            w = axes.rows(refs.previous, pl.ds(c * unit, unit), part)
             refs.sums[:, part] += common.product(options, refs.e[c % 2], w, (1, axes.vocab))
 
     def walk(before: Array | int, count: int):
@@ -88,7 +107,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, has
             if c * unit < count:
                 multiply(c, count)
             accumulate(c)
-        refs.kept[...] = common.existing(refs.unembedding[...], count, axes.vocab)
+        refs.previous[...] = common.existing(refs.unembedding[...], count, axes.vocab)
         near = (state["best"][...] - state["top"][...]) * refs.scale[...] <= FAR
         refs.far[0] = jnp.max(jnp.where(near, 0.0, 1.0))  # 1 for NaN too, which must not hide another token's
 
@@ -134,7 +153,7 @@ def _begin(refs: Refs, has_target: bool) -> None:
     """Initial values, and a block of zeros ahead of the first, whose sums `_begin_sums` drops."""
     for name, ref in refs.state.items():
         ref[...] = running.initial(name, ref.shape)
-    for ref in (refs.z, refs.kept, refs.sums):
+    for ref in (refs.z, refs.previous, refs.sums):
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
     lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
 
@@ -186,7 +205,7 @@ def scratch(blocks: Blocks, of_block: tuple[int, int], dtype: Any) -> dict[str, 
     return {
         "z": pltpu.VMEM((columns // unit, block, unit), jnp.float32),
         "e": pltpu.VMEM((2, block, unit), dtype),
-        "kept": pltpu.VMEM(of_block, dtype),
+        "previous": pltpu.VMEM(of_block, dtype),
         "far": pltpu.SMEM((1,), jnp.float32),
         "sums": pltpu.VMEM((block, width), jnp.float32),
         "scale": pltpu.VMEM((block, LANES), jnp.float32),

@@ -29,21 +29,27 @@ def initial(name: str, shape: tuple[int, ...]) -> Array:
 
 
 def with_best(state, pieces, places, start):
-    """`state` with the largest of it and of `pieces` of its shape, and its place: see `added`."""
-    best, found = state["best"], {}
+    """`state` after the maximum, and its index, of `pieces` of logits; arguments as of `added`."""
+    best, updated = state["best"], {}
     if "argmax" in state:
         place = jnp.full(best.shape, common.NEVER, jnp.int32)
         for z, k in zip(pieces, places, strict=True):
             larger = z > best
             best, place = jnp.where(larger, z, best), jnp.where(larger, k, place)
-        found["argmax"] = jnp.where(place > common.NEVER, place + start, state["argmax"])
+        updated["argmax"] = jnp.where(place > common.NEVER, place + start, state["argmax"])
     else:
         best = functools.reduce(jnp.maximum, pieces, best)
-    return state | found | {"best": best}
+    return state | updated | {"best": best}
 
 
 def moved(state, delta, scale):
-    """`state` with the sums relative to another reference, and the ratio of the weights; `delta`: old − new."""
+    """`state` with its sums moved to another reference, as in `stats.merge`, and the factor exp(s·delta) of `weight`.
+
+    Args:
+        state: "weight", and "first" and "second" where they are wanted; other entries stay as they are.
+        delta: the old reference less the new one, at most 0 where the reference is a maximum.
+        scale: s·log₂e.
+    """
     ratio = jnp.exp2(delta * scale)
     weight, first, second = state["weight"], state.get("first"), state.get("second")
     new = {"weight": ratio * weight}
@@ -55,16 +61,16 @@ def moved(state, delta, scale):
 
 
 def added(state, pieces, raw, places, scale, target, reference):
-    """The state after pieces of logits of its own shape, and their exponentials.
+    """`state` after adding pieces of logits, and their exponentials.
 
     Args:
-        state: name -> array, see `states`.
-        pieces: logits, `FLOOR` where there is none.
-        raw: what `total` adds for each of them.
-        places: of each, the index of its first column in the block.
+        state: name -> running value [8, tokens] or [tokens, 128], see `states`.
+        pieces: logits, each of the shape of a running value; `FLOOR` beyond the vocabulary.
+        raw: the same logits as `total` adds them: 0 beyond the vocabulary.
+        places: index in the block of each piece's first column.
         scale: s·log₂e.
-        target: index of the target counted from the block and from the sublane or lane.
-        reference: logit relative to which exponentials are summed.
+        target: index of the target's logit relative to the block's first column and to the sublane or lane.
+        reference: logit that is subtracted before the exponential.
     """
     new, weights = dict(state), []
     for z, addend, k in zip(pieces, raw, places, strict=True):
@@ -91,7 +97,7 @@ def named(kind: Any, **refs: Any) -> Any:
 
 
 def lowest(index: Array, is_best: Array, vocab_size: int) -> Array:
-    """The lowest index [1, tokens] that a sublane [8, tokens] has found, where it has the best; as float32."""
+    """The lowest index, float32 [1, tokens], among the sublanes [8, tokens] whose maximum is the best."""
     index = index + jax.lax.broadcasted_iota(jnp.int32, index.shape, 0)
     return jnp.min(jnp.where(is_best, index.astype(jnp.float32), float(vocab_size)), axis=0, keepdims=True)
 

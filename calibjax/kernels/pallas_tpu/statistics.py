@@ -4,7 +4,7 @@ The vocabulary lies along sublanes, tokens along lanes. A running value [8, toke
 by elementwise operations, and only at the end are its eight sublanes merged, by `stats.merge`'s rule.
 """
 
-import collections
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,19 @@ from calibjax.kernels.pallas_tpu.exponentials import LEAST
 from calibjax.kernels.softcap import slope_in_units
 from calibjax.kernels.stats import FLOOR
 
-_FIELDS = "tokens hidden unembedding moments z state bias saved references"
-Refs = collections.namedtuple("Refs", _FIELDS, defaults=[None] * 3)
+
+class Refs(NamedTuple):
+    """References of the kernel; None where there is none."""
+
+    tokens: Any
+    hidden: Any
+    unembedding: Any
+    moments: Any
+    z: Any
+    state: Any
+    bias: Any = None
+    saved: Any = None
+    references: Any = None
 
 
 def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> None:

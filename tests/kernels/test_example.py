@@ -1,0 +1,52 @@
+"""`kernels/cross_entropy.py`, the idea in one file, computes what `calibjax.kernels` computes."""
+
+import importlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibjax.kernels import linear_cross_entropy
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "kernels")
+    module = importlib.import_module("cross_entropy")
+    monkeypatch.setattr(module, "TOKENS", 128)
+    monkeypatch.setattr(module, "COLUMNS", 128)
+    return module
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_loss_and_gradients_are_the_librarys(example, label_smoothing):
+    """Ragged blocks of tokens and vocabulary, ignored targets, a cotangent of each token."""
+    rng = np.random.default_rng(0)
+    hidden, unembedding = (jnp.asarray(rng.normal(size=(n, 16)), jnp.float32) for n in (200, 300))
+    targets = jnp.asarray(np.where(np.arange(200) % 7, rng.integers(0, 300, 200), -100), jnp.int32)
+    g = jnp.asarray(rng.normal(size=200), jnp.float32)
+
+    def ours(hidden, unembedding):
+        return example.cross_entropy(hidden, unembedding, targets, label_smoothing, True)
+
+    def library(hidden, unembedding):
+        return linear_cross_entropy(
+            hidden, unembedding, targets, label_smoothing=label_smoothing, implementation="chunked"
+        )
+
+    (got, got_vjp), (want, want_vjp) = (jax.vjp(f, hidden, unembedding) for f in (ours, library))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for x, y in zip(got_vjp(g), want_vjp(g), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_the_script_runs(example, capsys):
+    example.main(tokens=130, width=16, vocab_size=140)
+    loss, *gradients = capsys.readouterr().out.splitlines()
+    ours, dense = (float(part.split()[-1]) for part in loss.split(", dense "))
+    assert ours == pytest.approx(dense, rel=1e-5)
+    assert len(gradients) == 2
