@@ -14,6 +14,7 @@ from .kernels import VocabCurves, VocabStats, linear_cross_entropy, vocab_curves
 from .models import LanguageModel, load_model
 from .models.calibrated import TokenConfidence, calibrated_confidence, calibrated_logprobs
 from .models.generate import Generation, Sampling, generate
+from .models.own import FrozenModel, FunctionModel, from_arrays, from_function
 from .runtime.context import RunContext
 from .runtime.errors import UserError
 from .runtime.version import __version__
@@ -26,6 +27,8 @@ __all__ = [
     "ConstantTemperature",
     "Evaluation",
     "FittedHead",
+    "FrozenModel",
+    "FunctionModel",
     "Generation",
     "HeadConfig",
     "LanguageModel",
@@ -44,6 +47,8 @@ __all__ = [
     "calibrated_logprobs",
     "evaluate",
     "fit_ats",
+    "from_arrays",
+    "from_function",
     "generate",
     "heads",
     "kernels",

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
-from calibjax.kernels.stats import dense_stats
+from calibjax.kernels.dense import dense_stats
 from calibjax.nn.blocks import Block, BlockConfig, Dense, segment_positions, sequence_context
 from calibjax.nn.kv_cache import Cache, fill, hold, reserve
 from calibjax.runtime.errors import UserError, check_fields
@@ -450,7 +450,7 @@ def logit_covariance(unembedding: Float[Array, "V D"], bias: Float[Array, " V"] 
 def head_features(
     names: tuple[str, ...],
     hidden: Float[Array, "B T D"],
-    unembedding: Float[Array, "V D"],
+    unembedding: Float[Array, "V D"] | None,
     *,
     covariance: Float[Array, "E E"] | None = None,
     bias: Float[Array, " V"] | None = None,
@@ -464,7 +464,7 @@ def head_features(
     Args:
         names: among `FEATURES`.
         hidden: hidden states after the final norm.
-        unembedding: W.
+        unembedding: W; None: no feature named reads it, and `logits` are given.
         covariance: of `logit_covariance`, to save its computation where log_std_logits is named.
         bias, softcap: of the logits. log_std_logits is taken before the soft-cap.
         sharding: how tokens and vocabulary are divided, as in `vocab_stats`.

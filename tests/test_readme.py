@@ -13,7 +13,7 @@ from calibjax.train import options
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-GUIDES = ("answers.md", "guides/calibrate.md", "guides/hugging_face.md", "recalibration.md")
+GUIDES = ("answers.md", "distributed.md", "guides/calibrate.md", "guides/hugging_face.md", "recalibration.md")
 """Pages of docs/ with Python; they use the head that the README saves."""
 
 
@@ -73,8 +73,9 @@ def test_python_of_the_guides_runs(tmp_path, monkeypatch):
 def test_every_page_with_python_is_tried():
     pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
     with_python = {str(page) for page in pages if blocks_of((ROOT / "docs" / page).read_text())}
-    # metrics.md: three lines on batches that the reader has; test_torch.py runs serving.md, test_plot.py plots.md.
-    assert with_python - {"metrics.md", "serving.md", "plots.md"} == set(GUIDES)
+    # metrics.md: three lines on batches that the reader has; test_torch.py runs serving.md, test_plot.py
+    # plots.md, models/test_own.py guides/own_model.md.
+    assert with_python - {"metrics.md", "serving.md", "plots.md", "guides/own_model.md"} == set(GUIDES)
 
 
 def test_first_screen_holds_two_commands():

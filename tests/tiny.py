@@ -179,6 +179,7 @@ def write_text(file: Path, rows=60, words=24, seed=0, column="text") -> Path:
 
 
 def silent(directory=None, *, log=lambda line: None, **given):
-    """A `RunContext` that shows nothing."""
+    """A `RunContext` of one device that shows nothing."""
     given = {name: value for name, value in given.items() if value is not None}
+    given.setdefault("mesh", make_mesh(devices=jax.devices()[:1]))
     return RunContext(directory=directory, log=log, progress=False, **given)

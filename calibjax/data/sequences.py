@@ -58,21 +58,24 @@ def check_context(seq_len: int, max_positions: int | None) -> None:
         )
 
 
-def check_ids(sequences: Sequences, vocab_size: int) -> None:
-    """Raises `UserError` if no target counts, or if a token or a target that counts is not in the vocabulary."""
+def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = None) -> None:
+    """Raises `UserError` if no target counts, or one that counts, or a token, is not in the vocabulary.
+
+    Where the ids of tokens are others, there are `input_ids` of them.
+    """
     counted = sequences.where & (sequences.targets != -100)
     if not counted.any():
         raise UserError(
             "sequences: expected at least one target that counts (`where` is True, and it is not -100), got none."
         )
-    for name, ids, read in (
-        ("tokens", sequences.tokens, sequences.segment_ids > 0),
-        ("targets", sequences.targets, counted),
+    for name, ids, read, size in (
+        ("tokens", sequences.tokens, sequences.segment_ids > 0, input_ids or vocab_size),
+        ("targets", sequences.targets, counted, vocab_size),
     ):
-        outside = ids[read & ((ids < 0) | (ids >= vocab_size))]
+        outside = ids[read & ((ids < 0) | (ids >= size))]
         if outside.size:
             raise UserError(
-                f"{name}: expected ids from 0 to {vocab_size - 1}, got {outside[0]}. Were the sequences made with the "
+                f"{name}: expected ids from 0 to {size - 1}, got {outside[0]}. Were the sequences made with the "
                 "tokenizer of another model, or does the text hold a token that was added to the tokenizer only?"
             )
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 
 from calibjax import metrics
-from calibjax.data import Sequences, check_ids
+from calibjax.data import Sequences
 from calibjax.data.load import load_text
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead
-from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
+from calibjax.models.own import FrozenModel, check_sequences, placed
 from calibjax.runtime.context import RunContext
 
 
@@ -44,7 +44,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    lm: LanguageModel,
+    lm: FrozenModel,
     data: Sequences | str | Path | Sequence[Sequence[int]],
     heads: FittedHead | Mapping[str, FittedHead] | None = None,
     *,
@@ -56,11 +56,11 @@ def evaluate(
     """Calibration of a model on held-out text, uncalibrated and with heads; the model runs once for all of them.
 
     Args:
-        lm: the frozen model.
+        lm: the frozen model: a `LanguageModel`, or one of your own by `from_function` or `from_arrays`.
         data: sequences that no head was fitted on; or what `load_text` takes, read as sequences of 128 tokens, or of
             the model's positions where these are fewer.
         heads: name -> head, fitted on `lm`; one head is called "head". None: the uncalibrated model alone.
-        batch_size: sequences at a time.
+        batch_size: sequences at a time, rounded up to a multiple of the mesh axes data and fsdp.
         bins: number of equal-width bins of ECE.
         closed: the bin of a confidence on an edge; see `calibjax.metrics`.
         context: seed of the intervals, devices and progress.
@@ -73,11 +73,14 @@ def evaluate(
     """
     context = context or RunContext()
     data = data if isinstance(data, Sequences) else load_text(data, lm)
-    check_ids(data, lm.config.vocab_size)
+    check_sequences(lm, data)
+    lm = placed(lm, context.mesh)
     named = {"head": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     for head in named.values():
         check_base(lm, head)
     named = {"uncalibrated": identity_head(lm), **named}
+    rows = context.mesh.shape["data"] * context.mesh.shape["fsdp"]
+    batch_size = -(-batch_size // rows) * rows
     with jax.set_mesh(context.mesh):
         results = evaluate_tokens(lm, data, named, batch_size=batch_size, bins=bins, closed=closed, context=context)
     document = results_json(results, closed=closed, seed=context.seed)

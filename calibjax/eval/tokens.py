@@ -13,8 +13,8 @@ from calibjax.data import Sequences, eval_batches
 from calibjax.eval.figures_json import curve_json, differences_json, row_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics.smooth import GROUPS, NODES
-from calibjax.models import LanguageModel
 from calibjax.models.frozen import batch_hidden, batch_log_scale, freeze, stats_at
+from calibjax.models.own import FrozenModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import context_mesh
@@ -51,10 +51,10 @@ class MethodResult(NamedTuple):
     tokens: TokenOutputs | None
 
 
-def identity_head(lm: LanguageModel) -> FittedHead:
+def identity_head(lm: FrozenModel) -> FittedHead:
     """The head of the base model: temperature 1 for every token."""
     config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
-    return FittedHead(config, {"log_scale": jnp.zeros((), jnp.float32)}, 0.0, lm.fingerprint)
+    return FittedHead(config, {"log_scale": np.zeros((), np.float32)}, 0.0, lm.fingerprint)
 
 
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct")
@@ -116,7 +116,7 @@ def _largest_count(sequences: Sequences, batch_size: int) -> int | None:
 
 
 def evaluate_tokens(
-    lm: LanguageModel,
+    lm: FrozenModel,
     sequences: Sequences,
     heads: Mapping[str, FittedHead],
     *,

@@ -105,30 +105,6 @@ class VocabStats(NamedTuple):
         return jnp.where(beyond, limit, value)
 
 
-def dense_stats(logits: Float[Array, "... V"]) -> VocabStats:
-    """The statistics of logits that are at hand, at s = 1 and without targets."""
-    z = logits.astype(jnp.float32)
-    valid = jnp.ones(z.shape[:-1], bool)
-    largest = jnp.maximum(jnp.max(z, axis=-1), jnp.finfo(jnp.float32).min)
-    difference = jnp.maximum(z - largest[..., None], FLOOR)
-    e = jnp.exp(difference)
-    weight = jnp.sum(e, axis=-1)
-    mean = jnp.sum(e * difference, axis=-1) / weight
-    variance = jnp.sum(e * jnp.square(difference - mean[..., None]), axis=-1) / weight
-    return VocabStats(
-        log_normalizer=largest + jnp.log(weight),
-        target_logit=None,
-        mean_logit=jnp.mean(z, axis=-1),
-        max_logit=largest,
-        argmax=jnp.argmax(z, axis=-1).astype(jnp.int32),
-        expected_logit=largest + mean,
-        logit_variance=variance,
-        correct=None,
-        valid=valid,
-        scale=jnp.ones(valid.shape, jnp.float32),
-    )
-
-
 def _short(x: object) -> str:
     """Dtype and shape of an array, a tracer or a `jax.ShapeDtypeStruct`; the repr of anything else."""
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)

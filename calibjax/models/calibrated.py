@@ -13,6 +13,7 @@ from calibjax.models import decoder
 from calibjax.models.frozen import batch_stats, freeze
 from calibjax.models.load import is_base
 from calibjax.models.model import LanguageModel
+from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.indices import as_indices
@@ -26,7 +27,7 @@ class TokenConfidence(NamedTuple):
     temperature: Float[Array, "B T"]
 
 
-def check_base(lm: LanguageModel, head: FittedHead) -> None:
+def check_base(lm: FrozenModel, head: FittedHead) -> None:
     """Raises `UserError` where the head was not fitted on this model."""
     if not is_base(lm, head.fingerprint):
         raise UserError(
@@ -35,11 +36,12 @@ def check_base(lm: LanguageModel, head: FittedHead) -> None:
         )
 
 
-def _inputs(lm: LanguageModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:
+def _inputs(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:
     check_base(lm, head)
     if isinstance(tokens, Sequences):
         if segment_ids is not None:
             raise UserError("segment_ids: sequences have their own; leave them out.")
+        check_sequences(lm, tokens)
         return {name: as_indices(x) for name, x in tokens.arrays().items()}
     tokens = as_indices(tokens)
     if tokens.ndim != 2:
@@ -109,7 +111,7 @@ def _confidence(model, config, dtype, params, factor, frozen, batch):
 
 
 def calibrated_confidence(
-    lm: LanguageModel,
+    lm: FrozenModel,
     head: FittedHead,
     tokens: Int[AnyArray, "B T"] | Sequences,
     *,

@@ -9,42 +9,49 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from calibjax.heads import HeadConfig, head_features, logit_covariance
+from calibjax.heads import HeadConfig, head_features, join_features, logit_covariance
 from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
+from calibjax.kernels.dense import dense_stats
 from calibjax.models import decoder
-from calibjax.models.config import DecoderConfig
-from calibjax.models.model import LanguageModel
-from calibjax.runtime.sharding import AXES
+from calibjax.models.own import FrozenModel, FunctionConfig
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import AXES, constrain_batch
+
+Config = Any
+"""The configuration of a `FrozenModel`: a `DecoderConfig`, or that of a function."""
 
 
 class Frozen(NamedTuple):
     """Arrays of a frozen model, passed to jitted functions as arguments.
 
     Attributes:
-        params: parameters of the decoder; None if batches hold hidden states.
-        unembedding: `[V, D]`.
+        params: parameters of the model; None if batches hold hidden states.
+        unembedding: `[V, D]`; None: what the model gives are logits.
         covariance: covariance of the logits (`heads.logit_covariance`) if a head reads log_std_logits, else None.
         bias: bias of the logits, `[V]`, or None.
     """
 
-    params: decoder.Params | None
-    unembedding: Float[Array, "V D"]
+    params: Any
+    unembedding: Float[Array, "V D"] | None
     covariance: Float[Array, "E E"] | None = None
     bias: Float[Array, " V"] | None = None
 
 
-def freeze(lm: LanguageModel, *heads: HeadConfig, hidden_given: bool = False) -> Frozen:
+def freeze(lm: FrozenModel, *heads: HeadConfig, hidden_given: bool = False) -> Frozen:
     """Returns the arrays of `lm` that a step with these heads needs, without the decoder if batches hold hidden states.
 
     One for all heads of a step: a compiled step divides and gathers each of its arguments, even if they are one array.
     """
     covariance = None
+    reads = sorted({name for head in heads for name in head.features} & {"log_std_logits", "argmax_embedding"})
+    if reads and lm.unembedding is None:
+        raise UserError(f"{reads[0]}: this feature reads the unembedding, and the model gives logits: leave it out.")
     if any("log_std_logits" in head.features for head in heads):
         covariance = jax.jit(logit_covariance)(lm.unembedding, lm.unembedding_bias)
     return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance, lm.unembedding_bias)
 
 
-def vocab_sharding(mesh: Mesh | AbstractMesh, config: DecoderConfig) -> VocabSharding | None:
+def vocab_sharding(mesh: Mesh | AbstractMesh, config: Config) -> VocabSharding | None:
     """Sharding of the unembedding according to `sharding.RULES`; None on one device or a mesh with other axes."""
     if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
         return None
@@ -52,9 +59,7 @@ def vocab_sharding(mesh: Mesh | AbstractMesh, config: DecoderConfig) -> VocabSha
     return VocabSharding(mesh, width=("fsdp",) if divides else ())
 
 
-def batch_hidden(
-    config: DecoderConfig, frozen: Frozen, batch: Mapping[str, Array], dtype: DTypeLike
-) -> Float[Array, "B T D"]:
+def batch_hidden(config: Config, frozen: Frozen, batch: Mapping[str, Array], dtype: DTypeLike) -> Float[Array, "B T D"]:
     """Hidden states after the final norm: `batch["hidden"]` if given, else computed by the decoder.
 
     The decoder reads `tokens`, `segment_ids`, `positions` and, if given, `until` of the batch, all `[B, T]`.
@@ -63,6 +68,8 @@ def batch_hidden(
         return batch["hidden"].astype(dtype)
     if frozen.params is None:
         raise ValueError("batch: expected `hidden`, because this Frozen has no decoder parameters.")
+    if isinstance(config, FunctionConfig):
+        return jax.lax.stop_gradient(constrain_batch(config(frozen.params, batch)).astype(dtype))
     return jax.lax.stop_gradient(
         decoder.hidden_states(
             config,
@@ -76,8 +83,31 @@ def batch_hidden(
     )
 
 
+def frozen_features(
+    config: Config,
+    names: tuple[str, ...],
+    frozen: Frozen,
+    hidden: Float[Array, "B T D"],
+    dtype: DTypeLike,
+    stats: VocabStats | None = None,
+) -> Float[Array, "B T F"]:
+    """`head_features` of a frozen model."""
+    if frozen.unembedding is None:
+        return join_features(names, {"hidden_states": hidden}, dense_stats(hidden) if stats is None else stats)
+    return head_features(
+        names,
+        hidden,
+        frozen.unembedding.astype(dtype),
+        covariance=frozen.covariance,
+        bias=frozen.bias,
+        softcap=config.logit_softcap,
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
+        stats=stats,
+    )
+
+
 def batch_log_scale(
-    config: DecoderConfig,
+    config: Config,
     head: HeadConfig,
     head_params: Mapping[str, Any],
     frozen: Frozen,
@@ -90,16 +120,7 @@ def batch_log_scale(
 
     `stats`: the statistics at s = 1 that the head's features read, where they are at hand.
     """
-    features = head_features(
-        head.features,
-        batch["hidden"],
-        frozen.unembedding.astype(dtype),
-        covariance=frozen.covariance,
-        bias=frozen.bias,
-        softcap=config.logit_softcap,
-        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
-        stats=stats,
-    )
+    features = frozen_features(config, head.features, frozen, batch["hidden"], dtype, stats)
     log_scale = head.build().apply(
         {"params": head_params}, features, where=batch["where"], segment_ids=batch["segment_ids"]
     )
@@ -107,7 +128,7 @@ def batch_log_scale(
 
 
 def batch_stats(
-    config: DecoderConfig,
+    config: Config,
     head: HeadConfig,
     head_params: Mapping[str, Any],
     frozen: Frozen,
@@ -141,7 +162,7 @@ def batch_stats(
 
 
 def stats_at(
-    config: DecoderConfig,
+    config: Config,
     frozen: Frozen,
     batch: Mapping[str, Array],
     log_scale: Float[Array, "B T"],
@@ -155,6 +176,8 @@ def stats_at(
     count: at least the number of tokens with `where`: then no other token is multiplied by the vocabulary. Static.
     """
     hidden, where, shape = batch_hidden(config, frozen, batch, dtype), batch["where"], batch["where"].shape
+    if frozen.unembedding is None:
+        return dense_stats(hidden, batch["targets"], scale=jnp.exp(log_scale), where=where)
     targets, scale = batch["targets"], jnp.exp(log_scale)
     place = None
     if count is not None and count < where.size:

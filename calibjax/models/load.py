@@ -33,10 +33,12 @@ from calibjax.models.hf_tensors import Plan, TensorEntry, merge_mxfp4, plan_tens
 from calibjax.models.hub import download, repository_of
 from calibjax.models.model import LanguageModel
 from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
+from calibjax.models.own import FrozenModel
 from calibjax.models.tokenizer import find_tokenizer
 from calibjax.runtime.distributed import is_first, together
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import read_json
+from calibjax.runtime.sharding import as_mesh
 
 # float16 is not supported: hidden states of many models exceed its range, and JAX's attention requires a GPU for it.
 _DTYPES = ("float32", "bfloat16")
@@ -61,8 +63,8 @@ def load_model(
             files), a GGUF file, an output directory of `calibjax convert`, or a model id on the hub, which is
             downloaded once; `org/name@revision` pins a branch, tag or commit.
         dtype: dtype of the weights and of computations: float32 or bfloat16. Files may also hold float16.
-        mesh: devices among which `sharding.RULES` divide the weights; `None` for the default device. Run the model
-            under `jax.set_mesh(mesh)`, because kernels on TPUs are divided by the current mesh.
+        mesh: devices among which `sharding.RULES` divide the weights, its axes among data, fsdp and tensor; `None` for
+            the default device.
         adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
 
     Returns:
@@ -76,7 +78,7 @@ def load_model(
     """
     if dtype is None or not any(jnp.dtype(name) == dtype for name in _DTYPES):
         raise UserError(f"dtype: expected {' or '.join(_DTYPES)}, got {getattr(dtype, '__name__', dtype)}.")
-    dtype = jnp.dtype(dtype)
+    dtype, mesh = jnp.dtype(dtype), None if mesh is None else as_mesh(mesh)
     folder = _find_folder(path)
     description = read_description(folder) if is_checkpoint(folder) else None
     config, plan = (config_from_hf(folder), None) if description else together(functools.partial(_plan, folder))
@@ -117,13 +119,13 @@ def _plan(folder: Path) -> tuple[DecoderConfig, Plan]:
     return config, plan_tensors(config, entries)
 
 
-def is_base(lm: LanguageModel, recorded: str) -> bool:
+def is_base(lm: FrozenModel, recorded: str) -> bool:
     """Whether `recorded` is the fingerprint of the model; one of version 1 is computed from the model's files.
 
     Raises:
         UserError: if `recorded` is of version 1 and the model is a converted one, whose files do not have it.
     """
-    if recorded == lm.fingerprint or not is_first_version(recorded):
+    if recorded == lm.fingerprint or not is_first_version(recorded) or not isinstance(lm, LanguageModel):
         return recorded == lm.fingerprint
     if lm.path is not None:
         return recorded == _first_fingerprint(lm.path, lm.fingerprint)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.progress import progress_bar
-from calibjax.runtime.sharding import make_mesh
+from calibjax.runtime.sharding import as_mesh, parse_mesh
 from calibjax.runtime.tracking import TrackerName
 
 
@@ -24,7 +24,8 @@ class RunContext:
 
     Attributes:
         directory: directory of checkpoints, caches and logs. None: nothing is stored and the run cannot resume.
-        mesh: devices, with the axes of `calibjax.runtime.sharding.AXES`; by default only the first device.
+        mesh: devices, such as `jax.make_mesh((2, 4), ("data", "fsdp"))`, with axes among data, fsdp and tensor; by
+            default all devices along fsdp, as in the commands.
         seed: seed of all random numbers, at least 0.
         log: called with one line per event.
         progress: whether to show progress bars, in the first process only.
@@ -33,12 +34,15 @@ class RunContext:
     """
 
     directory: Path | None = None
-    mesh: Mesh = dataclasses.field(default_factory=lambda: make_mesh(devices=jax.devices()[:1]))
+    mesh: Mesh = dataclasses.field(default_factory=lambda: parse_mesh(None))
     seed: int = 0
     log: Callable[[str], None] = print
     progress: bool = True
     title: str | None = None
     track: TrackerName = "tensorboard"
+
+    def __post_init__(self):
+        object.__setattr__(self, "mesh", as_mesh(self.mesh))
 
     @property
     def shows_progress(self) -> bool:

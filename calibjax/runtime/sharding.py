@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from calibjax.runtime.errors import UserError
@@ -75,7 +75,27 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] 
     if int(np.prod(shape)) != len(devices):
         raise ValueError(f"mesh: the shape {shape} needs {int(np.prod(shape))} devices, {len(devices)} were given.")
     # Ordered by the interconnect between TPUs; on other platforms the order is kept.
-    return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
+    ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def as_mesh(mesh: Mesh) -> Mesh:
+    """The devices of a mesh under `AXES`, all of them Auto: the compiler chooses the shardings of intermediate arrays.
+
+    Raises:
+        UserError: the mesh has an axis that is not one of `AXES`.
+    """
+    if not set(mesh.axis_names) <= set(AXES):
+        raise UserError(
+            f"mesh: expected axes among {', '.join(AXES)}, got {', '.join(map(str, mesh.axis_names))}; make it by "
+            f'jax.make_mesh(({mesh.size},), ("fsdp",)).'
+        )
+    auto = (AxisType.Auto,) * len(AXES)
+    if mesh.axis_names == AXES and mesh.axis_types == auto:
+        return mesh
+    order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
+    devices = mesh.devices.transpose(order).reshape([mesh.shape.get(axis, 1) for axis in AXES])
+    return Mesh(devices, AXES, axis_types=auto)
 
 
 def parse_mesh(text: str | None) -> Mesh:
@@ -137,7 +157,13 @@ def constrain_batch(x: jax.Array) -> jax.Array:
 
     The decoder applies it in each layer so that the compiler gathers weights instead of activations.
     """
-    if not set(_BATCH) <= set(jax.sharding.get_abstract_mesh().axis_names):
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types and set(AXES) & set(mesh.axis_names):
+        raise UserError(
+            "the current mesh has Explicit axes, and this model leaves intermediate shardings to the compiler: run it "
+            "under jax.set_mesh(calibjax.RunContext(mesh=mesh).mesh)."
+        )
+    if not set(_BATCH) <= set(mesh.axis_names):
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from calibjax.data import Sequences, batches, concatenate, divide, eval_batches
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.losses import LOSSES, curve_loss
-from calibjax.models import LanguageModel
+from calibjax.models.own import FrozenModel, placed
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
@@ -57,7 +57,7 @@ class AtsFit(NamedTuple):
 
 
 def fit_ats(
-    lm: LanguageModel,
+    lm: FrozenModel,
     data: Sequences | Mapping[str, Sequences],
     options: AtsOptions | AtsPlan = AtsOptions(),
     context: RunContext | None = None,
@@ -69,7 +69,8 @@ def fit_ats(
     bit for bit.
 
     Args:
-        lm: the frozen model; it is placed on `context.mesh` where it is not yet, and the head with it.
+        lm: the frozen model: a `LanguageModel`, or one of your own by `from_function` or `from_arrays`. It is placed on
+            `context.mesh` where it is not yet, and the head with it.
         data: sequences to fit on; or several sets by name, such as one per domain. Where a head or a loss is chosen or
             a temperature refitted, each fold of the rows, or each set, is predicted by a head fitted on the others, so
             that a head of several sets is chosen for a set that it has not seen. In the end it is fitted on all.
@@ -89,7 +90,7 @@ def fit_ats(
         raise UserError(f"lm: expected a model of load_model or LanguageModel.from_params, got {type(lm).__name__}.")
     plan = options if isinstance(options, AtsPlan) else make_plan(options, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
-    lm = dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(context.mesh, lm.params)))
+    lm = placed(lm, context.mesh)
     if context.directory is None:
         plan = dataclasses.replace(plan, keep="memory")
     sequences = concatenate(list(sets.values()))
@@ -141,7 +142,7 @@ def _fit(
 
 
 def fit_temperature_head(
-    lm: LanguageModel, sequences: Sequences, batch_size: int, tokens: TokenCurves | None = None
+    lm: FrozenModel, sequences: Sequences, batch_size: int, tokens: TokenCurves | None = None
 ) -> FittedHead:
     """Temperature scaling on sequences, or on their curves, as a head; on the current mesh (`jax.set_mesh`)."""
     if tokens is None:

@@ -24,12 +24,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.data import Sequences, check_ids, eval_batches
-from calibjax.heads import FEATURES, HEADS, HeadConfig, head_features, join_features
+from calibjax.data import Sequences, eval_batches
+from calibjax.heads import FEATURES, HEADS, HeadConfig, join_features
 from calibjax.kernels import VocabCurves, vocab_curves
-from calibjax.models import LanguageModel
-from calibjax.models.config import DecoderConfig
-from calibjax.models.frozen import Frozen, batch_hidden, freeze, vocab_sharding
+from calibjax.kernels.dense import dense_curves
+from calibjax.models.frozen import Frozen, batch_hidden, freeze, frozen_features, vocab_sharding
+from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError
@@ -117,7 +117,7 @@ def stored_features(heads: Sequence[HeadConfig]) -> tuple[str, ...]:
 
 
 def token_curves(
-    lm: LanguageModel,
+    lm: FrozenModel,
     sequences: Sequences,
     heads: Sequence[HeadConfig] = (),
     *,
@@ -144,7 +144,7 @@ def token_curves(
     Raises:
         UserError: no token counts, ids are not of the model's vocabulary, or the files cannot be written.
     """
-    check_ids(sequences, lm.config.vocab_size)
+    check_sequences(lm, sequences)
     features = stored_features(heads)
     top_k = min(top_k, lm.config.vocab_size)
     run = functools.partial(_run, lm.config, lm.dtype, features)
@@ -201,12 +201,9 @@ def token_curves(
 def _run(config, dtype, features, frozen, batch):
     """Hidden states `[B, T, D]`, and the features to store, `[B, T, F]` each."""
     hidden = batch_hidden(config, frozen, batch, dtype)
-    options = {"covariance": frozen.covariance, "bias": frozen.bias, "softcap": config.logit_softcap}
-    options["sharding"] = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
     real = (batch["segment_ids"] > 0)[..., None]
     stored = {
-        name: head_features((name.removesuffix(_EVERYWHERE),), hidden, frozen.unembedding.astype(dtype), **options)
-        for name in features
+        name: frozen_features(config, (name.removesuffix(_EVERYWHERE),), frozen, hidden, dtype) for name in features
     }
     return hidden, {name: jnp.where(real, x, 0) for name, x in stored.items()}
 
@@ -214,8 +211,11 @@ def _run(config, dtype, features, frozen, batch):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _block(config, dtype, top_k, frozen, hidden, targets, row, position):
     """The curves of some tokens of a batch."""
+    hidden = take_states(hidden, row, position)
+    if frozen.unembedding is None:
+        return dense_curves(hidden, targets[row, position], top_k=top_k)
     return vocab_curves(
-        take_states(hidden, row, position),
+        hidden,
         frozen.unembedding.astype(dtype),
         targets[row, position],
         bias=frozen.bias,
@@ -234,7 +234,7 @@ def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
 
 
 def frozen_pass(
-    config: DecoderConfig, dtype: DTypeLike, features: tuple[str, ...], frozen: Frozen, batch: Mapping[str, Array]
+    config: Any, dtype: DTypeLike, features: tuple[str, ...], frozen: Frozen, batch: Mapping[str, Array]
 ) -> tuple[dict[str, Array], VocabCurves]:
     """What `token_curves` computes of a batch in which every token counts, as one function: for `plan`."""
     hidden, stored = _run(config, dtype, features, frozen, batch)

@@ -1,0 +1,250 @@
+"""Models of one's own: any function of tokens, and hidden states or logits that are already computed.
+
+`fit_ats`, `evaluate` and `calibrated_confidence` read of a model what `FrozenModel` names, and nothing else.
+"""
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from calibjax.data import Sequences, check_ids
+from calibjax.models.model import LanguageModel
+from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import param_shardings, replicated
+
+_ROW = 64  # predictions in a sequence that `from_arrays` makes of `[N, D]`
+
+
+class FrozenModel(Protocol):
+    """What is read of a frozen model. `LanguageModel` has it, and so has what `from_function` returns.
+
+    Attributes:
+        config: hashable, with `hidden_size`, `vocab_size`, `max_positions` and `logit_softcap`.
+        params: pytree of arrays.
+        dtype: compute dtype.
+        fingerprint: identity of the model; a head that was fitted on another one is refused.
+        unembedding: W `[V, D]`; None where the model gives logits.
+        unembedding_bias: b `[V]`, or None.
+    """
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def params(self) -> Any: ...
+    @property
+    def dtype(self) -> jnp.dtype: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def unembedding(self) -> Float[Array, "V D"] | None: ...
+    @property
+    def unembedding_bias(self) -> Float[Array, " V"] | None: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FunctionConfig:
+    """The sizes of a `FunctionModel`, and its function with the names of the keywords that it takes."""
+
+    apply: Callable[..., Any]
+    keywords: tuple[str, ...]
+    hidden_size: int
+    vocab_size: int
+    input_ids: int
+    logit_softcap: float | None = None
+    max_positions: int = 2**30
+
+    def __call__(self, params: Any, batch: Any) -> Array:
+        """Hidden states `[B, T, D]`, or logits `[B, T, V]`."""
+        return self.apply(params, batch["tokens"], **{name: batch[name] for name in self.keywords})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FunctionModel:
+    """A `FrozenModel` of a function; see `from_function`."""
+
+    config: FunctionConfig
+    params: Any
+    dtype: jnp.dtype
+    fingerprint: str
+    unembedding: Float[Array, "V D"] | None = None
+    unembedding_bias: Float[Array, " V"] | None = None
+
+    def __repr__(self) -> str:
+        gives = "logits" if self.unembedding is None else f"hidden states of {self.config.hidden_size:,}"
+        return f"FunctionModel({gives}, vocabulary {self.config.vocab_size:,}, {self.fingerprint[:21]})"
+
+
+def from_function(
+    apply: Callable[..., Float[Array, "B T D"]],
+    params: Any,
+    unembedding: Float[AnyArray, "V D"] | None = None,
+    *,
+    bias: Float[AnyArray, " V"] | None = None,
+    softcap: float | None = None,
+    dtype: DTypeLike | None = None,
+    fingerprint: str | None = None,
+) -> FunctionModel:
+    """A model of any library (linen, NNX, Equinox, MaxText, tunix), for `fit_ats` and `evaluate`.
+
+    Args:
+        apply: pure function `(params, tokens [B, T]) -> hidden states [B, T, D]` after the final norm; or, without
+            `unembedding`, `-> logits [B, T, V]`, which are then held for one batch. Where it has parameters named
+            `segment_ids` or `positions` (int32 `[B, T]`), it is given those of packed sequences.
+        params: pytree of arrays, its first argument. Arrays on the devices of a run's mesh stay as they are sharded
+            there; others are copied to every device.
+        unembedding: W `[V, D]`: the logits are softcap(h Wᵀ + b).
+        bias: b `[V]`.
+        softcap: c of c tanh(z/c).
+        dtype: of the product with `unembedding`; None: that of `unembedding`, float32 for logits.
+        fingerprint: name of the model, which heads keep; None: a hash of all parameters.
+
+    Raises:
+        UserError: the function does not return one array of the width expected.
+
+    Example:
+        >>> params = {"embed": jnp.eye(5, 4), "out": jnp.ones((5, 4))}
+        >>> from_function(lambda params, tokens: params["embed"][tokens], params, params["out"], fingerprint="tiny")
+        FunctionModel(hidden states of 4, vocabulary 5, function:tiny)
+    """
+    if unembedding is None and not (bias is None and softcap is None):
+        raise UserError("bias, softcap: logits have them already; leave them out, or give the unembedding.")
+    takes = inspect.signature(apply).parameters
+    keywords = tuple(name for name in ("segment_ids", "positions") if name in takes)
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    given = jax.eval_shape(apply, params, tokens, **dict.fromkeys(keywords, tokens))
+    if not hasattr(given, "shape") or given.shape[:2] != (1, 8) or len(given.shape) != 3:
+        found = getattr(given, "shape", f"a {type(given).__name__}")
+        raise UserError(f"apply: expected one array [B, T, D] (or logits [B, T, V]) of tokens [1, 8], got {found}.")
+    width, entries = given.shape[2], given.shape[2]
+    if unembedding is not None:
+        entries, columns = np.shape(unembedding)
+        if columns != width:
+            hint = "; transpose it" if entries == width else ""
+            raise UserError(f"unembedding: expected [V, {width}], got {list(np.shape(unembedding))}{hint}.")
+    config = FunctionConfig(
+        apply=apply,
+        keywords=keywords,
+        hidden_size=width,
+        vocab_size=entries,
+        input_ids=entries,
+        logit_softcap=softcap,
+    )
+    weights = [None if x is None else jnp.asarray(x) for x in (unembedding, bias)]
+    compute = jnp.float32 if weights[0] is None else weights[0].dtype
+    name = _digest((params, weights, softcap)) if fingerprint is None else fingerprint
+    return FunctionModel(config, params, jnp.dtype(dtype or compute), f"function:{name}", *weights)
+
+
+def from_arrays(
+    values: Float[AnyArray, "*B D"],
+    targets: Int[AnyArray, "*B"],
+    unembedding: Float[AnyArray, "V D"] | None = None,
+    *,
+    bias: Float[AnyArray, " V"] | None = None,
+    softcap: float | None = None,
+    where: Bool[AnyArray, "*B"] | None = None,
+) -> tuple[FunctionModel, Sequences]:
+    """Hidden states, or logits, that are already computed, as a model and its data.
+
+    Args:
+        values: hidden states `[N, D]` of N predictions, or `[S, T, D]` of S sequences; logits `[N, V]` or `[S, T, V]`
+            without `unembedding`.
+        targets: int, of the leading shape of `values`; -100 does not count.
+        unembedding, bias, softcap: as in `from_function`.
+        where: bool, of the leading shape; False for predictions that do not count.
+
+    Returns:
+        (model, data), for `fit_ats` and `evaluate`; split the data with `split_sequences`. Heads fit every model with
+        the same unembedding, such as that of further arrays. Of `[N, D]`, 64 consecutive predictions are one sequence:
+        a unit of splits and intervals; heads that attend read each prediction alone.
+
+    Raises:
+        UserError: shapes that do not fit.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> logits = rng.normal(size=(640, 5)).astype(np.float32)
+        >>> lm, data = from_arrays(4 * logits, (logits + rng.gumbel(size=logits.shape)).argmax(axis=1))
+        >>> data
+        Sequences(10 of 64 inputs, 640 targets in the loss)
+    """
+    values, targets = np.asarray(values), np.asarray(targets)
+    counted = np.ones(targets.shape, bool) if where is None else np.asarray(where)
+    if values.ndim not in (2, 3) or not targets.shape == counted.shape == values.shape[:-1]:
+        shapes = f"values {values.shape}, targets {targets.shape}, where {counted.shape}"
+        raise UserError(
+            f"expected values [N, D] or [S, T, D] and targets (and where) of their leading shape, got {shapes}."
+        )
+    flat, length = values.reshape(-1, values.shape[-1]), values.shape[1] if values.ndim == 3 else _ROW
+    rows = -(-len(flat) // length)
+
+    def cut(x: Any, filler: Any = 0) -> np.ndarray:
+        return np.pad(np.ravel(x), (0, rows * length - len(flat)), constant_values=filler).reshape(rows, length)
+
+    column = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+    real = cut(np.ones(len(flat), bool))
+    data = Sequences(
+        tokens=cut(np.arange(len(flat), dtype=np.int32)),
+        targets=cut(targets).astype(np.int32),
+        where=cut(counted) & real,
+        segment_ids=np.where(real, 1 if values.ndim == 3 else column + 1, 0).astype(np.int32),
+        positions=np.where(real, column if values.ndim == 3 else 0, 0).astype(np.int32),
+        source=np.arange(rows, dtype=np.int32),
+    )
+    name = _digest((unembedding, bias, softcap, None if unembedding is not None else values.shape[-1]))
+    lm = from_function(_look_up, flat, unembedding, bias=bias, softcap=softcap, fingerprint=name)
+    config = dataclasses.replace(lm.config, input_ids=len(flat), keywords=())
+    return dataclasses.replace(lm, config=config), data
+
+
+def _look_up(table: Array, tokens: Int[Array, "B T"]) -> Array:
+    return table[tokens]
+
+
+def _digest(tree: Any) -> str:
+    """A hash of the structure and the numbers of a tree."""
+    leaves, structure = jax.tree.flatten(tree)
+    digest = hashlib.sha256(str(structure).encode())
+    for leaf in leaves:
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def check_sequences(lm: FrozenModel, sequences: Sequences) -> None:
+    """Raises `UserError` where ids are not the model's, no target counts, or its function cannot read packed texts."""
+    config = lm.config
+    if not isinstance(config, FunctionConfig):
+        check_ids(sequences, config.vocab_size)
+        return
+    check_ids(sequences, config.vocab_size, config.input_ids)
+    if "segment_ids" not in config.keywords and config.apply is not _look_up and np.max(sequences.segment_ids) > 1:
+        raise UserError(
+            "sequences: several texts are packed in one sequence, and this model's function has no parameter "
+            'segment_ids that keeps them apart. Give it one, or load the text with layout="pad".'
+        )
+
+
+def placed(lm: Any, mesh: Mesh) -> Any:
+    """The model on a mesh: the weights of a `LanguageModel` by `sharding.RULES`, others as `from_function` says."""
+    if isinstance(lm, LanguageModel):
+        return dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(mesh, lm.params)))
+    devices = set(mesh.devices.flat)
+
+    def place(leaf: Any) -> Any:
+        there = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
+        return leaf if there else jax.device_put(leaf, replicated(mesh))
+
+    names = ("params", "unembedding", "unembedding_bias")
+    return dataclasses.replace(lm, **{name: jax.tree.map(place, getattr(lm, name)) for name in names})
