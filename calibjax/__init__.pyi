@@ -1,7 +1,10 @@
 from . import heads, kernels, losses, metrics, plot, recalibrate
 from .data import Sequences, split_sequences
 from .data.load import load_text
+from .eval.answers.decide import decide
+from .eval.compare.compare import Comparison, compare
 from .eval.heads import Evaluation, evaluate
+from .eval.layers.analysis import LayersOptions, evaluate_layers
 from .heads import (
     ConstantTemperature,
     FittedHead,
@@ -20,10 +23,13 @@ from .runtime.errors import UserError
 from .runtime.version import __version__
 from .train import AtsOptions, load_head, save_head
 from .train.ats import AtsFit, fit_ats
+from .train.lhts import LhtsFit, LhtsOptions, fit_lhts
+from .train.sft import SftFit, SftOptions, fit_sft
 
 __all__ = [
     "AtsFit",
     "AtsOptions",
+    "Comparison",
     "ConstantTemperature",
     "Evaluation",
     "FittedHead",
@@ -32,11 +38,16 @@ __all__ = [
     "Generation",
     "HeadConfig",
     "LanguageModel",
+    "LayersOptions",
+    "LhtsFit",
+    "LhtsOptions",
     "LinearHead",
     "MLPHead",
     "RunContext",
     "Sampling",
     "Sequences",
+    "SftFit",
+    "SftOptions",
     "TokenConfidence",
     "TransformerHead",
     "UserError",
@@ -45,8 +56,13 @@ __all__ = [
     "__version__",
     "calibrated_confidence",
     "calibrated_logprobs",
+    "compare",
+    "decide",
     "evaluate",
+    "evaluate_layers",
     "fit_ats",
+    "fit_lhts",
+    "fit_sft",
     "from_arrays",
     "from_function",
     "generate",

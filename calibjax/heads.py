@@ -450,7 +450,7 @@ def logit_covariance(unembedding: Float[Array, "V D"], bias: Float[Array, " V"] 
 def head_features(
     names: tuple[str, ...],
     hidden: Float[Array, "B T D"],
-    unembedding: Float[Array, "V D"] | None,
+    unembedding: Float[Array, "V D"],
     *,
     covariance: Float[Array, "E E"] | None = None,
     bias: Float[Array, " V"] | None = None,
@@ -464,7 +464,7 @@ def head_features(
     Args:
         names: among `FEATURES`.
         hidden: hidden states after the final norm.
-        unembedding: W; None: no feature named reads it, and `logits` are given.
+        unembedding: W.
         covariance: of `logit_covariance`, to save its computation where log_std_logits is named.
         bias, softcap: of the logits. log_std_logits is taken before the soft-cap.
         sharding: how tokens and vocabulary are divided, as in `vocab_stats`.

@@ -8,7 +8,7 @@ Every job runs in a process of its own, in turn with the forward pass, on the sa
 - forward: hidden states and the NLL of every token, batch by batch;
 - 1 head: `evaluate_tokens` of the base model (a constant temperature of 1);
 - 3 heads: of the base model, temperature scaling and an MLP head, which share one forward pass;
-- layers: `evaluate_layers`, the predictions read from every layer;
+- layers: `layer_outputs`, the predictions read from every layer;
 - report: figures with their intervals from the results of three heads, and report.html. It depends on the number of
   sequences and on the resamples, not on the model; the results are computed before the clock starts.
 
@@ -36,7 +36,7 @@ import tyro
 from calibjax.commands.common import SCHEMA
 from calibjax.data import Sequences, eval_batches
 from calibjax.data.synthetic import as_sequences
-from calibjax.eval.layers.layers import evaluate_layers, make_readout
+from calibjax.eval.layers.layers import layer_outputs, make_readout
 from calibjax.eval.report import write_report
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead, HeadConfig
@@ -131,7 +131,7 @@ def _job(bench: Bench, name: str, lm: LanguageModel, sequences: Sequences, folde
         return lambda: evaluate_tokens(lm, sequences, heads, batch_size=bench.batch, context=context)
     if name == "layers":
         read = make_readout(lm)
-        return lambda: evaluate_layers(lm, sequences, read, batch_size=bench.batch, context=context)
+        return lambda: layer_outputs(lm, sequences, read, batch_size=bench.batch, context=context)
     if name == "report":
         results = evaluate_tokens(lm, sequences, heads, batch_size=bench.batch, context=context)
         return lambda: write_report({"schema": SCHEMA, "held_out": results_json(results)}, folder)

@@ -33,7 +33,7 @@ from calibjax.eval.layers.directions import (
     find_directions,
     sweep,
 )
-from calibjax.eval.layers.layers import Readout, evaluate_layers, make_readout
+from calibjax.eval.layers.layers import Readout, layer_outputs, make_readout
 from calibjax.models import LanguageModel, load_model
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import require_directory
@@ -104,7 +104,7 @@ def domains(study: Study, lm: LanguageModel) -> dict[str, Domain]:
 
 def find(study: Study, lm: LanguageModel, of: Domain) -> tuple[Edit, np.ndarray, np.ndarray]:
     """The edit chosen on the fitting half, its array, and the unit vectors of all blocks."""
-    outputs = evaluate_layers(lm, of.fit, of.read, context=QUIET)
+    outputs = layer_outputs(lm, of.fit, of.read, context=QUIET)
     sets = choose_sets("overconfident", outputs.confidence[-1], outputs.correct[-1])
     directions = find_directions(lm, of.fit, of.read, sets, context=QUIET)
     blocks = range(1, lm.config.num_layers + 1)

@@ -26,7 +26,7 @@ from calibjax.cli import execute
 from calibjax.commands.common import DataOptions
 from calibjax.data import Sequences
 from calibjax.eval.layers.directions import null_space
-from calibjax.eval.layers.layers import correction_phase, evaluate_layers, make_readout
+from calibjax.eval.layers.layers import correction_phase, layer_outputs, make_readout
 from calibjax.models import LanguageModel, init_params, load_model
 from calibjax.models import decoder as decoders
 from calibjax.runtime.context import RunContext
@@ -149,7 +149,7 @@ def run_phase(study: Study) -> dict[str, Any]:
         models[f"with a block that {what}, T = {aim:.2f}"] = block
     found = {}
     for name, model in models.items():
-        outputs = evaluate_layers(model, held_out, make_readout(model), context=QUIET)
+        outputs = layer_outputs(model, held_out, make_readout(model), context=QUIET)
         sums = [
             metrics.pooled_sums(c, y.astype(np.float32), log_prob=p, groups=outputs.group)
             for c, y, p in zip(outputs.confidence, outputs.correct, outputs.log_prob, strict=True)

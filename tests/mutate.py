@@ -99,7 +99,7 @@ TABLE = [
     ),
     Mutation(
         "data/sequences.py",
-        "read & ((ids < 0) | (ids >= vocab_size))",
+        "read & ((ids < 0) | (ids >= size))",
         "read & (ids >= vocab_size)",
         "test_front_door.py -k another_vocabulary",
     ),

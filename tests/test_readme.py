@@ -40,7 +40,7 @@ def test_python_blocks_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(options, "AUTO", options.AUTO[:1])
     run = runner(tmp_path)
     blocks, namespace = blocks_of(README), {}
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     assert blocks[0].strip().count("\n") <= 10
     for block in blocks:
         run("README.md", block, namespace)

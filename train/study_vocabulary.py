@@ -29,7 +29,7 @@ from calibjax.commands.common import claim_directory
 from calibjax.data import Sequences
 from calibjax.data.load import load_text
 from calibjax.eval.layers.bounds import head_bound
-from calibjax.eval.layers.layers import evaluate_layers, make_readout
+from calibjax.eval.layers.layers import layer_outputs, make_readout
 from calibjax.models import LanguageModel, init_params
 from calibjax.models.families import config_from_hf
 from calibjax.runtime.context import RunContext
@@ -168,7 +168,7 @@ def start(study: Study, setting: Setting, directory: Path) -> LanguageModel:
 
 def evaluate(lm: LanguageModel, sequences: Sequences) -> dict[str, float]:
     """Figures of the model's own predictions, entropies in nats."""
-    found = evaluate_layers(lm, sequences, make_readout(lm), batch_size=8, context=RunContext(progress=False))
+    found = layer_outputs(lm, sequences, make_readout(lm), batch_size=8, context=RunContext(progress=False))
     confidence, correct, log_prob, entropy = (
         of[-1] for of in (found.confidence, found.correct, found.log_prob, found.entropy)
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,12 @@ import numpy as np
 
 from calibjax.commands.common import ColumnOptions, JsonOptions, presentation
 from calibjax.data.table import PredictionTable, read_table
-from calibjax.eval.answers.decisions import (
-    answering,
-    claim_threshold,
-    option_sets,
-    risk_threshold,
-    selective_threshold,
-    set_threshold,
-)
+from calibjax.eval.answers.decide import OF_ANSWERS, OF_CLAIMS, decide
 from calibjax.eval.report.tables import ABSENT, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_file, write_file
 from calibjax.runtime.options import Fraction
-
-AVERAGE, OF_ANSWERS, OF_CLAIMS = "of all questions", "of the answers", "claims of an answer"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,112 +67,22 @@ def run(options: DecideOptions, log: Callable[[str], None] = print) -> dict[str,
         raise UserError(f"--by-category: {options.table} has no column category.")
     if options.claims and table.groups is None:
         raise UserError(f"--claims: {options.table} has no column group, which tells the answer of a claim.")
-    parts = {"": table}
-    if options.by_category:
-        assert table.categories is not None
-        names, of = np.unique(table.categories, return_inverse=True)
-        parts = {str(name): table.take(np.flatnonzero(of == number)) for number, name in enumerate(names)}
-    document: dict[str, Any] = {
-        "table": str(options.table),
-        "risk": options.risk,
-        "level": options.level,
-        "guarantees": _guarantees(options),
-        "categories": {name: _decided(part, options) for name, part in parts.items()},
-    }
+    data, p = table.predictions, _probabilities(table)
+    with about("--table"):
+        decided = decide(
+            np.asarray(data.confidence) if p is None else p,
+            np.asarray(data.correct if p is None else data.labels),
+            options.risk,
+            options.level,
+            answer=table.groups if options.claims else None,
+            category=table.categories if options.by_category else None,
+        )
+    document = {"table": str(options.table), **decided}
     if options.out is not None:
         write_file(options.out, json.dumps(document, indent=2) + "\n")
     if not options.json:
         _print(document, options)
     return document
-
-
-def _decided(table: PredictionTable, options: DecideOptions) -> dict[str, Any]:
-    """The decisions for the rows of one category."""
-    data, p = table.predictions, _probabilities(table)
-    if p is None:
-        confidence, correct = np.asarray(data.confidence), np.asarray(data.correct)
-    else:
-        confidence, correct = p.max(axis=1), (p.argmax(axis=1) == data.labels).astype(np.float64)
-    if not np.isin(correct, (0, 1)).all():
-        raise UserError(f"{options.table}: correct: expected 0 or 1, got fractions: list each attempt in a row.")
-    if options.claims:
-        assert table.groups is not None
-        return {OF_CLAIMS: _kept(confidence, correct, table.groups, options.risk)}
-    thresholds = {
-        AVERAGE: risk_threshold(confidence, correct, options.risk),
-        OF_ANSWERS: selective_threshold(confidence, correct, options.risk, options.level),
-    }
-    found: dict[str, Any] = {}
-    for name, threshold in thresholds.items():
-        row = answering(confidence, correct, threshold)._asdict()
-        found[name] = {**row, "threshold": _finite(threshold), "answers": _answers(threshold)}
-        found[name]["wrong_of_answered"] = _finite(row["wrong_of_answered"])
-    if p is not None:
-        found["options"] = _options(p, np.asarray(data.labels), options.risk)
-    return found
-
-
-def _kept(confidence: np.ndarray, correct: np.ndarray, answers: np.ndarray, risk: float) -> dict[str, Any]:
-    """The threshold of claims: what it keeps, and the mean over answers of the fraction of false claims kept."""
-    threshold = claim_threshold(confidence, correct, answers, risk)
-    taken = confidence > threshold
-    numbers = np.unique(answers, return_inverse=True)[1]
-    kept, false = (np.bincount(numbers, weights=x) for x in (taken, taken & (correct < 1)))
-    return {
-        "questions": len(kept),
-        "answered": float(taken.mean()),
-        "wrong": float((taken & (correct < 1)).mean()),
-        "wrong_of_answered": float((false / np.maximum(kept, 1)).mean()),
-        "threshold": _finite(threshold),
-        "answers": _answers(threshold),
-    }
-
-
-def _probabilities(table: PredictionTable) -> np.ndarray | None:
-    """Probabilities of the options, float64 `[N, K]`: those of the file, or the softmax of its logits."""
-    if table.probabilities is not None or table.predictions.logits is None:
-        return table.probabilities
-    logits = np.asarray(table.predictions.logits, np.float64)
-    p = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return p / np.sort(p, axis=1).sum(axis=1, keepdims=True)  # sorted: the same sum in any order of the options
-
-
-def _options(p: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
-    """The sets of options: their threshold, and how large they are on the table."""
-    threshold = set_threshold(p, labels, risk)
-    sets = option_sets(p, threshold)
-    sizes = sets.sum(axis=1)
-    return {
-        "threshold": _finite(threshold),
-        "questions": len(p),
-        "right_in_set": float(sets[np.arange(len(p)), labels].mean()),
-        "mean_size": float(sizes.mean()),
-        "single": float((sizes == 1).mean()),
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _answers(threshold: float) -> str:
-    return "some" if math.isfinite(threshold) else "none" if threshold > 0 else "all"
-
-
-def _guarantees(options: DecideOptions) -> dict[str, str]:
-    risk, each = str(options.risk), " of its category" if options.by_category else ""
-    return {
-        AVERAGE: f"a new question{each} is answered wrongly with probability at most {risk}, on average over tables of "
-        "this size; rows and new questions are exchangeable (conformal risk control)",
-        OF_ANSWERS: f"with probability {options.level} over the draw of the table, at most {risk} of the answers "
-        f"given to new questions{each} are wrong; rows and new questions are independent and drawn alike (binomial "
-        "tests)",
-        OF_CLAIMS: f"of the claims kept of a new answer{each}, the expected fraction of false ones is at most {risk}, "
-        "on average over tables of this size; answers are exchangeable, their claims may depend on each other "
-        "(conformal risk control)",
-        "options": f"the set of a new question{each} holds the right option with probability at least "
-        f"{1 - options.risk:.10g}; rows and new questions are exchangeable (split-conformal)",
-    }
 
 
 def _print(document: dict[str, Any], options: DecideOptions) -> None:
@@ -250,3 +150,12 @@ def _claims_verdict(decided: list[dict[str, Any]], options: DecideOptions) -> st
         return f"All claims can be kept: the {limit}."
     row = decided[0]
     return f"Keep claims with a confidence above {row['threshold']}: {row['answered']:.1%} of them; the {limit}."
+
+
+def _probabilities(table: PredictionTable) -> np.ndarray | None:
+    """Probabilities of the options, float64 `[N, K]`: those of the file, or the softmax of its logits."""
+    if table.probabilities is not None or table.predictions.logits is None:
+        return table.probabilities
+    logits = np.asarray(table.predictions.logits, np.float64)
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return p / np.sort(p, axis=1).sum(axis=1, keepdims=True)  # sorted: the same sum in any order of the options

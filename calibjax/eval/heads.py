@@ -70,6 +70,14 @@ def evaluate(
 
     Raises:
         UserError: a head belongs to another model, or the data cannot be read or does not fit the model.
+
+    Example:
+        >>> import calibjax
+        >>> lm = calibjax.LanguageModel.random(vocab_size=32)
+        >>> texts = [[(row + step) % 32 for step in range(20)] for row in range(40)]
+        >>> found = calibjax.evaluate(lm, texts, context=calibjax.RunContext().silent())
+        >>> found.tokens, sorted(found.figures["uncalibrated"])
+        (760, ['brier', 'ece', 'nll'])
     """
     context = context or RunContext()
     data = data if isinstance(data, Sequences) else load_text(data, lm)

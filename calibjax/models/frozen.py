@@ -32,7 +32,7 @@ class Frozen(NamedTuple):
     """
 
     params: Any
-    unembedding: Float[Array, "V D"] | None
+    unembedding: Any
     covariance: Float[Array, "E E"] | None = None
     bias: Float[Array, " V"] | None = None
 

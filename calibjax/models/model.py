@@ -100,6 +100,27 @@ class LanguageModel:
             check_tokenizer(tokenizer, config, tokenizer.added_tokens_decoder)
         return cls(config, params, jnp.dtype(dtype), fingerprint(config, named_tensors(params)), _tokenizer=tokenizer)
 
+    @classmethod
+    def random(cls, vocab_size: int, *, hidden_size: int = 16, num_layers: int = 1, seed: int = 0) -> "LanguageModel":
+        """Makes a small Llama with random weights, without a tokenizer, to try functions on.
+
+        Example:
+            >>> LanguageModel.random(vocab_size=32).logits([[1, 2, 3]]).shape
+            (1, 3, 32)
+        """
+        config = DecoderConfig(
+            family="llama",
+            vocab_size=vocab_size,
+            num_layers=num_layers,
+            max_positions=1024,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=hidden_size // 2,
+        )
+        return cls.from_params(config, decoder.init_params(config, jax.random.key(seed)))
+
     @property
     def has_tokenizer(self) -> bool:
         """Whether the model has a tokenizer."""

@@ -102,7 +102,7 @@ def _ats_loss(params, rows, extra):
     return nll_of(_tempered(params, logits, features), labels)
 
 
-def fit_ats(data: Predictions, where: np.ndarray | None = None, *, units: int = 64, seed: int = 0) -> HeadState:
+def fit_mlp(data: Predictions, where: np.ndarray | None = None, *, units: int = 64, seed: int = 0) -> HeadState:
     """Adaptive temperature scaling of given predictions: softmax(s(h) z) (arXiv 2409.19817).
 
     s(h) = exp of an `MLPHead` on the hidden state of each prediction, by cross-entropy, stopped as g-layers are. It is
@@ -127,7 +127,7 @@ def fit_ats(data: Predictions, where: np.ndarray | None = None, *, units: int = 
     return HeadState(params, report)
 
 
-def apply_ats(state: HeadState, data: Predictions) -> Float[Array, "N K"]:
+def apply_mlp(state: HeadState, data: Predictions) -> Float[Array, "N K"]:
     """log softmax(s(h) z)."""
     return _tempered(state.params, jnp.asarray(data.logits, jnp.float32), jnp.asarray(data.features, jnp.float32))
 
@@ -135,8 +135,8 @@ def apply_ats(state: HeadState, data: Predictions) -> Float[Array, "N K"]:
 METHODS = {
     "g_layers": Method(fit_g_layers, apply_g_layers, ("logits", "labels"), "Rahimi et al. 2020"),
     "ats": Method(
-        fit_ats,
-        apply_ats,
+        fit_mlp,
+        apply_mlp,
         ("logits", "features", "labels"),
         "Xie et al. 2024, arXiv 2409.19817",
         keeps_argmax=True,

@@ -83,6 +83,16 @@ def fit_ats(
     Raises:
         UserError: invalid options, sequences that do not fit the model, or a directory with another run.
         NonFiniteLossError: training diverged.
+
+    Example:
+        >>> import calibjax
+        >>> lm = calibjax.LanguageModel.random(vocab_size=32)
+        >>> texts = [[(row + step) % 32 for step in range(20)] for row in range(40)]
+        >>> data = calibjax.load_text(texts, lm, seq_len=16)
+        >>> options = calibjax.AtsOptions(loss="cross-entropy", head="constant")
+        >>> fitted = calibjax.fit_ats(lm, data, options, calibjax.RunContext().silent())
+        >>> list(fitted.heads)
+        ['temperature', 'ats']
     """
     context = context or RunContext()
     sets = {"fit": data} if isinstance(data, Sequences) else data

@@ -254,8 +254,8 @@ def fit_lhts(
     lm: LanguageModel,
     sequences: Sequences,
     options: LhtsOptions = LhtsOptions(),
+    context: RunContext | None = None,
     *,
-    context: RunContext,
     method: Method = "lhts",
     samples: Path | None = None,
 ) -> LhtsFit:
@@ -267,8 +267,8 @@ def fit_lhts(
     sequences, and the next student is trained on this text too. (Quark prepends a control token instead, and goes on
     with the same student.)
 
-    Checkpoints are stored in `context.directory`: a killed run that is started again with the same arguments resumes
-    and ends with bit-identical parameters.
+    Checkpoints are stored in `context.directory`, if there is one: a killed run that is started again with the same
+    arguments resumes and ends with bit-identical parameters.
 
     Args:
         lm: scorer and initial student; `lm.dtype` is the compute dtype.
@@ -282,8 +282,31 @@ def fit_lhts(
     Raises:
         UserError: inconsistent options, no valid token, or a directory that holds another run.
         NonFiniteLossError: training diverged.
+
+    Example:
+        >>> import calibjax
+        >>> lm = calibjax.LanguageModel.random(vocab_size=32)
+        >>> texts = [[(row + step) % 32 for step in range(20)] for row in range(40)]
+        >>> data = calibjax.load_text(texts, lm, seq_len=16)
+        >>> options = calibjax.LhtsOptions(temperatures=(0.8,), batch_size=8)
+        >>> fitted = calibjax.fit_lhts(lm, data, options, calibjax.RunContext().silent())
+        >>> list(fitted.params)
+        ['lhts-T0.8']
     """
+    context = context or RunContext()
     options.check(context.mesh)
+    with context.kept() as context:
+        return _fit_lhts(lm, sequences, options, context, method, samples)
+
+
+def _fit_lhts(
+    lm: LanguageModel,
+    sequences: Sequences,
+    options: LhtsOptions,
+    context: RunContext,
+    method: Method,
+    samples: Path | None,
+) -> LhtsFit:
     check_dense(lm.config, "choose a dense model")
     if not sequences.where.any():
         raise UserError("LHTS: the sequences have no token to predict; check the format of the data and the masks.")

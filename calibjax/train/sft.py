@@ -214,14 +214,14 @@ def fit_sft(
     lm: LanguageModel,
     sequences: Sequences,
     options: SftOptions = SftOptions(),
+    context: RunContext | None = None,
     *,
-    context: RunContext,
     consume: bool = False,
 ) -> SftFit:
     """Fine-tunes a model, or adapters in it, on sequences of tokens.
 
-    Checkpoints are stored in `context.directory`: a killed run that is started again with the same arguments resumes
-    and ends with bit-identical parameters. Weights are trained in float32, whatever the compute dtype.
+    Checkpoints are stored in `context.directory`, if there is one: a killed run that is started again with the same
+    arguments resumes and ends with bit-identical parameters. Weights are trained in float32.
 
     Args:
         lm: the initial model; `lm.dtype` is the compute dtype. For full fine-tuning, load its weights in float32.
@@ -237,9 +237,27 @@ def fit_sft(
     Raises:
         UserError: inconsistent options, or a directory that holds another run.
         NonFiniteLossError: training diverged.
+
+    Example:
+        >>> import calibjax
+        >>> lm = calibjax.LanguageModel.random(vocab_size=32)
+        >>> texts = [[(row + step) % 32 for step in range(20)] for row in range(40)]
+        >>> data = calibjax.load_text(texts, lm, seq_len=16)
+        >>> options = calibjax.SftOptions(label_smoothing=0.1, learning_rate=1e-2, batch_size=8, epochs=1)
+        >>> fitted = calibjax.fit_sft(lm, data, options, calibjax.RunContext().silent())
+        >>> calibjax.LanguageModel.from_params(fitted.config, fitted.params).logits(data).shape[-1]
+        32
     """
+    context = context or RunContext()
+    options.check(context.mesh)
+    with context.kept() as context:
+        return _fit_sft(lm, sequences, options, context, consume=consume)
+
+
+def _fit_sft(
+    lm: LanguageModel, sequences: Sequences, options: SftOptions, context: RunContext, *, consume: bool
+) -> SftFit:
     mesh = context.mesh
-    options.check(mesh)
     options.check_model(lm.config)
     if not sequences.where.any():
         raise UserError(

@@ -42,7 +42,7 @@ WORK = [
     "calibjax.commands.eval_tasks.load_tasks",
     "calibjax.commands.report.read_metrics",
     "calibjax.commands.apply.load",
-    "calibjax.commands.decide.answering",
+    "calibjax.commands.decide.decide",
     "calibjax.commands.export.load_head",
     "calibjax.commands.push.check_upload",
     "calibjax.commands.plan.command.plan_job",

@@ -24,7 +24,7 @@ from calibjax.eval.layers.directions import (
 from calibjax.eval.layers.layers import (
     correction_phase,
     correction_test,
-    evaluate_layers,
+    layer_outputs,
     layers_json,
     make_readout,
     settled_layer,
@@ -70,7 +70,7 @@ def with_letters(sequences):
 @pytest.mark.parametrize("letters", [None, LETTERS])
 def test_layers_equal_the_dense_formula(letters):
     sequences = SEQUENCES if letters is None else with_letters(SEQUENCES)
-    outputs = evaluate_layers(LM, sequences, make_readout(LM, letters), batch_size=8, context=silent())
+    outputs = layer_outputs(LM, sequences, make_readout(LM, letters), batch_size=8, context=silent())
     rows = slice(None) if letters is None else list(letters)
     log_p = log_softmax(dense_states(LM, sequences)[1] @ np.asarray(LM.unembedding, np.float64)[rows].T)[
         :, sequences.where
@@ -97,7 +97,7 @@ def test_layers_equal_the_dense_formula(letters):
 
 
 def test_the_last_layer_is_the_model():
-    outputs = evaluate_layers(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
+    outputs = layer_outputs(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
     sums = evaluate_edit(
         LM, SEQUENCES, make_readout(LM), np.zeros((3, LM.config.hidden_size), np.float32), batch_size=8
     )
@@ -207,7 +207,7 @@ def test_no_edit_costs_nothing_and_zeros_change_nothing():
 
 def test_direction_is_the_difference_of_means():
     read = make_readout(LM)
-    outputs = evaluate_layers(LM, SEQUENCES, read, batch_size=8, context=silent())
+    outputs = layer_outputs(LM, SEQUENCES, read, batch_size=8, context=silent())
     first, second = choose_sets("wrong", outputs.confidence[-1], outputs.correct[-1])
     directions = find_directions(LM, SEQUENCES, read, (first, second), batch_size=8, context=silent())
     residual = dense_states(LM)[0][1:, SEQUENCES.where]
@@ -239,7 +239,7 @@ def test_sets():
 
 def test_sweep_is_one_program_and_chooses_without_losing_accuracy():
     read = make_readout(LM)
-    outputs = evaluate_layers(LM, SEQUENCES, read, batch_size=8, context=silent())
+    outputs = layer_outputs(LM, SEQUENCES, read, batch_size=8, context=silent())
     sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
     directions = find_directions(LM, SEQUENCES, read, sets, batch_size=8, context=silent())
     options = {"batch_size": 8, "bins": 5, "context": silent()}
@@ -313,7 +313,7 @@ def test_level_and_power_of_the_correction_test():
 
 
 def test_curves_as_json():
-    outputs = evaluate_layers(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
+    outputs = layer_outputs(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
     document = layers_json(outputs, bins=10, resamples=50)
     for layer, row in enumerate(document["curves"]):
         ece = float(metrics.expected_calibration_error(outputs.confidence[layer], outputs.correct[layer], bins=10))

@@ -10,7 +10,7 @@ from collectives import collectives
 from tiny import make_lm, make_sequences, ragged, silent
 
 from calibjax.eval.layers.directions import _edited_batch, choose_sets, evaluate_edit, find_directions, null_space
-from calibjax.eval.layers.layers import _layers_of_batch, evaluate_layers, make_readout, scored_batch
+from calibjax.eval.layers.layers import _layers_of_batch, layer_outputs, make_readout, scored_batch
 from calibjax.eval.layers.neurons import entropy_neurons
 from calibjax.eval.tasks.scoring import Continuation, Scorer, _read
 from calibjax.eval.tokens import evaluate_tokens, identity_head
@@ -44,13 +44,13 @@ def figures(lm, heads):
     """Everything that evaluation finds out of a model, on the mesh that is set: name -> array."""
     read, letters = make_readout(lm), make_readout(lm, LETTERS)
     asked = SEQUENCES._replace(targets=np.asarray(LETTERS, np.int32)[SEQUENCES.targets % 3])
-    outputs = evaluate_layers(lm, SEQUENCES, read, batch_size=8, context=silent())
+    outputs = layer_outputs(lm, SEQUENCES, read, batch_size=8, context=silent())
     sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
     along = find_directions(lm, SEQUENCES, read, sets, batch_size=8, context=silent())
     (tokens,) = evaluate_tokens(lm, SEQUENCES, {"mlp": heads["mlp"]}, batch_size=8, context=silent()).values()
     parts = {
         "layers": outputs,
-        "layers, letters": evaluate_layers(lm, asked, letters, batch_size=8, context=silent()),
+        "layers, letters": layer_outputs(lm, asked, letters, batch_size=8, context=silent()),
         "direction": along._replace(counts=np.array(along.counts)),
         "edit": evaluate_edit(lm, SEQUENCES, read, 0.3 * along.vectors, batch_size=8),
         "tokens": tokens.sums,

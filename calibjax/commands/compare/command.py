@@ -16,20 +16,11 @@ from calibjax.commands.common import (
     split_names,
     write_results,
 )
-from calibjax.commands.compare.material import CompareOptions, Material
+from calibjax.commands.compare.material import CompareOptions
 from calibjax.data.table import PredictionTable, read_table, split_table
-from calibjax.eval.compare.contenders import (
-    Result,
-    contenders,
-    not_converged,
-    run_contenders,
-    uncalibrated,
-    with_confidence,
-)
-from calibjax.eval.compare.results import comparison_json
+from calibjax.eval.compare.compare import Comparison, Material, prediction_material, run_material
 from calibjax.eval.report import print_comparison
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import winner
 from calibjax.recalibrate import METHODS, Predictions, fit_daca
 from calibjax.recalibrate.saved import save
 from calibjax.runtime.distributed import is_first
@@ -57,30 +48,11 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document
             fits = Path(scratch) if options.out is None else options.out / "fit"
             of_model = dataclasses.replace(context, directory=fits)
             material = from_model(options, names, of_model, however_large=not _all(options.methods))
-        results, failed = run_contenders(material.rows, context=context)
-    results = {"uncalibrated": Result(material.base, 0.0, 0, None), **results}
-    methods = comparison_json(
-        results,
-        reference=material.reference,
-        groups=material.groups,
-        bins=options.bins,
-        closed=options.closed,
-        seed=options.seed,
-        sort=options.sort,
-    )
+        options_of_figures: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "sort": options.sort}
+        found = run_material(material, **options_of_figures, context=context)
     document: Document = {
         "schema": SCHEMA,
-        "held_out": {
-            "tokens": len(material.base.confidence),
-            "unit": material.unit,
-            "clusters": material.clusters,
-            "reference": material.reference,
-            "sort": options.sort,
-            "methods": methods,
-            "failed": failed,
-            "left_out": material.left_out,
-            "not_converged": not_converged(results),
-        },
+        "held_out": found.document,
         "run": run_identity("compare", options),
     }
     files = []
@@ -88,7 +60,7 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document
         write_results(document, options.out)
         files.append(f"results in {options.out}: report.html, metrics.json, reliability.png")
     if options.save is not None:
-        files.append(_save_winner(options.save, winner(document["held_out"]), results, material))
+        files.append(_save_winner(options.save, found, material))
     if not is_first():
         return document
     if not options.json:
@@ -98,9 +70,10 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document
     return document
 
 
-def _save_winner(directory: Path, name: str, results: dict[str, Result], material: Material) -> str:
+def _save_winner(directory: Path, found: Comparison, material: Material) -> str:
     """Writes the fitted state of the method that the verdict names; returns a line on it."""
-    state = results[name].state
+    name = found.winner
+    state = found.states[name]
     if state is None:
         return f"nothing saved in {directory}: no method is better than the uncalibrated predictions"
     if material.save_head is not None and name in ("temperature", "ats"):
@@ -135,24 +108,22 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Callable[[
         log(note)
     base_logits = None if options.base_table is None else _base_logits(options.base_table, table, options)
     parts = split_table(table, options.fit_fraction, options.seed)
-    calibration, held_out = (_with_slices(with_confidence(part.predictions), part.groups) for part in parts)
-    groups = parts[1].groups
-    reference = "confidence_temperature" if table.predictions.logits is None else "temperature"
+    calibration, held_out = (_with_slices(part.predictions, part.groups) for part in parts)
     read = (name for name, value in table.predictions._asdict().items() if value is not None)
     log(
         f"table: {len(table):,} rows of {', '.join(read)}"
         + (f" in {len(set(table.groups)):,} groups" if table.groups is not None else "")
         + f"; {len(parts[0]):,} to fit on, {len(parts[1]):,} held out, drawn at random"
     )
-    base = uncalibrated(held_out)
-    rows, left_out = contenders(
-        calibration, held_out, base, _with_reference(names, reference), however_large=not _all(options.methods)
+    material = prediction_material(
+        calibration, held_out, names, parts[1].groups, however_large=not _all(options.methods)
     )
     if base_logits is not None:
-        rows[_DACA] = rows[reference]._replace(fit=lambda: fit_daca(np.asarray(calibration.logits), base_logits))
-    clusters = "rows" if groups is None else "groups"
-    title = f"{options.table.name}, held out"
-    return Material(base, rows, left_out, reference, groups, "predictions", clusters, title)
+        fit_to_base = material.rows[material.reference]._replace(
+            fit=lambda: fit_daca(np.asarray(calibration.logits), base_logits)
+        )
+        material.rows[_DACA] = fit_to_base
+    return material._replace(title=f"{options.table.name}, held out")
 
 
 def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) -> np.ndarray:
@@ -177,10 +148,6 @@ def _check_can_be_fitted(table: PredictionTable, path: Path) -> None:
     truth = np.asarray(table.predictions.labels if what == "label" else table.predictions.correct)
     if (truth == truth[0]).all():
         raise UserError(f"{path}: {what} is {truth[0]:g} in every row: expected at least two different values.")
-
-
-def _with_reference(names: tuple[str, ...], reference: str) -> tuple[str, ...]:
-    return tuple(name for name in METHODS if name in names or name == reference)
 
 
 def _with_slices(data: Predictions, groups: np.ndarray | None) -> Predictions:

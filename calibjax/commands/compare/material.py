@@ -1,12 +1,8 @@
-"""The options of a comparison, and what it runs on, whether that came from a table or from a model and text."""
+"""The options of a comparison."""
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
 
 from calibjax.commands.common import (
     BinningOptions,
@@ -16,7 +12,6 @@ from calibjax.commands.common import (
     TextOptions,
     presentation,
 )
-from calibjax.eval.compare.contenders import Contender, Outcome
 from calibjax.eval.compare.results import SortKey
 from calibjax.recalibrate.saved import check_directory
 from calibjax.runtime.distributed import DeviceOptions
@@ -75,28 +70,3 @@ class CompareOptions(BinningOptions, OutputOptions, ColumnOptions, TextOptions, 
                 raise UserError(f"--save {self.save}: expected another directory than --out, which holds the tables.")
             with about("--save"):
                 check_directory(self.save)
-
-
-class Material(NamedTuple):
-    """What is compared, and on what.
-
-    Attributes:
-        base: the uncalibrated held-out predictions.
-        rows: name -> contender.
-        left_out: name -> why it cannot run.
-        reference: name of temperature scaling.
-        groups: labels `[N]` of rows that are resampled together, or None.
-        unit, clusters: names of the predictions and of what is resampled.
-        title: a few words on the data.
-        save_head: writes the state of a contender that is a head; None where there is none.
-    """
-
-    base: Outcome
-    rows: dict[str, Contender]
-    left_out: dict[str, str]
-    reference: str
-    groups: np.ndarray | None
-    unit: str
-    clusters: str
-    title: str
-    save_head: Callable[[Path, Any], None] | None = None

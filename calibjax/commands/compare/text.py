@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from calibjax.commands.common import load_placed, split_text
-from calibjax.commands.compare.material import CompareOptions, Material
+from calibjax.commands.compare.material import CompareOptions
 from calibjax.data import Sequences, eval_batches
+from calibjax.eval.compare.compare import Material
 from calibjax.eval.compare.contenders import Contender, Outcome, contenders
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.heads import FittedHead

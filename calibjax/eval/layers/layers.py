@@ -141,7 +141,7 @@ def _layers_of_batch(config, dtype, params, read: Readout, batch):
     return (*outputs, jnp.concatenate([kl, jnp.zeros_like(kl[:1])]))
 
 
-def evaluate_layers(
+def layer_outputs(
     lm: LanguageModel, sequences: Sequences, read: Readout, *, batch_size: int = 16, context: RunContext | None = None
 ) -> LayerOutputs:
     """The final norm and the unembedding applied to the residual stream after every layer (the logit lens).

@@ -1,0 +1,190 @@
+"""Calibration across the layers of a model, and along a direction of its residual stream (arXiv 2511.00280)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+
+from calibjax import metrics
+from calibjax.data import Sequences, check_ids
+from calibjax.eval.figures_json import row_json
+from calibjax.eval.layers.ablation import ablate
+from calibjax.eval.layers.directions import (
+    Recipe,
+    choose_edit,
+    choose_sets,
+    find_directions,
+    fit_figures,
+    null_space,
+    sweep,
+)
+from calibjax.eval.layers.layers import layer_outputs, layers_json, make_readout
+from calibjax.eval.layers.neurons import entropy_neurons
+from calibjax.eval.report.schema import SCHEMA, Document
+from calibjax.eval.tasks.subjects import subject_rows
+from calibjax.models import LanguageModel
+from calibjax.runtime.context import RunContext
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import NOT_IDENTITY, BatchSize, Bins, Count, Range, check_options
+from calibjax.runtime.sharding import check_batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayersOptions:
+    """Options of `evaluate_layers`.
+
+    Attributes:
+        direction: the two sets that the direction leads between: overconfident wrong predictions and right ones, all
+            wrong ones and right ones, or the more confident and the less confident half.
+        strengths: strengths of the edits, in units of the residual's mean norm at the layer.
+        sweep_layers: blocks after which to edit, from 1; all by default.
+        settled: fraction of predictions equal to those of the last layer from which the decision counts as settled.
+        neuron_layers: number of the last blocks in which to look for entropy neurons.
+        batch_size: sequences per step.
+        bins: number of equal-width bins of the expected calibration error.
+        closed: the bin of a confidence on an edge: the one below (right), the one above (left), or none.
+    """
+
+    direction: Recipe = "overconfident"
+    strengths: tuple[Annotated[float, Range()], ...] = (-1.0, -0.5, -0.25, 0.25, 0.5, 1.0)
+    sweep_layers: tuple[Count, ...] = ()
+    settled: Annotated[float, Range(0, 1, open="low")] = 0.9
+    neuron_layers: Count = 1
+    batch_size: BatchSize = dataclasses.field(default=16, metadata=NOT_IDENTITY)
+    bins: Bins = dataclasses.field(default=15, metadata=NOT_IDENTITY)
+    closed: Literal["right", "left", "none"] = dataclasses.field(default="right", metadata=NOT_IDENTITY)
+
+    def swept(self, depth: int) -> tuple[int, ...]:
+        """The blocks after which to edit a model of this depth; raises `UserError` for blocks that it has not."""
+        swept = self.sweep_layers or tuple(range(1, depth + 1))
+        if not all(1 <= layer <= depth for layer in swept):
+            raise UserError(f"--sweep-layers: expected blocks from 1 to {depth}, got {self.sweep_layers}.")
+        if self.neuron_layers > depth:
+            raise UserError(f"--neuron-layers: expected 1 to {depth}, the model's blocks, got {self.neuron_layers}.")
+        return swept
+
+
+def evaluate_layers(
+    lm: LanguageModel,
+    fit: Sequences,
+    held_out: Sequences,
+    options: LayersOptions = LayersOptions(),
+    context: RunContext | None = None,
+    *,
+    letters: tuple[int, ...] | None = None,
+    subjects: Sequence[str] = (),
+) -> Document:
+    """What each layer of a model would predict, and what changes its confidence.
+
+    Args:
+        lm: the frozen model, on `context.mesh`.
+        fit: sequences on which a calibration direction and an edit are found.
+        held_out: sequences on which they are evaluated.
+        options: see `LayersOptions`.
+        context: devices, seed, log and progress.
+        letters: token ids of the answers of multiple choice, the only ones that are compared; None: the vocabulary.
+        subjects: subject of each question, those of `fit` first.
+
+    Returns:
+        The contents of metrics.json: "layers" (figures of each layer, and the phase in which confidence is corrected),
+        "direction" and "sweep" (edits of the residual stream), "neurons" and "ablation" (entropy neurons), and
+        "held_out" (figures with the chosen edit and without).
+
+    Raises:
+        UserError: sequences that do not fit the model, or options out of range.
+
+    Example:
+        >>> import calibjax
+        >>> lm = calibjax.LanguageModel.random(vocab_size=32, num_layers=2)
+        >>> texts = [[(row + step) % 32 for step in range(20)] for row in range(40)]
+        >>> data = calibjax.load_text(texts, lm, seq_len=16)
+        >>> halves = calibjax.split_sequences(data, 0.5)
+        >>> found = calibjax.evaluate_layers(lm, *halves, context=calibjax.RunContext().silent())
+        >>> [row["layer"] for row in found["layers"]["curves"]]
+        [0, 1, 2]
+    """
+    context, halves = context or RunContext(), (fit, held_out)
+    check_options(options)
+    check_batch(context.mesh, options.batch_size)
+    for half in halves:
+        check_ids(half, lm.config.vocab_size)
+    swept, counts = options.swept(lm.config.num_layers), [int(half.where.sum()) for half in halves]
+    readout = "whole vocabulary" if letters is None else "letters only"
+    both = Sequences(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
+    steps: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
+    with jax.set_mesh(context.mesh):
+        read = make_readout(lm, letters)
+        outputs = layer_outputs(lm, both, read, **steps)
+        sets = choose_sets(options.direction, outputs.confidence[-1, : counts[0]], outputs.correct[-1, : counts[0]])
+        directions = find_directions(lm, fit, read, sets, **steps)
+        space = null_space(lm)
+        binned: dict[str, Any] = {**steps, "bins": options.bins, "closed": options.closed}
+        on_fit, on_held_out = (
+            sweep(lm, half, read, directions, swept, options.strengths, **binned) for half in (fit, held_out)
+        )
+        neurons = entropy_neurons(lm, space, layers=options.neuron_layers)
+        ablation = ablate(lm, halves, read, neurons, space, **binned)
+    layers = layers_json(
+        outputs, bins=options.bins, closed=options.closed, settled_share=options.settled, seed=context.seed
+    )
+    chosen = choose_edit(on_fit)
+    before, after = (on_held_out[edit] for edit in (next(iter(on_held_out)), chosen))
+    difference = metrics.error_comparison(after, before, seed=context.seed)
+
+    methods = {
+        name: row_json(sums, closed=options.closed, seed=context.seed)
+        for name, sums in (("uncalibrated", before), ("edited", after))
+        if name == "uncalibrated" or chosen.layer
+    }
+    shares = space.fraction(directions.vectors)
+    rows: list[dict[str, Any]] = [
+        {"layer": index + 1, "gap": float(gap), "length": float(length), "null_space_share": float(share)}
+        for index, (gap, length, share) in enumerate(zip(directions.gap, directions.length, shares, strict=True))
+    ]
+    return {
+        "schema": SCHEMA,
+        "held_out": {"tokens": counts[1], "unit": "tokens", "clusters": "sequences", "methods": methods},
+        "layers": {
+            "tokens": sum(counts),
+            "readout": readout,
+            **layers,
+        },
+        "subjects": subject_rows(subjects, outputs.confidence[-1], outputs.correct[-1]),
+        "direction": {
+            "recipe": options.direction,
+            "counts": list(directions.counts),
+            "expected_share": space.expected,
+            "rows": rows,
+            "chosen": {"layer": chosen.layer, "strength": chosen.strength},
+            "difference": difference._asdict(),
+        },
+        "sweep": [
+            {
+                "layer": edit.layer,
+                "strength": edit.strength,
+                "fit": fit_figures(sums),
+                "held_out": _with_intervals(on_held_out[edit], context.seed),
+            }
+            for edit, sums in on_fit.items()
+        ],
+        "neurons": [neuron.to_json() for neuron in neurons],
+        "ablation": ablation,
+        "run": {"command": "eval layers", "base_fingerprint": lm.fingerprint},
+    }
+
+
+def _with_intervals(sums: metrics.CalibrationSums, seed: int) -> dict[str, Any]:
+    values = metrics.summarise(sums)
+    statistics = {
+        "ece": metrics.ece_from_sums,
+        "mce": metrics.mce_from_sums,
+        "accuracy": lambda s: s.whole()[2] / s.whole()[0],
+        "confidence": lambda s: s.whole()[1] / s.whole()[0],
+    }
+    out: Any = {}
+    for name, statistic in statistics.items():
+        low, high = metrics.bootstrap_interval(sums, statistic, seed=seed)
+        out[name] = {"value": values[name], "low": low, "high": high}
+    return out

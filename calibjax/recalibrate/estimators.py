@@ -1,0 +1,184 @@
+"""The methods as classes with the interface of scikit-learn and netcal: `fit`, `predict_proba`, `transform`.
+
+X is the first field that a method reads: logits `[N, K]`, confidences `[N]`, or features; of NumPy, pandas or torch.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from calibjax.recalibrate.contract import Predictions
+from calibjax.recalibrate.methods import METHODS
+from calibjax.recalibrate.saved import Recalibrator
+from calibjax.runtime.errors import UserError
+
+
+class Estimator:
+    """A method of `METHODS` as an estimator of scikit-learn, which need not be installed.
+
+    Attributes:
+        method: name in `METHODS`.
+        options: the options of its `fit`, which are the parameters of the class, with their defaults.
+        classes_: after `fit`, of a method that reads logits: the label of each column.
+        recalibrator_: after `fit`, the `Recalibrator`, whose `state` `save` stores.
+    """
+
+    method: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]]
+    classes_: np.ndarray
+    n_features_in_: int
+    recalibrator_: Recalibrator
+
+    def fit(self, X: Any, y: Any, where: Any = None, **fields: Any) -> Self:
+        """Fits the method.
+
+        Args:
+            X: logits `[N, K]`, confidences `[N]` or `[N, 1]`, or features, by the method.
+            y: the labels `[N]`: of logits the numbers of columns, or K distinct values in the order of the columns; of
+                confidences right (1) or wrong (0), or a fraction.
+            where: bool `[N]`, False for rows that do not count.
+            fields: further fields of `Predictions` that the method reads.
+
+        Raises:
+            UserError: see `calibjax.recalibrate.contract.select`.
+        """
+        method, truth = METHODS[self.method], np.ravel(as_array(y))
+        data = self._predictions(X, fields)
+        if method.gives == "log_probs":
+            width = _columns(data)
+            self.classes_ = np.arange(width)
+            if not np.issubdtype(truth.dtype, np.integer):
+                self.classes_, truth = np.unique(truth, return_inverse=True)
+                if len(self.classes_) != width:
+                    raise UserError(f"y: expected {width} distinct labels, one a column, got {len(self.classes_)}.")
+            data = data._replace(labels=truth)
+        else:
+            self.classes_ = np.arange(2)
+            data = data._replace(correct=truth)
+        state = method.fit(data, None if where is None else as_array(where), **self.get_params())
+        self.n_features_in_ = 1 if np.ndim(X) == 1 else np.shape(X)[1]
+        self.recalibrator_ = Recalibrator(self.method, state, {})
+        return self
+
+    def transform(self, X: Any, **fields: Any) -> np.ndarray:
+        """Calibrated confidences, float32 `[N]`; of logits, probabilities `[N, K]`."""
+        if not hasattr(self, "recalibrator_"):
+            raise _not_fitted()(f"{type(self).__name__}: call fit first.")
+        values = self.recalibrator_(self._predictions(X, fields))
+        return np.exp(values) if METHODS[self.method].gives == "log_probs" else values
+
+    def predict_proba(self, X: Any, **fields: Any) -> np.ndarray:
+        """Calibrated probabilities, float32: of the classes `[N, K]`; of confidences, of wrong and right `[N, 2]`."""
+        values = self.transform(X, **fields)
+        return values if values.ndim == 2 else np.stack([1 - values, values], axis=1)
+
+    def predict(self, X: Any, **fields: Any) -> np.ndarray:
+        """The most likely class of `classes_`, `[N]`."""
+        return self.classes_[self.predict_proba(X, **fields).argmax(axis=1)]
+
+    def score(self, X: Any, y: Any, **fields: Any) -> float:
+        """The accuracy of `predict`."""
+        return float(np.mean(self.predict(X, **fields) == np.ravel(as_array(y))))
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The options by name."""
+        return {name: getattr(self, name) for name in self.options}
+
+    def set_params(self, **params: Any) -> Self:
+        """Sets options; raises ValueError for one that the method has not."""
+        for name, value in params.items():
+            if name not in self.options:
+                raise ValueError(f"{type(self).__name__}: expected options among {list(self.options)}, got {name}.")
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in self.get_params().items() if value != self.options[name]}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    def __sklearn_tags__(self) -> Any:
+        from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags, TransformerTags
+
+        tags = Tags("classifier", TargetTags(required=True), TransformerTags(), ClassifierTags())
+        tags.input_tags = InputTags(one_d_array=METHODS[self.method].gives == "confidence")
+        return tags
+
+    def _predictions(self, X: Any, fields: Mapping[str, Any]) -> Predictions:
+        first, *others = METHODS[self.method].apply_reads
+        unknown = sorted(set(fields) - set(others))
+        if unknown:
+            raise UserError(
+                f"{type(self).__name__}: expected {', '.join([first, *others])}, got {', '.join(unknown)} too."
+            )
+        values = as_array(X)
+        if first == "confidence" and values.ndim == 2 and values.shape[1] == 1:
+            values = values[:, 0]
+        return Predictions(**{first: values, **{name: as_array(value) for name, value in fields.items()}})
+
+
+def _not_fitted() -> type[Exception]:
+    """scikit-learn's error, where it is installed."""
+    try:
+        from sklearn.exceptions import NotFittedError
+    except ImportError:
+        return UserError
+    return NotFittedError
+
+
+def as_array(values: Any) -> np.ndarray:
+    """An array, series, frame or tensor on the host; torch's bfloat16, which NumPy has not, as float32."""
+    if hasattr(values, "detach"):  # a tensor of torch
+        values = values.detach().cpu()
+        values = values.float() if values.is_floating_point() else values
+    return np.asarray(values)
+
+
+def _columns(data: Predictions) -> int:
+    """K of the predictions, the number of classes."""
+    shape = np.asarray(data.logits if data.unembedding is None else data.unembedding).shape
+    if len(shape) != 2:
+        raise UserError(f"X: expected [N, K], got the shape {shape}.")
+    return shape[1] if data.unembedding is None else shape[0]
+
+
+def _estimator(name: str, method: str) -> Any:
+    """The class of a method."""
+    fit = METHODS[method].fit
+    options = [each for each in inspect.signature(fit).parameters.values() if each.kind is each.KEYWORD_ONLY]
+
+    def __init__(self: Any, **given: Any) -> None:
+        self.__dict__.update({each.name: each.default for each in options})
+        self.set_params(**given)
+
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    __init__.__signature__ = inspect.Signature([this, *options])  # pyright: ignore[reportFunctionMemberAccess]
+    body = {
+        "__init__": __init__,
+        "__doc__": f"{inspect.getdoc(fit)}\n\nAs an `Estimator`: `{name}().fit(X, y).predict_proba(X)`.",
+        "__module__": __name__,
+        "method": method,
+        "options": {each.name: each.default for each in options},
+    }
+    return type(name, (Estimator,), body)
+
+
+TemperatureScaling = _estimator("TemperatureScaling", "temperature")
+EnsembleTemperatureScaling = _estimator("EnsembleTemperatureScaling", "ensemble_temperature")
+VectorScaling = _estimator("VectorScaling", "vector")
+OneVsRestPlattScaling = _estimator("OneVsRestPlattScaling", "one_vs_rest_platt")
+MatrixScaling = _estimator("MatrixScaling", "matrix")
+DirichletCalibration = _estimator("DirichletCalibration", "dirichlet")
+GLayers = _estimator("GLayers", "g_layers")
+AdaptiveTemperatureScaling = _estimator("AdaptiveTemperatureScaling", "ats")
+FeatureClipping = _estimator("FeatureClipping", "feature_clipping")
+ConfidenceTemperatureScaling = _estimator("ConfidenceTemperatureScaling", "confidence_temperature")
+PlattScaling = _estimator("PlattScaling", "platt")
+BetaCalibration = _estimator("BetaCalibration", "beta")
+IsotonicCalibration = _estimator("IsotonicCalibration", "isotonic")
+HistogramBinning = _estimator("HistogramBinning", "histogram")
+ScalingBinning = _estimator("ScalingBinning", "scaling_binning")
+LocalRecalibration = _estimator("LocalRecalibration", "lore")
+FewShotRecalibration = _estimator("FewShotRecalibration", "few_shot")
+Multicalibration = _estimator("Multicalibration", "multicalibration")

@@ -1,0 +1,119 @@
+"""The classes give what the functions of `METHODS` give, for every kind of array, and pass scikit-learn's checks."""
+
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import cross_val_predict
+from sklearn.utils.estimator_checks import estimator_checks_generator
+
+from calibjax import UserError, recalibrate
+from calibjax.recalibrate import METHODS, Predictions, estimators, optimize
+
+CLASSES = {cls.method: cls for cls in vars(estimators).values() if isinstance(getattr(cls, "method", None), str)}
+RNG = np.random.default_rng(0)
+LOGITS = (3 * RNG.normal(size=(300, 4))).astype(np.float32)
+LABELS = (LOGITS / 3 + RNG.gumbel(size=LOGITS.shape)).argmax(axis=1)
+CONFIDENCE = RNG.random(300).astype(np.float32)
+FIELDS = {
+    "logits": LOGITS,
+    "labels": LABELS,
+    "confidence": CONFIDENCE,
+    "correct": (RNG.random(300) < CONFIDENCE**2).astype(int),
+    "features": RNG.normal(size=(300, 5)).astype(np.float32),
+    "unembedding": RNG.normal(size=(4, 5)).astype(np.float32),
+    "slices": np.arange(300) % 7,
+    "categories": np.arange(300) % 3,
+}
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    monkeypatch.setattr(optimize, "STEPS", 20)
+
+
+def test_every_method_has_a_class():
+    assert set(CLASSES) == set(METHODS)
+    assert all(getattr(recalibrate, cls.__name__) is cls for cls in CLASSES.values())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_class_gives_what_the_functions_give(name, few_steps):
+    method, (first, *others) = METHODS[name], METHODS[name].apply_reads
+    given = {field: FIELDS[field] for field in others}
+    truth = FIELDS[next(field for field in method.fit_reads if field not in method.apply_reads)]
+    state = method.fit(Predictions(**{field: FIELDS[field] for field in method.fit_reads}))
+    want = np.asarray(method.apply(state, Predictions(**{field: FIELDS[field] for field in method.apply_reads})))
+    fitted = CLASSES[name]().fit(FIELDS[first], truth, **given)
+    got = fitted.predict_proba(FIELDS[first], **given)
+    np.testing.assert_allclose(
+        got if want.ndim == 2 else got[:, 1], np.exp(want) if want.ndim == 2 else want, rtol=1e-6
+    )
+    np.testing.assert_allclose(got.sum(axis=1), 1, rtol=1e-5)
+    again = pickle.loads(pickle.dumps(fitted))
+    np.testing.assert_array_equal(again.transform(FIELDS[first], **given), fitted.transform(FIELDS[first], **given))
+
+
+def test_arrays_frames_and_tensors():
+    torch = pytest.importorskip("torch")
+    want = recalibrate.VectorScaling().fit(LOGITS, LABELS).predict_proba(LOGITS)
+    frame, series = pd.DataFrame(LOGITS, columns=list("abcd")), pd.Series(LABELS)
+    np.testing.assert_array_equal(recalibrate.VectorScaling().fit(frame, series).predict_proba(frame), want)
+    tensor = torch.tensor(LOGITS, requires_grad=True)
+    np.testing.assert_array_equal(
+        recalibrate.VectorScaling().fit(tensor, torch.tensor(LABELS)).predict_proba(tensor), want
+    )
+    half = recalibrate.TemperatureScaling().fit(tensor.bfloat16(), torch.tensor(LABELS))
+    assert np.isfinite(half.predict_proba(LOGITS)).all()
+    words = np.array(["ant", "bee", "cat", "dog"])[LABELS]
+    named = recalibrate.VectorScaling().fit(LOGITS, words)
+    np.testing.assert_array_equal(named.predict_proba(LOGITS), want)
+    np.testing.assert_array_equal(named.predict(LOGITS), np.array(["ant", "bee", "cat", "dog"])[want.argmax(axis=1)])
+    assert named.score(LOGITS, words) == np.mean(want.argmax(axis=1) == LABELS)
+    column = recalibrate.PlattScaling().fit(CONFIDENCE[:, None], FIELDS["correct"])
+    assert column.predict_proba(CONFIDENCE).shape == (300, 2)
+
+
+def test_options():
+    assert repr(recalibrate.HistogramBinning(bins=5)) == "HistogramBinning(bins=5)"
+    assert clone(recalibrate.HistogramBinning(bins=5)).get_params() == {"bins": 5}
+    fitted = recalibrate.HistogramBinning(bins=5).fit(CONFIDENCE, FIELDS["correct"])
+    assert len(np.unique(fitted.transform(CONFIDENCE))) == 5
+    with pytest.raises(ValueError, match="expected options among"):
+        recalibrate.HistogramBinning(edges=5)
+    with pytest.raises(NotFittedError, match="call fit first"):
+        recalibrate.HistogramBinning().transform(CONFIDENCE)
+    with pytest.raises(UserError, match="expected 4 distinct labels, one a column, got 2"):
+        recalibrate.TemperatureScaling().fit(LOGITS, np.array(["a", "b"] * 150))
+    with pytest.raises(UserError, match="expected confidence, got features too"):
+        recalibrate.PlattScaling().fit(CONFIDENCE, FIELDS["correct"], features=LOGITS)
+
+
+def test_cross_validation_of_scikit_learn():
+    p = cross_val_predict(recalibrate.TemperatureScaling(), LOGITS, LABELS, cv=4, method="predict_proba")
+    nll = -np.log(p[np.arange(300), LABELS]).mean()
+    raw = -np.log(np.exp(LOGITS)[np.arange(300), LABELS] / np.exp(LOGITS).sum(axis=1)).mean()
+    assert nll < raw
+
+
+APPLY = {
+    *("check_estimator_cloneable", "check_estimator_tags_renamed", "check_valid_tag_types", "check_estimator_repr"),
+    *("check_no_attributes_set_in_init", "check_fit_score_takes_y", "check_dont_overwrite_parameters"),
+    *("check_do_not_raise_errors_in_init_or_set_params", "check_estimators_unfitted", "check_estimators_dtypes"),
+    *("check_n_features_in_after_fitting", "check_pipeline_consistency", "check_estimators_pickle"),
+    *("check_f_contiguous_array_estimator", "check_supervised_y_no_nan", "check_decision_proba_consistency"),
+}
+"""scikit-learn's checks that apply: the others give features that are no logits, and labels that are no columns."""
+
+
+def test_the_checks_of_scikit_learn():
+    seen = set()
+    for estimator, check in estimator_checks_generator(recalibrate.TemperatureScaling(), legacy=True):
+        name = getattr(check, "func", check).__name__
+        if name in APPLY:
+            check(estimator)
+            seen.add(name)
+    assert seen == APPLY
