@@ -5,6 +5,7 @@ from .eval.answers.decide import decide
 from .eval.compare.compare import Comparison, compare
 from .eval.heads import Evaluation, evaluate
 from .eval.layers.analysis import LayersOptions, evaluate_layers
+from .eval.tasks.benchmark import TasksOptions, evaluate_tasks
 from .heads import (
     ConstantTemperature,
     FittedHead,
@@ -48,6 +49,7 @@ __all__ = [
     "Sequences",
     "SftFit",
     "SftOptions",
+    "TasksOptions",
     "TokenConfidence",
     "TransformerHead",
     "UserError",
@@ -60,6 +62,7 @@ __all__ = [
     "decide",
     "evaluate",
     "evaluate_layers",
+    "evaluate_tasks",
     "fit_ats",
     "fit_lhts",
     "fit_sft",

@@ -24,10 +24,10 @@ QUICK = calibjax.AtsOptions(
 NAMES = """
     AtsFit AtsOptions Comparison ConstantTemperature Evaluation FittedHead FrozenModel FunctionModel Generation
     HeadConfig LanguageModel LayersOptions LhtsFit LhtsOptions LinearHead MLPHead RunContext Sampling Sequences SftFit
-    SftOptions TokenConfidence TransformerHead UserError VocabCurves VocabStats __version__ calibrated_confidence
-    calibrated_logprobs compare decide evaluate evaluate_layers fit_ats fit_lhts fit_sft from_arrays from_function
-    generate heads kernels linear_cross_entropy load_head load_model load_text losses metrics plot recalibrate save_head
-    split_sequences vocab_curves vocab_stats
+    SftOptions TasksOptions TokenConfidence TransformerHead UserError VocabCurves VocabStats __version__
+    calibrated_confidence calibrated_logprobs compare decide evaluate evaluate_layers evaluate_tasks fit_ats fit_lhts
+    fit_sft from_arrays from_function generate heads kernels linear_cross_entropy load_head load_model load_text losses
+    metrics plot recalibrate save_head split_sequences vocab_curves vocab_stats
 """
 
 

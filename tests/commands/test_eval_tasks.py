@@ -17,6 +17,7 @@ from calibjax.commands.eval_tasks import EvalTasksOptions
 from calibjax.data.table import read_table
 from calibjax.eval.answers.judges import find_judge, references, string_match
 from calibjax.eval.report.tables import held_out_table
+from calibjax.eval.tasks.benchmark import PRESETS
 from calibjax.models import load_model
 from calibjax.models.generate import generate
 from calibjax.runtime.errors import UserError
@@ -317,7 +318,7 @@ def test_fit_is_temperature_scaling_over_the_options(material, tmp_path, confide
 
 
 def test_presets_of_the_papers():
-    ats = benchmarks.PRESETS["ats"]
+    ats = PRESETS["ats"]
     assert (ats.shots["mmlu"], ats.options, ats.text, ats.bins, ats.closed) == (
         *(5, "options", "arithmetic_mean", 15, "none"),
     )
