@@ -37,7 +37,7 @@ from calibjax.metrics.errors import (
 )
 from calibjax.metrics.intervals import Comparison, ErrorInterval, Interval, error_comparison, error_interval, holm
 from calibjax.metrics.local import GroupingParts, grouping_loss, grouping_parts, local_calibration_error
-from calibjax.metrics.ranking import aurc, auroc, ause, excess_aurc
+from calibjax.metrics.ranking import aurc, auroc, ause, excess_aurc, prediction_rejection_ratio
 from calibjax.metrics.scores import (
     BrierParts,
     ConfidenceParts,
@@ -101,6 +101,7 @@ __all__ = [
     "percentile_interval",
     "pooled_sums",
     "predicted_pass_at_k",
+    "prediction_rejection_ratio",
     "reliability_curve",
     "resample_metric",
     "resample_sums",

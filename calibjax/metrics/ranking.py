@@ -115,6 +115,22 @@ def excess_aurc(confidence, correct, *, where=None):
     return data.answer(_area(data, data.confidence, loss) - _area(data, -loss, loss))
 
 
+@metric(counts=True)
+def prediction_rejection_ratio(confidence, correct, *, where=None):
+    """How much of the possible gain from rejection the confidence gives (PRR; Malinin and Gales 2021).
+
+    (error rate − AURC)/(error rate − AURC of the best order): 1 for the best order, 0 for a random one. For the
+    arguments see `aurc`.
+
+    Returns:
+        float32 scalar, at most 1; NaN where all answers are equally right, or none counts.
+    """
+    data = points(confidence, correct, where, counts=True)
+    loss = 1 - data.correct
+    mean = data.mean(loss)
+    return data.answer((mean - _area(data, data.confidence, loss)) / (mean - _area(data, -loss, loss)))
+
+
 @metric("error", counts=True)
 def ause(confidence, correct, *, error: Literal["brier", "zero-one"] = "brier", where=None):
     """Area under the sparsification error (Ilg et al. 2018), where uncertainty is 1 − confidence.

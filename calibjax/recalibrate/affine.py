@@ -65,16 +65,6 @@ def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorStat
     0, so with more classes than examples it needs a token's logits of many texts. With such classes the optimum lies at
     infinity, and the fit ends after 100 iterations at the latest.
 
-    Args:
-        data: with `logits`, `labels`.
-        where: bool `[N]`, False for rows that do not count.
-
-    Returns:
-        `VectorState`.
-
-    Raises:
-        UserError: see `select`.
-
     Example:
         >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))
         >>> np.exp(np.asarray(apply_vector(fit_vector(data), data)[0])).round(3).tolist()
@@ -114,13 +104,6 @@ def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> Vecto
 
     Args:
         data: with `logits` (at most `MAX_REGRESSIONS` classes), `labels`.
-        where: bool `[N]`, False for rows that do not count.
-
-    Returns:
-        `VectorState`.
-
-    Raises:
-        UserError: see `select`.
     """
     logits, labels = select(data, ("logits", "labels"), where, MAX_REGRESSIONS)
     log_odds = np.asarray(_log_odds(jnp.asarray(logits)).T)
@@ -183,15 +166,8 @@ def fit_matrix(
 
     Args:
         data: with `logits` (at most `MAX_CLASSES` classes), `labels`.
-        where: bool `[N]`, False for rows that do not count.
         off_diagonal: λ of λ/(K(K−1)) Σ_{i≠j} W_ij².
         intercept: μ of μ/K Σ b_j². (The two are chosen by cross-validation in the paper, in 10^−7 to 10^3.)
-
-    Returns:
-        `MatrixState`.
-
-    Raises:
-        UserError: see `select`.
     """
     return _fit_dense(data, where, off_diagonal, intercept, of_log_probs=False)
 
@@ -211,15 +187,8 @@ def fit_dirichlet(
 
     Args:
         data: with `logits` (at most `MAX_CLASSES` classes), `labels`.
-        where: bool `[N]`, False for rows that do not count.
         off_diagonal: λ of λ/(K(K−1)) Σ_{i≠j} W_ij².
         intercept: μ of μ/K Σ b_j².
-
-    Returns:
-        `MatrixState`.
-
-    Raises:
-        UserError: see `select`.
     """
     return _fit_dense(data, where, off_diagonal, intercept, of_log_probs=True)
 

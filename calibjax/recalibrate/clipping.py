@@ -41,14 +41,10 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, accuracy_loss: fl
 
     Args:
         data: with `features`, `unembedding`, `labels`.
-        where: bool `[N]`, False for rows that do not count.
         accuracy_loss: fraction of the predictions, >= 0.
 
     Returns:
         `ClippingState`; `report.converged` is False where the smallest c tried was the best.
-
-    Raises:
-        UserError: see `select`.
     """
     features, unembedding, labels = select(data, ("features", "unembedding", "labels"), where)
     sizes = np.abs(features)

@@ -67,8 +67,9 @@ class Method(NamedTuple):
     """One recalibrator: an entry of `METHODS`.
 
     Attributes:
-        fit: `fit(data: Predictions, where=None, **options) -> state`, on the host; `where` bool `[N]` leaves rows out.
-            A state is a NamedTuple of arrays with a field `report`.
+        fit: `fit(data: Predictions, where=None, **options) -> state`, on the host, from the fields in `fit_reads`; rows
+            where the bool `where` `[N]` is False do not count. A state is a NamedTuple of arrays with a field `report`.
+            Raises `UserError` as `select`.
         apply: `apply(state, data: Predictions) -> Array`, pure and jittable; what it returns is in `gives`.
         fit_reads: the fields of `Predictions` that `fit` needs, among them either `labels` or `correct`.
         source: the paper.

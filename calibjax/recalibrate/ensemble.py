@@ -45,16 +45,6 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> EnsembleState:
 
     T first, alone, by negative log-likelihood; then w, in which the likelihood is concave.
 
-    Args:
-        data: with `logits`, `labels`.
-        where: bool `[N]`, False for rows that do not count.
-
-    Returns:
-        `EnsembleState`.
-
-    Raises:
-        UserError: see `select`.
-
     Example:
         >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))
         >>> np.exp(np.asarray(apply(fit(data), data)[0])).round(2).tolist()

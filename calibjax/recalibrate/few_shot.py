@@ -65,14 +65,7 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, seed: int = 0) ->
 
     Args:
         data: with `confidence`, `correct`, `slices`: many slices, of the kind that new ones will be.
-        where: bool `[N]`, False for rows that do not count.
         seed: of the start, the sets, the split and the batches.
-
-    Returns:
-        `FewShotState`.
-
-    Raises:
-        UserError: see `select`.
     """
     confidence, correct, slices = select(data, ("confidence", "correct", "slices"), where)
     rng = np.random.default_rng(seed)

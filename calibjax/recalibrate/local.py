@@ -33,15 +33,8 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, bandwidth: float 
 
     Args:
         data: with `confidence`, `correct`, `features`.
-        where: bool `[N]`, False for rows that do not count.
         bandwidth: γ > 0.
         bins: of equal width.
-
-    Returns:
-        `LocalState`.
-
-    Raises:
-        UserError: see `select`.
 
     Example:
         >>> confidence, correct = np.array([0.9] * 4), np.array([1, 1, 1, 0])

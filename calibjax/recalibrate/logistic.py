@@ -146,7 +146,6 @@ def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 
     Args:
         data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
-        where: bool `[N]`, False for rows that do not count.
         clip: ε in [2⁻²⁴, 0.5): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None: 2⁻²⁴, or where there
             is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the calibration data are most likely.
 
@@ -183,7 +182,6 @@ def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float
 
     Args:
         data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
-        where: bool `[N]`, False for rows that do not count.
         clip: see `fit_odds`.
 
     Returns:
@@ -219,7 +217,6 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 
     Args:
         data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
-        where: bool `[N]`, False for rows that do not count.
         clip: see `fit_odds`.
 
     Returns:

@@ -48,14 +48,10 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, bins: int = 10) -
     Args:
         data: with `confidence`, `correct`, `categories`: the categories of new data are to be among these; a prediction
             of another category gets the patches of all predictions only.
-        where: bool `[N]`, False for rows that do not count.
         bins: of equal width.
 
     Returns:
         `PatchState`; `report.loss` is the Brier score, `report.iterations` the number of patches.
-
-    Raises:
-        UserError: see `select`.
 
     Example:
         >>> confidence, categories = np.full(200, 0.7), np.arange(200) % 2

@@ -52,14 +52,7 @@ def fit_g_layers(data: Predictions, where: np.ndarray | None = None, *, seed: in
 
     Args:
         data: with `logits`, `labels`.
-        where: bool `[N]`, False for rows that do not count.
         seed: of the start, the split and the batches.
-
-    Returns:
-        `GLayersState`.
-
-    Raises:
-        UserError: see `select`.
     """
     logits, labels = select(data, ("logits", "labels"), where)
     classes = logits.shape[1]
@@ -111,15 +104,8 @@ def fit_mlp(data: Predictions, where: np.ndarray | None = None, *, units: int = 
 
     Args:
         data: with `logits`, `features`, `labels`.
-        where: bool `[N]`, False for rows that do not count.
         units: width of the head.
         seed: of the start, the split and the batches.
-
-    Returns:
-        `HeadState`.
-
-    Raises:
-        UserError: see `select`.
     """
     logits, features, labels = select(data, ("logits", "features", "labels"), where, impossible=True)
     start = _head(units).init(jax.random.key(seed), jnp.asarray(features[None, :1]))

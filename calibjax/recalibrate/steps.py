@@ -40,15 +40,8 @@ def fit_isotonic(data: Predictions, where: np.ndarray | None = None) -> Isotonic
     Pool adjacent violators (`scipy.optimize.isotonic_regression`), equal confidences as one point, linear between the
     points and constant beyond them: the curve of `sklearn.isotonic.IsotonicRegression(out_of_bounds="clip")`.
 
-    Args:
-        data: with `confidence`, `correct`.
-        where: bool `[N]`, False for rows that do not count.
-
     Returns:
         `IsotonicState`; points inside a constant piece are left out.
-
-    Raises:
-        UserError: see `select`.
 
     Example:
         >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
@@ -99,14 +92,7 @@ def fit_histogram(data: Predictions, where: np.ndarray | None = None, *, bins: i
 
     Args:
         data: with `confidence`, `correct`.
-        where: bool `[N]`, False for rows that do not count.
         bins: at most; fewer where confidences are equal or few.
-
-    Returns:
-        `BinState`.
-
-    Raises:
-        UserError: see `select`.
 
     Example:
         >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
@@ -130,14 +116,7 @@ def fit_scaling_binning(data: Predictions, where: np.ndarray | None = None, *, b
 
     Args:
         data: with `confidence`, `correct`.
-        where: bool `[N]`, False for rows that do not count.
         bins: of equal counts, at most.
-
-    Returns:
-        `ScalingBinningState`.
-
-    Raises:
-        UserError: see `select`.
 
     Example:
         >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))

@@ -177,16 +177,9 @@ class TemperatureState(NamedTuple):
 def fit(data: Predictions, where: np.ndarray | None = None) -> TemperatureState:
     """`fit_temperature` of logits `[N, K]` and labels, in float64, for any K.
 
-    Args:
-        data: with `logits`, `labels`.
-        where: bool `[N]`, False for rows that do not count.
-
     Returns:
         `TemperatureState`. On separable or constant logits the end of the range of log s, −6 to 6, or its start, with
         `report.converged` False.
-
-    Raises:
-        UserError: see `select`.
 
     Example:
         >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))

@@ -30,10 +30,12 @@ def one(how, values):
             "first_second": shares[0] - (shares[1] if len(shares) > 1 else 0),
             "entropy": 1 - scipy.stats.entropy(shares) / math.log(len(shares)) if len(shares) > 1 else 1.0,
         }[how]
-    p = np.exp(values.astype(np.float64))
+    p, q = np.exp(values.astype(np.float64)), scipy.special.softmax(values.astype(np.float64))
     return {
-        "options": lambda: scipy.special.softmax(values.astype(np.float64)).max(),
-        "options_per_token": lambda: scipy.special.softmax(values.astype(np.float64)).max(),
+        "options": q.max,
+        "options_per_token": q.max,
+        "margin": lambda: -np.diff(np.sort(np.append(q, 0))[::-1])[0],
+        "negentropy": lambda: 1 - scipy.stats.entropy(q, base=len(q)) if len(q) > 1 else 1.0,
         "full_vocabulary": p.max,
         "arithmetic_mean": p.mean,
         "product": p.prod,

@@ -30,6 +30,7 @@ ORACLES = {
     "aurc": lambda c, y: oracle.area(c, 1 - y),
     "excess_aurc": lambda c, y: oracle.area(c, 1 - y) - oracle.area(y, 1 - y),
     "ause": oracle.ause,
+    "prediction_rejection_ratio": oracle.prediction_rejection_ratio,
 }
 sums_of = jax.jit(metrics.calibration_sums)
 FEATURED = ("local_calibration_error", "grouping_loss")
@@ -54,6 +55,7 @@ COUNTED = (  # two points are more than one: weights are counts
     "aurc",
     "excess_aurc",
     "ause",
+    "prediction_rejection_ratio",
     "grouping_loss",
     "grouping_parts",
 )

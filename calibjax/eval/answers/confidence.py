@@ -4,6 +4,8 @@
 |---|---|---|
 | options | the chosen option, given that it is one of the options (letters only, where they are letters) | options |
 | options_per_token | the same, of each option's mean log-probability per token | options |
+| margin | the chosen option: its probability less that of the second | options |
+| negentropy | the chosen option: 1 − H / log K, H the entropy of the distribution over K options | options |
 | full_vocabulary | the chosen option, in the distribution over the whole vocabulary | options |
 | arithmetic_mean | a text: the mean of its tokens' probabilities | tokens |
 | product | a text: their product, the probability of the text | tokens |
@@ -23,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.recalibrate import sample_agreement
 from calibjax.runtime.arrays import AnyArray
 
-OptionConfidence = Literal["options", "options_per_token", "full_vocabulary"]
+OptionConfidence = Literal["options", "options_per_token", "margin", "negentropy", "full_vocabulary"]
 TextConfidence = Literal["arithmetic_mean", "product", "minimum", "length_normalised"]
 SampleConfidence = Literal["agreement", "entropy", "first_second"]
 AnswerConfidence = OptionConfidence | TextConfidence | SampleConfidence
@@ -31,6 +33,8 @@ AnswerConfidence = OptionConfidence | TextConfidence | SampleConfidence
 WORDS: dict[str, str] = {
     "options": "probability of the chosen option among the options, by their summed log-likelihoods",
     "options_per_token": "probability of the chosen option among the options, by their log-likelihoods per token",
+    "margin": "probability of the chosen option among the options minus that of the second",
+    "negentropy": "1 minus the normalised entropy of the distribution over the options",
     "full_vocabulary": "probability of the chosen option among everything the model could write",
     "arithmetic_mean": "mean probability of the answer's tokens",
     "product": "product of the probabilities of the answer's tokens",
@@ -88,6 +92,8 @@ def answer_confidence(
     found, count = jnp.any(there, axis=-1), jnp.maximum(jnp.sum(there, axis=-1), 1)
     if how in ("options", "options_per_token"):
         log_confidence = jnp.max(log_probs, axis=-1) - jax.nn.logsumexp(log_probs, axis=-1)
+    elif how in ("margin", "negentropy"):
+        return jnp.where(found, _of_distribution(how, jax.nn.softmax(log_probs, axis=-1), count), 0.0)
     elif how == "full_vocabulary":
         log_confidence = jnp.max(log_probs, axis=-1)
     elif how == "arithmetic_mean":
@@ -98,6 +104,16 @@ def answer_confidence(
         total = jnp.sum(jnp.where(there, log_probs, 0.0), axis=-1)
         log_confidence = total if how == "product" else total / count
     return jnp.where(found, jnp.exp(jnp.minimum(log_confidence, 0.0)), 0.0)
+
+
+def _of_distribution(how: str, p: Float[Array, "N K"], count: Int[Array, " N"]) -> Float[Array, " N"]:
+    """The difference of the two largest probabilities (1 of one option); or 1 − H/log K."""
+    if how == "margin":
+        largest = jnp.max(p, axis=-1, keepdims=True)
+        first = jnp.argmax(p, axis=-1, keepdims=True) == jnp.arange(p.shape[-1])[None, :]
+        return largest[:, 0] - jnp.max(jnp.where(first, 0.0, p), axis=-1, initial=0.0)
+    entropy = -jnp.sum(jax.scipy.special.xlogy(p, p), axis=-1)
+    return jnp.where(count > 1, jnp.clip(1 - entropy / jnp.log(jnp.maximum(count, 2)), 0.0, 1.0), 1.0)
 
 
 def _of_samples(how: str, answers: Array, there: Array) -> Array:

@@ -88,6 +88,8 @@ def _stated(value: Array) -> Array:
 
 METHODS: dict[str, Method] = {
     "options": _of("options", "options", "Hendrycks et al. 2021"),
+    "margin": _of("margin", "options", "Scheffer et al. 2001"),
+    "negentropy": _of("negentropy", "options", "Shannon 1948"),
     "full_vocabulary": _of("full_vocabulary", "options", "arXiv 2508.00264"),
     "arithmetic_mean": _of("arithmetic_mean", "tokens", "arXiv 2409.19817"),
     "product": _of("product", "tokens", "the chain rule"),

@@ -80,7 +80,8 @@ class TasksOptions:
         assets: folder whose data/ holds the questions; by default CALIBJAX_ASSETS.
         shots: examples before each question of every task.
         options: confidence of a chosen option, in place of the preset's: options (by summed log-likelihoods),
-            options_per_token (by their mean per token, for options of different lengths) or full_vocabulary.
+            options_per_token (by their mean per token, for options of different lengths), margin (over the second),
+            negentropy (of the options' distribution) or full_vocabulary.
         text: confidence of a written answer, in place of the preset's.
         confidence: further confidences in written answers, such as consistency, semantic_entropy, p_true, verbalised or
             probe_correct_answer (docs/answers.md), separated by commas or spaces; they are rows of the tables, and
