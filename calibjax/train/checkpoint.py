@@ -12,9 +12,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from calibjax.heads import FittedHead, HeadConfig, check_log_factor
-from calibjax.models import LanguageModel
 from calibjax.models.hub import download, repository_of
 from calibjax.models.load import is_base
+from calibjax.models.own import FrozenModel
 from calibjax.runtime.checksums import (
     CHECKSUMS,
     array_digests,
@@ -28,7 +28,15 @@ from calibjax.runtime.checksums import (
 from calibjax.runtime.distributed import is_first, on_first, together
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
-from calibjax.train.portable import HEAD_SCHEMA, PORTABLE, PORTABLE_FILES, describe_head, read_portable
+from calibjax.train.portable import (
+    AUTHORS,
+    HEAD_SCHEMA,
+    PORTABLE,
+    PORTABLE_FILES,
+    describe_head,
+    read_authors_head,
+    read_portable,
+)
 from calibjax.train.state import TrainState
 
 _MOST_PARAMETERS = 2**31
@@ -200,12 +208,13 @@ def save_head(directory: str | Path, head: FittedHead, *, notes: dict[str, Any] 
         on_first(describe)
 
 
-def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
+def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
     """Reads a head that `calibjax train ats`, `calibjax export` or `save_head` wrote.
 
     Args:
         path: the head's directory, or the run's directory that holds it as `head`; where nothing has this path, a
-            repository of the Hugging Face Hub that `calibjax push` wrote, as `org/name` or `org/name@revision`.
+            repository of the Hugging Face Hub that `calibjax push` wrote, as `org/name` or `org/name@revision`. Or a
+            directory of the code of arXiv 2409.19817: calibration_head.safetensors and config.json.
         lm: the base model to use it with; its fingerprint must be the one the head was fitted on.
 
     Returns:
@@ -214,6 +223,8 @@ def load_head(path: str | Path, lm: LanguageModel | None = None) -> FittedHead:
     Raises:
         UserError: no head there, an unreadable one, one that is not as it was written, or one of another base model.
     """
+    if (Path(path) / AUTHORS).is_file():
+        return read_authors_head(Path(path), lm)
     file = _head_file(path)
     directory = file.parent
     check_plain_files(directory)

@@ -2,22 +2,26 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.flax import load_file as load_any
 from safetensors.numpy import load_file, save
 
-from calibjax.heads import MAX_SCALE, FittedHead, TransformerHead
+from calibjax.heads import MAX_SCALE, NO_MIN_SCALE, FittedHead, HeadConfig, TransformerHead
 from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
 from calibjax.models.fingerprint import dotted_leaves
+from calibjax.models.own import FrozenModel
 from calibjax.runtime.checksums import CHECKSUMS, array_digests, write_checksums
 from calibjax.runtime.distributed import on_first
-from calibjax.runtime.files import new_directory, write_file
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import new_directory, read_json, write_file
 
 HEAD_SCHEMA = 1
 """Of head.json."""
@@ -104,3 +108,85 @@ def constant_head(head: FittedHead, temperature: float) -> FittedHead:
     """Returns temperature scaling at `temperature` as a head of the same base model."""
     config = dataclasses.replace(head.config, kind="constant")
     return FittedHead(config, {"log_scale": jnp.float32(-np.log(temperature))}, 0.0, head.fingerprint)
+
+
+# --- the authors' heads ---
+
+AUTHORS = "calibration_head.safetensors"
+"""The file of the code of arXiv 2409.19817, beside its config.json."""
+_AUTHORS_FEATURES = {
+    "hidden_states": "hidden_states",
+    "maxlogit": "max_logit",
+    "output_token_feature": "argmax_embedding",
+    "logits_std": "log_std_logits",
+}
+
+
+def read_authors_head(directory: Path, lm: FrozenModel | None) -> FittedHead:
+    """Reads a head that the code of Adaptive Temperature Scaling wrote; its files do not name the base model.
+
+    Raises:
+        UserError: no model is given, or the head is of a kind or with an option that is not supported.
+    """
+    if lm is None:
+        raise UserError(f"{directory}: the authors' heads do not know their base model: give load_head(path, lm).")
+    try:
+        given, size = read_json(directory / "config.json"), lm.config.hidden_size
+        names = str(given.get("feature_key", "hidden_states")).split("+")
+        kind, heads = str(given["calibration_type"]), given.get("num_attention_heads", 32)
+        if given.get("normalize_logits") or (
+            kind == "transformer" and (names != ["hidden_states"] or given.get("num_key_value_heads", 32) != heads)
+        ):
+            raise ValueError("normalize_logits, grouped attention, and a transformer of other features: not supported")
+        config = HeadConfig(
+            kind="constant" if kind == "temperature" else kind,
+            hidden_size=size,
+            features=tuple(_AUTHORS_FEATURES[name] for name in names),
+            intermediate_size=given.get("intermediate_size", 11008) if kind in ("mlp", "transformer") else None,
+            num_heads=heads if kind == "transformer" else None,
+            normalize=False,
+            min_scale=NO_MIN_SCALE,
+        )
+        tensors = {name: np.asarray(x, np.float32) for name, x in load_any(directory / AUTHORS).items()}
+        params = _AUTHORS_PARAMS[kind](tensors)
+        found, expected = (
+            jax.tree.map(np.shape, tree) for tree in (params, jax.eval_shape(config.init, jax.random.key(0)))
+        )
+        if found != expected:
+            raise ValueError(f"expected parameters of the shapes {expected}, found {found}")
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise UserError(f"{directory}: cannot be read as a head of the authors' code ({error!r}).") from error
+    return FittedHead(config, params, 0.0, lm.fingerprint)
+
+
+def _output(tensors: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    return {"kernel": tensors[f"{name}.weight"].T, "bias": tensors[f"{name}.bias"]}
+
+
+def _authors_mlp(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Their second matrix and the output are two linear maps in a row: here they are one."""
+    output = _output(tensors, "linear_head")
+    both = np.concatenate([tensors[f"mlp.{name}_proj.weight"] for name in ("gate", "up")]).T
+    kernel = tensors["mlp.down_proj.weight"].T @ output["kernel"]
+    return {"gate_up": {"kernel": both}, "output": {**output, "kernel": kernel}}
+
+
+def _authors_transformer(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    def kernels(group: str, names: str) -> dict[str, Any]:
+        return {name: {"kernel": tensors[f"transformer.{group}.{name}_proj.weight"].T} for name in names.split()}
+
+    block = {
+        "attention_norm": {"scale": tensors["transformer.input_layernorm.weight"]},
+        "attention": kernels("self_attn", "q k v o"),
+        "mlp_norm": {"scale": tensors["transformer.post_attention_layernorm.weight"]},
+        "mlp": kernels("mlp", "gate up down"),
+    }
+    return {"block": block, "output": _output(tensors, "linear_head")}
+
+
+_AUTHORS_PARAMS: dict[str, Callable[[Mapping[str, np.ndarray]], Any]] = {
+    "temperature": lambda tensors: {"log_scale": -np.log(tensors["temperature"][0])},
+    "linear": lambda tensors: {"output": _output(tensors, "linear")},
+    "mlp": _authors_mlp,
+    "transformer": _authors_transformer,
+}
