@@ -1,8 +1,8 @@
 """Losses per token: pure functions of `VocabStats`.
 
 Every function returns float32 of the statistics' shape, unreduced, with exactly 0 (and no gradient) on tokens that are
-not valid or where `where` is False. The caller chooses the mean: `loss.sum() / count`, with `count` from
-`valid_tokens`. Notation: s inverse temperature, z logits (after any soft-cap), q = softmax(s·z), y target, V
+not valid or where `where` (bool, of that shape) is False. The caller chooses the mean: `loss.sum() / count`, with
+`count` from `valid_tokens`. Notation: s inverse temperature, z logits (after any soft-cap), q = softmax(s·z), y target, V
 vocabulary size.
 """
 
@@ -37,10 +37,6 @@ def cross_entropy(stats: VocabStats, *, where: Mask = None) -> Float[Array, "...
 
     Args:
         stats: with `log_normalizer`, `target_logit`.
-        where: bool, False for tokens that do not count.
-
-    Returns:
-        float32, per token.
 
     Example:
         >>> from calibjax.kernels import vocab_stats
@@ -58,10 +54,6 @@ def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""], *, where:
     Args:
         stats: with `log_normalizer`, `target_logit`, `mean_logit`.
         beta: smoothing β in [0, 1]; 0 is cross-entropy.
-        where: bool, False for tokens that do not count.
-
-    Returns:
-        float32, per token.
 
     Example:
         >>> from calibjax.kernels import vocab_stats
@@ -102,9 +94,6 @@ def selective_smoothing(
             where no token is ignored.
         where: bool, False for tokens that do not count, such as padding: under neither `masking`.
 
-    Returns:
-        float32, per token.
-
     Raises:
         ValueError: `masking="authors"` without `balanced`: the other form has no counts.
 
@@ -144,10 +133,6 @@ def focal(stats: VocabStats, gamma: float, *, where: Mask = None) -> Float[Array
     Args:
         stats: with `log_normalizer`, `target_logit`.
         gamma: focusing γ >= 0.
-        where: bool, False for tokens that do not count.
-
-    Returns:
-        float32, per token.
 
     Example:
         >>> from calibjax.kernels import vocab_stats
@@ -179,10 +164,6 @@ def sample_dependent_focal(
         low: γ below the threshold.
         high: γ from the threshold on.
         threshold: of q_y.
-        where: bool, False for tokens that do not count.
-
-    Returns:
-        float32, per token.
 
     Example:
         >>> from calibjax.kernels import vocab_stats
@@ -209,7 +190,6 @@ def brier(stats: VocabStats, doubled: VocabStats, *, where: Mask = None) -> Floa
     Args:
         stats: with `log_normalizer`, `target_logit`.
         doubled: the same tokens at `scale=2 * scale`, with `log_normalizer`.
-        where: bool, False for tokens that do not count.
 
     Returns:
         float32, per token, to about 1e-6: differences of numbers of size 1.
@@ -237,10 +217,6 @@ def focal_calibration(
         doubled: the same tokens at `scale=2 * scale`, with `log_normalizer`.
         gamma: focusing γ >= 0.
         weight: λ >= 0.
-        where: bool, False for tokens that do not count.
-
-    Returns:
-        float32, per token.
 
     Example:
         >>> from calibjax.kernels import vocab_stats
@@ -265,10 +241,6 @@ def top_k_smoothing(
         stats: with `log_normalizer`, `target_logit`.
         top_logits: `kernels.top_logits(hidden, unembedding, k, ...).logits`, of the same model, bias and soft-cap.
         beta: smoothing β in [0, 1].
-        where: bool, False for tokens that do not count.
-
-    Returns:
-        float32, per token.
 
     Example:
         >>> from calibjax.kernels import vocab_stats
@@ -286,10 +258,6 @@ def z_loss(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 
     Args:
         stats: with `log_normalizer`.
-        where: bool, False for tokens that do not count.
-
-    Returns:
-        float32, per token.
 
     Example:
         >>> from calibjax.kernels import vocab_stats
@@ -307,10 +275,6 @@ def confidence_penalty(stats: VocabStats, weight: float, *, where: Mask = None) 
     Args:
         stats: with `log_normalizer`, `target_logit`, `expected_logit`.
         weight: λ >= 0.
-        where: bool, False for tokens that do not count.
-
-    Returns:
-        float32, per token.
 
     Example:
         >>> from calibjax.kernels import vocab_stats
@@ -330,7 +294,6 @@ def top_label(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 
     Args:
         stats: with `log_normalizer`, `max_logit`, `correct`.
-        where: bool, False for tokens that do not count.
 
     Returns:
         float32, per token, nats; at most about 16 (c is kept below 1 − 1e-7).
@@ -355,10 +318,6 @@ def joint(
     Args:
         stats: with `log_normalizer`, `target_logit`, `max_logit`, `correct`.
         top_label_weight: w >= 0.
-        where: bool, False for tokens that do not count.
-
-    Returns:
-        float32, per token, nats.
 
     Example:
         >>> from calibjax.kernels import vocab_stats

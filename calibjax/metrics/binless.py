@@ -41,9 +41,6 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     Args:
         confidence, correct, where: see `expected_calibration_error`.
         bandwidth: σ > 0, or None for the automatic bandwidth.
-
-    Returns:
-        float32 scalar in [0, 1]; NaN where no point counts.
     """
     data = points(confidence, correct, where)
     grid = _residual_grid(data)
@@ -68,9 +65,6 @@ def ks_calibration_error(confidence, correct, *, where=None):
 
     Gupta et al. 2021. Points of equal confidence enter the sum together. For the arguments see
     `expected_calibration_error`.
-
-    Returns:
-        float32 scalar in [0, 1]; NaN where no point counts.
 
     Example:
         >>> import jax.numpy as jnp

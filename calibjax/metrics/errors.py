@@ -208,9 +208,6 @@ def classwise_calibration_error(
         probabilities: `[N, K]` in [0, 1].
         labels: `[N]`, integers in [0, K); or `[N, K]`, the fraction of each class among the samples of a point.
         bins, closed, where: see `expected_calibration_error`.
-
-    Returns:
-        float32 scalar in [0, 1]; NaN where no point counts.
     """
     if jnp.ndim(labels) == 1:
         labels, classes = _whole(labels), jnp.shape(probabilities)[-1]

@@ -42,9 +42,6 @@ def local_calibration_error(
         bins: number of equal-width bins, closed on the right.
         bandwidth: > 0, in units of the features.
         reduction: "mean" over points, or "max" (the paper's MLCE).
-
-    Returns:
-        float32 scalar in [0, 1]; NaN where no point counts.
     """
     if reduction not in ("mean", "max"):
         raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')
