@@ -2,8 +2,8 @@
 
 Every function returns float32 of the statistics' shape, unreduced, with exactly 0 (and no gradient) on tokens that are
 not valid or where `where` (bool, of that shape) is False. The caller chooses the mean: `loss.sum() / count`, with
-`count` from `valid_tokens`. Notation: s inverse temperature, z logits (after any soft-cap), q = softmax(s·z), y target, V
-vocabulary size.
+`count` from `valid_tokens`.
+Notation: s inverse temperature, z logits (after any soft-cap), q = softmax(s·z), y target, V vocabulary size.
 """
 
 import math
