@@ -127,8 +127,10 @@ def prediction_rejection_ratio(confidence, correct, *, where=None):
     """
     data = points(confidence, correct, where, counts=True)
     loss = 1 - data.correct
-    mean = data.mean(loss)
-    return data.answer((mean - _area(data, data.confidence, loss)) / (mean - _area(data, -loss, loss)))
+    mean, counts = data.mean(loss), data.weight > 0
+    differ = jnp.max(loss, where=counts, initial=0.0) > jnp.min(loss, where=counts, initial=1.0)
+    ratio = (mean - _area(data, data.confidence, loss)) / (mean - _area(data, -loss, loss))
+    return data.answer(jnp.where(differ, ratio, jnp.nan))
 
 
 @metric("error", counts=True)

@@ -76,7 +76,8 @@ class Estimator:
 
     def predict(self, X: Any, **fields: Any) -> np.ndarray:
         """The most likely class of `classes_`, `[N]`."""
-        return self.classes_[self.predict_proba(X, **fields).argmax(axis=1)]
+        best = self.predict_proba(X, **fields).argmax(axis=1)
+        return self.classes_[best]
 
     def score(self, X: Any, y: Any, **fields: Any) -> float:
         """The accuracy of `predict`."""
