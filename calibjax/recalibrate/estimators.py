@@ -66,6 +66,9 @@ class Estimator:
         """Calibrated confidences, float32 `[N]`; of logits, probabilities `[N, K]`."""
         if not hasattr(self, "recalibrator_"):
             raise _not_fitted()(f"{type(self).__name__}: call fit first.")
+        name, width = type(self).__name__, 1 if np.ndim(X) == 1 else np.shape(X)[1]
+        if width != self.n_features_in_:
+            raise UserError(f"X has {width} features, but {name} is expecting {self.n_features_in_} features as input")
         values = self.recalibrator_(self._predictions(X, fields))
         return np.exp(values) if METHODS[self.method].gives == "log_probs" else values
 
