@@ -3,6 +3,7 @@
 z = softcap(h Wᵀ + b), p = softmax(s·z), c_v = 1 − (z_v/cap)² (1 without a soft-cap).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -143,6 +144,25 @@ class Backward(Protocol):
     def __call__(
         self, request: BackwardRequest, inputs: Inputs, cotangents: Cotangents, saved: Any, into: Gradients | None, /
     ) -> Gradients: ...
+
+
+def first_order(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass by kernels that JAX cannot differentiate: one error where a second derivative would need it.
+
+    The static request is the first argument of the pass; the others are pytrees of arrays.
+    """
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def checked(request: Any, *arrays: Any) -> Any:
+        return run(request, *arrays)
+
+    @checked.defjvp
+    def _differentiated(request: Any, primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            "second derivatives: the Pallas kernels have a first one only. Pass implementation='chunked'."
+        )
+
+    return checked
 
 
 Check = Callable[[Options, Inputs, Platform], str]

@@ -75,7 +75,7 @@ class Checkpoints:
         )
         try:
             self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
-        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OSError) as error:
             raise UserError(
                 f"{directory}: cannot be read ({_first_line(error)}). Remove it to train from the first step."
             ) from error

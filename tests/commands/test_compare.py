@@ -616,7 +616,8 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize("out", [".csv", ".tsv", ".jsonl", ".parquet", ".npz"])
 def test_apply_keeps_the_columns_of_the_table(tmp_path, given, out):
     """In every format; the new columns are numbers that the methods gave, and a second application is refused."""
-    rows = [{"id": f"0{n}", "confidence": n / 16, "correct": n % 2, "group": "é,\n"[n % 3]} for n in range(16)]
+    groups = ("é", ",", "a\nb")
+    rows = [{"id": f"0{n}", "confidence": n / 16, "correct": n % 2, "group": groups[n % 3]} for n in range(16)]
     write_rows(tmp_path / f"in{given}", lambda: iter(rows))
     data = Predictions(confidence=np.arange(16) / 16, correct=np.arange(16) % 2)
     save(tmp_path / "fitted", "platt", METHODS["platt"].fit(data))

@@ -418,3 +418,17 @@ def test_a_filter_with_saved_logits_is_the_same(small_blocks):
     _, got = value_and_gradients(case, inputs, targets, filter_threshold=1e-3, save_logits=True)
     _, want = value_and_gradients(case, inputs, targets, filter_threshold=1e-3)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("name", [interpreted.NAME, interpreted_gpu.NAME])
+def test_kernels_have_no_second_derivative(name):
+    """One error that names what has; JAX's own is a bare AssertionError."""
+    hidden, unembedding = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((128, 64), jnp.bfloat16)
+    targets = jnp.zeros(64, jnp.int32)
+
+    def loss(hidden):
+        return linear_cross_entropy(hidden, unembedding, targets, reduction="sum", implementation=name)
+
+    assert jax.eval_shape(jax.grad(loss), hidden).shape == hidden.shape
+    with pytest.raises(NotImplementedError, match="chunked"):
+        jax.eval_shape(jax.hessian(loss), hidden)

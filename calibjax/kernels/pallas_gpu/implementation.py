@@ -12,6 +12,7 @@ from calibjax.kernels.contract import (
     Implementation,
     Inputs,
     Options,
+    first_order,
 )
 from calibjax.kernels.operator import closed_form_hidden
 from calibjax.kernels.pallas_gpu import schedule
@@ -99,8 +100,8 @@ def make(interpret: Any = None, blocks: schedule.Blocks | None = None) -> Implem
     """
     setup = _Setup(interpret, schedule.Blocks() if blocks is None else blocks)
     return Implementation(
-        forward=functools.partial(_forward, setup),
-        backward=functools.partial(_backward, setup),
+        forward=first_order(functools.partial(_forward, setup)),
+        backward=first_order(functools.partial(_backward, setup)),
         check=functools.partial(_check, setup),
         saved_bytes=schedule.saved_bytes,
         accumulates=True,

@@ -12,6 +12,7 @@ from calibjax.kernels.contract import (
     Implementation,
     Inputs,
     Options,
+    first_order,
 )
 from calibjax.kernels.operator import closed_form_hidden
 from calibjax.kernels.pallas_tpu import blocks
@@ -134,8 +135,8 @@ def make(interpret: Any = False, preferences: blocks.Preferences = blocks.PREFER
     """
     setup = _Setup(interpret, preferences)
     return Implementation(
-        forward=functools.partial(_forward, setup),
-        backward=functools.partial(_backward, setup),
+        forward=first_order(functools.partial(_forward, setup)),
+        backward=first_order(functools.partial(_backward, setup)),
         check=functools.partial(_check, setup),
         rows_first=True,
         shares_logits=functools.partial(_shares_logits, setup),
