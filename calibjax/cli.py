@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 # Before transformers and tokenizers are imported by anything: they read these once.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,39 +27,25 @@ from calibjax.runtime.version import __version__
 Run = Callable[..., Mapping[str, Any] | None]
 
 
-class Command(NamedTuple):
-    """A command; imported when it is called.
-
-    Attributes:
-        module: in `calibjax.commands`; its `run` takes the options.
-        options: class of its options in that module.
-        summary: one line of the help.
-    """
-
-    module: str
-    options: str
-    summary: str
-
-
-COMMANDS: dict[str, Command] = {
-    "quickstart": Command("quickstart", "QuickstartOptions", "Shows everything on a small language model, in minutes."),
-    "train ats": Command("train_ats", "TrainAtsOptions", "Fits Adaptive Temperature Scaling to a frozen model."),
-    "train sft": Command("train_sft", "TrainSftOptions", "Fine-tunes a model with label smoothing."),
-    "train lhts": Command("train_lhts", "TrainLhtsOptions", "Fine-tunes a model to a long-horizon temperature."),
-    "eval tasks": Command("eval_tasks", "EvalTasksOptions", "Accuracy and calibration on benchmarks (lm-eval)."),
-    "eval layers": Command("eval_layers", "EvalLayersOptions", "Calibration after each layer of a model."),
-    "eval bounds": Command("eval_bounds", "EvalBoundsOptions", "The smallest entropy that predictions can have."),
-    "compare": Command("compare.command", "CompareOptions", "Compares all recalibration methods."),
-    "apply": Command("apply", "ApplyOptions", "Recalibrates new predictions by a method that compare saved."),
-    "decide": Command("decide", "DecideOptions", "When to answer, so that few answers are wrong."),
-    "report": Command("report", "ReportOptions", "Draws the report of one run or of several again."),
-    "generate": Command("generate", "GenerateOptions", "Continues a text, with the confidence of each token."),
-    "convert": Command("convert", "ConvertOptions", "Converts a model to Orbax or to safetensors."),
-    "export": Command("export", "ExportOptions", "Exports a fitted head for PyTorch and for serving."),
-    "push": Command("push", "PushOptions", "Uploads a fitted head and its model card to the Hub."),
-    "plan": Command("plan.command", "PlanOptions", "Memory and time of a step on given devices, before a run."),
+COMMANDS: dict[str, str] = {
+    "quickstart": "Shows everything on a small language model, in minutes.",
+    "train ats": "Fits Adaptive Temperature Scaling to a frozen model.",
+    "train sft": "Fine-tunes a model with label smoothing.",
+    "train lhts": "Fine-tunes a model to a long-horizon temperature.",
+    "eval tasks": "Accuracy and calibration on benchmarks (lm-eval).",
+    "eval layers": "Calibration after each layer of a model.",
+    "eval bounds": "The smallest entropy that predictions can have.",
+    "compare": "Compares all recalibration methods.",
+    "apply": "Recalibrates new predictions by a method that compare saved.",
+    "decide": "When to answer, so that few answers are wrong.",
+    "report": "Draws the report of one run or of several again.",
+    "generate": "Continues a text, with the confidence of each token.",
+    "convert": "Converts a model to Orbax or to safetensors.",
+    "export": "Exports a fitted head for PyTorch and for serving.",
+    "push": "Uploads a fitted head and its model card to the Hub.",
+    "plan": "Memory and time of a step on given devices, before a run.",
 }
-"""Every command, in the order of the help."""
+"""Every command with its summary, in the order of the help; `train ats` is `commands/train_ats.py`."""
 
 GROUPS = {
     "train": "Train a calibration head or fine-tune a model.",
@@ -164,7 +150,13 @@ def _run_command(args: list[str]) -> int:
 
     try:
         with signals.ending_at_once():
-            options, run = _parse(args)
+            name = _command_of(args)
+            options_type, run = load_command(name)
+            from calibjax.commands.config import with_config
+            from calibjax.commands.parser import parse
+
+            given = with_config(name, options_type, args[len(name.split()) :])
+            options = parse(options_type, given, prog=f"calibjax {name}")
     except UserError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -176,27 +168,18 @@ def _run_command(args: list[str]) -> int:
     return _execute(options, run)
 
 
-def _parse(args: list[str]) -> tuple[Any, Run]:
-    """The options that the arguments give, and the function that takes them; imports the command."""
-    name = _command_of(args)
-    command = COMMANDS[name]
-    from calibjax.commands.config import with_config
-    from calibjax.commands.parser import parse
-
-    module = importlib.import_module(f"calibjax.commands.{command.module}")
-    options = parse(
-        getattr(module, command.options),
-        with_config(name, args[len(name.split()) :]),
-        prog=f"calibjax {name}",
-    )
-    return options, module.run
+def load_command(name: str) -> tuple[type, Run]:
+    """The options of a command, and the function that takes them; imports its module."""
+    module = importlib.import_module(f"calibjax.commands.{name.replace(' ', '_')}")
+    return getattr(module, f"{name.title().replace(' ', '')}Options"), module.run
 
 
 def _command_of(args: list[str]) -> str:
     """The command that the arguments begin with.
 
     Raises:
-        SystemExit: after help or the version, or one line on a command that there is not.
+        UserError: there is no such command.
+        SystemExit: after help, the version or the script of completion.
     """
     words = args[: 2 if args and args[0] in GROUPS else 1]
     name = " ".join(words)
@@ -206,12 +189,9 @@ def _command_of(args: list[str]) -> str:
         print(f"calibjax {__version__}")
         raise SystemExit(0)
     if words == ["--completion"]:
-        from calibjax.commands.completion import SHELLS, completion_script
+        from calibjax.commands.completion import completion_script
 
-        if len(args) != 2 or args[1] not in SHELLS:
-            print(f"error: --completion: expected one of {', '.join(SHELLS)}.", file=sys.stderr)
-            raise SystemExit(2)
-        print(completion_script(args[1], COMMANDS), end="")
+        print(completion_script(args[1:], {name: load_command(name)[0] for name in COMMANDS}), end="")
         raise SystemExit(0)
     if not words or words[-1] in ("-h", "--help", *GROUPS):
         asked = bool(words) and words[-1] in ("-h", "--help")
@@ -228,7 +208,7 @@ def _command_of(args: list[str]) -> str:
 def _help(group: str) -> str:
     lines = [f"usage: calibjax {group or 'COMMAND'} {'COMMAND ' if group else ''}[OPTIONS]", ""]
     lines += [GROUPS[group] if group else "Measures and repairs the calibration of large language models.", ""]
-    lines += [f"  {name:<15} {command.summary}" for name, command in COMMANDS.items() if name.startswith(group)]
+    lines += [f"  {name:<15} {summary}" for name, summary in COMMANDS.items() if name.startswith(group)]
     lines += ["", f"calibjax {f'{group} ' if group else ''}COMMAND --help lists the options of a command."]
     return "\n".join(
         lines if group else [*lines, "calibjax --version prints the version; --completion bash (or zsh) a script."]
@@ -310,7 +290,7 @@ def _exit_code(failure: OSError | None) -> int:
 
 
 def _one_line(error: Exception, options: Any) -> str:
-    """The message, with the library's name of an argument, at its start and in "Give name=value", as the option."""
+    """The message; where it begins with an argument of the library, with the option in its place."""
     from calibjax.commands.parser import list_options
     from calibjax.runtime.errors import printable
 
@@ -318,8 +298,7 @@ def _one_line(error: Exception, options: Any) -> str:
     message = " ".join(str(error).split())
     if (found := re.match(r"(--[\w-]+: )?([a-z_]+)(=|: )", message)) and found[2] in flags:
         message = f"{flags[found[2]]}{': ' if found[3] == ': ' else ' '}{message[found.end() :]}"
-    names = "|".join(flags)
-    return printable(re.sub(rf"(?<=Give )({names})=", lambda name: f"{flags[name[1]]} ", message))
+    return printable(message)
 
 
 def _discard(line: str) -> None:

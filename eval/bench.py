@@ -31,9 +31,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from calibjax.commands.common import SCHEMA
+from calibjax.commands.parser import parse_script
 from calibjax.data import Sequences, eval_batches
 from calibjax.data.synthetic import as_sequences
 from calibjax.eval.layers.layers import layer_outputs, make_readout
@@ -216,4 +216,4 @@ def main(bench: Bench) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench))
+    main(parse_script(Bench))

@@ -15,17 +15,16 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from calibjax import metrics
 from calibjax.cli import execute
 from calibjax.commands.common import DataOptions, claim_directory
-from calibjax.commands.parser import parse
+from calibjax.commands.parser import parse_script
 from calibjax.data import Sequences, read_source, right_choice, split_sequences
 from calibjax.eval.report.tables import short
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
@@ -37,6 +36,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import write_file
+from calibjax.runtime.options import Positional
 from calibjax.train import AtsOptions, load_head, save_head
 from calibjax.train.ats import fit_temperature_head, train_head
 from calibjax.train.curves import array_hash, token_curves
@@ -79,7 +79,7 @@ class Study:
         quiet: no progress bars.
     """
 
-    name: tyro.conf.Positional[Literal["pooling", "losses", "alpha", "heads", "transfer", "amount"]]
+    name: Annotated[Literal["pooling", "losses", "alpha", "heads", "transfer", "amount"], Positional()]
     model: str
     data: tuple[str, ...]
     out: Path
@@ -307,7 +307,7 @@ def _change(difference: Mapping[str, float]) -> str:
 def compare_variants(study: Study, lm: LanguageModel, context: RunContext) -> dict[str, Any]:
     """Of `pooling`, `losses`, `alpha` and `heads`: the figures of each set."""
     (source,) = study.data
-    fit, held_out = split_sequences(study.text.read(source, lm, print), study.fit_fraction)
+    fit, held_out = split_sequences(study.text.read(source, lm, print), study.fit_fraction, order="sequential")
     changes, against = variants_of(study.name)
     variants = {name: study.head(**change) for name, change in changes.items()}
     heads = {BASE: [identity_head(lm)], **fit_heads(lm, fit, variants, study.seeds, context)}
@@ -323,7 +323,10 @@ def compare_domains(study: Study, lm: LanguageModel, context: RunContext) -> dic
     if len(domains) < 2:
         raise UserError(f"--data, --mmlu: expected at least two domains, got {', '.join(domains)}.")
     smallest = min(len(sequences.tokens) for sequences in domains.values())
-    parts = {name: split_sequences(x.take(slice(smallest)), study.fit_fraction) for name, x in domains.items()}
+    parts = {
+        name: split_sequences(x.take(slice(smallest)), study.fit_fraction, order="sequential")
+        for name, x in domains.items()
+    }
     heads = {BASE: [identity_head(lm)]}
     for name, (fit, _) in parts.items():
         fitted = fit_heads(lm, fit, {"ATS": study.head()}, study.seeds, context.within(name.replace("/", "-")))
@@ -359,7 +362,7 @@ def compare_amounts(study: Study, lm: LanguageModel, context: RunContext) -> dic
     A head is fitted for `epochs`, but for at least 200 steps, and at most 2,000 where one epoch has fewer.
     """
     (source,) = study.data
-    fit, held_out = split_sequences(study.text.read(source, lm, print), study.fit_fraction)
+    fit, held_out = split_sequences(study.text.read(source, lm, print), study.fit_fraction, order="sequential")
     heads: dict[str, list[FittedHead]] = {BASE: [identity_head(lm)]}
     for seed in range(study.seeds):
         order = np.random.default_rng(seed).permutation(len(fit.tokens))
@@ -397,5 +400,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(Study, sys.argv[1:], prog="python eval/studies.py")
-    sys.exit(execute(options, lambda study, _: main(study)))
+    sys.exit(execute(parse_script(Study), lambda study, _: main(study)))

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tyro
 
 from calibjax import metrics
 from calibjax.cli import execute
 from calibjax.commands.common import DataOptions, claim_directory
+from calibjax.commands.parser import parse_script
 from calibjax.commands.train_ats import evaluate, fit_ats
 from calibjax.data import Sequences, choice_sequences, read_source, split_sequences
 from calibjax.eval.layers.directions import (
@@ -242,4 +242,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))
+    sys.exit(execute(parse_script(Study), lambda study, _: main(study)))

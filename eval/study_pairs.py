@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import tyro
 from studies import repeats_json
 from tqdm.auto import tqdm
 
 from calibjax import metrics
 from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
+from calibjax.commands.parser import parse_script
 from calibjax.data import Sequences, split_sequences
 from calibjax.data.load import load_text
 from calibjax.eval.tokens import evaluate_tokens
@@ -216,4 +216,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))
+    sys.exit(execute(parse_script(Study), lambda study, _: main(study)))

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from scipy.optimize import minimize_scalar
 
 from calibjax import metrics
 from calibjax.cli import execute
 from calibjax.commands.common import DataOptions
+from calibjax.commands.parser import parse_script
 from calibjax.data import Sequences
 from calibjax.eval.layers.directions import null_space
 from calibjax.eval.layers.layers import correction_phase, layer_outputs, make_readout
@@ -190,4 +190,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))
+    sys.exit(execute(parse_script(Study), lambda study, _: main(study)))

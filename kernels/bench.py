@@ -62,7 +62,7 @@ SHOWN = {"gpu": ("optax", "dense jnp", "tokamax", "vocab_stats chunked", "pallas
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The options. By argparse: tyro and tokamax need different versions of typeguard."""
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=["cpu", "gpu"], help="where to run; default: the machine's")
     parser.add_argument("--static", choices=CHIPS, help="compile for this TPU instead, and estimate the time")

@@ -10,10 +10,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from calibjax.commands.parser import parse_script
 from calibjax.kernels import VocabSharding, vocab_stats
 from calibjax.runtime.hlo import collectives
 from calibjax.runtime.sharding import make_mesh
@@ -78,4 +78,4 @@ def main(given: Traffic) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Traffic))
+    main(parse_script(Traffic))

@@ -9,13 +9,11 @@ from unittest import mock
 import jax
 import numpy as np
 from assets import ASSETS, data_path, model_path
-from calibjax.commands.study import ablations
-from calibjax.commands.study.ablations import ABLATIONS
 from tiny import make_sequences, ragged, silent
 
 from calibjax import fit_ats
 from calibjax.cli import execute
-from calibjax.commands import eval_bounds, eval_layers, eval_tasks, generate
+from calibjax.commands import eval_bounds, eval_layers, eval_tasks, generate, train_ats
 from calibjax.commands.common import DataOptions
 from calibjax.commands.compare import command as compare
 from calibjax.commands.compare import text as compare_text
@@ -90,7 +88,7 @@ def evaluate(out: Path, announce):
 
 
 def commands(folder: Path, out: Path, devices: DeviceOptions, announce):
-    """`compare`, `study`, `generate` and `eval bounds` of a model and text in a folder; name -> document.
+    """`compare`, `train ats`, `generate` and `eval bounds` of a model and text in a folder; name -> document.
 
     Heads are fitted with one loss, in few steps.
     """
@@ -98,11 +96,9 @@ def commands(folder: Path, out: Path, devices: DeviceOptions, announce):
     shared = {"model": model, "devices": devices}
     quick = AtsOptions(head="mlp", epochs=2, loss="joint", refit_temperature=False, batch_size=8)
     methods = ("ats", "ensemble_temperature", "feature_clipping", "platt")
-    linear = ABLATIONS["pooling"]._replace(variants={"linear": {"head": "linear"}}, against={})
     with (
         mock.patch.object(compare_text, "AtsOptions", return_value=quick),
         mock.patch.object(optimize, "STEPS", 100),
-        mock.patch.dict(ABLATIONS, {"pooling": linear}),
     ):
         compared = compare.run(
             compare.CompareOptions(
@@ -110,16 +106,16 @@ def commands(folder: Path, out: Path, devices: DeviceOptions, announce):
             ),
             announce,
         )
-        steps = {"seeds": 1, "epochs": 1, "batch_size": 8, "fit_fraction": 0.5}
-        studied = ablations.run(
-            "pooling", ablations.AblationOptions(**shared, **text, **steps, out=out / "study", quiet=True), announce
-        )
-    head = out / "study/heads/linear/0"
+    of_text = {"data": (text["data"],), "text": text["text"], "ats": quick}
+    trained = train_ats.run(
+        train_ats.TrainAtsOptions(**shared, **of_text, out=out / "ats", quiet=True, fit_fraction=0.5), announce
+    )
+    head = out / "ats"
     prompts = {"prompt": ("w1 w2", "w3", "w4 w5 w6"), "max_new_tokens": 5, "head": head}
     drawn = {"temperature": 1.0, "top_k": 9, "sample_calibrated": True, "seed": 2}
     return {
         "compare": {name: compared["held_out"][name] for name in ("methods", "tokens", "failed")},
-        "study": studied["sets"],
+        "ats": {name: [row["nll"], row["brier"]] for name, row in trained["held_out"]["methods"].items()},
         "generate": generate.run(generate.GenerateOptions(**shared, **prompts), announce),
         "samples": generate.run(generate.GenerateOptions(**shared, **prompts, **drawn), announce),
         "bounds": eval_bounds.run(eval_bounds.EvalBoundsOptions(model=(model,), devices=devices), announce),

@@ -19,10 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 import calibjax
 from calibjax import kernels, losses
+from calibjax.commands.parser import parse_script
 from calibjax.kernels import chunked
 from calibjax.models import DecoderConfig, LanguageModel, init_params
 from calibjax.models.frozen import batch_stats, freeze
@@ -263,6 +263,6 @@ def main(bench: Bench) -> None:
 
 
 if __name__ == "__main__":
-    options = tyro.cli(Bench)
+    options = parse_script(Bench)
     with cudnn_attention(options.cudnn_attention):
         main(options)

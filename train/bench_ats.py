@@ -12,13 +12,14 @@ import dataclasses
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
 
 import jax
-import tyro
-from tyro.conf import Positional
 
 import calibjax
+from calibjax.commands.parser import parse_script
 from calibjax.data import eval_batches
+from calibjax.runtime.options import Positional
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,8 @@ class Bench:
         cold: count compilation too.
     """
 
-    model: Positional[str]
-    data: Positional[str]
+    model: Annotated[str, Positional()]
+    data: Annotated[str, Positional()]
     sequences: int = 560
     seq_len: int = 257
     fit_fraction: float = 0.7
@@ -88,4 +89,4 @@ def main(bench: Bench) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench))
+    main(parse_script(Bench))

@@ -32,8 +32,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
+from calibjax.commands.parser import parse_script
 from calibjax.models import abstract_params, config_from_hf, load_model
 from calibjax.models.hf_export import save_model
 from calibjax.models.orbax_checkpoint import save_checkpoint
@@ -231,4 +231,4 @@ def main(bench: Bench) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench))
+    main(parse_script(Bench))

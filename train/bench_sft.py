@@ -24,8 +24,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 
+from calibjax.commands.parser import parse_script
 from calibjax.models import DecoderConfig, decoder, init_params
 from calibjax.train import OptimizerConfig, create_state, make_train_step
 from calibjax.train.sft import SftObjective
@@ -183,4 +183,4 @@ def main(bench: Bench) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench))
+    main(parse_script(Bench))

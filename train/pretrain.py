@@ -17,12 +17,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
+from calibjax.commands.parser import parse_script
 from calibjax.data import read_source
 from calibjax.data.load import load_text
 from calibjax.models import init_params, load_model
@@ -167,4 +167,4 @@ def main(options: Pretrain) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(execute(tyro.cli(Pretrain), lambda options, _: main(options)))
+    sys.exit(execute(parse_script(Pretrain), lambda options, _: main(options)))

@@ -31,8 +31,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
+from calibjax.commands.parser import parse_script
 from calibjax.commands.plan.program import Job, build
 from calibjax.data.load import load_text
 from calibjax.heads import HeadConfig
@@ -377,4 +377,4 @@ def line_of(name: str, found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Rehearsal))
+    main(parse_script(Rehearsal))

@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jaxtyping import Array, Float, Int
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from calibjax.cli import execute
+from calibjax.commands.parser import parse_script
 from calibjax.losses.long_horizon import MODES, Horizon, RunningMean, log_weights, long_horizon_loss, token_weights
 from calibjax.runtime.files import write_file
 
@@ -455,4 +455,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))
+    sys.exit(execute(parse_script(Study), lambda study, _: main(study)))

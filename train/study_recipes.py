@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 sys.path.append(str(Path(__file__).parent / "recipes"))
 from common import recipe  # pyright: ignore[reportMissingImports]
 from pretrain import Pretrain
@@ -28,6 +26,7 @@ from pretrain import main as pretrain
 from calibjax.cli import execute
 from calibjax.commands import train_sft
 from calibjax.commands.common import claim_directory
+from calibjax.commands.parser import parse_script
 from calibjax.runtime.errors import require_directory
 from calibjax.runtime.files import write_file
 
@@ -161,4 +160,4 @@ def line(family: str, name: str, beta: str, model: dict[str, Any], scaled: dict[
 
 
 if __name__ == "__main__":
-    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))
+    sys.exit(execute(parse_script(Study), lambda study, _: main(study)))

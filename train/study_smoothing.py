@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from calibjax.cli import execute
 from calibjax.commands.common import DataOptions, claim_directory
+from calibjax.commands.parser import parse_script
 from calibjax.commands.train_ats import ats_document, evaluate, fit_ats
 from calibjax.data import split_sequences
 from calibjax.models import load_model
@@ -140,4 +139,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))
+    sys.exit(execute(parse_script(Study), lambda study, _: main(study)))

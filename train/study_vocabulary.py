@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import tyro
 from pretrain import train_tokenizer
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from calibjax import metrics
 from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
+from calibjax.commands.parser import parse_script
 from calibjax.data import Sequences
 from calibjax.data.load import load_text
 from calibjax.eval.layers.bounds import head_bound
@@ -261,4 +261,4 @@ def main(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(execute(tyro.cli(Study), lambda study, _: main(study)))
+    sys.exit(execute(parse_script(Study), lambda study, _: main(study)))

@@ -26,7 +26,6 @@ from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_orbax_path, is_temporary, read_json, write_file
 from calibjax.runtime.locks import RUN_LOCK, hold
 from calibjax.runtime.options import (
-    IDENTITY_IF_CHANGED,
     INT_MAX,
     NOT_IDENTITY,
     AnyText,
@@ -73,12 +72,12 @@ class ModelOptions(ModelPathOptions):
 
     Attributes:
         adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
-        dtype: compute dtype of the model.
+        dtype: compute dtype of the model; by default bfloat16 on accelerators where its weights are, else float32.
     """
 
     heading: ClassVar[str] = "model"
     adapter: Path | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,29 +118,19 @@ class JsonOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DirectoryOptions(JsonOptions):
-    """Where the result goes, and what is printed.
+class OutputOptions(JsonOptions):
+    """Where the result of a seeded run goes, and what is printed.
 
     Attributes:
         out: output directory.
         json: print metrics.json to standard output at the end, and nothing else there.
         quiet: show no progress bars.
+        seed: seed of everything random.
     """
 
     heading: ClassVar[str] = "output"
     out: Path = presentation()
     quiet: bool = presentation(False)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OutputOptions(DirectoryOptions):
-    """Where the result of a seeded run goes, and what is printed.
-
-    Attributes:
-        seed: seed of everything random.
-    """
-
-    heading: ClassVar[str] = "output"
     seed: Seed = 0
 
 
@@ -186,9 +175,9 @@ class ColumnOptions:
     """
 
     heading: ClassVar[str] = "data"
-    columns: tuple[str, ...] = dataclasses.field(default=(), metadata=IDENTITY_IF_CHANGED)
-    tokens: bool = dataclasses.field(default=False, metadata=IDENTITY_IF_CHANGED)
-    truth: Path | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
+    columns: tuple[str, ...] = ()
+    tokens: bool = False
+    truth: Path | None = None
 
     def reading(self) -> dict[str, Any]:
         """Arguments of `read_table`; raises `UserError` for columns that are not of this form."""
@@ -267,7 +256,7 @@ class DataOptions:
     prompt_template: Annotated[str, AnyText()] | None = None
     score_template_text: bool = False
     rows: Count | None = None
-    skip_broken: bool = dataclasses.field(default=False, metadata=IDENTITY_IF_CHANGED)
+    skip_broken: bool = False
     seq_len: Annotated[int, Range(2, INT_MAX)] | None = None
     full_sequences: bool = False
     packing: bool = True
@@ -287,8 +276,27 @@ class DataOptions:
         column_optional: bool = False,
     ) -> "Sequences":
         """Reads a source and logs what it gave; arguments as `load_sequences`'."""
+        from calibjax.data import check_ids, load_sequences
+
         with about("--data"):
-            return self._read(self.open(source, split), lm, log, column_optional)
+            rows = self.open(source, split)
+            sequences, description = load_sequences(
+                rows,
+                lm.tokenizer,
+                seq_len=self.length((rows,), lm, column_optional=column_optional),
+                layout=self.layout,
+                format=self.recognise(rows, column_optional=column_optional),
+                max_sequences=self.examples,
+            )
+            check_ids(sequences, lm.config.vocab_size)
+        for line in description.splitlines():
+            log(f"data: {line}")
+        if self.rows is not None and self.examples is None and len(sequences.tokens) > self.rows:
+            log(
+                f"note: --rows {self.rows:,} counts rows of the file, which hold {int(sequences.where.sum()):,} tokens "
+                f"in {len(sequences.tokens):,} sequences; --examples limits the sequences."
+            )
+        return sequences
 
     def open(self, source: str, split: str | None = None) -> "Rows":
         """The rows of a source, of which the first was read."""
@@ -320,29 +328,6 @@ class DataOptions:
         formats = ((rows, self.recognise(rows, column_optional=column_optional)) for rows in sources)
         lengths = [choose_seq_len(rows, format, lm.tokenizer, longest) for rows, format in formats]
         return max(lengths, default=min(128, longest))
-
-    def _read(
-        self, rows: "Rows", lm: "LanguageModel", log: Callable[[str], None], column_optional: bool
-    ) -> "Sequences":
-        from calibjax.data import check_ids, load_sequences
-
-        sequences, description = load_sequences(
-            rows,
-            lm.tokenizer,
-            seq_len=self.length((rows,), lm, column_optional=column_optional),
-            layout=self.layout,
-            format=self.recognise(rows, column_optional=column_optional),
-            max_sequences=self.examples,
-        )
-        for line in description.splitlines():
-            log(f"data: {line}")
-        check_ids(sequences, lm.config.vocab_size)
-        if self.rows is not None and self.examples is None and len(sequences.tokens) > self.rows:
-            log(
-                f"note: --rows {self.rows:,} counts rows of the file, which hold {int(sequences.where.sum()):,} tokens "
-                f"in {len(sequences.tokens):,} sequences; --examples limits the sequences."
-            )
-        return sequences
 
     def read_all(
         self,
@@ -389,7 +374,7 @@ def on_devices(work: Work) -> Work:
 def load_placed(
     path: str | Path,
     mesh: Mesh,
-    dtype: DTypeLike,
+    dtype: DTypeLike | None,
     *,
     stored: DTypeLike | None = None,
     adapter: Path | None = None,
@@ -400,7 +385,7 @@ def load_placed(
     Args:
         path: as `load_model`'s.
         mesh: of `DeviceOptions`. One device is the default one, with whole weights.
-        dtype: to compute in.
+        dtype: to compute in; None: bfloat16 on accelerators where the weights are stored in it, else float32.
         stored: of the weights; None: `dtype`.
         adapter: as `load_model`'s.
         log: called with one line on the model.
@@ -409,9 +394,13 @@ def load_placed(
         UserError: as `load_model`; or `cudnn_attention` is set and cuDNN has none for this model.
     """
     from calibjax.models import load_model
+    from calibjax.models.load import stored_dtype
     from calibjax.nn.attention import cudnn_attention, cudnn_takes
 
     with about("--model"):
+        if dtype is None:
+            on_host = mesh.devices.flat[0].platform == "cpu"
+            dtype = "float32" if on_host or stored_dtype(path) != "bfloat16" else "bfloat16"
         placed = mesh if mesh.size > 1 else None
         lm = load_model(path, dtype=dtype if stored is None else stored, mesh=placed, adapter=adapter)
         if lm.has_tokenizer:
@@ -448,15 +437,10 @@ def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
     check_sources(options)
     if options.out is not None:
         claim_directory(options.out, run_identity(command, options))
-        leave_config(options.out, command, options)
+        on_first(functools.partial(write_config, options.out, command, options))
     return RunContext(
         directory=options.out, mesh=mesh, seed=options.seed, log=log, progress=not options.quiet, track=track
     )
-
-
-def leave_config(out: Path, command: str, options: Any) -> None:
-    """Writes run.yaml, which `--config` reads, into the directory of a run."""
-    on_first(functools.partial(write_config, out, command, options))
 
 
 def split_text(
@@ -486,30 +470,23 @@ def check_sources(options: Any) -> None:
     Raises:
         UserError: none is given, it cannot be read, or has not the columns that are expected.
     """
-    data = getattr(options, "data", None)
-    split = getattr(options, "split", None)
+    data, split = getattr(options, "data", None), getattr(options, "split", None)
     if data == ():
         raise UserError("--data: expected at least one file, directory or hub id, got none.")
-    several = isinstance(data, tuple) and len(data) > 1
-    for source in data if isinstance(data, tuple) else (data,):
-        if source is not None:
-            check_source("--data", source, options.text, split, column_optional=several)
-    for source in getattr(options, "eval_data", ()):
-        check_source("--eval-data", source, options.text, column_optional=True)
-
-
-def check_source(
-    option: str, source: str, text: DataOptions, split: str | None = None, *, column_optional: bool = False
-) -> None:
-    """`check_sources` for one of them; `option` names it."""
+    sources = data if isinstance(data, tuple) else () if data is None else (data,)
+    given = [("--data", source, split, len(sources) > 1) for source in sources]
+    given += [("--eval-data", source, None, True) for source in getattr(options, "eval_data", ())]
+    if not given:
+        return
     from calibjax.data import is_hub_id, is_multiple_choice
 
-    if is_hub_id(source):
-        return
-    with about(option):
-        rows = text.open(source, split)
-        if not is_multiple_choice(rows):
-            text.recognise(rows, column_optional=column_optional)
+    for option, source, of_source, column_optional in given:
+        if is_hub_id(source):
+            continue
+        with about(option):
+            rows = options.text.open(source, of_source)
+            if not is_multiple_choice(rows):
+                options.text.recognise(rows, column_optional=column_optional)
 
 
 @contextlib.contextmanager

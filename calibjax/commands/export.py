@@ -8,8 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
 from calibjax.commands.common import JsonOptions
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
@@ -18,6 +16,7 @@ from calibjax.recalibrate.programs import check_program, onnx_model, stablehlo_p
 from calibjax.recalibrate.saved import is_recalibrator, load, save
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import read_json
+from calibjax.runtime.options import Positional
 from calibjax.train import load_head
 from calibjax.train.checkpoint import head_notes
 from calibjax.train.portable import constant_head, export_head
@@ -34,7 +33,7 @@ class HeadOptions(JsonOptions):
         json: print what was written as one JSON document.
     """
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, Positional()]
     model: str | None = None
     method: Literal["ats", "temperature"] = "ats"
 

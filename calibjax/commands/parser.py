@@ -1,5 +1,6 @@
-"""Options on the command line: dataclasses of options as flags, each with its default, under headings."""
+"""Options on the command line: dataclasses of options as flags of `argparse`, each with its default, under headings."""
 
+import argparse
 import dataclasses
 import difflib
 import inspect
@@ -9,14 +10,11 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 
-import tyro
-from tyro.constructors import PrimitiveConstructorSpec
-
 from calibjax.runtime.errors import UserError, printable
-from calibjax.runtime.options import check_value, flag_of, marks, shortened
+from calibjax.runtime.options import Positional, check_value, flag_of, marks, shortened
 
 Options = TypeVar("Options")
 Path = tuple[str, ...]
@@ -24,8 +22,8 @@ Path = tuple[str, ...]
 HEADINGS = ("model", "data", "method", "evaluation", "output", "device")
 """In the order of the help. An options class names its own by a class variable `heading`; without one it is method."""
 
-
 _CONFIG_HELP = "--config FILE reads options from a YAML file, such as the run.yaml that every run leaves in --out."
+_HELP_ALL = "--help-all"
 
 
 class Option(NamedTuple):
@@ -50,8 +48,58 @@ class Option(NamedTuple):
     help: str
 
     @property
+    def kind(self) -> Any:
+        """The type of a value, or of each of several: int, float, bool, str, pathlib.Path or a `Literal`."""
+        kind = _without_none(self.annotation)
+        return _without_none(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else kind
+
+    @property
+    def several(self) -> bool:
+        return typing.get_origin(_without_none(self.annotation)) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The fixed choices; () where there are none."""
+        return tuple(map(str, typing.get_args(self.kind))) if typing.get_origin(self.kind) is Literal else ()
+
+    @property
     def names(self) -> tuple[str, ...]:
-        return (self.flag, f"--no-{self.flag[2:]}") if _alternatives(self.annotation) == (bool,) else (self.flag,)
+        return (self.flag, f"--no-{self.flag[2:]}") if self.kind is bool else (self.flag,)
+
+    @property
+    def dest(self) -> str:
+        return self.flag[2:].replace("-", "_")
+
+    @property
+    def is_positional(self) -> bool:
+        return any(marks(self.annotation, Positional))
+
+    def read(self, text: str) -> Any:
+        """The value that a text gives; raises `UserError` where it is not one or is out of range."""
+        if text == "None" and self.default is not None and type(None) in typing.get_args(self.annotation):
+            return None
+        if self.choices:
+            if text not in self.choices:
+                raise UserError(f"expected one of {', '.join(self.choices)}, got {shortened(ascii(text))}")
+            return text
+        try:
+            value = self.kind(text)
+        except ValueError as error:
+            expected = "a whole number" if self.kind is int else "a number"
+            raise UserError(f"expected {expected}, got {shortened(ascii(text))}") from error
+        check_value(self.flag, self.annotation, text if self.kind not in (int, float) else value)
+        return value
+
+    def described(self) -> str:
+        """The help: what it is, its choices where they are many, and its default."""
+        value = self.unset if self.default is None else self.default
+        text = self.help
+        if _is_long(self.choices):
+            text += f" One of: {', '.join(self.choices)}."
+        if not any(value is nothing for nothing in (None, False, (), dataclasses.MISSING)):
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else "yes" if value is True else value
+            text += f" (default: {shown})"
+        return text.replace("%", "%%")
 
 
 def parse(
@@ -72,30 +120,35 @@ def parse(
         default: values of options that are not given, in place of the fields' own.
 
     Raises:
-        UserError: a number or text is not in its range; see `check_options`.
-        SystemExit: with code 0 after --help, 2 after one line on an unknown or missing option, or a value that
-            cannot be read.
+        UserError: an option is unknown, missing, cannot be read or is not in its range.
+        SystemExit: with code 0 after --help.
     """
-    found = list(list_options(options_type, default))
-    _check_args(args, found, prog)
-    described = description or inspect.cleandoc(options_type.__doc__ or "").split("\n\nAttributes:")[0]
-    groups = {heading: [option for option in found if option.heading == heading] for heading in HEADINGS}
-    given = tyro.cli(
-        dataclasses.make_dataclass(
-            "options",
-            [  # with a help, because tyro parses source files to find one
-                (heading, Annotated[_group(heading, of_group), tyro.conf.arg(help="")])
-                for heading, of_group in groups.items()
-                if of_group
-            ],
-        ),
-        prog=prog,
-        description=_wrapped(f"{described}\n\n{_CONFIG_HELP}"),
-        args=list(args),
-        config=(tyro.conf.OmitArgPrefixes,),
+    options = list(list_options(options_type, default))
+    args = [_dashed(arg) for arg in args]
+    parser = _parser(
+        options, prog, description or inspect.cleandoc(options_type.__doc__ or ""), fold=_HELP_ALL not in args
     )
-    values = {option.path: getattr(getattr(given, option.heading), _identifier(option)) for option in found}
-    return _assemble(options_type, values, ())
+    known = {name: name for option in options if not option.is_positional for name in option.names}
+    for name in (arg.partition("=")[0] for arg in _before_dashes(args) if arg.startswith("--")):
+        if name not in (*known, "--help", _HELP_ALL):
+            fail(f"{name}: {prog} has no such option", name, known, f"{prog} --help lists them")
+    values = vars(parser.parse_args(args))
+    given = {option.path: values[option.dest] for option in options}
+    given |= {option.path: tuple(given[option.path]) for option in options if option.several}
+    return _assemble(options_type, given, ())
+
+
+def parse_script(options_type: type[Options], args: Sequence[str] | None = None, **options: Any) -> Options:
+    """`parse` for a script, by default of the arguments of the process; ends with one line where they are invalid.
+
+    `options`: description and default, as of `parse`.
+    """
+    try:
+        given = sys.argv[1:] if args is None else args
+        return parse(options_type, given, prog=f"python {sys.argv[0]}", **options)
+    except UserError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def list_options(options_type: type, default: Any = None, path: Path = ()) -> Iterator[Option]:
@@ -104,13 +157,129 @@ def list_options(options_type: type, default: Any = None, path: Path = ()) -> It
     for field in dataclasses.fields(options_type):
         value = _default(field) if default is None else getattr(default, field.name)
         declared = [cls for cls in options_type.__mro__ if field.name in inspect.get_annotations(cls)][-1]
-        of_field = declared.__dict__.get("heading", "method")
+        heading = declared.__dict__.get("heading", "method")
         hint, at = hints[field.name], (*path, field.name)
         if dataclasses.is_dataclass(hint):
-            yield from list_options(typing.cast(type, hint), value, at)
+            yield from list_options(typing.cast(type, hint), None if value is dataclasses.MISSING else value, at)
             continue
         unset = getattr(options_type, "unset_value", lambda name: None)(field.name) if value is None else None
-        yield Option(at, flag_of(field), of_field, hint, value, unset, documented.get(field.name, ""))
+        yield Option(at, flag_of(field), heading, hint, value, unset, documented.get(field.name, ""))
+
+
+def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> NoReturn:
+    """Raises `UserError` with a message that suggests the value of the nearest of the `known` names."""
+    initials = [name for name in known if "".join(re.findall(r"\b\w", name)) == given.strip("-")]  # --lr
+    near = difflib.get_close_matches(given, known)
+    near.sort(key=lambda name: sorted(name) != sorted(given))  # of equal letters first: "ats" for "ast"
+    near = initials + near
+    raise UserError(f"{message}; {f'did you mean {known[near[0]]}?' if near else f'{otherwise}.'}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `UserError` where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        if missing := message.partition("the following arguments are required: ")[2]:
+            message = f"{missing}: missing; {self.prog} needs {'them' if ',' in missing else 'it'}"
+        if extra := message.partition("unrecognized arguments: ")[2]:
+            message = (
+                f"{shortened(ascii(extra))}: {self.prog} takes no such argument; {self.prog} --help lists its options"
+            )
+        message = re.sub(r"^(--[\w-]+)/[^:]+", r"\1", message)
+        raise UserError(" ".join(message.split()).removesuffix(".") + ".")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks no line at a hyphen, as names have them."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+def _parser(options: Sequence[Option], prog: str, doc: str, *, fold: bool) -> _Parser:
+    """`fold` lists the options on devices by name alone."""
+    width = shutil.get_terminal_size().columns
+    form = {"width": width, "initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
+
+    def wrapped(text: str) -> str:
+        return "\n".join(textwrap.fill(" ".join(part.split()), **form) for part in text.split("\n\n"))
+
+    positional = "".join(f" {option.path[-1].upper()}" for option in options if option.is_positional)
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog}{positional} [OPTIONS]",
+        description=wrapped(f"{doc.partition('Attributes:')[0].strip()}\n\n{_CONFIG_HELP}"),
+        formatter_class=lambda prog: _Formatter(prog, max_help_position=26, width=width),
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser._negative_number_matcher = re.compile(r"-[^-]")  # values such as -1e-3 and -inf: no option has one dash
+    for heading in ("required", *HEADINGS):
+        chosen = [o for o in options if (o.default is dataclasses.MISSING) == (heading == "required")]
+        chosen = [o for o in chosen if heading in ("required", o.heading)]
+        if not chosen:
+            continue
+        folded = fold and heading == "device"
+        names = f"{', '.join(o.flag for o in chosen)}: {prog} {_HELP_ALL}" if folded else ""
+        group = parser.add_argument_group(f"{heading} options", wrapped(names) if folded else None)
+        for option in chosen:
+            _add(group, option, hidden=folded)
+    group = parser.add_argument_group("help")
+    group.add_argument("-h", "--help", _HELP_ALL, action="help", help=f"print this, and exit; {_HELP_ALL}: all options")
+    return parser
+
+
+def _add(group: Any, option: Option, *, hidden: bool) -> None:
+    def read(text: str) -> Any:
+        try:
+            return option.read(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option.flag}: ")) from error
+
+    shown: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else option.described()}
+    if option.is_positional:
+        form = {"type": read, "metavar": _metavar(option), "nargs": "+" if option.several else None}
+        group.add_argument(option.dest, **form, **shown)
+        return
+    is_required = option.default is dataclasses.MISSING
+    shown |= {"dest": option.dest, "default": None if is_required else option.default, "required": is_required}
+    if option.kind is not bool:
+        form = {"nargs": "*"} if option.several else {}
+        group.add_argument(option.flag, type=read, metavar=_metavar(option), **form, **shown)
+    elif option.default is False:
+        group.add_argument(option.flag, action="store_true", **shown)
+        group.add_argument(option.names[1], action="store_false", **shown | {"help": argparse.SUPPRESS})
+    else:
+        group.add_argument(*option.names, action=_Switch, nargs=0, **shown)
+
+
+class _Switch(argparse.Action):
+    """`--x` and `--no-x`."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
+
+
+def _metavar(option: Option) -> str:
+    if option.choices and not _is_long(option.choices):
+        return "{" + ",".join(option.choices) + "}"
+    name = "NAME" if option.choices else "TEXT" if option.kind is str else option.kind.__name__.upper()
+    return option.path[-1].upper() if option.is_positional else name
+
+
+def _is_long(choices: Sequence[str]) -> bool:
+    return sum(map(len, choices)) > 40
+
+
+def _dashed(arg: str) -> str:
+    """An argument whose option is written with dashes in place of underscores."""
+    name, sign, value = arg.partition("=")
+    return name.replace("_", "-") + sign + value if re.match(r"--\w", arg) else arg
+
+
+def _before_dashes(args: Sequence[str]) -> Iterable[str]:
+    return args[: args.index("--")] if "--" in args else args
 
 
 def _default(field: dataclasses.Field) -> Any:
@@ -128,197 +297,14 @@ def _documented(options_type: type) -> dict[str, str]:
     return texts
 
 
-def _group(heading: str, options: list[Option]) -> type:
-    fields = []
-    for option in options:
-        annotation = Annotated[
-            option.annotation,
-            tyro.conf.arg(
-                name=option.flag[2:],
-                help=option.help,
-                metavar=_metavar(option),
-                help_behavior_hint=_shown_default(option),
-            ),
-        ]
-        if _alternatives(option.annotation) in ((int,), (float,)):
-            annotation = Annotated[annotation, _number(option)]
-        if option.default is None or _alternatives(option.annotation) == (bool,):
-            annotation = tyro.conf.DisallowNone[annotation]  # None is what it is when it is not given
-        if option.default is dataclasses.MISSING:
-            fields.append((_identifier(option), annotation))
-        else:
-            fields.append((_identifier(option), annotation, dataclasses.field(default=option.default)))
-    made = dataclasses.make_dataclass(heading, fields, kw_only=True)
-    made.__doc__ = " "
-    return made
-
-
-def _identifier(option: Option) -> str:
-    return "_".join(option.path)
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows besides None."""
+def _without_none(annotation: Any) -> Any:
+    """The one type that an annotation allows besides None, without its marks."""
     if typing.get_origin(annotation) is Annotated:
-        return _alternatives(typing.get_args(annotation)[0])
+        return _without_none(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (Union, types.UnionType):
-        parts = (_alternatives(part) for part in typing.get_args(annotation) if part is not type(None))
-        return tuple(alternative for part in parts for alternative in part)
-    return (annotation,)
-
-
-def choices_of(annotation: Any) -> tuple[str, ...]:
-    """The words that an option accepts, of one with fixed choices."""
-    kinds = _alternatives(annotation)
-    return tuple(str(word) for kind in kinds if typing.get_origin(kind) is Literal for word in typing.get_args(kind))
-
-
-def _metavar(option: Option) -> str | None:
-    """Of an optional value the value's own; None: as tyro has it."""
-    (kind,) = _alternatives(option.annotation)
-    if typing.get_origin(kind) is Literal:
-        return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
-    if kind is bool or not isinstance(kind, type):
-        return None
-    return kind.__name__.upper() + ("|None" if _takes_none(option) else "")
-
-
-def _shown_default(option: Option) -> str:
-    value = option.unset if option.default is None else option.default
-    if value is None or value is False or value == ():
-        return ""
-    shown = " ".join(map(str, value)) if isinstance(value, tuple) else "yes" if value is True else value
-    return f"(default: {shown})"
-
-
-def _number(option: Option) -> PrimitiveConstructorSpec:
-    """Reads a number, or None where the option takes it."""
-    (kind,) = _alternatives(option.annotation)
-
-    def read(texts: list[str]) -> Any:
-        if texts == ["None"] and _takes_none(option):
-            return None
-        return kind(texts[0])  # `_check_value` was here before
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=kind.__name__.upper(),
-        instance_from_str=read,
-        is_instance=lambda value: value is None or isinstance(value, kind),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-def _takes_none(option: Option) -> bool:
-    return type(None) in typing.get_args(option.annotation) and option.default is not None
-
-
-def _wrapped(text: str) -> str:
-    """Paragraphs as wide as the terminal, indented: tyro joins lines that begin with a letter."""
-    width, indent = shutil.get_terminal_size().columns, "  "
-    form = {"width": width, "initial_indent": indent, "subsequent_indent": indent, "break_on_hyphens": False}
-    return "\n".join(textwrap.fill(" ".join(part.split()), **form) for part in text.split("\n\n"))
-
-
-def _check_args(args: Sequence[str], options: Sequence[Option], prog: str) -> None:
-    """Ends with one line on the first argument that is not as the options declare it, or on missing options."""
-    waiting = [option for option in options if any(marks(option.annotation, type(tyro.conf.Positional)))]
-    by_name = {name: option for option in options if option not in waiting for name in option.names}
-    for arg in args:
-        name = _name(arg)
-        if name and name not in by_name and not _of_tyro(name):
-            fail(
-                f"{name}: {prog} has no such option",
-                name,
-                {flag: flag for flag in by_name},
-                f"{prog} --help lists them",
-            )
-    if any(arg in ("-h", "--help") or _of_tyro(arg) for arg in args):
-        return
-    given, option, values, ended = set(), None, 0, False
-    for arg in (*args, "--"):
-        name, _, value = arg.partition("=")
-        if not _name(arg) and arg != "--":
-            if option is None or values == 0:
-                if not waiting:
-                    stop(f"{shortened(ascii(arg))}: {prog} takes no such argument; {prog} --help lists its options.")
-                option = waiting.pop(0)
-                values = _arity(option)
-            _check_value(option, arg)
-            given.add(option.flag)
-            values -= 1
-            continue
-        if option is not None and option.flag not in given and values > 0:
-            stop(f"{option.flag}: expected a value, got none.")
-        if arg == "--":
-            option, values, ended = None, 0, True
-            continue
-        if ended:
-            stop(f"{name}: expected before --, after which there are no options.")
-        option = by_name[_name(arg)]
-        values = _arity(option)
-        if values != 1:
-            given.add(option.flag)
-        if value or arg.endswith("="):
-            if values == 0:
-                stop(f"{option.flag}: expected no value, got {shortened(ascii(value))}.")
-            _check_value(option, value)
-            given.add(option.flag)
-            values -= 1
-    missing = [option.flag for option in options if option.default is dataclasses.MISSING and option.flag not in given]
-    if missing:
-        stop(f"{', '.join(missing)}: missing; {prog} needs {'it' if len(missing) == 1 else 'them'}.")
-
-
-def _name(arg: str) -> str:
-    """The option that an argument names, "" if it is a value."""
-    return arg.partition("=")[0].replace("_", "-") if arg.startswith("--") and arg != "--" else ""
-
-
-def _of_tyro(name: str) -> bool:
-    return name == "--help" or name.startswith("--tyro-")
-
-
-def _arity(option: Option) -> int:
-    """Number of values: -1 for any."""
-    alternatives = _alternatives(option.annotation)
-    return 0 if alternatives == (bool,) else -1 if any(typing.get_origin(x) is tuple for x in alternatives) else 1
-
-
-def _check_value(option: Option, text: str) -> None:
-    """Ends with one line on a text that is not what the option takes, before `tyro` is asked, which takes its time."""
-    (kind,) = _alternatives(option.annotation)
-    if typing.get_origin(kind) is tuple:
-        (kind,) = _alternatives(typing.get_args(kind)[0])
-    if text == "None" and _takes_none(option):
-        return
-    expected = {int: "a whole number", float: "a number"}.get(kind)
-    if typing.get_origin(kind) is Literal:
-        choices = [str(choice) for choice in typing.get_args(kind)]
-        expected = None if text in choices else f"one of {', '.join(choices)}"
-    else:
-        try:
-            check_value(option.flag, option.annotation, kind(text) if expected else text)
-            return
-        except UserError:
-            raise
-        except ValueError:
-            pass
-    if expected:
-        stop(f"{option.flag}: expected {expected}, got {shortened(ascii(text))}.")
-
-
-def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> NoReturn:
-    """Prints one line, which suggests the value of the nearest of the `known` names, and exits with code 2."""
-    near = difflib.get_close_matches(given, known)
-    near.sort(key=lambda name: sorted(name) != sorted(given))  # of equal letters first: "ats" for "ast"
-    stop(f"{message}; {f'did you mean {known[near[0]]}?' if near else f'{otherwise}.'}")
-
-
-def stop(message: str) -> NoReturn:
-    """Prints one line and exits with code 2."""
-    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
-    raise SystemExit(2)
+        (kind,) = (part for part in typing.get_args(annotation) if part is not type(None))
+        return _without_none(kind)
+    return annotation
 
 
 def _assemble(options_type: type, values: dict[Path, Any], path: Path) -> Any:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from calibjax.commands.export import HeadOptions, write_export
 from calibjax.eval.report.figures import figures_of, png
 from calibjax.eval.report.notes import Subject, model_card
 from calibjax.eval.report.schema import read_metrics, readable
 from calibjax.models.hub import check_upload, commit_of, repository_of, upload
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about
+from calibjax.runtime.files import check_new_directory, new_directory, write_file
+from calibjax.runtime.options import Positional
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,13 @@ class PushOptions(HeadOptions):
         base: id of the base model on the hub, for the card, as org/name or org/name@revision; by default the one that
             the run loaded it from.
         private: make a new repository private.
+        dry_run: new directory to write the files and the card to, instead of uploading them.
     """
 
-    repository: Annotated[str, tyro.conf.Positional]
+    repository: Annotated[str, Positional()]
     base: str | None = None
     private: bool = False
+    dry_run: Path | None = None
 
 
 def run(options: PushOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
@@ -41,7 +43,11 @@ def run(options: PushOptions, log: Callable[[str], None] = print) -> dict[str, A
     base = None if options.base is None else repository_of(options.base)
     if options.base is not None and base is None:
         raise UserError(f"--base {options.base}: expected org/name or org/name@revision.")
-    check_upload(options.repository)
+    if options.dry_run is None:
+        check_upload(options.repository)
+    else:
+        with about("--dry-run"):
+            check_new_directory(options.dry_run)
     document = read_metrics(options.run / "metrics.json")
     if "held_out" not in document or options.method not in document["held_out"]["methods"]:
         raise UserError(f"{options.run}: expected a run of `train ats`, with held-out figures of {options.method}.")
@@ -66,6 +72,12 @@ def run(options: PushOptions, log: Callable[[str], None] = print) -> dict[str, A
             "metrics.json": (json.dumps(document, indent=2) + "\n").encode(),
             "README.md": model_card(document, subject).encode(),
         }
+    if options.dry_run is not None:
+        with new_directory(options.dry_run) as folder:
+            for name, content in files.items():
+                write_file(folder / name, content)
+        log(f"{head!r} for {options.repository} in {options.dry_run}: {', '.join(sorted(files))}; nothing was uploaded")
+        return {"repository": options.repository, "commit": None, "base": subject.base, "files": sorted(files)}
     commit = upload(options.repository, files, f"Head for {subject.base or subject.name}", private=options.private)
     log(f"{head!r} in {options.repository}@{commit}: {', '.join(sorted(files))}")
     return {"repository": options.repository, "commit": commit, "base": subject.base, "files": sorted(files)}

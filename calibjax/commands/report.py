@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from calibjax.commands.common import JsonOptions
+from calibjax.commands.config import made_by
 from calibjax.eval.report import Run, print_comparison, print_report, save_report
 from calibjax.eval.report.blocks import Origin
 from calibjax.eval.report.schema import read_metrics, read_tokens, readable
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.locks import hold
+from calibjax.runtime.options import Positional
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class ReportOptions(JsonOptions):
         json: print the list of the files written as JSON, and no tables.
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: Annotated[tuple[Path, ...], Positional()]
     out: Path | None = None
     subjects: bool = False
 
@@ -75,7 +75,7 @@ def _read(directory: Path, name: str) -> Run:
     date = datetime.date.fromtimestamp(file.stat().st_mtime).isoformat()
     tokens = directory / "tokens.json"
     sample = read_tokens(tokens) if tokens.is_file() else None
-    return Run(name, document, sample, Origin(date, directory=directory))
+    return Run(name, document, sample, Origin(date, made_by(directory), directory))
 
 
 def _names(directories: tuple[Path, ...]) -> list[str]:

@@ -47,7 +47,7 @@ class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
     Attributes:
         fit_fraction: fraction of the sequences to train on; the rest are the prompts of the texts that
             are evaluated.
-        dtype: compute dtype; trained weights are float32 in any case.
+        dtype: compute dtype, by default as of `train ats`; trained weights are float32 in any case.
         partition: also train the baseline of likelihood quantiles.
         myopic: temperatures of the next token at which all models are evaluated; 0: the most likely token.
         texts: number of texts that each model writes at each of them.
@@ -124,7 +124,7 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Docume
             for name, params in fitted.params.items():
                 directory = options.out / "models" / name
                 save_model(directory, base.config, params, like=base.path, replace=True)
-                models[name] = load_placed(directory, context.mesh, options.dtype, stored=jnp.float32)
+                models[name] = load_placed(directory, context.mesh, base.dtype, stored=jnp.float32)
         for name, lm in models.items():
             results |= evaluate_tokens(
                 lm,

@@ -44,7 +44,7 @@ class TrainSftOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
 
     Attributes:
         fit_fraction: fraction of the sequences to train on; the rest is held out.
-        dtype: compute dtype; trained weights are float32, and frozen ones (--lora-rank) of this dtype.
+        dtype: compute dtype, by default as of `train ats`; trained weights are float32, frozen ones of this dtype.
         save_dtype: dtype of the weights in model/; by default float32, or bfloat16 where frozen weights were.
         devices: devices of the run.
         sft: how the model is trained.
@@ -62,10 +62,10 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Documen
     options.sft.check(options.devices.make_mesh())
     context = begin("train sft", options, log)
     adapters = options.sft.lora is not None
-    compute = jnp.dtype(options.dtype)
-    stored = compute if adapters else jnp.dtype("float32")
-    base = load_placed(options.model, context.mesh, compute, stored=stored, adapter=options.adapter, log=log)
+    stored = None if adapters else jnp.float32
+    base = load_placed(options.model, context.mesh, options.dtype, stored=stored, adapter=options.adapter, log=log)
     options.sft.check_model(base.config)
+    compute = base.dtype
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
 
@@ -87,7 +87,7 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Documen
     with jax.set_mesh(context.mesh):
         results = _evaluate(base, "base", sets, validation, options, context)
         fitted = fit_sft(base, fit, options.sft, context=context.within("fit"), consume=not adapters)
-        saved = jnp.dtype(options.save_dtype or stored)
+        saved = jnp.dtype(options.save_dtype or stored or compute)
         save_model(options.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved, replace=True)
         fingerprint, config, report = base.fingerprint, fitted.config, fitted.report
         del base, fitted  # one model in memory at a time

@@ -54,7 +54,7 @@ def check_context(seq_len: int, max_positions: int | None) -> None:
     if max_positions is not None and seq_len > max_positions:
         raise UserError(
             f"seq_len={seq_len} is longer than the model's context of {max_positions} tokens. "
-            f"Give seq_len={max_positions} or less."
+            f"Give {max_positions} or less."
         )
 
 

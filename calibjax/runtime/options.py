@@ -51,6 +51,10 @@ class Range:
         return str(self)
 
 
+class Positional:
+    """Marks an option that the command line takes by its place, without a flag."""
+
+
 class AnyText:
     """Marks a text that may be empty and of several lines, as a prompt. Any other text is a name, such as a path."""
 
@@ -68,9 +72,6 @@ Fraction = Annotated[float, Range(0, 1, open="both")]
 
 NOT_IDENTITY = {"identity": False}
 """`metadata` of a field that says where a run happens or how it is shown: two runs may differ in it and be the same."""
-
-IDENTITY_IF_CHANGED = {"identity": "changed"}
-"""`metadata` of an option that is newer than runs that must resume: part of the identity unless it has its default."""
 
 
 def named(flag: str, default: Any, **metadata: Any) -> Any:
@@ -145,12 +146,11 @@ def run_identity(command: str, options: Any) -> dict[str, Any]:
 
 def options_identity(options: Any) -> dict[str, Any]:
     """Every option but those marked `NOT_IDENTITY`; JSON-able."""
-    kept = {}
-    for field in dataclasses.fields(options):
-        part, value = field.metadata.get("identity", True), getattr(options, field.name)
-        if part is True or (part == "changed" and value != field.default):
-            kept[field.name] = _plain(value)
-    return kept
+    return {
+        field.name: _plain(getattr(options, field.name))
+        for field in dataclasses.fields(options)
+        if field.metadata.get("identity", True)
+    }
 
 
 def _plain(value: Any) -> Any:

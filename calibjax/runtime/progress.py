@@ -1,5 +1,7 @@
 """Progress of long work: bars in a terminal and in a notebook, and a few lines where the output is a file or a pipe."""
 
+import collections
+import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -12,8 +14,8 @@ _EVERY = 30.0
 """Seconds between two lines of a phase."""
 _WORTH = 10.0
 """Seconds that a phase must still take for its estimate to be printed."""
-_TIMED = 2
-"""Updates before the estimate: the first one includes compilation."""
+_RECENT = 64
+"""Updates that the rate is the median of."""
 
 
 def progress_bar(
@@ -28,7 +30,7 @@ def progress_bar(
         disable: show nothing; None: only in a terminal.
         options: further arguments of tqdm.
     """
-    kind = tqdm if is_interactive() else LineBar
+    kind = Bar if is_interactive() else LineBar
     return kind(items, desc=title, unit=unit, disable=disable, **options)
 
 
@@ -37,7 +39,32 @@ def is_interactive() -> bool:
     return sys.stderr.isatty() or (tqdm is not standard_tqdm and "ipykernel" in sys.modules)
 
 
-class LineBar(standard_tqdm):
+class _Timed(standard_tqdm):
+    """Estimates the time left by the median of recent steps: the first one, and others that compile, are longer."""
+
+    def __init__(self, *args: Any, **options: Any):
+        self._since, self._durations = 0.0, collections.deque[float](maxlen=_RECENT)
+        super().__init__(*args, **options)
+
+    def update(self, n: float | None = 1) -> bool | None:
+        now = time.perf_counter()
+        if self._since and n:
+            self._durations.append((now - self._since) / n)
+        self._since = now
+        return super().update(n)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """tqdm's, with a rate of 0, which it shows as "?", before the second step."""
+        rate = 1 / max(statistics.median(self._durations), 1e-9) if self._durations else 0.0
+        return {**super().format_dict, "rate": rate}
+
+
+class Bar(_Timed, tqdm):  # pyright: ignore[reportGeneralTypeIssues]
+    """The bar of a terminal or a notebook."""
+
+
+class LineBar(_Timed):
     """A progress bar that is never redrawn: a line at the start, an estimate, every half minute, and at the end.
 
     The estimate of the time comes from the second step on: the first one includes compilation.
@@ -51,12 +78,11 @@ class LineBar(standard_tqdm):
             "miniters": 1,
             "bar_format": "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}{postfix}]",
         }
-        self._updates, self._timed = 0, (0.0, 0.0)
+        self._updates = 0
         super().__init__(items, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        rate = self.format_dict["rate"]
-        left = (self.total - self.n) / rate if self.total and rate else 0.0
+        left = self._left()
         more = f", about {self.format_interval(left)} left" if left >= 1 else ""
         self._line(f"{self}{more}" if msg is None else msg)
         return True
@@ -64,15 +90,14 @@ class LineBar(standard_tqdm):
     def update(self, n: float | None = 1) -> bool | None:
         shown = super().update(n)
         self._updates += 1
-        if self._updates <= _TIMED and not self.disable:
-            now = time.perf_counter()
-            if self._updates == 1:
-                self._timed = now, float(self.n)
-            elif self.total and self.n > self._timed[1]:
-                left = (self.total - self.n) * (now - self._timed[0]) / (self.n - self._timed[1])
-                if left >= _WORTH:
-                    self._line(f"{self.desc}: about {self.format_interval(left)} from a timed step")
+        if self._updates == 2 and not self.disable and (left := self._left()) >= _WORTH:
+            self._line(f"{self.desc}: about {self.format_interval(left)} from a timed step")
         return shown
+
+    def _left(self) -> float:
+        """Seconds; 0 if they are not known."""
+        rate = self.format_dict["rate"]
+        return (self.total - self.n) / rate if self.total and rate else 0.0
 
     def __iter__(self) -> Iterator[Any]:
         assert self.iterable is not None

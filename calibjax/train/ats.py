@@ -230,6 +230,8 @@ class _Fitting:
         def try_out(candidate: Candidate) -> Score:
             name = str(candidate)
             if name not in tried:
+                most = len(self.candidates()) + len(self._plan.trials) - 1
+                self._context.log(f"fit {len(tried) + 1} of up to {most}: {name}")
                 tried[name] = candidate, self._cross_fit(candidate)
             return tried[name][1]
 

@@ -33,7 +33,6 @@ from calibjax.models.samples import log_probs, mix_samples
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import (
-    IDENTITY_IF_CHANGED,
     INT_MAX,
     Count,
     NonNegative,
@@ -87,7 +86,7 @@ class LhtsOptions(TuningOptions):
     samples: Weight = 0.0
     prompt: Count = named("prompt-tokens", 1)
     quantiles: Annotated[int, Range(2, INT_MAX)] = 5
-    partition_rounds: Count = dataclasses.field(default=1, metadata=IDENTITY_IF_CHANGED)
+    partition_rounds: Count = 1
     epochs: Count = 1
     schedule: Schedule = "constant"
 

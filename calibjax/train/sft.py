@@ -20,7 +20,7 @@ from calibjax.models.frozen import vocab_sharding
 from calibjax.models.lora import LoraConfig
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count, NonNegative, Positive, Weight, options_identity
+from calibjax.runtime.options import Count, NonNegative, Positive, Weight, options_identity
 from calibjax.runtime.sharding import param_shardings
 from calibjax.train.curves import array_hash
 from calibjax.train.options import checked_alpha
@@ -51,8 +51,8 @@ class SftOptions(TuningOptions):
         learning_rate: peak learning rate; by default 2e-5, and 2e-4 for adapters.
     """
 
-    loss: SftLossName = dataclasses.field(default="label-smoothing", metadata=IDENTITY_IF_CHANGED)
-    alpha: NonNegative | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
+    loss: SftLossName = "label-smoothing"
+    alpha: NonNegative | None = None
     label_smoothing: Weight = 0.1
     z_loss: NonNegative = 0.0
     temperature: Positive = 1.0

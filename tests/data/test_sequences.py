@@ -143,9 +143,7 @@ def test_errors():
 def test_check_context():
     check_context(512, 512)
     check_context(10**6, None)
-    with pytest.raises(
-        UserError, match=r"seq_len=513 is longer than the model's context of 512 tokens. Give seq_len=512"
-    ):
+    with pytest.raises(UserError, match=r"seq_len=513 is longer than the model's context of 512 tokens. Give 512"):
         check_context(513, 512)
 
 

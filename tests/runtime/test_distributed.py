@@ -257,7 +257,7 @@ def test_commands_of_two_processes_find_what_one_does(folder, commands_alone, tm
         for said in ("results in", "→", "cannot have an entropy below", "done, says the first"):
             assert (said in out) == (number == 0), out
         assert_documents_agree(commands_alone, json.loads((tmp_path / f"documents{number}.json").read_text()))
-    for file in ("compare/metrics.json", "compare/report.html", "study/metrics.json", "saved/checksums.json"):
+    for file in ("compare/metrics.json", "compare/report.html", "ats/metrics.json", "saved/checksums.json"):
         assert (tmp_path / file).stat().st_size
 
 
@@ -292,7 +292,7 @@ def test_alone_nothing_is_joined(monkeypatch):
 
 @pytest.mark.parametrize(
     "command",
-    ["train ats", "train sft", "train lhts", "eval layers", "eval tasks", "eval bounds", "compare", "study pooling"],
+    ["train ats", "train sft", "train lhts", "eval layers", "eval tasks", "eval bounds", "compare"],
 )
 def test_every_command_joins_before_anything_else(command, monkeypatch, capsys, tmp_path):
     given = {}

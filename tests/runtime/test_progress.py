@@ -1,5 +1,6 @@
 """Progress where the output is no terminal: a line at the start, an estimate, and one at the end."""
 
+import io
 import time
 
 from calibjax.runtime import progress
@@ -24,6 +25,19 @@ def test_lines(capsys, monkeypatch):
     assert lines[-1].startswith("evaluating: 40/1000 sequence")
     assert len(lines) == 3
     assert "\r" not in shown.err
+
+
+def test_compilation_is_not_in_the_estimate(monkeypatch):
+    """Of steps of a second some compile, for a minute each; 90 are left."""
+    clock = [1.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    bar = progress.Bar(None, total=100, file=io.StringIO())
+    assert "?" in str(bar)
+    for seconds in (60.0, 1.0, 1.0, 60.0, 1.0, 1.0, 1.0, 60.0, 1.0, 1.0):
+        clock[0] += seconds
+        bar.update()
+    assert "<01:30," in str(bar)
+    bar.close()
 
 
 def test_short_work_has_no_estimate(capsys):

@@ -19,7 +19,6 @@ from calibjax.models.hf_export import save_model
 from calibjax.models.lora import LoraConfig
 from calibjax.nn.experts import Mixture
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import options_identity
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import OptimizerConfig, create_state, make_train_step
 from calibjax.train.sft import SftObjective, SftOptions, fit_sft, split_validation
@@ -285,16 +284,6 @@ def test_mistakes_cost_nothing(tmp_path, capsys, arguments, expected):
     assert expected in error
     assert error.count("\n") == 1
     assert not out.exists()
-
-
-def test_runs_from_before_there_was_a_choice_of_loss_resume():
-    """Their identity holds neither `loss` nor `alpha`."""
-    before = dataclasses.asdict(SftOptions())
-    assert before.pop("loss") == "label-smoothing"
-    assert before.pop("alpha") is None
-    assert options_identity(SftOptions()) == before
-    chosen = options_identity(SftOptions(loss="focal", alpha=2.0))
-    assert chosen == {**before, "loss": "focal", "alpha": 2.0}
 
 
 def test_nothing_to_learn(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 from calibjax.cli import execute
 from calibjax.commands import train_sft
 from calibjax.commands.common import DataOptions
-from calibjax.commands.parser import parse
+from calibjax.commands.parser import parse_script
 from calibjax.train.sft import SftOptions
 
 DATA = {
@@ -58,4 +58,4 @@ def main(make: Callable[[str], train_sft.TrainSftOptions], description: str | No
     parser.add_argument("data_set", choices=DATA, help="to fine-tune on; options of `calibjax train sft` may follow")
     chosen, rest = parser.parse_known_args()
     default = make(chosen.data_set)
-    return execute(parse(train_sft.TrainSftOptions, rest, prog=parser.prog, default=default), train_sft.run)
+    return execute(parse_script(train_sft.TrainSftOptions, rest, default=default), train_sft.run)

@@ -9,13 +9,12 @@ sequence continues in the next one.
 None of these recipes has been run: they need a GPU and data from the hub.
 """
 
-import sys
 from pathlib import Path
 
 from calibjax.cli import execute
 from calibjax.commands import train_lhts
 from calibjax.commands.common import DataOptions
-from calibjax.commands.parser import parse
+from calibjax.commands.parser import parse_script
 from calibjax.train.lhts import LhtsOptions
 
 STEPS, BATCH, VALIDATION = 1_000, 512, 0.002
@@ -50,7 +49,4 @@ def recipe(model: str, *, accumulate: int) -> train_lhts.TrainLhtsOptions:
 
 def main(run: train_lhts.TrainLhtsOptions, description: str | None) -> int:
     """Runs a recipe; every option of `calibjax train lhts` may follow."""
-    options = parse(
-        train_lhts.TrainLhtsOptions, sys.argv[1:], prog=Path(sys.argv[0]).name, description=description, default=run
-    )
-    return execute(options, train_lhts.run)
+    return execute(parse_script(train_lhts.TrainLhtsOptions, description=description, default=run), train_lhts.run)

@@ -1,1 +1,5 @@
-"""`calibjax compare`: recalibration methods side by side, and the winner to keep."""
+"""`calibjax compare`: all recalibration methods, on a model and text or on a table of predictions."""
+
+from calibjax.commands.compare.command import CompareOptions, run
+
+__all__ = ["CompareOptions", "run"]

@@ -16,7 +16,7 @@ from calibjax.eval.compare.results import SortKey
 from calibjax.recalibrate.saved import check_directory
 from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.options import IDENTITY_IF_CHANGED, Count
+from calibjax.runtime.options import Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class CompareOptions(BinningOptions, OutputOptions, ColumnOptions, TextOptions, 
     model: str | None = None
     data: str | None = None
     table: Path | None = None
-    base_table: Path | None = dataclasses.field(default=None, metadata=IDENTITY_IF_CHANGED)
+    base_table: Path | None = None
     methods: tuple[str, ...] = ("all",)
     out: Path | None = presentation(None)
     max_tokens: Count = 10_000

@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from calibjax.runtime.errors import UserError
 
@@ -14,8 +14,8 @@ class Chip(NamedTuple):
 
     Attributes:
         platform: "tpu" or "gpu".
-        memory: bytes that a program can use. Of TPUs what libtpu 0.0.51 says where one does not fit; of GPUs 95% of
-            what the vendor states: the rest is left to CUDA's context and NCCL's buffers.
+        memory: bytes that a program can use. Of TPUs what libtpu 0.0.51 reports where a step does not fit; of GPUs 95%
+            of what the vendor states: the rest is left to CUDA's context and NCCL's buffers.
         flops: bfloat16 operations a second, dense.
         bandwidth: of the device's memory, bytes a second.
         interconnect: to other devices of the slice or host, bytes a second that one device receives: half of what the
@@ -43,16 +43,11 @@ CHIPS = {
 """Chips by libtpu's name of the generation; GPUs are the SXM models."""
 
 
-def chips_json() -> dict[str, dict[str, Any]]:
-    """The chips that `--topology` knows, by name, as plain data."""
-    return {name: chip._asdict() for name, chip in CHIPS.items()}
-
-
 class Topology(NamedTuple):
     """So many devices of a kind.
 
     Attributes:
-        name: as it was given: "v5e:4x4", "h100:8".
+        name: of the slice: "v5e:4x4", "h100:8".
         chip: of it.
         devices: of JAX.
     """
@@ -63,15 +58,30 @@ class Topology(NamedTuple):
 
 
 def parse_topology(text: str) -> Topology:
-    """Parses "v5e:4x4" (chips along each axis of a TPU slice) or "h100:8" (GPUs).
+    """Parses "v5e:4x4" (chips along each axis), Google Cloud's "v5e-16", "v5litepod-16" or "v5p-32", or "h100:8".
 
     Raises:
         UserError: another form, or an unknown chip.
     """
-    kind, _, shape = text.partition(":")
+    kind, sign, shape = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text, flags=re.S).groups()  # pyright: ignore
+    kind = {"v5litepod": "v5e"}.get(kind, kind)
     if kind not in CHIPS:
-        raise UserError(f"--topology {text}: expected one of {', '.join(CHIPS)} before the colon, got {kind!r}.")
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape):
-        raise UserError(f"--topology {text}: expected the chip and its number along each axis, such as v5e:4x4.")
+        raise UserError(f"--topology {text}: expected one of {', '.join(CHIPS)}, got {kind!r}.")
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}", shape):
+        raise UserError(f"--topology {text}: expected the chip and its number, such as v5e-16, v5e:4x4 or h100:8.")
     chip = CHIPS[kind]
-    return Topology(text, chip, math.prod(map(int, shape.split("x"))))
+    if sign == "-" and chip.platform == "tpu":
+        shape = _slice(kind, int(shape)) if shape.isdigit() else shape
+    return Topology(f"{kind}:{shape}", chip, math.prod(map(int, shape.split("x"))))
+
+
+def _slice(kind: str, number: int) -> str:
+    """The chips along each axis of the slice that Google Cloud calls `kind-number`, as square as can be.
+
+    The number is that of chips, of v5p that of cores, of which a chip has two.
+    """
+    axes = [1, 1, 1] if kind == "v5p" else [1, 1]
+    number = number // 2 if kind == "v5p" else number
+    while math.prod(axes) < number:
+        axes[axes.index(min(axes), 0)] *= 2
+    return "x".join(map(str, sorted(axes, reverse=kind == "v5p")))

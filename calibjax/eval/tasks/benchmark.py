@@ -23,7 +23,6 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, together
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import (
-    IDENTITY_IF_CHANGED,
     INT_MAX,
     NOT_IDENTITY,
     BatchSize,
@@ -102,17 +101,17 @@ class TasksOptions:
         closed: the bin of a confidence on an edge, in place of the preset's.
     """
 
-    fit: bool = dataclasses.field(default=False, metadata=IDENTITY_IF_CHANGED)
+    fit: bool = False
     preset: Literal["plain", "ats", "label-smoothing"] = "plain"
     assets: Path | None = None
     shots: Annotated[int, Range(0, INT_MAX)] | None = None
     options: OptionConfidence | None = named("option-confidence", None)
     text: TextConfidence | None = named("text-confidence", None)
-    confidence: tuple[str, ...] = dataclasses.field(default=(), metadata=IDENTITY_IF_CHANGED)
-    samples: Annotated[int, Range(2, 1024)] = dataclasses.field(default=8, metadata=IDENTITY_IF_CHANGED)
-    sampling_temperature: Temperature = dataclasses.field(default=1.0, metadata=IDENTITY_IF_CHANGED)
-    sample_calibrated: bool = dataclasses.field(default=False, metadata=IDENTITY_IF_CHANGED)
-    same: str = dataclasses.field(default="normalised", metadata=IDENTITY_IF_CHANGED)
+    confidence: tuple[str, ...] = ()
+    samples: Annotated[int, Range(2, 1024)] = 8
+    sampling_temperature: Temperature = 1.0
+    sample_calibrated: bool = False
+    same: str = "normalised"
     judge: str = STRING_MATCH
     max_new_tokens: Count | None = None
     limit: Count | None = None
