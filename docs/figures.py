@@ -127,38 +127,6 @@ def smoothing(shown: list[Table]):
     return figure
 
 
-def vocabulary(shown: list[Table]):
-    """ECE on other books against the size of the vocabulary, and against label smoothing, with intervals."""
-    (table,) = shown
-    figure = blank(8.6, 3.2)
-    left, right = figure.subplots(1, 2, sharey=True)
-    columns = {name: table.header.index(name) for name in ("V", "D", "β", "T", "cap", "ECE")}
-    rows = [{name: row[index] for name, index in columns.items()} for row in table.rows]
-    plain_rows = [row for row in rows if (row["T"], row["cap"]) == ("1", "none")]
-    width = max(number(row["D"]) for row in rows)
-
-    def curve(axis, chosen, x, label, colour, mark):
-        chosen = sorted(chosen, key=lambda row: number(row[x]))
-        errors = np.array([interval(row["ECE"]) for row in chosen]).T
-        values = np.array([number(row["ECE"]) for row in chosen])
-        distance = np.maximum(np.stack([values - errors[0], errors[1] - values]), 0)
-        at = [number(row[x]) for row in chosen]
-        axis.errorbar(at, values, yerr=distance, fmt=f"{mark}-", color=colour, markersize=5, label=label)
-
-    for beta, colour, mark in zip(("0", "0.1"), LINES, MARKS, strict=False):
-        chosen = [row for row in plain_rows if row["β"] == beta and number(row["D"]) == width]
-        curve(left, chosen, "V", f"β = {beta}", colour, mark)
-    for size, colour, mark in zip(("500", "8,000"), LINES[2:], MARKS[2:], strict=False):
-        chosen = [row for row in plain_rows if row["V"] == size and number(row["D"]) == width]
-        curve(right, chosen, "β", f"V = {size}", colour, mark)
-    left.set(xscale="log", xlabel="size of the vocabulary", ylabel="ECE, other books")
-    right.set(xlabel="label smoothing β")
-    for axis in (left, right):
-        plain(axis)
-        legend(axis)
-    return figure
-
-
 def rows_of(shown: list[Table], label: Callable[[Table], str], measures: tuple[str, str]):
     """A line for each row of the tables: two measures, with the intervals that they have."""
     lines = max(len(table.rows) for table in shown)
@@ -195,7 +163,7 @@ def alpha(shown: list[Table]):
             for index, (loss, colour, mark) in enumerate(
                 zip(("label-smoothing", "selective", "selective-balanced"), LINES, MARKS, strict=False)
             ):
-                values = [number(row[1 + 3 * index + column]) for row in table.rows]
+                values = [number(row[1 + 2 * index + column]) for row in table.rows]
                 axis.plot(weights, values, f"{mark}-", color=colour, markersize=5, label=loss)
             axis.axhline(float(scaled[1 + column]), color=MUTED, linestyle="--", linewidth=1)
             axis.set(xlabel="alpha", ylabel=f"{measure}, held out", title=table.lead.split(" (")[0])
@@ -254,29 +222,6 @@ def variety(shown: list[Table]):
         axis.set(title=table.section, xlabel="distinct-2")
         plain(axis)
     figure.axes[0].set_ylabel("log p of a token")
-    legend(figure.axes[0])
-    return figure
-
-
-def digits(shown: list[Table]):
-    """Likelihood of images under the scorer against their variety, a curve for each kind of sampler."""
-    figure = blank(8.4, 3.4)
-    for axis, table in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        start = [row for row in table.rows if row[0] == "scorer"]
-        measure = "entropy" if "entropy" in table.header else "classes"
-        across, up = table.header.index(measure), table.header.index("log p")
-        for kind, colour, mark in zip(("myopic", "long-horizon", "conditioned"), LINES, MARKS, strict=False):
-            rows = [row for row in table.rows if row[0].startswith(kind)]
-            if not rows:
-                continue
-            points = [(number(row[across]), number(row[up])) for row in start + rows]
-            label = {"long-horizon": "a student for each T", "conditioned": "one student of all T"}.get(kind, kind)
-            axis.plot(*zip(*points, strict=True), f"{mark}-", color=colour, markersize=5, label=label)
-            for row, point in zip(rows, points[1:], strict=True):
-                axis.annotate(row[1], point, textcoords="offset points", xytext=(5, 2), fontsize="x-small")
-        axis.set(title=table.section, xlabel={"entropy": "entropy, nats"}.get(measure, "effective number of digits"))
-        plain(axis)
-    figure.axes[0].set_ylabel("log p of an image, nats")
     legend(figure.axes[0])
     return figure
 
@@ -429,7 +374,6 @@ STUDIES = "docs/studies.md"
 FIGURES: dict[str, tuple[str, Callable[[Table], bool], Callable[[list[Table]], Any]]] = {
     "data": ("docs/guides/data.md", lambda table: table.header[0] == "fit tokens", learning_curve),
     "smoothing": (STUDIES, lambda table: table.header[0] == "trained on", smoothing),
-    "vocabulary": (STUDIES, lambda table: table.header[:3] == ["V", "D", "β"], vocabulary),
     "losses": (STUDIES, _study("Which loss"), _rows),
     "alpha": (STUDIES, _in("How much does the weight"), alpha),
     "pooling": (STUDIES, _study("A temperature for each token"), _rows),
@@ -441,7 +385,6 @@ FIGURES: dict[str, tuple[str, Callable[[Table], bool], Callable[[list[Table]], A
     ),
     "ats": ("train/RESULTS.md", lambda table: table.header[:2] == ["set", "method"], ats),
     "lhts": ("docs/lhts.md", lambda table: "myopic 0.7" in table.header, variety),
-    "digits": ("docs/lhts.md", lambda table: table.section.startswith("Digits, "), digits),
     "layers": ("docs/layers.md", lambda table: table.header[0] == "layer", layer_curves),
     "tasks": ("docs/benchmarks.md", lambda table: table.header[0] == "task", tasks),
     "evaluation": ("eval/RESULTS.md", lambda table: table.header[0] == "job", costs),

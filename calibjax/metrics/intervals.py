@@ -22,7 +22,7 @@ own 96% intervals. The interval is the union, in the spirit of Berger and Boos (
 p-value over a confidence set of nuisance parameters.
 
 The target is the error of the population in the same bins: Σ_b |E[(confidence − correctness) 1_b]| for ECE.
-`eval/study_intervals.py` simulates the coverage; `docs/metrics.md` has its table.
+`docs/metrics.md` has the simulated coverage.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -163,7 +163,7 @@ def test_coverage_of_differences(own, errors):
 def test_coverage_where_gaps_of_maps_change_sign(accuracy, powers, truth):
     """Candidates that start at both debiased errors cover 77% here: the noise moves both errors in opposite directions.
 
-    The powers of c have an ECE of 0.0302; `eval/study_intervals.py` has the other populations.
+    The powers of c have an ECE of 0.0302; docs/metrics.md has the other populations.
     """
     rng = np.random.default_rng(7)
     found = []
