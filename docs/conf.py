@@ -26,7 +26,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "*.md", "train/RESULTS.md", "eval/RESULTS.md", "kernels/*.md"]
+include_patterns = ["docs/**", "*.md", "train/*.md", "eval/*.md", "kernels/*.md"]
 exclude_patterns = ["README.md", "**/.*", ".*", "build", "runs", "tests", "calibjax", "docs/_templates", "docs/figures"]
 templates_path = ["_templates"]
 nitpicky = False

@@ -55,7 +55,7 @@ PAGES = [
         "SECURITY.md",
         "docs/**/*.md",
         "kernels/README.md",
-        "[et]*/RESULTS.md",
+        "[et]*/*.md",
     )
     for file in sorted(ROOT.glob(pattern))
 ]
