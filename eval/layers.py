@@ -1,8 +1,104 @@
-"""Calibration of every layer: `python eval/layers.py ...` is `calibjax eval layers ...`."""
+"""Calibration after every layer of a model (arXiv 2511.00280) from top to bottom, in one file to read and to adapt.
 
-import sys
+    python eval/layers.py --model path/to/model --data wikitext.txt --out layers.png
 
-from calibjax.__main__ import main
+The hidden state after each block, read through the final norm and the unembedding, predicts a next token too. The
+script prints accuracy, confidence and calibration errors of the prediction of each layer; where confidence falls in the
+last layers while accuracy does not, the model corrects its confidence there.
+
+`calibjax eval layers` adds intervals, a test of that phase, multiple choice, a calibration direction and entropy
+neurons.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import calibjax
+from calibjax import metrics
+from calibjax.commands.parser import parse_script
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to evaluate.
+
+    Attributes:
+        model: directory or GGUF file of the model.
+        data: text, instructions or chats.
+        out: file of the figure.
+        seq_len: tokens of a sequence.
+        rows: sequences to read, at most.
+        batch_size: sequences of one pass.
+    """
+
+    model: str
+    data: str
+    out: Path = Path("layers.png")
+    seq_len: int = 128
+    rows: int = 64
+    batch_size: int = 8
+
+
+def predictions(lm: calibjax.LanguageModel, data: calibjax.Sequences, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Confidence and correctness of the prediction of each layer, `[L + 1, N]`: the embeddings, then L blocks."""
+
+    @jax.jit
+    def read(states, unembedding, targets, where):
+        def layer(hidden):
+            stats = calibjax.vocab_stats(
+                hidden,
+                unembedding,
+                targets,
+                bias=lm.unembedding_bias,
+                softcap=lm.config.logit_softcap,
+                where=where,
+                statistics=("log_normalizer", "max_logit", "correct"),
+            )
+            return stats.confidence(), stats.correct
+
+        return jax.lax.map(layer, states)
+
+    parts = []
+    for first in range(0, len(data.tokens), batch_size):
+        batch = data.take(slice(first, first + batch_size))
+        states = lm.hidden_states(batch, layers="all")  # [L + 1, B, T, D]
+        figures = jax.device_get(read(states, lm.unembedding, batch.targets, batch.where))
+        parts.append([x[:, batch.where] for x in figures])
+    confidence, correct = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    return confidence, correct
+
+
+def main(options: Options) -> list[dict[str, float]]:
+    with jax.set_mesh(calibjax.RunContext().mesh) as mesh:
+        lm = calibjax.load_model(options.model, mesh=mesh)
+        data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.rows)
+        confidence, correct = predictions(lm, data, options.batch_size)
+    print(f"{correct.shape[1]:,} tokens\nlayer  accuracy  confidence     ECE     MCE")
+    rows = []
+    for layer, (of_layer, right) in enumerate(zip(confidence, correct, strict=True)):
+        row = {
+            "accuracy": float(right.mean()),
+            "confidence": float(of_layer.mean()),
+            "ece": float(metrics.expected_calibration_error(of_layer, right)),
+            "mce": float(metrics.maximum_calibration_error(of_layer, right)),
+        }
+        rows.append(row)
+        print(f"{layer:5}  {row['accuracy']:8.4f}  {row['confidence']:10.4f}  {row['ece']:.4f}  {row['mce']:.4f}")
+
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name in ("accuracy", "confidence", "ece"):
+        axes.plot([row[name] for row in rows], label=name)
+    axes.set(xlabel="layer (0: embeddings)", ylim=(0, None))
+    axes.legend()
+    figure.savefig(options.out, dpi=150)
+    print(f"figure: {options.out}")
+    return rows
+
 
 if __name__ == "__main__":
-    sys.exit(main(["eval", "layers", *sys.argv[1:]]))
+    main(parse_script(Options))

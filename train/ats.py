@@ -1,8 +1,150 @@
-"""Adaptive Temperature Scaling of a language model: `python train/ats.py ...` is `calibjax train ats ...`."""
+"""Adaptive Temperature Scaling (arXiv 2409.19817) from top to bottom, in one file to read and to adapt.
 
-import sys
+    python train/ats.py --model path/to/model --data alpaca.jsonl --out runs/ats
 
-from calibjax.__main__ import main
+A frozen model's logits never change; only the temperature of each token does. So the model runs once: the pass keeps
+what the head reads and the scale curves of each token, which give the loss at every temperature. The head is then
+trained without the model and without the vocabulary, and evaluated exactly, with both.
+
+`calibjax train ats` does the same for several heads and losses, and chooses among them by cross-fitting. On several
+devices the script runs unchanged: they share the tokens. A killed run resumes at its last epoch.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import calibjax
+from calibjax import heads, losses
+from calibjax.commands.parser import parse_script
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to calibrate, and how.
+
+    Attributes:
+        model: directory or GGUF file of the frozen model.
+        data: text, instructions or chats.
+        out: directory of the checkpoints and the fitted head.
+        features: what the head reads: names of `calibjax.heads.FEATURES`.
+        seq_len: tokens of a sequence.
+        rows: sequences to read, at most.
+        batch_size: sequences of one pass.
+        tokens: of one step of the head.
+        epochs: passes over them.
+        learning_rate: at the start; it falls to 0.
+        seed: of the split and of the order of the tokens.
+    """
+
+    model: str
+    data: str
+    out: Path
+    features: tuple[str, ...] = ("logit_statistics",)
+    seq_len: int = 256
+    rows: int | None = None
+    batch_size: int = 16
+    tokens: int = 1024
+    epochs: int = 20
+    learning_rate: float = 0.01
+    seed: int = 0
+
+
+class Tokens(NamedTuple):
+    """What is kept of the N tokens that the loss counts: `features` float32 [N, F], and their scale curves."""
+
+    features: Any
+    curves: calibjax.VocabCurves
+
+    def take(self, index: np.ndarray, sharding: NamedSharding) -> "Tokens":
+        """The tokens at `index`, divided among the devices."""
+        return jax.device_put(jax.tree.map(lambda x: x[index], self), sharding)
+
+
+def frozen_pass(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options) -> Tokens:
+    """Runs the frozen model once over all sequences: features and scale curves of the tokens that count."""
+
+    @jax.jit
+    def keep(hidden, unembedding, targets, where):
+        constants = {"bias": lm.unembedding_bias, "softcap": lm.config.logit_softcap}
+        curves = calibjax.vocab_curves(hidden, unembedding, targets, where=where, **constants)
+        features = heads.head_features(options.features, hidden, unembedding, stats=curves.at(1.0), **constants)
+        return Tokens(features, curves)
+
+    parts = []
+    for first in range(0, len(data.tokens), options.batch_size):
+        batch = data.take(slice(first, first + options.batch_size))
+        tokens = jax.device_get(keep(lm.hidden_states(batch), lm.unembedding, batch.targets, batch.where))
+        parts.append(jax.tree.map(lambda x, counts=tokens.curves.valid: x[counts], tokens))
+        print(f"frozen pass: {first + len(batch.tokens):,} of {len(data.tokens):,} sequences")
+    return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def train(
+    config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: jax.sharding.Mesh, directory: Path
+) -> Any:
+    """The parameters of the head with the least cross-entropy, by AdamW; a checkpoint after every epoch."""
+    head, count = config.build(), len(tokens.features)
+    width = min(options.tokens, count) // mesh.size * mesh.size
+    steps = count // width
+    optimizer = optax.adamw(optax.cosine_decay_schedule(options.learning_rate, steps * options.epochs))
+
+    def loss(params: Any, batch: Tokens) -> jax.Array:
+        log_scale = jnp.asarray(head.apply({"params": params}, batch.features[:, None]))[:, 0]  # heads read [B, T, F]
+        stats = batch.curves.at(jnp.exp(log_scale))
+        return stats.mean(losses.cross_entropy(stats))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: Any, batch: Tokens) -> tuple[Any, jax.Array]:
+        params, moments = state
+        value, gradient = jax.value_and_grad(loss)(params, batch)
+        updates, moments = optimizer.update(gradient, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    params = config.init(jax.random.key(options.seed))  # T = 1 for every token
+    divided = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # tokens; the head is on every device
+    state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
+    with ocp.CheckpointManager(directory.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        done = manager.latest_step() or 0
+        if done:
+            state = manager.restore(done, args=ocp.args.StandardRestore(state))
+        for epoch in range(done, options.epochs):
+            order = np.random.default_rng((options.seed, epoch)).permutation(count)
+            values = []
+            for number in range(steps):
+                index = np.sort(order[number * width : (number + 1) * width])
+                state, value = step(state, tokens.take(index, divided))
+                values.append(value)
+            print(f"{config.kind}: epoch {epoch + 1} of {options.epochs}, loss {np.mean(jax.device_get(values)):.4f}")
+            manager.save(epoch + 1, args=ocp.args.StandardSave(state))
+    return jax.device_get(state[0])
+
+
+def main(options: Options) -> calibjax.Evaluation:
+    mesh = calibjax.RunContext().mesh  # all devices; or calibjax.RunContext(mesh=jax.make_mesh(...)).mesh
+    with jax.set_mesh(mesh):
+        lm = calibjax.load_model(options.model, mesh=mesh)
+        data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.rows)
+        fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
+        tokens = frozen_pass(lm, fit, options)
+        fitted = {}
+        for name, kind in (("temperature", "constant"), ("ats", "mlp")):
+            config = calibjax.HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, features=options.features)
+            params = train(config, tokens, options, mesh, options.out / "checkpoints" / name)
+            fitted[name] = calibjax.FittedHead(config, params, 0.0, lm.fingerprint)
+        figures = calibjax.evaluate(lm, held_out, fitted)
+    calibjax.save_head(options.out / "head", fitted["ats"])
+    print(f"{figures}\nhead: {options.out / 'head'}; use it with calibjax.load_head")
+    return figures
+
 
 if __name__ == "__main__":
-    sys.exit(main(["train", "ats", *sys.argv[1:]]))
+    main(parse_script(Options))

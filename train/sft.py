@@ -1,8 +1,126 @@
-"""Label-smoothed fine-tuning of a language model: `python train/sft.py ...` is `calibjax train sft ...`."""
+"""Fine-tuning with label smoothing (arXiv 2508.00264) from top to bottom, in one file to read and to adapt.
 
-import sys
+    python train/sft.py --model path/to/model --data alpaca.jsonl --out runs/sft
 
-from calibjax.__main__ import main
+Label smoothing mixes the target of the loss with the uniform distribution over the vocabulary: (1 − β)(−log p_y) +
+β (−(1/V) Σ_v log p_v). `linear_cross_entropy` computes it from hidden states and unembedding without the logits
+`[B, T, V]`, by a Pallas kernel on TPUs and chunks of the vocabulary elsewhere, so that it is affordable where V is
+large.
+
+`calibjax train sft` adds low-rank adapters, other losses, validation and several processes. On a TPU VM or with several
+GPUs the script runs unchanged: weights are divided over `fsdp`, sequences over all devices. A run that was killed
+resumes at its last checkpoint, with the next batch.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import calibjax
+from calibjax.commands.parser import parse_script
+from calibjax.data import batches
+from calibjax.models.hf_export import save_model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to train, and how.
+
+    Attributes:
+        model: directory of the model.
+        data: text, instructions or chats; answers are trained.
+        out: directory of the checkpoints and the trained model.
+        label_smoothing: β.
+        seq_len: tokens of a sequence.
+        rows: sequences to read, at most.
+        batch_size: sequences of a step.
+        steps: of the optimiser.
+        learning_rate: at the start; it falls to 0.
+        save_every: steps between checkpoints.
+        seed: of the order of the sequences.
+    """
+
+    model: str
+    data: str
+    out: Path
+    label_smoothing: float = 0.1
+    seq_len: int = 256
+    rows: int | None = None
+    batch_size: int = 16
+    steps: int = 200
+    learning_rate: float = 2e-5
+    save_every: int = 50
+    seed: int = 0
+
+
+def train(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options) -> calibjax.LanguageModel:
+    """The model after `steps` steps of AdamW on label-smoothed cross-entropy."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, options.steps // 10, options.steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
+
+    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        model = dataclasses.replace(lm, params=params)
+        hidden = model.hidden_states(batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"])
+        return calibjax.linear_cross_entropy(
+            hidden,
+            model.unembedding,
+            batch["targets"],
+            bias=model.unembedding_bias,
+            softcap=lm.config.logit_softcap,
+            where=batch["where"],
+            label_smoothing=options.label_smoothing,
+            reduction="mean",
+        )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
+        params, moments = state
+        value, gradient = jax.value_and_grad(loss)(params, batch)
+        updates, moments = optimizer.update(gradient, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    # The moments are divided as the weights are. The first step donates both, so the model keeps a copy.
+    params = jax.tree.map(lambda x: x.copy(), lm.params)
+    state = params, jax.jit(optimizer.init)(params)
+    rows = batches(data.arrays(), options.batch_size, seed=options.seed, steps=options.steps)
+    keep = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=options.save_every)
+    with ocp.CheckpointManager((options.out / "checkpoints").absolute(), options=keep) as manager:
+        done = manager.latest_step() or 0
+        if done:
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(state), rows=ocp.args.JsonRestore())
+            restored = manager.restore(done, args=items)
+            state = restored.state
+            rows.set_state(restored.rows)
+        for number, batch in enumerate(rows, start=done + 1):
+            state, value = step(state, batch)
+            if number % 10 == 0 or number == options.steps:
+                print(f"step {number:,} of {options.steps:,}, loss {float(value):.4f}")
+            items = ocp.args.Composite(state=ocp.args.StandardSave(state), rows=ocp.args.JsonSave(rows.get_state()))
+            manager.save(number, args=items, force=number == options.steps)
+    return dataclasses.replace(lm, params=state[0])
+
+
+def main(options: Options) -> dict[str, calibjax.Evaluation]:
+    mesh = calibjax.RunContext().mesh  # all devices; or calibjax.RunContext(mesh=jax.make_mesh(...)).mesh
+    with jax.set_mesh(mesh):
+        lm = calibjax.load_model(options.model, mesh=mesh)
+        data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.rows)
+        fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
+        print(f"{int(np.sum(fit.where)):,} tokens to train on, {int(np.sum(held_out.where)):,} held out")
+        tuned = train(lm, fit, options)
+        figures = {name: calibjax.evaluate(model, held_out) for name, model in (("base", lm), ("fine-tuned", tuned))}
+        save_model(options.out / "model", tuned.config, tuned.params, like=Path(options.model), replace=True)
+    for name, evaluation in figures.items():
+        print(f"{name}: {evaluation}")
+    print(f"model: {options.out / 'model'}; it loads in calibjax and in transformers")
+    return figures
+
 
 if __name__ == "__main__":
-    sys.exit(main(["train", "sft", *sys.argv[1:]]))
+    main(parse_script(Options))
