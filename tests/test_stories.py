@@ -32,7 +32,7 @@ def test_ats(tmp_path):
     fitted = calibjax.fit_ats(lm, fit, calibjax.AtsOptions(head="linear", features="logit_statistics"))
     expected = calibjax.evaluate(lm, held_out, fitted.heads).figures
     assert figures["uncalibrated"] == expected["uncalibrated"]
-    for name, by in (("temperature", 1e-3), ("ats", 2e-2)):
+    for name, by in (("temperature", 5e-3), ("ats", 2e-2)):
         assert abs(figures[name]["nll"].value - expected[name]["nll"].value) < by, name
     assert calibjax.load_head(tmp_path / "head", lm).config.kind == "mlp"
 
@@ -41,8 +41,13 @@ def test_ats(tmp_path):
 def test_sft(tmp_path):
     figures = run(
         "train/sft.py",
-        model=str(asset(MODEL)), data=str(asset(ALPACA)), out=tmp_path,
-        rows=100, steps=30, seq_len=128, learning_rate=1e-3,
+        model=str(asset(MODEL)),
+        data=str(asset(ALPACA)),
+        out=tmp_path,
+        rows=100,
+        steps=30,
+        seq_len=128,
+        learning_rate=1e-3,
     )
     nll = {name: evaluation.figures["uncalibrated"]["nll"].value for name, evaluation in figures.items()}
     assert nll["fine-tuned"] < nll["base"]

@@ -110,7 +110,7 @@ class Checkpoints:
             if items["run"] != self._run:
                 stored = items["run"]
                 changed = (k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
-                different = sorted(_NAMES.get(key, key) for key in changed)
+                different = sorted(str(_NAMES.get(key, key)) for key in changed)
                 raise UserError(
                     f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(different)}). "
                     "Choose another output directory, or remove this one."
