@@ -289,7 +289,7 @@ def scaling(shown: list[Table]):
         axis.set_xscale("log", base=2)
         axis.set_xticks([4, 16, 64, 256], ["4", "16", "64", "256"])
         plain(axis)
-    figure.axes[0].set_ylabel("milliseconds, at the least")
+    figure.axes[0].set_ylabel("milliseconds, lower bound")
     legend(figure.axes[1])
     return figure
 
