@@ -81,20 +81,6 @@ def test_help(capsys, command, named):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [["train/ats.py"], pytest.param(["-m", "calibjax", "train", "ats"], marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_script_is_the_command(command):
-    done = subprocess.run(
-        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--refit-temperature" in done.stdout
-    assert "usage: calibjax train ats" in done.stdout
-
-
-@pytest.mark.parametrize(
     "arguments",
     [[], ["train", "ats"], ["train", "ats", "--modle", "x"], ["quickstart", "--epochs", "many"], ["train", "sft"]],
     ids=str,

@@ -336,7 +336,7 @@ def test_a_command_has_the_attention_that_it_asks_for(option, context):
 
 def test_cudnn_takes_no_float32(tmp_path):
     run = eval_layers.EvalLayersOptions(
-        model="m", data="d", out=tmp_path / "x", devices=DeviceOptions(cudnn_attention=True)
+        model="m", data="d", out=tmp_path / "x", dtype="float32", devices=DeviceOptions(cudnn_attention=True)
     )
     with pytest.raises(UserError, match="--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16"):
         eval_layers.run(run)

@@ -32,7 +32,9 @@ FIELDS = {
 
 @pytest.fixture
 def few_steps(monkeypatch):
-    monkeypatch.setattr(optimize, "STEPS", 20)
+    # Not STEPS: the compiled step of all other tests holds its schedule.
+    monkeypatch.setattr(optimize, "_LOOK", 10)
+    monkeypatch.setattr(optimize, "_PATIENCE", 10)
 
 
 def test_every_method_has_a_class():
