@@ -22,7 +22,7 @@ from calibjax.commands.common import (
     presentation,
     split_text,
 )
-from calibjax.data import Sequences, concatenate
+from calibjax.data import Sequences, concatenate, limit_tokens
 from calibjax.eval.report.schema import Document
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
@@ -70,7 +70,7 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> Documen
         for name, of_set in read.items()
     }
     fit = {name: part for name, (part, _) in parts.items()}
-    held_out = concatenate([part for _, part in parts.values()])
+    held_out = limit_tokens(concatenate([part for _, part in parts.values()]), plan.tokens, options.seed)
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     if len(parts) > 1:

@@ -13,6 +13,7 @@ from calibjax.data.splits import (
     count_repeats,
     divide,
     hold_back,
+    limit_tokens,
     split_sequences,
 )
 from calibjax.data.table import read_table, split_table
@@ -37,6 +38,7 @@ __all__ = [
     "hold_back",
     "is_hub_id",
     "is_multiple_choice",
+    "limit_tokens",
     "load_sequences",
     "make_sequences",
     "read_source",

@@ -106,6 +106,16 @@ def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, 
     return [np.flatnonzero(fold[group] == each) for each in np.unique(fold)]
 
 
+def limit_tokens(sequences: Sequences, most: int, seed: int) -> Sequences:
+    """Sequences drawn at random, in their order, with at most `most` tokens that count; at least one sequence."""
+    counts = sequences.where.sum(axis=1)
+    if counts.sum() <= most:
+        return sequences
+    order = np.random.default_rng(seed).permutation(len(counts))
+    within = max(int(np.searchsorted(np.cumsum(counts[order]), most, side="right")), 1)
+    return sequences.take(np.sort(order[:within]))
+
+
 def concatenate(sets: list[Sequences]) -> Sequences:
     """Joins sets of sequences of one length; rows of different sets stay different.
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from calibjax.data import Sequences, batches, concatenate, divide, eval_batches
+from calibjax.data import Sequences, batches, concatenate, divide, eval_batches, limit_tokens
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.losses import LOSSES, curve_loss
 from calibjax.models.own import FrozenModel, placed
@@ -103,6 +103,7 @@ def fit_ats(
     lm = placed(lm, context.mesh)
     if context.directory is None:
         plan = dataclasses.replace(plan, keep="memory")
+    sets = {name: _limited(part, name, plan, context) for name, part in sets.items()}
     sequences = concatenate(list(sets.values()))
     folds = _folds(sequences, sets, plan, context.seed)
     with context.kept() as context, jax.set_mesh(context.mesh):
@@ -118,6 +119,15 @@ def fit_ats(
         fitted = _fit(tokens, plan, context, folds, by_set=len(sets) > 1)
     fitted.report["sequences"] = {name: len(part.tokens) for name, part in sets.items()}
     return fitted
+
+
+def _limited(sequences: Sequences, name: str, plan: AtsPlan, context: RunContext) -> Sequences:
+    """The sequences to fit on, and a line where they are not all."""
+    fewer = limit_tokens(sequences, plan.tokens, context.seed)
+    if fewer is not sequences:
+        used, given = (int(x.where.sum()) for x in (fewer, sequences))
+        context.log(f"{name}: fitting on {used:,} of {given:,} tokens, in sequences drawn at random; --tokens for more")
+    return fewer
 
 
 def _folds(sequences: Sequences, sets: Mapping[str, Sequences], plan: AtsPlan, seed: int) -> list[np.ndarray]:

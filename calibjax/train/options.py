@@ -56,6 +56,7 @@ class AtsOptions:
         alpha: main weight of the loss (ALPHAS). With --loss auto, that of joint in place of the grid.
         refit_temperature: fit one more scalar on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
+        tokens: most tokens of each set to fit on, and to evaluate on: sequences are drawn with the seed.
         folds: parts of the fitting sequences. A head trained without a part predicts it, for the choice and the refit.
             Of several sets, each set is a part.
         epochs: passes over the fitting sequences.
@@ -79,6 +80,7 @@ class AtsOptions:
     loss: LossName | None = None
     alpha: NonNegative | None = None
     refit_temperature: bool | None = None
+    tokens: Count = 200_000
     folds: Annotated[int, Range(2, 100)] = 4
     epochs: Count | None = None
     batch_size: BatchSize | None = None
@@ -202,6 +204,7 @@ class AtsPlan:
     trials: tuple[Trial, ...]
     auto: bool
     refit_temperature: bool
+    tokens: int
     folds: int
     epochs: int
     batch_size: int
@@ -274,6 +277,7 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         trials=trials,
         auto=recipe.loss == "auto",
         refit_temperature=recipe.refit_temperature,
+        tokens=options.tokens,
         folds=options.folds,
         epochs=recipe.epochs,
         batch_size=recipe.batch_size,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from calibjax.data import Sequences, concatenate, divide, hold_back, split_sequences
+from calibjax.data import Sequences, concatenate, divide, hold_back, limit_tokens, split_sequences
 from calibjax.runtime.errors import UserError
 
 
@@ -134,3 +134,16 @@ def test_errors():
         divide(make_sequences([0]), 4, 0)
     with pytest.raises(UserError, match="seed"):
         hold_back(sequences, 0.5, -1)
+
+
+@pytest.mark.parametrize("most", [1, 7, 40, 99, 100, 1000])
+def test_limit_takes_whole_sequences_in_their_order(most):
+    """At most `most` tokens, as many sequences as fit in the order drawn, at least one; all of them as they are."""
+    sequences = make_sequences(range(25))
+    sequences = sequences._replace(where=np.arange(100).reshape(25, 4) >= 0)
+    fewer = limit_tokens(sequences, most, seed=3)
+    if most >= 100:
+        assert fewer is sequences
+    assert (np.diff(fewer.source) > 0).all()
+    assert len(fewer.source) == max(min(most, 100) // 4, 1)
+    np.testing.assert_array_equal(fewer.source, limit_tokens(sequences, most, seed=3).source)

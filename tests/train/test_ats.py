@@ -11,7 +11,7 @@ import pytest
 from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
 from calibjax import fit_ats, metrics
-from calibjax.data import divide
+from calibjax.data import divide, limit_tokens
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics import CalibrationSums
 from calibjax.models.frozen import batch_stats, freeze
@@ -78,6 +78,14 @@ def test_single_temperature_is_the_best_one(auto):
     assert -1.5 < best < -0.3, "a temperature to be found inside"
     np.testing.assert_allclose(auto[0].report["temperature"], math.exp(-got), rtol=1e-5)
     assert auto[0].temperature.log_factor == 0.0
+
+
+def test_a_limit_of_tokens_is_that_of_fewer_sequences(tmp_path):
+    lines = []
+    fitted = fit(tmp_path, log=lines.append, tokens=500, loss="cross-entropy", head="linear")
+    fewer = limit_tokens(SEQUENCES, 500, seed=0)
+    assert any("of " in line and "--tokens" in line for line in lines)
+    assert fitted.report["sequences"] == {"fit": len(fewer.tokens)}
 
 
 def test_auto_chooses_by_out_of_fold_predictions(auto):
