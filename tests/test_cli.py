@@ -287,7 +287,7 @@ def test_finished_run_again(done, made, capsys):
     assert (out / "head" / "head.json").read_text() == head
     lines = printed.out.strip().splitlines()
     assert lines[-1].startswith(f"results in {out}: ")
-    assert any(line.startswith(("ATS is better calibrated", "WARNING: ATS is ")) for line in lines)
+    assert any(line.startswith(("ATS is better calibrated", "ATS has a lower NLL", "WARNING: ATS ")) for line in lines)
     assert any("transfer to other" in line for line in lines)
     document = json.loads(stdout)
     for of_set in (document["held_out"], *document["transfer"].values()):

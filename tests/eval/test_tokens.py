@@ -273,7 +273,10 @@ def test_verdict(document):
             assert found in verdict({"methods": pair})
     # Paired differences decide where there are some: one whose interval excludes 0 is enough.
     noise, lower = {"low": -0.1, "high": 0.1}, {"low": -0.2, "high": -0.1}
-    for nll, found in ((noise, "ATS does not differ from temperature scaling beyond noise"), (lower, "in NLL only: ")):
+    for nll, found in (
+        (noise, "ATS does not differ from temperature scaling beyond noise"),
+        (lower, "ECE does not differ"),
+    ):
         tested = worse(document, "temperature", ece=1.01)
         tested["held_out"]["methods"]["ats"]["against"] = {"ece": noise, "nll": nll}
         assert found in verdict(tested["held_out"])

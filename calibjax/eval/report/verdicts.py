@@ -88,10 +88,21 @@ def _ats_verdict(methods: Row) -> str:
     ece, score = _ece(ats, scaled), f"{title} {ats[key]:.4f} against {scaled[key]:.4f}"
     if reason := _indistinct(ats, scaled, key, ats):
         return f"WARNING: ATS does not differ from temperature scaling {reason}: {ece}; {score}."
+    before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
+    of_ece, of_score = (ats.get("against", {}).get(name) for name in ("ece", key))
+    if (
+        of_ece is not None
+        and of_score is not None
+        and is_lower(of_score)
+        and not (is_lower(of_ece) or is_higher(of_ece))
+    ):
+        return (
+            f"ATS has a lower {title} than temperature scaling: {score}; its ECE does not differ beyond noise: {ece} "
+            f"({before})."
+        )
     for name, other in (("temperature scaling", scaled), ("the uncalibrated model", base)):
         if warning := _warning("ATS", ats, name, other):
             return warning
-    before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
     return f"ATS is better calibrated than temperature scaling: {ece}; {score} ({before})."
 
 
