@@ -39,9 +39,17 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
         return rows
 
     def read() -> Iterator[Placed]:
+        filters: dict[str, Any] = {}  # of each question of lm-eval, whose samples hold it once for each filter
         for number, (place, row) in enumerate(rows.placed()):
             try:
                 flat = flatten(row)
+                if flatten is _options:
+                    question = f"{row['doc_id']} {row.get('doc_hash')}"
+                    if filters.setdefault(question, row.get("filter")) != row.get("filter"):
+                        raise UserError(
+                            f"question {row['doc_id']} is there for the filters {filters[question]} and "
+                            f"{row.get('filter')}: keep the rows of one filter."
+                        )
             except UserError as error:
                 yield place, UserError(f"{place}: {error}")
                 continue
