@@ -2,8 +2,8 @@
 
     python kernels/cross_entropy.py
 
-checks it against the dense formula: by Pallas' interpreter on a CPU, compiled on a TPU. `calibjax.kernels` is the same
-idea for use: temperatures, soft-cap, bias, meshes, one product less, GPUs, and tests against float64.
+checks it against the dense formula by Pallas' interpreter on a CPU; no TPU, and no compiler for one, has run it yet.
+`calibjax.kernels` is the same idea for use: temperatures, soft-cap, bias, meshes, one product less, float64 tests.
 
 With z = h Wᵀ, lse = log Σ_v exp(z_v), target y and smoothing β, the loss of a token and its derivative are
 

@@ -109,6 +109,7 @@ def parse(
     prog: str,
     description: str | None = None,
     default: Options | None = None,
+    config: bool = True,
 ) -> Options:
     """The options that command-line arguments give.
 
@@ -118,6 +119,7 @@ def parse(
         prog: the command, as the help has it.
         description: what it does; by default the docstring of `options_type` up to its attributes.
         default: values of options that are not given, in place of the fields' own.
+        config: the help describes --config, which the caller has read.
 
     Raises:
         UserError: an option is unknown, missing, cannot be read or is not in its range.
@@ -125,9 +127,8 @@ def parse(
     """
     options = list(list_options(options_type, default))
     args = [_dashed(arg) for arg in args]
-    parser = _parser(
-        options, prog, description or inspect.cleandoc(options_type.__doc__ or ""), fold=_HELP_ALL not in args
-    )
+    doc = (description or inspect.cleandoc(options_type.__doc__ or "")).partition("Attributes:")[0].strip()
+    parser = _parser(options, prog, f"{doc}\n\n{_CONFIG_HELP}" if config else doc, fold=_HELP_ALL not in args)
     known = {name: name for option in options if not option.is_positional for name in option.names}
     for name in (arg.partition("=")[0] for arg in _before_dashes(args) if arg.startswith("--")):
         if name not in (*known, "--help", _HELP_ALL):
@@ -145,7 +146,7 @@ def parse_script(options_type: type[Options], args: Sequence[str] | None = None,
     """
     try:
         given = sys.argv[1:] if args is None else args
-        return parse(options_type, given, prog=f"python {sys.argv[0]}", **options)
+        return parse(options_type, given, prog=f"python {sys.argv[0]}", config=False, **options)
     except UserError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from error
@@ -209,7 +210,7 @@ def _parser(options: Sequence[Option], prog: str, doc: str, *, fold: bool) -> _P
     parser = _Parser(
         prog=prog,
         usage=f"{prog}{positional} [OPTIONS]",
-        description=wrapped(f"{doc.partition('Attributes:')[0].strip()}\n\n{_CONFIG_HELP}"),
+        description=wrapped(doc),
         formatter_class=lambda prog: _Formatter(prog, max_help_position=26, width=width),
         allow_abbrev=False,
         add_help=False,

@@ -22,7 +22,7 @@ from calibjax.commands.common import (
     presentation,
     split_text,
 )
-from calibjax.data import Sequences, concatenate, limit_tokens
+from calibjax.data import Sequences, concatenate
 from calibjax.eval.report.schema import Document
 from calibjax.eval.token_sample import token_sample
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
@@ -31,7 +31,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import run_identity
-from calibjax.train.ats import AtsFit, fit_ats
+from calibjax.train.ats import AtsFit, fit_ats, limited
 from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, AtsPlan, make_plan
 
@@ -70,18 +70,19 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> Documen
         for name, of_set in read.items()
     }
     fit = {name: part for name, (part, _) in parts.items()}
-    held_out = limit_tokens(concatenate([part for _, part in parts.values()]), plan.tokens, options.seed)
+    held_out = concatenate([part for _, part in parts.values()])
+    log(f"split: {sum(len(p.tokens) for p in fit.values()):,} sequences to fit on, {len(held_out.tokens):,} held out")
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     if len(parts) > 1:
         sets |= {f"{name}, held out": part for name, (_, part) in parts.items()}
-    log(f"split: {sum(len(p.tokens) for p in fit.values()):,} sequences to fit on, {len(held_out.tokens):,} held out")
+    sets = {name: limited(part, f"to evaluate on ({name})", plan, context) for name, part in sets.items()}
 
     fitted = fit_ats(lm, fit, plan, context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
 
     results = evaluate(lm, sets, fitted, plan, context, bins=options.bins, closed=options.closed)
-    write_tokens(lm, held_out, fitted, plan, context, options.out)
+    write_tokens(lm, sets["held_out"], fitted, plan, context, options.out)
     identity = run_identity("train ats", options)
     document = ats_document(lm, results, fitted, identity, closed=options.closed, seed=options.seed)
     finish(document, options.out, show=not options.json)

@@ -209,6 +209,9 @@ def assign_columns(path: Path, names: Sequence[str], columns: Mapping[str, str])
             continue
         exact = [name for name in names if name in spellings]
         similar = exact or [name for name in names if _plain(name) in map(_plain, spellings)]
+        # Columns of one name in a CSV file have their numbers after it.
+        numbered = [name for name in names if re.sub(r" \(\d+\)$", "", name) in spellings]
+        similar = similar or (numbered if len(numbered) > 1 else [])
         if len(similar) > 1:
             raise UserError(
                 f"{path}: several columns could be {role}: {', '.join(similar)}. Choose one: --columns {role}=NAME."

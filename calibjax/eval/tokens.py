@@ -102,7 +102,7 @@ def _is_identity(head: FittedHead) -> bool:
     return head.config.kind == "constant" and not head.log_factor and float(head.params["log_scale"]) == 0.0
 
 
-_BLOCK = 256
+_BLOCK = 256  # tokens: batches and sets with nearly as many tokens share a program
 
 
 def _largest_count(sequences: Sequences, batch_size: int) -> int | None:

@@ -103,7 +103,7 @@ def fit_ats(
     lm = placed(lm, context.mesh)
     if context.directory is None:
         plan = dataclasses.replace(plan, keep="memory")
-    sets = {name: _limited(part, name, plan, context) for name, part in sets.items()}
+    sets = {name: limited(part, f"to fit on ({name})", plan, context) for name, part in sets.items()}
     sequences = concatenate(list(sets.values()))
     folds = _folds(sequences, sets, plan, context.seed)
     with context.kept() as context, jax.set_mesh(context.mesh):
@@ -121,12 +121,12 @@ def fit_ats(
     return fitted
 
 
-def _limited(sequences: Sequences, name: str, plan: AtsPlan, context: RunContext) -> Sequences:
-    """The sequences to fit on, and a line where they are not all."""
+def limited(sequences: Sequences, purpose: str, plan: AtsPlan, context: RunContext) -> Sequences:
+    """At most `plan.tokens` tokens of the sequences, and a line where they are not all."""
     fewer = limit_tokens(sequences, plan.tokens, context.seed)
     if fewer is not sequences:
         used, given = (int(x.where.sum()) for x in (fewer, sequences))
-        context.log(f"{name}: fitting on {used:,} of {given:,} tokens, in sequences drawn at random; --tokens for more")
+        context.log(f"{purpose}: {used:,} of {given:,} tokens, in sequences drawn at random; --tokens for more")
     return fewer
 
 

@@ -418,7 +418,7 @@ BAD = [
     ("plan", ["--json", "x"], "'x': calibjax plan takes no such argument"),
 ]
 TABLES = [
-    ("dup.csv", "dup.csv: expected"),
+    ("dup.csv", "dup.csv: several columns could be correct: correct (2), correct (3)"),
     ("group.csv", "--table: group.csv, line 22: invalid UTF-8; save the file as UTF-8"),
     ("empty.npz", "--table: empty.npz cannot be read as an .npz file"),
     ("big.csv", "--table: big.csv: logit: row 0 holds [1e+39, 0.0], expected finite numbers of float32"),
