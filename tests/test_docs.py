@@ -18,7 +18,7 @@ from calibjax.commands.plan.chips import CHIPS
 ROOT = Path(__file__).parents[1]
 PAGES = [
     file
-    for pattern in ("*.md", "*/*.md", "docs/*/*.md", ".github/*.md")
+    for pattern in ("*.md", "*/*.md", "docs/*/*.md", "docs/notebooks/*.ipynb", ".github/*.md")
     for file in sorted(ROOT.glob(pattern))
     if file.name != "CHANGELOG.md"
 ]
@@ -165,8 +165,8 @@ def test_times_of_the_llama_guide_follow_from_its_operations():
         assert [float(cell.split()[0]) for cell in times] == pytest.approx(expected, abs=1)
 
 
-def load_figures():
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+def load(script):
+    spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -174,7 +174,7 @@ def load_figures():
     return module
 
 
-FIGURES = load_figures()
+FIGURES = load(ROOT / "docs" / "figures.py")
 
 
 @pytest.mark.parametrize("name", FIGURES.FIGURES)
@@ -189,16 +189,16 @@ def test_figures_show_the_tables_of_their_page(name):
     assert re.search(rf"!\[[^]]+\]\([./a-z]*figures/{name}\.svg\)", (ROOT / page).read_text()), page
 
 
-def test_numbers_of_cells():
-    cases = {
-        ".0140 [.012, .018]": 0.014,
-        "**3.271**": 3.271,
-        "+.027 -": 0.027,
-        "1,000": 1000.0,
-        "-1.462, 0.7, 28": -1.462,
-    }
-    assert {cell: FIGURES.number(cell) for cell in cases} == cases
-    assert FIGURES.interval(".0140 ±.0006 [.012, .018]") == (0.012, 0.018)
+@pytest.mark.parametrize("notebook", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda file: file.stem)
+def test_notebooks_are_valid_and_clean(notebook):
+    """`python docs/notebooks/clean.py` removes outputs; the site executes every notebook."""
+    nbformat = pytest.importorskip("nbformat")
+    clean = load(ROOT / "docs" / "notebooks" / "clean.py")
+    nbformat.validate(nbformat.read(notebook, as_version=4))
+    assert notebook.read_text() == clean.cleaned(notebook, clean.repository()), "python docs/notebooks/clean.py"
+    linked = clean.cleaned(notebook, "https://github.com/org/name")
+    assert f"colab.research.google.com/github/org/name/blob/main/docs/notebooks/{notebook.name}" in linked
+    nbformat.validate(nbformat.reads(linked, as_version=4))
 
 
 def test_build_files():

@@ -109,7 +109,6 @@ class Command:
 
 MODEL = ("--model", "{inputs}/model")
 DATA = (*MODEL, "--data", "{inputs}/data.jsonl", "--out", "{out}/run")
-STUDY = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "1", "--seeds", "1", "--quiet")
 HEAD = ("metrics.json", "tokens.json", "head.json", "checksums.json")
 CASES = {
     "files": Files(),
@@ -155,12 +154,7 @@ CASES = {
         results=("new.csv",),
     ),
     "export": Command(
-        "export",
-        "{inputs}/run",
-        "--model",
-        "{inputs}/model",
-        "--out",
-        "{out}/head",
+        *("export", "{inputs}/run", "--model", "{inputs}/model", "--out", "{out}/head"),
         results=("head.*", "*.safetensors"),
     ),
     "quickstart": Command("quickstart", "--epochs", "1", "--out", "{out}/run", "--quiet", results=HEAD),

@@ -228,12 +228,12 @@ def test_a_base_model_in_place_of_labels(files, tmp_path, capsys):
     assert "expected --table" in compare(capsys, "--model", "x", "--data", "y", *base)[2]
 
 
-@pytest.mark.parametrize(("sort", "sign"), [("ece", 1), ("auroc", -1), ("nll", 1)])
+@pytest.mark.parametrize(("sort", "sign"), [("auroc", -1), ("nll", 1)])
 def test_order_of_rows(files, capsys, sort, sign):
     methods = ["vector", "platt", "beta"]
     _, document, _ = compare(capsys, "--table", files / "logits.npz", "--methods", *methods, "--sort", sort)
     rows = document["held_out"]["methods"].values()
-    values = [row["ece"]["value"] if sort == "ece" else row[sort] for row in rows]
+    values = [row[sort] for row in rows]
     known = [sign * value for value in values if value is not None]
     assert known == sorted(known)
     assert values[len(known) :] == [None] * (len(values) - len(known))
@@ -330,7 +330,7 @@ def test_platt_wins_on_its_own_map(tmp_path, capsys):
     assert table.read_bytes() == before
 
 
-@pytest.mark.parametrize("save", ["out", "other/../out", "kept"])
+@pytest.mark.parametrize("save", ["other/../out", "kept"])
 def test_where_a_method_cannot_be_saved(capsys, files, tmp_path, save):
     """Found before any work."""
     (tmp_path / "other").mkdir()
@@ -417,9 +417,7 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.csv", BINARY.replace("correct", "right"), "expected the columns confidence and correct, or logits"),
         ("x.csv", BINARY.replace("0.3,", ","), "confidence: row 2 holds nothing, expected 0 to 1"),
-        ("x.csv", BINARY.replace("0.3,1", "0.3,nan"), "correct: row 2 holds nan"),
         (
             "x.csv",
             BINARY.replace("0.3,", "30,"),
@@ -428,7 +426,6 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
         ("x.csv", BINARY.replace("0.3,1", "0.3,maybe"), "correct: row 2 holds 'maybe', expected a number, yes or no"),
         ("x.csv", BINARY.replace(",0\n", ",1\n"), "correct is 1 in every row"),
         ("x.csv", BINARY.replace("0.5,1\n", ""), "8 rows are too few"),
-        ("x.csv", "", "holds no rows"),
         (
             "x.csv",
             "confidence,correct,caf\udce9\n" + "0.5,1,2\n0.4,0,2\n" * 9,
@@ -439,30 +436,17 @@ BINARY = "confidence,correct\n" + "".join(f"0.{k},{k % 2}\n" for k in range(1, 1
             '{"confidence": 0.5, "correct": 1, "group": "\\ud800"}\n' * 10,
             "group: row 0 holds '\\ud800', expected a label",
         ),
-        ("x.jsonl", "{", "cannot be read"),
         ("x.xls", BINARY, "expected a file ending in .csv, .tsv, .jsonl, .ndjson, .json, .parquet, .npz"),
-        ("x.npz", "nothing", "cannot be read as an .npz file"),
         ("x.csv", "logit_0,logit_2,label\n" + "1,2,0\n" * 9 + "1,2,1\n", "logit_0, logit_1 and so on without a gap"),
         (
             "x.csv",
             "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,2\n",
             "label: row 9 holds 2, expected a whole number from 0 to 1",
         ),
-        ("x.csv", "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,.5\n", "label: row 9 holds .5, expected a whole"),
         (
             "x.csv",
             "p_0,p_1,label\n" + ".5,.5,0\n" * 9 + ".5,.6,1\n",
             "p: row 9 holds [0.5, 0.6], expected probabilities that sum to 1",
-        ),
-        (
-            "x.csv",
-            "logit_0,logit_1,label\n" + "1,2,0\n" * 7 + "1,2,4294967296\n1,2,1\n1,2,1\n",
-            "label: row 7 holds 4294967296, expected a whole number from 0 to 1",
-        ),
-        (
-            "x.csv",
-            "logit_0,logit_1,label\n" + "1,2,0\n" * 9 + f"1,2,{2**63 - 1}\n",
-            f"label: row 9 holds {2**63 - 1}, expected a whole",
         ),
     ],
 )
@@ -523,33 +507,10 @@ def test_the_row_of_a_long_file_is_named(tmp_path, name, value, message):
         read_table(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--table", "nowhere.csv"], "there is no such file"),
-        ([], "give either --model and --data, or --table"),
-        (["--model", "x"], "give either --model and --data, or --table"),
-        (["--table", "x.csv", "--model", "x", "--data", "y"], "give either --model and --data, or --table"),
-        (
-            ["--table", "x.csv", "--split-order", "sequential"],
-            "--split-order: rows of a table are always drawn at random",
-        ),
-        (["--table", "x.csv", "--methods", "plat"], "--methods: plat: expected all, or some of temperature,"),
-        (["--table", "x.csv", "--max-tokens", "0"], "--max-tokens: expected at least 1"),
-        *(
-            (
-                ["--model", "x", "--data", "y", "--fit-fraction", bad],
-                "--fit-fraction: expected above 0 and below 1",
-            )
-            for bad in ("nan", "0", "1", "inf", "-0.5")
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_options_that_are_wrong(capsys, options, message):
-    code, _, error = compare(capsys, *options)
+def test_the_rows_of_a_table_have_no_order(capsys):
+    code, _, error = compare(capsys, "--table", "x.csv", "--split-order", "sequential")
     assert code == 2
-    assert message in error
+    assert "--split-order: rows of a table are always drawn at random" in error
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.049, 0.951, 1 - 1e-9])
@@ -583,7 +544,7 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
     text = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", "13", "--full-sequences"]
-    methods = ["ats", "ensemble_temperature", "feature_clipping", "platt", "lore", "few_shot"]
+    methods = ["ats", "ensemble_temperature", "feature_clipping", "few_shot"]
     out = tmp_path / "out"
     code, document, error = compare(
         capsys, *text, "--methods", *methods, "--max-tokens", "240", "--out", out, "--fit-fraction", "0.5"
@@ -612,8 +573,10 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     assert f"{held_out['tokens']:,} tokens" in page
 
 
-@pytest.mark.parametrize("given", [".csv", ".jsonl", ".parquet", ".npz"])
-@pytest.mark.parametrize("out", [".csv", ".tsv", ".jsonl", ".parquet", ".npz"])
+@pytest.mark.parametrize(
+    ("given", "out"),
+    [(".csv", ".jsonl"), (".jsonl", ".parquet"), (".parquet", ".npz"), (".npz", ".csv"), (".csv", ".tsv")],
+)
 def test_apply_keeps_the_columns_of_the_table(tmp_path, given, out):
     """In every format; the new columns are numbers that the methods gave, and a second application is refused."""
     groups = ("é", ",", "a\nb")

@@ -23,8 +23,6 @@ from calibjax import (
     save_head,
 )
 from calibjax.cli import main
-from calibjax.commands import eval_bounds
-from calibjax.commands import generate as generate_command
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hf_export import copy_settings, save_model, settings_files
 from calibjax.models.orbax_checkpoint import save_checkpoint
@@ -286,28 +284,3 @@ def test_generate(tmp_path, source, converted, capsys):
     assert texts[0] == texts[1] != texts[2]
     assert main([*arguments, "--model", str(source), "--top-p", "0.5"]) == 2
     assert "need a temperature above 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        *(
-            (
-                ["generate", "--prompt", "w1", "--temperature", bad],
-                "temperature: expected ",
-            )
-            for bad in ("1e-300", "nan", "inf", "-1", "-inf")
-        ),
-        (["generate", "--prompt"], "--prompt: expected at least one text"),
-        (["eval", "bounds"], "--model: expected at least one directory or hub id, got none"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_refused_before_a_model_is_read(capsys, monkeypatch, arguments, message):
-    for module in (generate_command, eval_bounds):
-        monkeypatch.setattr(module, "load_placed", None)
-    model = ["--model"] if "bounds" in arguments else ["--model", "x"]
-    assert main([*arguments, *model]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.strip().splitlines()) == 1

@@ -203,14 +203,7 @@ def test_categories_in_compare_and_apply(capsys, table, tmp_path):
     assert rows["multicalibration"]["log_loss"] < rows["platt"]["log_loss"] - 0.1
     header, *lines = table[0].read_text().splitlines()
     (tmp_path / "one.csv").write_text("\n".join([header, *(line for line in lines if "kind 1" in line)]) + "\n")
-    files = [
-        "--table",
-        str(tmp_path / "one.csv"),
-        "--method",
-        str(tmp_path / "fitted"),
-        "--out",
-        str(tmp_path / "o.csv"),
-    ]
+    files = ["--table", f"{tmp_path}/one.csv", "--method", f"{tmp_path}/fitted", "--out", f"{tmp_path}/o.csv"]
     assert main(["apply", "--json", *files]) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
     assert figures["multicalibration"]["log_loss"] < figures["uncalibrated"]["log_loss"] - 0.2

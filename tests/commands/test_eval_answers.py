@@ -153,20 +153,6 @@ def test_hidden_states_as_meanings(material):
     assert clusters[2] == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"confidence": ("consistencey",)}, "--confidence consistencey: expected some of arithmetic_mean, product"),
-        ({"same": "alike"}, "--same alike: expected exact, normalised, numeric, or package.module:function"),
-        ({"samples": 1}, "--samples: expected"),
-        ({"sample_calibrated": True}, "--sample-calibrated: expected --head"),
-    ],
-)
-def test_invalid_input(run, changes, message):
-    with pytest.raises(UserError, match=message):
-        eval_tasks.run(dataclasses.replace(run[0], **changes), log=lambda _: None)
-
-
 def test_replies_are_read_strictly():
     read = {"85%": 0.85, "100": 1.0, "0": 0.0, " 42 .": 0.42, "0.25\nmore": 0.25, ".5": 0.5, "1": 0.01, "1.0": 1.0}
     assert {reply: read_number(reply) for reply in read} == read

@@ -12,13 +12,9 @@ from calibjax.cli import COMMANDS, load_command, main
 from calibjax.commands.common import begin, split_names
 from calibjax.commands.parser import list_options, parse
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Range, check_options, named, run_identity
+from calibjax.runtime.options import Count, Range, named, run_identity
 
-UNUSED = {"--model": "nowhere", "--data": "nowhere", "--out": "nowhere", "--tasks": "nowhere", "--topology": "h100:1"}
 REQUIRED = ("--model", "x", "--data", "x", "--out", "x")
-BELOW_ZERO = {"--strengths", "--clip"}  # edits have a direction; a log-weight may be negative
-ZERO = {"--seed", "--process-id", "--shots"}
-"""Whole numbers that may be 0."""
 
 
 def options_of(name):
@@ -30,67 +26,6 @@ def numeric(annotation):
     if annotation in (int, float):
         return annotation
     return next((kind for part in typing.get_args(annotation) if (kind := numeric(part))), None)
-
-
-NUMBERS = {
-    (options_of(name), option.path): (name, option, numeric(option.annotation))
-    for name in COMMANDS
-    for option in list_options(options_of(name))
-    if numeric(option.annotation)
-}
-
-
-def test_no_number_is_missing():
-    names = {option.flag for _, option, _ in NUMBERS.values()}
-    assert {"--batch-size", "--seq-len", "--learning-rate", "--alpha", "--temperatures", "--heartbeat-timeout"} <= names
-    assert len(NUMBERS) > 100
-
-
-def with_value(options_type, path, value):
-    """Options with one value at `path`, and anything for those that are required."""
-    required = {
-        field.name: None
-        for field in dataclasses.fields(options_type)
-        if field.default is field.default_factory is dataclasses.MISSING
-    }
-    options = options_type(**required)
-    name, *rest = path
-    inner = with_value(type(getattr(options, name)), rest, value) if rest else value
-    return dataclasses.replace(options, **{name: inner})
-
-
-@pytest.mark.parametrize(
-    ("options_type", "path"), NUMBERS, ids=lambda x: x.__name__ if isinstance(x, type) else ".".join(x)
-)
-def test_numbers_out_of_range(options_type, path):
-    """Each is refused with its name, and without a model; also where several values are given."""
-    _, option, kind = NUMBERS[options_type, path]
-    bad = [math.nan, -math.inf, *(() if option.flag == "--clip" else (math.inf,))]
-    if option.flag not in BELOW_ZERO:
-        bad.append(-1)
-    if kind is int:
-        bad += [10**30, *(() if option.flag in ZERO else (0,))]
-    for value in [(x,) if isinstance(option.default, tuple) else x for x in bad]:
-        options = with_value(options_type, path, value)
-        with pytest.raises(UserError, match=f"^{option.flag}: expected .*, got") as caught:
-            check_options(options)
-        assert "\n" not in str(caught.value)
-    check_options(with_value(options_type, path, option.default))
-
-
-@pytest.mark.parametrize("name", [name for name in COMMANDS if options_of(name) in {t for t, _ in NUMBERS}])
-def test_every_command_checks_before_it_works(name, capsys, tmp_path):
-    """The last number of each command, by its exit code: no model is there to be loaded."""
-    options_type = options_of(name)
-    given = {o.flag: UNUSED.get(o.flag, "x") for o in list_options(options_type) if o.default is dataclasses.MISSING}
-    given |= {"--out": str(tmp_path / "out")} if "--out" in given else {}
-    last = [option for of_type, path in NUMBERS if of_type is options_type for option in (NUMBERS[of_type, path][1],)]
-    arguments = [*name.split(), *(word for pair in given.items() for word in pair), last[-1].flag, "nan"]
-    code = main(arguments)
-    error = capsys.readouterr().err
-    assert code == 2
-    assert re.fullmatch(f"error: {last[-1].flag}: expected .*\\.\n", error), error
-    assert not (tmp_path / "out").exists()
 
 
 def test_one_name_and_one_kind_for_an_option():

@@ -411,19 +411,8 @@ def test_without_the_compiler(monkeypatch, capsys):
 
 def test_suggest_tries_every_mesh_that_divides_the_batch(capsys):
     """12 windows: not on 8 along data and fsdp. Without the compiler the smallest part of the model is the best."""
-    options = [
-        "--model",
-        "gpt2",
-        "--topology",
-        "v5e:2x4",
-        "--batch-size",
-        "12",
-        "--seq-len",
-        "64",
-        "--suggest",
-        "--no-compile",
-    ]
-    found = plan(capsys, *options)
+    line = "--model gpt2 --topology v5e:2x4 --batch-size 12 --seq-len 64 --suggest --no-compile"
+    found = plan(capsys, *line.split())
     meshes = [tuple(int(part.split("=")[1]) for part in p["mesh"].split(",")) for p in found["plans"]]
     assert {math.prod(mesh) for mesh in meshes} == {8}
     assert sorted(meshes) == [(1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 1, 4), (2, 2, 2), (4, 1, 2)]
@@ -472,24 +461,14 @@ def test_hub_ids_are_published_models(capsys):
     ("arguments", "expected"),
     [
         (["--mesh", "data=3,fsdp=2"], "--mesh data=3,fsdp=2: needs 6 devices, 16 were given"),
-        (["--mesh", "rows=16"], "expected sizes of data, fsdp, tensor, such as data=2,fsdp=4, got 'rows=16'"),
-        (
-            ["--model", "llama-9"],
-            "--model llama-9: expected a hub id, a directory with config.json, a GGUF file, or one of gemma-2-2b",
-        ),
-        (["--batch-size", "24"], "--batch-size 24: expected a multiple of 16, the devices along data and fsdp"),
         (
             ["--batch-size", "32", "--accumulate", "4", "--objective", "sft"],
             "a multiple of 64, the devices along data and",
         ),
-        (["--topology", "v9:4x4"], "--topology v9:4x4: expected one of v5e, v5p"),
         (["--topology", "v5e:16,1"], "such as v5e-16"),
         (["--seq-len", "200000"], "200000"),
         (["--objective", "eval", "--epochs", "2", "--tokens", "9"], "--epochs: --objective eval does not read it"),
-        (["--seq-len", "0"], "--seq-len: expected at least 1, got 0"),
-        (["--suggest", "--mesh", "fsdp=16"], "--suggest: it tries every mesh; leave --mesh out"),
         (["--objective", "generate", "--new-tokens", "0"], "--new-tokens: expected at least 1, got 0"),
-        (["--new-tokens", "8"], "--new-tokens: --objective ats does not read it"),
         (["--lora-rank", "8", "--remat", "none"], "--remat, --lora-rank: --objective ats does not read it"),
         (["--objective", "sft", "--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),
     ],

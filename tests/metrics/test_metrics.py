@@ -82,48 +82,6 @@ def test_edges_are_the_float32_numbers(jitted):
     np.testing.assert_array_equal(metrics.bin_index(jnp.array([0.0, 1.0]), 15, "left"), [0, 14])
 
 
-def test_against_scikit_learn():
-    calibration, skm = pytest.importorskip("sklearn.calibration"), pytest.importorskip("sklearn.metrics")
-    rng = np.random.default_rng(1)
-    confidence = rng.uniform(size=300).astype(np.float32)  # none on an edge: there the conventions differ
-    correct = rng.uniform(size=300) < confidence**2
-    sums = sums_of(confidence, correct, bins=10)
-    brier = skm.brier_score_loss(correct, confidence.astype(np.float64))
-    assert_within(brier_score(confidence, correct), brier, 20 * EPS, "Brier")
-    accuracy, mean = calibration.calibration_curve(correct, confidence.astype(np.float64), n_bins=10)
-    assert (np.asarray(sums.count) > 0).all()
-    assert_within(sums.correct / sums.count, accuracy, 20 * EPS, "accuracy of the bins")
-    assert_within(sums.confidence / sums.count, mean, 20 * EPS, "confidence of the bins")
-    ece = (np.asarray(sums.count) / 300 * np.abs(accuracy - mean)).sum()
-    assert_within(errors(confidence, correct, 10, "right")["ece"], ece, 20 * EPS, "ECE")
-
-
-def test_masks_and_empty_bins():
-    confidence, correct = tokens(60, 7)
-    where = np.arange(60) % 3 != 0
-    dirty = np.where(where, confidence, np.nan)
-    want, counts = loop(confidence[where], correct[where], 7, "right")
-    got = errors(dirty, correct, 7, "right", where)
-    for name, value in want.items():
-        assert_within(got[name], value, 20 * EPS, name)
-    sums = sums_of(dirty, correct, bins=7, where=where, log_prob=np.log(dirty + 0.5))
-    np.testing.assert_array_equal(sums.count, counts)
-    assert_within(sums.nll, -np.log(confidence[where].astype(np.float64) + 0.5).sum(), 60 * EPS, "nll")
-    brier = ((confidence[where].astype(np.float64) - correct[where]) ** 2).mean()
-    assert_within(brier_score(dirty, correct, where=where), brier, 20 * EPS, "Brier")
-    # Certain and wrong: an infinite loss, where it counts.
-    one_counts = metrics.negative_log_likelihood(np.float32([1, 0.5]), np.array([0, 1]), where=np.array([False, True]))
-    assert_within(one_counts, np.log(2), 20 * EPS, "log loss")
-
-    one_bin = errors(np.full(4, 0.95, np.float32), np.array([1, 1, 1, 0]), 10, "right")  # nine bins empty
-    for name in ERRORS:
-        assert_within(one_bin[name], 0.95 - 0.75, 4 * EPS, name)
-    nothing = errors(np.zeros(4, np.float32), np.zeros(4), 10, "right", np.zeros(4, bool))
-    assert all(np.isnan(float(x)) for x in nothing.values()), nothing
-    with pytest.raises(ValueError, match="expected at least one point that counts"):
-        metrics.summarise(sums_of(np.ones(3, np.float32), np.ones(3), where=np.zeros(3, bool)))
-
-
 def test_wrong_options():
     with pytest.raises(ValueError, match="bins: expected at least 1"):
         sums_of(np.ones(3, np.float32), np.ones(3), bins=0)
@@ -147,46 +105,6 @@ def test_merged_sums_are_those_of_everything():
                 np.testing.assert_array_equal(x, y)
     for name, value in metrics.summarise(grouped).items():
         assert_within(value, metrics.summarise(whole)[name], 60 * EPS, name)
-
-
-def test_soft_correctness():
-    """Correctness as the share of correct samples: as if every sample were a token of its own."""
-    share = np.array([0.0, 0.25, 0.5, 1.0], np.float32)
-    confidence = np.array([0.1, 0.3, 0.9, 0.95], np.float32)
-    samples = np.array([[0, 0, 0, 0], [0, 0, 0, 1], [1, 0, 1, 0], [1, 1, 1, 1]])
-    want, _ = loop(np.repeat(confidence, 4), samples.ravel(), 5, "right")
-    got = errors(confidence, share, 5, "right")
-    for name, value in want.items():
-        assert_within(got[name], value, 10 * EPS, name)
-    assert_within(brier_score(confidence, share), ((confidence.astype(np.float64) - share) ** 2).mean(), EPS)
-
-
-def clusters(groups, size, own, seed=0):
-    """`[G, N]` tokens of accuracy 0.7 at confidence 0.8; `own`: the share of groups' variance in correctness."""
-    rng = np.random.default_rng(seed)
-    accuracy = np.where(rng.uniform(size=(groups, 1)) < 0.7, 0.7 + 0.3 * own, 0.7 - 0.7 * own)
-    correct = rng.uniform(size=(groups, size)) < accuracy
-    return sums_of(np.full((groups, size), 0.8, np.float32), correct, bins=10)
-
-
-def test_bootstrap_interval():
-    independent, clustered = clusters(200, 20, 0.0), clusters(200, 20, 0.9)
-    low, high = metrics.bootstrap_interval(independent, resamples=400)
-    assert (low, high) == metrics.bootstrap_interval(independent, resamples=400)
-    assert (low, high) != metrics.bootstrap_interval(independent, resamples=400, seed=1)
-    value = metrics.summarise(independent)["ece"]
-    assert low < value < high
-    # One bin: the ECE is |0.8 − accuracy|, of standard error (0.7·0.3/4000)^½; 400 resamples know it to about 10 %.
-    half = 1.96 * (0.7 * 0.3 / 4000) ** 0.5
-    assert_within((high - low) / 2, half, 0.25 * half, "half width")
-    wide = np.subtract(*metrics.bootstrap_interval(clustered, resamples=400)[::-1])
-    print(f"independent {high - low:.4f}, clustered {wide:.4f}")
-    assert wide > 2 * (high - low)
-    narrow = np.subtract(*metrics.bootstrap_interval(independent, resamples=400, level=0.5)[::-1])
-    assert narrow < 0.6 * (high - low)
-    one = metrics.bootstrap_interval(independent, lambda s: s.correct.sum(-1) / s.count.sum(-1), resamples=50)
-    assert one[0] < 0.7 + 0.03
-    assert one[1] > 0.7 - 0.03
 
 
 def test_many_groups_keep_every_token():

@@ -80,20 +80,10 @@ def test_a_run_is_refused_while_another_process_holds_it(tmp_path):
     assert names(tmp_path / "out") == ["run.json"]
 
 
-WRITING = {
-    "train ats": ["--model", "m", "--data", "d"],
-    "train sft": ["--model", "m", "--data", "d"],
-    "train lhts": ["--model", "m", "--data", "d"],
-    "eval layers": ["--model", "m", "--data", "d"],
-    "compare": ["--model", "m", "--data", "d"],
-    "quickstart": [],
-}
-
-
-@pytest.mark.parametrize("command", WRITING)
+@pytest.mark.parametrize("command", ["eval layers --model m --data d", "quickstart"])
 def test_commands_are_refused_in_one_line(tmp_path, capsys, command):
     with held_elsewhere(tmp_path / "run.lock"):
-        assert main([*command.split(), *WRITING[command], "--out", str(tmp_path)]) == 2
+        assert main([*command.split(), "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "in use by process" in error

@@ -40,6 +40,7 @@ def wait_for(process, condition, seconds=240):
     raise AssertionError("timed out")
 
 
+TRAINED = "--head-kind mlp --loss joint --no-refit-temperature --batch-size 8"
 STARTED = """
 import hashlib, sys, time
 from calibjax import cli
@@ -58,22 +59,24 @@ IN_CALLBACK = """import gc
 IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
 
 
-@pytest.mark.parametrize("replaced", ["cli.importlib.import_module", "cli._execute"])
+LOADING, WORKING = "cli.importlib.import_module", "cli._execute"
+
+
 @pytest.mark.parametrize(
-    ("work", "number", "code"),
+    ("replaced", "work", "number", "code"),
     [
-        ("time.sleep(60)", signal.SIGINT, 130),
-        ("time.sleep(60)", signal.SIGTERM, 143),
-        (SWALLOW, signal.SIGINT, 130),
-        (IN_C, signal.SIGINT, 130),
-        (IN_CALLBACK, signal.SIGINT, 130),
-        (IN_CALLBACK, signal.SIGTERM, 143),
+        (LOADING, "time.sleep(60)", signal.SIGINT, 130),
+        (LOADING, IN_CALLBACK, signal.SIGTERM, 143),
+        (WORKING, "time.sleep(60)", signal.SIGTERM, 143),
+        (WORKING, SWALLOW, signal.SIGINT, 130),
+        (WORKING, IN_C, signal.SIGINT, 130),
+        (WORKING, IN_CALLBACK, signal.SIGINT, 130),
     ],
-    ids=["Ctrl-C", "SIGTERM", "Ctrl-C swallowed", "Ctrl-C in C", "Ctrl-C in a callback", "SIGTERM in a callback"],
+    ids=["Ctrl-C", "SIGTERM in a callback", "SIGTERM", "Ctrl-C swallowed", "Ctrl-C in C", "Ctrl-C in a callback"],
 )
-def test_signals_before_training(work, number, code, replaced):
+def test_signals_before_training(replaced, work, number, code):
     """While the command is imported and while it runs, also where the exception is swallowed or C does not return."""
-    if replaced == "cli._execute":
+    if replaced == WORKING:
         replaced, work = f"cli._parse = lambda args: (None, None); {replaced}", f"cli.signals.PATIENCE = 0.1; {work}"
         work = re.sub("; (while|import)", r"\n    \1", work)
     with start(script=STARTED.format(work=work, replaced=replaced)) as process:
@@ -104,19 +107,7 @@ def test_signals_in_training(tmp_path, number, code):
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
     options = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", 13, "--full-sequences"]
-    options += [
-        "--head-kind",
-        "mlp",
-        "--loss",
-        "joint",
-        "--no-refit-temperature",
-        "--batch-size",
-        8,
-        "--epochs",
-        400,
-        "--checkpoint-every",
-        10_000,
-    ]
+    options += f"{TRAINED} --epochs 400 --checkpoint-every 10000".split()
     log = tmp_path / "out" / "fit"
     with start("train", "ats", *options, "--out", tmp_path / "out", "--quiet") as process:
         wait_for(process, lambda: any(file.stat().st_size for file in log.rglob("train.jsonl")))
@@ -147,20 +138,7 @@ def test_sigterm_to_one_of_two_processes(tmp_path):
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
     options = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", 13, "--full-sequences"]
-    options += [
-        "--head-kind",
-        "mlp",
-        "--loss",
-        "joint",
-        "--no-refit-temperature",
-        "--batch-size",
-        8,
-        "--epochs",
-        4000,
-        "--checkpoint-every",
-        10**6,
-        "--quiet",
-    ]
+    options += f"{TRAINED} --epochs 4000 --checkpoint-every 1000000 --quiet".split()
     options += ["--out", tmp_path / "out", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", 2]
     with (
         start("train", "ats", *options, "--process-id", 0) as first,

@@ -83,7 +83,7 @@ def _die(*args):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("note", ["", "{", "[]", '{"identity": {}, "done": 21}'])
+@pytest.mark.parametrize("note", ["{", '{"identity": {}, "done": 21}'])
 def test_note_that_is_damaged_or_of_another_pass(tmp_path, note):
     first = {name: np.array(x) for name, x in run(tmp_path)[0].arrays.items()}
     (tmp_path / "frozen/note.json").write_text(note)

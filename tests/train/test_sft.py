@@ -257,35 +257,6 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
     assert error < 2e-3 * moved
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--temperature", "0"], "--temperature: expected above 0, got 0.0"),
-        (["--label-smoothing", "1.1"], "--label-smoothing: expected from 0 to 1, got 1.1"),
-        (["--batch-size", "12", "--accumulate", "5"], "--accumulate: expected a divisor of --batch-size 12, got 5"),
-        (["--mesh", "data=3"], "needs 3 devices, 8 were given"),
-        (["--mesh", "rows=8"], "expected sizes of data, fsdp, tensor, such as data=2,fsdp=4, got 'rows=8'"),
-        (["--batch-size", "12"], "does not divide among the 8 devices"),
-        (["--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),
-        (["--alpha", "0.2"], "the weight of --loss label-smoothing is --label-smoothing"),
-        (["--loss", "focal", "--alpha", "-1"], "--alpha: expected at least 0, got -1.0"),
-        (["--loss", "brier", "--alpha", "0.2"], "--alpha: --loss brier has no such weight"),
-        (["--loss", "brier", "--label-smoothing", "0.2"], "--label-smoothing: --loss brier has none"),
-        (["--loss", "focal", "--z-loss", "0.2"], "--z-loss: expected 0 with --loss focal, got 0.2"),
-        (["--loss", "selective-authors"], "--loss selective-authors: it is for temperature heads"),
-        (["--loss", "top-k-smoothing"], "--loss top-k-smoothing: it has no sharded form"),
-    ],
-)
-def test_mistakes_cost_nothing(tmp_path, capsys, arguments, expected):
-    out = tmp_path / "out"
-    code = main(["train", "sft", "--model", "nowhere", "--data", "nowhere", "--out", str(out), *arguments])
-    assert code == 2
-    error = capsys.readouterr().err
-    assert expected in error
-    assert error.count("\n") == 1
-    assert not out.exists()
-
-
 def test_nothing_to_learn(tmp_path):
     sequences = ragged(make_sequences(16))
     sequences = sequences._replace(where=np.zeros_like(sequences.where))
