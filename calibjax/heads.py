@@ -2,8 +2,8 @@
 
 A head returns log_scale `[B, T]`; the logits are multiplied by s = exp(log_scale) > 0, so no head can change which
 token is the most likely. log_scale is clipped to [log 1/20, log 10]: the upper end is that of the authors of Adaptive
-Temperature Scaling (exp(τ) <= 10), the lower end, which they do not have, prevents a distribution from becoming
-uniform. By default a head starts as the identity (s = 1 for every token). `HEADS` lists the kinds.
+Temperature Scaling, the lower end, which they do not have, prevents a distribution from becoming uniform. By default a
+head starts as the identity (s = 1 for every token).
 
 "The authors" are those of arXiv 2409.19817, with their code at github.com/Johnathan-Xie/adaptive-temperature-scaling
 (src/llmtuner/model/calibration/head.py, commit f144309).
@@ -42,20 +42,19 @@ class Feature(NamedTuple):
     Attributes:
         width: its numbers a token; None: D, the width of the hidden states.
         statistics: the statistics of `vocab_stats` at s = 1 that it is computed from.
-        of_statistics: `VocabStats` with these -> `[..., width]`; None where it reads the unembedding, too.
+        function: `VocabStats` with these -> `[..., width]`; None where it reads the unembedding, too.
     """
 
     width: int | None
     statistics: tuple[str, ...] = ()
-    of_statistics: Callable[[VocabStats], Float[Array, "... F"]] | None = None
+    function: Callable[[VocabStats], Float[Array, "... F"]] | None = None
 
 
 def _logit_statistics(stats: VocabStats) -> Float[Array, "... 4"]:
     """−log max p, log(1 + max z − E_p[z]), log(1 + Var_p[z]), and mean z − max z, of the base model.
 
-    What entropy-based and parameterised temperature scaling read (Balanya et al. 2022, arXiv 2206.08957; Tomani et al.
-    2022, arXiv 2102.12182; Joy et al. 2023, arXiv 2207.06211), and how far the rest of the vocabulary lies below the
-    most likely token. A token that does not count has 0.
+    What entropy-based and parameterised temperature scaling read (arXiv 2206.08957, 2102.12182 and 2207.06211), and how
+    far the rest of the vocabulary lies below the most likely token. A token that does not count has 0.
     """
     largest = stats.require("max_logit")
     numbers = (
@@ -86,28 +85,54 @@ FEATURES = {
 _torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
-def _output_log_scale(
-    features: Float[Array, "B T F"],
-    identity_start: bool,
-    pooling: str,
-    min_scale: float,
-    where: Bool[Array, "B T"] | None,
-    segment_ids: Int[Array, "B T"] | None,
-) -> Float[Array, "B T"]:
-    """The last layer of every head that reads features: F -> 1, optionally pooled over sequences, clipped."""
-    if identity_start:
-        kernel_init = bias_init = nn.initializers.zeros
-    else:
-        kernel_init, bound = _torch_kernel_init, 1 / math.sqrt(features.shape[-1])
+class _Head(nn.Module, kw_only=True):
+    """A head that reads features.
 
-        def bias_init(key, shape, dtype=jnp.float32):
-            return jax.random.uniform(key, shape, dtype, -bound, bound)
+    Called with features `[B, T, F]` and, by name, `where` (bool `[B, T]`, False for tokens that do not count) and
+    `segment_ids` (int `[B, T]`); both matter for the pooling over sequences. Returns float32 `[B, T]`.
 
-    dense = Dense(1, kernel_init=kernel_init, bias_init=bias_init, dtype=jnp.float32, name="output")
-    log_scale = dense(features.astype(jnp.float32))[..., 0]
-    if pooling == "sequence":
-        log_scale = sequence_mean(log_scale, where, segment_ids)
-    return jnp.clip(log_scale, math.log(min_scale), math.log(MAX_SCALE))
+    Attributes:
+        identity_start: zero weights of the output, so s = 1 at the start; False: the random start of the authors' code,
+            that of torch.nn.Linear, U(−1/√F, 1/√F) for every matrix with F inputs and for the bias of the output.
+        pooling: "token", or "sequence" for the mean over each sequence.
+        min_scale: smallest s.
+    """
+
+    identity_start: bool = True
+    pooling: str = "token"
+    min_scale: float = MIN_SCALE
+
+    @nn.compact
+    def __call__(
+        self,
+        features: Float[Array, "B T F"],
+        *,
+        where: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Any:
+        return self._output_log_scale(self._transformed(features), where, segment_ids)
+
+    def _transformed(self, features: Float[Array, "B T F"]) -> Float[Array, "B T H"]:
+        """What the output layer reads."""
+        return features
+
+    def _output_log_scale(
+        self, features: Float[Array, "B T H"], where: Bool[Array, "B T"] | None, segment_ids: Int[Array, "B T"] | None
+    ) -> Float[Array, "B T"]:
+        """The last layer: H -> 1, optionally pooled over sequences, clipped."""
+        if self.identity_start:
+            kernel_init = bias_init = nn.initializers.zeros
+        else:
+            kernel_init, bound = _torch_kernel_init, 1 / math.sqrt(features.shape[-1])
+
+            def bias_init(key, shape, dtype=jnp.float32):
+                return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+        dense = Dense(1, kernel_init=kernel_init, bias_init=bias_init, dtype=jnp.float32, name="output")
+        log_scale = dense(features.astype(jnp.float32))[..., 0]
+        if self.pooling == "sequence":
+            log_scale = sequence_mean(log_scale, where, segment_ids)
+        return jnp.clip(log_scale, math.log(self.min_scale), math.log(MAX_SCALE))
 
 
 def sequence_mean(
@@ -148,111 +173,58 @@ class ConstantTemperature(nn.Module):
         return jnp.broadcast_to(log_scale, features.shape[:2])
 
 
-class LinearHead(nn.Module):
+class LinearHead(_Head):
     """log_scale = w·f + b.
-
-    Called with features `[B, T, F]` and, by name, `where` (bool `[B, T]`, False for tokens that do not count) and
-    `segment_ids` (int `[B, T]`); both matter for the pooling over sequences only. Returns float32 `[B, T]`.
 
     Example:
         >>> head = LinearHead()
         >>> features = jnp.ones((1, 3, 4))
         >>> head.apply(head.init(jax.random.key(0), features), features).tolist()  # the identity at the start
         [[0.0, 0.0, 0.0]]
-
-    Attributes:
-        identity_start: zero weights of the output, so s = 1 at the start; False: the random start of the authors' code,
-            that of torch.nn.Linear, U(−1/√F, 1/√F) for every matrix with F inputs and for the bias of the output.
-        pooling: "token", or "sequence" for the mean over each sequence.
-        min_scale: smallest s.
     """
 
-    identity_start: bool = True
-    pooling: str = "token"
-    min_scale: float = MIN_SCALE
 
-    @nn.compact
-    def __call__(
-        self,
-        features: Float[Array, "B T F"],
-        *,
-        where: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T"]:
-        return _output_log_scale(features, self.identity_start, self.pooling, self.min_scale, where, segment_ids)
-
-
-class MLPHead(nn.Module):
+class MLPHead(_Head):
     """log_scale = w·(silu(f̂ A) ⊙ (f̂ B)) + b with f̂ = f / rms(f): a gated MLP and a linear output.
 
     The norm makes one learning rate serve models whose hidden states differ by orders of magnitude. The authors' MLP
-    reads f itself (`normalize=False`), and has one more matrix, back to the width of f, before its output: two linear
-    maps in a row. The functions are the same as here; the steps of an optimiser are not.
+    reads f itself (`normalize=False`), and has one more matrix, back to the width of f, before its output.
 
     Attributes:
         intermediate_size: width of A and B.
-        identity_start, pooling, min_scale: as in `LinearHead`.
         normalize: divide the features by their root mean square.
         dtype: of the products of the MLP; the output layer is float32.
-
-    Example:
-        >>> head, features = MLPHead(intermediate_size=6), jnp.ones((1, 3, 4))
-        >>> params = head.init(jax.random.key(0), features)["params"]
-        >>> {name: {k: v.shape for k, v in layer.items()} for name, layer in params.items()}
-        {'gate_up': {'kernel': (4, 12)}, 'output': {'kernel': (6, 1), 'bias': (1,)}}
     """
 
     intermediate_size: int
-    identity_start: bool = True
-    pooling: str = "token"
-    min_scale: float = MIN_SCALE
     normalize: bool = True
     dtype: DTypeLike = jnp.float32
 
-    @nn.compact
-    def __call__(
-        self,
-        features: Float[Array, "B T F"],
-        *,
-        where: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T"]:
+    def _transformed(self, features: Float[Array, "B T F"]) -> Float[Array, "B T H"]:
         features = features.astype(jnp.float32)
         if self.normalize:
             features = features * jax.lax.rsqrt(jnp.mean(jnp.square(features), axis=-1, keepdims=True) + 1e-6)
         kernel_init = nn.linear.default_kernel_init if self.identity_start else _torch_kernel_init
         # One product for both halves of the gate.
-        both = Dense(
-            2 * self.intermediate_size, use_bias=False, dtype=self.dtype, kernel_init=kernel_init, name="gate_up"
-        )(features)
-        gate, up = jnp.split(both, 2, axis=-1)
-        return _output_log_scale(
-            nn.silu(gate) * up, self.identity_start, self.pooling, self.min_scale, where, segment_ids
-        )
+        width = 2 * self.intermediate_size
+        dense = Dense(width, use_bias=False, dtype=self.dtype, kernel_init=kernel_init, name="gate_up")
+        gate, up = jnp.split(dense(features), 2, axis=-1)
+        return nn.silu(gate) * up
 
 
-class TransformerHead(nn.Module):
+class TransformerHead(_Head):
     """One Llama block over the sequence, then a linear output: the head of arXiv 2409.19817, section 3.
 
     Attention is causal and stays inside each segment. Features that are not `hidden_size` wide are first projected; the
-    authors' block is as wide as all features together, which needs a width that attention heads divide.
-    Called with a cache, on features of the tokens that follow those in it, it returns log_scale and the new cache.
+    authors' block is as wide as all features together. Called with a cache, on features of the tokens that follow those
+    in it, it returns log_scale and the new cache.
 
     Attributes:
         block: shape of the block.
-        identity_start, pooling, min_scale: as in `LinearHead`.
         dtype: of the block's products; the output layer is float32.
-
-    Example:
-        >>> config = HeadConfig(kind="transformer", hidden_size=8, num_heads=2)
-        >>> sorted(jax.eval_shape(config.init, jax.random.key(0)))
-        ['block', 'output']
     """
 
     block: BlockConfig
-    identity_start: bool = True
-    pooling: str = "token"
-    min_scale: float = MIN_SCALE
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -272,15 +244,12 @@ class TransformerHead(nn.Module):
             features = Dense(width, use_bias=False, dtype=self.dtype, name="project", **starts)(features)
         block = Block(self.block, dtype=self.dtype, name="block", **starts)
 
-        def output(mixed: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-            return _output_log_scale(mixed, self.identity_start, self.pooling, self.min_scale, where, segment_ids)
-
         if cache is not None:
             assert segment_ids is not None
             cache, positions = reserve(cache, segment_ids)
             context = sequence_context(self.block, positions, cache.segment_ids, start=cache.length)
             mixed, new = block(features, context, cache.past)
-            return output(mixed), fill(cache, new)
+            return self._output_log_scale(mixed, where, segment_ids), fill(cache, new)
         if segment_ids is None:
             positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
         else:
@@ -289,21 +258,19 @@ class TransformerHead(nn.Module):
         if keep:
             assert segment_ids is not None, "a cache knows its columns by their segment ids"
             mixed, new = block(features, context, None, keep)
-            return output(mixed), hold(new, segment_ids)
-        return output(block(features, context))
+            return self._output_log_scale(mixed, where, segment_ids), hold(new, segment_ids)
+        return self._output_log_scale(block(features, context), where, segment_ids)
 
 
 class HeadEntry(NamedTuple):
-    """One kind of head: an entry of `HEADS`.
+    """An entry of `HEADS`: `build` makes the module of a configuration; `options` names the fields of it that are read.
 
-    Attributes:
-        build: configuration -> module, which maps features `[B, T, F]` to log_scale `[B, T]`, called with `where` and
-            `segment_ids` of that shape. Its last layer is `_output_log_scale`.
-        options: the fields of `HeadConfig` that it reads, beside `kind` and `hidden_size`.
+    The module maps features `[B, T, F]` to log_scale `[B, T]`, called with `where` and `segment_ids` of that shape. Its
+    last layer is `_output_log_scale`.
     """
 
     build: Callable[["HeadConfig"], nn.Module]
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # beside `kind` and `hidden_size`
 
 
 _SHARED = ("identity_start", "pooling", "min_scale")
@@ -314,17 +281,20 @@ def _build_mlp(config: "HeadConfig") -> nn.Module:
 
 
 def _build_transformer(config: "HeadConfig") -> nn.Module:
-    heads = config.num_heads or _number_of_heads(config.hidden_size)
-    if config.hidden_size % heads or (config.hidden_size // heads) % 2:
-        raise ValueError(
-            f"num_heads: expected a divisor of hidden_size {config.hidden_size} with an even quotient, got {heads}."
-        )
+    size = config.hidden_size
+    # Heads 128 wide, as Llama's, but at least 8 of them, as far as an even width per head divides D.
+    fitting = [n for n in range(1, max(size // 128, 8) + 1) if size % n == 0 and (size // n) % 2 == 0]
+    if not fitting:
+        raise ValueError(f"a transformer head needs an even hidden_size, got {size}.")
+    heads = config.num_heads or fitting[-1]
+    if size % heads or (size // heads) % 2:
+        raise ValueError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
     block = BlockConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size or 4 * config.hidden_size,
+        hidden_size=size,
+        intermediate_size=config.intermediate_size or 4 * size,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=config.hidden_size // heads,
+        head_dim=size // heads,
         norm_eps=1e-6,
     )
     return TransformerHead(block, **_shared(config))
@@ -426,20 +396,10 @@ class HeadConfig:
         return self.build().init(key, jnp.zeros((1, 1, self.width), jnp.float32))["params"]
 
 
-def _number_of_heads(hidden_size: int) -> int:
-    """Heads 128 wide, as Llama's, but at least 8 of them, as far as an even width per head divides D."""
-    wanted = max(hidden_size // 128, 8)
-    fitting = [n for n in range(1, wanted + 1) if hidden_size % n == 0 and (hidden_size // n) % 2 == 0]
-    if not fitting:
-        raise ValueError(f"a transformer head needs an even hidden_size, got {hidden_size}.")
-    return fitting[-1]
-
-
 def logit_covariance(unembedding: Float[Array, "V D"], bias: Float[Array, " V"] | None = None) -> Float[Array, "E E"]:
     """Covariance of the rows of [W b] over the vocabulary (divisor V − 1), float32, E = D + 1.
 
-    The variance of the raw logits of h is then h̃ᵀ C h̃ with h̃ = [h, 1]: the feature log_std_logits without the
-    logits. Computed once for a frozen model.
+    The variance of the raw logits of h is h̃ᵀ C h̃ with h̃ = [h, 1]: the feature log_std_logits without the logits.
     """
     last = jnp.zeros(unembedding.shape[0], jnp.float32) if bias is None else bias.astype(jnp.float32)
     rows = jnp.concatenate([unembedding.astype(jnp.float32), last[:, None]], axis=1)
@@ -466,10 +426,8 @@ def head_features(
         hidden: hidden states after the final norm.
         unembedding: W.
         covariance: of `logit_covariance`, to save its computation where log_std_logits is named.
-        bias, softcap: of the logits. log_std_logits is taken before the soft-cap.
-        sharding: how tokens and vocabulary are divided, as in `vocab_stats`.
-        logits: where they are at hand, to save the pass over the vocabulary.
-        stats: the statistics at s = 1 that the features read, where they are at hand.
+        bias, softcap, sharding: as in `vocab_stats`. log_std_logits is taken before the soft-cap.
+        logits, stats: of the tokens, the latter at s = 1, where they are at hand: to save the pass over the vocabulary.
     """
     if names == ("hidden_states",):
         return hidden
@@ -501,10 +459,10 @@ def join_features(
         if name in parts:
             joined.append(parts[name].astype(jnp.float32))
         else:
-            of_statistics = FEATURES[name].of_statistics
-            assert of_statistics is not None
+            function = FEATURES[name].function
+            assert function is not None
             assert stats is not None
-            joined.append(of_statistics(stats))
+            joined.append(function(stats))
     return jnp.concatenate(joined, axis=-1)
 
 

@@ -26,15 +26,9 @@ def logit_distance_bounds(
 
     H(u, p) = −(1/V) Σ_v log p_v = lse − mean z, with the uniform distribution u, is the term of the smoothed loss with
     weight β; reducing it reduces the distances (arXiv 2508.00264, eq. 4, after Liu et al. 2022, proposition 1). The
-    upper bound does not hold with the divergence KL(u‖p) = H(u, p) − log V, which they write, instead of the
-    cross-entropy.
+    upper bound does not hold with KL(u‖p) = H(u, p) − log V, which they write.
 
-    Args:
-        log_normalizer, mean_logit, max_logit: statistics of `vocab_stats` at scale 1, per token.
-        vocab_size: V.
-
-    Returns:
-        `LogitDistance`.
+    The arguments but V are statistics of `vocab_stats` at scale 1, per token.
     """
     cross_entropy = log_normalizer - mean_logit
     return LogitDistance(cross_entropy - math.log(vocab_size), max_logit - mean_logit, cross_entropy)
@@ -44,11 +38,7 @@ def smoothed_optimum(frequencies: Float[Array, "... V"], label_smoothing: float)
     """Distribution that minimises the smoothed loss for given frequencies f of next tokens, (1−β) f + β/V.
 
     It is the maximum a posteriori estimate under a symmetric Dirichlet prior with `prior_concentration` (arXiv
-    2508.00264, section 4.1); β = 0 gives the maximum likelihood estimate f.
-
-    Args:
-        frequencies: non-negative, summing to 1 over the last axis.
-        label_smoothing: β in [0, 1].
+    2508.00264, section 4.1). The frequencies sum to 1 over the last axis.
     """
     return (1.0 - label_smoothing) * frequencies + label_smoothing / jnp.shape(frequencies)[-1]
 
@@ -56,12 +46,7 @@ def smoothed_optimum(frequencies: Float[Array, "... V"], label_smoothing: float)
 def prior_concentration(label_smoothing: float, vocab_size: int, count: float = 1.0) -> float:
     """Concentration α of the symmetric Dirichlet prior for which `smoothed_optimum` is the posterior mode of n tokens.
 
-    α = 1 + n β / ((1−β) V): the mode (n_v + α − 1) / (n + V (α − 1)) is then (1−β) n_v/n + β/V.
-
-    Args:
-        label_smoothing: β in [0, 1).
-        vocab_size: V.
-        count: n, number of tokens.
+    α = 1 + n β / ((1−β) V), β in [0, 1): the mode (n_v + α − 1) / (n + V (α − 1)) is then (1−β) n_v/n + β/V.
     """
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing: expected a number in [0, 1), got {label_smoothing}.")
@@ -87,29 +72,21 @@ def entropy_lower_bound(norm: float, vocab_size: int) -> EntropyBound:
 
     arXiv 2508.00264, eq. 5, after Zhai et al. 2023, theorem 3.1. It is attained if one logit is s √((V−1)/V) and all
     others −s/√(V(V−1)): with the gap g = s √(V/(V−1)) and r = (V−1) e^−g, H = log(1 + r) + g r/(1 + r).
-
-    Args:
-        norm: s ≥ 0, norm of the logits minus their mean.
-        vocab_size: V ≥ 2.
     """
-    _check(norm, vocab_size)
-    return _one_against_all(norm * math.sqrt(vocab_size / (vocab_size - 1)), vocab_size)
+    return _one_against_all(norm, math.sqrt(vocab_size / max(vocab_size - 1, 1)), vocab_size)
 
 
 def capped_entropy_lower_bound(softcap: float, vocab_size: int) -> EntropyBound:
     """Smallest entropy of softmax(z) over |z_v| ≤ softcap: one logit is `softcap`, all others −`softcap`."""
-    _check(softcap, vocab_size)
-    return _one_against_all(2.0 * softcap, vocab_size)
+    return _one_against_all(softcap, 2.0, vocab_size)
 
 
-def _check(size: float, vocab_size: int) -> None:
+def _one_against_all(size: float, gap_of_size: float, vocab_size: int) -> EntropyBound:
     if vocab_size < 2:
         raise ValueError(f"vocab_size: expected at least 2, got {vocab_size}.")
     if not 0 <= size < math.inf:
         raise ValueError(f"expected a finite bound of the logits >= 0, got {size}.")
-
-
-def _one_against_all(gap: float, vocab_size: int) -> EntropyBound:
+    gap = size * gap_of_size
     log_ratio = math.log(vocab_size - 1) - gap
     # log(1 + r) and r/(1 + r) from log r, because r may underflow.
     log_one_plus = float(np.logaddexp(0.0, log_ratio))

@@ -10,11 +10,9 @@ with log p(x_i:) = Σ_{j≥i} log p(x_j | x_<j) the weight is
 
     w_i = exp((1/T − 1) (log p(x_i:) − b_i)).
 
-A baseline b_i that does not depend on the suffix scales the loss of position i by a constant and keeps the minimiser.
-Here b_i sums a baseline of each token's log p over the suffix. It therefore shifts the minimiser if sequences end
-early, towards lengths whose tokens are more likely than the baseline. A horizon (which truncates the suffix) and
-clipping always shift the minimiser, in exchange for less variance.
-
+A baseline b_i that does not depend on the suffix keeps the minimiser. Here b_i sums a baseline of each token's log p
+over the suffix, and therefore shifts the minimiser if sequences end early, towards lengths whose tokens are more likely
+than the baseline. A horizon (which truncates the suffix) and clipping always shift it, in exchange for less variance.
 Data that are not samples of p, such as a corpus, give the weighted distribution of the data instead of p_T.
 """
 
@@ -74,12 +72,10 @@ MODES: dict[Mode, Horizon] = {
         horizon=8, clip=3.0, baseline="position", form="next_token", kl_weight=0.05, average="sequence"
     ),
 }
-"""`paper`: the objective as derived: likelihood of the whole suffix, no clipping, no further term. It is based on the
-abstract and the authors' code, so constants of the paper's experiments may differ.
-`official`: the constants and the average of the authors' code for GPT-2
+"""`paper`: the objective as derived: likelihood of the whole suffix, no clipping, no further term; constants of the
+paper's experiments may differ. `official`: the constants and the average of the authors' code for GPT-2
 (github.com/AndyShih12/LongHorizonTemperatureScaling, conf/config_gpt2.yaml and model_gpt2.py, commit 5c4c39d). Their
-running means start from a count of 0.001 tokens, ours from 0: after n tokens of a position, their baseline is
-1/(1 + 0.001/n) of ours.
+running means start from a count of 0.001 tokens, ours from 0.
 """
 
 
@@ -122,17 +118,12 @@ def suffix_sums(
 
     Args:
         values: `[B, T]`.
-        where: False for values that do not count. None: all count.
+        where: False for values that do not count.
         segment_ids: sums end at the end of a segment. None: at the end of the row.
         horizon: number of values in a sum, at least 1. None: all.
 
-    Returns:
-        float32 `[B, T]`.
-
     Example:
         >>> import jax.numpy as jnp
-        >>> suffix_sums(jnp.array([[-2.0, -1, -3, -1, -1]])).tolist()
-        [[-8.0, -6.0, -5.0, -2.0, -1.0]]
         >>> suffix_sums(jnp.array([[-2.0, -1, -3, -1, -1]]), horizon=2).tolist()
         [[-3.0, -4.0, -4.0, -2.0, -1.0]]
     """
@@ -170,13 +161,10 @@ def log_weights(
         log_p: log-probability of each token under the scorer, nats, `[B, T]`.
         temperature: T > 0, of each row or of all rows.
         baseline: b, of each position or of all positions.
-        where: False for tokens that do not count. None: all count.
+        where: False for tokens that do not count.
         segment_ids: segments of sequences packed in a row. None: one sequence per row.
         horizon: number of tokens of a suffix that count, at least 1. None: all.
-        clip: upper bound of the result. None: no bound.
-
-    Returns:
-        float32 `[B, T]`.
+        clip: upper bound of the result.
 
     Raises:
         UserError: if a temperature or horizon that is a Python number is out of range.
@@ -212,24 +200,10 @@ def token_weights(
     In the suffix form, token j belongs to all suffixes that begin at or before it, so its weight is the sum of theirs:
     Σ_i w_i (−Σ_{j ≥ i} log q_j) = −Σ_j log q_j Σ_{i ≤ j} w_i.
 
-    Args:
-        log_p, temperature, baseline, where, segment_ids: see `log_weights`.
-        objective: its horizon, clip and form are used.
-
-    Returns:
-        float32 `[B, T]`, 0 where `where` is False.
+    The horizon, the clip and the form are those of `objective`; 0 where `where` is False.
     """
-    weights = jnp.exp(
-        log_weights(
-            log_p,
-            temperature,
-            baseline=baseline,
-            where=where,
-            segment_ids=segment_ids,
-            horizon=objective.horizon,
-            clip=objective.clip,
-        )
-    )
+    options = {"baseline": baseline, "where": where, "segment_ids": segment_ids}
+    weights = jnp.exp(log_weights(log_p, temperature, **options, horizon=objective.horizon, clip=objective.clip))
     if where is not None:
         weights = jnp.where(where, weights, 0.0)
     if objective.form == "suffix":
@@ -251,14 +225,11 @@ def long_horizon_loss(
     """−w_i log q_i + kl_weight · KL_i of every token, unreduced.
 
     Args:
-        log_q: log-probability of each token under the student, nats, `[B, T]`.
+        log_q: log-probability of each token under the student, nats.
         weights: result of `token_weights`.
         kl: result of `reverse_kl`, or None.
         kl_weight: weight of `kl`.
-        where: False for tokens that do not count. None: all count.
-
-    Returns:
-        float32 `[B, T]`, 0 where `where` is False.
+        where: False for tokens that do not count; their loss is 0.
     """
     loss = -weights * log_q
     if kl is not None:
@@ -270,13 +241,6 @@ def sequence_weights(where: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] |
     """Weights 1/n of tokens that count, with n such tokens in their sequence; 0 for the others.
 
     Σ w ℓ is the sum over sequences of the mean of ℓ, and Σ w is the number of sequences with a token that counts.
-
-    Args:
-        where: True for tokens that count.
-        segment_ids: segments of sequences packed in a row. None: one sequence per row.
-
-    Returns:
-        float32 `[B, T]`.
 
     Example:
         >>> import jax.numpy as jnp

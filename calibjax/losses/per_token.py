@@ -54,13 +54,6 @@ def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""], *, where:
     Args:
         stats: with `log_normalizer`, `target_logit`, `mean_logit`.
         beta: smoothing β in [0, 1]; 0 is cross-entropy.
-
-    Example:
-        >>> from calibjax.kernels import vocab_stats
-        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
-        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
-        >>> round(float(label_smoothing(stats, 0.1)[0]), 4)
-        0.4633
     """
     loss = -(1.0 - beta) * stats.log_prob() + beta * _uniform_cross_entropy(stats)
     return _masked(loss, stats, where)
@@ -83,26 +76,16 @@ def selective_smoothing(
         stats: with `log_normalizer`, `target_logit`, `mean_logit`, `correct`.
         alpha: weight α in [0, 1] of the wrong tokens.
         balanced: each group is averaged over its own tokens and weighted by the other group's fraction,
-            w_right = (1−α) n_wrong / m and w_wrong = α n_right / m with m = (1−α) n_wrong + α n_right.
-            Values are scaled so that their mean over all valid tokens is the balanced loss. The counts are those of the
-            array given, so a batch cut into micro-batches is balanced within each. 0 where a group is empty.
+            w_right = (1−α) n_wrong / m and w_wrong = α n_right / m with m = (1−α) n_wrong + α n_right, counted in the
+            array given; scaled so that the mean over all valid tokens is the balanced loss. 0 where a group is empty.
         masking: which tokens the balanced form counts. "exclude": an ignored token (one with the label −100) is neither
-            right nor wrong. "authors": it counts as wrong in n_wrong, with a loss of 0, as in the class
-            `SelectiveSmoothingLoss` of the authors' code (github.com/Johnathan-Xie/adaptive-temperature-scaling,
-            src/llmtuner/model/calibration/modeling.py, commit f144309). That divides the mean of the wrong tokens by
-            the length of the prompt as well, so the loss depends on how much of a sequence is ignored. The two agree
-            where no token is ignored.
+            right nor wrong. "authors": it counts as wrong in n_wrong, with a loss of 0, as in `SelectiveSmoothingLoss`
+            of the authors' code (github.com/Johnathan-Xie/adaptive-temperature-scaling, commit f144309), so that the
+            loss depends on how much of a sequence is ignored.
         where: bool, False for tokens that do not count, such as padding: under neither `masking`.
 
     Raises:
         ValueError: `masking="authors"` without `balanced`: the other form has no counts.
-
-    Example:
-        >>> from calibjax.kernels import vocab_stats
-        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
-        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
-        >>> round(float(selective_smoothing(stats, 0.5)[0]), 4)
-        0.1783
     """
     if masking not in ("exclude", "authors") or (masking == "authors" and not balanced):
         raise ValueError(f'masking: expected "exclude", or "authors" with balanced=True, got {masking!r}.')
@@ -133,13 +116,6 @@ def focal(stats: VocabStats, gamma: float, *, where: Mask = None) -> Float[Array
     Args:
         stats: with `log_normalizer`, `target_logit`.
         gamma: focusing γ >= 0.
-
-    Example:
-        >>> from calibjax.kernels import vocab_stats
-        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
-        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
-        >>> round(float(focal(stats, 2.0)[0]), 4)
-        0.0321
     """
     return _masked(_focal(stats, gamma), stats, where)
 
@@ -164,13 +140,6 @@ def sample_dependent_focal(
         low: γ below the threshold.
         high: γ from the threshold on.
         threshold: of q_y.
-
-    Example:
-        >>> from calibjax.kernels import vocab_stats
-        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
-        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
-        >>> round(float(sample_dependent_focal(stats)[0]), 4)
-        0.0096
     """
     gamma = jnp.where(stats.log_prob() < math.log(threshold), jnp.float32(low), jnp.float32(high))
     return _masked(_focal(stats, gamma), stats, where)
@@ -217,14 +186,6 @@ def focal_calibration(
         doubled: the same tokens at `scale=2 * scale`, with `log_normalizer`.
         gamma: focusing γ >= 0.
         weight: λ >= 0.
-
-    Example:
-        >>> from calibjax.kernels import vocab_stats
-        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
-        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
-        >>> doubled = vocab_stats(z, jnp.eye(3), jnp.array([0]), scale=2.0)
-        >>> round(float(focal_calibration(stats, doubled, 3.0, 1.0)[0]), 4)
-        0.1496
     """
     return _masked(_focal(stats, gamma) + weight * _squared_distance(stats, doubled), stats, where)
 
@@ -241,13 +202,6 @@ def top_k_smoothing(
         stats: with `log_normalizer`, `target_logit`.
         top_logits: `kernels.top_logits(hidden, unembedding, k, ...).logits`, of the same model, bias and soft-cap.
         beta: smoothing β in [0, 1].
-
-    Example:
-        >>> from calibjax.kernels import vocab_stats
-        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
-        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
-        >>> round(float(top_k_smoothing(stats, jnp.log(jnp.array([[0.7, 0.2]])), 0.1)[0]), 4)
-        0.4193
     """
     uniform = stats.require("log_normalizer") - stats.scale * jnp.mean(top_logits, axis=-1)
     return _masked(-(1.0 - beta) * stats.log_prob() + beta * uniform, stats, where)
@@ -258,13 +212,6 @@ def z_loss(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 
     Args:
         stats: with `log_normalizer`.
-
-    Example:
-        >>> from calibjax.kernels import vocab_stats
-        >>> z = jnp.log(jnp.array([[1.4, 0.4, 0.2]]))
-        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
-        >>> round(float(z_loss(stats)[0]), 4)
-        0.4805
     """
     return _masked(jnp.square(stats.require("log_normalizer")), stats, where)
 
@@ -275,13 +222,6 @@ def confidence_penalty(stats: VocabStats, weight: float, *, where: Mask = None) 
     Args:
         stats: with `log_normalizer`, `target_logit`, `expected_logit`.
         weight: λ >= 0.
-
-    Example:
-        >>> from calibjax.kernels import vocab_stats
-        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
-        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
-        >>> round(float(confidence_penalty(stats, 0.1)[0]), 4)
-        0.2765
     """
     return _masked(-stats.log_prob() - weight * stats.entropy(), stats, where)
 
@@ -297,13 +237,6 @@ def top_label(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 
     Returns:
         float32, per token, nats; at most about 16 (c is kept below 1 − 1e-7).
-
-    Example:
-        >>> from calibjax.kernels import vocab_stats
-        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
-        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
-        >>> round(float(top_label(stats)[0]), 4)
-        0.3567
     """
     log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
     log_miss = jnp.log(-jnp.expm1(log_confidence))
@@ -318,12 +251,5 @@ def joint(
     Args:
         stats: with `log_normalizer`, `target_logit`, `max_logit`, `correct`.
         top_label_weight: w >= 0.
-
-    Example:
-        >>> from calibjax.kernels import vocab_stats
-        >>> z = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
-        >>> stats = vocab_stats(z, jnp.eye(3), jnp.array([0]))
-        >>> round(float(joint(stats)[0]), 4)
-        0.7133
     """
     return cross_entropy(stats, where=where) + top_label_weight * top_label(stats, where=where)

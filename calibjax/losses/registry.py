@@ -154,20 +154,13 @@ def linear_loss(
 
     Args:
         loss: an entry of `LOSSES`.
-        hidden: `[..., D]`, floating point.
-        unembedding: `[V, D]`, floating point.
-        targets: `[...]`, integer in [0, V), or -100 for tokens that do not count.
+        hidden, unembedding, targets, scale, where: as in `vocab_stats`.
         hyper: values of hyper-parameters, see `Loss.arguments`; those left out have their defaults.
-        scale: inverse temperature s > 0, `[...]` or a scalar; None means 1.
-        where: bool `[...]`, False for tokens that do not count.
         real: bool `[...]`, False in the padding; read by losses that are `per_micro_batch`. None: no padding.
         **options: `bias`, `softcap` and `sharding` of `vocab_stats`.
 
     Returns:
         (float32 `[...]`, exactly 0 on tokens that do not count; bool `[...]`, which tokens count).
-
-    Raises:
-        ValueError: for shapes or options that do not fit.
 
     Example:
         >>> import jax.numpy as jnp

@@ -15,11 +15,7 @@ def calibrated_reward(correct: Float[AnyArray, "*B"], confidence: Float[AnyArray
 
     Args:
         correct: 1 for right, 0 for wrong, or a fraction, any shape.
-        confidence: stated, in [0, 1]; same shape. Give an answer that states none a confidence of 1, so that leaving it
-            out never pays.
-
-    Returns:
-        float32 in [−1, 1], same shape.
+        confidence: stated, in [0, 1], same shape; 1 for an answer that states none, so that leaving it out never pays.
 
     Example:
         >>> calibrated_reward(jnp.array([1.0, 1.0, 0.0]), jnp.array([1.0, 0.5, 1.0])).tolist()

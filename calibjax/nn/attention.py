@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,13 @@ class Visible:
     """Attention mask: each of T tokens attends to itself and to earlier columns of its segment within a window.
 
     Attributes:
-        segment_ids: segment of each column, `[B, S]`. Padding is a segment too, so that every token attends to at least
+        segment_ids: segment of each column, `[B, S]`; padding is a segment too, so that every token attends to at least
             one column. None: one segment per row.
         start: the tokens are at columns `start` to `start + T`. None: the columns are the tokens.
         windows: window sizes, one per kind of layer. A token attends to itself and the `window - 1` columns before it.
-            None: all before it.
         kind: index into `windows`, known at run time; None if there is one window.
-        until: the first column that does not see a column any more, `[B, S]`; None: there is none. A tree of
-            continuations is laid out depth first: a column is seen up to the last one of its branches.
+        until: first column that does not attend to the column any more, `[B, S]`, for trees of continuations that are
+            laid out depth first.
     """
 
     segment_ids: Int[Array, "B S"] | None = None
@@ -79,13 +78,11 @@ def attend(
 ) -> Float[Array, "B T H K"]:
     """Grouped-query attention: `softmax(softcap(scale * query key^T))` over visible columns, times `value`.
 
-    Logits and softmax are float32. The implementation is chosen while tracing, by the target platform
-    (`platforms.platform`) and by shapes: `splash` on TPUs if it supports the shapes; otherwise matrix products, by
-    blocks of tokens, on CPUs and with a soft-cap, sinks or trees; otherwise `jax.nn.dot_product_attention`,
-    which stores the logits `[B, H, T, T]`. If `cudnn_attention` is set, cuDNN is used where it supports the inputs
-    (bfloat16 or float16, at most 128 channels per head, a multiple of 8, whole sequences with an even number of
-    tokens). It stores no logits, but its backward pass has no fixed order of sums unless XLA's flag
-    `--xla_gpu_deterministic_ops` is set.
+    Logits and softmax are float32. The implementation is chosen while tracing, by the target platform and the shapes:
+    `splash_attention` on TPUs; matrix products, by blocks of tokens, on CPUs and with a soft-cap, sinks or trees;
+    otherwise `jax.nn.dot_product_attention`, which stores the logits `[B, H, T, T]`. If `cudnn_attention` is set, cuDNN
+    is used for inputs that it supports. It stores no logits, but its backward pass has no fixed order of sums unless
+    XLA's flag `--xla_gpu_deterministic_ops` is set.
 
     Args:
         query: `[B, T, H, K]`.
@@ -120,29 +117,18 @@ def attend(
         rows = 64 * -(-time // (64 * _BLOCKS))
         ends = itertools.pairwise([*range(0, time, rows), time])
         return jnp.concatenate([block(*pair) for pair in ends], axis=1)
+    length = query.shape[1]
+    suits = length == key.shape[1] and length % 2 == 0 and cudnn_takes(query.shape[3], query.dtype, None)
+    implementation = "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
+    options: Any = {"mask": mask, "is_causal": mask is None, "scale": scale, "implementation": implementation}
     # JAX's attention promotes dtypes internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            implementation=_of_library(name, query, key),
-        )
+        return jax.nn.dot_product_attention(query, key, value, **options)
 
 
 def cudnn_takes(head_dim: int, dtype: DTypeLike, softcap: float | None) -> bool:
     """Whether cuDNN supports such heads: at most 128 channels, a multiple of 8, in 16 bits, without soft-cap."""
     return head_dim <= 128 and head_dim % 8 == 0 and jnp.dtype(dtype).name in ("bfloat16", "float16") and not softcap
-
-
-def _of_library(name: str, query: Array, key: Array) -> Literal["xla", "cudnn"]:
-    """Implementation of `jax.nn.dot_product_attention`."""
-    length, width = query.shape[1], query.shape[3]
-    suits = length == key.shape[1] and length % 2 == 0 and cudnn_takes(width, query.dtype, None)
-    return "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
 
 
 def attend_by_products(
@@ -165,9 +151,6 @@ def attend_by_products(
         past: keys and values `[A, N, S, K]` of consecutive columns; each row is that of B / A consecutive queries.
         mask: of all columns.
         scale, softcap, sinks: as in `attend`.
-
-    Returns:
-        `[B, T, H, K]`, in the dtype of the values.
     """
     batch, time, heads, _ = query.shape
     if time != 1:

@@ -45,18 +45,16 @@ class Rope:
         theta: base of the wavelengths; positive.
         fraction: fraction of the channels of each head that are rotated, in (0, 1].
         scaling: `None`; `"linear"`: every frequency is divided by `factor`; `"llama3"`: only low frequencies are
-            divided (Grattafiori et al., 2024, https://arxiv.org/abs/2407.21783), with a smooth transition for
-            wavelengths between `original_max_positions / high_freq_factor` and `original_max_positions /
-            low_freq_factor`; `"yarn"`: likewise, with a transition that is linear in the index of the frequency (Peng
-            et al., 2023, https://arxiv.org/abs/2309.00071, section 3.2); `"longrope"`: each frequency is divided by
-            its own of `divisors`; `"none"`: all are zero, so that nothing is rotated.
+            divided (arXiv 2407.21783), with a smooth transition for wavelengths between `original_max_positions /
+            high_freq_factor` and `original_max_positions / low_freq_factor`; `"yarn"`: likewise, with a transition that
+            is linear in the index of the frequency (arXiv 2309.00071, section 3.2); `"longrope"`: each frequency is
+            divided by its own of `divisors`; `"none"`: all are zero, so that nothing is rotated.
         factor: scaling of the context; positive.
-        low_freq_factor: for `"llama3"` only.
-        high_freq_factor: for `"llama3"` only; greater than `low_freq_factor`.
-        beta_fast, beta_slow: for `"yarn"` only. Frequencies with more than `beta_fast` turns over the original context
-            are kept, those with fewer than `beta_slow` are divided by `factor`.
-        truncate: for `"yarn"` only: whether the transition begins and ends at whole indices.
-        divisors: for `"longrope"` only, one for each pair of channels.
+        low_freq_factor, high_freq_factor: for `"llama3"`; the second is greater.
+        beta_fast, beta_slow: for `"yarn"`. Frequencies with more than `beta_fast` turns over the original context stay,
+            those with fewer than `beta_slow` are divided by `factor`.
+        truncate: for `"yarn"`: whether the transition begins and ends at whole indices.
+        divisors: for `"longrope"`, one for each pair of channels.
         original_max_positions: context before scaling; for `"llama3"`, `"yarn"` and `"longrope"`.
         amplitude: factor on cosines and sines.
         interleaved: whether pairs are neighbouring channels, instead of channels of the two halves.
@@ -230,16 +228,11 @@ def sequence_context(
     Args:
         config: configuration of the blocks.
         positions: position of each token in its segment, `[B, T]`, or `[1, T]` if equal for all rows.
-        segment_ids: segment of each token, `[B, T]`, or of all S columns if `start` is given; 0 is padding. A token
-            attends to itself and to earlier tokens of its segment. Padding is a segment too, so that every token
-            attends to at least one token and every output is finite. `None`: one segment per row.
+        segment_ids: segment of each token, `[B, T]`, or of all S columns if `start` is given; see `Visible`.
         window: a token attends to itself and to the `window - 1` tokens before it. `None`: all before it.
         start: the tokens are at columns `start` to `start + T` of S, and the blocks get the keys and values of earlier
             columns. `None`: the columns are the tokens.
         until: see `Visible`.
-
-    Returns:
-        The context that `Block` and `Attention` take.
     """
     rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
     return SequenceContext(rotary, Visible(segment_ids, start, (window,), until=until))
@@ -321,24 +314,22 @@ def _last_axis(vector: Float[Array, " D"], like: Array) -> Array:
 
 
 class Dense(nn.Dense):
-    """`nn.Dense` over the last axis, with all other axes flattened for the product.
-
-    The results are equal, but on CPUs XLA computes the kernel's gradient several times faster over one axis than over
-    two.
-    """
+    """`nn.Dense` with all axes but the last flattened: on CPUs the gradient of its kernel is then much faster."""
 
     def __call__(self, inputs: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
         flat = super().__call__(inputs.reshape(-1, inputs.shape[-1]))
         return flat.reshape(*inputs.shape[:-1], self.features)
 
 
-class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x²) + eps) * (offset + scale)` (Zhang & Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+class Norm(nn.Module):
+    """The norm `kind` of a `BlockConfig`, over the last axis, computed in float32 and cast to `dtype` at the end.
 
-    Computed in float32 and cast to `dtype` at the end. Some Hugging Face families cast before the product with the
-    scale, which only adds a rounding error.
+    "rms": `x / sqrt(mean(x²) + eps) * (offset + scale)` (arXiv 1910.07467). "layer": the same of `x - mean(x)`, plus a
+    bias. The variance is computed from centred values, because `E[x²] - E[x]²` loses digits if the mean is large, which
+    occurs in GPT-2.
     """
 
+    kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
     offset: float = 0.0
     dtype: DTypeLike = jnp.float32
@@ -346,39 +337,21 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        initial = nn.initializers.constant(1.0 - self.offset)
-        scale = self.param("scale", initial, (x.shape[-1],), self.param_dtype)
+        shape = (x.shape[-1],)
+        scale = self.param("scale", nn.initializers.constant(1.0 - self.offset), shape, self.param_dtype)
         x = x.astype(jnp.float32)
+        if self.kind == "layer":
+            x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        return (x * (self.offset + _last_axis(scale, x))).astype(self.dtype)
+        x = x * (self.offset + _last_axis(scale, x))
+        if self.kind == "layer":
+            x = x + _last_axis(self.param("bias", nn.initializers.zeros, shape, self.param_dtype), x)
+        return x.astype(self.dtype)
 
 
-class LayerNorm(nn.Module):
-    """`(x - mean) / sqrt(var + eps) * scale + bias`, computed in float32 and cast to `dtype` at the end as in PyTorch.
-
-    The variance is computed from centred values, because `E[x²] - E[x]²` loses digits if the mean is large, which
-    occurs in GPT-2.
-    """
-
-    eps: float = 1e-5
-    dtype: DTypeLike = jnp.float32
-    param_dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
-        x = x.astype(jnp.float32)
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        return (x * _last_axis(scale, x) + _last_axis(bias, x)).astype(self.dtype)
-
-
-def make_norm(config: BlockConfig, dtype: DTypeLike, param_dtype: DTypeLike, name: str) -> RMSNorm | LayerNorm:
+def make_norm(config: BlockConfig, dtype: DTypeLike, param_dtype: DTypeLike, name: str) -> Norm:
     """Builds the norm of kind `config.norm`."""
-    if config.norm == "rms":
-        return RMSNorm(config.norm_eps, config.norm_offset, dtype, param_dtype, name=name)
-    return LayerNorm(config.norm_eps, dtype, param_dtype, name=name)
+    return Norm(config.norm, config.norm_eps, config.norm_offset, dtype, param_dtype, name=name)
 
 
 class Attention(nn.Module):
@@ -399,18 +372,10 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], KeysValues]:
         cfg = self.config
 
-        def dense(width: int, use_bias: bool, name: str) -> Dense:
-            return Dense(
-                width,
-                use_bias=use_bias,
-                dtype=self.dtype,
-                param_dtype=self.param_dtype,
-                kernel_init=self.kernel_init,
-                name=name,
-            )
+        kinds: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
 
         def heads(count: int, name: str, norm: str | None = None) -> Array:
-            x = dense(count * cfg.head_dim, cfg.qkv_bias, name)(hidden)
+            x = Dense(count * cfg.head_dim, use_bias=cfg.qkv_bias, **kinds, name=name)(hidden)
             split = (*hidden.shape[:2], count, cfg.head_dim)
             if norm is not None:
                 x = x.reshape(split) if norm == "head" else x
@@ -427,10 +392,10 @@ class Attention(nn.Module):
         sinks = None
         if cfg.attention_sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), self.param_dtype)
-        how: Any = {"scale": scale, "softcap": cfg.attention_softcap, "sinks": sinks}
+        options: Any = {"scale": scale, "softcap": cfg.attention_softcap, "sinks": sinks}
         new = jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)
         if past is None:
-            mixed = attend(query, key, value, context.visible, **how)
+            mixed = attend(query, key, value, context.visible, **options)
         else:
             *shared, own = past
             start, columns = context.visible.start, [keys.shape[2] for keys, _ in past]
@@ -439,8 +404,9 @@ class Attention(nn.Module):
             key, value = (jax.lax.dynamic_update_slice_in_dim(x, y, start, 2) for x, y in zip(own, new, strict=True))
             mask = context.visible.mask(hidden.shape[1], sum(columns))
             assert mask is not None
-            mixed = attend_by_products(query, [*shared, (key, value)], mask, **how)
-        return dense(cfg.hidden_size, cfg.output_bias, "o")(mixed.reshape(*hidden.shape[:2], -1)), new
+            mixed = attend_by_products(query, [*shared, (key, value)], mask, **options)
+        output = Dense(cfg.hidden_size, use_bias=cfg.output_bias, **kinds, name="o")
+        return output(mixed.reshape(*hidden.shape[:2], -1)), new
 
 
 class MLP(nn.Module):
@@ -454,13 +420,8 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         cfg = self.config
-        dense = functools.partial(
-            Dense,
-            use_bias=cfg.mlp_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-        )
+        kinds: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
+        dense = functools.partial(Dense, use_bias=cfg.mlp_bias, **kinds)
         activation = ACTIVATIONS[cfg.activation]
         up = dense(cfg.intermediate_size, name="up")(hidden)
         inner = activation(dense(cfg.intermediate_size, name="gate")(hidden)) * up if cfg.gated_mlp else activation(up)

@@ -8,7 +8,7 @@ loop over blocks of rows that have one expert, because XLA multiplies every row 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -182,33 +182,19 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         number, size = self.mixture.experts, hidden.shape[-1]
-        router = nn.Dense(
-            number,
-            use_bias=self.mixture.router_bias,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            dtype=jnp.float32,
-            precision="highest",
-            name="router",
-        )
+        kinds: Any = {"param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
+        options: Any = {"use_bias": self.mixture.router_bias, "dtype": jnp.float32, "precision": "highest"}
+        router = nn.Dense(number, **options, **kinds, name="router")
         logits = router(hidden.astype(jnp.float32).reshape(-1, size))
         weights, chosen = route(logits, self.mixture)
         params = {
             name: _Projection((number, *shape), self.use_bias, self.param_dtype, self.kernel_init, name=name)()
-            for name, shape in (
-                ("gate", (size, self.width)),
-                ("up", (size, self.width)),
-                ("down", (self.width, size)),
-            )
+            for name, shape in (("gate", (size, self.width)), ("up", (size, self.width)), ("down", (self.width, size)))
         }
         params = jax.tree.map(lambda x: x.astype(self.dtype), params)
         split = (*hidden.shape[:2], self.mixture.per_token)
-        return _over_mesh(
-            functools.partial(_mix_rows, activation=self._gated, experts=number),
-            hidden,
-            *(weights.reshape(split), chosen.reshape(split)),
-            params,
-        )
+        function = functools.partial(_mix_rows, activation=self._gated, experts=number)
+        return _over_mesh(function, hidden, weights.reshape(split), chosen.reshape(split), params)
 
     def _gated(self, gate: Array, up: Array) -> Array:
         clamp = self.mixture.clamp

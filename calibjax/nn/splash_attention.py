@@ -57,7 +57,7 @@ def attend(
 ) -> Float[Array, "B T H K"]:
     """Causal attention within segments for shapes that `suits` accepts. For the arguments see `attention.attend`."""
 
-    def of_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any, sinks: Any) -> Any:
+    def on_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any, sinks: Any) -> Any:
         # The kernel has no scale argument. The product is rounded to the dtype of the queries.
         query = (query.astype(jnp.float32) * scale).astype(query.dtype)
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
@@ -68,11 +68,11 @@ def attend(
 
     arguments = (query, key, value, segment_ids, kind, sinks)
     if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
-        return of_device(*arguments)
+        return on_device(*arguments)
     rows: Any = PartitionSpec(_ROWS)
     divided: Any = PartitionSpec(_ROWS, None, _HEADS)
     specs = (divided, divided, divided, rows, PartitionSpec(), PartitionSpec(_HEADS))
-    return jax.shard_map(of_device, in_specs=specs, out_specs=divided, check_vma=False)(*arguments)
+    return jax.shard_map(on_device, in_specs=specs, out_specs=divided, check_vma=False)(*arguments)
 
 
 def _over_rows(
@@ -90,13 +90,13 @@ def _over_rows(
 
     kernel = _kernel(query.shape[1], query.shape[2], window, softcap)
 
-    def of_row(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
+    def over_row(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
         ids = None if segment_ids is None else library.SegmentIds(segment_ids, segment_ids)
         return kernel(query, key, value, ids, sinks)
 
     # The kernel promotes dtypes and ranks internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return jax.vmap(of_row)(query, key, value, segment_ids)
+        return jax.vmap(over_row)(query, key, value, segment_ids)
 
 
 def _kernel(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool = False) -> Any:

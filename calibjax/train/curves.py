@@ -105,7 +105,7 @@ def _stored_as(head: HeadConfig, feature: str) -> str | None:
 
     There are curves of the tokens that count only, and a head that attends reads the features of all tokens.
     """
-    if FEATURES[feature].of_statistics is None:
+    if FEATURES[feature].function is None:
         return feature
     return feature + _EVERYWHERE if head.attends else None
 

@@ -166,7 +166,7 @@ def test_llama3_frequencies_keep_short_waves_and_stretch_long_ones():
 def test_norms_keep_their_digits():
     # A mean of a thousand deviations: E[x²] - E[x]² in float32 would be off by percents.
     x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32) + 1000
-    norm = layers.LayerNorm()
+    norm = layers.Norm("layer")
     exact = np.asarray(x, np.float64)
     exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
     got = jax.jit(lambda x: norm.apply(norm.init(jax.random.key(0), x), x))(x)
