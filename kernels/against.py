@@ -3,7 +3,7 @@
 The static profile of a program (`static_profile.py`) is not its time. Their programs were measured, so they are
 profiled too: profile over measured time is the chip's factor, and our profile over that factor our predicted time, with
 a range from the largest and the smallest factor. Their programs are those of the installed tokamax, the kernel with the
-recorded blocks; the times of TPU7x that tokamax 0.0.12 ships with it are the same as those of the file.
+recorded blocks.
 
 Cycles are affine in V in whole blocks: each program is profiled at two short vocabularies. Ours are affine in N too and
 profiled at few blocks of tokens; theirs, and ours that hold exponentials of 4,096 tokens at a time, at no more tokens
@@ -19,10 +19,8 @@ import importlib
 import importlib.metadata
 import json
 import math
-import os
-import resource
 import statistics
-import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +28,6 @@ from typing import Any, NamedTuple
 import contenders
 import jax
 import jax.numpy as jnp
-import measured
 import static_profile
 from contenders import Problem
 from rich.console import Console
@@ -40,33 +37,23 @@ from static_profile import CHIPS, Program
 from calibjax import kernels
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json, write_file
-from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version, with_compiler
+from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version
 
 MEASURED = Path(__file__).parents[2] / "shared" / "measure" / "measured_by_tokamax.json"
 NAMES = {"v6e": "tpu_v6_lite", "v7x": "tpu7x"}
 """Chip -> its name in the measurements, which have no other of `CHIPS`."""
 PALLAS, XLA = "pallas_mosaic_tpu", "xla"
-
-
-class Task(NamedTuple):
-    """One of our programs: title of its table, contender and task of `contenders`, their passes that add up to it."""
-
-    title: str
-    contender: str
-    task: str
-    passes: tuple[str, ...]
-
-
 TASKS = {
-    "forward": Task("loss", "vocab_stats pallas_tpu", "forward", ("forward",)),
-    "both": Task("loss, dh and dW; no logits held", "vocab_stats pallas_tpu", "both", ("forward", "backward")),
-    "saved": Task(
+    "forward": ("loss", "vocab_stats pallas_tpu", "forward", ("forward",)),
+    "both": ("loss, dh and dW; no logits held", "vocab_stats pallas_tpu", "both", ("forward", "backward")),
+    "saved": (
         "loss, dh and dW; exponentials of a block of tokens held",
         "linear_cross_entropy pallas_tpu",
         "both",
         ("forward", "backward"),
     ),
 }
+"""Our programs: title of the table, contender and task of `contenders`, their passes that add up to it."""
 MOST_TOKENS = 4096
 _DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 _THEIRS = "tokamax._src.ops.linear_softmax_cross_entropy_loss"
@@ -100,42 +87,26 @@ class Time(NamedTuple):
     extra_bytes: float
 
 
-class Row(NamedTuple):
-    """Our task at one shape; None is what is not known.
+class Request(NamedTuple):
+    """A program to compile: a task of ours or a measurement of theirs; for its cycles, or at its full size."""
 
-    Attributes:
-        static: our static estimate in milliseconds.
-        temporaries: of our compiled program, in bytes.
-        times: milliseconds measured, by program; of both passes their sum.
-        extra_bytes: measured beyond inputs and results, by program; of both passes the larger.
-        factors: profile over measured time of each of their programs that was profiled.
-    """
-
+    what: Time | str
     shape: Shape
-    task: str
-    static: float | None
-    temporaries: int | None
-    times: dict[str, float]
-    extra_bytes: dict[str, float]
-    factors: dict[str, float]
+    profile: bool
 
 
 def measurements(file: Path, chip: str) -> dict[Shape, list[Time]]:
-    """The times measured on a chip, those of 4,096 tokens first, because longer ones use their profiles.
-
-    Raises:
-        UserError: if the file cannot be read, or has no times of the chip.
-    """
-    found = collections.defaultdict(list)
+    """The times measured on a chip, those of 4,096 tokens first, because longer ones use their profiles."""
+    by_shape = collections.defaultdict(list)
     try:
         for row in read_json(file)["rows"]:
             if row["chip"] == NAMES.get(chip):
-                found[Shape(row["N"], row["D"], row["V"])].append(_time(row))
+                by_shape[Shape(row["N"], row["D"], row["V"])].append(_time(row))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: expected the times that tokamax's authors measured, got {error!r}.") from None
-    if not found:
+    if not by_shape:
         raise UserError(f"{file}: no times measured on {chip}; expected one of {', '.join(NAMES)}.")
-    return dict(sorted(found.items(), key=lambda item: (item[0].tokens != MOST_TOKENS, item[0])))
+    return dict(sorted(by_shape.items(), key=lambda item: (item[0].tokens != MOST_TOKENS, item[0])))
 
 
 def _time(row: dict[str, Any]) -> Time:
@@ -152,34 +123,23 @@ def _time(row: dict[str, Any]) -> Time:
 def build(what: Time | str, tokens: int, width: int, vocab: int) -> Program:
     """Our program for a task, or theirs of a measurement: the mean loss, or its gradients for a cotangent."""
     if isinstance(what, str):
-        ours, problem = TASKS[what], Problem(tokens, width, vocab, "bfloat16")
-        return contenders.program(ours.contender, ours.task, problem, ahead_of_time=True)
+        _, contender, task, _ = TASKS[what]
+        return contenders.program(contender, task, Problem(tokens, width, vocab, "bfloat16"), ahead_of_time=True)
     module, name = ("reference", "reference") if what.program == XLA else (f"{PALLAS}_kernel", PALLAS)
-    passes = {"forward": "fwd", "backward": "bwd"}[what.passes]
-    function = getattr(
-        importlib.import_module(f"{_THEIRS}.{module}"), f"linear_softmax_cross_entropy_loss_{passes}_{name}"
-    )
+    name = f"linear_softmax_cross_entropy_loss_{ {'forward': 'fwd', 'backward': 'bwd'}[what.passes] }_{name}"
+    function = getattr(importlib.import_module(f"{_THEIRS}.{module}"), name)
     function = functools.partial(function, reduction="mean", **dict(what.blocks))
     hidden = jax.ShapeDtypeStruct((tokens, width), jnp.dtype(what.dtype))
     unembedding = jax.ShapeDtypeStruct((width, vocab), jnp.bfloat16)
-    targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    arguments = [hidden, targets, unembedding]
+    arguments = [hidden, jax.ShapeDtypeStruct((tokens,), jnp.int32), unembedding]
     if what.passes == "forward":
         return Program(lambda *args: function(*args)[0], arguments)
     cotangent, log_normalizer = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), (tokens,)))
     return Program(function, [cotangent, log_normalizer, *arguments])
 
 
-class Request(NamedTuple):
-    """A program to compile: a task of ours or a measurement of theirs; for its cycles, or at its full size."""
-
-    what: Time | str
-    shape: Shape
-    profile: bool
-
-
 class Profiles:
-    """What the compiler of a chip says of programs, kept in a file."""
+    """Results of a chip's compiler for programs, stored in a file."""
 
     def __init__(self, file: Path, chip: str) -> None:
         self.file, self.chip = file, chip
@@ -187,41 +147,38 @@ class Profiles:
         ours = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
         self._sources = {True: f"calibjax {ours}", False: f"tokamax {_version('tokamax')}"}
         self._compiler = f"jax {jax.__version__}, libtpu {compiler_version()}"
-        self.kept = _read(file)
+        self.stored: dict[str, dict[str, Any]] = read_json(file) if file.exists() else {}
 
-    def compile(self, requests: Iterable[Request], deadline: measured.Deadline) -> None:
-        """Compile what is not kept yet, until the deadline. Many in one process, which costs less than one for each."""
-        wanted = [(request, size) for request in requests for size in self.sizes(request)]
-        for profile in (True, False):  # the flags are of a process
-            todo = {self._key(x, size): (x.what, size) for x, size in wanted if x.profile == profile}
-            while todo := {key: args for key, args in todo.items() if key not in self.kept}:
-                if deadline.passed():
+    def compile(self, requests: Iterable[Request], minutes: float) -> None:
+        """Compiles what is not stored yet; starts nothing after some minutes."""
+        end = time.monotonic() + 60 * minutes
+        for request in requests:
+            for size in self.sizes(request):
+                if (key := self._key(request, size)) in self.stored:
+                    continue
+                if time.monotonic() >= end:
                     return
-                if _version("tokamax") is None and any(isinstance(what, Time) for what, _ in todo.values()):
+                if _version("tokamax") is None and isinstance(request.what, Time):
                     raise UserError("--against profiles the programs of tokamax, which is not installed.")
-                with tempfile.TemporaryDirectory(prefix="against_") as directory:
-                    flags = static_profile.profile_flags(directory) if profile else []
-                    work = (self.chip, self.file, todo, directory if profile else None, deadline.left())
-                    try:
-                        with_compiler(_compile, *work, flags=flags)
-                    except DoesNotCompile as error:  # its process died of the first one that is not kept
-                        self.kept = _read(self.file)
-                        if died := next((key for key in todo if key not in self.kept), None):
-                            _keep(self.file, died, {"note": str(error)})
-                self.kept = _read(self.file)
+                try:
+                    found = static_profile.compile_for(self.chip, build, request.what, *size, profile=request.profile)
+                    entry = {"temporaries": found.temporaries, "cycles": sum(found.cycles.values())}
+                except DoesNotCompile as error:
+                    entry = {"note": str(error)[:300]}
+                self.stored[key] = entry
+                write_file(self.file, json.dumps(self.stored, indent=1) + "\n")
 
     def milliseconds(self, request: Request) -> float | None:
         """Static estimate; None where the compiler refuses the program, or it is not known yet."""
         points, (tokens, width, vocab) = self._points(request), request.shape
 
         def cycles(n: int, v: int) -> float:
-            found = self.kept.get(self._key(request, Shape(n, width, v)), {}).get("cycles")
-            return math.nan if found is None else found
+            return self.stored.get(self._key(request, Shape(n, width, v)), {}).get("cycles", math.nan)
 
-        found = static_profile.at_full_size(cycles, (tokens, vocab), points)
+        total = static_profile.at_full_size(cycles, (tokens, vocab), points)
         if len(points[0]) == 1:
-            found *= tokens / points[0][0]
-        return None if math.isnan(found) else 1e3 * found / CHIPS[self.chip].clock
+            total *= tokens / points[0][0]
+        return None if math.isnan(total) else 1e3 * total / CHIPS[self.chip].clock
 
     def sizes(self, request: Request) -> list[Shape]:
         """What is compiled."""
@@ -233,21 +190,20 @@ class Profiles:
     def _points(self, request: Request) -> static_profile.Points:
         what, (tokens, width, vocab) = request.what, request.shape
         if isinstance(what, str):
-            ours = TASKS[what]
             problem = Problem(min(tokens, MOST_TOKENS) if what == "saved" else tokens, width, vocab, "bfloat16")
-            return contenders.profiled(ours.contender, self.chip, ours.task, problem)
+            return contenders.profiled(TASKS[what][1], self.chip, TASKS[what][2], problem)
         block = dict(what.blocks).get("v_block_size", 4096)
         return (min(tokens, MOST_TOKENS),), (2 * block, 4 * block)
 
     def temporaries(self, request: Request) -> int | None:
         """Bytes of the program at its full size."""
-        return self.kept.get(self._key(request, request.shape), {}).get("temporaries")
+        return self.stored.get(self._key(request, request.shape), {}).get("temporaries")
 
     def _key(self, request: Request, size: Shape) -> str:
         what = request.what
         name = what if isinstance(what, str) else " ".join(map(str, (*what[:3], dict(what.blocks))))
-        sizes = f"N={size.tokens} D={size.width} V={size.vocab}"
         source, kind = self._sources[isinstance(what, str)], "profile" if request.profile else "whole"
+        sizes = f"N={size.tokens} D={size.width} V={size.vocab}"
         return f"{self.chip}, {self._compiler}, {source}: {name}, {sizes}, {kind}"
 
 
@@ -258,47 +214,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _read(file: Path) -> dict[str, dict[str, Any]]:
-    return read_json(file) if file.exists() else {}
-
-
-def _keep(file: Path, key: str, entry: dict[str, Any]) -> None:
-    write_file(file, json.dumps(_read(file) | {key: entry}, indent=1) + "\n")
-
-
-def _compile(
-    chip: str, file: Path, todo: dict[str, tuple[Time | str, Shape]], directory: str | None, seconds: float
-) -> None:
-    """Compile each until too much memory is held, and keep what comes of it; called in the compiler's process."""
-    deadline = measured.Deadline(seconds)
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
-    for key, (what, size) in todo.items():
-        # The compiler keeps some 0.5 GB of each profile: a new process goes on.
-        if deadline.passed() or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > most:
-            return
-        try:
-            found = static_profile.compile_here(CHIPS[chip], build, (what, *size), directory)
-            entry: dict[str, Any] = {"temporaries": found.temporaries, "seconds": round(found.compile_seconds, 1)}
-            entry |= {} if directory is None else {"cycles": sum(found.cycles.values())}
-        except Exception as error:
-            entry = {"note": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-        _keep(file, key, entry)
-
-
-def calibrating(times: Iterable[Time]) -> str:
-    """The program whose profiles calibrate a chip: the kernel where it was measured, else XLA's."""
-    return PALLAS if any(time.program == PALLAS for time in times) else XLA
-
-
 def parts_of(task: str, times: list[Time]) -> dict[str, list[Time]]:
     """Program -> the measurements of one shape that make up a task of ours, of the dtype that is fastest."""
-    passes = TASKS[task].passes
-    found: dict[str, list[Time]] = {}
-    for program, dtype in sorted({(time.program, time.dtype) for time in times}):
-        parts = [time for time in times if (time.program, time.dtype) == (program, dtype) and time.passes in passes]
-        if len(parts) == len(passes) and (program not in found or _total(parts) < _total(found[program])):
-            found[program] = parts
-    return found
+    passes, fastest = TASKS[task][3], {}
+    for program, dtype in sorted({(x.program, x.dtype) for x in times}):
+        parts = [x for x in times if (x.program, x.dtype) == (program, dtype) and x.passes in passes]
+        if len(parts) == len(passes) and (program not in fastest or _total(parts) < _total(fastest[program])):
+            fastest[program] = parts
+    return fastest
 
 
 def _total(parts: list[Time]) -> float:
@@ -316,92 +239,72 @@ def requests(by_shape: dict[Shape, list[Time]], calibration: str) -> list[Reques
     return found
 
 
-def row(profiles: Profiles, shape: Shape, task: str, parts: dict[str, list[Time]], calibration: str) -> Row:
-    """Our task beside theirs at one shape."""
-    factors = {}
-    for time in parts.get(calibration, []):
-        if (static := profiles.milliseconds(Request(time, shape, True))) is not None:
-            factors[time.passes] = static / time.milliseconds
-    return Row(
-        shape,
-        task,
-        profiles.milliseconds(Request(task, shape, True)),
-        profiles.temporaries(Request(task, shape, False)),
-        {program: _total(times) for program, times in parts.items()},
-        {program: max(time.extra_bytes for time in times) for program, times in parts.items()},
-        factors,
-    )
+def _row(profiles: Profiles, shape: Shape, task: str, parts: dict[str, list[Time]], calibration: str) -> dict[str, Any]:
+    """Our task beside theirs at one shape; None is what is not known."""
+    static = {time: profiles.milliseconds(Request(time, shape, True)) for time in parts.get(calibration, [])}
+    return {
+        "shape": shape._asdict(),
+        "task": task,
+        "static": profiles.milliseconds(Request(task, shape, True)),
+        "temporaries": profiles.temporaries(Request(task, shape, False)),
+        "times": {program: _total(times) for program, times in parts.items()},
+        "extra_bytes": {program: max(time.extra_bytes for time in times) for program, times in parts.items()},
+        "factors": {time.passes: ms / time.milliseconds for time, ms in static.items() if ms is not None},
+    }
 
 
 def main(console: Console, options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Profile what is not in the file yet, and print the factors of the chip and a table for each task."""
+    """Profiles what is not in the file yet, and prints the factors of the chip and a table for each task."""
     chip, file = options.static, MEASURED if options.against == "measured" else Path(options.against)
     by_shape = measurements(file, chip)
-    minutes = float("inf") if options.minutes is None else options.minutes
-    calibration = calibrating(time for times in by_shape.values() for time in times)
+    # The program whose profiles calibrate a chip: the kernel where it was measured, else XLA's.
+    calibration = PALLAS if any(time.program == PALLAS for times in by_shape.values() for time in times) else XLA
     profiles = Profiles(options.profiles, chip)
-    profiles.compile(requests(by_shape, calibration), measured.Deadline(60 * minutes))
-    rows = [
-        row(profiles, shape, task, parts, calibration)
-        for shape, times in sorted(by_shape.items())
-        for task in TASKS
-        if (parts := parts_of(task, times))
-    ]
-    record["against"] = {"measurements": json.loads(file.read_text())["source"], "calibrated by": calibration}
+    profiles.compile(requests(by_shape, calibration), math.inf if options.minutes is None else options.minutes)
+    notes = sorted({entry["note"] for entry in profiles.stored.values() if "note" in entry})
+    source = json.loads(file.read_text())["source"]
+    record["against"] = {"measurements": source, "calibrated by": calibration, "refused by the compiler": notes}
     for task in TASKS:
-        of_task = [x for x in rows if x.task == task]
-        factors = [factor for x in of_task for factor in x.factors.values()]
+        shapes = {shape: parts for shape, times in sorted(by_shape.items()) if (parts := parts_of(task, times))}
+        rows = [_row(profiles, shape, task, parts, calibration) for shape, parts in shapes.items()]
+        factors = [factor for row in rows for factor in row["factors"].values()]
         if factors:
-            record["results"] += _print(console, chip, calibration, of_task, factors)
-        elif of_task:
+            console.print(f"{chip}, profile over measured time of {calibration}, {len(factors)} programs:")
+            record["results"] += _print(console, rows, factors)
+        elif rows:
             console.print(f"{task}: no profile of {calibration} yet, and so no factor of {chip}.")
-    notes = sorted({entry["note"] for entry in profiles.kept.values() if "note" in entry})
-    record["against"] |= {"refused by the compiler": notes}
     for note in notes:
         console.print(f"Refused by the compiler: {note}", soft_wrap=True)
 
 
-def _print(
-    console: Console, chip: str, calibration: str, rows: list[Row], factors: list[float]
-) -> list[dict[str, Any]]:
-    """The factor of the chip and the table of one task; returns what it shows."""
+def _print(console: Console, rows: list[dict[str, Any]], factors: list[float]) -> list[dict[str, Any]]:
+    """The factor of the chip and the table of one task; returns its rows with the predicted times."""
     low, middle, high = min(factors), statistics.median(factors), max(factors)
-    console.print(
-        f"{chip}: profile over measured time of {calibration}, {len(factors)} programs: median {middle:.3f}, "
-        f"from {low:.3f} to {high:.3f}"
-    )
-    programs = sorted({program for x in rows for program in x.times})
-    table = Table(title=TASKS[rows[0].task].title, title_justify="left")
-    columns = [
-        "ours, static estimate, ms",
-        "ours, predicted, ms",
-        *(f"{program}, measured, ms" for program in programs),
-    ]
-    memory = ["ours, compiled, MiB", *(f"{program}, measured, MiB" for program in programs)]
-    for column in ["N, D, V", *columns, "predicted / fastest measured", *memory]:
+    console.print(f"median {middle:.3f}, from {low:.3f} to {high:.3f}")
+    programs = sorted({program for row in rows for program in row["times"]})
+    table = Table("N, D, V", title=TASKS[rows[0]["task"]][0], title_justify="left")
+    times, memory = ([f"{program}, measured, {unit}" for program in programs] for unit in ("ms", "MiB"))
+    ours = ("ours, static estimate, ms", "ours, predicted, ms")
+    for column in (*ours, *times, "predicted / fastest measured", "ours, compiled, MiB", *memory):
         table.add_column(column, justify="right")
-    shown = []
-    for x in rows:
-        entry: dict[str, Any] = x._asdict() | {"shape": x.shape._asdict()}
-        fastest, predicted, ratio = min(x.times.values()), "", ""
-        if x.static is not None:
-            entry["predicted"] = {"ms": x.static / middle, "from": x.static / high, "to": x.static / low}
-            predicted = f"{x.static / middle:.2f} ({x.static / high:.2f} to {x.static / low:.2f})"
-            ratio = (
-                f"{x.static / middle / fastest:.2f} ({x.static / high / fastest:.2f} to {x.static / low / fastest:.2f})"
-            )
+    for row in rows:
+        predicted = ratio = ""
+        if row["static"] is not None:
+            ms, least, most = (row["static"] / factor for factor in (middle, high, low))
+            row["predicted"], fastest = {"ms": ms, "from": least, "to": most}, min(row["times"].values())
+            predicted = f"{ms:.2f} ({least:.2f} to {most:.2f})"
+            ratio = f"{ms / fastest:.2f} ({least / fastest:.2f} to {most / fastest:.2f})"
         table.add_row(
-            ", ".join(f"{size:,}" for size in x.shape),
-            _figure(x.static, 1.0, 2),
+            ", ".join(f"{size:,}" for size in row["shape"].values()),
+            _figure(row["static"], 1.0, 2),
             predicted,
-            *(_figure(x.times.get(program), 1.0, 2) for program in programs),
+            *(_figure(row["times"].get(program), 1.0, 2) for program in programs),
             ratio,
-            _figure(x.temporaries, 2**-20, 1),
-            *(_figure(x.extra_bytes.get(program), 2**-20, 0) for program in programs),
+            _figure(row["temporaries"], 2**-20, 1),
+            *(_figure(row["extra_bytes"].get(program), 2**-20, 0) for program in programs),
         )
-        shown.append(entry)
     console.print(table)
-    return shown
+    return rows
 
 
 def _figure(value: float | None, factor: float, digits: int) -> str:

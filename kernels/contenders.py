@@ -8,7 +8,7 @@ import functools
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,6 @@ from jax import Array
 from static_profile import Points, Program, our_points
 
 from calibjax import kernels
-
-Loss = Callable[[Array, Array, Array, Array | None], Array]
-"""(hidden [N, D], unembedding [V, D], targets [N], scale [N] or None) -> loss per token [N], or their mean."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +45,18 @@ class Problem:
         return 2 * self.tokens * self.width * self.vocab
 
 
-class Task(NamedTuple):
-    """What a program computes.
+PRESETS = {
+    "cpu": Problem(2048, 512, 32_000, "float32"),
+    "gemma2-2b": Problem(8192, 2304, 256_000, "bfloat16"),
+    "llama31-8b-4k": Problem(4096, 4096, 128_256, "bfloat16"),
+    "tokens-32k": Problem(32_768, 2560, 128_256, "bfloat16"),
+}
 
-    Attributes:
-        title: for tables.
-        differentiated: positions among (hidden, unembedding, targets, scale).
-        products: N·D·V products that cannot be avoided.
-        recomputing: those of an operator that never holds the logits.
+
+class Task(NamedTuple):
+    """What a program computes: gradients at some positions of (hidden, unembedding, targets, scale), by N·D·V products.
+
+    `recomputing` are the products of an operator that never holds the logits.
     """
 
     title: str
@@ -74,24 +75,20 @@ TASKS = {
 
 
 class Contender(NamedTuple):
-    """One loss.
+    """A loss `(hidden, unembedding, targets, scale or None)` -> loss per token [N], or their mean.
 
-    Attributes:
-        loss: its formula.
-        transposed: it takes the unembedding as [D, V].
-        kernel: it is a Pallas kernel for TPUs; else XLA code.
+    `transposed`: it takes the unembedding as [D, V]. `kernel`: it is a Pallas kernel for TPUs; else XLA code.
     """
 
-    loss: Loss
+    loss: Callable[..., Array]
     transposed: bool = False
     kernel: bool = False
 
 
 def _logits(problem: Problem, hidden: Array, unembedding: Array, scale: Array | None) -> Array:
-    precision = jax.lax.Precision.HIGHEST if problem.dtype == "float32" else None
-    z = jax.lax.dot_general(
-        hidden, unembedding, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    precision = jax.lax.Precision.HIGHEST if hidden.dtype != jnp.bfloat16 else None
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    z = jnp.matmul(hidden, unembedding.T, precision=precision, preferred_element_type=wide)
     if problem.softcap is not None:
         z = problem.softcap * jnp.tanh(z / problem.softcap)
     return z if scale is None else scale[:, None] * z
@@ -120,6 +117,14 @@ def _scan(problem: Problem, hidden: Array, unembedding: Array, targets: Array, s
         return None, _dense(problem, x[0], unembedding, x[1], x[2])
 
     return jax.lax.scan(step, None, xs)[1].reshape(-1)
+
+
+def _refuse(problem: Problem, scale: Array | None) -> None:
+    """Raises for options that tokamax's loss lacks."""
+    given = {"label smoothing": problem.label_smoothing, "soft-cap": problem.softcap, "scale": scale is not None}
+    for name, value in given.items():
+        if value:
+            raise NotImplementedError(f"has no {name}")
 
 
 def _tokamax(problem: Problem, hidden: Array, unembedding: Array, targets: Array, scale: Array | None) -> Array:
@@ -171,55 +176,17 @@ def _tokamax_kernel(problem: Problem, hidden: Array, unembedding: Array, targets
     return loss(hidden, unembedding)
 
 
-def _refuse(problem: Problem, scale: Array | None) -> None:
-    """Raises for options that tokamax's loss lacks."""
-    for name, given in (
-        ("label smoothing", problem.label_smoothing),
-        ("soft-cap", problem.softcap),
-        ("scale", scale is not None),
-    ):
-        if given:
-            raise NotImplementedError(f"has no {name}")
-
-
-def _vocab_stats(implementation: str, problem: Problem, hidden, unembedding, targets, scale, **options: Any) -> Array:
-    wanted = ["log_normalizer", "target_logit"] + (["mean_logit"] if problem.label_smoothing else [])
-    execution: dict[str, Any] = {"save_logits": problem.save_logits, **options}
-    stats = kernels.vocab_stats(
-        hidden,
-        unembedding,
-        targets,
-        scale=scale,
-        softcap=problem.softcap,
-        statistics=wanted,
-        implementation=implementation,
-        **execution,
-    )
-    beta, s = problem.label_smoothing, stats.scale
-    loss = stats.require("log_normalizer") - (1 - beta) * s * stats.require("target_logit")
-    return loss - beta * s * stats.require("mean_logit") if beta else loss
-
-
-def _linear_cross_entropy(
-    implementation: str, problem: Problem, hidden, unembedding, targets, scale, **options: Any
-) -> Array:
-    execution: dict[str, Any] = {"save_logits": problem.save_logits, **options}
-    return kernels.linear_cross_entropy(
-        hidden,
-        unembedding,
-        targets,
-        scale=scale,
-        softcap=problem.softcap,
-        label_smoothing=problem.label_smoothing,
-        reduction="mean",
-        implementation=implementation,
-        **execution,
-    )
-
-
-# Options that run other kernels where both gradients are computed. With random inputs the filter leaves out hardly any
-# block: its time is that of the block-sparse products, not of what it saves.
-VARIANTS = {"logits saved": {"save_logits": True}, "filtered": {"filter_threshold": 2.0**-12}}
+def _ours(way: str, implementation: str, problem: Problem, hidden, unembedding, targets, scale, **options) -> Array:
+    beta = problem.label_smoothing
+    options = {"softcap": problem.softcap, "save_logits": problem.save_logits, **options}
+    options |= {"scale": scale, "implementation": implementation}
+    if way == "linear_cross_entropy":
+        options |= {"label_smoothing": beta, "reduction": "mean"}
+        return kernels.linear_cross_entropy(hidden, unembedding, targets, **options)
+    wanted = ["log_normalizer", "target_logit"] + (["mean_logit"] if beta else [])
+    stats = kernels.vocab_stats(hidden, unembedding, targets, statistics=wanted, **options)
+    loss = stats.require("log_normalizer") - (1 - beta) * stats.scale * stats.require("target_logit")
+    return loss - beta * stats.scale * stats.require("mean_logit") if beta else loss
 
 
 def contenders(problem: Problem, ahead_of_time: bool = False) -> dict[str, Contender]:
@@ -232,24 +199,21 @@ def contenders(problem: Problem, ahead_of_time: bool = False) -> dict[str, Conte
         "tokamax": Contender(functools.partial(tokamax, problem), transposed=True, kernel=ahead_of_time),
     }
     for name in kernels.IMPLEMENTATIONS:
-        if ahead_of_time and name.startswith("pallas_gpu"):
+        if ahead_of_time and name == "pallas_gpu":
             continue
-        kernel, variants = name == "pallas_tpu", VARIANTS if name.startswith("pallas_gpu") else {}
-        ways = {"vocab_stats": _vocab_stats, "linear_cross_entropy": _linear_cross_entropy}
-        for way, loss in ways.items() if name != "reference" else [("vocab_stats", _vocab_stats)]:
-            losses[f"{way} {name}"] = Contender(functools.partial(loss, name, problem), kernel=kernel)
-            for label, options in variants.items():
-                losses[f"{way} {name}, {label}"] = Contender(functools.partial(loss, name, problem, **options))
+        for way in ("vocab_stats", "linear_cross_entropy") if name != "reference" else ("vocab_stats",):
+            loss = functools.partial(_ours, way, name, problem)
+            losses[f"{way} {name}"] = Contender(loss, kernel=name == "pallas_tpu")
+            if name == "pallas_gpu":  # other kernels, where both gradients are computed
+                losses[f"{way} {name}, logits saved"] = Contender(functools.partial(loss, save_logits=True))
     return losses
 
 
 def program(name: str, task: str, problem: Problem, ahead_of_time: bool = False) -> Program:
     """The function of one contender for one task, (hidden, unembedding, targets, scale) -> outputs, and its arguments.
 
-    Its outputs: the loss per token or its mean; with differentiated arguments the mean and their gradients.
-
-    Raises:
-        NotImplementedError: where the contender does not support this task or, when traced, these options.
+    Its outputs: the loss per token or its mean; with differentiated arguments the mean and their gradients. Raises
+    NotImplementedError where the contender does not support this task or, when traced, these options.
     """
     contender, dtype = contenders(problem, ahead_of_time)[name], jnp.dtype(problem.dtype)
     shape = (problem.width, problem.vocab) if contender.transposed else (problem.vocab, problem.width)
@@ -264,22 +228,19 @@ def program(name: str, task: str, problem: Problem, ahead_of_time: bool = False)
     def loss(hidden, unembedding, targets, scale):
         return contender.loss(hidden, unembedding, targets, scale if 3 in differentiated else None)
 
-    def mean_loss(*args):
-        return jnp.mean(loss(*args))
-
     def statistics(hidden, unembedding, targets, scale):
         kind, _, implementation = name.partition(" ")
         if kind != "vocab_stats":
             raise NotImplementedError("has no statistics")
-        return kernels.vocab_stats(
-            hidden, unembedding, targets, scale=scale, softcap=problem.softcap, implementation=implementation
-        )
+        options = {"scale": scale, "softcap": problem.softcap, "implementation": implementation}
+        return kernels.vocab_stats(hidden, unembedding, targets, **options)
 
     if "," in name and task != "both":
         raise NotImplementedError("differs only where both gradients are computed")
     if task == "statistics":
         return Program(statistics, arguments)
-    return Program(jax.value_and_grad(mean_loss, differentiated) if differentiated else loss, arguments)
+    gradients = jax.value_and_grad(lambda *args: jnp.mean(loss(*args)), differentiated) if differentiated else loss
+    return Program(gradients, arguments)
 
 
 def profiled(name: str, chip: str, task: str, problem: Problem) -> Points:
@@ -305,130 +266,62 @@ def random_arguments(problem: Problem, seed: int) -> tuple[Array, Array, Array, 
     keys = jax.random.split(jax.random.key(seed), 4)
     dtype = jnp.dtype(problem.dtype)
     hidden = jax.random.normal(keys[0], (problem.tokens, problem.width), dtype)
-    unembedding = jax.random.normal(keys[1], (problem.vocab, problem.width), dtype) * jnp.asarray(
-        3 / math.sqrt(problem.width), dtype
-    )
+    size = jnp.asarray(3 / math.sqrt(problem.width), dtype)
+    unembedding = jax.random.normal(keys[1], (problem.vocab, problem.width), dtype) * size
     targets = jax.random.randint(keys[2], (problem.tokens,), 0, problem.vocab, jnp.int32)
     return hidden, unembedding, targets, jax.random.uniform(keys[3], (problem.tokens,), minval=0.5, maxval=2.0)
 
 
 class Oracle:
-    """Values and gradients in float64 numpy, on a sample of tokens and of rows of the unembedding.
-
-    A row of dW needs the log-normalisers of all tokens, and a mean loss all losses: these come from a separate float32
-    pass, which is compared with float64 on the sample.
-    """
-
-    _PIECE = 16384  # rows of the unembedding at a time in float64
+    """The dense loss and its gradients in float64, on a sample of tokens and of rows of the unembedding."""
 
     def __init__(self, problem: Problem, arguments: tuple[Array, Array, Array, Array], sample: int) -> None:
-        self.problem = problem
-        self._expected: dict[int, np.ndarray] = {}
-        self._hidden, self._unembedding, self._targets, self._scale = (np.asarray(x) for x in arguments)
+        self.problem, self._arguments, self._values = problem, arguments, {}
         choose = np.random.default_rng(0).choice
         self.tokens = choose(problem.tokens, min(sample, problem.tokens), replace=False)
-        self.rows = np.union1d(choose(problem.vocab, min(sample, problem.vocab), replace=False), self._targets[:sample])
-        hidden = self._hidden[self.tokens].astype(np.float64)
-        self._z = self._cap(np.concatenate([hidden @ piece.T for _, piece in self._pieces()], axis=1))
-        self._is_target = np.arange(problem.vocab)[None, :] == self._targets[self.tokens][:, None]
-        self._all = {scaled: self._all_tokens(arguments, scaled) for scaled in (False, True)}
-        for scaled, found in self._all.items():
-            for name, expected in (("log_normalizer", self._log_normalizer(scaled)), ("loss", self._loss(scaled))):
-                np.testing.assert_allclose(found[name][self.tokens], expected, rtol=1e-4, atol=1e-4, err_msg=name)
+        rows = choose(problem.vocab, min(sample, problem.vocab), replace=False)
+        self.rows = np.union1d(rows, np.asarray(arguments[2])[:sample])
+
+    def _sums(self, tokens: np.ndarray, scaled: bool) -> list[np.ndarray]:
+        """Losses of some tokens, and the gradients of their sum in hidden, rows of the unembedding, and scale."""
+        with jax.enable_x64(True):
+            hidden, unembedding, targets, scale = (jnp.asarray(np.asarray(x)) for x in self._arguments)
+
+            def total(hidden, unembedding, scale):
+                losses = _dense(self.problem, hidden, unembedding, targets[tokens], scale if scaled else None)
+                return jnp.sum(losses), losses
+
+            inputs = [jnp.asarray(x, jnp.float64) for x in (hidden[tokens], unembedding, scale[tokens])]
+            (d_hidden, d_unembedding, d_scale), losses = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*inputs)
+            return [np.asarray(x) for x in (losses, d_hidden, d_unembedding[self.rows], d_scale)]
+
+    def _expected(self, scaled: bool) -> dict[Any, Any]:
+        """The losses of the sample, the mean loss, and its gradients by position."""
+        if scaled not in self._values:
+            count, mean, d_rows = self.problem.tokens, 0.0, 0.0
+            for tokens in np.array_split(np.arange(count), max(count // 256, 1)):
+                losses, _, d_part, _ = self._sums(tokens, scaled)
+                mean, d_rows = mean + losses.sum() / count, d_rows + d_part / count
+            losses, d_hidden, _, d_scale = self._sums(self.tokens, scaled)
+            self._values[scaled] = {"losses": losses, "mean": mean, 0: d_hidden / count, 1: d_rows, 3: d_scale / count}
+        return self._values[scaled]
 
     def error(self, task: str, outputs: Any, transposed: bool) -> float:
         """Largest error of all outputs on the sample, each relative to the largest magnitude expected of its array."""
         differentiated = TASKS[task].differentiated
+        expected = self._expected(task == "statistics" or 3 in differentiated)
         if task == "statistics":
-            pairs = [(getattr(outputs, name), x) for name, x in self._statistics().items()]
-            pairs = [(np.asarray(got)[self.tokens], expected) for got, expected in pairs]
+            beta, s = self.problem.label_smoothing, outputs.scale
+            mixed = (1 - beta) * outputs.target_logit + beta * outputs.mean_logit
+            found = {"losses": outputs.log_normalizer - s * mixed, 3: outputs.expected_logit - mixed}
+            pairs = [(np.asarray(found["losses"])[self.tokens], expected["losses"])]
+            pairs += [(np.asarray(found[3])[self.tokens] / self.problem.tokens, expected[3])]
         else:
-            scaled = 3 in differentiated
             value, gradients = outputs if differentiated else (outputs, ())
             value = np.asarray(value)
-            whole = value.ndim == 0
-            pairs = [(value, self._all[scaled]["loss"].mean()) if whole else (value[self.tokens], self._loss(scaled))]
+            pairs = [(value, expected["mean"]) if value.ndim == 0 else (value[self.tokens], expected["losses"])]
             for position, gradient in zip(differentiated, gradients, strict=True):
-                pairs.append(self._gradient(position, gradient, transposed))
+                if position == 1:
+                    gradient = gradient[:, self.rows].T if transposed else gradient[self.rows]
+                pairs.append((np.asarray(gradient if position == 1 else gradient[self.tokens]), expected[position]))
         return float(np.max([np.abs(got.astype(np.float64) - x).max() / np.abs(x).max() for got, x in pairs]))
-
-    def _pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
-        for start in range(0, self.problem.vocab, self._PIECE):
-            rows = slice(start, start + self._PIECE)
-            yield rows, self._unembedding[rows].astype(np.float64)
-
-    def _cap(self, z: np.ndarray) -> np.ndarray:
-        cap = self.problem.softcap
-        return z if cap is None else cap * np.tanh(z / cap)
-
-    def _all_tokens(self, arguments: tuple[Array, Array, Array, Array], scaled: bool) -> dict[str, np.ndarray]:
-        """Log-normaliser and loss of every token, [N], a few tokens at a time."""
-        chunk = math.gcd(self.problem.tokens, 32)
-
-        @jax.jit
-        def values(hidden, unembedding, targets, scale):
-            def some(x):
-                z, beta = (
-                    _logits(self.problem, x[0], unembedding, x[2] if scaled else None),
-                    self.problem.label_smoothing,
-                )
-                log_normalizer = jax.nn.logsumexp(z, axis=1)
-                target = jnp.take_along_axis(z, x[1][:, None], axis=1)[:, 0]
-                loss = log_normalizer - (1 - beta) * target - beta * jnp.mean(z, axis=1)
-                return {"log_normalizer": log_normalizer, "loss": loss}
-
-            xs = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), (hidden, targets, scale))
-            return jax.lax.map(some, xs)
-
-        return {name: np.asarray(x).reshape(-1).astype(np.float64) for name, x in values(*arguments).items()}
-
-    def _s(self, scaled: bool) -> np.ndarray:
-        return self._scale[self.tokens].astype(np.float64) if scaled else np.ones(len(self.tokens))
-
-    def _log_normalizer(self, scaled: bool) -> np.ndarray:
-        y = self._s(scaled)[:, None] * self._z
-        return np.log(np.exp(y - y.max(1, keepdims=True)).sum(1)) + y.max(1)
-
-    def _loss(self, scaled: bool) -> np.ndarray:
-        beta = self.problem.label_smoothing
-        mean = (1 - beta) * self._z[self._is_target] + beta * self._z.mean(1)
-        return self._log_normalizer(scaled) - self._s(scaled) * mean
-
-    def _statistics(self) -> dict[str, np.ndarray]:
-        p = np.exp(self._s(True)[:, None] * self._z - self._log_normalizer(True)[:, None])
-        return {
-            "log_normalizer": self._log_normalizer(True),
-            "target_logit": self._z[self._is_target],
-            "mean_logit": self._z.mean(1),
-            "max_logit": self._z.max(1),
-            "expected_logit": (p * self._z).sum(1),
-        }
-
-    def _dz(self, z: np.ndarray, log_normalizer: np.ndarray, is_target: np.ndarray) -> np.ndarray:
-        """Derivative of the mean loss by the product h Wᵀ, without scale."""
-        beta, cap = self.problem.label_smoothing, self.problem.softcap
-        dz = np.exp(z - log_normalizer[:, None]) - (1 - beta) * is_target - beta / self.problem.vocab
-        return dz / self.problem.tokens * (1.0 if cap is None else 1 - (z / cap) ** 2)
-
-    def _gradient(self, position: int, gradient: Array, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The gradient and the expected one, on the sample."""
-        if position not in self._expected:
-            self._expected[position] = self._expected_gradient(position)
-        if position == 1:
-            gradient = gradient[:, self.rows].T if transposed else gradient[self.rows]
-        else:
-            gradient = gradient[self.tokens]
-        return np.asarray(gradient), self._expected[position]
-
-    def _expected_gradient(self, position: int) -> np.ndarray:
-        if position == 0:
-            dz = self._dz(self._z, self._log_normalizer(False), self._is_target)
-            return np.sum([dz[:, rows] @ w for rows, w in self._pieces()], axis=0)
-        if position == 1:
-            hidden, weights = self._hidden.astype(np.float64), self._unembedding[self.rows].astype(np.float64)
-            is_target = self._targets[:, None] == self.rows[None, :]
-            dz = self._dz(self._cap(hidden @ weights.T), self._all[False]["log_normalizer"], is_target)
-            return dz.T @ hidden
-        of, beta = self._statistics(), self.problem.label_smoothing
-        derivative = of["expected_logit"] - (1 - beta) * of["target_logit"] - beta * of["mean_logit"]
-        return derivative / self.problem.tokens

@@ -39,18 +39,12 @@ class Chip(NamedTuple):
     trust: str
 
 
+_NEARLY = "reads about 0.8x published measured times"
 CHIPS = {
     "v5e": Chip("v5e:1x1", "TPU v5 lite", 1.5e9, 131072, 1, "not calibrated"),
     "v5p": Chip("v5p:2x2x1", "TPU v5", 1.75e9, 131072, 2, "within 2% of published measured times"),
-    "v6e": Chip("v6e:1x1", "TPU v6 lite", 1.75e9, 524288, 1, "reads about 0.8x published measured times"),
-    "v7x": Chip(
-        "tpu7x:2x2x1",
-        "TPU7x",
-        2.2e9,
-        524288,
-        1,
-        "reads about 0.8x published measured times; one of the chip's two cores",
-    ),
+    "v6e": Chip("v6e:1x1", "TPU v6 lite", 1.75e9, 524288, 1, _NEARLY),
+    "v7x": Chip("tpu7x:2x2x1", "TPU7x", 2.2e9, 524288, 1, f"{_NEARLY}; one of the chip's two cores"),
 }
 
 
@@ -64,42 +58,26 @@ class Program(NamedTuple):
 class Compiled(NamedTuple):
     """Compiler statistics of one program on one device.
 
-    Attributes:
-        cycles: of each operation in the static profile, as often as it runs; empty unless requested.
-        temporaries: bytes beyond arguments and outputs.
-        optimal_seconds: XLA's own cost model; of Pallas kernels it knows only the estimate they declare. None for a
-            program with loops, which it counts once.
-        compile_seconds: of the compilation, with the simulation where profiled.
+    `cycles` are those of each operation in the static profile, as often as it runs, empty unless requested;
+    `temporaries` bytes beyond arguments and outputs; `compile_seconds` with the simulation where profiled.
     """
 
     cycles: Mapping[str, int]
     temporaries: int
-    optimal_seconds: float | None
     compile_seconds: float
 
 
-def compile_for(
-    chip: str, build: Callable[..., Program], *args: Any, profile: bool = True, timeout: float = 900.0
-) -> Compiled:
-    """Compile `build(*args)` for one device of `chip` in a new process.
+def compile_for(chip: str, build: Callable[..., Program], *args: Any, profile: bool = True) -> Compiled:
+    """Compiles `build(*args)` for one device of `chip`, a key of `CHIPS`, in a new process.
 
-    Args:
-        chip: a key of `CHIPS`.
-        build: gives the program; a function at the top of a module, and called in the new process.
-        *args: of `build`; picklable.
-        profile: simulate the program. It costs 0.05 to 0.3 s for each grid step of a Pallas kernel, so give it few.
-        timeout: seconds.
-
-    Returns:
-        `Compiled`.
-
-    Raises:
-        DoesNotCompile: with the compiler's reason.
+    `build` is a function at the top of a module, and its arguments are picklable. With `profile` the program is
+    simulated: 0.05 to 0.3 s for each grid step of a Pallas kernel, so give it few. Raises `DoesNotCompile` with the
+    compiler's reason.
     """
     with tempfile.TemporaryDirectory(prefix="static_profile_") as directory:
         flags = profile_flags(directory) if profile else []
         arguments = (CHIPS[chip], build, args, directory if profile else None)
-        return with_compiler(compile_here, *arguments, flags=flags, timeout=timeout)
+        return with_compiler(_compile, *arguments, flags=flags, timeout=900.0)
 
 
 def profile_flags(directory: str) -> list[str]:
@@ -108,8 +86,8 @@ def profile_flags(directory: str) -> list[str]:
     return [f"--xla_jf_dump_static_llo_profile_to={directory}", "--xla_msa_enable=false"]
 
 
-def compile_here(chip: Chip, build: Callable[..., Program], args: tuple, directory: str | None) -> Compiled:
-    """The same in the compiler's process; the flags are of the whole process. `directory`: of the profile, if any."""
+def _compile(chip: Chip, build: Callable[..., Program], args: tuple, directory: str | None) -> Compiled:
+    """The same in the compiler's process. `directory`: of the profile, if any."""
     import jax
     import numpy as np
 
@@ -117,8 +95,6 @@ def compile_here(chip: Chip, build: Callable[..., Program], args: tuple, directo
         jax.config.update("jax_enable_compilation_cache", False)  # what comes from there is not profiled
     mesh = jax.sharding.Mesh(np.array(slice_devices(chip.topology)[:1]), ("x",))
     jax.set_mesh(mesh)  # from which Pallas knows the chip that it compiles for
-    for old in Path(directory).iterdir() if directory is not None else ():
-        old.unlink()
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     program = build(*args)
     arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in program.arguments]
@@ -131,13 +107,8 @@ def compile_here(chip: Chip, build: Callable[..., Program], args: tuple, directo
     except jax.errors.JaxRuntimeError as error:  # libtpu may be newer than this jaxlib
         if directory is not None:
             raise RuntimeError(f"it compiles, but jaxlib cannot read what loops it has: {error}") from None
-    loops = not text or " while(" in text
-    return Compiled(
-        cycles={} if directory is None else profiled_cycles(directory, text),
-        temporaries=0 if memory is None else memory.temp_size_in_bytes,
-        optimal_seconds=None if loops else (compiled.cost_analysis() or {}).get("optimal_seconds"),
-        compile_seconds=seconds,
-    )
+    cycles = {} if directory is None else profiled_cycles(directory, text)
+    return Compiled(cycles, 0 if memory is None else memory.temp_size_in_bytes, seconds)
 
 
 def profiled_cycles(directory: str, text: str) -> dict[str, int]:
@@ -157,12 +128,9 @@ def profiled_cycles(directory: str, text: str) -> dict[str, int]:
 
 
 class Estimate(NamedTuple):
-    """A static estimate at the full size.
+    """A static estimate at the full size: cycles of one device, and seconds by its clock.
 
-    Attributes:
-        cycles: of one device.
-        seconds: cycles by the clock.
-        utilization: flop over those that the device's matrix units could do in that time in bfloat16; NaN for no flop.
+    `utilization`: flop over those that the device's matrix units could do in that time in bfloat16.
     """
 
     cycles: float
@@ -187,11 +155,8 @@ def at_full_size(cycles: Callable[..., float], sizes: Sequence[int], points: Poi
 def our_points(chip: str, kernels: Sequence[str], inputs: tuple[int, int, int], saved: bool) -> Points:
     """Lengths of N and V at which a program of our kernels is profiled: whole blocks of each of them.
 
-    Args:
-        chip: a key of `CHIPS`.
-        kernels: names in `blocks.PREFERENCES`.
-        inputs: N, D and the bytes of an entry.
-        saved: it holds exponentials, of all tokens at a time.
+    `kernels` are names in `blocks.PREFERENCES`, `inputs` N, D and the bytes of an entry; `saved`: it holds
+    exponentials, of all tokens at a time.
     """
     found = []
     for kernel in kernels:
@@ -208,36 +173,18 @@ def our_points(chip: str, kernels: Sequence[str], inputs: tuple[int, int, int], 
 
 
 def estimate(
-    chip: str,
-    build: Callable[..., Program],
-    *args: Any,
-    sizes: Sequence[int],
-    points: Points,
-    flops: float,
-    timeout: float = 900.0,
+    chip: str, build: Callable[..., Program], *args: Any, sizes: Sequence[int], points: Points, flops: float
 ) -> Estimate:
     """Static estimate of `build(*args, *sizes)`, drawn through the profiles of smaller sizes.
 
     The simulation walks every grid step, too many at the full size, and keeps them all in memory. A kernel's cycles are
     affine in the number of its blocks along each axis (the cycles outside the steady state stay in the constant), so
     that two lengths of each give the rest. They must be multiples of the kernel's block, at least two along an axis
-    that is streamed past another: a single block is not loaded again.
-
-    Args:
-        chip: a key of `CHIPS`.
-        build: `build(*args, *sizes)` gives the program; see `compile_for`.
-        *args: of `build`.
-        sizes: full lengths of the axes, such as N and V.
-        points: of each axis its length, or two shorter lengths.
-        flops: of the matrix products at the full size.
-        timeout: seconds for each compilation.
-
-    Raises:
-        DoesNotCompile: with the compiler's reason.
+    that is streamed past another: a single block is not loaded again. `flops` are those of the matrix products.
     """
 
     def profiled(*lengths: int) -> float:
-        return sum(compile_for(chip, build, *args, *lengths, timeout=timeout).cycles.values())
+        return sum(compile_for(chip, build, *args, *lengths).cycles.values())
 
     cycles = at_full_size(profiled, sizes, points)
     peak = CHIPS[chip].flops_per_cycle * CHIPS[chip].cores

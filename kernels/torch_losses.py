@@ -1,15 +1,17 @@
-"""Checks and times PyTorch losses on this machine's GPU or CPU, for comparison by `bench.py`.
+"""Checks and times PyTorch losses on this machine's GPU or CPU, beside those that `bench.py` times.
 
-    python kernels/torch_losses.py '{"problems": [...], "tasks": ["forward", "both"], "device": "cuda", "seed": 0, ...}'
+    python kernels/torch_losses.py --platform gpu --json torch.json
 
-`bench.py` calls it in a separate process, because two frameworks share no GPU memory, with the arguments of `main`. It
-prints one JSON document: versions, and a row for each problem, task and loss. A loss that is not installed, or lacks an
-option, has a row with the reason. It imports neither calibjax nor JAX.
+It prints a line for each problem, task and loss. A loss that is not installed, or lacks an option, has a line with the
+reason. It imports neither calibjax nor JAX: two frameworks share no GPU memory.
 """
 
+import argparse
+import contextlib
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import json
 import math
 import statistics
@@ -22,16 +24,17 @@ DIFFERENTIATED = {"forward": (), "hidden": (0,), "both": (0, 1)}  # positions am
 PACKAGES = ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl")
 # Of the loss, and of loss and gradients. Some of these losses round dW, or the logits, to 16 bits while they add: that
 # is allowed, and the table shows the error. A forgotten option changes the loss by some 2%.
+SIZES = {"cpu": [(2048, 512, 32_000)], "gpu": [(8192, 2304, 256_000), (4096, 4096, 128_256), (32_768, 2560, 128_256)]}
 TOLERANCE = {"float32": (1e-4, 1e-4), "float16": (1e-2, 3e-2), "bfloat16": (1e-2, 1e-1)}
-SAMPLE = 48  # tokens and rows of the unembedding that are compared with float64
 CHUNK = 4096  # tokens at a time, as quack's default: with few, reading and writing dW takes longer than the products
 
 
 def _plain(torch: Any, problem: dict[str, Any]) -> Callable:
-    """The mean loss of logits held in float32."""
+    """The mean loss of logits held in float32, or float64 for such inputs."""
 
     def loss(hidden, unembedding, targets):
-        z = torch.nn.functional.linear(hidden, unembedding).float()
+        z = torch.nn.functional.linear(hidden, unembedding)
+        z = z if z.dtype == torch.float64 else z.float()
         if problem["softcap"] is not None:
             z = problem["softcap"] * torch.tanh(z / problem["softcap"])
         return torch.nn.functional.cross_entropy(z, targets, label_smoothing=problem["label_smoothing"])
@@ -120,49 +123,23 @@ LOSSES: dict[str, Callable[[Any, dict[str, Any]], Callable]] = {
 }
 
 
-class Oracle:
-    """The mean loss, and its gradients on a sample of tokens and of rows of the unembedding, in float64."""
+def expected_of(torch: Any, problem: dict[str, Any], inputs: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """The mean loss and its gradients in float64, some tokens at a time."""
+    (hidden, unembedding), targets = (x.double().requires_grad_() for x in inputs[:2]), inputs[2]
+    total, loss = 0.0, _plain(torch, problem)
+    for part, y in zip(hidden.split(256), targets.split(256), strict=True):
+        value = loss(part, unembedding, y) * (len(y) / len(targets))
+        value.backward()
+        total = total + value.detach()
+    return total, hidden.grad, unembedding.grad
 
-    def __init__(self, torch: Any, problem: dict[str, Any], inputs: tuple[Any, Any, Any]) -> None:
-        hidden, unembedding, targets = inputs
-        beta, cap, tokens, vocab = problem["label_smoothing"], problem["softcap"], *map(len, inputs[:2])
 
-        def logits(hidden: Any, weights: Any, dtype: Any) -> Any:
-            z = hidden.to(dtype) @ weights.to(dtype).T
-            return z if cap is None else cap * torch.tanh(z / cap)
-
-        def d_logits(z: Any, log_normalizer: Any, is_target: Any) -> Any:
-            dz = ((z - log_normalizer[:, None]).exp() - (1 - beta) * is_target - beta / vocab) / tokens
-            return dz if cap is None else dz * (1 - (z / cap) ** 2)
-
-        total, log_normalizers = 0.0, []
-        for part, y in zip(hidden.split(256), targets.split(256), strict=True):
-            z = logits(part, unembedding, torch.float32)
-            mean = (1 - beta) * z.gather(1, y[:, None])[:, 0].double() + beta * z.double().mean(1)
-            log_normalizers.append(z.double().logsumexp(1))
-            total += float((log_normalizers[-1] - mean).sum())
-        self.tokens, ids = (
-            torch.randperm(tokens)[:SAMPLE].to(targets.device),
-            torch.arange(vocab, device=targets.device),
-        )
-        self.rows = torch.cat([targets[:SAMPLE], ids[torch.randperm(vocab)[:SAMPLE].to(ids.device)]]).unique()
-        z = torch.cat([logits(hidden[self.tokens], w, torch.float64) for w in unembedding.split(16384)], dim=1)
-        dz = d_logits(z, z.logsumexp(1), targets[self.tokens][:, None] == ids[None, :])
-        parts = zip(dz.split(16384, dim=1), unembedding.split(16384), strict=True)
-        d_hidden: Any = sum(part @ rows.double() for part, rows in parts)
-        z = logits(hidden, unembedding[self.rows], torch.float64)
-        dz = d_logits(z, torch.cat(log_normalizers), targets[:, None] == self.rows[None, :])
-        self._expected = (z.new_tensor(total / tokens), d_hidden, dz.T @ hidden.double())
-
-    def errors(self, loss: Any, gradients: tuple[Any, ...]) -> list[float]:
-        """Of the loss and each gradient, relative to the largest value expected; infinite with a NaN anywhere."""
-        found = [(loss.detach(), ...), *zip(gradients, (self.tokens, self.rows), strict=False)]
-        return [
-            float((array[sample].double() - expected).abs().max() / expected.abs().max())
-            if array.isfinite().all()
-            else math.inf
-            for (array, sample), expected in zip(found, self._expected, strict=False)
-        ]
+def errors_of(found: tuple[Any, ...], expected: tuple[Any, ...]) -> list[float]:
+    """Of the loss and each gradient, relative to the largest value expected; infinite with a NaN anywhere."""
+    return [
+        float((x.double() - y).abs().max() / y.abs().max()) if x.isfinite().all() else math.inf
+        for x, y in zip(found, expected, strict=True)
+    ]
 
 
 def inputs_of(torch: Any, problem: dict[str, Any], seed: int, device: str) -> tuple[Any, Any, Any]:
@@ -179,24 +156,11 @@ def inputs_of(torch: Any, problem: dict[str, Any], seed: int, device: str) -> tu
 
 
 def main(
-    problems: list[dict[str, Any]],
-    tasks: list[str],
-    device: str,
-    seed: int,
-    repeats: int,
-    only: list[str] | None,
-    seconds: float,
-) -> dict[str, Any]:
-    """The rows of all problems.
+    problems: list[dict[str, Any]], tasks: list[str], device: str, seed: int, repeats: int, only: list[str] | None
+) -> list[dict[str, Any]]:
+    """A row for each problem (the fields of `contenders.Problem`), task of `DIFFERENTIATED` and loss.
 
-    Args:
-        problems: the fields of `contenders.Problem` for each.
-        tasks: keys of `DIFFERENTIATED`.
-        device: "cuda" or "cpu".
-        seed: of the inputs.
-        repeats: timed calls of each loss.
-        only: losses whose names contain one of these; None: all.
-        seconds: time after which no other loss is started.
+    `only`: losses whose names contain one of these; None: all.
     """
     try:
         torch = importlib.import_module("torch")
@@ -204,46 +168,36 @@ def main(
         sys.exit("torch is not installed")
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} finds no GPU")
-    end, rows = time.monotonic() + seconds, []
+    rows = []
     torch.backends.cuda.matmul.allow_tf32 = False
     for problem in problems:
-        inputs = oracle = None
+        inputs = expected = None
         for name in LOSSES:
             if only and not any(part in name for part in only):
                 continue
             for task in tasks:
                 row = {"problem": problem, "task": task, "contender": name}
                 rows.append(row)
-                if time.monotonic() > end:
-                    row["note"] = "not run: time limit reached"
-                    continue
                 try:
                     loss = LOSSES[name](torch, problem)
                     if inputs is None:
                         inputs = inputs_of(torch, problem, seed, device)
-                        with torch.no_grad():
-                            oracle = Oracle(torch, problem, inputs)
-                    row |= _timed(torch, loss, inputs, oracle, DIFFERENTIATED[task], repeats, problem["dtype"])
+                        expected = expected_of(torch, problem, inputs)
+                    row |= _timed(torch, loss, inputs, expected, DIFFERENTIATED[task], repeats, problem["dtype"])
                 except Exception as error:  # a failure of one loss does not stop the others
                     text = (str(error).strip().splitlines() or [""])[0]
-                    row["note"] = (
-                        text if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {text}"[:80]
-                    )
-    return {"versions": {package: _version(package) for package in PACKAGES}, "rows": rows}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+                    kind = "" if isinstance(error, NotImplementedError) else f"{type(error).__name__}: "
+                    row["note"] = f"{kind}{text}"[:80]
+                note = row.get("note") or f"{1e3 * row['seconds']:.2f} ms, error {row['error']:.1e}"
+                print(f"{problem}, {task}, {name}: {note}", flush=True)
+    return rows
 
 
 def _timed(
     torch: Any,
     loss: Callable,
-    inputs: tuple[Any, Any, Any],
-    oracle: Any,
+    inputs: tuple[Any, ...],
+    expected: Any,
     wanted: tuple[int, ...],
     repeats: int,
     dtype: str,
@@ -270,7 +224,7 @@ def _timed(
     if on_gpu:
         results = sum(x.nbytes for x in (value, *gradients))
         row["peak_extra_bytes"] = torch.cuda.max_memory_allocated() - before - results
-    errors = oracle.errors(value, gradients)
+    errors = errors_of((value.detach(), *gradients), (expected[0], *(expected[1 + i] for i in wanted)))
     del value, gradients
     row["error"], (of_loss, of_any) = max(errors), TOLERANCE[dtype]
     if errors[0] > of_loss or row["error"] > of_any:
@@ -283,5 +237,30 @@ def _timed(
     return row | {"seconds": statistics.median(times), "fastest_seconds": min(times)}
 
 
+def _versions() -> dict[str, str]:
+    versions: dict[str, str] = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(**json.loads(sys.argv[1]))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", choices=SIZES, default="gpu")
+    parser.add_argument("--label-smoothing", type=float, nargs="+", default=[0.0, 0.1])
+    parser.add_argument("--softcap", type=lambda x: None if x == "none" else float(x), nargs="+", default=[None, 30.0])
+    parser.add_argument("--task", nargs="+", choices=DIFFERENTIATED, default=list(DIFFERENTIATED))
+    parser.add_argument("--only", nargs="+", help="losses whose names contain one of these")
+    parser.add_argument("--repeats", type=int, default=7, help="timed calls of each")
+    parser.add_argument("--json", type=argparse.FileType("w"), help="write everything there")
+    given = parser.parse_args()
+    dtype, device = ("bfloat16", "cuda") if given.platform == "gpu" else ("float32", "cpu")
+    every = itertools.product(SIZES[given.platform], given.label_smoothing, given.softcap)
+    problems = [
+        {"tokens": n, "width": d, "vocab": v, "dtype": dtype, "label_smoothing": smoothing, "softcap": cap}
+        for (n, d, v), smoothing, cap in every
+    ]
+    rows = main(problems, given.task, device, time.time_ns() % 2**31, given.repeats, given.only)
+    if given.json is not None:
+        json.dump({"versions": _versions(), "rows": rows}, given.json, indent=1)

@@ -1,12 +1,8 @@
 """The script that compares losses: it runs, marks wrong results, and records everything."""
 
 import importlib
-import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,6 @@ SMALL = ["--tokens", "32", "--width", "16", "--vocab", "131", "--repeats", "1"]
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.setattr(importlib.import_module("measured"), "ON_CPU", (64, 2**10))
     return importlib.import_module("bench")
 
 
@@ -50,19 +45,18 @@ def test_bench_checks_times_and_records_every_contender(run):
     }
     for row in timed:
         assert row["error"] < 1e-5, row
-        assert row["same_bits"], row
         assert row["seconds"] > 0
         assert row["extra_bytes"] >= 0
 
 
 def test_a_wrong_contender_is_marked_and_not_timed(bench, run, monkeypatch):
-    right = bench.contenders._dense
-    monkeypatch.setattr(bench.contenders, "_dense", lambda problem, *arguments: right(problem, *arguments) + 0.1)
-    table, record = run("--task", "forward", "--only", "dense", "chunked")
+    right = bench.contenders._optax
+    monkeypatch.setattr(bench.contenders, "_optax", lambda problem, *arguments: right(problem, *arguments) + 0.1)
+    table, record = run("--task", "forward", "--only", "optax", "chunked")
     assert "WRONG" in table
     wrong = {row["contender"]: row for row in record["results"] if row.get("note") == "WRONG"}
-    assert list(wrong) == ["dense jnp"]
-    assert "seconds" not in wrong["dense jnp"]
+    assert list(wrong) == ["optax"]
+    assert "seconds" not in wrong["optax"]
 
 
 def test_what_the_time_limit_skips_is_listed(run):
@@ -79,9 +73,9 @@ def torch_losses(monkeypatch):
 
 
 def pytorch_rows(torch_losses, problems, **options):
-    fixed = {"device": "cpu", "seed": 0, "repeats": 1, "seconds": 100.0}
+    fixed = {"device": "cpu", "seed": 0, "repeats": 1}
     small = {"tokens": 64, "width": 32, "vocab": 300, "label_smoothing": 0.1, "softcap": 30.0}
-    return torch_losses.main([small | problem for problem in problems], **fixed, **options)["rows"]
+    return torch_losses.main([small | problem for problem in problems], **fixed, **options)
 
 
 @pytest.mark.slow
@@ -112,31 +106,3 @@ def test_torch_compile_compiles_every_problem(torch_losses):
     problems = [{"dtype": "float32", "width": width} for width in range(16, 25)]
     rows = pytorch_rows(torch_losses, problems, tasks=["forward"], only=["torch.compile"])
     assert [row["error"] < 1e-5 for row in rows] == [True] * 9, rows
-
-
-@pytest.mark.slow
-def test_losses_of_pytorch_and_train_steps_are_compared_with_ours(run):
-    """As on a GPU, in separate processes."""
-    only = ["dense", "torch eager", "liger"]
-    table, record = run("--torch", "--train-steps", "--task", "both", "--only", *only, "--softcap", "30")
-    rows = {row["contender"]: row for row in record["results"]}
-    assert rows["dense jnp"]["error"] < 1e-5
-    if importlib.util.find_spec("torch") is None:
-        assert "torch is not installed" in record["torch"]
-    else:
-        assert rows["torch eager"]["error"] < 1e-5
-        assert rows["torch eager"]["ratio_to"] == "dense jnp"
-        assert "torch liger-kernel" in rows
-    ats, sft = record["train_steps"]
-    assert 0 < ats["forward_ms"] < sft["step_ms"]
-    assert (ats["products_forward"], ats["products_step"]) == (1, 1)
-    assert "a small model, 2 layers: sft step" in table
-
-
-@pytest.mark.slow
-def test_without_a_gpu_nothing_is_started():
-    command = [sys.executable, FOLDER / "bench.py", "--platform", "gpu"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "jax finds no GPU here" in done.stderr
