@@ -4,7 +4,7 @@ The interpreter is private to jax: all that is used of it is in this file, with 
 what lies outside an array, as TMA does; loads from the memory of the GPU are reads; in 0.10.2 a product takes a
 transposed operand, and what it reads is checked for races (0.11.2 takes one too, and does not check). It runs copies
 and products at once, and one program after the other: it says nothing of a block that is given back while a product
-still reads it, nor of clusters.
+still reads it.
 """
 
 import faulthandler
@@ -23,7 +23,6 @@ from calibjax.kernels.pallas_gpu.schedule import Blocks
 NAME = "pallas_gpu_interpreted"
 TWO_PROGRAMS = "pallas_gpu_interpreted_by_two_programs"
 WITH_ITS_BLOCKS = "pallas_gpu_interpreted_with_its_blocks"
-WIDER = "pallas_gpu_interpreted_with_tiles_of_128"
 
 _PATIENCE = 400  # seconds
 _PACKAGE = "jax._src.pallas.mosaic_gpu.interpret"
@@ -36,7 +35,6 @@ PARAMS = importlib.import_module(f"{_PACKAGE}.params").InterpretGPUParams(
 IMPLEMENTATIONS = {
     NAME: pallas_gpu.make(PARAMS, Blocks(columns=64, stages=2, programs=1)),
     TWO_PROGRAMS: pallas_gpu.make(PARAMS, Blocks(columns=64, stages=3, programs=2)),
-    WIDER: pallas_gpu.make(PARAMS, Blocks(columns=128, stages=2, programs=1)),
     WITH_ITS_BLOCKS: pallas_gpu.make(PARAMS, Blocks(programs=1)),
 }
 

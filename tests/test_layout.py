@@ -183,7 +183,7 @@ def test_transformers_beside_our_folders(tmp_path):
 
 ARRAYS = (
     "AnyArray Array ArrayLike _ArrayOrShape ndarray PRNGKeyArray AbstractRef "
-    "Params Frozen Sequences TrainState _State Cache"
+    "Params Frozen Sequences TrainState _State Cache Inputs Cotangents Gradients Exponentials"
 )
 ARRAYS = re.compile(rf"\b({'|'.join(ARRAYS.split())})\b")
 TREES = {"params", "head_params", "frozen", "frozens", "factor", "factors", "batch", "source", "carry", "state"}

@@ -1,7 +1,7 @@
 """`vocab_stats`: one contract, several implementations, chosen by an ordered table."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
@@ -35,12 +35,11 @@ class CannotRun(NotImplementedError, ValueError):
 
 
 class Execution(TypedDict, total=False):
-    """Options of how `vocab_stats` runs, described there; `filter_threshold` also changes gradients."""
+    """Options of how `vocab_stats` runs, described there."""
 
     implementation: str | None
     chunk_size: int | None
     precision: jax.lax.PrecisionLike
-    filter_threshold: float | None
     save_logits: bool
 
 
@@ -62,15 +61,10 @@ def vocab_stats(
 
     softcap(x) = cap·tanh(x / cap). Everything accumulates in float32, whatever the dtype of the inputs.
 
-    Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode, through `log_normalizer`,
-    `target_logit`, `mean_logit`, `max_logit` (its subgradient: the row of `argmax`) and `expected_logit`;
-    `logit_variance` is a constant under differentiation. What is not differentiated costs nothing: a gradient in
-    `scale` alone uses ∂ log_normalizer/∂s = E_p[z] and ∂ E_p[z]/∂s = Var_p[z] from the forward pass and adds no
-    product.
-
-    Cost of the statistics beyond the one product: `log_normalizer`, `max_logit` one pass over the logits; `argmax`,
-    `expected_logit`, `logit_variance` one more elementwise pass each; `target_logit` a gather; `mean_logit` one row
-    (with a soft-cap a pass).
+    Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode, through every float field but
+    `logit_variance`. What is not differentiated costs nothing: a gradient in `scale` alone uses
+    ∂ log_normalizer/∂s = E_p[z] and ∂ E_p[z]/∂s = Var_p[z] from the forward pass and adds no product. `explain` returns
+    the cost of each statistic and gradient.
 
     Args:
         hidden: hidden states, `[..., D]`, floating point.
@@ -82,25 +76,17 @@ def vocab_stats(
         where: `[...]`, False for tokens that do not count (padding, prompt).
         ignore_index: target value that does not count.
         statistics: names of the wanted fields of `VocabStats`; None means all but `logit_variance`.
-        sharding: the mesh axes over which tokens and vocabulary are split: each device computes with the rows of the
-            unembedding that it holds, and the results are merged (`calibjax.kernels.sharded`). None leaves sharded
-            arrays to XLA: correct, but W may be gathered. Within your own `jax.shard_map` give None; gradients in W or
-            the bias need the map's `check_vma=False`.
-        implementation: a name in `IMPLEMENTATIONS`; None takes the first that can run this call on the devices it is
-            compiled for: the mesh of `sharding`, or that in context (`jax.set_mesh`), or else the default device. An
-            explicit name never falls back. "pallas_gpu" (Hopper) runs by its name only: it has not been timed yet.
+        sharding: the mesh axes over which tokens and vocabulary are split. None leaves sharded arrays to XLA: correct,
+            but W may be gathered. Within your own `jax.shard_map` give None; gradients in W or the bias need the map's
+            `check_vma=False`.
+        implementation: a name in `IMPLEMENTATIONS`, which never falls back; None takes the first that can run this call
+            on the devices it is compiled for: the mesh of `sharding`, or that in context (`jax.set_mesh`), or else the
+            default device. "pallas_gpu" (Hopper) runs by its name only: it has not been timed yet.
         chunk_size: columns at a time in "chunked"; None chooses by memory (`chunked.choose_chunk_size`).
         precision: of the products, as in `jax.lax.dot_general`; None means full float32 for float32 inputs.
-        filter_threshold: in the backward pass, leave out blocks of tokens and vocabulary in which every p_v is below
-            this number (at least 0): their part p_v W_v of dh and p_v h of dW, and with it that product, not the
-            logits. The parts of one-hots and `mean_logit` stay exact, except under a soft-cap, where the part of
-            `mean_logit` in such a block, g (1 − (z/cap)²)/V, is left out too: an approximation. The blocks depend on
-            the implementation ("chunked": 128 tokens by at most 512 columns; "pallas_tpu": those of its kernels, 1,024
-            by 512 where memory allows); dh that comes out of the forward pass is exact. None or 0 leaves out nothing.
         save_logits: keep the logits [N, V] from the forward for the backward pass, where it would compute them again:
-            three products in all where hidden and unembedding are both differentiated. They are float32; the
-            Pallas kernels keep their exponentials, in 16 bits for inputs of 16 bits: an error of up to 2⁻⁸ of each p,
-            except at the target's and the largest logit where these are differentiated.
+            three products in all where hidden and unembedding are both differentiated. They are float32; the Pallas
+            kernels keep exponentials, in 16 bits for inputs of 16 bits: an error of up to 2⁻⁸ of each p.
 
     Returns:
         `VocabStats`, each field `[...]`, float32, int32 or bool. Tokens that do not count hold 0 (argmax -1, correct
@@ -116,18 +102,10 @@ def vocab_stats(
         >>> [round(float(x), 4) for x in stats.log_prob()]
         [-1.0986, 0.0]
     """
-    arrays = as_arrays(hidden, unembedding, targets, bias, where)
-    dispatch = prepare(arrays, softcap, statistics, sharding, execution)
+    dispatch, arrays = prepare((hidden, unembedding, targets, bias, where), softcap, statistics, sharding, execution)
     scale = as_scale(scale, arrays[0].shape[:-1])
     values, valid = evaluate(dispatch, arrays, scale, ignore_index)
     return VocabStats(**{name: values.get(name) for name in STATISTICS}, valid=valid, scale=scale)
-
-
-def as_arrays(hidden: Any, unembedding: Any, targets: Any, bias: Any, where: Any) -> tuple[Any, ...]:
-    """The arguments as JAX arrays; None stays None."""
-    targets = None if targets is None else as_indices(targets)
-    bias, where = (None if x is None else jnp.asarray(x) for x in (bias, where))
-    return jnp.asarray(hidden), jnp.asarray(unembedding), targets, bias, where
 
 
 def as_scale(scale: Any, shape: tuple[int, ...]) -> Array:
@@ -156,7 +134,7 @@ def evaluate(
         targets=_pad(inputs.targets, padded),
         valid=None if dispatch.shapes.valid is None else _pad(inputs.valid, padded),
     )
-    values = (reference if call.implementation is None else operator).statistics(call, inputs)
+    values = (reference if call.implementation is None else operator).compute(call, inputs)
     values = {name: value[:tokens].reshape(*shape, *value.shape[1:]) for name, value in values.items()}
     if "target_logit" in values:
         # No NaN in passing where a token does not count: jax_debug_nans would stop there.
@@ -191,13 +169,13 @@ def flat_inputs(arrays: tuple[Any, ...], scale: Array, ignore_index: int) -> tup
 
 
 class Dispatch(NamedTuple):
-    """A checked call: everything that determines which implementation runs it.
+    """A checked call: what determines which implementation runs it.
 
     Attributes:
         implementation: the name that was requested, or None.
         wanted: the wanted fields of `VocabStats`.
         options: of the implementation.
-        shapes: of the inputs that it receives, as `jax.ShapeDtypeStruct`.
+        shapes: `jax.ShapeDtypeStruct` of the inputs that it receives.
         sharding: as in `vocab_stats`.
     """
 
@@ -208,7 +186,7 @@ class Dispatch(NamedTuple):
     sharding: VocabSharding | None
 
     def over_mesh(self, name: str) -> Implementation | None:
-        """The implementation that runs with `sharding`: itself on every device's part; None is the dense formula."""
+        """The implementation, with `sharding` on every device's part; None is the dense formula."""
         implementation = IMPLEMENTATIONS[name]
         if implementation is None or self.sharding is None:
             return implementation
@@ -251,14 +229,18 @@ def prepare(
     sharding: VocabSharding | None,
     execution: Execution,
     scales: tuple[float, ...] | None = None,
-) -> Dispatch:
-    """Checks a call of `vocab_stats`; of its hidden, unembedding, targets, bias and where only shapes and dtypes.
+) -> tuple[Dispatch, tuple[Any, ...]]:
+    """Checks a call; the dispatch, and hidden, unembedding, targets, bias and where as arrays, or shapes as given.
 
     With `sharding` the tokens are padded to divide into their shards. `scales`: see `Options`.
     """
-    known: Any = tuple(x if x is None or hasattr(x, "dtype") else jnp.asarray(x) for x in arrays)
-    hidden, unembedding, targets, bias, where = known
-    _check_shapes(*known)
+
+    def array(x: Any, convert: Callable[[Any], Array]) -> Any:
+        return x if x is None or isinstance(x, jax.ShapeDtypeStruct) else convert(x)
+
+    converters = (jnp.asarray, jnp.asarray, as_indices, jnp.asarray, jnp.asarray)
+    hidden, unembedding, targets, bias, where = arrays = tuple(map(array, arrays, converters))
+    _check_shapes(*arrays)
     options = _options(softcap, execution)._replace(scales=scales)
     dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
     if options.precision is None and dtype == jnp.float32:
@@ -269,19 +251,17 @@ def prepare(
         padding = -tokens % sharding.count(sharding.tokens)
     tokens += padding
     masked = targets is not None or where is not None or padding > 0
+    shape: Any = jax.ShapeDtypeStruct
     shapes = Inputs(
-        hidden=_shape((tokens, hidden.shape[-1]), dtype),
-        unembedding=_shape(unembedding.shape, dtype),
-        bias=None if bias is None else _shape(bias.shape, jnp.float32),
-        scale=_shape((tokens,), jnp.float32),
-        targets=None if targets is None else _shape((tokens,), jnp.int32),
-        valid=_shape((tokens,), bool) if masked else None,
+        hidden=shape((tokens, hidden.shape[-1]), dtype),
+        unembedding=shape(unembedding.shape, dtype),
+        bias=None if bias is None else shape(bias.shape, jnp.float32),
+        scale=shape((tokens,), jnp.float32),
+        targets=None if targets is None else shape((tokens,), jnp.int32),
+        valid=shape((tokens,), bool) if masked else None,
     )
-    return Dispatch(execution.get("implementation"), _wanted(statistics, targets), options, shapes, sharding)
-
-
-def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype)
+    wanted = _wanted(statistics, targets)
+    return Dispatch(execution.get("implementation"), wanted, options, shapes, sharding), arrays
 
 
 def _pad(x: Array | None, length: int, value: int = 0) -> Any:
@@ -296,10 +276,10 @@ def _wanted(statistics: Sequence[str] | None, targets: Array | None) -> frozense
     unknown = sorted(set(names) - set(STATISTICS))
     if unknown:
         raise ValueError(f"statistics: unknown {unknown}; expected names among {list(STATISTICS)}.")
-    of_targets = {"target_logit", "correct"}
-    if targets is None and statistics is not None and of_targets & set(names):
-        raise ValueError(f"statistics: {sorted(of_targets & set(names))} need targets, and none were given.")
-    return frozenset(names) - (of_targets if targets is None else set())
+    need_targets = {"target_logit", "correct"}
+    if targets is None and statistics is not None and need_targets & set(names):
+        raise ValueError(f"statistics: {sorted(need_targets & set(names))} need targets, and none were given.")
+    return frozenset(names) - (need_targets if targets is None else set())
 
 
 def _check_shapes(hidden, unembedding, targets, bias, where) -> None:
@@ -336,6 +316,4 @@ def _options(softcap: float | None, execution: Execution) -> Options:
         raise ValueError(f"softcap: expected a finite number above 0 or None, got {softcap}.")
     if options.chunk_size is not None and options.chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1 or None, got {options.chunk_size}.")
-    if options.filter_threshold is not None and not options.filter_threshold >= 0:
-        raise ValueError(f"filter_threshold: expected a number of at least 0 or None, got {options.filter_threshold}.")
     return options

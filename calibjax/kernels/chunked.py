@@ -1,8 +1,7 @@
 """The operator as an XLA loop over chunks of the vocabulary: runs anywhere, the default on CPU.
 
 Memory beyond inputs and outputs: a few float32 blocks `[N, C]`, C columns at a time (two to six, by what is wanted),
-and a `[C, D]` slice of the unembedding and of its gradient; with `save_logits`, the float32 logits; with
-`filter_threshold`, the gradients in float32.
+and a `[C, D]` slice of the unembedding and of its gradient; with `save_logits`, the float32 logits.
 """
 
 from collections.abc import Callable
@@ -13,20 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from calibjax.kernels import stats
-from calibjax.kernels.contract import (
-    BackwardRequest,
-    Cotangents,
-    ForwardRequest,
-    ForwardResult,
-    Gradients,
-    Implementation,
-    Inputs,
-    Options,
-)
+from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options
 from calibjax.kernels.operator import closed_form_hidden
 from calibjax.kernels.platforms import Platform, platform
-from calibjax.kernels.softcap import softcapped, times_slope
-from calibjax.kernels.stats import Moments
+from calibjax.kernels.stats import Moments, softcapped, times_slope
 
 # Columns of a chunk: with fewer the products are slower, with more the blocks do not fit into the cache. Rows of 1,024
 # would all start at the same cache sets of a CPU, which makes the transposed product 10% slower.
@@ -34,7 +23,6 @@ _COLUMNS = 1152
 _LOGITS_BYTES = 64 * 2**20  # at most of one [N, C] float32 block
 _FEW = 64  # tokens up to which copying the unembedding slice by slice would cost as much as the product
 _ACCELERATOR = 8  # times as many columns and bytes: small kernels leave a GPU idle, and no block fits into its cache
-_FILTER_TOKENS, _FILTER_COLUMNS = 128, 512  # of the blocks a filter may leave out; smaller ones are slowed by the loop
 
 
 def choose_chunk_size(tokens: int, vocab_size: int) -> int:
@@ -52,10 +40,7 @@ def choose_chunk_size(tokens: int, vocab_size: int) -> int:
 
 
 def _chunk(options: Options, tokens: int, vocab_size: int) -> int:
-    if options.chunk_size is not None:
-        return min(options.chunk_size, vocab_size)
-    chunk = choose_chunk_size(tokens, vocab_size)
-    return min(chunk, _FILTER_COLUMNS) if options.filter_threshold else chunk
+    return min(options.chunk_size or choose_chunk_size(tokens, vocab_size), vocab_size)
 
 
 def _product(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -65,28 +50,20 @@ def _product(options: Options, a: Array, b: Array, contract: tuple[int, int]) ->
 
 def _block_logits(options: Options, inputs: Inputs, start: Array | int, width: int) -> tuple[Array, Array]:
     """Rows `start` to `start + width` of W, and softcap(h W_cᵀ + b_c), float32 [N, C]."""
-    weights = rows(inputs.unembedding, start, width)
+    weights = take_rows(inputs.unembedding, start, width)
     z = _product(options, inputs.hidden, weights, (1, 1))
     if inputs.bias is not None:
-        z = z + rows(inputs.bias, start, width)[None, :]
+        z = z + take_rows(inputs.bias, start, width)[None, :]
     return weights, softcapped(z, options.softcap)
-
-
-def _pieces(width: int, size: int) -> tuple[int, Array]:
-    """Width of the first, ragged piece (0 where `width` divides `size`), and the starts of the full pieces after it.
-
-    The ragged piece has its own program, so that nothing is padded or masked.
-    """
-    ragged = size % width
-    return ragged, jnp.arange(ragged, size, width, dtype=jnp.int32)
 
 
 def fold(step: Callable, carry: Any, size: int, width: int, saved: "_Saved | None" = None) -> Any:
     """The carry after `step(carry, start, width, z)` of all pieces of `size`; z is what `saved` holds of each, or None.
 
-    Two programs at most: of the ragged piece, and of the loop.
+    The first piece is the ragged one, or a full one. Two programs at most: of the ragged piece, and of the loop.
     """
-    ragged, starts = _pieces(width, size)
+    ragged = size % width
+    starts = jnp.arange(ragged, size, width, dtype=jnp.int32)
     first, others = (None, None) if saved is None else saved
     if ragged or saved is not None:
         carry = step(carry, 0, ragged or width, first)
@@ -96,7 +73,7 @@ def fold(step: Callable, carry: Any, size: int, width: int, saved: "_Saved | Non
     return carry
 
 
-def rows(array: Array, start: Array | int, width: int) -> Array:
+def take_rows(array: Array, start: Array | int, width: int) -> Array:
     """array[start : start + width], for a start that may be traced."""
     return jax.lax.dynamic_slice_in_dim(array, start, width, axis=0)
 
@@ -106,22 +83,21 @@ def put(whole: Array | None, block: Array | None, start: Array | int, add: bool 
     if whole is None or block is None:
         return None
     if add:
-        block = rows(whole, start, block.shape[0]) + block
+        block = take_rows(whole, start, block.shape[0]) + block
     return jax.lax.dynamic_update_slice_in_dim(whole, block.astype(whole.dtype), start, axis=0)
 
 
-def forward(request: ForwardRequest, inputs: Inputs) -> ForwardResult:
+def forward(options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, "_Saved | None"]:
     """The moments of the whole vocabulary, chunk by chunk."""
-    options, needed, save = request
     inputs = inputs.masked()
     hidden, unembedding, bias, _, targets, _ = inputs
     scale, vocab_size = options.scale(inputs), unembedding.shape[0]
     linear_mean = "total" in needed and options.softcap is None
-    of_piece = needed - {"rows"} - ({"total"} if linear_mean else set())
+    per_piece = needed - {"rows"} - ({"total"} if linear_mean else set())
 
     def piece(start: Array | int, width: int) -> tuple[Moments, Array | None]:
         weights, z = _block_logits(options, inputs, start, width)
-        moments = stats.moments(z, options.scales or scale, targets, start, of_piece)
+        moments = stats.moments(z, options.scales or scale, targets, start, per_piece)
         if "rows" in needed:
             e = jnp.exp(scale[:, None] * jnp.maximum(z - moments.max_logit[:, None], stats.FLOOR))
             e = times_slope(e, z, options.softcap)
@@ -137,7 +113,9 @@ def forward(request: ForwardRequest, inputs: Inputs) -> ForwardResult:
         return stats.merge(carry, moments, scale), z
 
     chunk = _chunk(options, hidden.shape[0], vocab_size)
-    ragged, starts = _pieces(chunk, vocab_size)
+    # The ragged piece comes first and has its own program, so that nothing is padded or masked.
+    ragged = vocab_size % chunk
+    starts = jnp.arange(ragged, vocab_size, chunk, dtype=jnp.int32)
     total, first = piece(0, ragged) if ragged else piece(starts[0], chunk)
     starts = starts if ragged else starts[1:]
     chunks = None
@@ -148,62 +126,31 @@ def forward(request: ForwardRequest, inputs: Inputs) -> ForwardResult:
         row = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
         mean = jnp.matmul(hidden.astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST)
         total = total._replace(total=vocab_size * (mean if bias is None else mean + jnp.mean(bias)))
-    return ForwardResult(total, (first, chunks) if save else None)
+    return total, (first, chunks) if save else None
 
 
 _Saved = tuple[Array | None, Array | None]  # logits of the first piece [N, C'] and of the chunks after it [K, N, C]
 
 
 def backward(
-    request: BackwardRequest, inputs: Inputs, cotangents: Cotangents, saved: _Saved | None, into: Gradients | None
+    options: Options,
+    wanted: frozenset[str],
+    inputs: Inputs,
+    cotangents: Cotangents,
+    saved: _Saved | None,
+    into: Gradients | None,
 ) -> Gradients:
     """Gradients by one more pass over the vocabulary; a chunk's logits are computed again, or taken from `saved`."""
-    options, wanted = request
     inputs = inputs.masked()
-    vocab_size, width = inputs.unembedding.shape
-    tokens = inputs.hidden.shape[0]
+    hidden, unembedding = inputs.hidden, inputs.unembedding
     if wanted == {"hidden"} and cotangents.hidden_is_closed(options):
         return Gradients(hidden=closed_form_hidden(inputs, cotangents))
-    options = options._replace(chunk_size=_chunk(options, tokens, vocab_size))  # that of `saved`, for every block
-    request = request._replace(options=options)
-    if not options.filter_threshold:
-        return _accumulate(request, inputs, cotangents, saved, into)
-
-    # Blocks of tokens, too; what must not be left out with a block is added outside of them.
-    linear = options.softcap is None
-    exact = cotangents._replace(
-        softmax=None, centred=None, expected_logit=None, uniform=cotangents.uniform if linear else None
-    )
-    inside = cotangents._replace(one_hots=(), uniform=None if linear else cotangents.uniform)
-    if into is None:
-        into = Gradients(
-            unembedding=jnp.zeros((vocab_size, width), jnp.float32) if "unembedding" in wanted else None,
-            bias=jnp.zeros((vocab_size,), jnp.float32) if "bias" in wanted else None,
-        )
-
-    def step(carry: Gradients, start: Array | int, width: int, _: None) -> Gradients:
-        block = inputs._replace(hidden=rows(inputs.hidden, start, width), scale=rows(inputs.scale, start, width))
-        of_block = jax.tree.map(lambda x: rows(x, start, width), inside)
-        logits = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, width, axis=x.ndim - 2), saved)
-        gradients = _accumulate(request, block, of_block, logits, carry)
-        return gradients._replace(hidden=put(carry.hidden, gradients.hidden, start, add=True))
-
-    return fold(step, _closed_form(inputs, exact, wanted, into), tokens, max(min(_FILTER_TOKENS, tokens), 1))
-
-
-def _accumulate(
-    request: BackwardRequest, inputs: Inputs, cotangents: Cotangents, saved: _Saved | None, into: Gradients | None
-) -> Gradients:
-    """`backward` with every term added in the same pass; chunks with all p < `filter_threshold` add nothing."""
-    options, wanted = request
-    hidden, unembedding = inputs.hidden, inputs.unembedding
-    vocab_size = unembedding.shape[0]
 
     def step(carry: Gradients, start: Array | int, width: int, z: Array | None) -> Gradients:
         if z is None:
             weights, z = _block_logits(options, inputs, start, width)
         else:
-            weights = rows(unembedding, start, width)
+            weights = take_rows(unembedding, start, width)
         # At most 1: with logits or scales of 1e30 the rounding of s·z is large.
         p = jnp.exp(jnp.minimum(inputs.scale[:, None] * z - cotangents.log_normalizer[:, None], 0.0))
         dz = jnp.zeros_like(z)
@@ -221,53 +168,22 @@ def _accumulate(
         column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
         for ids, g in cotangents.one_hots:
             dz = dz + jnp.where(column == (ids - start)[:, None], g[:, None], 0.0)
-
-        def add(carry: Gradients) -> Gradients:
-            narrow = dz.astype(hidden.dtype)
-            of_hidden = _product(options, narrow, weights, (1, 0)) if "hidden" in wanted else None
-            of_weights = _product(options, narrow, hidden, (0, 0)) if "unembedding" in wanted else None
-            of_bias = jnp.sum(dz, axis=0) if "bias" in wanted else None
-            return Gradients(
-                hidden=put(carry.hidden, of_hidden, 0, add=True),
-                unembedding=put(carry.unembedding, of_weights, start, add=into is not None),
-                bias=put(carry.bias, of_bias, start, add=into is not None),
-            )
-
-        if not options.filter_threshold:
-            return add(carry)
-        # NaN is not below it, and is never left out.
-        return jax.lax.cond(jnp.any(~(p < options.filter_threshold)), add, lambda carry: carry, carry)
+        narrow = dz.astype(hidden.dtype)
+        d_hidden = _product(options, narrow, weights, (1, 0)) if "hidden" in wanted else None
+        d_weights = _product(options, narrow, hidden, (0, 0)) if "unembedding" in wanted else None
+        d_bias = jnp.sum(dz, axis=0) if "bias" in wanted else None
+        return Gradients(
+            hidden=put(carry.hidden, d_hidden, 0, add=True),
+            unembedding=put(carry.unembedding, d_weights, start, add=into is not None),
+            bias=put(carry.bias, d_bias, start, add=into is not None),
+        )
 
     carry = into or Gradients(
         unembedding=jnp.zeros(unembedding.shape, unembedding.dtype) if "unembedding" in wanted else None,
-        bias=jnp.zeros((vocab_size,), jnp.float32) if "bias" in wanted else None,
+        bias=jnp.zeros((len(unembedding),), jnp.float32) if "bias" in wanted else None,
     )
     carry = carry._replace(hidden=jnp.zeros(hidden.shape, jnp.float32) if "hidden" in wanted else None)
-    assert options.chunk_size is not None
-    return fold(step, carry, vocab_size, options.chunk_size, saved)
-
-
-def _closed_form(inputs: Inputs, cotangents: Cotangents, wanted: frozenset[str], into: Gradients) -> Gradients:
-    """`backward` without softmax part and (under a soft-cap) without uniform part: no product."""
-    hidden, unembedding, bias = inputs.hidden.astype(jnp.float32), into.unembedding, into.bias
-    for ids, g in cotangents.one_hots:
-        # Negative ids would count from the end.
-        places = jnp.where(ids >= 0, ids, inputs.unembedding.shape[0])
-        if unembedding is not None:
-            unembedding = unembedding.at[places].add(g[:, None] * hidden, mode="drop")
-        if bias is not None:
-            bias = bias.at[places].add(g, mode="drop")
-    if cotangents.uniform is not None:
-        if unembedding is not None:
-            row = jnp.matmul(cotangents.uniform, hidden, precision=jax.lax.Precision.HIGHEST)
-            unembedding = unembedding + row[None, :]
-        if bias is not None:
-            bias = bias + jnp.sum(cotangents.uniform)
-    return Gradients(
-        hidden=closed_form_hidden(inputs, cotangents) if "hidden" in wanted else None,
-        unembedding=unembedding,
-        bias=bias,
-    )
+    return fold(step, carry, len(unembedding), _chunk(options, len(hidden), len(unembedding)), saved)
 
 
 def check(options: Options, inputs: Inputs, platform: Platform) -> str:

@@ -3,9 +3,8 @@
 z = softcap(h Wᵀ + b), p = softmax(s·z), c_v = 1 − (z_v/cap)² (1 without a soft-cap).
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +17,13 @@ from calibjax.kernels.stats import Moments
 class Options(NamedTuple):
     """Static options of both passes; see `vocab_stats`.
 
-    Attributes:
-        scales: None, or K scales that all tokens have: `weight`, `first` and `second` of `Moments` are then [N, K], a
-            column for each, and there is no backward pass.
+    With `scales`, K that all tokens have, `weight`, `first` and `second` of `Moments` are [N, K], and there is no
+    backward pass.
     """
 
     softcap: float | None = None
     precision: jax.lax.PrecisionLike = None
     chunk_size: int | None = None
-    filter_threshold: float | None = None
     save_logits: bool = False
     scales: tuple[float, ...] | None = None
 
@@ -36,7 +33,7 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """N tokens and the unembedding that scores them. In `Check` all are `jax.ShapeDtypeStruct`.
+    """N tokens and the unembedding that scores them. In `Implementation.check` all are `jax.ShapeDtypeStruct`.
 
     Attributes:
         hidden: [N, D].
@@ -61,48 +58,18 @@ class Inputs(NamedTuple):
         return self._replace(hidden=jnp.where(self.valid[:, None], self.hidden, 0))
 
 
-class ForwardRequest(NamedTuple):
-    """Request to `Forward`: what it is to compute. Static.
-
-    Attributes:
-        needed: names of the optional fields of `Moments`.
-        save: also return what `Backward` can use instead of computing the logits again.
-    """
-
-    options: Options
-    needed: frozenset[str]
-    save: bool = False
-
-
-class ForwardResult(NamedTuple):
-    """The moments of the whole vocabulary, of invalid tokens any value; `saved` is None unless requested."""
-
-    moments: Moments
-    saved: Any = None
-
-
-class BackwardRequest(NamedTuple):
-    """Request to `Backward`: `wanted` names fields of `Gradients`. Static."""
-
-    options: Options
-    wanted: frozenset[str]
-
-
 class Cotangents(NamedTuple):
-    """Coefficients of the cotangent of h Wᵀ + b, one row of V for each token:
+    """Coefficients of the cotangent of h Wᵀ + b, one row of V for each token; None is zero:
 
         c_v (p_v (softmax + centred (z_v − E)) + uniform) + Σ_k [v = ids_k] g_k,   p_v = exp(s z_v − log_normalizer).
 
-    A field that is None is zero.
-
     Attributes:
         log_normalizer: float32 [N], of the whole vocabulary; inf for invalid tokens, so that p = 0.
-        softmax: float32 [N] or None.
-        centred, expected_logit: float32 [N] or None, the latter E = E_p[z].
-        uniform: float32 [N] or None.
+        softmax, centred, uniform: float32 [N].
+        expected_logit: float32 [N], E = E_p[z]; given with `centred`.
         one_hots: pairs of ids int32 [N] and g float32 [N], which includes c_v; ids outside [0, V) match nothing.
-        rows: None, or as the implementation's forward pass returned it: `Moments.rows` [N, D] of the whole vocabulary,
-            or of `sharded` a term of each shard, with an axis of devices in front. If given, the softmax part of dh is
+        rows: as the implementation's forward pass returned it: `Moments.rows` [N, D] of the whole vocabulary, or of
+            `sharded` a term of each shard, with an axis of devices in front. If given, the softmax part of dh is
             `softmax`·`rows`, except for the target's, which is in `one_hots`.
     """
 
@@ -128,36 +95,44 @@ class Gradients(NamedTuple):
     bias: Array | None = None
 
 
-class Forward(Protocol):
-    """The pass over the vocabulary that gives the statistics."""
+class Implementation(NamedTuple):
+    """Two passes over the vocabulary.
 
-    def __call__(self, request: ForwardRequest, inputs: Inputs, /) -> ForwardResult: ...
-
-
-class Backward(Protocol):
-    """The pass over the vocabulary that gives the gradients; invalid tokens add nothing, even with NaN in `hidden`.
-
-    `saved` is that of `ForwardResult`. `into`, for implementations with `accumulates`: float32 gradients in unembedding
-    and bias from other tokens, where wanted; those of these tokens are added to them.
+    Attributes:
+        forward: `(options, needed, save, inputs) -> (moments, saved)`. The moments are those of the whole vocabulary,
+            of invalid tokens any value; `needed` names their optional fields. `saved` is None, or with `save` what
+            `backward` uses instead of computing the logits again.
+        backward: `(options, wanted, inputs, cotangents, saved, into) -> Gradients`, those that `wanted` names. Invalid
+            tokens add nothing, even with NaN in `hidden`. `into`, for implementations with `accumulates`: None, or
+            float32 gradients in unembedding and bias from other tokens, to which those of these tokens are added.
+        check: `(options, inputs, platform)` -> how a call runs, for `explain`; raises NotImplementedError with the
+            reason if it cannot run.
+        rows_first: where hidden and unembedding are both differentiated and no logits are saved, the gradient in hidden
+            comes out of the forward pass too, and only that in the unembedding is left to the backward pass.
+        shares_logits: where both gradients are left to the backward pass, whether it computes the logits once for both;
+            for `explain`.
+        saved_bytes: size of `saved` per logit, from the bytes of a hidden state's number.
+        accumulates: `backward` takes `into`.
     """
 
-    def __call__(
-        self, request: BackwardRequest, inputs: Inputs, cotangents: Cotangents, saved: Any, into: Gradients | None, /
-    ) -> Gradients: ...
+    forward: Callable[..., tuple[Moments, Any]]
+    backward: Callable[..., Gradients]
+    check: Callable[[Options, Inputs, Platform], str]
+    rows_first: bool = False
+    shares_logits: Callable[[Options, Inputs, Platform], bool] = lambda options, inputs, platform: True
+    saved_bytes: Callable[[int], float] = lambda itemsize: 4.0
+    accumulates: bool = False
 
 
-def first_order(run: Callable[..., Any]) -> Callable[..., Any]:
+def first_order(run: Callable[..., Any], static: int) -> Callable[..., Any]:
     """A pass by kernels that JAX cannot differentiate: one error where a second derivative would need it.
 
-    The static request is the first argument of the pass; the others are pytrees of arrays.
+    The first `static` arguments are static; the others are pytrees of arrays.
     """
-
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def checked(request: Any, *arrays: Any) -> Any:
-        return run(request, *arrays)
+    checked = jax.custom_jvp(run, nondiff_argnums=tuple(range(static)))
 
     @checked.defjvp
-    def _differentiated(request: Any, primals: Any, tangents: Any) -> Any:
+    def _differentiated(*_: Any) -> Any:
         raise NotImplementedError(
             "second derivatives: the Pallas kernels have a first one only. Pass implementation='chunked'."
         )
@@ -165,34 +140,8 @@ def first_order(run: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-Check = Callable[[Options, Inputs, Platform], str]
-"""Describes how a call runs, for `explain`; raises NotImplementedError with the reason if it cannot run."""
+class Refs(dict[str, Any]):
+    """The references of a Pallas kernel by name, as attributes; None where there is none."""
 
-
-def _shares_always(options: Options, inputs: Inputs, platform: Platform) -> bool:
-    return True
-
-
-def _four_bytes(itemsize: int) -> float:
-    return 4.0
-
-
-class Implementation(NamedTuple):
-    """Two passes over the vocabulary.
-
-    Attributes:
-        rows_first: where hidden and unembedding are both differentiated and no logits are saved, the gradient in hidden
-            comes out of the forward pass too, and only that in the unembedding is left to the backward pass.
-        shares_logits: where both gradients are left to the backward pass, whether it computes the logits once for both;
-            for `explain`.
-        saved_bytes: size of `ForwardResult.saved` per logit, from the bytes of a hidden state's number.
-        accumulates: `backward` takes `into`.
-    """
-
-    forward: Forward
-    backward: Backward
-    check: Check
-    rows_first: bool = False
-    shares_logits: Callable[[Options, Inputs, Platform], bool] = _shares_always
-    saved_bytes: Callable[[int], float] = _four_bytes
-    accumulates: bool = False
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)

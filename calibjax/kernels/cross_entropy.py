@@ -1,16 +1,9 @@
 """`linear_cross_entropy`: the loss of hidden states under an unembedding, without the logits.
 
 The cotangent of a scalar loss is known up to a factor when the loss is computed: the gradients are formed there, one
-block of tokens at a time, and the backward pass only multiplies them. Each logit is computed once:
-
-| differentiated | products N·D·V, forward + backward |
-|---|---|
-| nothing, or the scale alone | 1 + 0 |
-| hidden (and scale) | 2 + 0 |
-| bias alone; unembedding alone; both with hidden | 1 + 0; 2 + 0; 3 + 0 |
-
-`reduction="none"` costs what `vocab_stats` costs (four products for everything; see `operator`), as does a scalar over
-a mesh.
+block of tokens at a time, and the backward pass only multiplies them. Each logit is computed once: one product N·D·V
+for the loss, and one for each gradient in hidden and unembedding. `reduction="none"` costs what `vocab_stats` costs, as
+does a scalar over a mesh.
 """
 
 from collections.abc import Mapping
@@ -22,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels import api, chunked, operator
 from calibjax.kernels.contract import Gradients
-from calibjax.kernels.operator import Outputs
 from calibjax.kernels.platforms import platform
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.runtime.arrays import AnyArray
@@ -50,9 +42,11 @@ class _Loss(NamedTuple):
         loss = log_normalizer - scale * target_logit
         if self.label_smoothing:
             loss = loss + self.label_smoothing * scale * (target_logit - stats["mean_logit"])
-        if self.z_loss:
-            loss = loss + self.z_loss * jnp.square(log_normalizer)
-        return loss
+        return loss + self.z_loss * jnp.square(log_normalizer) if self.z_loss else loss
+
+    def count(self, valid: Array) -> Array | int:
+        """What the sum of the losses is divided by: the number of tokens that count, at least 1, for a mean."""
+        return jnp.maximum(jnp.sum(valid), 1).astype(jnp.float32) if self.reduction == "mean" else 1
 
 
 def linear_cross_entropy(
@@ -79,25 +73,18 @@ def linear_cross_entropy(
 
     Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode. With the reductions "mean" and "sum",
     on one device, every implementation but "reference" forms the gradients in the forward pass and computes no logit
-    twice. Memory beyond inputs and outputs: the logits of one block of tokens (`choose_block_size`; in the Pallas
-    kernels their exponentials, see `save_logits` of `vocab_stats`) and gradients in float32. With "none" neither is
-    held, and both gradients take one product more.
+    twice. Memory beyond inputs and outputs: the logits of one block of tokens (`choose_block_size`) and gradients in
+    float32. With "none" neither is held, and both gradients take one product more.
 
     Args:
-        hidden: hidden states, `[..., D]`, floating point.
-        unembedding: `[V, D]`, floating point.
+        hidden, unembedding, scale, bias, softcap, where, ignore_index, sharding: as in `vocab_stats`.
         targets: `[...]`, integer in [0, V), or `ignore_index`.
-        scale: inverse temperature s > 0, `[...]` or a scalar; None means 1.
-        bias: `[V]`, added to the logits before the soft-cap.
-        softcap: cap > 0, or None.
         label_smoothing: β in [0, 1], a Python number. 0 saves the mean of the logits.
         z_loss: weight of the squared log-normaliser, at least 0, a Python number.
         reduction: "none"; "sum"; or "mean" over the tokens that count, 0 where there are none.
-        where: `[...]`, False for tokens that do not count.
-        ignore_index: target value that does not count.
-        sharding: as in `vocab_stats`. A scalar over a mesh costs what `vocab_stats` costs.
-        execution: implementation, chunk_size, precision, filter_threshold and save_logits, as in `vocab_stats`. Where
-            the gradients are formed in the forward pass, `save_logits` makes one block of all tokens.
+        execution: as in `vocab_stats`. Where the gradients are formed in the forward pass, `save_logits` makes one
+        block
+            of all tokens.
 
     Returns:
         float32, `[...]` or a scalar. Tokens that do not count add exactly zero to loss and gradients, even with NaN in
@@ -119,9 +106,9 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing: expected a number from 0 to 1, got {label_smoothing}.")
     if not z_loss >= 0:
         raise ValueError(f"z_loss: expected a number of at least 0, got {z_loss}.")
-    arrays = api.as_arrays(hidden, unembedding, targets, bias, where)
     statistics = ("log_normalizer", "target_logit", *(("mean_logit",) if label_smoothing else ()))
-    dispatch = api.prepare(arrays, softcap, statistics, sharding, execution)
+    arrays = (hidden, unembedding, targets, bias, where)
+    dispatch, arrays = api.prepare(arrays, softcap, statistics, sharding, execution)
     loss = _Loss(reduction, label_smoothing, z_loss, ignore_index, dispatch)
     implementation = dispatch.call().implementation
     formed = reduction != "none" and implementation is not None and implementation.accumulates
@@ -132,19 +119,10 @@ def _from_statistics(loss: _Loss, arrays: tuple[Any, ...], scale: Array) -> Arra
     """The loss from the statistics of `vocab_stats`."""
     stats, valid = api.evaluate(loss.dispatch, arrays, scale, loss.ignore_index)
     values = jnp.where(valid, loss.per_token(stats, scale), 0.0)
-    if loss.reduction == "none":
-        return values
-    return jnp.sum(values) / (_count(valid) if loss.reduction == "mean" else 1)
-
-
-def _count(valid: Array) -> Array:
-    """Number of tokens that count, at least 1, float32."""
-    return jnp.maximum(jnp.sum(valid), 1).astype(jnp.float32)
+    return values if loss.reduction == "none" else jnp.sum(values) / loss.count(valid)
 
 
 _with_gradients = jax.custom_vjp(_from_statistics, nondiff_argnums=(0,))
-
-
 _PLACES = {"hidden": 0, "unembedding": 1, "bias": 3}  # in `api.as_arrays`
 
 
@@ -197,7 +175,7 @@ def _by_blocks(
     inputs, broken = operator.with_dtypes(inputs), broken.reshape(-1)
     hidden_shape, (vocab_size, width) = arrays[0].shape, inputs.unembedding.shape
     shapes = {"hidden": hidden_shape, "unembedding": (vocab_size, width), "bias": (vocab_size,)}
-    weights = valid.reshape(-1).astype(jnp.float32) / (_count(valid) if loss.reduction == "mean" else 1.0)
+    weights = valid.reshape(-1).astype(jnp.float32) / loss.count(valid)
     call = loss.dispatch.call()
     wanted = call.wanted | ({"expected_logit"} if "scale" in differentiated else set())
     call = call._replace(wanted=wanted)
@@ -206,26 +184,26 @@ def _by_blocks(
     def step(carry: Any, start: Array | int, size: int, _: None) -> Any:
         total, gradients, d_scale = carry
 
-        def of_block(x: Any) -> Any:
-            return chunked.rows(x, start, size)
+        def block_rows(x: Any) -> Any:
+            return chunked.take_rows(x, start, size)
 
         unembedding, bias = inputs.unembedding, inputs.bias
-        block = jax.tree.map(of_block, inputs._replace(unembedding=None, bias=None))
+        block = jax.tree.map(block_rows, inputs._replace(unembedding=None, bias=None))
         block = block._replace(unembedding=unembedding, bias=bias)
         outputs, _rows, saved = operator.forward(call, block, wanted, save=True)
 
-        def reduced(outputs: Outputs, s: Array) -> Array:
-            assert outputs.target_logit is not None
-            known = outputs._replace(target_logit=jnp.where(of_block(broken), jnp.nan, outputs.target_logit))
-            values = loss.per_token(known._asdict(), s)
-            return jnp.sum(jnp.where(block.valid, of_block(weights) * values, 0.0))
+        def reduced(outputs: dict[str, Array], s: Array) -> Array:
+            target_logit = jnp.where(block_rows(broken), jnp.nan, outputs["target_logit"])
+            values = loss.per_token({**outputs, "target_logit": target_logit}, s)
+            return jnp.sum(jnp.where(block.valid, block_rows(weights) * values, 0.0))
 
         value, (g, d_s) = jax.value_and_grad(reduced, argnums=(0, 1))(outputs, block.scale)
         residuals = operator.Residuals(block, outputs, None, saved, flags)
         into = gradients._replace(hidden=None)
-        added = operator.input_gradients(call, residuals, g._replace(expected_logit=None), into)
+        d_outputs = {name: x for name, x in g.items() if name != "expected_logit"}  # the loss does not read it
+        added = operator.input_gradients(call, residuals, d_outputs, into)
         if d_scale is not None:
-            d_scale = chunked.put(d_scale, d_s + g.log_normalizer * outputs.expected_logit, start)
+            d_scale = chunked.put(d_scale, d_s + g["log_normalizer"] * outputs["expected_logit"], start)
         added = added._replace(hidden=chunked.put(gradients.hidden, added.hidden, start))
         return total + value, added, d_scale
 

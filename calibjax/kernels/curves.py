@@ -4,9 +4,9 @@ The logits z of a frozen model never change; only the scale s does. With m = max
 
     f(s) = log Σ_v exp(s·u_v),   f' = E_p[z] − m ≤ 0,   f'' = Var_p[z] ≥ 0,   log_normalizer = s·m + f(s).
 
-f is smooth and convex, and every loss is algebra on f, f' and constants of the token. f, f' and f'' at K scales
-determine it in between by quintic Hermite interpolation (`interpolation`): a head can be fitted to them at no cost that
-depends on V or D.
+f is smooth and convex. f, f' and f'' at K scales determine it in between by quintic Hermite interpolation
+(`interpolation`), and every loss is algebra on f, f' and constants of the token: a head can be fitted to them at no
+cost that depends on V or D.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ SCALES = tuple(2.0**octave * 2.0 ** (k / 4) for octave in range(-3, 3) for k in 
 class VocabCurves:
     """The statistics of each token at K scales; `at` interpolates them to any.
 
-    A pytree whose arrays all begin with the leading shape `[...]` of the hidden states: `jax.tree.map(lambda x: x[i],
-    curves)` are the curves of some tokens. `scales` is static. Constants under differentiation. Tokens that are not
-    `valid` hold 0 in every float field, -1 in `argmax` and False in `correct`.
+    A pytree whose arrays all begin with the leading shape `[...]` of the hidden states; `scales` is static. Constants
+    under differentiation. Tokens that are not `valid` hold 0 in every float field, -1 in `argmax` and False in
+    `correct`.
 
     Attributes:
         log_weight: float32 `[..., K]`, f(s) = log Σ_v exp(s (z_v − max z)), at least 0.
@@ -64,9 +64,8 @@ class VocabCurves:
     def at(self, scale: Float[AnyArray, "..."] | float) -> VocabStats:
         """The statistics at inverse temperature s > 0, `[...]` or a scalar, without the vocabulary.
 
-        Differentiable in `scale`: the gradients are the derivatives of the interpolated function, as of `vocab_stats`
-        (∂ log_normalizer/∂s = expected_logit, ∂ expected_logit/∂s = the interpolated variance, which is constant under
-        differentiation). Beyond the first and the last of `scales` f continues as `interpolation.continued` describes.
+        Differentiable in `scale`, as `vocab_stats`, by the derivatives of the interpolated function. Beyond the first
+        and the last of `scales` f continues as `interpolation.continued` describes.
 
         Example:
             >>> import jax.numpy as jnp
@@ -104,16 +103,12 @@ def vocab_curves(
 ) -> VocabCurves:
     """Statistics of the logits z = softcap(h Wᵀ + b) at K scales, without holding all logits.
 
-    One product N·D·V and, for each logit, three sums and an exponential at each of the K scales. Where the scales are L
-    octaves (`stats.octaves`), K/L are exponentials and the others squares of these. For frozen models: the result is a
-    constant under differentiation.
+    One product N·D·V and, for each logit, three sums and an exponential at each of the K scales, or at K/L of them
+    where the scales are L octaves (`stats.octaves`). For frozen models: the result is a constant under differentiation.
 
     Args:
-        hidden: hidden states, `[..., D]`, floating point.
-        unembedding: `[V, D]`, floating point.
-        targets: `[...]`, integer in [0, V), or `ignore_index`. None leaves out `target_logit` and `correct`.
+        hidden, unembedding, targets, bias, softcap, where, ignore_index, sharding: as in `vocab_stats`.
         scales: at least two finite inverse temperatures above 0, rising.
-        bias, softcap, where, ignore_index, sharding: as in `vocab_stats`.
         top_k: how many of the largest logits to return too, by a product and a pass of their own; 0 to V.
         execution: implementation, chunk_size and precision, as in `vocab_stats`.
 
@@ -133,14 +128,14 @@ def vocab_curves(
     scales = tuple(float(scale) for scale in scales)
     if len(scales) < 2 or not all(0 < a < b < math.inf for a, b in itertools.pairwise(scales)):
         raise ValueError(f"scales: expected at least two finite numbers above 0, rising, got {scales}.")
-    unused = sorted(name for name in ("filter_threshold", "save_logits") if execution.get(name))
-    if unused:
-        raise ValueError(f"{unused[0]}: it changes a backward pass, and vocab_curves has none; leave it out.")
+    if execution.get("save_logits"):
+        raise ValueError("save_logits: it changes a backward pass, and vocab_curves has none; leave it out.")
     if not 0 <= top_k <= unembedding.shape[0]:
         raise ValueError(f"top_k: expected 0 to the vocabulary size {unembedding.shape[0]}, got {top_k}.")
-    arrays: Any = jax.lax.stop_gradient(api.as_arrays(hidden, unembedding, targets, bias, where))
     statistics = tuple(name for name in STATISTICS if targets is not None or name not in ("target_logit", "correct"))
-    dispatch = api.prepare(arrays, softcap, statistics, sharding, execution, scales)
+    arrays: Any = (hidden, unembedding, targets, bias, where)
+    dispatch, arrays = api.prepare(arrays, softcap, statistics, sharding, execution, scales)
+    arrays = jax.lax.stop_gradient(arrays)
     values, valid = api.evaluate(dispatch, arrays, api.as_scale(None, arrays[0].shape[:-1]), ignore_index)
     top = None
     if top_k:

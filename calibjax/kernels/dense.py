@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.curves import SCALES, VocabCurves
 from calibjax.kernels.operator import masked
-from calibjax.kernels.stats import FLOOR, VocabStats
+from calibjax.kernels.stats import FLOOR, VocabStats, cumulants
 
 
 def dense_stats(
@@ -23,7 +23,7 @@ def dense_stats(
     s = jnp.ones(valid.shape, jnp.float32) if scale is None else jnp.asarray(scale, jnp.float32)
     counted = jnp.where(valid, s, 1.0)
     largest = constants["max_logit"]
-    log_weight, mean, variance = _cumulants(jnp.maximum(z - largest[..., None], FLOOR), counted)
+    log_weight, mean, variance = cumulants(jnp.maximum(z - largest[..., None], FLOOR), counted)
     values = {
         "log_normalizer": counted * largest + log_weight,
         "expected_logit": largest + mean,
@@ -44,7 +44,7 @@ def dense_curves(
     """`vocab_curves` of logits z `[..., V]`; one scale after another, each with several arrays of that size."""
     z, constants, valid = _constants(logits, targets, where)
     difference = jnp.maximum(z - constants["max_logit"][..., None], FLOOR)
-    jets = jax.lax.map(lambda s: _cumulants(difference, s), jnp.asarray(scales, jnp.float32))
+    jets = jax.lax.map(lambda s: cumulants(difference, s), jnp.asarray(scales, jnp.float32))
     f, slope, curvature = (masked(valid, jnp.moveaxis(x, 0, -1)) for x in jets)
     top = masked(valid, jax.lax.top_k(z, top_k)[0]) if top_k else None
     return VocabCurves(
@@ -74,16 +74,6 @@ def _constants(logits: Any, targets: Any, where: Any) -> tuple[Array, dict[str, 
     }
     if targets is not None:
         index = jnp.where(valid, targets, 0)[..., None]
-        of_target = jnp.take_along_axis(z, index, axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
-        constants |= {"target_logit": of_target, "correct": valid & (argmax == targets)}
+        target_logit = jnp.take_along_axis(z, index, axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
+        constants |= {"target_logit": target_logit, "correct": valid & (argmax == targets)}
     return z, constants, valid
-
-
-def _cumulants(difference: Float[Array, "... V"], s: Array) -> tuple[Array, Array, Array]:
-    """log Σ exp(s·d), E[d] and Var[d] of the differences d from the largest logit."""
-    e = jnp.exp(jnp.broadcast_to(s, difference.shape[:-1])[..., None] * difference)
-    weight = jnp.sum(e, axis=-1)
-    mean = jnp.sum(e * difference, axis=-1) / weight
-    spread = jnp.square(difference - jax.lax.stop_gradient(mean)[..., None])
-    variance = jnp.sum(e * spread, axis=-1) / weight
-    return jnp.log(weight), mean, jax.lax.stop_gradient(variance)

@@ -5,10 +5,10 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from calibjax.kernels.chunked import choose_chunk_size, fold, rows
+from calibjax.kernels.chunked import choose_chunk_size, fold, take_rows
 from calibjax.kernels.contract import Inputs
 from calibjax.kernels.sharded import VocabSharding, in_auto_axes, leading_spec, sum_over_vocab
-from calibjax.kernels.softcap import softcapped
+from calibjax.kernels.stats import softcapped
 from calibjax.runtime.arrays import AnyArray
 
 
@@ -25,10 +25,9 @@ def kl_divergences(
 ) -> Float[Array, "K *B"]:
     """KL(p‖q_k) of the next-token distributions of `hidden` and of each of the `others`, in nats.
 
-    KL(p‖q) = Σ_v p_v (z_v − z'_v) − lse(z) + lse(z'): with both normalizers known from `vocab_stats`, the sum runs over
-    chunks of the vocabulary, each of which needs only its own logits; over a mesh, the sums of the vocabulary's shards
-    are added. Forward only. Memory beyond inputs and outputs: a float32 block `[N, K + 1, C]` of the logits, C columns
-    at a time (`chunked.choose_chunk_size` for (K + 1) N tokens). The error is about 1e-6 of the largest logit.
+    KL(p‖q) = Σ_v p_v (z_v − z'_v) − lse(z) + lse(z'): with both normalizers known from `vocab_stats`, a sum over chunks
+    of the vocabulary and over its shards. Forward only. Memory beyond inputs and outputs: a float32 block `[N, K + 1,
+    C]` of the logits, C columns at a time. The error is about 1e-6 of the largest logit.
 
     Args:
         hidden: of the reference p, `[..., D]`, floating point.
@@ -75,12 +74,12 @@ def _expected_differences(
         z = jnp.einsum(
             "nkd,cd->nkc",
             states,
-            rows(unembedding, start, width).astype(states.dtype),
+            take_rows(unembedding, start, width).astype(states.dtype),
             preferred_element_type=jnp.float32,
             precision="highest" if states.dtype == jnp.float32 else None,
         )
         if bias is not None:
-            z = z + rows(bias, start, width).astype(jnp.float32)[None, None, :]
+            z = z + take_rows(bias, start, width).astype(jnp.float32)[None, None, :]
         z = softcapped(z, softcap)
         p = jnp.exp(z[:, :1] - log_normalizer[:, None, None])
         return total + jnp.sum(p * (z[:, :1] - z[:, 1:]), axis=-1)

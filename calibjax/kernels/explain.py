@@ -52,7 +52,7 @@ def explain(
     """
     arrays = (hidden, unembedding, targets, bias, where)
     operator = "vocab_stats" if scales is None else "vocab_curves"
-    dispatch = api.prepare(arrays, softcap, statistics, sharding, execution, scales)
+    dispatch, _ = api.prepare(arrays, softcap, statistics, sharding, execution, scales)
     try:
         chosen = dispatch.choose()
     except NotImplementedError:
@@ -78,15 +78,14 @@ def explain(
         lines.append(f"saved logits, where the backward pass needs them: {size:.0f} MiB over all devices")
     shared = implementation is not None and implementation.shares_logits(options, shapes, machine)
     lines.append("products N·D·V, forward + backward, by what is differentiated:")
-    for what, of_hidden, of_unembedding in (
+    for what, d_hidden, d_unembedding in (
         ("nothing, scale", False, False),
         ("hidden", True, False),
         ("unembedding", False, True),
         ("hidden and unembedding", True, True),
     ):
-        forward, backward, filtered = _products(call, shared, of_hidden, of_unembedding)
-        note = f" ({filtered} of them only where p reaches filter_threshold)" if filtered else ""
-        lines.append(f"  {what:<23} {forward} + {backward}{note}")
+        forward, backward = _products(call, shared, d_hidden, d_unembedding)
+        lines.append(f"  {what:<23} {forward} + {backward}")
     return "\n".join(lines)
 
 
@@ -113,13 +112,12 @@ def _cost(name: str, softcap: float | None) -> str:
     return {"target_logit": "a gather", "correct": "argmax's pass"}.get(name, "an elementwise pass")
 
 
-def _products(call: Call, shared: bool, of_hidden: bool, of_unembedding: bool) -> tuple[int, int, int]:
-    """Products N·D·V of the forward and the backward pass, and those of the latter with a filter; see `operator`."""
+def _products(call: Call, shared: bool, d_hidden: bool, d_unembedding: bool) -> tuple[int, int]:
+    """Products N·D·V of the forward and the backward pass; see `operator`."""
     if call.implementation is None:
-        return 1, of_hidden + of_unembedding, 0
-    rows = of_hidden and takes_rows(call, alone=not of_unembedding)
-    gradients = (of_hidden and not rows) + of_unembedding
+        return 1, d_hidden + d_unembedding
+    rows = d_hidden and takes_rows(call, alone=not d_unembedding)
+    gradients = (d_hidden and not rows) + d_unembedding
     # One pass computes the logits again for both, or each gradient has a pass of its own.
     again = min(gradients, 1) if shared else gradients
-    filtered = gradients if call.options.filter_threshold else 0
-    return 1 + rows, gradients + (0 if call.options.save_logits else again), filtered
+    return 1 + rows, gradients + (0 if call.options.save_logits else again)

@@ -5,9 +5,8 @@ everywhere. Its errors, and those of its slope and its curvature, are at most
 
     h⁶ M / 46080,   √5 h⁵ M / 30000,   h⁴ M / 1920,   M = max |f⁽⁶⁾| between the nodes
 
-(Birkhoff and Priver 1967). f = log Σ exp(s·u) has |f⁽⁶⁾| ≤ 720 R⁶/π⁵ where all u lie in an interval of length R: it is
-analytic in the disc of radius π/R around s, where Σ exp(s·u) has no root and Re f grows by at most π/2
-(Borel-Carathéodory).
+(Birkhoff and Priver 1967). f = log Σ exp(s·u) has |f⁽⁶⁾| ≤ 720 R⁶/π⁵ where all u lie in an interval of length R
+(Borel-Carathéodory in the disc of radius π/R around s, where Σ exp(s·u) has no root).
 """
 
 import functools
@@ -45,12 +44,7 @@ def evaluate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) ->
     below, above = scale < table[0], scale > table[-1]
     first = continued(left, jnp.where(below, scale - start, 0.0))
     last = continued(right, jnp.where(above, scale - end, 0.0))
-    return Jet(
-        *(
-            jnp.where(below, before, jnp.where(above, after, x))
-            for before, x, after in zip(first, inside, last, strict=True)
-        )
-    )
+    return jax.tree.map(lambda x, y, z: jnp.where(below, x, jnp.where(above, z, y)), first, inside, last)
 
 
 @evaluate.defjvp
@@ -103,4 +97,4 @@ def continued(jet: Jet, distance: Array) -> Jet:
     mean_decay = jnp.where(x > 1e-4, -jnp.expm1(-x) / jnp.where(x > 1e-4, x, 1.0), 1.0 - 0.5 * x)
     above = Jet(value + slope * distance * mean_decay, slope * decay, rate * fall * decay)
     below = Jet(value + distance * (slope + 0.5 * distance * curvature), slope + distance * curvature, curvature)
-    return Jet(*(jnp.where(distance > 0.0, x, y) for x, y in zip(above, below, strict=True)))
+    return jax.tree.map(lambda x, y: jnp.where(distance > 0.0, x, y), above, below)

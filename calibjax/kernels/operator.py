@@ -14,9 +14,6 @@ c_v = 1 − (z_v/cap)² (1 without a soft-cap) and cotangents g of the statistic
 | the same, with `expected_logit`, or with `mean_logit` under a soft-cap | 1 + 2: the rows have a second weight |
 | unembedding or bias alone | 1 + 2 |
 | hidden and unembedding | 1 + 3, or 1 + 2 with `save_logits`; 1 + 4 without `Implementation.shares_logits` |
-
-With `filter_threshold` the products of the backward pass that follow the logits, one per gradient, run only where some
-p reaches the threshold.
 """
 
 import functools
@@ -27,73 +24,41 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from calibjax.kernels.contract import (
-    BackwardRequest,
-    Cotangents,
-    ForwardRequest,
-    Gradients,
-    Implementation,
-    Inputs,
-    Options,
-)
-from calibjax.kernels.softcap import times_slope
-from calibjax.kernels.stats import Moments
+from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options
+from calibjax.kernels.stats import times_slope
 
 
 class Call(NamedTuple):
-    """Static part of a call: `wanted` names fields of `Outputs`; implementation None is the dense formula."""
+    """Static part of a call: `wanted` names statistics; implementation None is the dense formula."""
 
     implementation: Implementation | None
     wanted: frozenset[str]
     options: Options
 
 
-class Outputs(NamedTuple):
-    """The statistics, or their cotangents; those not wanted, or known to be zero, are None."""
-
-    log_normalizer: Array | None
-    target_logit: Array | None
-    mean_logit: Array | None
-    max_logit: Array | None
-    argmax: Array | None
-    expected_logit: Array | None
-    logit_variance: Array | None
-
-    def only(self, wanted: frozenset[str]) -> "Outputs":
-        return Outputs(**{name: value if name in wanted else None for name, value in self._asdict().items()})
-
-
 class Residuals(NamedTuple):
     """Residuals of the forward pass for the gradients in hidden, unembedding and bias.
 
     Attributes:
+        outputs: statistics by name.
         rows: `Moments.rows`, or None.
-        saved: `ForwardResult.saved`.
+        saved: as `Implementation.forward` returns it.
         differentiated: () for each of hidden, unembedding and bias that is differentiated, else None: static under jit.
     """
 
     inputs: Inputs
-    outputs: Outputs
+    outputs: dict[str, Array]
     rows: Array | None
     saved: Any
     differentiated: tuple[tuple[()] | None, ...]
 
 
-class _Residuals(NamedTuple):
-    """The derivatives in the scale, and the rest; `rest` is None where only the scale is differentiated."""
-
-    expected_logit: Array | None
-    logit_variance: Array | None
-    rest: Residuals | None
-
-
-def statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
+def compute(call: Call, inputs: Inputs) -> dict[str, Array]:
     """The statistics in `call.wanted` in float32; see `VocabStats`. 0 for invalid tokens.
 
     With `Options.scales` log_normalizer and expected_logit are relative to the largest logit, as in `VocabCurves`.
     """
-    outputs: Outputs = _statistics(call, with_dtypes(inputs))
-    return {name: value for name, value in outputs._asdict().items() if value is not None}
+    return _statistics(call, with_dtypes(inputs))
 
 
 def with_dtypes(inputs: Inputs) -> Inputs:
@@ -129,23 +94,6 @@ def takes_rows(call: Call, alone: bool) -> bool:
     return (alone or (call.implementation.rows_first and not options.save_logits)) and not second_weight
 
 
-def _outputs(options: Options, moments: Moments, inputs: Inputs) -> Outputs:
-    log_weight, shift, variance = moments.cumulants()
-    relative = options.scales is not None
-    outputs = Outputs(
-        log_normalizer=log_weight if relative else inputs.scale * moments.max_logit + log_weight,
-        target_logit=moments.target,
-        mean_logit=None if moments.total is None else moments.total / inputs.unembedding.shape[0],
-        max_logit=moments.max_logit,
-        argmax=moments.argmax,
-        expected_logit=shift if shift is None or relative else moments.max_logit + shift,
-        logit_variance=variance,
-    )
-    if inputs.valid is None:
-        return outputs
-    return Outputs(*(None if x is None else masked(inputs.valid, x) for x in outputs))
-
-
 def masked(valid: Array, x: Array, filler: Any = 0) -> Array:
     """`x` [..., K] or [...] where `valid` [...], else `filler`."""
     return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)), x, jnp.asarray(filler, x.dtype))
@@ -153,20 +101,34 @@ def masked(valid: Array, x: Array, filler: Any = 0) -> Array:
 
 def forward(
     call: Call, inputs: Inputs, wanted: frozenset[str], rows: bool = False, save: bool = False
-) -> tuple[Outputs, Array | None, Any]:
-    """The outputs in `wanted`, with `rows` also `Moments.rows`, and `ForwardResult.saved`."""
+) -> tuple[dict[str, Array], Array | None, Any]:
+    """The statistics in `wanted` by name, with `rows` also `Moments.rows`, and what is saved for the backward pass."""
     assert call.implementation is not None
     needed = frozenset().union(*(_NEEDED.get(name, ()) for name in wanted)) | ({"rows"} if rows else set())
-    moments, saved = call.implementation.forward(ForwardRequest(call.options, needed, save), inputs)
-    return _outputs(call.options, moments, inputs).only(wanted), moments.rows, saved
+    moments, saved = call.implementation.forward(call.options, needed, save, inputs)
+    log_weight, shift, variance = moments.cumulants()
+    relative = call.options.scales is not None
+    outputs = {
+        "log_normalizer": log_weight if relative else inputs.scale * moments.max_logit + log_weight,
+        "target_logit": moments.target,
+        "mean_logit": None if moments.total is None else moments.total / inputs.unembedding.shape[0],
+        "max_logit": moments.max_logit,
+        "argmax": moments.argmax,
+        "expected_logit": shift if shift is None or relative else moments.max_logit + shift,
+        "logit_variance": variance,
+    }
+    outputs = {name: x for name, x in outputs.items() if x is not None and name in wanted}
+    if inputs.valid is not None:
+        outputs = {name: masked(inputs.valid, x) for name, x in outputs.items()}
+    return outputs, moments.rows, saved
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(call: Call, inputs: Inputs) -> Outputs:
+def _statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
     return forward(call, inputs, call.wanted)[0]
 
 
-def _statistics_fwd(call: Call, primals: Any) -> tuple[Outputs, _Residuals]:
+def _statistics_fwd(call: Call, primals: Any) -> tuple[dict[str, Array], tuple[Any, Residuals | None]]:
     # symbolic_zeros marks what is differentiated: what is frozen is neither stored nor computed.
     perturbed = [x is not None and x.perturbed for x in (primals.hidden, primals.unembedding, primals.bias)]
     inputs: Inputs = jax.tree.map(
@@ -185,71 +147,61 @@ def _statistics_fwd(call: Call, primals: Any) -> tuple[Outputs, _Residuals]:
         if rows and inputs.targets is not None:
             wanted.add("target_logit")
     second_pass = any(perturbed[1:]) or (perturbed[0] and not rows)
-    save = call.options.save_logits and second_pass
-    outputs, direction, saved = forward(call, inputs, frozenset(wanted), rows, save)
+    outputs, direction, saved = forward(call, inputs, frozenset(wanted), rows, call.options.save_logits and second_pass)
     rest = None
     if any(perturbed):
         rest = Residuals(inputs, outputs, direction, saved, tuple(() if x else None for x in perturbed))
-    of_scale = (outputs.expected_logit, outputs.logit_variance) if primals.scale.perturbed else (None, None)
-    return outputs.only(call.wanted), _Residuals(*of_scale, rest)
+    d_scale = (
+        (outputs.get("expected_logit"), outputs.get("logit_variance")) if primals.scale.perturbed else (None, None)
+    )
+    return {name: x for name, x in outputs.items() if name in call.wanted}, (d_scale, rest)
 
 
-def _statistics_bwd(call: Call, residuals: _Residuals, cotangents: Outputs) -> tuple[Inputs]:
+def _statistics_bwd(call: Call, residuals: tuple[Any, Residuals | None], cotangents: dict[str, Any]) -> tuple[Inputs]:
     zero = jax.custom_derivatives.SymbolicZero
-    g = Outputs(*(None if isinstance(cotangent, zero) else cotangent for cotangent in cotangents))
+    g = {name: cotangent for name, cotangent in cotangents.items() if not isinstance(cotangent, zero)}
+    derivatives, rest = residuals
     d_scale = None
-    for cotangent, derivative in (
-        (g.log_normalizer, residuals.expected_logit),
-        (g.expected_logit, residuals.logit_variance),
-    ):
-        if cotangent is not None and derivative is not None:
-            d_scale = cotangent * derivative if d_scale is None else d_scale + cotangent * derivative
+    for name, derivative in zip(("log_normalizer", "expected_logit"), derivatives, strict=True):
+        if name in g and derivative is not None:
+            d_scale = g[name] * derivative if d_scale is None else d_scale + g[name] * derivative
     gradients = Gradients()
-    if residuals.rest is not None:
-        wide, inputs = input_gradients(call, residuals.rest, g), residuals.rest.inputs
-        gradients = Gradients(
-            *(None if d is None or x is None else d.astype(x.dtype) for d, x in zip(wide, inputs[:3], strict=True))
-        )
+    if rest is not None:
+        pairs = zip(input_gradients(call, rest, g), rest.inputs[:3], strict=True)
+        gradients = Gradients(*(None if d is None or x is None else d.astype(x.dtype) for d, x in pairs))
     return (Inputs(*gradients, d_scale, None, None),)  # pyright: ignore[reportArgumentType]
 
 
 _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
 
 
-def input_gradients(call: Call, residuals: Residuals, g: Outputs, into: Gradients | None = None) -> Gradients:
-    """The gradients in hidden, unembedding and bias for cotangents g of the statistics; `into`: see `Backward`."""
-    inputs, outputs = residuals.inputs, residuals.outputs
-    implementation, log_normalizer, scale = call.implementation, outputs.log_normalizer, inputs.scale
+def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into: Gradients | None = None) -> Gradients:
+    """The gradients in hidden, unembedding and bias for cotangents g of the statistics."""
+    inputs, outputs, rows = residuals.inputs, residuals.outputs, residuals.rows
+    implementation, log_normalizer, scale = call.implementation, outputs["log_normalizer"], inputs.scale
     assert implementation is not None
-    assert log_normalizer is not None
     if inputs.valid is not None:
         log_normalizer = jnp.where(inputs.valid, log_normalizer, jnp.inf)  # p = 0
-    softmax = None if g.log_normalizer is None else scale * g.log_normalizer
+    softmax = scale * g["log_normalizer"] if "log_normalizer" in g else None
     centred = None
-    if g.expected_logit is not None:
-        softmax = g.expected_logit if softmax is None else softmax + g.expected_logit
-        centred = scale * g.expected_logit
+    if "expected_logit" in g:
+        softmax = g["expected_logit"] if softmax is None else softmax + g["expected_logit"]
+        centred = scale * g["expected_logit"]
         centred = jnp.where(jnp.isinf(centred), 0.0, centred)  # at such a scale p is 0 or 1, and p (z − E) is 0
-    of_target = g.target_logit
-    if residuals.rows is not None and inputs.targets is not None and softmax is not None:
-        assert outputs.target_logit is not None
-        # The rows leave out the target's, which would cancel against its one-hot where the model is nearly certain.
-        of_target = softmax * jnp.exp(jnp.minimum(scale * outputs.target_logit - log_normalizer, 0.0))
-        of_target = of_target if g.target_logit is None else of_target + g.target_logit
     flags = zip(Gradients._fields, residuals.differentiated, strict=True)
     wanted = frozenset(name for name, flag in flags if flag is not None)
 
-    def backward(of_target: Array | None, wanted: frozenset[str], rows: Array | None) -> Gradients:
+    def backward(d_target: Array | None, wanted: frozenset[str], rows: Array | None) -> Gradients:
         one_hots = (
-            (inputs.targets, of_target, outputs.target_logit),
-            (outputs.argmax, g.max_logit, outputs.max_logit),
+            (inputs.targets, d_target, outputs.get("target_logit")),
+            (outputs.get("argmax"), g.get("max_logit"), outputs.get("max_logit")),
         )
         cotangents = Cotangents(
             log_normalizer=log_normalizer,
             softmax=softmax,
             centred=centred,
-            expected_logit=None if centred is None else outputs.expected_logit,
-            uniform=None if g.mean_logit is None else g.mean_logit / inputs.unembedding.shape[0],
+            expected_logit=None if centred is None else outputs["expected_logit"],
+            uniform=g["mean_logit"] / inputs.unembedding.shape[0] if "mean_logit" in g else None,
             one_hots=tuple(
                 (ids, times_slope(x, z, call.options.softcap))
                 for ids, x, z in one_hots
@@ -257,13 +209,19 @@ def input_gradients(call: Call, residuals: Residuals, g: Outputs, into: Gradient
             ),
             rows=rows,
         )
-        return implementation.backward(BackwardRequest(call.options, wanted), inputs, cotangents, residuals.saved, into)
+        return implementation.backward(call.options, wanted, inputs, cotangents, residuals.saved, into)
 
-    if residuals.rows is None:
-        return backward(of_target, wanted, None)
-    d_hidden = backward(of_target, frozenset({"hidden"}), residuals.rows).hidden
+    d_target = g.get("target_logit")
+    if rows is None:
+        return backward(d_target, wanted, None)
+    d_target_of_hidden = d_target
+    if inputs.targets is not None and softmax is not None:
+        # The rows leave out the target's, which would cancel against its one-hot where the model is nearly certain.
+        p = jnp.exp(jnp.minimum(scale * outputs["target_logit"] - log_normalizer, 0.0))
+        d_target_of_hidden = softmax * p if d_target is None else softmax * p + d_target
+    d_hidden = backward(d_target_of_hidden, frozenset({"hidden"}), rows).hidden
     rest = wanted - {"hidden"}
-    return (backward(g.target_logit, rest, None) if rest else Gradients())._replace(hidden=d_hidden)
+    return (backward(d_target, rest, None) if rest else Gradients())._replace(hidden=d_hidden)
 
 
 _GATHERED_BYTES = 8 * 2**20  # of the rows of W, in float32, that are gathered at a time
@@ -275,8 +233,7 @@ def closed_form_hidden(
     """dh [N, D] where `cotangents.hidden_is_closed`: softmax·rows + Σ_k g_k W[ids_k] + uniform Σ_v W_v, no product.
 
     In the dtype of `cotangents.rows`, in its place, or else in float32; a block of tokens at a time, summed in float32.
-    0 where a token is not valid. `find`: maps ids [N] in [0, V) to rows of W [M, D] and the index of each id's row;
-    None: W itself and the ids.
+    0 where a token is not valid. `find` maps ids [N] in [0, V) to rows of W [M, D] and the index of each id's row.
     """
     unembedding, valid = inputs.unembedding, inputs.valid
     tokens, (vocab_size, width) = inputs.scale.shape[0], unembedding.shape
@@ -291,18 +248,18 @@ def closed_form_hidden(
         one_hots.append((jnp.where(inside, g, 0.0), *((unembedding, ids) if find is None else find(ids))))
 
     def add(start: Array | int, d_hidden: Array, size: int) -> Array:
-        def of_block(x: Array) -> Array:
+        def block_rows(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, size)
 
         block = jnp.zeros((size, width), jnp.float32)
         if cotangents.rows is not None and cotangents.softmax is not None:
-            block = of_block(cotangents.softmax)[:, None] * of_block(d_hidden).astype(jnp.float32)
+            block = block_rows(cotangents.softmax)[:, None] * block_rows(d_hidden).astype(jnp.float32)
         for g, rows, places in one_hots:
-            block = block + of_block(g)[:, None] * rows[of_block(places)].astype(jnp.float32)
+            block = block + block_rows(g)[:, None] * rows[block_rows(places)].astype(jnp.float32)
         if cotangents.uniform is not None and everything is not None:
-            block = block + of_block(cotangents.uniform)[:, None] * everything[None, :]
+            block = block + block_rows(cotangents.uniform)[:, None] * everything[None, :]
         if valid is not None:
-            block = jnp.where(of_block(valid)[:, None], block, 0.0)
+            block = jnp.where(block_rows(valid)[:, None], block, 0.0)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, block.astype(d_hidden.dtype), start, axis=0)
 
     # A power of two seldom leaves a ragged block, for which some versions of libtpu copy the whole of dh.

@@ -9,15 +9,13 @@ from jaxtyping import Array
 
 from calibjax.kernels.contract import Inputs, Options
 from calibjax.kernels.operator import Call
-from calibjax.kernels.softcap import softcapped
-from calibjax.kernels.stats import FLOOR
+from calibjax.kernels.stats import FLOOR, cumulants, softcapped
 
 
 def check(options: Options, sharded: bool) -> str:
     """A line for `explain`; raises NotImplementedError for options that a dense formula does not take."""
     for option, given in (
         ("chunk_size", options.chunk_size is not None),
-        ("filter_threshold", options.filter_threshold is not None),
         ("save_logits", options.save_logits),
         ("sharding", sharded),
     ):
@@ -26,7 +24,7 @@ def check(options: Options, sharded: bool) -> str:
     return "dense, several [N, V] arrays in memory"
 
 
-def statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
+def compute(call: Call, inputs: Inputs) -> dict[str, Array]:
     """The statistics in `call.wanted` in float32, or in float64 where an input is; see `VocabStats`.
 
     With `Options.scales` log_normalizer and expected_logit are relative to the largest logit, as in `VocabCurves`.
@@ -41,12 +39,12 @@ def statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
     s = scale.astype(dtype)
     # Relative to the largest logit m: s·m may exceed the dtype, and so may s·(z − m), whose exponential is 0 then.
     m = jax.lax.stop_gradient(jnp.max(finite, axis=-1))
-    difference = finite - m[:, None]
+    difference = jnp.maximum(finite - m[:, None], FLOOR)
     if call.options.scales is None:
-        log_weight, shift, variance = _cumulants(difference, s)
+        log_weight, shift, variance = cumulants(difference, s)
         log_weight, shift = s * m + log_weight, m + shift
     else:
-        every = [_cumulants(difference, jnp.full_like(s, node)) for node in call.options.scales]
+        every = [cumulants(difference, jnp.full_like(s, node)) for node in call.options.scales]
         log_weight, shift, variance = (jnp.stack(x, axis=-1) for x in zip(*every, strict=True))
     everything = {
         "log_normalizer": log_weight,
@@ -59,14 +57,3 @@ def statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
     if targets is not None:
         everything["target_logit"] = jnp.take_along_axis(z, targets[:, None], axis=-1)[:, 0]
     return {name: everything[name] for name in call.wanted}
-
-
-def _cumulants(difference: Array, s: Array) -> tuple[Array, Array, Array]:
-    """log Σ exp(s·difference), and mean and variance of the differences [N, V] under the softmax."""
-    e = jnp.exp(s[:, None] * difference)
-    weight = jnp.sum(e, axis=-1)
-    p = e / weight[:, None]
-    difference = jnp.where(p > 0, difference, 0.0)
-    mean = jnp.sum(p * difference, axis=-1)
-    variance = jax.lax.stop_gradient(jnp.sum(p * (difference - mean[:, None]) ** 2, axis=-1))
-    return jnp.log(weight), mean, variance

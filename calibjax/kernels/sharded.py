@@ -30,16 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from calibjax.kernels import stats
-from calibjax.kernels.contract import (
-    BackwardRequest,
-    Cotangents,
-    ForwardRequest,
-    ForwardResult,
-    Gradients,
-    Implementation,
-    Inputs,
-    Options,
-)
+from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options
 from calibjax.kernels.platforms import Platform
 from calibjax.kernels.stats import Moments
 
@@ -59,9 +50,9 @@ class VocabSharding:
         tokens: axes over which the tokens N are split.
         vocab: axes over which the rows of `unembedding` (and the bias) are split.
         width: axes among `tokens` over which the columns of `unembedding`, its D, are stored split too, as in fully
-            sharded data parallelism. Then W is gathered along D in pieces of some 16 MiB, each while the previous one
-            is in use, and dW is reduced and scattered back in the same pieces: the gather is hidden as long as
-            computing with a piece takes longer than receiving it, and W is never whole on a device. D must divide.
+            sharded data parallelism; D must divide. W is gathered along D in pieces of some 16 MiB, each while the
+            previous one is in use, and dW is reduced and scattered back in the same pieces: W is never whole on a
+            device.
 
     Raises:
         ValueError: for axes that the mesh does not have, or that have two uses.
@@ -90,8 +81,7 @@ class VocabSharding:
         if faults:
             raise ValueError(
                 f"VocabSharding: {'; '.join(faults)}. Expected axes of the mesh {dict(self.mesh.shape)}, "
-                f"each for tokens or for vocab, and width among those for tokens; got tokens={self.tokens}, "
-                f"vocab={self.vocab}, width={self.width}."
+                f"each for tokens or for vocab, and width among those for tokens; got {self}."
             )
 
     @property
@@ -158,28 +148,23 @@ def implementation(inner: Implementation, sharding: VocabSharding) -> Implementa
     The number of tokens must divide into their shards.
     """
     sharding = sharding.without_trivial_axes()
-    return Implementation(
+
+    def check(options: Options, inputs: Inputs, platform: Platform) -> str:
+        main, *rest = _parts(sharding, inputs)
+        for part in rest:
+            inner.check(options, part, platform)
+        return inner.check(options, main, platform)
+
+    def shares_logits(options: Options, inputs: Inputs, platform: Platform) -> bool:
+        return inner.shares_logits(options, _parts(sharding, inputs)[0], platform)
+
+    return inner._replace(
         forward=functools.partial(_forward, inner, sharding),
         backward=functools.partial(_backward, inner, sharding),
-        check=functools.partial(_check, inner, sharding),
-        rows_first=inner.rows_first,
-        shares_logits=functools.partial(_shares_logits, inner, sharding),
-        saved_bytes=inner.saved_bytes,
+        check=check,
+        shares_logits=shares_logits,
+        accumulates=False,
     )
-
-
-def _check(inner: Implementation, sharding: VocabSharding, options: Options, inputs: Inputs, platform: Platform) -> str:
-    """Checks that `inner` can run the parts of a device; returns its description of the main one."""
-    main, *rest = _parts(sharding, inputs)
-    for part in rest:
-        inner.check(options, part, platform)
-    return inner.check(options, main, platform)
-
-
-def _shares_logits(
-    inner: Implementation, sharding: VocabSharding, options: Options, inputs: Inputs, platform: Platform
-) -> bool:
-    return inner.shares_logits(options, _parts(sharding, inputs)[0], platform)
 
 
 def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
@@ -239,10 +224,9 @@ def _over_pieces(
     """`step(carry, part, start, saved) -> (carry, output)` over the rows of W that this device takes.
 
     `part` has some of the rows and all D columns; `start` is where it starts in the vocabulary. Without width axes that
-    is one step. With them it is a loop, in which the next piece is gathered while this one is computed with: nothing in
-    an iteration depends on its gather, so the compiler can run both at once. The last iteration gathers the first piece
-    again, for nothing: the price of having one program for all pieces. `saved` and the outputs have an axis in front,
-    one entry a piece.
+    is one step. With them it is a loop that gathers the next piece while this one is computed with; the last iteration
+    gathers the first piece again, for nothing, so that all pieces have one program. `saved` and the outputs have an
+    axis in front, one entry a piece.
     """
     rows = inputs.unembedding.shape[0]
     first = jax.lax.axis_index(sharding.vocab) * rows if sharding.vocab else 0
@@ -266,10 +250,6 @@ def _over_pieces(
     starts = jnp.arange(0, rows, size, dtype=jnp.int32)
     (carry, _), outputs = jax.lax.scan(iterate, (carry, gather(0)), (starts, saved))
     return carry, outputs
-
-
-def _with_tail(inputs: Inputs, tail: _Tail) -> Inputs:
-    return inputs._replace(unembedding=tail[0], bias=tail[1])
 
 
 def _shard_map(sharding: VocabSharding, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
@@ -297,47 +277,48 @@ def sum_over_vocab(
 
         zero = jnp.zeros((len(per_token), terms), jnp.float32)
         total = jax.lax.psum(_over_pieces(sharding, inputs, step, zero)[0], sharding.vocab)
-        return total if tail is None else total + term(_with_tail(inputs, tail), per_token)
+        return total if tail is None else total + term(inputs._replace(unembedding=tail[0], bias=tail[1]), per_token)
 
     tokens_spec = P(sharding.tokens)
     spread = _shard_map(sharding, local, (_input_specs(sharding), P(), tokens_spec), tokens_spec)
     return spread(head, tail, per_token)[:tokens]
 
 
-@functools.partial(jax.jit, static_argnames=("inner", "sharding", "request"))
-def _forward(inner: Implementation, sharding: VocabSharding, request: ForwardRequest, inputs: Inputs) -> ForwardResult:
+@functools.partial(jax.jit, static_argnums=range(5))
+def _forward(
+    inner: Implementation, sharding: VocabSharding, options: Options, needed: frozenset[str], save: bool, inputs: Inputs
+) -> tuple[Moments, Any]:
     head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
     tail_start = head.unembedding.shape[0]
 
     def local(inputs: Inputs, tail: _Tail | None) -> tuple[Moments, Any]:
         def step(total: Moments | None, part: Inputs, start: Array | int, _: Any) -> tuple[Moments, Any]:
             targets = None if part.targets is None else part.targets - start
-            moments, saved = inner.forward(request, part._replace(targets=targets))
+            moments, saved = inner.forward(options, needed, save, part._replace(targets=targets))
             moments = moments._replace(argmax=None if moments.argmax is None else moments.argmax + start)
             return moments if total is None else stats.merge(total, moments, scale), saved
 
-        scale = request.options.scale(inputs)
-        nothing = _no_moments(request, *inputs.hidden.shape) if sharding.width else None
+        scale = options.scale(inputs)
+        nothing = _no_moments(options, needed, *inputs.hidden.shape) if sharding.width else None
         total, saved = _over_pieces(sharding, inputs, step, nothing)
         total, saved_tail = _merge_shards(sharding, total, scale), None
         if tail is not None:
-            of_tail, saved_tail = step(None, _with_tail(inputs, tail), tail_start, None)
-            if of_tail.rows is not None and sharding.vocab:
+            tail_moments, saved_tail = step(None, inputs._replace(unembedding=tail[0], bias=tail[1]), tail_start, None)
+            if tail_moments.rows is not None and sharding.vocab:
                 once = jax.lax.axis_index(sharding.vocab) == 0
-                of_tail = of_tail._replace(rows=jnp.where(once, of_tail.rows, 0))
-            total = stats.merge(total, of_tail, scale)
+                tail_moments = tail_moments._replace(rows=jnp.where(once, tail_moments.rows, 0))
+            total = stats.merge(total, tail_moments, scale)
         return total._replace(rows=None), jax.tree.map(lambda x: x[None], (total.rows, (saved, saved_tail)))
 
     out_specs = (P(sharding.tokens), _own_specs(sharding))
     moments, (rows, saved) = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)(head, tail)
-    return ForwardResult(moments._replace(rows=rows), saved)
+    return moments._replace(rows=rows), saved
 
 
-def _no_moments(request: ForwardRequest, tokens: int, width: int) -> Moments:
+def _no_moments(options: Options, needed: frozenset[str], tokens: int, width: int) -> Moments:
     """The moments of an empty vocabulary: merging with them changes nothing."""
-    needed, scales = request.needed, request.options.scales
     zeros = jnp.zeros((tokens,), jnp.float32)
-    sums = zeros if scales is None else jnp.zeros((tokens, len(scales)), jnp.float32)
+    sums = zeros if options.scales is None else jnp.zeros((tokens, len(options.scales)), jnp.float32)
     return Moments(
         max_logit=jnp.full((tokens,), jnp.finfo(jnp.float32).min),
         argmax=jnp.full((tokens,), jnp.iinfo(jnp.int32).max) if "argmax" in needed else None,
@@ -394,11 +375,12 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Momen
     return total._replace(rows=fraction[:, None] * mine.rows.astype(jnp.float32))
 
 
-@functools.partial(jax.jit, static_argnames=("inner", "sharding", "request"))
+@functools.partial(jax.jit, static_argnums=range(4))
 def _backward(
     inner: Implementation,
     sharding: VocabSharding,
-    request: BackwardRequest,
+    options: Options,
+    wanted: frozenset[str],
     inputs: Inputs,
     cotangents: Cotangents,
     saved: Any,
@@ -427,13 +409,13 @@ def _backward(
 
         def gradients(part: Inputs, start: Array | int, saved: Any) -> Gradients:
             shifted = cotangents._replace(one_hots=tuple((ids - start, g) for ids, g in cotangents.one_hots))
-            return inner.backward(request, part, shifted, saved, None)
+            return inner.backward(options, wanted, part, shifted, saved, None)
 
         def step(d_hidden: Array | None, part: Inputs, start: Array | int, saved: Any) -> tuple[Any, Any]:
-            of_part = gradients(part, start, saved)
-            return _add(d_hidden, of_part.hidden), (stored(of_part.unembedding), of_part.bias)
+            part_gradients = gradients(part, start, saved)
+            return _add(d_hidden, part_gradients.hidden), (stored(part_gradients.unembedding), part_gradients.bias)
 
-        needs_zeros = sharding.width and "hidden" in request.wanted
+        needs_zeros = sharding.width and "hidden" in wanted
         zeros = jnp.zeros(inputs.hidden.shape, jnp.float32) if needs_zeros else None
         d_hidden, d_pieces = _over_pieces(sharding, inputs, step, zeros, saved)
         d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
@@ -445,7 +427,7 @@ def _backward(
             d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), sharding.vocab)
         rest = Gradients()
         if tail is not None:
-            rest = gradients(_with_tail(inputs, tail), tail_start, saved_tail)
+            rest = gradients(inputs._replace(unembedding=tail[0], bias=tail[1]), tail_start, saved_tail)
             d_hidden = _add(d_hidden, rest.hidden)
             rest = Gradients(None, over_tokens(rest.unembedding), over_tokens(rest.bias))
         return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), rest

@@ -1,5 +1,6 @@
 """Statistics of a token, and the rule that merges those of two parts of the vocabulary."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,29 @@ DEFAULT_STATISTICS = tuple(name for name in STATISTICS if name != "logit_varianc
 FLOOR = -1e15
 
 
+# The soft-cap of logits, z = cap·tanh(x / cap). A cap of None means no soft-cap: z = x.
+
+
+def softcapped(x: Array, cap: float | None) -> Array:
+    """cap·tanh(x / cap)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def times_slope(g: Array, z: Array, cap: float | None) -> Array:
+    """g·∂z/∂x = g·(1 − (z/cap)²)."""
+    return g if cap is None else g * (1.0 - jnp.square(z / cap))
+
+
+def slope_in_units(u: Array, cap: float | None) -> Array | float:
+    """∂z/∂x from u = z/cap: Pallas kernels work in units of the soft-cap."""
+    return 1.0 if cap is None else 1.0 - u * u
+
+
+def softcap_unit(cap: float | None) -> float:
+    """Returns the size of one unit of u in logits."""
+    return 1.0 if cap is None else cap
+
+
 class VocabStats(NamedTuple):
     """Statistics over the vocabulary of z = softcap(h Wᵀ + b), one value per token; every loss is algebra on them.
 
@@ -32,16 +56,16 @@ class VocabStats(NamedTuple):
     float field, -1 in `argmax`, False in `correct`, and pass no gradient. A field that was not requested is None.
 
     Attributes:
-        log_normalizer: float32, log Σ_v exp(s·z_v).
-        target_logit: float32, z_y. NaN where a valid token's target lies outside [0, V).
-        mean_logit: float32, (1/V) Σ_v z_v.
-        max_logit: float32, max_v z_v.
+        log_normalizer: log Σ_v exp(s·z_v).
+        target_logit: z_y. NaN where a valid token's target lies outside [0, V).
+        mean_logit: (1/V) Σ_v z_v.
+        max_logit: max_v z_v.
         argmax: int32, the lowest v that attains it. It does not depend on s: no temperature can change it.
-        expected_logit: float32, E_p[z] = ∂ log_normalizer / ∂s.
-        logit_variance: float32, Var_p[z] = ∂ expected_logit / ∂s. Constant under differentiation.
+        expected_logit: E_p[z] = ∂ log_normalizer / ∂s.
+        logit_variance: Var_p[z] = ∂ expected_logit / ∂s. Constant under differentiation.
         correct: bool, argmax = y.
         valid: bool, the token counts.
-        scale: float32, s as given (1 where none was given).
+        scale: s as given (1 where none was given).
     """
 
     log_normalizer: Float[Array, "..."] | None
@@ -114,17 +138,17 @@ def _short(x: object) -> str:
 class Moments(NamedTuple):
     """Sums over one piece of the vocabulary for N tokens, relative to its own largest logit m: nothing overflows.
 
+    Float32 [N], or [N, K] with `Options.scales` for `weight`, `first` and `second`; a field that is not needed is None.
+
     Attributes:
-        max_logit: float32 [N], m.
-        argmax: int32 [N], index in the whole vocabulary of the first logit equal to m.
-        weight: float32 [N], or [N, K] with `Options.scales`, Σ e with e = exp(s (z − m)).
-        first: of the same shape, Σ e (z − m), or None.
-        second: of the same shape, Σ e (z − m)², or None.
-        total: float32 [N], Σ z, or None.
-        target: float32 [N], z_y where y lies in this piece, else 0; or None.
+        max_logit: m.
+        argmax: int32, index in the whole vocabulary of the first logit equal to m.
+        weight, first, second: Σ e, Σ e (z − m) and Σ e (z − m)² with e = exp(s (z − m)).
+        total: Σ z.
+        target: z_y where y lies in this piece, else 0.
         rows: [N, D], float32 or the dtype of the hidden states: Σ_{v≠y} e c_v W_v / weight, with the soft-cap's slope
-            c_v = 1 − (z_v/cap)²; or None. Without the target's own row, so that no rounding cancels against its
-            one-hot where the model is nearly certain of it.
+            c_v = 1 − (z_v/cap)². Without the target's own row, so that no rounding cancels against its one-hot where
+            the model is nearly certain of it.
     """
 
     max_logit: Array
@@ -203,8 +227,8 @@ def octaves(scales: tuple[float, ...]) -> int:
 def sums_at(scales: tuple[float, ...], shifted: Float[Array, "N C"]) -> tuple[Array, Array, Array]:
     """Σ e, Σ e u and Σ e u² with e = exp(s u) and u = `shifted`, float32 [N, K], for each s of the K `scales`.
 
-    K/L exponentials of each u, where the scales are L `octaves`, and squares of these. Each square doubles the relative
-    error of an exponential and rounds it once more, as exp(s u) rounds s u: both grow with s.
+    K/L exponentials of each u, where the scales are L `octaves`, and squares of these, each of which doubles the
+    relative error of an exponential and rounds it once more.
     """
     levels = octaves(scales)
     lowest = jnp.asarray(scales[: len(scales) // levels], jnp.float32)
@@ -237,45 +261,51 @@ def inverse_weight(weight: Float[Array, " N"]) -> Float[Array, " N"]:
     return jnp.where(weight > 0.0, 1.0 / jnp.where(weight > 0.0, weight, 1.0), 0.0)
 
 
+def cumulants(difference: Float[Array, "... V"], s: Array) -> tuple[Array, Array, Array]:
+    """log Σ exp(s·d), E[d] and Var[d] of the differences d from the largest logit."""
+    e = jnp.exp(jnp.broadcast_to(s, difference.shape[:-1])[..., None] * difference)
+    weight = jnp.sum(e, axis=-1)
+    mean = jnp.sum(e * difference, axis=-1) / weight
+    spread = jnp.square(difference - jax.lax.stop_gradient(mean)[..., None])
+    variance = jnp.sum(e * spread, axis=-1) / weight
+    return jnp.log(weight), mean, jax.lax.stop_gradient(variance)
+
+
+def moved(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[str, Array]:
+    """Σe ("weight"), Σeu ("first") and Σeu² ("second") where given, relative to a reference higher by −`delta`.
+
+    Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe) with r = exp(s δ), `ratio`.
+    """
+    weight = sums["weight"]
+    new = {"weight": ratio * weight}
+    if "first" in sums:
+        new["first"] = ratio * (sums["first"] + delta * weight)
+    if "second" in sums:
+        new["second"] = ratio * (sums["second"] + delta * (2.0 * sums["first"] + delta * weight))
+    return new
+
+
 def merge(a: Moments, b: Moments, scale: Float[Array, " N"] | Float[Array, "1 K"]) -> Moments:
     """The moments of two disjoint pieces of the vocabulary together; scale: `Options.scale`. Associative, commutative.
 
-    With m = max(m_a, m_b) and δ = m_a − m ≤ 0 the sums of a piece move to the common reference by
-    Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe), where r = exp(s δ), u = z − m_a. Rows are
-    averages, weighted by each piece's fraction of the weight.
+    The sums of both move to the larger maximum. Rows are averages, weighted by each piece's fraction of the weight.
     """
     largest = jnp.maximum(a.max_logit, b.max_logit)
 
-    def moved(piece: Moments) -> tuple[Array, Array | None, Array | None, Array | None]:
+    def terms(piece: Moments) -> dict[str, Array]:
+        present = {name: x for name, x in piece._asdict().items() if x is not None}
         delta = jnp.maximum(piece.max_logit - largest, FLOOR)
         delta = delta if scale.ndim == 1 else delta[:, None]
-        ratio = jnp.exp(scale * delta)
-        first = second = None
-        if piece.first is not None:
-            first = ratio * (piece.first + delta * piece.weight)
-        if piece.second is not None:
-            assert piece.first is not None
-            second = ratio * (piece.second + delta * (2.0 * piece.first + delta * piece.weight))
-        rows = None if piece.rows is None else (ratio * piece.weight)[:, None] * piece.rows
-        return ratio * piece.weight, first, second, rows
-
-    def add(x: Array | None, y: Array | None) -> Array | None:
-        return None if x is None or y is None else x + y
+        sums = moved(present, delta, jnp.exp(scale * delta))
+        if "rows" in present:
+            sums["rows"] = sums["weight"][:, None] * present["rows"]
+        return sums | {name: present[name] for name in ("total", "target") if name in present}
 
     argmax = None
     if a.argmax is not None and b.argmax is not None:
         b_wins = (b.max_logit > a.max_logit) | ((b.max_logit == a.max_logit) & (b.argmax < a.argmax))
         argmax = jnp.where(b_wins, b.argmax, a.argmax)
-    weight_a, first_a, second_a, rows_a = moved(a)
-    weight_b, first_b, second_b, rows_b = moved(b)
-    weight, rows = weight_a + weight_b, add(rows_a, rows_b)
-    return Moments(
-        max_logit=largest,
-        argmax=argmax,
-        weight=weight,
-        first=add(first_a, first_b),
-        second=add(second_a, second_b),
-        total=add(a.total, b.total),
-        target=add(a.target, b.target),
-        rows=None if rows is None else rows * inverse_weight(weight)[:, None],
-    )
+    sums = jax.tree.map(jnp.add, terms(a), terms(b))
+    if "rows" in sums:
+        sums["rows"] = sums["rows"] * inverse_weight(sums["weight"])[:, None]
+    return Moments(max_logit=largest, argmax=argmax, **sums)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.kernels.chunked import choose_chunk_size, fold, rows
+from calibjax.kernels.chunked import choose_chunk_size, fold, take_rows
 from calibjax.kernels.sharded import VocabSharding
-from calibjax.kernels.softcap import softcapped
+from calibjax.kernels.stats import softcapped
 from calibjax.runtime.arrays import AnyArray
 
 _PRECISION = jax.lax.Precision.HIGHEST
@@ -34,18 +34,14 @@ def top_logits(
 ) -> TopLogits:
     """The k largest of the logits z = softcap(h Wᵀ + b), with their indices in the vocabulary.
 
-    The indices come from one pass over chunks of the vocabulary that keeps the k best so far and is not differentiated.
-    Then those k rows of the unembedding are gathered and their logits computed again: the gradient is that of k·N
-    logits, whatever V. Memory beyond inputs and outputs: a float32 block `[N, C]`, and the gathered rows `[N, k, D]`.
-    Over a mesh every device finds the k best of its own tokens and its own part of the vocabulary, and those of the
-    parts are merged.
+    The indices come from one pass over chunks of the vocabulary, or of each device's part of it, that is not
+    differentiated. Then those k rows of the unembedding are gathered and their logits computed again: the gradient is
+    that of k·N logits, whatever V. Memory beyond inputs and outputs: a float32 block `[N, C]`, and the rows `[N, k,
+    D]`.
 
     Args:
-        hidden: `[..., D]`, floating point.
-        unembedding: `[V, D]`, floating point.
+        hidden, unembedding, bias, softcap: as in `vocab_stats`.
         k: 1 to V.
-        bias: `[V]`, added before the soft-cap.
-        softcap: cap > 0, or None.
         where: `[...]`, False for tokens that do not count: they hold 0 and pass no gradient, even with NaN in `hidden`.
         sharding: as of `vocab_stats`. Where V or the number of tokens does not divide among the devices, or the mesh
             has axes of type Explicit, XLA splits the computation.
@@ -117,15 +113,15 @@ def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_a
     """
 
     def step(best: TopLogits, start: Array | int, width: int, _: None) -> TopLogits:
-        block = rows(unembedding, start, width)
+        block = take_rows(unembedding, start, width)
         if width_axes:
             block = jax.lax.all_gather(block, width_axes, axis=1, tiled=True)
         z = jnp.einsum("nd,cd->nc", hidden, block, preferred_element_type=jnp.float32, precision=_PRECISION)
         if bias is not None:
-            z = z + rows(bias, start, width).astype(jnp.float32)[None, :]
+            z = z + take_rows(bias, start, width).astype(jnp.float32)[None, :]
         largest, column = jax.lax.top_k(z, min(k, width))
-        of_chunk = TopLogits(largest, column + start)
-        return _largest(k, jax.tree.map(lambda *of: jnp.concatenate(of, axis=1), best, of_chunk))
+        chunk_best = TopLogits(largest, column + start)
+        return _largest(k, jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), best, chunk_best))
 
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
     nothing = TopLogits(jnp.full((tokens, k), -jnp.inf, jnp.float32), jnp.zeros((tokens, k), jnp.int32))

@@ -232,10 +232,8 @@ def program_of(name, argnums, **options):
     [
         ("statistics", (3,), {}),
         ("statistics", (0,), {}),
-        ("statistics", (0, 1), {"filter_threshold": 1e-4}),
         ("scalar", (0, 1, 2, 3), {"softcap": 5.0}),
         pytest.param("statistics", (0, 1), {}, marks=pytest.mark.slow),
-        pytest.param("scalar", (0, 1), {"filter_threshold": 1e-4}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ import oracle
 import pytest
 from oracle import EPS, assert_within, f64
 
-from calibjax.kernels import chunked, cross_entropy, linear_cross_entropy, vocab_stats
+from calibjax.kernels import cross_entropy, linear_cross_entropy
 from calibjax.kernels.platforms import Platform
 
 tpu, gpu = interpreted.tpu, interpreted_gpu.gpu
@@ -320,104 +320,6 @@ def test_blocks_of_a_gpu(monkeypatch):
         2048,
         4096,
     ]
-
-
-# --- filter_threshold ---
-
-# Blocks of (3 tokens, 4 columns): in most of them every p is far below the threshold.
-SPARSE = Case(60, 10, 8, 4, 10, "sum", 0.3, bias=True, scale=False)
-
-
-def peaked(seed=0):
-    """Few tokens of the vocabulary have all the probability, and they lie in few chunks."""
-    hidden, unembedding, _, scale, targets = make(SPARSE, seed)
-    bias = np.where(np.isin(np.arange(SPARSE.vocab), [5, 6, 30]), 2.0, -12.0).astype(np.float32)
-    return hidden, unembedding, bias, scale, targets
-
-
-@pytest.fixture
-def small_blocks(monkeypatch, block_size):
-    """Tokens a block of the filter: 3. Tokens a block of the loss: as asked."""
-    monkeypatch.setattr(chunked, "_FILTER_TOKENS", 3)
-    return block_size
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def through_statistics(inputs, targets, softcap, threshold):
-    """The gradients of SPARSE's loss through `vocab_stats`: the backward pass computes the logits anew."""
-
-    def loss(h, w, b, s):
-        options = {"bias": b, "scale": s, "softcap": softcap, "chunk_size": 4, "filter_threshold": threshold}
-        got = vocab_stats(h, w, targets, **options)
-        share = SPARSE.smoothing
-        values = got.log_normalizer - s * ((1 - share) * got.target_logit + share * got.mean_logit)
-        return jnp.sum(jnp.where(got.valid, values, 0.0))
-
-    return jax.grad(loss, (0, 1, 2, 3))(*inputs)
-
-
-@pytest.mark.parametrize(
-    ("threshold", "way", "softcap"),
-    [
-        (0.0, "blocks", 15.0),
-        (1e-3, "blocks", None),
-        (2.0, "blocks", 15.0),
-        (1e-3, "statistics", 15.0),
-        (2.0, "statistics", None),
-        slow(0.0, "statistics", None),
-        slow(1e-30, "statistics", 15.0),
-        slow(1e-30, "blocks", None),
-        slow(1e-3, "blocks", 15.0),
-        slow(1e-3, "statistics", None),
-        slow(2.0, "blocks", None),
-        slow(2.0, "statistics", 15.0),
-    ],
-)
-def test_a_filter_leaves_out_what_is_below_it(threshold, way, softcap, small_blocks):
-    small_blocks(7)
-    case = SPARSE._replace(softcap=softcap)
-    *inputs, targets = peaked()
-
-    def run(threshold):
-        if way == "blocks":
-            options = {} if threshold is None else {"filter_threshold": threshold}
-            return value_and_gradients(case, inputs, targets, **options)[1]
-        return through_statistics(inputs, targets, softcap, threshold)
-
-    got = run(threshold)
-    if threshold == 0.0:
-        chex.assert_trees_all_equal(got, run(None))
-        return
-    dropped = threshold > 1
-    _, weights, want, bound = expected(
-        case, *inputs, targets, softmax=not dropped, uniform=not dropped or softcap is None
-    )
-    _, _, exact, _ = expected(case, *inputs, targets)
-    hidden, unembedding = np.abs(f64(inputs[0])), np.abs(f64(inputs[1]))
-    part = np.zeros((case.tokens, case.vocab))
-    if threshold == 1e-3:
-        # What may be left out of dz: p below the threshold and, under a soft-cap, the uniform part of the same blocks.
-        p = oracle.probabilities(oracle.logits(*inputs[:3], softcap), f64(inputs[3]))
-        below = p < threshold
-        assert below.mean() > 0.9
-        part = (
-            weights[:, None] * below * (np.minimum(p, threshold) + (softcap is not None) * case.smoothing / case.vocab)
-        )
-    slack = (part @ unembedding, part.T @ hidden, part.sum(axis=0), np.zeros(case.tokens))
-    for i, name in enumerate(NAMES):
-        reference = exact[i] if name == "scale" else want[i]  # nothing of the scale's gradient is ever left out
-        assert_within(got[i], reference, bound[i] + slack[i] + 1e-30, name)
-    if threshold == 1e-3:
-        assert not np.array_equal(got[1], run(None)[1]), "nothing was left out"
-
-
-def test_a_filter_with_saved_logits_is_the_same(small_blocks):
-    small_blocks(7)
-    *inputs, targets = peaked()
-    case = SPARSE._replace(reduction="none")
-    _, got = value_and_gradients(case, inputs, targets, filter_threshold=1e-3, save_logits=True)
-    _, want = value_and_gradients(case, inputs, targets, filter_threshold=1e-3)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
 @pytest.mark.parametrize("name", [interpreted.NAME, interpreted_gpu.NAME])

@@ -28,17 +28,16 @@ H100 = "NVIDIA H100 80GB HBM3"
 SIZES = [(8192, 256_000), (4096, 128_256), (32_768, 128_256), (1000, 50_257), (128, 32_000), (1, 300), (129, 256)]
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize(("tokens", "vocab_size"), SIZES)
-def test_every_tile_is_computed_once(tokens, vocab_size, cluster):
+def test_every_tile_is_computed_once(tokens, vocab_size):
     """In at most 16 MiB of pieces, evenly over the multiprocessors, with few different operands at a time."""
-    plan = schedule.choose(tokens, vocab_size, Blocks(cluster=cluster), H100)
+    plan = schedule.choose(tokens, vocab_size, Blocks(), H100)
     units = np.stack(jax.jit(jax.vmap(plan.unit))(np.arange(plan.units)), axis=1).tolist()
     assert {(tile, piece) for tile, piece, _, _ in units} == set(
         itertools.product(range(plan.token_tiles), range(plan.pieces))
     )
     assert plan.padded_tokens >= tokens
-    assert plan.padded_tokens - tokens < 128 * cluster
+    assert plan.padded_tokens - tokens < 128
     for tile in range(plan.token_tiles):
         spans = sorted((start, end) for t, _, start, end in units if t == tile)
         assert spans[0][0] == 0
@@ -46,12 +45,12 @@ def test_every_tile_is_computed_once(tokens, vocab_size, cluster):
         assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise([*spans, (plan.vocab_tiles, 10**9)]))
     assert plan.pieces * plan.padded_tokens * 28 <= 16 * 2**20 or plan.pieces <= 132
     together = units[: plan.programs]
-    assert len({tile for tile, *_ in together}) * cluster <= 17, "token tiles of a wave"
+    assert len({tile for tile, *_ in together}) <= 17, "token tiles of a wave"
     assert len({piece for _, piece, *_ in together}) <= max(10, plan.programs // plan.group + 1)
     work = np.zeros(plan.programs)
     for i, (_, _, start, end) in enumerate(units):
         work[i % plan.programs] += end - start
-    ideal = plan.token_tiles * plan.vocab_tiles / (132 // cluster)
+    ideal = plan.token_tiles * plan.vocab_tiles / 132
     print(f"{plan.pieces} pieces; the busiest of {plan.programs} does {work.max():.0f} tiles, {ideal:.1f} at best")
     assert work.max() <= max(1.04 * ideal, np.ceil(ideal))
 
@@ -107,10 +106,10 @@ def test_nothing_chooses_it_until_it_is_measured():
     assert [line[-5:] for line in named.splitlines()[-4:]] == ["1 + 0", "1 + 2", "1 + 2", "1 + 3"]
     alone = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", statistics=["log_normalizer"])
     assert [line[-5:] for line in alone.splitlines()[-4:]] == ["1 + 0", "2 + 0", "1 + 2", "1 + 3"]
-    saved = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", save_logits=True, filter_threshold=1e-4)
+    saved = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", save_logits=True)
     assert "4125 MiB" in saved
-    assert "from saved exponentials, multiplied by a kernel where it reaches filter_threshold; dh that comes" in saved
-    assert "1 + 2 (2 of them only where p reaches filter_threshold)" in saved
+    assert "from saved exponentials; dh that comes" in saved
+    assert saved.endswith("1 + 2")
     assert "252 MiB to pad W" in explain(*shapes(vocab_size=50_257, width=2570), sharding=on(H100))
 
 
@@ -137,8 +136,7 @@ def test_it_never_falls_back():
 
 
 @pytest.mark.slow
-def test_soft_capped_logits_need_no_maximum(gpu):
-    """Sums without a running maximum while s·cap is small for all tokens, with it where one's is large."""
+def test_soft_capped_logits_at_any_scale(gpu):
     rng = np.random.default_rng(3)
     hidden = jnp.asarray(rng.normal(size=(5, 64)) * 20, jnp.bfloat16)
     weights = jnp.asarray(rng.normal(size=(70, 64)) / 8, jnp.bfloat16)
@@ -285,11 +283,10 @@ def test_logits_computed_again(gpu, argnums, reduction, softcap, again, products
 @pytest.mark.parametrize(
     ("preset", "changes", "task", "kernels", "name"),
     [
-        ("gemma2-2b", {"softcap": 30.0}, "statistics", 2, STATS),  # with and without a running maximum
+        ("gemma2-2b", {"softcap": 30.0}, "statistics", 1, STATS),
         ("gemma2-2b", {"softcap": 30.0, "label_smoothing": 0.1}, "both", 3, STATS),  # dz of full chunks, and the last
         ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 3, STATS),
         ("llama31-8b-4k", {"softcap": 30.0}, "both", 1, f"{STATS}, logits saved"),
-        ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 7, f"{STATS}, filtered"),  # and dh and dW of each chunk
         ("llama31-8b-4k", {"label_smoothing": 0.1}, "hidden", 1, STATS),
         ("gemma2-2b", {"softcap": 30.0, "label_smoothing": 0.1}, "hidden", 2, "linear_cross_entropy pallas_gpu"),
         ("tokens-32k", {"softcap": 30.0, "label_smoothing": 0.1}, "both", 2, "linear_cross_entropy pallas_gpu"),
@@ -300,10 +297,10 @@ def test_logits_computed_again(gpu, argnums, reduction, softcap, again, products
 )
 def test_compiles_for_an_h100_without_spills(preset, changes, task, kernels, name, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
-    import bench
+    import contenders
     import hopper_static
 
-    problem = dataclasses.replace(bench.PRESETS[preset], **changes)
+    problem = dataclasses.replace(contenders.PRESETS[preset], **changes)
     found = hopper_static.compile_for_h100(problem, task, name)
     print(problem, task, found)
     # Those that a test before this one compiled too are not compiled again.

@@ -100,12 +100,10 @@ def test_a_soft_cap_equals_one_device(name):
     assert_same(evaluate(SHARDINGS[name](), *inputs, options=options), evaluate(None, *inputs, options=options), 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("2x2x2", (("save_logits", True),)), ("stored along D", (("filter_threshold", 1e-30),))]
-)
-def test_options_that_change_only_the_cost(name, options):
+@pytest.mark.parametrize("name", ["2x2x2", "stored along D"])
+def test_saved_logits_change_only_the_cost(name):
     inputs, want = on_one_device()
-    assert_same(evaluate(SHARDINGS[name](), *inputs, options=options), want, 1e-6)
+    assert_same(evaluate(SHARDINGS[name](), *inputs, options=(("save_logits", True),)), want, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["2x2x2", "stored along D", *map(slow, ["1x1x8", "vocabulary over two axes"])])

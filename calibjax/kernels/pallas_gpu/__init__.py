@@ -6,8 +6,7 @@
 | with `save_logits` | the same | 1 | the same and the exponentials in 16 bits, 2.06 bytes a logit |
 | gradients, backward | a kernel for dz, and XLA: `backward` | one per gradient + 1 | chunks of dz, W and dW; dh |
 | the same from saved exponentials | XLA | one per gradient | the same |
-| with `filter_threshold` | a kernel, `products`, for XLA | block-sparse | the same, the chunk of dW in float32 |
-| statistics and dh, W frozen | the kernel and XLA: `d_hidden` | 2 | exponentials of a block of tokens, 1 GiB; dh |
+| statistics and dh, W frozen | the kernel and XLA: `forward` | 2 | exponentials of a block of tokens, 1 GiB; dh |
 
 A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 512 MiB; dh is summed in float32.
 

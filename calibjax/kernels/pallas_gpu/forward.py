@@ -6,7 +6,9 @@ per token and piece of the vocabulary leave the chip; the pieces are merged by `
 logits of 0, which add nothing to Σz and are masked in the other statistics.
 
 The exponentials can be saved, as they were formed, in 16 bits, for later products that then need no logits
-(`exponentials`).
+(`Exponentials`). bfloat16 has the range of float32, and rounds by up to 2⁻⁸, as dz in bfloat16 is rounded for its
+products once more. At a one-hot that is not enough: in p − 1 all digits of p can cancel. There p and z are those of the
+statistics.
 """
 
 from typing import Any, NamedTuple
@@ -17,17 +19,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from calibjax.kernels import stats
-from calibjax.kernels.contract import ForwardRequest, ForwardResult, Inputs
+from calibjax.kernels import chunked, stats
+from calibjax.kernels.contract import Inputs, Options, Refs
 from calibjax.kernels.logit_cotangents import LOG2_E
-from calibjax.kernels.pallas_gpu.exponentials import Exponentials
-from calibjax.kernels.pallas_gpu.schedule import ROWS, SLICE, WARPGROUPS, Schedule
+from calibjax.kernels.pallas_gpu.schedule import (
+    ROWS,
+    SLICE,
+    WARPGROUPS,
+    Blocks,
+    Schedule,
+    choose,
+    chunk_size,
+    over_chunks,
+    token_blocks,
+)
 from calibjax.kernels.pallas_gpu.tiles import TRANSFORMS, biased, over_tiles, softcapped
-from calibjax.kernels.softcap import softcap_unit
-from calibjax.kernels.softcap import softcapped as exactly_softcapped
-from calibjax.kernels.stats import FLOOR, Moments
+from calibjax.kernels.stats import FLOOR, Moments, slope_in_units, softcap_unit
+from calibjax.kernels.stats import softcapped as exactly_softcapped
 
-_SAFE = 100.0  # power of 2 up to which exponentials of soft-capped logits, and their sum, need no maximum
 _LEAST = 2.0**-120  # of the exponentials that are kept as such: of smaller ones, under a soft-cap, its slope is
 _NO_COLUMN = 2**30
 # Of every 8 columns a thread holds the same 2 (wgmma): the statistics of such parts, put together only at the end of a
@@ -58,21 +67,12 @@ def _wide(x: Array, width: int = _PART) -> Array:
 
 
 def _moved(state: dict[str, Array], delta: Array, scale: Array) -> dict[str, Array]:
-    """The state with its sums relative to a reference that is higher by −`delta`, as in `stats.merge`."""
-    ratio = jnp.exp2(delta * _wide(scale))
-    weight, first, second = state["weight"], state.get("first"), state.get("second")
-    moved = {"weight": ratio * weight}
-    if second is not None:
-        assert first is not None
-        delta = jnp.maximum(delta, FLOOR)
-        moved["second"] = ratio * (second + delta * (2.0 * first + delta * weight))
-    if first is not None:
-        moved["first"] = ratio * (first + delta * weight)
-    return state | moved
+    """The state with its sums relative to a reference that is higher by −`delta`."""
+    return state | stats.moved(state, jnp.maximum(delta, FLOOR), jnp.exp2(delta * _wide(scale)))
 
 
 def _fold(
-    state: dict[str, Array], z: list[Array], raw: Array, scale: Array, start: Array, fixed: bool
+    state: dict[str, Array], z: list[Array], raw: Array, scale: Array, start: Array
 ) -> tuple[dict[str, Array], list[Array]]:
     """The state after more logits, and their exponentials, relative to `best` or `shared` of that state.
 
@@ -82,7 +82,6 @@ def _fold(
         raw: [64, columns], what `total` adds for all of them.
         scale: [64], s·log₂e.
         start: index of the first column.
-        fixed: the exponentials are exp(s z), relative to nothing.
     """
     new = dict(state)
     for i, part in enumerate(part for x in z for part in _parts(x)):
@@ -92,11 +91,10 @@ def _fold(
     name = "shared" if "shared" in state else "best"
     if name == "shared":
         new[name] = jnp.max(new["best"], axis=1)
-    if not fixed:
-        new = _moved(new, _wide(state[name]) - _wide(new[name]), scale)
+    new = _moved(new, _wide(state[name]) - _wide(new[name]), scale)
     exponentials = []
     for x in z:
-        shifted = x if fixed else x - _wide(new[name], x.shape[1])
+        shifted = x - _wide(new[name], x.shape[1])
         e = jnp.exp2(shifted * _wide(scale, x.shape[1]))
         exponentials.append(e)
         terms = {"weight": e}
@@ -110,17 +108,69 @@ def _fold(
     return new, exponentials
 
 
-def _of_tokens(state: dict[str, Array], scale: Array, fixed: bool) -> dict[str, Array]:
+def _merged_parts(state: dict[str, Array], scale: Array) -> dict[str, Array]:
     """The values [64] of whole tokens from those of their parts, with sums relative to `best`."""
     best = jnp.max(state["best"], axis=1)
-    if not fixed:
-        state = _moved(state, _wide(state.get("shared", state["best"])) - _wide(best), scale)
+    state = _moved(state, _wide(state.get("shared", state["best"])) - _wide(best), scale)
     sums = [name for name in ("weight", "first", "second", "total") if name in state]
     moments = {"best": best} | {name: jnp.sum(state[name], axis=1) for name in sums}
     if "argmax" in state:
         column = state["argmax"] + jax.lax.broadcasted_iota(jnp.int32, (ROWS, _PART), 1)
         moments["argmax"] = jnp.min(jnp.where(state["best"] == _wide(best), column, _NO_COLUMN), axis=1)
     return moments
+
+
+class Exponentials(NamedTuple):
+    """exp(s (z − reference)) of all logits; z and reference in units of the soft-cap.
+
+    Attributes:
+        values: bfloat16, N and V padded to whole tiles; at most 0 beyond V. Under a soft-cap, where a logit's slope is
+            needed but its exponential underflows, the negative slope may be stored instead: (z/cap)² − 1.
+        references: float32, one for each slice of `SLICE` columns and token.
+        power: float32 [N], s·log₂e in these units.
+        known: pairs of ids int32 [N] and z float32 [N], of columns with a one-hot; ids outside [0, V) match nothing.
+    """
+
+    values: Float[Array, "M C"]
+    references: Float[Array, "S M"]
+    power: Float[Array, " N"]
+    known: tuple[tuple[Int[Array, " N"], Float[Array, " N"]], ...]
+
+    def read(
+        self, options: Options, log_normalizer: Float[Array, " M"], start: Array | int, count: int
+    ) -> tuple[Float[Array, "M c"], Float[Array, "M c"]]:
+        """z and exp(s z − lse) of `count` columns from `start` on, both multiples of `SLICE`.
+
+        The error of z is up to 2⁻⁸/s. Where p is 0, z is −inf, or such that its slope under the soft-cap is right to
+        2⁻⁸.
+
+        Args:
+            options: of the call.
+            log_normalizer: lse·log₂e, inf for tokens that do not count.
+        """
+
+        def padded(x: Array, value: float = 0) -> Array:
+            return jnp.pad(x, (0, self.values.shape[0] - x.size), constant_values=value)
+
+        values = jax.lax.dynamic_slice_in_dim(self.values, start, count, axis=1).astype(jnp.float32)
+        references = jax.lax.dynamic_slice_in_dim(self.references, start // SLICE, count // SLICE).T
+        power = padded(self.power, 1.0)[:, None]
+
+        def wide(x: Array) -> Array:
+            return jnp.broadcast_to(x[:, :, None], (*x.shape, SLICE)).reshape(values.shape)
+
+        z = jnp.log2(values) / power + wide(references)
+        if options.softcap is not None:
+            z = jnp.where(values < 0.0, jnp.sqrt(1.0 + values), jnp.maximum(z, -1.0))
+            values = jnp.maximum(values, 0.0)
+        p = values * wide(jnp.exp2(references * power - log_normalizer[:, None]))
+        column = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+        for ids, exact in self.known:
+            exact = padded(exact)[:, None]
+            here = column == padded(ids - start, -1)[:, None]
+            z = jnp.where(here, exact, z)
+            p = jnp.where(here, jnp.exp2(exact * power - log_normalizer[:, None]), p)
+        return z, p
 
 
 class _Results(NamedTuple):
@@ -131,27 +181,20 @@ class _Results(NamedTuple):
     references: Float[Array, "S M"] | None  # `best` of each slice of them
 
 
-class _Refs(NamedTuple):
-    """References of the kernel, None where there is none; `floats` has the states in float32."""
-
-    power: Any
-    floats: Any
-    bias: Any = None
-    argmax: Any = None
-    references: Any = None
-    exponentials: Any = None
-    staging: Any = None
-
-
 def _run(
-    request: ForwardRequest, inputs: Inputs, power: Float[Array, " N"], fixed: bool, schedule: Schedule, interpret: Any
+    options: Options,
+    needed: frozenset[str],
+    save: bool,
+    inputs: Inputs,
+    power: Array,
+    schedule: Schedule,
+    interpret: Any,
 ) -> _Results:
     """Runs the kernel: the states in units of the soft-cap, and with `save` the exponentials."""
-    options, needed, save = request
     hidden, unembedding, bias = inputs[:3]
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
     columns, padded = schedule.blocks.columns, schedule.padded_tokens
-    names = _states(needed, shared=save and not fixed)
+    names = _states(needed, shared=save)
     floats = tuple(name for name in names if name not in ("argmax", "shared"))
     arguments = {"power": jnp.pad(power, (0, padded - tokens))}
     if bias is not None:
@@ -166,12 +209,11 @@ def _run(
         results["exponentials"] = jax.ShapeDtypeStruct((padded, width), jnp.bfloat16)
         scratch["staging"] = plgpu.SMEM((WARPGROUPS, staged, ROWS, SLICE), jnp.bfloat16, transforms=TRANSFORMS)
 
-    def statistics(refs: _Refs, rows, piece, tiles):
+    def statistics(refs: Refs, rows, piece, tiles):
         scale = plgpu.load(refs.power, rows, optimized=False)
 
-        def write(e: Array, reference: Array | None, first: Array, offset: int) -> None:
-            if reference is not None:
-                refs.references[jax.lax.div(first, SLICE) + offset // SLICE, rows] = reference
+        def write(e: Array, reference: Array, first: Array, offset: int) -> None:
+            refs.references[jax.lax.div(first, SLICE) + offset // SLICE, rows] = reference
             block = refs.staging.at[jax.lax.axis_index("warpgroup"), offset // SLICE % staged]
             plgpu.wait_smem_to_gmem(staged - 1, wait_read_only=True)  # the copy that last took this block has read it
             block[...] = e.astype(jnp.bfloat16)
@@ -186,23 +228,22 @@ def _run(
                 if vocab_size % columns:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     z = jnp.where(column < vocab_size - first - offset, z, FLOOR)
-                state, e = _fold(state, [z] if save else _parts(z), raw, scale, first + offset, fixed)
+                state, e = _fold(state, [z] if save else _parts(z), raw, scale, first + offset)
                 if save:
-                    small = options.softcap is not None and not fixed
-                    e = jnp.where(e[0] >= _LEAST, e[0], raw * raw - 1.0) if small else e[0]
-                    write(e, state.get("shared"), first, offset)
+                    e = e[0] if options.softcap is None else jnp.where(e[0] >= _LEAST, e[0], raw * raw - 1.0)
+                    write(e, state["shared"], first, offset)
             return [state[name] for name in names]
 
         state = dict(zip(names, tiles(fold, [_initial(name) for name in names]), strict=True))
         if save:
             plgpu.wait_smem_to_gmem(0)
-        state = _of_tokens(state, scale, fixed)
+        state = _merged_parts(state, scale)
         if "argmax" in state:
             refs.argmax[piece, rows] = state.pop("argmax")
         for i, name in enumerate(floats):
             refs.floats[piece, i, rows] = state[name]
 
-    outputs = over_tiles(statistics, _Refs, hidden, unembedding, arguments, results, scratch, schedule, interpret)
+    outputs = over_tiles(statistics, hidden, unembedding, arguments, results, scratch, schedule, interpret)
     pieces = {name: outputs["floats"][:, i, :tokens] for i, name in enumerate(floats)}
     pieces |= {"argmax": outputs["argmax"][:, :tokens]} if "argmax" in names else {}
     return _Results(pieces, outputs.get("exponentials"), outputs.get("references"))
@@ -231,46 +272,72 @@ def _target_logits(softcap: float | None, inputs: Inputs, targets: Int[Array, " 
     return jnp.where(inside, exactly_softcapped(z, softcap), 0.0)
 
 
-def moments(request: ForwardRequest, inputs: Inputs, schedule: Schedule, interpret: Any) -> ForwardResult:
-    """The moments of the whole vocabulary, but for `rows`; with `save` the `Exponentials` of all logits.
-
-    Under a soft-cap logits are bounded, and the sums need no running maximum while s·cap is at most 69 for every token:
-    a second program of the same kernel, chosen as the scales are known. Not with `second`, which would cancel.
-    """
-    (options, needed, save), scale, targets = request, inputs.scale, inputs.targets
-    unit = softcap_unit(options.softcap)
+def moments(
+    options: Options, needed: frozenset[str], save: bool, inputs: Inputs, schedule: Schedule, interpret: Any
+) -> tuple[Moments, Exponentials | None]:
+    """The moments of the whole vocabulary, but for `rows`; with `save` the `Exponentials` of all logits."""
+    scale, targets, unit = inputs.scale, inputs.targets, softcap_unit(options.softcap)
     power = scale * (LOG2_E * unit)
     inputs = inputs.masked() if save else inputs  # NaN would be saved
-
-    def run(fixed: bool) -> tuple[Moments, tuple[Array, Array] | None]:
-        results = _run(request, inputs, power, fixed, schedule, interpret)
-        best, weight = results.pieces["best"], results.pieces["weight"]
-        first, second, total = (results.pieces.get(name) for name in ("first", "second", "total"))
-        if fixed:  # from exp(s z) to exp(s (z − best))
-            ratio = jnp.exp2(-best * power[None, :])
-            first = None if first is None else ratio * (first - best * weight)
-            weight = ratio * weight
-        pieces = Moments(
-            max_logit=best * unit,
-            argmax=results.pieces.get("argmax"),
-            weight=weight,
-            first=None if first is None else first * unit,
-            second=None if second is None else second * unit**2,
-            total=None if total is None else total * unit,
-        )
-        merged = _merged(pieces, scale)
-        if results.exponentials is None or results.references is None:
-            return merged, None
-        return merged, (results.exponentials, jnp.zeros_like(results.references) if fixed else results.references)
-
-    if options.softcap is None or "second" in needed:
-        merged, saved = run(False)
-    else:
-        merged, saved = jax.lax.cond(jnp.all(power <= _SAFE), lambda: run(True), lambda: run(False))
+    results = _run(options, needed, save, inputs, power, schedule, interpret)
+    names = {"best": "max_logit"}
+    powers = {"best": 1, "first": 1, "second": 2, "total": 1}
+    pieces = {
+        names.get(name, name): x * unit ** powers[name] if name in powers else x for name, x in results.pieces.items()
+    }
+    merged = _merged(Moments(**{"argmax": None, **pieces}), scale)
     if targets is not None and (save or "target" in needed):
         merged = merged._replace(target=_target_logits(options.softcap, inputs, targets))
-    if saved is None:
-        return ForwardResult(merged)
+    if results.exponentials is None or results.references is None:
+        return merged, None
     known = ((targets, merged.target), (merged.argmax, merged.max_logit))
     pairs = tuple((ids, z / unit) for ids, z in known if ids is not None and z is not None)
-    return ForwardResult(merged, Exponentials(saved[0], saved[1], power, pairs))
+    return merged, Exponentials(results.exponentials, results.references, power, pairs)
+
+
+def moments_and_rows(
+    options: Options, needed: frozenset[str], inputs: Inputs, blocks: Blocks, device_kind: str, interpret: Any
+) -> Moments:
+    """The moments of the whole vocabulary, with `rows` in float32: two products for each block of tokens.
+
+    The exponentials of a block are saved. Then their maximum is known, and one product with W gives Σ_v p_v c_v W_v. On
+    TPUs a running sum of D columns stays on chip beside the logits; the registers of a Hopper multiprocessor hold 128
+    columns of it, so the exponentials go through memory, in 16 bits.
+    """
+    inputs = inputs.masked()
+    (tokens, width), (vocab_size, _), dtype = inputs.hidden.shape, inputs.unembedding.shape, inputs.hidden.dtype
+    count, size = token_blocks(tokens, vocab_size)
+    schedule = choose(size, vocab_size, blocks, device_kind)
+
+    def moments_of_block(part: tuple[Array, Array, Array | None]) -> Moments:
+        hidden, scale, targets = part
+        block = Inputs(hidden, inputs.unembedding, inputs.bias, scale, targets, valid=None)
+        block_moments, saved = moments(options, needed - {"rows"}, True, block, schedule, interpret)
+        assert saved is not None
+        largest = jnp.pad(block_moments.max_logit * scale * LOG2_E, (0, schedule.padded_tokens - size))
+
+        def step(total: Array, start: Array | int, count: int) -> Array:
+            whole = -(-count // blocks.columns) * blocks.columns
+            z, e = saved.read(options, largest, start, whole)
+            if options.softcap is not None:
+                e = e * slope_in_units(z, options.softcap)
+            if targets is not None:
+                column = jax.lax.broadcasted_iota(jnp.int32, e.shape, 1)
+                places = jnp.pad(targets - start, (0, len(e) - size))
+                e = jnp.where(column == places[:, None], 0.0, e)
+            weights = chunked.take_rows(inputs.unembedding, start, count)
+            return total + jnp.matmul(e[:size, :count].astype(dtype), weights, preferred_element_type=jnp.float32)
+
+        zeros = jnp.zeros((size, width), jnp.float32)
+        total = over_chunks(step, zeros, vocab_size, chunk_size(size, vocab_size, blocks))
+        return block_moments._replace(rows=total * stats.inverse_weight(block_moments.weight)[:, None])
+
+    def split(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        return jnp.pad(x, ((0, count * size - tokens), *((0, 0),) * (x.ndim - 1))).reshape(count, size, *x.shape[1:])
+
+    blocks_of_moments = jax.lax.map(
+        moments_of_block, (split(inputs.hidden), split(inputs.scale), split(inputs.targets))
+    )
+    return jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:tokens], blocks_of_moments)

@@ -3,20 +3,11 @@
 import functools
 from typing import Any, NamedTuple
 
-from calibjax.kernels.contract import (
-    BackwardRequest,
-    Cotangents,
-    ForwardRequest,
-    ForwardResult,
-    Gradients,
-    Implementation,
-    Inputs,
-    Options,
-    first_order,
-)
+from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options, first_order
 from calibjax.kernels.operator import closed_form_hidden
 from calibjax.kernels.pallas_gpu import schedule
 from calibjax.kernels.platforms import Platform, platform
+from calibjax.kernels.stats import Moments
 
 _HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 
@@ -50,44 +41,46 @@ def _check(setup: _Setup, options: Options, inputs: Inputs, platform: Platform) 
         raise NotImplementedError("there are no tokens")
     chosen = _schedule(setup, inputs, platform)
     held = schedule.chunk_size(tokens, vocab_size, chosen.blocks)
-    _, block = schedule.token_blocks(tokens, vocab_size, chosen.blocks)
-    of_what = " from saved exponentials" if options.save_logits else ""
-    of_what += ", multiplied by a kernel where it reaches filter_threshold" if options.filter_threshold else ""
+    _, block = schedule.token_blocks(tokens, vocab_size)
+    source = " from saved exponentials" if options.save_logits else ""
     note = (
         f"statistics by tiles of {schedule.TOKENS} tokens by {chosen.blocks.columns} columns in {chosen.pieces} pieces "
-        f"of the vocabulary; gradients by dz of {held} columns at a time{of_what}; dh that comes out of the forward "
+        f"of the vocabulary; gradients by dz of {held} columns at a time{source}; dh that comes out of the forward "
         f"pass by the exponentials of {block} tokens at a time; not timed on a GPU yet"
     )
     copied = schedule.copied_bytes(*inputs.unembedding.shape)
     return note if not copied else f"{note}; {copied / 2**20:.0f} MiB to pad W to whole tiles of 8 x 64"
 
 
-def _forward(setup: _Setup, request: ForwardRequest, inputs: Inputs) -> ForwardResult:
+def _forward(
+    setup: _Setup, options: Options, needed: frozenset[str], save: bool, inputs: Inputs
+) -> tuple[Moments, Any]:
     # Not above: Mosaic's GPU half takes as long to import as all kernels.
-    from calibjax.kernels.pallas_gpu import d_hidden, forward
+    from calibjax.kernels.pallas_gpu import forward
 
-    if "rows" in request.needed:  # never with `save`: nothing is left for a second pass
+    if "rows" in needed:  # never with `save`: nothing is left for a second pass
         kind = platform().device_kind
-        return ForwardResult(d_hidden.moments(request, inputs, setup.blocks, kind, setup.interpret))
-    return forward.moments(request, inputs, _schedule(setup, inputs, platform()), setup.interpret)
+        return forward.moments_and_rows(options, needed, inputs, setup.blocks, kind, setup.interpret), None
+    return forward.moments(options, needed, save, inputs, _schedule(setup, inputs, platform()), setup.interpret)
 
 
 def _backward(
     setup: _Setup,
-    request: BackwardRequest,
+    options: Options,
+    wanted: frozenset[str],
     inputs: Inputs,
     cotangents: Cotangents,
     saved: Any,
     into: Gradients | None,
 ) -> Gradients:
-    closed = "hidden" in request.wanted and cotangents.hidden_is_closed(request.options)
-    rest = request.wanted - {"hidden"} if closed else request.wanted
+    closed = "hidden" in wanted and cotangents.hidden_is_closed(options)
+    rest = wanted - {"hidden"} if closed else wanted
     gradients = into or Gradients()
     if rest:
         from calibjax.kernels.pallas_gpu import backward
 
-        launch = schedule.Launch(setup.blocks, platform().device_kind, setup.interpret)
-        gradients = backward.gradients(request._replace(wanted=rest), inputs, cotangents, saved, into, launch)
+        machine = (setup.blocks, platform().device_kind, setup.interpret)
+        gradients = backward.gradients(options, rest, inputs, cotangents, saved, into, *machine)
     return gradients._replace(hidden=closed_form_hidden(inputs, cotangents)) if closed else gradients
 
 
@@ -100,8 +93,8 @@ def make(interpret: Any = None, blocks: schedule.Blocks | None = None) -> Implem
     """
     setup = _Setup(interpret, schedule.Blocks() if blocks is None else blocks)
     return Implementation(
-        forward=first_order(functools.partial(_forward, setup)),
-        backward=first_order(functools.partial(_backward, setup)),
+        forward=first_order(functools.partial(_forward, setup), 3),
+        backward=first_order(functools.partial(_backward, setup), 2),
         check=functools.partial(_check, setup),
         saved_bytes=schedule.saved_bytes,
         accumulates=True,

@@ -30,10 +30,9 @@ class Blocks(NamedTuple):
     """Sizes of the kernel.
 
     Attributes:
-        columns: of the vocabulary in a tile of logits; with `filter_threshold` a multiple of 128.
+        columns: of the vocabulary in a tile of logits.
         depth: of D in a block of the ring.
         stages: blocks in the ring: 4 of 48 KiB leave 35 of the 227 KiB of shared memory.
-        cluster: programs that share each block of the unembedding, which one copy brings to all of them: 1 or 2.
         programs: that run at once, one for each multiprocessor; None: those of the device.
         chunk: columns of dz that the backward pass holds at a time, at most.
     """
@@ -41,31 +40,22 @@ class Blocks(NamedTuple):
     columns: int = 256
     depth: int = 64
     stages: int = 4
-    cluster: int = 1
     programs: int | None = None
     chunk: int = 8192
 
 
-class Launch(NamedTuple):
-    """Parameters of a kernel's compilation and launch; `interpret` as in `plgpu.kernel`."""
-
-    blocks: Blocks
-    device_kind: str
-    interpret: Any
-
-
 class Schedule(NamedTuple):
-    """The work cut into units: a tile of tokens (with `cluster` 2, a pair of them) and a piece of the vocabulary.
+    """The work cut into units: a tile of tokens and a piece of the vocabulary.
 
     Unit u runs on program u mod `programs`. Within a group of `group` tiles tokens go fastest, then pieces.
     """
 
     blocks: Blocks
-    token_tiles: int  # or pairs
+    token_tiles: int
     vocab_tiles: int
     group: int
     pieces: int
-    programs: int  # or pairs of them
+    programs: int
 
     @property
     def units(self) -> int:
@@ -73,7 +63,7 @@ class Schedule(NamedTuple):
 
     @property
     def padded_tokens(self) -> int:
-        return self.token_tiles * self.blocks.cluster * TOKENS
+        return self.token_tiles * TOKENS
 
     def unit(self, index: Array) -> tuple[Array, Array, Array, Array]:
         """Token tile, piece, and the first tile of the vocabulary of this piece and of the next."""
@@ -100,13 +90,12 @@ def saved_bytes(itemsize: int) -> float:
     return itemsize + 4 / SLICE
 
 
-def token_blocks(tokens: int, vocab_size: int, blocks: Blocks) -> tuple[int, int]:
+def token_blocks(tokens: int, vocab_size: int) -> tuple[int, int]:
     """Number and size of the blocks of tokens whose exponentials take at most 1 GiB, or are those of one tile."""
-    tile = TOKENS * blocks.cluster
-    tiles = -(-tokens // tile)
-    fitting = max(_EXPONENTIALS_BYTES // (2 * vocab_size * tile), 1)
+    tiles = -(-tokens // TOKENS)
+    fitting = max(_EXPONENTIALS_BYTES // (2 * vocab_size * TOKENS), 1)
     count = -(-tiles // fitting)
-    return count, -(-tiles // count) * tile
+    return count, -(-tiles // count) * TOKENS
 
 
 def over_chunks(step: Callable[[Any, Array | int, int], Any], carry: Any, size: int, width: int) -> Any:
@@ -132,11 +121,6 @@ def multiprocessors(device_kind: str) -> int:
     return 78 if "H20" in device_kind.split() else 132
 
 
-def programs(blocks: Blocks, device_kind: str) -> int:
-    """Returns the number of programs that run at once: one per multiprocessor, unless `blocks` sets it."""
-    return blocks.programs or multiprocessors(device_kind)
-
-
 def _longest(token_tiles: int, vocab_tiles: int, group: int, pieces: int, programs: int) -> float:
     """The work of the busiest program, in tiles of the vocabulary."""
     sizes = np.diff(np.arange(pieces + 1) * vocab_tiles // pieces) + _TILES_LOST
@@ -148,13 +132,13 @@ def _longest(token_tiles: int, vocab_tiles: int, group: int, pieces: int, progra
 @functools.lru_cache(maxsize=256)
 def choose(tokens: int, vocab_size: int, blocks: Blocks, device_kind: str) -> Schedule:
     """The schedule whose busiest program has least to do, with at most 16 MiB of partial statistics or 9 pieces."""
-    token_tiles = -(-tokens // (TOKENS * blocks.cluster))
+    token_tiles = -(-tokens // TOKENS)
     vocab_tiles = -(-vocab_size // blocks.columns)
-    at_once = max(programs(blocks, device_kind) // blocks.cluster, 1)
-    groups = -(-token_tiles * blocks.cluster // _GROUP)
+    at_once = blocks.programs or multiprocessors(device_kind)
+    groups = -(-token_tiles // _GROUP)
     group = -(-token_tiles // groups)
     least = min(-(-at_once // group), vocab_tiles)  # with fewer, one wave would read more than a group
-    fitting = _PARTIAL_BYTES // (_BYTES_A_TOKEN * token_tiles * blocks.cluster * TOKENS)
+    fitting = _PARTIAL_BYTES // (_BYTES_A_TOKEN * token_tiles * TOKENS)
     candidates = range(least, max(min(vocab_tiles, fitting, 2 * at_once), least) + 1)
     pieces = min(candidates, key=lambda n: _longest(token_tiles, vocab_tiles, group, n, at_once))
     return Schedule(blocks, token_tiles, vocab_tiles, group, pieces, min(at_once, token_tiles * pieces))

@@ -1,20 +1,16 @@
 """Not run on a GPU yet: tiles of logits on Hopper.
 
-One warpgroup fills a ring of operands in shared memory, and two multiply from it.
-
-One program on every multiprocessor walks through its part of the work (`schedule.Schedule`). Its third warpgroup
-copies blocks of hidden states and unembedding, [128, 64] and [256, 64], into a ring in shared memory (TMA); the first
-two multiply them, 64 tokens each, into [64, 256] float32 registers (wgmma), which the caller reduces.
-The ring runs on across tiles: while one warpgroup is at its exponentials, the other multiplies, and the next tile's
-operands arrive.
+One program on every multiprocessor walks through its part of the work (`schedule.Schedule`). Its third warpgroup copies
+blocks of hidden states and unembedding, [128, 64] and [256, 64], into a ring in shared memory (TMA); the first two
+multiply them, 64 tokens each, into [64, 256] float32 registers (wgmma), which the caller reduces. The ring runs on
+across tiles: while one warpgroup is at its exponentials, the other multiplies, and the next tile's operands arrive.
 
 TMA gives zeros for what lies outside an array: tokens beyond the last are computed and dropped, columns beyond V are
 logits of 0.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from calibjax.kernels.contract import Options
+from calibjax.kernels.contract import Options, Refs
 from calibjax.kernels.logit_cotangents import LOG2_E
 from calibjax.kernels.pallas_gpu.schedule import ROWS, TILE, TOKENS, WARPGROUPS, Schedule
 
@@ -59,18 +55,7 @@ def biased(z: Array, bias_ref, first: Array) -> Array:
     return z + jax.lax.broadcast_in_dim(bias, z.shape, (1,))
 
 
-class _Ring(NamedTuple):
-    """Arrays in global memory, the ring of their blocks in shared memory, and its barriers."""
-
-    hidden_ref: Any
-    weights_ref: Any
-    hidden: Any
-    weights: Any
-    full: Any
-    empty: Any
-
-
-def _fill(ring: _Ring, schedule: Schedule, tokens, start, end, step) -> Array:
+def _fill(ring: Refs, schedule: Schedule, tokens, start, end, step) -> Array:
     """Loads the blocks of the tiles `start` to `end` of a unit; returns the step after them."""
     blocks = schedule.blocks
 
@@ -79,30 +64,29 @@ def _fill(ring: _Ring, schedule: Schedule, tokens, start, end, step) -> Array:
             slot = jax.lax.rem(step, blocks.stages)
             pl.when(step >= blocks.stages)(lambda: plgpu.barrier_wait(ring.empty.at[slot]))
             depth = pl.ds(k * blocks.depth, blocks.depth)
-            for ref, target, rows, shared in (
-                (ring.hidden_ref, ring.hidden, pl.ds(tokens * TOKENS, TOKENS), ()),
-                (ring.weights_ref, ring.weights, pl.ds(columns * blocks.columns, blocks.columns), "pair"),
+            for source, target, rows in (
+                (ring.hidden, ring.hidden_ring, pl.ds(tokens * TOKENS, TOKENS)),
+                (ring.weights, ring.weights_ring, pl.ds(columns * blocks.columns, blocks.columns)),
             ):
-                axes = shared if blocks.cluster > 1 else ()
-                plgpu.copy_gmem_to_smem(ref.at[rows, depth], target.at[slot], ring.full.at[slot], collective_axes=axes)
+                plgpu.copy_gmem_to_smem(source.at[rows, depth], target.at[slot], ring.full.at[slot])
             return step + 1
 
-        return jax.lax.fori_loop(0, pl.cdiv(ring.hidden_ref.shape[1], blocks.depth), load, step)
+        return jax.lax.fori_loop(0, pl.cdiv(ring.hidden.shape[1], blocks.depth), load, step)
 
     return jax.lax.fori_loop(start, end, tile, step)
 
 
-def _multiply(ring: _Ring, schedule: Schedule, warpgroup: Array, first_step: Array) -> Array:
+def _multiply(ring: Refs, schedule: Schedule, warpgroup: Array, first_step: Array) -> Array:
     """The logits of a warp group's rows, `[64, columns]`, from the blocks of the ring that begin at `first_step`."""
     blocks = schedule.blocks
-    steps = pl.cdiv(ring.hidden_ref.shape[1], blocks.depth)
+    steps = pl.cdiv(ring.hidden.shape[1], blocks.depth)
 
     def multiply(accumulator):
         def product(step):
             slot = jax.lax.rem(step, blocks.stages)
             plgpu.barrier_wait(ring.full.at[slot])
-            own = ring.hidden.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
-            plgpu.wgmma(accumulator, own, ring.weights.at[slot].transpose((1, 0)))
+            own = ring.hidden_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
+            plgpu.wgmma(accumulator, own, ring.weights_ring.at[slot].transpose((1, 0)))
 
         def release(step):
             plgpu.barrier_arrive(ring.empty.at[jax.lax.rem(step, blocks.stages)])
@@ -122,33 +106,28 @@ def _multiply(ring: _Ring, schedule: Schedule, warpgroup: Array, first_step: Arr
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, blocks.columns), jnp.float32))
 
 
-def _kernel(body, refs: Callable[..., Any], *references, names: Sequence[str], schedule: Schedule) -> None:
-    hidden_ref, weights_ref, *others, hidden_ring, weights_ring, full, empty = references
-    ring = _Ring(hidden_ref, weights_ref, hidden_ring, weights_ring, full, empty)
-    of_body = refs(**dict(zip(names, others, strict=True)))
+def _kernel(body: Callable[..., None], refs: Refs, schedule: Schedule) -> None:
     blocks = schedule.blocks
-    steps = pl.cdiv(hidden_ref.shape[1], blocks.depth)
+    steps = pl.cdiv(refs.hidden.shape[1], blocks.depth)
     warpgroup = jax.lax.axis_index("warpgroup")
-    of_pair = jax.lax.axis_index("pair") if blocks.cluster > 1 else 0
 
     def walk(unit) -> Array:
         """The steps of the ring after `unit(token tile, piece, first tile, last tile + 1, step)` of all our units."""
 
         def run(info, carry):
-            tokens, *place = schedule.unit(info.index[0])
-            return unit(tokens * blocks.cluster + of_pair, *place, carry)
+            return unit(*schedule.unit(info.index[0]), carry)
 
         return plgpu.nd_loop((schedule.units,), collective_axes="program", init_carry=jnp.int32(0))(run)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        total = walk(lambda tokens, _, start, end, step: _fill(ring, schedule, tokens, start, end, step))
+        total = walk(lambda tokens, _, start, end, step: _fill(refs, schedule, tokens, start, end, step))
 
-        # Nobody leaves before all of its blocks were taken: the other of a pair still reports to our barriers.
+        # Nobody leaves before all of its blocks were taken.
         @pl.loop(jnp.maximum(total - blocks.stages, 0), total)
         def _(step):
-            plgpu.barrier_wait(empty.at[jax.lax.rem(step, blocks.stages)])
+            plgpu.barrier_wait(refs.empty.at[jax.lax.rem(step, blocks.stages)])
 
     @pl.when(warpgroup < WARPGROUPS)
     def _():
@@ -164,13 +143,13 @@ def _kernel(body, refs: Callable[..., Any], *references, names: Sequence[str], s
                     step, *state = carry
                     return (
                         step + steps,
-                        *fold(columns * blocks.columns, _multiply(ring, schedule, warpgroup, step), state),
+                        *fold(columns * blocks.columns, _multiply(refs, schedule, warpgroup, step), state),
                     )
 
                 after, *state = jax.lax.fori_loop(start, end, tile, (step, *initial))
                 return state
 
-            body(of_body, rows=pl.ds(tokens * TOKENS + warpgroup * ROWS, ROWS), piece=piece, tiles=tiles)
+            body(refs, rows=pl.ds(tokens * TOKENS + warpgroup * ROWS, ROWS), piece=piece, tiles=tiles)
             return after
 
         walk(unit)
@@ -178,7 +157,6 @@ def _kernel(body, refs: Callable[..., Any], *references, names: Sequence[str], s
 
 def over_tiles(
     body: Callable[..., None],
-    refs: Callable[..., Any],
     hidden: Array,
     unembedding: Array,
     arguments: Mapping[str, Array],
@@ -190,9 +168,9 @@ def over_tiles(
     """`results`, as `body` writes them, by name.
 
     Args:
-        body: `(refs(name=reference, ...), rows=, piece=, tiles=)`, traced once; it runs in a warpgroup for each unit of
-            work: 64 tokens, `rows`, and a piece of the vocabulary. It calls `tiles` once. The kernel has its name.
-        refs: a NamedTuple with a field for each name below; those that are not given keep their default.
+        body: `(refs, rows=, piece=, tiles=)`, with the references of arguments, results and scratch by name; traced
+            once. It runs in a warpgroup for each unit of work: 64 tokens, `rows`, and a piece of the vocabulary. It
+            calls `tiles` once. The kernel has its name.
         hidden, unembedding: [N, D] and [V, D], of 16 bits.
         arguments: what else the body reads, in the memory of the GPU.
         results: shapes.
@@ -201,24 +179,28 @@ def over_tiles(
         interpret: as in `plgpu.kernel`.
     """
     blocks = schedule.blocks
-    taken: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": blocks.stages}
-    own = [
-        *scratch.values(),
-        *(
-            plgpu.SMEM((blocks.stages, rows, blocks.depth), hidden.dtype, transforms=TRANSFORMS)
-            for rows in (TOKENS, blocks.columns)
-        ),
-        plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
-        plgpu.ClusterBarrier(collective_axes=("pair",), **taken) if blocks.cluster > 1 else plgpu.Barrier(**taken),
-    ]
-    kernel = functools.partial(_kernel, body, refs, names=(*arguments, *results, *scratch), schedule=schedule)
+    rings = {
+        name: plgpu.SMEM((blocks.stages, rows, blocks.depth), hidden.dtype, transforms=TRANSFORMS)
+        for name, rows in (("hidden_ring", TOKENS), ("weights_ring", blocks.columns))
+    }
+    own = {
+        **scratch,
+        **rings,
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
+        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
+    }
+    names = ("hidden", "weights", *arguments, *results, *own)
+
+    def kernel(*references: Any) -> None:
+        _kernel(body, Refs(zip(names, references, strict=True)), schedule)
+
     outputs = plgpu.kernel(
-        lambda *given: pl.run_scoped(lambda *scoped: kernel(*given, *scoped), *own, collective_axes="warpgroup"),
+        lambda *given: pl.run_scoped(
+            lambda *scoped: kernel(*given, *scoped), *own.values(), collective_axes="warpgroup"
+        ),
         out_type=list(results.values()),
         grid=(schedule.programs,),
         grid_names=("program",),
-        cluster=(blocks.cluster,) if blocks.cluster > 1 else (),
-        cluster_names=("pair",) if blocks.cluster > 1 else (),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         interpret=interpret,

@@ -17,16 +17,12 @@ Memory beyond inputs and outputs: 32 bytes a token for the statistics. Where hid
 differentiated, dh comes out of the forward pass and dW is a pass of its own: four products in all. Where there is
 `expected_logit`, or `mean_logit` under a soft-cap, dh has to wait for the backward pass, and the last kernel forms
 both: four products too, and 4·N·D bytes for dh in float32. dh and dW are a pass each, five products and no such memory,
-with `filter_threshold`; on v4 and v5p, whose two cores could not share that dh; where it would take more than 512 MiB;
-and where D is so large that fewer than 1,024 columns (256 in float32) fit on the chip. `explain` counts the products.
+on v4 and v5p, whose two cores could not share that dh; where it would take more than 512 MiB; and where D is so large
+that fewer than 1,024 columns (256 in float32) fit on the chip. `explain` counts the products.
 
 With `save_logits`, and in the scalar `linear_cross_entropy`, a block of tokens at a time, it is three products for
 everything: the exponentials are saved in the inputs' dtype (2.1·N·V bytes in bfloat16), and dh and dW come out of a
 pass each.
-
-With `filter_threshold` the second product of dh and of dW is taken only for the blocks (`blocks.Blocks`: `tokens` by
-`unit` columns for dh, `columns` by `unit` tokens for dW) in which a p reaches it or a one-hot lies; where dh comes out
-of the forward pass, that is of dW alone.
 """
 
 from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION, make

@@ -9,11 +9,8 @@ SLICE = 768  # columns of D that one accumulation into [rows, D] takes at a time
 RESIDENT = 3  # blocks of tokens whose float32 dh stays on the chip all along
 
 UNPLANNED = 4 * 2**20
-"""Bytes on chip that a kernel may take beyond what `vmem_bytes` plans, an eighth of which it may take too.
-
-They are what does not grow with D: temporaries of the arithmetic on logits, the transposed bias, spilled registers. At
-D = 128, with every statistic, a bias and a soft-cap, the compiler took up to 2.3 MiB more in the statistics kernel and
-3.3 MiB more in that of dh (blocks of 1,024 tokens, libtpu 0.0.51). It cuts a limit to what the chip has.
+"""Bytes on chip that a kernel may take beyond what `vmem_bytes` plans, an eighth of which it may take too:
+temporaries of the arithmetic on logits, the transposed bias, spilled registers. The compiler took up to 3.3 MiB more.
 """
 
 VMEM_MIB = {"2": 16, "3": 16, "4": 16, "5p": 64, "7": 64}
@@ -91,15 +88,12 @@ PREFERENCES: Preferences = {
         Blocks(128, 128, 128),
     ),
 }
-"""Kernel -> blocks, largest first; the first that fits on the chip is taken. `kernels/tune.py` ranks others.
+"""Kernel -> blocks, largest first; the first that fits on the chip is taken.
 
-The first of "statistics", "rows" and "unembedding" was the fastest of those profiled at D = 2304 on v6e (units of 256
-to 1,024, columns of 512 to 2,048); the next ones, with units of 256 and more, on v7x at D of 2,560 to 7,168. A unit
-of 128 columns leaves half of a matrix unit of 256 idle.
-
-"rows" is the kernel of the statistics with dh, "fused" that of dh and dW together, whose `columns` are a piece of the
-vocabulary (see `pieces`). "saved": tried first where the exponentials are saved, the fastest of eight profiled at
-D = 2304 on v6e.
+The first of "statistics", "rows" and "unembedding" was the fastest of those profiled at D = 2304 on v6e; the next ones,
+with units of 256 and more, on v7x at D of 2,560 to 7,168. A unit of 128 columns leaves half of a matrix unit of 256
+idle. "rows" is the kernel of the statistics with dh, "fused" that of dh and dW together, whose `columns` are a piece of
+the vocabulary (see `pieces`). "saved": tried first where the exponentials are saved, the fastest of eight on v6e.
 """
 
 
@@ -214,13 +208,9 @@ def choose(
 ) -> Blocks:
     """The first preference that fits, no taller than the tokens need; for float32 at most 512 tokens and columns.
 
-    `inputs`: N, D and the bytes of an entry; `saved`, `count`: as of `vmem_bytes`.
-
-    A float32 product takes six passes of the matrix units: small blocks keep them as busy, and the unrolled program of
-    large ones takes minutes to compile.
-
-    Raises:
-        NotImplementedError: where none fits.
+    `inputs`: N, D and the bytes of an entry; `saved`, `count`: as of `vmem_bytes`. A float32 product takes six passes
+    of the matrix units: small blocks keep them as busy, and large ones take minutes to compile. Raises
+    NotImplementedError where none fits.
     """
     tokens, width, itemsize = inputs
     for blocks in preferred:
@@ -247,7 +237,7 @@ def pieces(blocks: Blocks, width: int, itemsize: int, device_kind: str) -> int:
 def least_columns(itemsize: int) -> int:
     """Columns on the chip below which the fused kernel waits for dh, of which it moves 8 bytes for 6 flop a column.
 
-    v6e has 560 flop in bfloat16 for each byte that its memory moves: with dh and the hidden states at some 10 bytes an
-    entry, 930 columns take as long as their traffic. Products in float32 take six times longer.
+    v6e has 560 flop in bfloat16 for each byte that its memory moves: 930 columns take as long as their traffic.
+    Products in float32 take six times longer.
     """
     return 1024 if itemsize == 2 else 256

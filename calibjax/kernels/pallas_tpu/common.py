@@ -10,10 +10,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from calibjax.kernels import stats
-from calibjax.kernels.contract import Options
+from calibjax.kernels.contract import Options, Refs
 from calibjax.kernels.pallas_tpu.blocks import LANES, SLICE, UNPLANNED
 
 NEVER = -(2**30)  # an index that no column of the vocabulary has
+LEAST = 2.0**-120  # under a soft-cap, the slope of the logit is saved instead of smaller exponentials
 
 
 def product(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -45,8 +46,7 @@ class Axes(NamedTuple):
     def of(cls, vocab_size: int, width: int) -> "Axes":
         """Those of the array in memory: a kernel has the last axis along lanes, and else W would be copied for it.
 
-        XLA stores an argument or result [V, D] with the vocabulary along lanes where that takes less padding in tiles
-        of 8 by 128, as at D = 2,880.
+        XLA stores [V, D] with the vocabulary along lanes where that takes less padding in tiles of 8 by 128.
         """
 
         def padded(sublanes: int, lanes: int) -> int:
@@ -122,10 +122,8 @@ def walk_blocks(total: int, size: int, step: Array, walk: Callable[[int], None])
 class Launch(NamedTuple):
     """How a kernel runs, and what it costs.
 
-    Attributes:
-        vmem: planned bytes on chip.
-        exponentials: with one per logit, or two where there is a soft-cap.
-        split: the first grid dimension may be divided over the cores of a chip (v5p has two).
+    `vmem`: planned bytes on chip. `split`: the first grid dimension may be divided over the cores of a chip (v5p has
+    two).
     """
 
     name: str
@@ -142,28 +140,33 @@ Operands = dict[str, tuple[Any, Any]]  # name -> (array or shape, its BlockSpec)
 
 
 def pallas(
-    kernel: Callable[[Any], None],
-    refs: Callable[..., Any],
+    kernel: Callable[[Refs], None],
     launch: Launch,
     inputs: Operands,
     outputs: Operands,
     scratch: Mapping[str, Any],
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, Array]:
-    """The outputs of `kernel(refs(name=reference, ...))`, by name.
+    """The outputs of `kernel`, the program of a grid step, by name.
 
     Args:
-        kernel: the program of a grid step.
-        refs: a NamedTuple with a field for each name; those that are not given keep their default.
+        kernel: takes the references of inputs, outputs and scratch by their names; those called "state_..." are also
+            the dictionary `state`.
         launch: how it runs.
         inputs, outputs: as `Operands`.
         scratch: name -> memory on chip.
         aliases: input -> the output that takes its place.
     """
+
+    def run(*references: Any) -> None:
+        refs = Refs(zip(names, references, strict=True))
+        refs["state"] = {name[6:]: ref for name, ref in refs.items() if name.startswith("state_")}
+        kernel(refs)
+
     names = (*inputs, *outputs, *scratch)
     order = {name: place for operands in (inputs, outputs) for place, name in enumerate(operands)}
     results = pl.pallas_call(
-        lambda *references: kernel(refs(**dict(zip(names, references, strict=True)))),
+        run,
         name=launch.name,
         grid=launch.grid,
         in_specs=[spec for _, spec in inputs.values()],
@@ -186,8 +189,3 @@ def pallas(
 def exponentials(options: Options, tokens: int, vocab_size: int) -> int:
     """Transcendental functions that a kernel computes for all logits."""
     return tokens * vocab_size * (1 if options.softcap is None else 2)
-
-
-def size_of(x: Array) -> int:
-    """Bytes."""
-    return x.size * x.dtype.itemsize

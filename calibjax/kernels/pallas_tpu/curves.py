@@ -10,47 +10,23 @@ chain of octaves stay in registers while the columns of the block pass. With an 
 octaves, the kernel takes 14% longer (static estimate, `kernels/RESULTS.md`).
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from calibjax.kernels.contract import ForwardRequest, ForwardResult, Inputs, Options
-from calibjax.kernels.logit_cotangents import LOG2_E
+from calibjax.kernels.contract import Options, Refs
 from calibjax.kernels.pallas_tpu import common, running
-from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
-from calibjax.kernels.softcap import softcap_unit
-from calibjax.kernels.stats import FLOOR, Moments, octaves
+from calibjax.kernels.pallas_tpu.blocks import LANES
+from calibjax.kernels.stats import FLOOR, octaves
 
 SUMS = ("weight", "first", "second")
 
 
-class Refs(NamedTuple):
-    """References of the kernel.
-
-    Attributes:
-        at_scales: [3 K, tokens], the result of `sums`.
-        z: [2, columns, tokens], logits of this block and of the one before.
-        sums: [3, K, 8, tokens], running `SUMS` at each scale.
-        state: running values [8, tokens], see `running.states`.
-    """
-
-    tokens: Any
-    hidden: Any
-    unembedding: Any
-    moments: Any
-    at_scales: Any
-    z: Any
-    sums: Any
-    state: Any
-    bias: Any = None
-
-
-def _kernel(refs: Refs, *, options: Options, powers: tuple[float, ...], vocab_size: int) -> None:
+def kernel(refs: Refs, *, options: Options, powers: tuple[float, ...], vocab_size: int) -> None:
+    """A grid step: the logits of a block of the vocabulary, and the sums of the one before. `powers`: s·log₂e."""
     step, last = pl.program_id(1), pl.num_programs(1) - 1
     _, columns, tokens = refs.z.shape
     axes = common.Axes.of(vocab_size, refs.hidden.shape[1])
@@ -132,78 +108,4 @@ def _write(refs: Refs, powers: tuple[float, ...], vocab_size: int) -> None:
         for i, name in enumerate(SUMS):
             row = i * len(powers) + node
             refs.at_scales[row : row + 1, :] = jnp.sum(moved[name], axis=0, keepdims=True)
-    moments = {"max_logit": top}
-    for name in ("total", "target"):
-        if name in refs.state:
-            moments[name] = jnp.sum(refs.state[name][...], axis=0, keepdims=True)
-    if "argmax" in refs.state:
-        moments["argmax"] = running.lowest(refs.state["argmax"][...], best == top, vocab_size)
-    running.write(refs.moments, moments)
-
-
-def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: Any) -> ForwardResult:
-    """The moments of the whole vocabulary with `options.scales`: `weight`, `first` and `second` are [N, K]."""
-    options, needed, _ = request
-    hidden, unembedding, bias, _, targets, _ = inputs
-    assert options.scales is not None
-    (tokens, width), vocab_size, itemsize = hidden.shape, unembedding.shape[0], hidden.dtype.itemsize
-    block, columns, unit = blocks.tokens, blocks.columns, softcap_unit(options.softcap)
-    powers = tuple(scale * (LOG2_E * unit) for scale in options.scales)
-    count = pl.cdiv(vocab_size, columns)
-    grid = (pl.cdiv(tokens, block), count + 1)
-    axes = common.Axes.of(vocab_size, width)
-
-    def of_step(_: Any, j: Any) -> Any:
-        return jnp.minimum(j, count - 1)
-
-    def per_token(rows: int) -> pl.BlockSpec:
-        return pl.BlockSpec((rows, block), lambda i, j: (0, i))
-
-    ids = jnp.zeros((tokens,), jnp.float32) if targets is None else common.pack_ids(targets)
-    operands: common.Operands = {
-        "tokens": (common.pack([jnp.zeros_like(ids), ids]), per_token(8)),
-        "hidden": (hidden, pl.BlockSpec((block, width), lambda i, j: (i, 0))),
-        "unembedding": (axes.ordered(unembedding), axes.block(columns, width, of_step)),
-    }
-    if bias is not None:
-        operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, of_step(i, j))))
-    nodes = len(powers)
-    rows = -(-len(SUMS) * nodes // 8) * 8
-    names = [name for name in running.states(needed) if name not in SUMS]
-    results = common.pallas(
-        functools.partial(_kernel, options=options, powers=powers, vocab_size=vocab_size),
-        functools.partial(running.named, Refs),
-        common.Launch(
-            name="calibjax_curves",
-            grid=grid,
-            vmem=vmem_bytes("curves", blocks, width, itemsize, count=nodes),
-            flops=2 * tokens * width * vocab_size,
-            bytes_accessed=(tokens + grid[0] * vocab_size) * width * itemsize,
-            exponentials=common.exponentials(options, tokens, vocab_size) * nodes // octaves(powers),
-            interpret=interpret,
-        ),
-        operands,
-        {
-            "moments": (jax.ShapeDtypeStruct((8, tokens), jnp.float32), per_token(8)),
-            "at_scales": (jax.ShapeDtypeStruct((rows, tokens), jnp.float32), per_token(rows)),
-        },
-        {
-            "z": pltpu.VMEM((2, columns, block), jnp.float32),
-            "sums": pltpu.VMEM((len(SUMS), nodes, 8, block), jnp.float32),
-            **{f"state_{name}": pltpu.VMEM((8, block), running.dtype(name)) for name in names},
-        },
-    )
-    of_tokens = dict(zip(running.OUTPUTS, results["moments"], strict=False))
-    at_scales = results["at_scales"][: len(SUMS) * nodes].reshape(len(SUMS), nodes, tokens)
-    weight, first, second = (x.T * unit**power for power, x in enumerate(at_scales))
-    return ForwardResult(
-        Moments(
-            max_logit=of_tokens["max_logit"] * unit,
-            argmax=of_tokens["argmax"].astype(jnp.int32) if "argmax" in needed else None,
-            weight=weight,
-            first=first if "first" in needed else None,
-            second=second if "second" in needed else None,
-            total=of_tokens["total"] * unit if "total" in needed else None,
-            target=of_tokens["target"] * unit if "target" in needed else None,
-        )
-    )
+    running.write(refs.moments, refs.state, best, vocab_size)

@@ -1,7 +1,7 @@
 """TPU kernel of the backward pass for dh: sums [tokens, D] stay on chip while the vocabulary streams past."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,61 +9,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from calibjax.kernels.contract import Cotangents, Inputs, Options
+from calibjax.kernels.contract import Cotangents, Inputs, Options, Refs
 from calibjax.kernels.logit_cotangents import dz_of_logits
 from calibjax.kernels.pallas_tpu import common
-from calibjax.kernels.pallas_tpu.backward import Lengths, Places, any_of, note, packed, pipeline, write_dz
+from calibjax.kernels.pallas_tpu.backward import Exponentials, Places, packed, pipeline, write_dz
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
-from calibjax.kernels.pallas_tpu.exponentials import Exponentials
 
 
-class _Refs(NamedTuple):
-    """References of the kernel; with `saved` [columns, tokens] there are no `hidden` and `z`, and dz is transposed."""
-
-    tokens: Any
-    unembedding: Any
-    d_hidden: Any
-    dz: Any
-    sums: Any
-    columns: Any
-    z: Any = None
-    hidden: Any = None
-    saved: Any = None
-    references: Any = None
-    bias: Any = None
-    row_sum: Any = None
-
-
-def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, places: Places) -> None:
+def _kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, unit_saved: int, places: Places) -> None:
+    # With `saved` [columns, tokens] there are no `hidden` and `z`, and dz is transposed.
     columns, unit = blocks.columns, blocks.unit
     step, steps = pl.program_id(1), pl.num_programs(1)
     tokens, width = refs.sums.shape
-    axes = common.Axes.of(lengths.vocab, width)
+    axes = common.Axes.of(vocab_size, width)
 
     @pl.when(step == 0)
     def _():
         refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
         for row in places.values():
             refs.columns[row] = common.column(refs.tokens, row)
-        if refs.row_sum is not None:
-            refs.sums[...] = refs.columns[places["exact"]][:, :1] * refs.row_sum[...]
 
     def multiply(c: int):
         if refs.saved is not None:
             return
-        of_unit = pl.ds(c * unit, unit)
-        z = common.product(options, refs.hidden[...], axes.rows(refs.unembedding, of_unit), (1, axes.width))
-        refs.z[c % 2] = z if refs.bias is None else z + refs.bias[:, of_unit]
+        unit_columns = pl.ds(c * unit, unit)
+        z = common.product(options, refs.hidden[...], axes.rows(refs.unembedding, unit_columns), (1, axes.width))
+        refs.z[c % 2] = z if refs.bias is None else z + refs.bias[:, unit_columns]
 
-    def differentiate(c: int, count: int) -> Array | None:
-        # A filter must not see the memory beyond the last token.
-        left = None
-        if options.filter_threshold and lengths.tokens % tokens:
-            left = lengths.tokens - pl.program_id(0) * tokens
+    def differentiate(c: int, count: int):
         start = step * columns + c * unit
         if refs.saved is None:
-            return _write_dz(refs, options, places, c % 2, start, min(count, unit), left)
-        unit_saved = lengths.unit_saved
+            return _write_dz(refs, options, places, c % 2, start, min(count, unit))
         return write_dz(
             options,
             places,
@@ -72,8 +48,7 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
             refs.dz.at[c % 2],
             None,
             start=start,
-            counts=(count, tokens if left is None else left),
-            vocab_size=lengths.vocab,
+            counts=(count, tokens),
             references=refs.references.at[pl.ds(c * unit // unit_saved * 8, -(-unit // unit_saved) * 8), :],
             unit=unit_saved,
         )
@@ -86,7 +61,7 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
             refs.sums[:, part] += common.product(options, dz, w, (1, axes.vocab))
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
-    common.walk_blocks(lengths.vocab, columns, step, stages)
+    common.walk_blocks(vocab_size, columns, step, stages)
 
     @pl.when(step == steps - 1)
     def _():
@@ -96,22 +71,13 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
         refs.d_hidden[...] = sums.astype(refs.d_hidden.dtype)
 
 
-def _write_dz(
-    refs: _Refs, options: Options, places: Places, slot: int, start: Array, count: int, left: Array | None
-) -> Array | None:
-    """Writes dz [tokens, columns] of the logits in `slot`, of which `count` columns, from `start` on, and `left` tokens
-    exist.
-
-    Returns whether any of it must be multiplied; None without a filter.
-    """
+def _write_dz(refs: Refs, options: Options, places: Places, slot: int, start: Array, count: int) -> None:
+    """Writes dz [tokens, columns] of the logits in `slot`, of which `count` columns exist, from `start` on."""
     tokens = refs.sums.shape[0]
     group = min(64, tokens)
     lane = jax.lax.broadcasted_iota(jnp.int32, (group, LANES), 1)
-    seen, exist = [], None
     for first in range(0, tokens, group):
         part = pl.ds(first, group)
-        if left is not None:
-            exist = jax.lax.broadcasted_iota(jnp.int32, (group, LANES), 0) < left - first
 
         def value(name: str, part=part) -> Array | None:
             return refs.columns[places[name], part, :] if name in places else None
@@ -123,12 +89,9 @@ def _write_dz(
                 ids = refs.columns[places[f"ids{index}"], part, :].astype(jnp.int32) - lane
                 return ids - start == place
 
-            dz, counts = dz_of_logits(options, z, value, hit)
-            keep = None if count - k >= LANES else lane < count - k
-            dz = dz if keep is None else jnp.where(keep, dz, 0.0)
-            note(seen, counts, keep, exist)
+            dz = dz_of_logits(options, z, value, hit)
+            dz = dz if count - k >= LANES else jnp.where(lane < count - k, dz, 0.0)
             refs.dz[slot, part, k : k + LANES] = dz.astype(refs.dz.dtype)
-    return any_of(seen)
 
 
 def gradient(
@@ -146,10 +109,9 @@ def gradient(
     blocks, unit_saved = sizes
     hidden, unembedding, bias = inputs[:3]
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
-    lengths = Lengths(tokens, vocab_size, unit_saved)
     blocks = blocks._replace(columns=min(blocks.columns, -(-vocab_size // blocks.unit) * blocks.unit))
     values, places = packed(options, inputs, cotangents, saved)
-    read_bytes = 0 if saved is None else common.size_of(saved.values)
+    read_bytes = 0 if saved is None else saved.values.size * hidden.dtype.itemsize
     block, columns, dtype = blocks.tokens, blocks.columns, hidden.dtype
     grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
     x_spec = pl.BlockSpec((block, width), lambda i, j: (i, 0))
@@ -162,12 +124,9 @@ def gradient(
     operands["unembedding"] = (axes.ordered(unembedding), axes.block(columns, width, lambda i, j: j))
     if bias is not None and saved is None:
         operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, j)))
-    if "exact" in places:
-        row_sum = jnp.sum(unembedding, axis=0, dtype=jnp.float32)
-        operands["row_sum"] = (row_sum[None, :], pl.BlockSpec((1, width), lambda i, j: (0, 0)))
+    static = {"options": options, "vocab_size": vocab_size, "blocks": blocks, "places": places}
     return common.pallas(
-        functools.partial(_kernel, options=options, lengths=lengths, blocks=blocks, places=places),
-        _Refs,
+        functools.partial(_kernel, **static, unit_saved=unit_saved),
         common.Launch(
             name="calibjax_d_hidden",
             grid=grid,

@@ -4,52 +4,30 @@ The logits are transposed, so that per-token values lie along lanes and dz is al
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
 
-from calibjax.kernels.contract import BackwardRequest, Cotangents, Gradients, Inputs, Options
-from calibjax.kernels.logit_cotangents import exact_uniform
+from calibjax.kernels.contract import Cotangents, Gradients, Inputs, Options, Refs
 from calibjax.kernels.pallas_tpu import common
-from calibjax.kernels.pallas_tpu.backward import Lengths, Places, clear, masking, packed, pipeline, write_dz
+from calibjax.kernels.pallas_tpu.backward import Exponentials, Places, clear, masking, packed, pipeline, write_dz
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
-from calibjax.kernels.pallas_tpu.exponentials import Exponentials
 
 
-class _Refs(NamedTuple):
-    """References of the kernel; with `saved` [columns, tokens] there are no `unembedding` and `z`.
-
-    Without `sums`, `d_unembedding` is float32 and starts as `before`.
-    """
-
-    tokens: Any
-    hidden: Any
-    dz: Any
-    clears: Any = None
-    unembedding: Any = None
-    saved: Any = None
-    references: Any = None
-    bias: Any = None
-    exact_row: Any = None
-    before: Any = None
-    d_unembedding: Any = None
-    d_bias: Any = None
-    z: Any = None
-    sums: Any = None
-    bias_sums: Any = None
-
-
-def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, places: Places) -> None:
+def _kernel(
+    refs: Refs, *, options: Options, lengths: tuple[int, int], blocks: Blocks, unit_saved: int, places: Places
+) -> None:
+    # With `saved` [columns, tokens] there are no `unembedding` and `z`. Without `sums`, `d_unembedding` is float32 and
+    # starts as `before`. `lengths`: N and V.
     block, unit = blocks.tokens, blocks.unit
     columns, width = blocks.columns, refs.hidden.shape[1]
     start = pl.program_id(0) * columns
     step, steps = pl.program_id(1), pl.num_programs(1)
     sums = refs.d_unembedding if refs.sums is None else refs.sums
-    axes = common.Axes.of(lengths.vocab, width)
+    axes = common.Axes.of(lengths[1], width)
 
     @pl.when(step == 0)
     def _():
@@ -58,9 +36,6 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
                 ref[...] = jnp.zeros(ref.shape, jnp.float32)
         if refs.before is not None:
             sums[...] = refs.before[...]
-        if refs.exact_row is not None:
-            row = common.column(refs.exact_row, 0)[:, :1] if axes.vocab else refs.exact_row[...]
-            sums[...] += jnp.broadcast_to(row, sums.shape)
 
     clear(places, refs)
 
@@ -73,9 +48,9 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
             z = z + jnp.concatenate([turned] * (unit // LANES), axis=1)
         refs.z[c % 2] = z
 
-    def differentiate(c: int, count: int) -> Array | None:
+    def differentiate(c: int, count: int):
         lanes = pl.ds(c * unit, unit)
-        return write_dz(
+        write_dz(
             options,
             places,
             refs.tokens.at[:, lanes],
@@ -84,9 +59,8 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
             refs.bias_sums,
             start=start,
             counts=(columns, count),
-            vocab_size=lengths.vocab,
             references=refs.references,
-            unit=lengths.unit_saved,
+            unit=unit_saved,
         )
 
     def accumulate(c: int, count: int):
@@ -98,7 +72,7 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
             axes.add(options, sums, part, refs.dz[c % 2, :, :size], x)
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
-    common.walk_blocks(lengths.tokens, block, step, stages)
+    common.walk_blocks(lengths[0], block, step, stages)
 
     @pl.when(step == steps - 1)
     def _():
@@ -109,7 +83,8 @@ def _kernel(refs: _Refs, *, options: Options, lengths: Lengths, blocks: Blocks, 
 
 
 def gradients(
-    request: BackwardRequest,
+    options: Options,
+    wanted: frozenset[str],
     inputs: Inputs,
     cotangents: Cotangents,
     saved: Exponentials | None,
@@ -123,15 +98,13 @@ def gradients(
     a block of `into` is on the chip.
     """
     blocks, unit_saved, buffers = sizes
-    options, wanted = request
     hidden, unembedding, bias = inputs[:3]
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
-    lengths = Lengths(tokens, vocab_size, unit_saved)
     columns = min(blocks.columns, -(-vocab_size // LANES) * LANES)
     block = -(-blocks.tokens // blocks.unit) * blocks.unit
     blocks = blocks._replace(columns=columns, tokens=block)
     values, places = packed(options, inputs, cotangents, saved)
-    read_bytes = 0 if saved is None else common.size_of(saved.values)
+    read_bytes = 0 if saved is None else saved.values.size * hidden.dtype.itemsize
     want_rows, want_bias, dtype = "unembedding" in wanted, "bias" in wanted, unembedding.dtype
     before = None if into is None else into.unembedding
     grid = (pl.cdiv(vocab_size, columns), pl.cdiv(tokens, block))
@@ -153,10 +126,6 @@ def gradients(
         operands |= saved.operands(columns, block, unit_saved, lambda j, i: (j, i))
     if bias is not None and saved is None:
         operands["bias"] = (bias[None, :], bias_spec)
-    exact = exact_uniform(options, cotangents)
-    if exact is not None and want_rows:
-        row = jnp.matmul(exact, inputs.masked().hidden.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-        operands["exact_row"] = (row[None, :], pl.BlockSpec((1, width), lambda j, i: (0, 0)))
     scratch["dz"] = pltpu.VMEM((2, columns, blocks.unit), dtype)
     if want_rows:
         outputs["d_unembedding"] = (jax.eval_shape(axes.ordered, unembedding if before is None else before), w_spec)
@@ -167,11 +136,11 @@ def gradients(
     if want_bias:
         outputs["d_bias"] = (jax.ShapeDtypeStruct((1, vocab_size), jnp.float32), bias_spec)
         scratch["bias_sums"] = pltpu.VMEM((columns, LANES), jnp.float32)
+    static = {"options": options, "lengths": (tokens, vocab_size), "blocks": blocks, "places": places}
     # The interpreter returns an aliased result with the padding of its last block.
     in_place = "before" in operands and not (interpret and vocab_size % columns)
     results = common.pallas(
-        functools.partial(_kernel, options=options, lengths=lengths, blocks=blocks, places=places),
-        _Refs,
+        functools.partial(_kernel, **static, unit_saved=unit_saved),
         common.Launch(
             name="calibjax_d_unembedding",
             grid=grid,
@@ -188,6 +157,6 @@ def gradients(
     )
     d_bias = None
     if want_bias:
-        d_bias = results["d_bias"][0] if exact is None else results["d_bias"][0] + jnp.sum(exact)
+        d_bias = results["d_bias"][0]
         d_bias = d_bias if into is None or into.bias is None else d_bias + into.bias
     return Gradients(None, axes.ordered(results["d_unembedding"]) if want_rows else None, d_bias)

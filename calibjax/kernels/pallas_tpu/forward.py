@@ -1,11 +1,12 @@
-"""The forward pass: launches the kernel of the statistics alone, or that of the statistics with the rows for dh.
+"""The forward pass: launches the kernel of the statistics alone, with the rows for dh, or at K scales.
 
-Both walk the grid (token blocks, vocabulary blocks), the vocabulary fastest, with all of D on chip. A vocabulary block
+They walk the grid (token blocks, vocabulary blocks), the vocabulary fastest, with all of D on chip. A vocabulary block
 is cut into units: while the matrix unit multiplies one, the vector unit processes the logits of the previous one, in
 the same straight-line code, so that neither waits for the other.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,94 +15,125 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from calibjax.kernels.contract import ForwardRequest, ForwardResult, Inputs
+from calibjax.kernels.contract import Inputs, Options
 from calibjax.kernels.logit_cotangents import LOG2_E
-from calibjax.kernels.pallas_tpu import common, rows, running, statistics
+from calibjax.kernels.pallas_tpu import common, curves, rows, running, statistics
+from calibjax.kernels.pallas_tpu.backward import Exponentials
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
-from calibjax.kernels.pallas_tpu.exponentials import Exponentials
-from calibjax.kernels.softcap import softcap_unit
-from calibjax.kernels.stats import Moments
+from calibjax.kernels.stats import Moments, octaves, softcap_unit
 
 
-def moments(request: ForwardRequest, inputs: Inputs, blocks: Blocks, interpret: Any) -> ForwardResult:
+def moments(
+    options: Options, needed: frozenset[str], save: bool, inputs: Inputs, blocks: Blocks, interpret: Any
+) -> tuple[Moments, Exponentials | None]:
     """The moments of the whole vocabulary by one kernel: with "rows" needed two products, else one.
 
-    With `save`, which rules out "rows", also the `Exponentials` of all logits.
+    With `save`, which rules out "rows" and scales, also the `Exponentials` of all logits.
     """
-    options, needed, save = request
     inputs = inputs.masked() if save else inputs  # NaN would be saved
     hidden, unembedding, bias, scale, targets, _ = inputs
-    (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
-    with_rows, itemsize = "rows" in needed, hidden.dtype.itemsize
+    (tokens, width), vocab_size, itemsize = hidden.shape, unembedding.shape[0], hidden.dtype.itemsize
     columns = min(blocks.columns, -(-vocab_size // (2 * blocks.unit)) * 2 * blocks.unit)
     blocks = blocks._replace(columns=columns)
     block, in_logits = blocks.tokens, softcap_unit(options.softcap)
+    powers = tuple(s * (LOG2_E * in_logits) for s in options.scales or ())
+    kind = "curves" if powers else "rows" if "rows" in needed else "statistics"
     values = [scale * (LOG2_E * in_logits), *([] if targets is None else [common.pack_ids(targets)])]
     count = pl.cdiv(vocab_size, columns)
-    grid = (pl.cdiv(tokens, block), count + with_rows)
+    grid = (pl.cdiv(tokens, block), count + (kind != "statistics"))
 
-    def of_step(j: Any) -> Any:
-        return jnp.minimum(j, count - 1) if with_rows else j
+    def vocab_block(j: Any) -> Any:
+        return j if kind == "statistics" else jnp.minimum(j, count - 1)
 
     per_token = pl.BlockSpec((8, block), lambda i, j: (0, i))
-    x_spec, axes = pl.BlockSpec((block, width), lambda i, j: (i, 0)), common.Axes.of(vocab_size, width)
+    axes = common.Axes.of(vocab_size, width)
+    buffers = {"pipeline_mode": pl.Buffered(1)} if kind == "rows" else {}
+    x_spec = pl.BlockSpec((block, width), lambda i, j: (i, 0), **buffers)
     operands: common.Operands = {
         "tokens": (common.pack(values), per_token),
         "hidden": (hidden, x_spec),
-        "unembedding": (axes.ordered(unembedding), axes.block(columns, width, lambda i, j: of_step(j))),
+        "unembedding": (axes.ordered(unembedding), axes.block(columns, width, lambda i, j: vocab_block(j))),
     }
     if bias is not None:
-        operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, of_step(j))))
+        operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, vocab_block(j))))
     outputs: common.Operands = {"moments": (jax.ShapeDtypeStruct((8, tokens), jnp.float32), per_token)}
-    kernel, kind = statistics.kernel, statistics.Refs
-    scratch: dict[str, Any] = {"z": pltpu.VMEM((2, blocks.unit, block), jnp.float32)}
-    state, names = (8, block), running.states(needed)
-    if with_rows:
-        kernel, kind = functools.partial(rows.kernel, has_target=targets is not None), rows.Refs
-        once = pl.BlockSpec(x_spec.block_shape, x_spec.index_map, pipeline_mode=pl.Buffered(1))
-        operands["hidden"] = (hidden, once)
-        outputs["rows"] = (jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), once)
-        scratch = rows.scratch(blocks, operands["unembedding"][1].block_shape, hidden.dtype)
-        state, names = (block, LANES), (*names, "top")
+    if kind == "rows":
+        outputs["rows"] = (jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), x_spec)
+    if kind == "curves":
+        height = -(-len(curves.SUMS) * len(powers) // 8) * 8
+        at_scales = jax.ShapeDtypeStruct((height, tokens), jnp.float32)
+        outputs["at_scales"] = (at_scales, pl.BlockSpec((height, block), lambda i, j: (0, i)))
     if save:
-        of_all = jax.ShapeDtypeStruct((vocab_size, tokens), hidden.dtype)
-        outputs["saved"] = (of_all, pl.BlockSpec((columns, block), lambda i, j: (j, i)))
+        values_shape = jax.ShapeDtypeStruct((vocab_size, tokens), hidden.dtype)
+        outputs["saved"] = (values_shape, pl.BlockSpec((columns, block), lambda i, j: (j, i)))
         height = 8 * columns // blocks.unit
-        of_units = jax.ShapeDtypeStruct((grid[1] * height, tokens), jnp.float32)
-        outputs["references"] = (of_units, pl.BlockSpec((height, block), lambda i, j: (j, i)))
-    for name in names:
-        scratch[f"state_{name}"] = pltpu.VMEM(state, running.dtype(name))
+        references_shape = jax.ShapeDtypeStruct((grid[1] * height, tokens), jnp.float32)
+        outputs["references"] = (references_shape, pl.BlockSpec((height, block), lambda i, j: (j, i)))
+    kernel: Any = {"statistics": statistics, "rows": rows, "curves": curves}[kind].kernel
+    own: dict[str, Any] = {"powers": powers} if kind == "curves" else {"blocks": blocks}
+    w_block = operands["unembedding"][1].block_shape
     results = common.pallas(
-        functools.partial(kernel, options=options, vocab_size=vocab_size, blocks=blocks),
-        functools.partial(running.named, kind),
+        functools.partial(kernel, options=options, vocab_size=vocab_size, **own),
         common.Launch(
-            name="calibjax_statistics_rows" if with_rows else "calibjax_statistics",
+            name="calibjax_statistics_rows" if kind == "rows" else f"calibjax_{kind}",
             grid=grid,
-            vmem=vmem_bytes("rows" if with_rows else "statistics", blocks, width, itemsize, saved=save),
-            flops=(4 if with_rows else 2) * tokens * width * vocab_size,
+            vmem=vmem_bytes(kind, blocks, width, itemsize, saved=save, count=max(len(powers), 1)),
+            flops=(4 if kind == "rows" else 2) * tokens * width * vocab_size,
             bytes_accessed=((tokens + grid[0] * vocab_size) * width + save * tokens * vocab_size) * itemsize,
-            exponentials=common.exponentials(options, tokens, vocab_size),
+            exponentials=common.exponentials(options, tokens, vocab_size) * max(len(powers), 1) // octaves(powers),
             interpret=interpret,
         ),
         operands,
         outputs,
-        scratch,
+        _scratch(kind, needed, blocks, w_block, hidden.dtype, targets is not None, len(powers)),
     )
-    of_kernel: dict[str, Array] = dict(zip(running.OUTPUTS, results["moments"], strict=False))
-    optional = {
-        name: of_kernel[name] * in_logits**power
-        for name, power in (("first", 1), ("second", 2), ("total", 1), ("target", 1))
-        if name in needed
-    }
-    moments = Moments(
-        max_logit=of_kernel["max_logit"] * in_logits,
-        argmax=of_kernel["argmax"].astype(jnp.int32) if "argmax" in needed else None,
-        weight=of_kernel["weight"],
-        rows=results.get("rows"),
-        **optional,
-    )
+    moments = _unpacked(results, needed, in_logits, len(powers))
     if not save:
-        return ForwardResult(moments)
+        return moments, None
     known = ((targets, moments.target), (moments.argmax, moments.max_logit))
     pairs = tuple((ids, z / in_logits) for ids, z in known if ids is not None and z is not None)
-    return ForwardResult(moments, Exponentials(results["saved"], results["references"], pairs))
+    return moments, Exponentials(results["saved"], results["references"], pairs)
+
+
+def _scratch(
+    kind: str, needed: frozenset[str], blocks: Blocks, w_block: tuple[int, int], dtype: Any, target: bool, nodes: int
+) -> dict[str, Any]:
+    """Memory on chip of a kernel."""
+    block, columns, unit = blocks
+    names, state = running.states(needed), (block, LANES) if kind == "rows" else (8, block)
+    if kind == "statistics":
+        scratch = {"z": pltpu.VMEM((2, unit, block), jnp.float32)}
+    elif kind == "curves":
+        names = tuple(name for name in names if name not in curves.SUMS)
+        scratch = {
+            "z": pltpu.VMEM((2, columns, block), jnp.float32),  # of this block and of the one before
+            "sums": pltpu.VMEM((len(curves.SUMS), nodes, 8, block), jnp.float32),
+        }
+    else:
+        names = (*names, "top")
+        scratch = {
+            "z": pltpu.VMEM((columns // unit, block, unit), jnp.float32),
+            "e": pltpu.VMEM((2, block, unit), dtype),
+            "previous": pltpu.VMEM(w_block, dtype),
+            "far": pltpu.SMEM((1,), jnp.float32),
+            "sums": pltpu.VMEM((block, math.prod(w_block) // columns), jnp.float32),
+            "scale": pltpu.VMEM((block, LANES), jnp.float32),
+        }
+        scratch |= {"target": pltpu.VMEM((block, LANES), jnp.int32)} if target else {}
+    return scratch | {f"state_{name}": pltpu.VMEM(state, running.dtype(name)) for name in names}
+
+
+def _unpacked(results: dict[str, Array], needed: frozenset[str], in_logits: float, nodes: int) -> Moments:
+    """The moments from the results of a kernel, which are in units of the soft-cap."""
+    named: dict[str, Array] = dict(zip(running.OUTPUTS, results["moments"], strict=False))
+    if nodes:
+        at_scales = results["at_scales"][: len(curves.SUMS) * nodes].reshape(len(curves.SUMS), nodes, -1)
+        named |= {name: x.T for name, x in zip(curves.SUMS, at_scales, strict=True)}
+    powers = {"first": 1, "second": 2, "total": 1, "target": 1}
+    return Moments(
+        max_logit=named["max_logit"] * in_logits,
+        argmax=named["argmax"].astype(jnp.int32) if "argmax" in needed else None,
+        weight=named["weight"],
+        rows=results.get("rows"),
+        **{name: named[name] * in_logits**power for name, power in powers.items() if name in needed},
+    )

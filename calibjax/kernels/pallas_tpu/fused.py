@@ -11,7 +11,7 @@ added in order: results are the same from run to run. It also means that only on
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,32 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from calibjax.kernels.contract import BackwardRequest, Cotangents, Gradients, Inputs, Options
+from calibjax.kernels.contract import Cotangents, Gradients, Inputs, Options, Refs
 from calibjax.kernels.pallas_tpu import common
 from calibjax.kernels.pallas_tpu.backward import Places, clear, masking, packed, pipeline, write_dz
 from calibjax.kernels.pallas_tpu.blocks import LANES, RESIDENT, Blocks, pieces, vmem_bytes
+from calibjax.kernels.platforms import platform
 
 
-class _Refs(NamedTuple):
-    """References of the kernel; without `before` the whole of `d_hidden` stays on chip."""
-
-    tokens: Any
-    hidden: Any
-    unembedding: Any
-    d_hidden: Any
-    d_unembedding: Any
-    z: Any
-    dz: Any
-    sums: Any
-    clears: Any = None
-    bias: Any = None
-    before: Any = None
-    d_bias: Any = None
-    turned_bias: Any = None
-    bias_sums: Any = None
-
-
-def _kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, places: Places) -> None:
+def _kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, places: Places) -> None:
     block, piece, unit = blocks
     width = refs.hidden.shape[1]
     axes = common.Axes.of(vocab_size, width)
@@ -60,7 +42,7 @@ def _kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, p
         if refs.bias is not None:
             refs.turned_bias[...] = jnp.broadcast_to(refs.bias[...], (LANES, columns)).T
 
-    if refs.before is None:
+    if refs.before is None:  # all of dh stays on the chip
 
         @pl.when((i == 0) & (j == 0))
         def _():
@@ -89,7 +71,6 @@ def _kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, p
                 None if refs.bias_sums is None else refs.bias_sums.at[rows, :],
                 start=j * columns + p * piece,
                 counts=(limit, unit),
-                vocab_size=vocab_size,
             )
 
         def accumulate(c: int, _):
@@ -126,17 +107,21 @@ def _kernel(refs: _Refs, *, options: Options, vocab_size: int, blocks: Blocks, p
 
 
 def gradients(
-    request: BackwardRequest, inputs: Inputs, cotangents: Cotangents, blocks: Blocks, device_kind: str, interpret: Any
+    options: Options,
+    wanted: frozenset[str],
+    inputs: Inputs,
+    cotangents: Cotangents,
+    blocks: Blocks,
+    interpret: Any,
 ) -> Gradients:
     """dh float32 [N, D], dW [V, D] in the dtype of the unembedding, db float32 [V] where it is wanted.
 
     `blocks.columns` is the size of a piece of the vocabulary, of which a block holds as many as fit on the chip.
     """
-    options, wanted = request
     hidden, unembedding, bias, _, _, valid = inputs
     (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
     piece = min(blocks.columns, -(-vocab_size // LANES) * LANES)
-    count = pieces(blocks, width, hidden.dtype.itemsize, device_kind)
+    count = pieces(blocks, width, hidden.dtype.itemsize, platform().device_kind)
     columns = piece * min(count, pl.cdiv(vocab_size, piece))
     block = -(-blocks.tokens // blocks.unit) * blocks.unit
     blocks = blocks._replace(columns=piece, tokens=block)
@@ -185,7 +170,6 @@ def gradients(
     traffic = (2 * vocab_size + grid[0] * tokens) * width * dtype.itemsize + 8 * grid[0] * tokens * width
     results = common.pallas(
         functools.partial(_kernel, options=options, vocab_size=vocab_size, blocks=blocks, places=places),
-        _Refs,
         common.Launch(
             name="calibjax_d_hidden_d_unembedding",
             grid=grid,

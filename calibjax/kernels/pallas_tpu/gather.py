@@ -53,16 +53,10 @@ def _steps(ids: Array, blocks: int) -> tuple[Array, Array]:
 
 
 def rows(unembedding: Array, ids: Array, blocks: Blocks, interpret: Any) -> tuple[Array, Array]:
-    """The rows W[ids] of a W that the kernels have transposed, sorted by id, and where each id's row is among them.
+    """The rows W[ids], ids in [0, V), of a W that the kernels have transposed, and where each id's row is among them.
 
-    Args:
-        unembedding: [V, D].
-        ids: int32 [N], in [0, V).
-        blocks: of the statistics kernel.
-        interpret: as in `pl.pallas_call`.
-
-    Returns:
-        (sorted_rows [M, D], place int32 [N]) with M >= N and W[ids] = sorted_rows[place].
+    `blocks` are those of the statistics kernel. Returns rows [M, D], M >= N, sorted by id, and the place int32 [N] of
+    each id: W[ids] = rows[place].
     """
     (vocab_size, width), dtype, size = unembedding.shape, unembedding.dtype, LANES
     columns = min(blocks.columns, -(-vocab_size // LANES) * LANES)

@@ -3,20 +3,11 @@
 import functools
 from typing import Any, NamedTuple
 
-from calibjax.kernels.contract import (
-    BackwardRequest,
-    Cotangents,
-    ForwardRequest,
-    ForwardResult,
-    Gradients,
-    Implementation,
-    Inputs,
-    Options,
-    first_order,
-)
+from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options, first_order
 from calibjax.kernels.operator import closed_form_hidden
 from calibjax.kernels.pallas_tpu import blocks
 from calibjax.kernels.platforms import Platform, platform
+from calibjax.kernels.stats import Moments
 
 
 class _Setup(NamedTuple):
@@ -36,12 +27,11 @@ class _Setup(NamedTuple):
 def _fused(setup: _Setup, options: Options, inputs: Inputs, device_kind: str) -> blocks.Blocks | None:
     """Blocks of the kernel for dh and dW together; None where each has a kernel of its own.
 
-    That is with saved exponentials, of which each takes one product, and with a filter; on chips with two cores a
-    device, of which it would use one; where the float32 dh would take more than 512 MiB; and where too few columns fit
-    on the chip.
+    That is with saved exponentials, of which each takes one product; on chips with two cores a device, of which it
+    would use one; where the float32 dh would take more than 512 MiB; and where too few columns fit on the chip.
     """
     refused = "fused" not in setup.preferences or 4 * inputs.hidden.size > 2**29
-    if refused or options.save_logits or options.filter_threshold or blocks.two_cores(device_kind):
+    if refused or options.save_logits or blocks.two_cores(device_kind):
         return None
     try:
         size = setup.blocks("fused", inputs, device_kind, saved=False)
@@ -78,21 +68,21 @@ def _shares_logits(setup: _Setup, options: Options, inputs: Inputs, platform: Pl
     return _fused(setup, options, inputs, platform.device_kind) is not None
 
 
-def _forward(setup: _Setup, request: ForwardRequest, inputs: Inputs) -> ForwardResult:
+def _forward(
+    setup: _Setup, options: Options, needed: frozenset[str], save: bool, inputs: Inputs
+) -> tuple[Moments, Any]:
     # Not above: Mosaic takes as long to import as all else of the kernels.
-    from calibjax.kernels.pallas_tpu import curves, forward
+    from calibjax.kernels.pallas_tpu import forward
 
-    if request.options.scales is not None:
-        size = setup.blocks("curves", inputs, platform().device_kind, count=len(request.options.scales))
-        return curves.moments(request, inputs, size, setup.interpret)
-    kernel = "rows" if "rows" in request.needed else "statistics"
-    size = setup.blocks(kernel, inputs, platform().device_kind, request.save)
-    return forward.moments(request, inputs, size, setup.interpret)
+    kernel = "curves" if options.scales else "rows" if "rows" in needed else "statistics"
+    size = setup.blocks(kernel, inputs, platform().device_kind, save, len(options.scales or (1,)))
+    return forward.moments(options, needed, save, inputs, size, setup.interpret)
 
 
 def _backward(
     setup: _Setup,
-    request: BackwardRequest,
+    options: Options,
+    wanted: frozenset[str],
     inputs: Inputs,
     cotangents: Cotangents,
     saved: Any,
@@ -100,29 +90,25 @@ def _backward(
 ) -> Gradients:
     from calibjax.kernels.pallas_tpu import common, d_hidden, d_unembedding, fused, gather
 
-    (options, wanted), kind, has_saved = request, platform().device_kind, saved is not None
+    kind, has_saved, interpret = platform().device_kind, saved is not None, setup.interpret
     unit = setup.blocks("statistics", inputs, kind, saved=True).unit if has_saved else 0
     hidden = None
-    if "hidden" in wanted:
-        alone = has_saved or "unembedding" not in wanted
-        both = None if alone else _fused(setup, options, inputs, kind)
-        if both is not None and not cotangents.hidden_is_closed(options):
-            return fused.gradients(request, inputs, cotangents, both, kind, setup.interpret)
-        if cotangents.hidden_is_closed(options):
-            find = None
-            if common.Axes.of(*inputs.unembedding.shape).vocab:
-                size = setup.blocks("statistics", inputs, kind, saved=False)
-                find = functools.partial(gather.rows, inputs.unembedding, blocks=size, interpret=setup.interpret)
-            hidden = closed_form_hidden(inputs, cotangents, find)
-        else:
-            size = setup.blocks("d_hidden", inputs, kind, has_saved)
-            hidden = d_hidden.gradient(options, inputs, cotangents, saved, (size, unit), setup.interpret)
+    if "hidden" in wanted and cotangents.hidden_is_closed(options):
+        find = None
+        if common.Axes.of(*inputs.unembedding.shape).vocab:
+            size = setup.blocks("statistics", inputs, kind)
+            find = functools.partial(gather.rows, inputs.unembedding, blocks=size, interpret=interpret)
+        hidden = closed_form_hidden(inputs, cotangents, find)
+    elif "hidden" in wanted:
+        both = None if has_saved or "unembedding" not in wanted else _fused(setup, options, inputs, kind)
+        if both is not None:
+            return fused.gradients(options, wanted, inputs, cotangents, both, interpret)
+        size = setup.blocks("d_hidden", inputs, kind, has_saved)
+        hidden = d_hidden.gradient(options, inputs, cotangents, saved, (size, unit), interpret)
     if not wanted & {"unembedding", "bias"}:
         return Gradients(hidden)
-    size = setup.blocks("unembedding", inputs, kind, has_saved)
-    gradients = d_unembedding.gradients(
-        request, inputs, cotangents, saved, into, (size, unit, blocks.buffers(kind)), setup.interpret
-    )
+    sizes = (setup.blocks("unembedding", inputs, kind, has_saved), unit, blocks.buffers(kind))
+    gradients = d_unembedding.gradients(options, wanted, inputs, cotangents, saved, into, sizes, interpret)
     return gradients._replace(hidden=hidden)
 
 
@@ -135,8 +121,8 @@ def make(interpret: Any = False, preferences: blocks.Preferences = blocks.PREFER
     """
     setup = _Setup(interpret, preferences)
     return Implementation(
-        forward=first_order(functools.partial(_forward, setup)),
-        backward=first_order(functools.partial(_backward, setup)),
+        forward=first_order(functools.partial(_forward, setup), 3),
+        backward=first_order(functools.partial(_backward, setup), 2),
         check=functools.partial(_check, setup),
         rows_first=True,
         shares_logits=functools.partial(_shares_logits, setup),

@@ -11,42 +11,20 @@ logit exceeds it by more than `FAR` powers of two: the result depends on it only
 for a maximum.
 """
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from calibjax.kernels.contract import Options
+from calibjax.kernels.contract import Options, Refs
 from calibjax.kernels.pallas_tpu import common, running
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks
-from calibjax.kernels.softcap import slope_in_units
-from calibjax.kernels.stats import FLOOR
+from calibjax.kernels.stats import FLOOR, slope_in_units
 
 
-class Refs(NamedTuple):
-    """References of the kernel; None where there is none."""
-
-    tokens: Any
-    hidden: Any
-    unembedding: Any
-    moments: Any
-    rows: Any
-    z: Any
-    e: Any
-    previous: Any
-    far: Any
-    sums: Any
-    scale: Any
-    target: Any
-    state: Any
-    bias: Any = None
-
-
-def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, has_target: bool) -> None:
+def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> None:
     """A grid step: the logits of a block of the vocabulary, and the exponentials and sums of the one before."""
     state, has_bias = refs.state, refs.bias is not None
     columns, unit = blocks.columns, blocks.unit
@@ -72,21 +50,21 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, has
 
     def multiply(c: int, count: int):
         """The logits of unit c of this block, and the best of each lane."""
-        of_unit = pl.ds(c * unit, unit)
-        z = common.product(options, refs.hidden[...], axes.rows(refs.unembedding, of_unit), (1, axes.width))
-        refs.z[c] = common.softcapped(options, z if refs.bias is None else z + refs.bias[:, of_unit])
+        unit_columns = pl.ds(c * unit, unit)
+        z = common.product(options, refs.hidden[...], axes.rows(refs.unembedding, unit_columns), (1, axes.width))
+        refs.z[c] = common.softcapped(options, z if refs.bias is None else z + refs.bias[:, unit_columns])
         for part in groups:
             pieces, _, places = pieces_of(c, part, count)
-            old = {name: ref[part, :] for name, ref in state.items() if name in _OF_BEST}
+            old = {name: ref[part, :] for name, ref in state.items() if name in _BEST}
             for name, x in running.with_best(old, pieces, places, jnp.minimum(step, last) * columns).items():
                 state[name][part, :] = x
 
     def absorb(c: int, count: Array | int):
         """Folds unit c of the block before, of which `count` columns exist, into the state; writes their weights."""
         for part in groups:
-            target = refs.target[part, :] - (step - 1) * columns if has_target else None
+            target = None if refs.target is None else refs.target[part, :] - (step - 1) * columns
             pieces, raw, places = pieces_of(c, part, count)
-            old = {name: ref[part, :] for name, ref in state.items() if name not in (*_OF_BEST, "top")}
+            old = {name: ref[part, :] for name, ref in state.items() if name not in (*_BEST, "top")}
             new, weights = running.added(old, pieces, raw, places, refs.scale[part, :], target, state["top"][part, :])
             for name, x in new.items():
                 state[name][part, :] = x
@@ -111,7 +89,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, has
         near = (state["best"][...] - state["top"][...]) * refs.scale[...] <= FAR
         refs.far[0] = jnp.max(jnp.where(near, 0.0, 1.0))  # 1 for NaN too, which must not hide another token's
 
-    pl.when(step == 0)(lambda: _begin(refs, has_target))
+    pl.when(step == 0)(lambda: _begin(refs))
     pl.when(step == 1)(lambda: _begin_sums(refs))
     pl.when((step == 1) | ((step > 1) & (refs.far[0] > 0.0)))(lambda: _rescale(refs))
     if left == columns:
@@ -122,7 +100,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, has
     pl.when(step > last)(lambda: _write(refs, vocab_size))
 
 
-_OF_BEST = ("best", "argmax")
+_BEST = ("best", "argmax")
 FAR = 64.0
 """How far a logit may exceed the reference, in powers of two: sums of 2⁶⁴ and products with them are far from 2¹²⁸."""
 
@@ -149,7 +127,7 @@ def _rescale(refs: Refs):
     _tiles(refs, walk)
 
 
-def _begin(refs: Refs, has_target: bool) -> None:
+def _begin(refs: Refs) -> None:
     """Initial values, and a block of zeros ahead of the first, whose sums `_begin_sums` drops."""
     for name, ref in refs.state.items():
         ref[...] = running.initial(name, ref.shape)
@@ -159,7 +137,7 @@ def _begin(refs: Refs, has_target: bool) -> None:
 
     def walk(part: Any):
         refs.scale[part, :] = common.column(refs.tokens.at[:, part], 0)
-        if has_target:
+        if refs.target is not None:
             refs.target[part, :] = common.column(refs.tokens.at[:, part], 1).astype(jnp.int32) - lane
 
     _tiles(refs, walk)
@@ -168,7 +146,7 @@ def _begin(refs: Refs, has_target: bool) -> None:
 def _begin_sums(refs: Refs):
     """Initial values of what is summed."""
     for name, ref in refs.state.items():
-        if name not in _OF_BEST:
+        if name not in _BEST:
             ref[...] = running.initial(name, ref.shape)
     refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
 
@@ -196,18 +174,3 @@ def _write(refs: Refs, vocab_size: int) -> None:
 
     refs.moments[...] = jnp.zeros(refs.moments.shape, jnp.float32)
     _tiles(refs, walk)
-
-
-def scratch(blocks: Blocks, of_block: tuple[int, int], dtype: Any) -> dict[str, Any]:
-    """Memory on chip of the kernel, but for its running values. `of_block`: the shape of a block of W."""
-    block, columns, unit = blocks
-    width = math.prod(of_block) // columns
-    return {
-        "z": pltpu.VMEM((columns // unit, block, unit), jnp.float32),
-        "e": pltpu.VMEM((2, block, unit), dtype),
-        "previous": pltpu.VMEM(of_block, dtype),
-        "far": pltpu.SMEM((1,), jnp.float32),
-        "sums": pltpu.VMEM((block, width), jnp.float32),
-        "scale": pltpu.VMEM((block, LANES), jnp.float32),
-        "target": pltpu.VMEM((block, LANES), jnp.int32),
-    }

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from calibjax.kernels import stats
 from calibjax.kernels.pallas_tpu import common
-from calibjax.kernels.stats import FLOOR
 
 OUTPUTS = ("max_logit", "weight", "first", "second", "total", "target", "argmax")  # rows of the result
 
@@ -25,7 +25,7 @@ def states(needed: frozenset[str]) -> tuple[str, ...]:
 
 def initial(name: str, shape: tuple[int, ...]) -> Array:
     """A running value before the first logit."""
-    return jnp.full(shape, FLOOR if name in ("best", "top") else 0, dtype(name))
+    return jnp.full(shape, stats.FLOOR if name in ("best", "top") else 0, dtype(name))
 
 
 def with_best(state, pieces, places, start):
@@ -43,21 +43,12 @@ def with_best(state, pieces, places, start):
 
 
 def moved(state, delta, scale):
-    """`state` with its sums moved to another reference, as in `stats.merge`, and the factor exp(s·delta) of `weight`.
+    """`state` with its sums moved to another reference by `stats.moved`, and the factor exp(s·delta) of `weight`.
 
-    Args:
-        state: "weight", and "first" and "second" where they are wanted; other entries stay as they are.
-        delta: the old reference less the new one, at most 0 where the reference is a maximum.
-        scale: s·log₂e.
+    `delta` is the old reference less the new one, at most 0 where the reference is a maximum; `scale` s·log₂e.
     """
     ratio = jnp.exp2(delta * scale)
-    weight, first, second = state["weight"], state.get("first"), state.get("second")
-    new = {"weight": ratio * weight}
-    if first is not None:
-        new["first"] = ratio * (first + delta * weight)
-        if second is not None:
-            new["second"] = ratio * (second + delta * (2.0 * first + delta * weight))
-    return state | new, ratio
+    return state | stats.moved(state, delta, ratio), ratio
 
 
 def added(state, pieces, raw, places, scale, target, reference):
@@ -90,20 +81,18 @@ def added(state, pieces, raw, places, scale, target, reference):
     return new, weights
 
 
-def named(kind: Any, **refs: Any) -> Any:
-    """References of a kernel as a named tuple of this kind, with those called "state_..." as one dictionary `state`."""
-    own = {name: refs.pop(name) for name in kind._fields if name in refs}
-    return kind(**own, state={name.removeprefix("state_"): ref for name, ref in refs.items()})
-
-
-def lowest(index: Array, is_best: Array, vocab_size: int) -> Array:
-    """The lowest index, float32 [1, tokens], among the sublanes [8, tokens] whose maximum is the best."""
-    index = index + jax.lax.broadcasted_iota(jnp.int32, index.shape, 0)
-    return jnp.min(jnp.where(is_best, index.astype(jnp.float32), float(vocab_size)), axis=0, keepdims=True)
-
-
-def write(moments_ref, moments: dict[str, Array]) -> None:
-    """The result [8, tokens] of a kernel: each of the moments [1, tokens] is a row."""
+def write(moments_ref: Any, state: dict[str, Any], scale: Array, vocab_size: int) -> None:
+    """The result [8, tokens] of a kernel: in each row a moment, merged from the references [8, tokens] in `state`."""
+    state = {name: ref[...] for name, ref in state.items()}
+    best, moments = state["best"], {"max_logit": jnp.max(state["best"], axis=0, keepdims=True)}
+    if "weight" in state:
+        state, _ = moved(state, best - moments["max_logit"], scale)
+    sums = [name for name in ("weight", "first", "second", "total", "target") if name in state]
+    moments |= {name: jnp.sum(state[name], axis=0, keepdims=True) for name in sums}
+    if "argmax" in state:  # the lowest among the sublanes whose maximum is the best
+        index = (state["argmax"] + jax.lax.broadcasted_iota(jnp.int32, best.shape, 0)).astype(jnp.float32)
+        index = jnp.where(best == moments["max_logit"], index, float(vocab_size))
+        moments["argmax"] = jnp.min(index, axis=0, keepdims=True)
     moments_ref[...] = jnp.zeros(moments_ref.shape, jnp.float32)
     for row, name in enumerate(OUTPUTS):
         if name in moments:

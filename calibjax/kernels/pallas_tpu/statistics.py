@@ -4,33 +4,15 @@ The vocabulary lies along sublanes, tokens along lanes. A running value [8, toke
 by elementwise operations, and only at the end are its eight sublanes merged, by `stats.merge`'s rule.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from calibjax.kernels.contract import Options
+from calibjax.kernels.contract import Options, Refs
 from calibjax.kernels.pallas_tpu import common, running
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks
-from calibjax.kernels.pallas_tpu.exponentials import LEAST
-from calibjax.kernels.softcap import slope_in_units
-from calibjax.kernels.stats import FLOOR
-
-
-class Refs(NamedTuple):
-    """References of the kernel; None where there is none."""
-
-    tokens: Any
-    hidden: Any
-    unembedding: Any
-    moments: Any
-    z: Any
-    state: Any
-    bias: Any = None
-    saved: Any = None
-    references: Any = None
+from calibjax.kernels.stats import FLOOR, slope_in_units
 
 
 def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> None:
@@ -111,14 +93,15 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
     def _():
         if not save:
             absorb_last(left)
-        _write(refs, vocab_size)
+        scale = jnp.broadcast_to(refs.tokens[0:1, :], state["best"].shape)
+        running.write(refs.moments, state, scale, vocab_size)
 
 
 def _save(options: Options, saved_ref, logits: list[Array], exponentials: list[Array]) -> None:
     """Writes the exponentials of a unit, sixteen columns at a time: as many as a tile of 16-bit values has."""
     if options.softcap is not None:
         exponentials = [
-            jnp.where(e < LEAST, -slope_in_units(z, options.softcap), e)
+            jnp.where(e < common.LEAST, -slope_in_units(z, options.softcap), e)
             for z, e in zip(logits, exponentials, strict=True)
         ]
     if len(exponentials) % 2:
@@ -126,27 +109,3 @@ def _save(options: Options, saved_ref, logits: list[Array], exponentials: list[A
     for k in range(0, len(exponentials), 2):
         pair = jnp.concatenate(exponentials[k : k + 2], axis=0)
         saved_ref[8 * k : 8 * k + 16, :] = pair.astype(saved_ref.dtype)
-
-
-def _write(refs: Refs, vocab_size: int) -> None:
-    """The moments of a token from those of its eight sublanes."""
-    state = refs.state
-    best = state["best"][...]
-    scale = jnp.broadcast_to(refs.tokens[0:1, :], best.shape)
-    top = jnp.max(best, axis=0, keepdims=True)
-    delta = best - top
-    ratio = jnp.exp2(delta * scale)
-    weight = state["weight"][...]
-    moments = {"max_logit": top, "weight": jnp.sum(ratio * weight, axis=0, keepdims=True)}
-    if "first" in state:
-        first = state["first"][...]
-        moments["first"] = jnp.sum(ratio * (first + delta * weight), axis=0, keepdims=True)
-        if "second" in state:
-            second = state["second"][...] + delta * (2.0 * first + delta * weight)
-            moments["second"] = jnp.sum(ratio * second, axis=0, keepdims=True)
-    for name in ("total", "target"):
-        if name in state:
-            moments[name] = jnp.sum(state[name][...], axis=0, keepdims=True)
-    if "argmax" in state:
-        moments["argmax"] = running.lowest(state["argmax"][...], best == top, vocab_size)
-    running.write(refs.moments, moments)
