@@ -3,9 +3,10 @@ from .data import Sequences, split_sequences
 from .data.load import load_text
 from .eval.answers.decide import decide
 from .eval.compare.compare import Comparison, compare
-from .eval.heads import Evaluation, evaluate
 from .eval.layers.analysis import LayersOptions, evaluate_layers
-from .eval.tasks.benchmark import TasksOptions, evaluate_tasks
+from .eval.tasks.benchmark import evaluate_tasks
+from .eval.tasks.options import TasksOptions
+from .eval.tokens import Evaluation, evaluate
 from .heads import (
     ConstantTemperature,
     FittedHead,

@@ -18,7 +18,7 @@ includes Python, the programs of JAX and the model; on accelerators what JAX has
 """
 
 import dataclasses
-import json
+import functools
 import multiprocessing
 import statistics
 import sys
@@ -63,7 +63,6 @@ class Bench:
         seq_len: tokens a sequence.
         batch: sequences a step.
         repeats: timed pairs.
-        json: print one JSON document instead of the table.
     """
 
     model: Path | None = None
@@ -76,7 +75,6 @@ class Bench:
     seq_len: int = 128
     batch: int = 16
     repeats: int = 5
-    json: bool = False
 
 
 def _model(bench: Bench) -> LanguageModel:
@@ -97,45 +95,35 @@ def _model(bench: Bench) -> LanguageModel:
     return LanguageModel(config, init_params(config, jax.random.key(0), dtype), dtype, fingerprint="random")
 
 
-def _three_heads(lm: LanguageModel) -> dict[str, FittedHead]:
-    """Their values do not matter for time and memory; the MLP head is at its start, the identity."""
-    identity = identity_head(lm)
-    scaling = dataclasses.replace(identity, params={"log_scale": jnp.float32(-0.5)})
+def _jobs(bench: Bench, lm: LanguageModel, sequences: Sequences, folder: str) -> dict[str, Callable[[], Any]]:
+    """Name -> function that returns when its results are on the host. The values of the heads do not matter."""
+    identity, frozen, context = identity_head(lm), freeze(lm), RunContext(progress=False)
     mlp = HeadConfig(kind="mlp", hidden_size=lm.config.hidden_size)
-    ats = FittedHead(mlp, mlp.init(jax.random.key(1)), 0.0, lm.fingerprint)
-    return {"uncalibrated": identity, "temperature": scaling, "ats": ats}
-
-
-def _forward(bench: Bench, lm: LanguageModel, sequences: Sequences) -> Callable[[], Any]:
-    """The frozen model and the NLL of every token, which is all that a loss on the data needs."""
-    identity, frozen = identity_head(lm), freeze(lm)
+    heads = {
+        "uncalibrated": identity,
+        "temperature": dataclasses.replace(identity, params={"log_scale": jnp.float32(-0.5)}),
+        "ats": FittedHead(mlp, mlp.init(jax.random.key(1)), 0.0, lm.fingerprint),
+    }
+    options: dict[str, Any] = {"batch_size": bench.batch, "context": context}
+    read = make_readout(lm)
 
     @jax.jit
     def nll(frozen, batch):
-        of_head, needed = (identity.config, identity.params), ("log_normalizer", "target_logit")
-        stats, _ = batch_stats(lm.config, *of_head, frozen, batch, dtype=lm.dtype, statistics=needed)
+        head, statistics = (identity.config, identity.params), ("log_normalizer", "target_logit")
+        stats, _ = batch_stats(lm.config, *head, frozen, batch, dtype=lm.dtype, statistics=statistics)
         return -stats.log_prob()
 
-    def job():
-        return [to_host(nll(frozen, batch)) for batch, _ in eval_batches(sequences.arrays(), bench.batch)]
+    @functools.cache
+    def results():
+        return evaluate_tokens(lm, sequences, heads, **options)
 
-    return job
-
-
-def _job(bench: Bench, name: str, lm: LanguageModel, sequences: Sequences, folder: Path) -> Callable[[], Any]:
-    """The job as a function without arguments, which returns when its results are on the host."""
-    heads, context = _three_heads(lm), RunContext(progress=False)
-    if name == "1 head":
-        heads = {"uncalibrated": heads["uncalibrated"]}
-    if name in ("1 head", "3 heads"):
-        return lambda: evaluate_tokens(lm, sequences, heads, batch_size=bench.batch, context=context)
-    if name == "layers":
-        read = make_readout(lm)
-        return lambda: layer_outputs(lm, sequences, read, batch_size=bench.batch, context=context)
-    if name == "report":
-        results = evaluate_tokens(lm, sequences, heads, batch_size=bench.batch, context=context)
-        return lambda: write_report({"schema": SCHEMA, "held_out": results_json(results)}, folder)
-    return _forward(bench, lm, sequences)
+    return {
+        "forward": lambda: [to_host(nll(frozen, batch)) for batch, _ in eval_batches(sequences.arrays(), bench.batch)],
+        "1 head": lambda: evaluate_tokens(lm, sequences, {"uncalibrated": identity}, **options),
+        "3 heads": lambda: evaluate_tokens(lm, sequences, heads, **options),
+        "layers": lambda: layer_outputs(lm, sequences, read, **options),
+        "report": lambda: write_report({"schema": SCHEMA, "held_out": results_json(results())}, Path(folder)),
+    }
 
 
 def _timed(job: Callable[[], Any]) -> tuple[float, float]:
@@ -145,13 +133,8 @@ def _timed(job: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - begin, time.process_time() - used
 
 
-def _forget_peak() -> None:
-    if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def _peak_mib() -> float:
-    """Peak memory since `_forget_peak`, MiB: on CPU the resident set, elsewhere what JAX allocated since the start."""
+    """Peak memory, MiB: on CPU the resident set since `clear_refs`, elsewhere what JAX allocated since the start."""
     if jax.default_backend() != "cpu":
         return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", float("nan")) / 2**20
     if sys.platform != "linux":
@@ -166,15 +149,16 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, lm.config.vocab_size, (bench.sequences, bench.seq_len + 1), dtype=np.int32)
     sequences = as_sequences(tokens)
-    forward = _forward(bench, lm, sequences)
     with tempfile.TemporaryDirectory() as folder:
-        job = _job(bench, name, lm, sequences, Path(folder))
+        jobs = _jobs(bench, lm, sequences, folder)
+        forward, job = jobs["forward"], jobs[name]
         forward()  # both are compiled before they are timed
         job()
         pairs, peak = [], 0.0
         for _ in range(bench.repeats):
             reference = _timed(forward)
-            _forget_peak()
+            if sys.platform == "linux":
+                Path("/proc/self/clear_refs").write_text("5")
             pairs.append((reference, _timed(job)))
             peak = max(peak, _peak_mib())
     scored = bench.sequences * bench.seq_len
@@ -195,10 +179,6 @@ def main(bench: Bench) -> None:
     for name in JOBS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             results[name] = pool.apply(measure, (bench, name))
-    if bench.json:
-        config = {**dataclasses.asdict(bench), "model": None if bench.model is None else str(bench.model)}
-        print(json.dumps({"jax": jax.__version__, "config": config, "jobs": results}, indent=2))
-        return
     first = results["forward"]
     model = "random model" if bench.model is None else bench.model.name
     print(

@@ -194,13 +194,13 @@ def documents():
 
 
 def tasks(results):
-    from calibjax.eval.tasks import evaluate
+    from calibjax.eval.tasks.answer_files import Answers
     from calibjax.eval.tasks.results import answers_json, subjects_json
 
     outcomes = [result.outcome for result in results.values()]
     fields = [np.stack(part) for part in zip(*outcomes, strict=True)]
     subjects = np.array(["law", "art"] * (N // 2))
-    answers = evaluate.Answers(*fields, subjects, {"acc": np.ones(N)}, np.zeros(N, int), 0, *np.full((3, N), ""))
+    answers = Answers(*fields, subjects, {"acc": np.ones(N)}, np.zeros(N, int), 0, *np.full((3, N), ""))
     names, options = ["uncalibrated", "temperature", "ats"], {"bins": 2, "closed": "right", "resamples": 20}
     of_task = answers_json(answers, names, **options)
     own = {"shots": 5, "source": "hub", "subjects": subjects_json(answers, names, **options)}

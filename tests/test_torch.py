@@ -20,8 +20,8 @@ from tiny import make_lm, make_sequences
 
 from calibjax import recalibrate
 from calibjax.cli import main
-from calibjax.eval.heads import evaluate
 from calibjax.eval.report.schema import SCHEMA
+from calibjax.eval.tokens import evaluate
 from calibjax.heads import FEATURES, HEADS, FittedHead, HeadConfig
 from calibjax.models import load_model
 from calibjax.models.calibrated import calibrated_confidence
@@ -296,7 +296,7 @@ def test_the_layer_of_vllm_compares_the_base_model(tmp_path, llama):
     for matrix, given, message in (
         (weight, hidden, None),
         (weight.flip(0), hidden, "another base model: the unembedding differs"),
-        (weight, torch.ones(3, 7), "hidden size 12, the model given has 7"),
+        (weight, torch.ones(3, 7), "hidden size 12, the model served has 7"),
     ):
         calibration = _Calibration(read_export(tmp_path / "head"))
         layer = SimpleNamespace(weight=matrix, shard_indices=shard)

@@ -4,9 +4,9 @@ import dataclasses
 import functools
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -21,25 +21,19 @@ from calibjax.commands.common import (
     presentation,
     split_names,
 )
-from calibjax.eval.answers.clusters import find_clustering
-from calibjax.eval.answers.judges import find_judge
-from calibjax.eval.answers.probes import PROBES
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.terminal import print_report
-from calibjax.eval.tasks.benchmark import HIDDEN, TasksOptions, check_tasks, evaluate_tasks, load_tasks
-from calibjax.eval.tasks.local_data import assets_folder
+from calibjax.eval.tasks.benchmark import evaluate_tasks
+from calibjax.eval.tasks.evaluator import TaskEvaluator
+from calibjax.eval.tasks.local_data import assets_folder, check_tasks, load_tasks
+from calibjax.eval.tasks.options import TasksOptions
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
-from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, together
 from calibjax.runtime.errors import UserError, about, require_directory
 from calibjax.runtime.options import Positive, run_identity
 from calibjax.train import head_notes, load_head
 from calibjax.train.probes import fit_probe, load_probe, save_probe
-
-if TYPE_CHECKING:
-    from calibjax.eval.tasks.evaluate import How, Part
-    from calibjax.eval.tasks.evidence import Asking
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,10 +83,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Docume
         with about("--head"):
             head_notes(options.head)
     options = dataclasses.replace(options, tasks=names, confidence=split_names(options.confidence), assets=assets)
-    options.check_confidences(options.head is not None)
-    find_judge(options.judge)
-    if options.same != HIDDEN:
-        find_clustering(options.same)
+    options.check_methods(options.head is not None)
     manager = together(functools.partial(check_tasks, names, assets))
     context = begin("eval tasks", options, log)
     tasks = together(functools.partial(load_tasks, names, manager, assets, log))
@@ -110,29 +101,25 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Docume
     return document
 
 
-def with_probes(model: Any, task: str, parts: Mapping[str, "Part"], how: "How", context: RunContext) -> "Asking":
-    """The confidences of a task with their probes, which are read from probes/ or fitted on calibration questions."""
-    from calibjax.eval.tasks.drawn import probe_data
-
-    asking, fingerprint = how.asking, model.lm.fingerprint
-    assert asking is not None
-    with context.kept() as kept:
-        folder = kept.require_directory() / "probes" / task
-        missing = [name for name in asking.probed if not on_first((folder / name / "probe.json").is_file)]
+def with_probes(evaluator: TaskEvaluator) -> dict[str, Any]:
+    """Name -> parameters of the probes of a task, which are read from probes/ or fitted on calibration questions."""
+    fingerprint, task, context = evaluator.model.lm.fingerprint, evaluator.name, evaluator.context
+    with context.kept() as saved:
+        folder = saved.require_directory() / "probes" / task
+        missing = [name for name in evaluator.probe_names if not on_first((folder / name / "probe.json").is_file)]
         if missing:
-            data = probe_data(model, parts, how._replace(asking=asking._replace(methods=tuple(missing))))
-        for name in missing:
-            of, fit = PROBES[name], folder / f"{name}.fit"
-            features, target = data.features[of.feature], data.targets[of.target]
-            params = fit_probe(
-                features, target, context=dataclasses.replace(kept, directory=fit), identity=[name, fingerprint]
-            )
-            notes = {"task": task, "questions": len(target)}
-            save_probe(folder / name, params, name=name, fingerprint=fingerprint, notes=notes)
-            on_first(functools.partial(shutil.rmtree, fit, ignore_errors=True))
-        if missing:
-            context.log(f"task {task}: fitted on {len(target):,} calibration questions: {', '.join(missing)}")
-        return asking._replace(probes={name: load_probe(folder / name, fingerprint) for name in asking.probed})
+            data = evaluator.probe_data(missing)
+            questions = len(data[missing[0]][1])
+            for name in missing:
+                fit = folder / f"{name}.fit"
+                params = fit_probe(
+                    *data[name], context=dataclasses.replace(saved, directory=fit), identity=[name, fingerprint]
+                )
+                notes = {"task": task, "questions": questions}
+                save_probe(folder / name, params, name=name, fingerprint=fingerprint, notes=notes)
+                on_first(functools.partial(shutil.rmtree, fit, ignore_errors=True))
+            context.log(f"task {task}: fitted on {questions:,} calibration questions: {', '.join(missing)}")
+        return {name: load_probe(folder / name, fingerprint) for name in evaluator.probe_names}
 
 
 def temperature_head(lm: LanguageModel, temperature: float) -> FittedHead:

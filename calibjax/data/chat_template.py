@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Returns `tokenizer.apply_chat_template(messages, tokenize=False, **options)`.
 
-    Messages, at least one, and options are JSON values, none of them null. Options are `add_generation_prompt`,
-    `continue_final_message`, `tools`, `documents` and variables of the template.
+    Args:
+        tokenizer: tokenizer with a chat template.
+        messages: at least one message, of JSON values, none of them null.
+        options: of JSON values: `add_generation_prompt`, `continue_final_message`, `tools`, `documents` and variables
+            of the template.
 
     Raises:
-        UserError: the template raises an error, or takes more than `template_process.SECONDS` or `MEMORY` bytes.
+        UserError: if the template raises an error, or takes more than `template_process.SECONDS` of time or `MEMORY`
+            bytes.
     """
     try:
         template = tokenizer.get_chat_template(tools=options.get("tools"))
@@ -76,13 +80,13 @@ class _Renderer:
         try:
             self._process.stdin.write(line)
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            found = self._process.stdout.readline()
         except BrokenPipeError:
-            answer = ""
-        if not answer:
+            found = ""
+        if not found:
             self.close()
             return None
-        return json.loads(answer)
+        return json.loads(found)
 
     def close(self) -> None:
         """Ends the process; the next request starts another."""

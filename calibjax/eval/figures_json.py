@@ -1,8 +1,10 @@
-"""The figures of one method as plain data, from its sums: for every kind of prediction."""
+"""Figures of one method, from its sums, and of subjects, as plain data: for every kind of prediction."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Float
 
 from calibjax import metrics
 from calibjax.runtime.arrays import AnyArray
@@ -26,13 +28,8 @@ def row_json(
 def differences_json(
     first: metrics.CalibrationSums, second: metrics.CalibrationSums, *, resamples: int = 1000, seed: int = 0
 ) -> dict[str, Any]:
-    """Paired differences, first minus second, of `nll`, `brier` and `ece`, each a `metrics.Comparison` as a dictionary.
-
-    Args:
-        first, second: sums of two methods over the same groups `[G]`.
-        resamples: of the groups.
-        seed: of the resamples.
-    """
+    """Paired differences, first minus second, of `nll`, `brier` and `ece` over the same groups `[G]`, each a
+    `metrics.Comparison` as a dictionary."""
     options: dict[str, Any] = {"resamples": resamples, "seed": seed}
     drawn = [metrics.resample_sums(sums, _bins_and_means, **options) for sums in (first, second)]
     whole = [metrics.summarise(sums) for sums in (first, second)]
@@ -60,10 +57,8 @@ def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:
 
 
 def wilson_interval(correct: int, count: int) -> dict[str, float]:
-    """Wilson's 95% interval of a proportion, for independent answers (Wilson 1927, doi 10.1080/01621459.1927.10502953).
-
-    Unlike one of resamples it is not empty where all answers are right, or all wrong.
-    """
+    """Wilson's 95% interval of a proportion, for independent answers (Wilson 1927, doi 10.1080/01621459.1927.10502953);
+    unlike one of resamples it is not empty where all answers are right, or all wrong."""
     from scipy.stats import binomtest
 
     ends = binomtest(correct, count).proportion_ci(method="wilson")
@@ -82,29 +77,43 @@ def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> dict[
     `drawn` are the accuracies on resamples, `[R, bins]`.
     """
     intervals = [metrics.percentile_interval(values) for values in drawn.T]
+
+    def ratio(total: AnyArray) -> list[float | None]:
+        return [float(t / n) if n else None for t, n in zip(total, whole.count, strict=True)]
+
     return {
         "count": [int(n) for n in whole.count],
-        "confidence": _ratio(whole.confidence, whole.count),
-        "accuracy": _ratio(whole.correct, whole.count),
+        "confidence": ratio(whole.confidence),
+        "accuracy": ratio(whole.correct),
         "low": [None if np.isnan(low) else low for low, _ in intervals],
         "high": [None if np.isnan(high) else high for _, high in intervals],
     }
 
 
-def _ratio(total: AnyArray, count: AnyArray) -> list[float | None]:
-    return [float(t / n) if n else None for t, n in zip(total, count, strict=True)]
-
-
 def curve_json(curve: metrics.ReliabilityCurve) -> dict[str, Any]:
     """The curve as lists, rounded to 5 digits after the point; null where there are too few points."""
-
-    def numbers(values: np.ndarray) -> list[float | None]:
-        return [None if np.isnan(value) else round(float(value), 5) for value in values]
-
-    return {
-        "bandwidth": curve.bandwidth,
-        "density": [round(float(value), 5) for value in curve.density],
-        "accuracy": numbers(curve.accuracy),
-        "low": numbers(curve.low),
-        "high": numbers(curve.high),
+    lists = {
+        name: [None if np.isnan(value) else round(float(value), 5) for value in getattr(curve, name)]
+        for name in ("density", "accuracy", "low", "high")
     }
+    return {"bandwidth": curve.bandwidth, **lists}
+
+
+def subject_rows(
+    subjects: Sequence[str], confidence: Float[np.ndarray, " N"], correct: Bool[np.ndarray, " N"]
+) -> list[dict[str, Any]]:
+    """Mean confidence and accuracy of each subject ("" for none), the most overconfident first.
+
+    Rows of subject, questions, confidence, accuracy (`{"value", "low", "high"}`, by `wilson_interval`) and gap,
+    confidence minus accuracy; empty if no question has a subject.
+    """
+    names, numbers = np.unique(np.asarray(subjects, str), return_inverse=True)
+    rows: list[dict[str, Any]] = []
+    for number, name in enumerate(names):
+        mine = numbers == number
+        count, right = int(mine.sum()), int(correct[mine].sum())
+        accuracy = {"value": right / count, **wilson_interval(right, count)}
+        mean = float(np.mean(confidence[mine], dtype=np.float64))
+        gap = mean - accuracy["value"]
+        rows.append({"subject": str(name), "questions": count, "confidence": mean, "accuracy": accuracy, "gap": gap})
+    return sorted(rows, key=lambda row: -row["gap"]) if (names != "").any() else []

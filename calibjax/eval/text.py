@@ -16,12 +16,7 @@ from calibjax.runtime.errors import UserError
 def distinct_n(texts: Sequence[Sequence[Any]], n: int) -> float:
     """Distinct n-grams of all texts as a fraction of all n-grams (Li et al. 2016, arXiv 1510.03055, section 5).
 
-    Args:
-        texts: each a sequence of words or other hashable items.
-        n: at least 1.
-
-    Returns:
-        In (0, 1], or NaN if no text has n words. It falls with the amount of text: compare equal amounts.
+    In (0, 1], or NaN if no text has n words. It falls with the amount of text: compare equal amounts.
 
     Example:
         >>> distinct_n([["a", "b", "a"], ["a", "b"]], 2)
@@ -43,20 +38,15 @@ def repetition(texts: Sequence[Sequence[Any]], n: int = 4) -> float:
 
 
 def self_bleu(texts: Sequence[str]) -> float:
-    """Mean BLEU-4 of every text against all others, 0 to 100 (Zhu et al. 2018, arXiv 1802.01886, section 3.2).
-
-    Uses sacrebleu's sentence BLEU with tokenizer 13a and exponential smoothing.
-
-    Raises:
-        UserError: sacrebleu is not installed.
-    """
+    """Mean BLEU-4 of every text against all others, 0 to 100 (Zhu et al. 2018, arXiv 1802.01886, section 3.2), by
+    `load_bleu`."""
     bleu = load_bleu()
     scores = [bleu(text, [*texts[:i], *texts[i + 1 :]]).score for i, text in enumerate(texts)]
     return float(np.mean(scores))
 
 
 def load_bleu() -> Any:
-    """Returns sacrebleu's sentence BLEU, or raises `UserError` if it is not installed."""
+    """sacrebleu's sentence BLEU with tokenizer 13a and exponential smoothing; raises `UserError` without sacrebleu."""
     try:
         from sacrebleu import sentence_bleu  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -75,14 +65,14 @@ def evaluate_text(
     with_self_bleu: bool = False,
     context: RunContext | None = None,
 ) -> dict[str, Any]:
-    """Lets a model continue the first tokens of sequences, and evaluates its text.
+    """Lets `lm` continue the first `prompt` tokens of sequences to their length, and evaluates the text.
 
     Args:
         lm: writes the text.
         scorer: gives its likelihood; with the same tokenizer.
-        sequences: the first `prompt` tokens of each are continued to the sequence's length.
+        sequences: texts to continue.
         temperature: of every next token; 0: the most likely token.
-        prompt: tokens.
+        prompt: number of tokens.
         batch_size: sequences per step.
         with_self_bleu: needs sacrebleu.
         context: seed of the draws, progress and its title.
@@ -92,12 +82,7 @@ def evaluate_text(
         tokens; distinct_1, distinct_2, distinct_3 and repetition, of words; self_bleu or None; and the first text.
     """
     drawn = sample_sequences(
-        lm,
-        sequences,
-        prompt=prompt,
-        temperature=temperature,
-        batch_size=batch_size,
-        context=context,
+        lm, sequences, prompt=prompt, temperature=temperature, batch_size=batch_size, context=context
     )
     sums = log_probs(scorer, drawn, batch_size=batch_size).sum(axis=1, dtype=np.float64)
     counts = drawn.where.sum(axis=1)
@@ -110,9 +95,7 @@ def evaluate_text(
         "log_prob": float(mean),
         "log_prob_error": float(error),
         "tokens": int(counts.sum()),
-        "distinct_1": distinct_n(words, 1),
-        "distinct_2": distinct_n(words, 2),
-        "distinct_3": distinct_n(words, 3),
+        **{f"distinct_{n}": distinct_n(words, n) for n in (1, 2, 3)},
         "repetition": repetition(words),
         "self_bleu": self_bleu(texts) if with_self_bleu else None,
         "first": texts[0],

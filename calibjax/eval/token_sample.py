@@ -115,9 +115,8 @@ def _whole_words(row: list[dict[str, Any]]) -> list[dict[str, Any]]:
     starts = [place for place, token in enumerate(row) if token["text"][:1].isspace()]
     begins = row[0]["text"][:1].isupper() or not all(token["scored"] for token in row[1:2])
     first = starts[0] if starts and not begins else 0
-    cut = [place for place in starts if place > first]
-    kept = row[first : cut[-1]] if cut else row
-    return kept if any(token["scored"] for token in kept) else row
+    whole = row[first : starts[-1]] if starts and starts[-1] > first else row
+    return whole if any(token["scored"] for token in whole) else row
 
 
 def _rounded(value: Any) -> float:

@@ -1,7 +1,8 @@
 """Token-level evaluation: the calibration of next-token probabilities, with and without heads."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +11,13 @@ import numpy as np
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
+from calibjax.data.load import load_text
 from calibjax.eval.figures_json import curve_json, differences_json, row_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics.smooth import GROUPS, NODES
+from calibjax.models.calibrated import check_base
 from calibjax.models.frozen import batch_hidden, batch_log_scale, freeze, stats_at
-from calibjax.models.own import FrozenModel
+from calibjax.models.own import FrozenModel, check_sequences, placed
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import context_mesh
@@ -58,6 +61,7 @@ def identity_head(lm: FrozenModel) -> FittedHead:
 
 
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct")
+_BLOCK = 256  # tokens: batches and sets with nearly as many tokens share a program
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="count")
@@ -98,23 +102,6 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen,
     return results
 
 
-def _is_identity(head: FittedHead) -> bool:
-    return head.config.kind == "constant" and not head.log_factor and float(head.params["log_scale"]) == 0.0
-
-
-_BLOCK = 256  # tokens: batches and sets with nearly as many tokens share a program
-
-
-def _largest_count(sequences: Sequences, batch_size: int) -> int | None:
-    """The most tokens of a batch that count, as a multiple of `_BLOCK`; None on several devices, which hold rows."""
-    mesh = context_mesh()
-    if mesh is not None and mesh.size > 1:
-        return None
-    of_sequence = sequences.where.sum(axis=1)
-    largest = max(int(of_sequence[i : i + batch_size].sum()) for i in range(0, len(of_sequence), batch_size))
-    return -(-max(largest, 1) // _BLOCK) * _BLOCK
-
-
 def evaluate_tokens(
     lm: FrozenModel,
     sequences: Sequences,
@@ -144,11 +131,17 @@ def evaluate_tokens(
     """
     context = context or RunContext()
     names = list(heads)
-    configs = tuple(None if _is_identity(heads[name]) else heads[name].config for name in names)
+    configs = tuple(
+        None if head.config.kind == "constant" and not head.log_factor and not head.params["log_scale"] else head.config
+        for head in heads.values()
+    )
     params = [heads[name].params for name in names]
     factors = [jnp.float32(heads[name].log_factor) for name in names]
     frozen = freeze(lm, *(config for config in configs if config))
-    count = _largest_count(sequences, batch_size)
+    mesh, scored, count = context_mesh(), sequences.where.sum(axis=1), None
+    if mesh is None or mesh.size == 1:  # several devices hold rows
+        largest = max(int(scored[start : start + batch_size].sum()) for start in range(0, len(scored), batch_size))
+        count = -(-max(largest, 1) // _BLOCK) * _BLOCK
     sums_of: dict[str, list[Any]] = {name: [] for name in names}
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
@@ -161,8 +154,8 @@ def evaluate_tokens(
             lm.config, configs, lm.dtype, bins, closed, params, factors, frozen, batch, count=count
         )
         results = to_host(evaluated)
-        for name, (sums, of_tokens, valid, grid) in zip(names, results, strict=True):
-            tokens = TokenOutputs(*of_tokens)
+        for name, (sums, values, valid, grid) in zip(names, results, strict=True):
+            tokens = TokenOutputs(*values)
             sums_of[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
             inside = np.clip(tokens.temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
             histograms[name] += np.histogram(inside, TEMPERATURE_EDGES)[0]
@@ -212,3 +205,85 @@ def results_json(
                 row[field] = differences_json(result.sums, results[other].sums, resamples=resamples, seed=seed)
         tokens = int(metrics.total(result.sums).whole()[0])
     return {"tokens": tokens, "methods": methods}
+
+
+class Evaluation(NamedTuple):
+    """What `evaluate` returns; prints as a table.
+
+    Attributes:
+        tokens: how many tokens were predicted.
+        figures: method -> "ece", "nll" (nats a token) and "brier" (of the most likely token), each with its 95%
+            interval.
+        document: JSON-able: every figure, as `held_out` of metrics.json.
+    """
+
+    tokens: int
+    figures: dict[str, dict[str, metrics.Interval]]
+    document: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        width = max(map(len, self.figures))
+        names = ("ece", "nll", "brier")
+        lines = [f"{self.tokens:,} tokens".ljust(width) + "".join(f"  {name.upper():<24}" for name in names)]
+        width = max(width, len(lines[0]) - 26 * len(names))
+        for method, figures in self.figures.items():
+            cells = [f"{x.value:.4f} [{x.low:.4f}, {x.high:.4f}]" for x in (figures[name] for name in names)]
+            lines.append(method.ljust(width) + "".join(f"  {cell:<24}" for cell in cells))
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def evaluate(
+    lm: FrozenModel,
+    data: Sequences | str | Path | Sequence[Sequence[int]],
+    heads: FittedHead | Mapping[str, FittedHead] | None = None,
+    *,
+    batch_size: int = 16,
+    bins: int = 15,
+    closed: metrics.Closed = "right",
+    context: RunContext | None = None,
+) -> Evaluation:
+    """Calibration of a model on held-out text, uncalibrated and with heads; the model runs once for all of them.
+
+    Args:
+        lm: the frozen model: a `LanguageModel`, or one of your own by `from_function` or `from_arrays`.
+        data: sequences that no head was fitted on; or what `load_text` takes, read as sequences of 128 tokens, or of
+            the model's positions where these are fewer.
+        heads: name -> head, fitted on `lm`; one head is called "head". None: the uncalibrated model alone.
+        batch_size: sequences at a time, rounded up to a multiple of the mesh axes data and fsdp.
+        bins: number of equal-width bins of ECE.
+        closed: the bin of a confidence on an edge; see `calibjax.metrics`.
+        context: seed of the intervals, devices and progress.
+
+    Returns:
+        `Evaluation`, with "uncalibrated" first. Intervals treat sequences as the independent units.
+
+    Raises:
+        UserError: a head belongs to another model, or the data cannot be read or does not fit the model.
+
+    Example:
+        >>> import calibjax
+        >>> lm = calibjax.LanguageModel.random(vocab_size=32)
+        >>> texts = [[(row + step) % 32 for step in range(20)] for row in range(40)]
+        >>> evaluation = calibjax.evaluate(lm, texts, context=calibjax.RunContext().silent())
+        >>> evaluation.tokens, sorted(evaluation.figures["uncalibrated"])
+        (760, ['brier', 'ece', 'nll'])
+    """
+    context = context or RunContext()
+    data = data if isinstance(data, Sequences) else load_text(data, lm)
+    check_sequences(lm, data)
+    lm = placed(lm, context.mesh)
+    named = {"head": heads} if isinstance(heads, FittedHead) else dict(heads or {})
+    for head in named.values():
+        check_base(lm, head)
+    named = {"uncalibrated": identity_head(lm), **named}
+    rows = context.mesh.shape["data"] * context.mesh.shape["fsdp"]
+    batch_size = -(-batch_size // rows) * rows
+    with jax.set_mesh(context.mesh):
+        results = evaluate_tokens(lm, data, named, batch_size=batch_size, bins=bins, closed=closed, context=context)
+    document = results_json(results, closed=closed, seed=context.seed)
+    figures = {}
+    for name, row in document["methods"].items():
+        ends = {"ece": row["ece"], **row["intervals"]}
+        values = {"ece": row["ece"]["value"], "nll": row["nll"], "brier": row["brier"]}
+        figures[name] = {key: metrics.Interval(x, ends[key]["low"], ends[key]["high"]) for key, x in values.items()}
+    return Evaluation(document["tokens"], figures, document)

@@ -46,18 +46,8 @@ def probe_params() -> dict[str, np.ndarray]:
     return {"weights": rng.normal(size=12).astype(np.float32), "bias": np.float32(rng.normal())}
 
 
-def kept_questions(folder: Path) -> tuple[Any, Any]:
-    """How the kept samples were asked for, and of which questions."""
-    from calibjax.eval.answers.clusters import exact_clusters
-    from calibjax.eval.tasks.evidence import Asking, Questions
-
-    asking = Asking(("consistency",), 2, 1.0, exact_clusters, folder)
-    tokens, written = np.zeros((2, 1), np.float32), [[2], [3]]
-    return asking, Questions("part", [4, 7], ["?", "?"], [[1], [1]], ["a", "b"], tokens, written)
-
-
 def kept_answers() -> Any:
-    from calibjax.eval.tasks.evaluate import Answers
+    from calibjax.eval.tasks.answer_files import Answers
 
     rng, n = np.random.default_rng(4), 20
     rows = [rng.random((2, n)).astype(np.float32) for _ in range(3)]
@@ -127,7 +117,7 @@ def _write_gguf_and_adapter(directory: Path, tensors: dict[str, np.ndarray]) -> 
 
 
 def _write_answers(directory: Path) -> None:
-    from calibjax.eval.tasks.kept import claim_answers, write_answers
+    from calibjax.eval.tasks.answer_files import claim_answers, write_answers
     from calibjax.train.probes import save_probe
 
     params = {name: np.asarray(value) for name, value in probe_params().items()}

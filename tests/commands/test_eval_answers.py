@@ -14,11 +14,12 @@ from tiny import WORDS, write_model
 from calibjax.cli import main
 from calibjax.commands import eval_tasks
 from calibjax.commands.eval_tasks import EvalTasksOptions
-from calibjax.eval.answers.asked import TWO_WAY, read_number, read_words
+from calibjax.eval.answers.clusters import hidden_clustering
 from calibjax.eval.answers.judges import plain_text
-from calibjax.eval.tasks import evidence
+from calibjax.eval.answers.self_evaluation import TWO_WAY, read_number, read_words
+from calibjax.eval.tasks import evaluator
 from calibjax.models import load_model
-from calibjax.models.generate import generate
+from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.errors import UserError
 from calibjax.train.probes import load_probe
 
@@ -88,13 +89,13 @@ def test_a_killed_run_resumes_with_its_samples(run, monkeypatch):
     before = (run[0].out / "answers" / "triviaqa.jsonl").read_bytes()
     for file in (run[0].out / "answers").glob("*.*"):
         file.unlink()
-    real = evidence.continue_contexts
+    real = evaluator.continue_contexts
 
-    def only_replies(lm, contexts, **options):
-        assert "sampling" not in options
+    def greedy(lm, contexts, sampling=Sampling(), **options):
+        assert not sampling.temperature
         return real(lm, contexts, **options)
 
-    monkeypatch.setattr(evidence, "continue_contexts", only_replies)
+    monkeypatch.setattr(evaluator, "continue_contexts", greedy)
     assert eval_tasks.run(run[0], log=lambda _: None) == run[1]
     assert (run[0].out / "answers" / "triviaqa.jsonl").read_bytes() == before
 
@@ -148,7 +149,7 @@ def test_the_table_can_be_decided_and_compared(run, capsys):
 
 def test_hidden_states_as_meanings(material):
     lm = load_model(material[0] / "model")
-    clusters = evidence.hidden_clustering(lm, 0.999)("q", ["w1 w2", "w1 w2", "w7", "w1 w2"])
+    clusters = hidden_clustering(lm, 0.999)("q", ["w1 w2", "w1 w2", "w7", "w1 w2"])
     assert clusters[:2] + clusters[3:] == [0, 0, 0]
     assert clusters[2] == 1
 

@@ -10,7 +10,6 @@ import pytest
 from tiny import make_lm, make_sequences, ragged, silent
 
 from calibjax import metrics, models
-from calibjax.eval.layers.ablation import CONTROLS, ablate, equal_norm, rotated
 from calibjax.eval.layers.directions import (
     Edit,
     choose_edit,
@@ -29,7 +28,7 @@ from calibjax.eval.layers.layers import (
     make_readout,
     settled_layer,
 )
-from calibjax.eval.layers.neurons import entropy_neurons
+from calibjax.eval.layers.neurons import CONTROLS, ablate, entropy_neurons, equal_norm, rotated
 from calibjax.kernels import kl_divergences, vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.runtime.errors import UserError
@@ -98,7 +97,7 @@ def test_layers_equal_the_dense_formula(letters):
 
 def test_the_last_layer_is_the_model():
     outputs = layer_outputs(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
-    sums = evaluate_edit(
+    sums, _ = evaluate_edit(
         LM, SEQUENCES, make_readout(LM), np.zeros((3, LM.config.hidden_size), np.float32), batch_size=8
     )
     whole = metrics.total(sums)
@@ -182,7 +181,7 @@ def test_an_edit_in_the_null_space_is_a_temperature():
         print(f"{name}: largest error {error:.2e}, T up to {temperature[SEQUENCES.where].max():.3f}")
         assert error < 5e-6, name
     # And through the sweep's own path.
-    sums = metrics.total(evaluate_edit(lm, SEQUENCES, make_readout(lm), edit, batch_size=8))
+    sums = metrics.total(evaluate_edit(lm, SEQUENCES, make_readout(lm), edit, batch_size=8)[0])
     expected = np.exp(log_p.max(-1))[SEQUENCES.where].sum()
     np.testing.assert_allclose(sums.confidence.sum(), expected, rtol=1e-6)
     # The null space finds it: the first channel, and nothing else of the hidden states.

@@ -17,8 +17,11 @@ from calibjax.commands.eval_tasks import EvalTasksOptions
 from calibjax.data.table import read_table
 from calibjax.eval.answers.judges import find_judge, references, string_match
 from calibjax.eval.report.tables import held_out_table
+from calibjax.eval.tasks.evaluator import TaskEvaluator, _set_aside, right_options
+from calibjax.eval.tasks.options import TasksOptions
 from calibjax.models import load_model
 from calibjax.models.generate import generate
+from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
@@ -204,7 +207,6 @@ def test_the_answers_are_a_table(run, capsys):
 
 def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
     """TruthfulQA's mc2: the options in which the harness counts probability are the right ones."""
-    from calibjax.eval.tasks.evaluate import right_options
     from calibjax.eval.tasks.local_data import task_manager
 
     task = task_manager(["truthfulqa_mc2_local"], material[0]).load(["truthfulqa_mc2_local"])["tasks"]["truthfulqa_mc2"]
@@ -219,12 +221,10 @@ def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
 
 
 def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
-    import calibjax.eval.tasks.evaluate
-
     def never(*_, **__):
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(calibjax.eval.tasks.evaluate, "ask_piece", never)
+    monkeypatch.setattr(TaskEvaluator, "requests", never)
     again = benchmarks.run(run[0], log=lambda _: None)
     assert again == run[1]
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"results in {run[0].out}: report.html")
@@ -280,8 +280,6 @@ def test_fit_is_temperature_scaling_over_the_options(material, tmp_path):
     from scipy.optimize import minimize_scalar
     from scipy.special import log_softmax
 
-    from calibjax.eval.tasks.evaluate import _set_aside
-
     folder, lm, arc, *_ = material
     options = {"assets": folder, "bins": BINS, "quiet": True, "batch_size": 8, "seed": 3, "out": tmp_path / "out"}
     options |= {"model": str(folder / "model"), "tasks": ("arc_easy",), "fit": True, "options": "options_per_token"}
@@ -309,7 +307,7 @@ def test_fit_is_temperature_scaling_over_the_options(material, tmp_path):
         assert methods[name]["nll"] == pytest.approx(nll(log_scale, ~aside), abs=2e-4)
     assert f"temperature over the options {np.exp(-u):.3g}"[:-1] in document["held_out"]["confidence"]
     assert "fitted on 4 questions (a fifth of the questions, which are not asked)" in document["held_out"]["confidence"]
-    assert benchmarks.run(run, log=lambda _: None) == document  # the fit is kept
+    assert benchmarks.run(run, log=lambda _: None) == document  # the fit is saved
 
 
 def test_a_model_judges_by_the_likelier_of_two_replies(tmp_path):
@@ -363,9 +361,9 @@ SMOLLM2 = (
 )
 def test_chats_have_the_requests_of_the_harness(material, task, shots, system, template, turn):
     """The oracle: the harness's own requests with --apply_chat_template, rendered by transformers."""
-    from calibjax.eval.tasks.evaluate import How, Part, ask_piece
     from calibjax.eval.tasks.harness import Chat, HarnessLM
-    from calibjax.eval.tasks.local_data import task_manager
+    from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
+    from calibjax.eval.tasks.scoring import Continuation
     from calibjax.eval.tokens import identity_head
 
     folder, lm, *_ = material
@@ -391,10 +389,14 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system, t
 
     asking = HarnessLM(lm, {"uncalibrated": identity_head(lm)}, chat=Chat(system))
     encoded = []
-    asking.encode = lambda context, continuation: encoded.append((context, continuation))
-    questions = list(enumerate(loaded.eval_docs))[:5]
-    how = How(shots, "options", "product", string_match, None, None, 0)
-    asked = ask_piece(asking, task, Part(loaded, ""), how, questions)
+
+    def encode(*pair):
+        encoded.append(pair)
+        return Continuation([1], [1])
+
+    asking.encode = encode
+    evaluator = TaskEvaluator(asking, task, BenchmarkTask({task: loaded}, ""), TasksOptions(shots=shots), RunContext())
+    (asked,) = evaluator.requests(task, loaded.eval_docs, range(5))
     tokenizer.chat_template = None
     assert asked.prompts == [group[0][0] for group in theirs]
     assert encoded == ([] if task.startswith("trivia") else [pair for group in theirs for pair in group])
@@ -437,8 +439,9 @@ def test_chat_is_the_default_of_a_model_with_a_template(tmp_path, capsys):
 @pytest.mark.slow
 def test_mmlu_of_all_subjects_has_the_prompts_of_the_harness(tmp_path):
     """Real questions: 57 subjects, five examples each, against the format of Hendrycks et al. written out here."""
-    from calibjax.eval.tasks.evaluate import How, calibration_questions, calibration_split, question_count
-    from calibjax.eval.tasks.local_data import _rows, task_manager
+    from calibjax.eval.tasks.harness import HarnessLM
+    from calibjax.eval.tasks.local_data import BenchmarkTask, _rows, task_manager
+    from calibjax.eval.tokens import identity_head
 
     rows = _rows(data_path("mmlu/mmlu.jsonl.gz"))
     assets = data_path("mmlu").parents[1]
@@ -455,15 +458,19 @@ def test_mmlu_of_all_subjects_has_the_prompts_of_the_harness(tmp_path):
     dev = [f"{asked(row)} {'ABCD'[row['answer']]}\n\n" for row in mine if row["split"] == "dev"]
     test = next(row for row in mine if row["split"] == "test")
     first = "The following are multiple choice questions (with answers) about high school us history.\n\n"
-    how = How(0, "options", "product", string_match, None, None, 0, fit=True)
-    assert calibration_split(task, how) == "dev"
-    assert len(calibration_questions(task, how)) == 5
-    assert question_count(task, how) == len(task.eval_docs)
-    few = how._replace(shots=5)  # the examples before a question hold the answers of dev
-    assert calibration_split(task, few) is None
-    aside = [document["question"] for _, document in calibration_questions(task, few)]
+    lm = load_model(model_path("stories260K"))
+    model = HarnessLM(lm, {"uncalibrated": identity_head(lm)})
+    few, none = (
+        TaskEvaluator(model, "mmlu", BenchmarkTask(loaded, ""), TasksOptions(fit=True, shots=shots), RunContext())
+        for shots in (5, 0)
+    )
+    assert none.calibration_split(task) == "dev"
+    assert len(none.calibration_questions(task)[1]) == 5
+    assert len(none.question_numbers(task)) == len(task.eval_docs)
+    assert few.calibration_split(task) is None  # the examples before a question hold the answers of dev
+    aside = few.calibration_questions(task)[1]
     assert len(aside) == len(task.eval_docs) // 5
-    assert question_count(task, few) == len(task.eval_docs) - len(aside)
+    assert sorted([*aside, *few.question_numbers(task)]) == list(range(len(task.eval_docs)))
     assert task.fewshot_context(task.eval_docs[0], num_fewshot=5) == first + "".join(dev) + asked(test)
 
     run = EvalTasksOptions(

@@ -18,8 +18,8 @@ from calibjax.eval.answers.clusters import (
     last_number,
     normalised_clusters,
 )
+from calibjax.eval.answers.confidence import entropy_confidence, semantic_confidence, semantic_entropy
 from calibjax.eval.answers.methods import METHODS, Evidence
-from calibjax.eval.answers.samples import entropy_confidence, semantic_confidence, semantic_entropy
 from calibjax.runtime.errors import UserError
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "answers.json").read_text())
@@ -56,12 +56,12 @@ def test_weights_are_probabilities_of_the_samples():
 
 def evidence(n=40, k=6, seed=1):
     rng = np.random.default_rng(seed)
-    options, tokens = rng.uniform(-9, 0, (2, n, 5)).astype(np.float32)
+    tokens = rng.uniform(-9, 0, (n, 5)).astype(np.float32)
     tokens[:, 3:] = np.where(rng.random((n, 2)) < 0.5, -np.inf, tokens[:, 3:])
     samples = rng.uniform(-5, 0, (n, k)).astype(np.float32)
     clusters, answer = rng.integers(0, 4, (n, k)), rng.integers(0, 4, n)
     stated, probed = rng.random(n).astype(np.float32), rng.normal(0, 9, n).astype(np.float32)
-    return Evidence(options, tokens, clusters, answer, samples, samples[:, :2], stated, probed)
+    return Evidence(tokens, clusters, answer, samples, samples[:, :2], stated, probed)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from calibjax.eval.answers.decisions import (
+from calibjax.eval.answers.decide import (
     _between,
-    answering,
     claim_threshold,
     option_sets,
     risk_threshold,
     selective_threshold,
     set_threshold,
+    threshold_outcome,
 )
 
 SPLITS = 1000
@@ -42,7 +42,7 @@ def test_risk_over_random_splits(category):
     wrong = []
     for fit, new in splits(len(confidence), N):
         threshold = risk_threshold(confidence[fit], correct[fit], 0.1)
-        wrong.append(answering(confidence[new], correct[new], threshold).wrong)
+        wrong.append(threshold_outcome(confidence[new], correct[new], threshold)["wrong"])
     mean, error = np.mean(wrong), np.std(wrong) / np.sqrt(SPLITS)
     print(f"category {category}: wrong {mean:.4f} +- {error:.4f}")
     assert mean <= 0.1 + 3 * error
@@ -74,7 +74,7 @@ def test_selection_with_known_risk(digits):
         correct = (rng.random(1000) < confidence - 0.5 / 10**digits).astype(float)
         threshold = selective_threshold(confidence, correct, risk, level)
         broken.append(np.isfinite(threshold) and (1 - threshold) / 2 > risk + 1e-9)
-        answered.append(answering(confidence, correct, threshold).answered)
+        answered.append(threshold_outcome(confidence, correct, threshold)["answered"])
     error = np.sqrt(level * (1 - level) / SPLITS)
     print(f"broken {np.mean(broken):.3f}, answered {np.mean(answered):.3f} of {2 * risk:.1f}")
     assert np.mean(broken) <= 1 - level + 3 * error
@@ -88,7 +88,7 @@ def test_by_hand():
     assert risk_threshold(confidence, correct, 0.1) == 0.81
     assert risk_threshold(confidence, correct, 0.09) == np.inf
     assert risk_threshold(confidence, correct, 0.4) == -np.inf
-    assert answering(confidence, correct, 0.6) == (0.6, 9, 4 / 9, 1 / 9, 1 / 4)
+    assert [*threshold_outcome(confidence, correct, 0.6).values()] == [0.6, 9, 4 / 9, 1 / 9, 1 / 4, "some"]
     assert set_threshold(confidence[:, None], np.zeros(9, int), 0.1) == 0.1
     assert set_threshold(confidence[:, None], np.zeros(9, int), 0.09) == -np.inf
     for count, threshold in ((50, np.inf), (51, -np.inf)):  # 0.9^50 = 0.0052 is above 0.1/20, and 0.9^51 below

@@ -14,7 +14,7 @@ from calibjax import metrics
 from calibjax.commands.quickstart import LanguageModelObjective
 from calibjax.data import batches
 from calibjax.data.synthetic import as_sequences, make_language, sample
-from calibjax.eval.answers.decisions import option_sets, risk_threshold, set_threshold
+from calibjax.eval.answers.decide import option_sets, risk_threshold, set_threshold
 from calibjax.eval.answers.methods import METHODS, Evidence
 from calibjax.models import DecoderConfig, LanguageModel, init_params
 from calibjax.models.generate import Sampling, generate
@@ -184,7 +184,7 @@ def test_p_true_of_a_model_that_was_taught_it(tmp_path):
     )
     lm = LanguageModel.from_params(config, state.params)
     log_probs = jax.nn.log_softmax(lm.logits(new[:, :-1])[:, -1])
-    got = method("p_true", asked=log_probs[:, 32:])
+    got = method("p_true", two_way=log_probs[:, 32:])
     p = np.asarray(answer_probabilities(language, jnp.asarray(new[:, :length])), np.float64)
     truth = np.where(answer_meanings()[new[:, length]][:, None] == answer_meanings(), p, 0).sum(axis=1)
     error, prior = np.abs(got - truth).mean(), np.abs(truth.mean() - truth).mean()

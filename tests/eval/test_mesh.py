@@ -52,7 +52,7 @@ def figures(lm, heads):
         "layers": outputs,
         "layers, letters": layer_outputs(lm, asked, letters, batch_size=8, context=silent()),
         "direction": along._replace(counts=np.array(along.counts)),
-        "edit": evaluate_edit(lm, SEQUENCES, read, 0.3 * along.vectors, batch_size=8),
+        "edit": evaluate_edit(lm, SEQUENCES, read, 0.3 * along.vectors, batch_size=8)[0],
         "tokens": tokens.sums,
     }
     found = {f"{part} {name}": x for part, values in parts.items() for name, x in values._asdict().items()}

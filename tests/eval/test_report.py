@@ -15,10 +15,10 @@ from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, 
 
 from calibjax.cli import main
 from calibjax.commands.common import finish
+from calibjax.eval.figures_json import subject_rows
 from calibjax.eval.report import Run, page, save_report
 from calibjax.eval.report.blocks import heatmap_html
 from calibjax.eval.report.html import element
-from calibjax.eval.tasks.subjects import subject_rows
 from calibjax.eval.token_sample import _whole_words, text_after, token_sample
 from calibjax.eval.tokens import identity_head
 from calibjax.models import LanguageModel, load_model

@@ -68,7 +68,6 @@ def test_tokens_that_do_not_count_are_not_multiplied_by_the_vocabulary(monkeypat
     heads["uncalibrated"] = identity_head(the_lm())
     every = evaluate_tokens(the_lm(), the_sequences(), heads, batch_size=8, keep_tokens=True, context=silent())
     monkeypatch.setattr(eval_tokens, "_BLOCK", 1)
-    assert eval_tokens._largest_count(the_sequences(), 8) < 8 * the_sequences().tokens.shape[1]
     counted = evaluate_tokens(the_lm(), the_sequences(), heads, batch_size=8, keep_tokens=True, context=silent())
     for name in heads:
         chex.assert_trees_all_close(counted[name].tokens, every[name].tokens, rtol=2e-5, atol=2e-6)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from tiny import make_lm
 
-from calibjax.eval.answers.probes import FEATURES
-from calibjax.eval.tasks.hidden import answer_features
+from calibjax.eval.answers.probes import FEATURES, answer_features
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.train.probes import fit_probe, load_probe, save_probe

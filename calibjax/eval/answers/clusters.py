@@ -1,8 +1,7 @@
 """Which answers mean the same: a clustering is a function of the answers to one question.
 
-`CLUSTERINGS` has those that read the text alone. `cosine_clusters` reads vectors, such as the hidden states of a model.
-A function of the user's, such as one that asks a model whether two answers entail each other, is named
-"package.module:function" (`find_clustering`).
+`CLUSTERINGS` has those that read the text alone; "hidden" compares the hidden states of the model itself. A function of
+the user, such as one that asks a model whether two answers entail each other, is "package.module:function".
 """
 
 import re
@@ -12,13 +11,14 @@ from decimal import Decimal, InvalidOperation
 import numpy as np
 from jaxtyping import Float, Int
 
-from calibjax.eval.answers.judges import plain_text
-from calibjax.eval.answers.named import find_function
+from calibjax.eval.answers.judges import find_function, plain_text
+from calibjax.models import LanguageModel
 from calibjax.runtime.errors import UserError
 
 Clustering = Callable[[str, Sequence[str]], Sequence[int]]
 """(question, answers) -> a number for each answer, equal where two answers mean the same."""
 
+_WIDTH = 16  # texts to embed are padded to a multiple of this
 _NUMBER = re.compile(r"[-\u2212+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-\u2212+]?\.\d+")
 
 
@@ -49,17 +49,15 @@ def normalised_clusters(question: str, answers: Sequence[str]) -> list[int]:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, thousands separated by commas or not; None if there is none.
-
-    The answer at the end of a chain of reasoning is read in this way, as benchmarks of arithmetic do.
+    """The last number of a text, as benchmarks of arithmetic read the answer after a chain of reasoning; None without.
 
     Example:
         >>> last_number("6 times 200 is 1,200.0, so the answer is 1,200.")
         Decimal('1200')
     """
-    found = _NUMBER.findall(text)
+    numbers = _NUMBER.findall(text)
     try:
-        return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
+        return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
     except InvalidOperation:
         return None
 
@@ -79,14 +77,8 @@ def cosine_clusters(vectors: Float[np.ndarray, "K D"], threshold: float = 0.9) -
     """Groups vectors whose cosine reaches a threshold with the first vector of a group, in the order of the vectors.
 
     Only the first member is compared with, as in the clustering of Kuhn et al. 2023 (arXiv 2302.09664, algorithm 1), so
-    that a chain of small steps does not join opposite ends.
-
-    Args:
-        vectors: of each answer; one of zeros is like no other.
-        threshold: smallest cosine within a group, in [-1, 1].
-
-    Returns:
-        int32 `[K]`, numbered from 0 by first appearance.
+    that a chain of small steps does not join opposite ends. A vector of zeros is like no other. int32, numbered from 0
+    by first appearance.
 
     Example:
         >>> cosine_clusters(np.array([[1.0, 0.0], [0.0, 2.0], [3.0, 0.1]])).tolist()
@@ -115,27 +107,39 @@ CLUSTERINGS: dict[str, Clustering] = {
 """Name -> clustering by the text of the answers."""
 
 
-def find_clustering(name: str) -> Clustering:
-    """The clustering of a name in `CLUSTERINGS`, or "package.module:function" of your own.
+def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
+    """A clustering by the cosine of the mean hidden states of the answers after the last layer."""
+
+    def clusters(question: str, answers: Sequence[str]) -> list[int]:
+        ids = [lm.tokenizer.encode(text, add_special_tokens=False) or [0] for text in answers]
+        width = -(-max(map(len, ids)) // _WIDTH) * _WIDTH
+        tokens, segments = np.zeros((2, len(ids), width), np.int32)
+        for row, own in enumerate(ids):
+            tokens[row, : len(own)], segments[row, : len(own)] = own, 1
+        hidden = np.asarray(lm.hidden_states(tokens, segment_ids=segments), np.float64)
+        means = (hidden * segments[..., None]).sum(axis=1) / segments.sum(axis=1, keepdims=True)
+        return cosine_clusters(means, threshold).tolist()
+
+    return clusters
+
+
+def find_clustering(name: str, lm: LanguageModel | None = None) -> Clustering:
+    """A clustering by its name: of `CLUSTERINGS`, "hidden" (of `lm`), or "package.module:function" of your own.
 
     Raises:
         UserError: there is no such function.
     """
+    if name == "hidden" and lm is not None:
+        return hidden_clustering(lm)
     return find_function("--same", name, CLUSTERINGS, "(question, answers) -> a whole number for each answer")
 
 
 def clusters_of(
     clustering: Clustering, questions: Sequence[str], answers: Sequence[str], samples: Sequence[Sequence[str]]
 ) -> tuple[Int[np.ndarray, "N K"], Int[np.ndarray, " N"]]:
-    """Clusters of the samples of N questions, and of the answer to each.
+    """Clusters of K samples of each question, int32 `[N, K]`, and of the answer to it, comparable within a question.
 
-    Args:
-        clustering: receives the answer first and then the samples of a question.
-        questions, answers: N texts each.
-        samples: K texts for each question.
-
-    Returns:
-        (int32 `[N, K]`, int32 `[N]`), comparable within a question.
+    The clustering receives the answer first and then the samples of a question.
 
     Raises:
         UserError: the clustering returned something other than one whole number for each answer.
@@ -149,5 +153,5 @@ def clusters_of(
                 f"{list(numbers.shape)} for {question[:60]!r}."
             )
         rows.append(np.unique(numbers, return_inverse=True)[1].astype(np.int32))
-    found = np.stack(rows) if rows else np.zeros((0, 1), np.int32)
-    return found[:, 1:], found[:, 0]
+    clusters = np.stack(rows) if rows else np.zeros((0, 1), np.int32)
+    return clusters[:, 1:], clusters[:, 0]

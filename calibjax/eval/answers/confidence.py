@@ -1,19 +1,8 @@
-"""The confidence of an answer: one function, and a name for each definition.
+"""The confidence of an answer: one function, and a name for each definition (`WORDS`).
 
-| name | confidence of | read from |
-|---|---|---|
-| options | the chosen option, given that it is one of the options (letters only, where they are letters) | options |
-| options_per_token | the same, of each option's mean log-probability per token | options |
-| margin | the chosen option: its probability less that of the second | options |
-| negentropy | the chosen option: 1 − H / log K, H the entropy of the distribution over K options | options |
-| full_vocabulary | the chosen option, in the distribution over the whole vocabulary | options |
-| arithmetic_mean | a text: the mean of its tokens' probabilities | tokens |
-| product | a text: their product, the probability of the text | tokens |
-| minimum | a text: the smallest of them | tokens |
-| length_normalised | a text: their geometric mean, product^(1/n) | tokens |
-| agreement | the most frequent of several sampled answers: its frequency | samples |
-| entropy | the same answer: 1 − H / log K, H the entropy of the frequencies of the K different answers | samples |
-| first_second | the same: its share less that of the next most frequent | samples |
+Samples are given as clusters: integers `[N, K]`, equal where two samples of a question mean the same
+(`calibjax.eval.answers.clusters`). The mass of a cluster is the fraction of the samples in it or, where their
+log-probabilities are given, its fraction of the total probability of the samples.
 """
 
 from typing import Literal, get_args
@@ -48,7 +37,7 @@ WORDS: dict[str, str] = {
 
 
 def answer_confidence(
-    how: AnswerConfidence,
+    method: AnswerConfidence,
     values: Float[AnyArray, "N K"] | Int[AnyArray, "N K"],
     where: Bool[AnyArray, "N K"] | None = None,
 ) -> Float[Array, " N"]:
@@ -59,23 +48,22 @@ def answer_confidence(
     arithmetic mean. Samples: Lyu et al., arXiv 2402.13904, where one answer alone has entropy 0 and confidence 1.
 
     Args:
-        how: see the table above.
-        values: of "options" and "full_vocabulary" the log-probability of each of K options, an option of several tokens
-            having that of all of them, of "options_per_token" that divided by their number; of texts that of each
-            token; of samples each answer as an integer, equal answers equal numbers.
-        where: False for what is not there; None: everything is.
+        method: name in `WORDS`.
+        values: for options the log-probability of each of K options, summed over its tokens ("options_per_token": their
+            mean); for texts that of each token; for samples the cluster of each sample.
+        where: which values exist; None: all.
 
     Returns:
-        float32 `[N]`; 0 where nothing is there.
+        float32 `[N]`; 0 where no value exists.
 
     Raises:
-        ValueError: `how` is none of the names.
+        ValueError: unknown method.
 
     Example:
         >>> import jax.numpy as jnp
         >>> log_probs = jnp.log(jnp.array([[0.3, 0.1, 0.1, 0.1]]))
-        >>> for how in ("options", "full_vocabulary", "arithmetic_mean", "length_normalised"):
-        ...     print(how, answer_confidence(how, log_probs).round(3))
+        >>> for method in ("options", "full_vocabulary", "arithmetic_mean", "length_normalised"):
+        ...     print(method, answer_confidence(method, log_probs).round(3))
         options [0.5]
         full_vocabulary [0.3]
         arithmetic_mean [0.15]
@@ -83,52 +71,160 @@ def answer_confidence(
         >>> answer_confidence("first_second", jnp.array([[7, 3, 3, 3]])).tolist()
         [0.5]
     """
-    if how not in WORDS:
-        raise ValueError(f"how: expected one of {', '.join(WORDS)}, got {how!r}.")
+    if method not in WORDS:
+        raise ValueError(f"method: expected one of {', '.join(WORDS)}, got {method!r}.")
     there = jnp.ones(values.shape, bool) if where is None else jnp.asarray(where)
-    if how in get_args(SampleConfidence):
-        return _of_samples(how, jnp.asarray(values), there)
+    exists, count = jnp.any(there, axis=-1), jnp.maximum(jnp.sum(there, axis=-1), 1)
+    if method in get_args(SampleConfidence):
+        return _sample_confidence(method, jnp.asarray(values), there, count)
     log_probs = jnp.where(there, jnp.asarray(values, jnp.float32), -jnp.inf)
-    found, count = jnp.any(there, axis=-1), jnp.maximum(jnp.sum(there, axis=-1), 1)
-    if how in ("options", "options_per_token"):
-        log_confidence = jnp.max(log_probs, axis=-1) - jax.nn.logsumexp(log_probs, axis=-1)
-    elif how in ("margin", "negentropy"):
-        return jnp.where(found, _of_distribution(how, jax.nn.softmax(log_probs, axis=-1), count), 0.0)
-    elif how == "full_vocabulary":
-        log_confidence = jnp.max(log_probs, axis=-1)
-    elif how == "arithmetic_mean":
+    if method == "arithmetic_mean":
         return jnp.sum(jnp.exp(log_probs), axis=-1) / count
-    elif how == "minimum":
+    if method in ("margin", "negentropy"):
+        p = jax.nn.softmax(log_probs, axis=-1)
+        if method == "margin":
+            largest = jnp.max(p, axis=-1, keepdims=True)
+            first = jnp.argmax(p, axis=-1, keepdims=True) == jnp.arange(p.shape[-1])[None, :]
+            confidence = largest[:, 0] - jnp.max(jnp.where(first, 0.0, p), axis=-1, initial=0.0)
+        else:
+            entropy = -jnp.sum(jax.scipy.special.xlogy(p, p), axis=-1)
+            confidence = jnp.clip(1 - entropy / jnp.log(jnp.maximum(count, 2)), 0.0, 1.0)
+            confidence = jnp.where(count > 1, confidence, 1.0)
+        return jnp.where(exists, confidence, 0.0)
+    if method in ("options", "options_per_token"):
+        log_confidence = jnp.max(log_probs, axis=-1) - jax.nn.logsumexp(log_probs, axis=-1)
+    elif method == "full_vocabulary":
+        log_confidence = jnp.max(log_probs, axis=-1)
+    elif method == "minimum":
         log_confidence = jnp.min(jnp.where(there, log_probs, jnp.inf), axis=-1)
     else:
         total = jnp.sum(jnp.where(there, log_probs, 0.0), axis=-1)
-        log_confidence = total if how == "product" else total / count
-    return jnp.where(found, jnp.exp(jnp.minimum(log_confidence, 0.0)), 0.0)
+        log_confidence = total if method == "product" else total / count
+    return jnp.where(exists, jnp.exp(jnp.minimum(log_confidence, 0.0)), 0.0)
 
 
-def _of_distribution(how: str, p: Float[Array, "N K"], count: Int[Array, " N"]) -> Float[Array, " N"]:
-    """The difference of the two largest probabilities (1 of one option); or 1 − H/log K."""
-    if how == "margin":
-        largest = jnp.max(p, axis=-1, keepdims=True)
-        first = jnp.argmax(p, axis=-1, keepdims=True) == jnp.arange(p.shape[-1])[None, :]
-        return largest[:, 0] - jnp.max(jnp.where(first, 0.0, p), axis=-1, initial=0.0)
-    entropy = -jnp.sum(jax.scipy.special.xlogy(p, p), axis=-1)
-    return jnp.where(count > 1, jnp.clip(1 - entropy / jnp.log(jnp.maximum(count, 2)), 0.0, 1.0), 1.0)
-
-
-def _of_samples(how: str, answers: Array, there: Array) -> Array:
-    first, share = sample_agreement(answers, there)
-    if how == "agreement":
-        return share
-    if how == "first_second":
-        _, second = sample_agreement(answers, there & (answers != first[:, None]))
-        others = jnp.sum(there & (answers != first[:, None]), axis=-1)
-        return share - second * others / jnp.maximum(jnp.sum(there, axis=-1), 1)
-    count = jnp.maximum(jnp.sum(there, axis=-1), 1)
+def _sample_confidence(method: str, answers: Array, there: Array, count: Array) -> Array:
+    first, frequency = sample_agreement(answers, there)
+    if method == "agreement":
+        return frequency
+    if method == "first_second":
+        others = there & (answers != first[:, None])
+        _, second = sample_agreement(answers, others)
+        return frequency - second * jnp.sum(others, axis=-1) / count
     same = (answers[:, :, None] == answers[:, None, :]) & there[:, None, :]
-    of_sample = jnp.maximum(jnp.sum(same, axis=-1), 1)
-    # Each answer is met as often as it was drawn: 1/n of each meeting sums to one for every answer.
-    different = jnp.sum(jnp.where(there, 1 / of_sample, 0.0), axis=-1)
-    entropy = jnp.sum(jnp.where(there, jnp.log(count[:, None] / of_sample), 0.0), axis=-1) / count
+    occurrences = jnp.maximum(jnp.sum(same, axis=-1), 1)
+    # An answer that n samples gave is met n times; 1/n of each sums to one per different answer.
+    different = jnp.sum(jnp.where(there, 1 / occurrences, 0.0), axis=-1)
+    entropy = jnp.sum(jnp.where(there, jnp.log(count[:, None] / occurrences), 0.0), axis=-1) / count
     normalised = entropy / jnp.log(jnp.maximum(jnp.round(different), 2.0))
     return jnp.where(jnp.any(there, axis=-1), jnp.clip(1.0 - normalised, 0.0, 1.0), 0.0)
+
+
+def _weights(
+    clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None, where: Bool[AnyArray, "N K"] | None
+) -> tuple[Float[Array, "N K"], Int[Array, " N"]]:
+    """Weights of the samples, which sum to one where there is a sample; and the number of samples."""
+    there = jnp.ones(clusters.shape, bool) if where is None else jnp.asarray(where)
+    scores = jnp.zeros(clusters.shape) if log_probs is None else jnp.asarray(log_probs, jnp.float32)
+    scores = jnp.where(there, scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.where(there, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.where(total > 0, total, 1.0), jnp.sum(there, axis=-1)
+
+
+def semantic_confidence(
+    clusters: Int[AnyArray, "N K"],
+    answer: Int[AnyArray, " N"],
+    log_probs: Float[AnyArray, "N K"] | None = None,
+    where: Bool[AnyArray, "N K"] | None = None,
+) -> Float[Array, " N"]:
+    """Mass of the cluster that an answer belongs to: P(a sample means the same as the answer).
+
+    Without `log_probs` it is the consistency of the answer, #{k: c_k = a}/K: for samples that are drawn independently
+    of the answer, an unbiased estimate of that probability. With them, Σ_k 1[c_k = a] p_k / Σ_k p_k.
+
+    Args:
+        clusters: of each sample.
+        answer: cluster of the answer whose confidence this is.
+        log_probs: of each sample, nats, whole or divided by its length; None: equal weights.
+        where: which samples exist; None: all.
+
+    Returns:
+        float32 `[N]` in [0, 1]; 0 without samples.
+
+    Example:
+        >>> semantic_confidence(jnp.array([[0, 0, 1, 0]]), jnp.array([0])).tolist()
+        [0.75]
+    """
+    weights, _ = _weights(clusters, log_probs, where)
+    return jnp.minimum(jnp.sum(jnp.where(clusters == answer[:, None], weights, 0.0), axis=-1), 1.0)
+
+
+def semantic_entropy(
+    clusters: Int[AnyArray, "N K"],
+    log_probs: Float[AnyArray, "N K"] | None = None,
+    where: Bool[AnyArray, "N K"] | None = None,
+) -> Float[Array, " N"]:
+    """Entropy over meanings, −Σ_c m_c log m_c with the mass m_c of each cluster (Kuhn et al. 2023; Farquhar et al.
+    2024).
+
+    With the log-probabilities of the samples it is the estimator of Farquhar et al. (doi 10.1038/s41586-024-07421-0,
+    Methods), who divide them by the samples' lengths; without, their discrete semantic entropy.
+
+    Args:
+        clusters, log_probs, where: see `semantic_confidence`.
+
+    Returns:
+        float32 `[N]`, nats, from 0 to log K; 0 without samples.
+
+    Example:
+        >>> f"{float(semantic_entropy(jnp.array([[0, 0, 1, 1]]))[0]):.4f}"
+        '0.6931'
+    """
+    weights, _ = _weights(clusters, log_probs, where)
+    same = clusters[:, :, None] == clusters[:, None, :]
+    mass = jnp.sum(jnp.where(same, weights[:, None, :], 0.0), axis=-1)
+    # Each cluster is met once for each of its samples, with their weights: these sum to its mass.
+    surprise = jnp.where(weights > 0, -jnp.log(jnp.where(weights > 0, mass, 1.0)), 0.0)
+    return jnp.maximum(jnp.sum(weights * surprise, axis=-1), 0.0)
+
+
+def entropy_confidence(
+    clusters: Int[AnyArray, "N K"],
+    log_probs: Float[AnyArray, "N K"] | None = None,
+    where: Bool[AnyArray, "N K"] | None = None,
+) -> Float[Array, " N"]:
+    """1 − H/log K, H the `semantic_entropy` of K samples: 1 where all agree, 0 where all differ with equal mass.
+
+    Args:
+        clusters, log_probs, where: see `semantic_confidence`.
+
+    Returns:
+        float32 `[N]` in [0, 1]. A single sample has entropy 0 and confidence 1; without samples 0.
+
+    Example:
+        >>> entropy_confidence(jnp.array([[0, 0, 1, 1], [0, 1, 2, 3]])).round(4).tolist()
+        [0.5, 0.0]
+    """
+    _, count = _weights(clusters, log_probs, where)
+    most = jnp.log(jnp.maximum(count, 2).astype(jnp.float32))
+    confidence = 1.0 - semantic_entropy(clusters, log_probs, where) / most
+    return jnp.where(count > 0, jnp.clip(confidence, 0.0, 1.0), 0.0)
+
+
+def two_way_confidence(log_probs: Float[AnyArray, "N 2"]) -> Float[Array, " N"]:
+    """P(True): the probability of the first of two words among the two (Kadavath et al. 2022, arXiv 2207.05221).
+
+    Args:
+        log_probs: of "yes, the answer is right" and of "no", nats.
+
+    Returns:
+        float32 `[N]` in [0, 1].
+
+    Example:
+        >>> two_way_confidence(jnp.log(jnp.array([[0.3, 0.1]]))).round(4).tolist()
+        [0.75]
+    """
+    log_probs = jnp.asarray(log_probs, jnp.float32)
+    return jax.nn.sigmoid(log_probs[:, 0] - log_probs[:, 1])

@@ -1,23 +1,29 @@
-"""Decisions on a table of answers with known outcomes: thresholds, what they guarantee, and what they do to it."""
+"""Decisions with finite-sample guarantees: when to answer, which claims to keep, and which options to return.
+
+Every threshold is computed from n questions with known outcomes and holds for a new question that is exchangeable with
+them. Nothing else is assumed of the model or the confidence. A question is answered where its confidence is *above* the
+threshold; −inf answers everything, inf nothing. A guarantee for each category is the same function on the rows of that
+category (Vovk 2012, arXiv 1209.2673).
+
+A finite threshold lies strictly between two neighbouring confidences and is the shortest such decimal (`_between`).
+Printed, read back and compared with `>` or `>=`, in float64 or float32, it selects the same questions. Confidences are
+compared as they are given, in float64: rounded, equal ones could fall on two sides of a threshold.
+"""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from calibjax.eval.answers.decisions import (
-    answering,
-    claim_threshold,
-    option_sets,
-    risk_threshold,
-    selective_threshold,
-    set_threshold,
-)
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
 
 AVERAGE, OF_ANSWERS, OF_CLAIMS = "of all questions", "of the answers", "claims of an answer"
+_RANKS = 20
+"""Fractions answered that are tested by `selective_threshold`: 5%, 10%, ... 100%."""
+_ROUNDING = 1 + 1e-12
 
 
 def decide(
@@ -51,8 +57,8 @@ def decide(
 
     Example:
         >>> confidence = np.arange(400) / 400
-        >>> found = decide(confidence, confidence > 0.4, risk=0.1)
-        >>> found["categories"][""]["of the answers"]["threshold"]
+        >>> result = decide(confidence, confidence > 0.4, risk=0.1)
+        >>> result["categories"][""]["of the answers"]["threshold"]
         0.398
     """
     confidence, correct = np.asarray(confidence, np.float64), np.asarray(correct)
@@ -62,61 +68,74 @@ def decide(
         raise UserError("correct: expected 0 or 1, got fractions: list each attempt in a row.")
     rows = {"": np.arange(len(correct))}
     if category is not None:
-        names, of = np.unique(category, return_inverse=True)
-        rows = {str(name): np.flatnonzero(of == number) for number, name in enumerate(names)}
+        names, numbers = np.unique(category, return_inverse=True)
+        rows = {str(name): np.flatnonzero(numbers == number) for number, name in enumerate(names)}
+    each = " of its category" if category is not None else ""
+    guarantees = {
+        AVERAGE: f"a new question{each} is answered wrongly with probability at most {risk}, on average over tables of "
+        "this size; rows and new questions are exchangeable (conformal risk control)",
+        OF_ANSWERS: f"with probability {level} over the draw of the table, at most {risk} of the answers "
+        f"given to new questions{each} are wrong; rows and new questions are independent and drawn alike (binomial "
+        "tests)",
+        OF_CLAIMS: f"of the claims kept of a new answer{each}, the expected fraction of false ones is at most {risk}, "
+        "on average over tables of this size; answers are exchangeable, their claims may depend on each other "
+        "(conformal risk control)",
+        "options": f"the set of a new question{each} holds the right option with probability at least "
+        f"{1 - risk:.10g}; rows and new questions are exchangeable (split-conformal)",
+    }
+    categories: dict[str, Any] = {}
+    for name, at in rows.items():
+        p, labels = confidence[at], correct[at]
+        own, right = p, labels
+        if p.ndim == 2:
+            own, right = p.max(axis=1), (p.argmax(axis=1) == labels).astype(np.float64)
+        if answer is not None:
+            categories[name] = {OF_CLAIMS: _claims(own, right, np.asarray(answer)[at], risk)}
+            continue
+        thresholds = {
+            AVERAGE: risk_threshold(own, right, risk),
+            OF_ANSWERS: selective_threshold(own, right, risk, level),
+        }
+        categories[name] = {kind: threshold_outcome(own, right, limit) for kind, limit in thresholds.items()}
+        if p.ndim == 2:
+            categories[name]["options"] = _options(p, labels, risk)
+    return {"risk": risk, "level": level, "guarantees": guarantees, "categories": categories}
+
+
+def threshold_outcome(confidence: np.ndarray, correct: np.ndarray, threshold: float) -> dict[str, Any]:
+    """What answering where the confidence exceeds a threshold does to questions with known outcomes, as fractions of
+    the questions, and of the answers that are wrong (None where none is given)."""
+    taken = confidence > threshold
+    wrong = (taken & (correct < 1)).sum()
     return {
-        "risk": risk,
-        "level": level,
-        "guarantees": _guarantees(risk, level, by_category=category is not None),
-        "categories": {
-            name: _decided(confidence[at], correct[at], risk, level, None if answer is None else np.asarray(answer)[at])
-            for name, at in rows.items()
-        },
+        "threshold": _finite(threshold),
+        "questions": len(confidence),
+        "answered": float(taken.mean()),
+        "wrong": float(wrong / len(confidence)),
+        "wrong_of_answered": float(wrong / taken.sum()) if taken.any() else None,
+        "answers": _answered(threshold),
     }
 
 
-def _decided(
-    confidence: np.ndarray, correct: np.ndarray, risk: float, level: float, answer: np.ndarray | None
-) -> dict[str, Any]:
-    """The decisions for the rows of one category."""
-    p = None if confidence.ndim == 1 else confidence
-    labels = correct
-    if p is not None:
-        confidence, correct = p.max(axis=1), (p.argmax(axis=1) == labels).astype(np.float64)
-    if answer is not None:
-        return {OF_CLAIMS: _kept(confidence, correct, answer, risk)}
-    thresholds = {
-        AVERAGE: risk_threshold(confidence, correct, risk),
-        OF_ANSWERS: selective_threshold(confidence, correct, risk, level),
-    }
-    found: dict[str, Any] = {}
-    for name, threshold in thresholds.items():
-        row = answering(confidence, correct, threshold)._asdict()
-        found[name] = {**row, "threshold": _finite(threshold), "answers": _answers(threshold)}
-        found[name]["wrong_of_answered"] = _finite(row["wrong_of_answered"])
-    if p is not None:
-        found["options"] = _options(p, labels, risk)
-    return found
-
-
-def _kept(confidence: np.ndarray, correct: np.ndarray, answers: np.ndarray, risk: float) -> dict[str, Any]:
-    """The threshold of claims: what it keeps, and the mean over answers of the fraction of false claims kept."""
+def _claims(confidence: np.ndarray, correct: np.ndarray, answers: np.ndarray, risk: float) -> dict[str, Any]:
+    """The threshold of claims, and the mean over answers of the fraction of false claims above it."""
     threshold = claim_threshold(confidence, correct, answers, risk)
     taken = confidence > threshold
+    wrong = taken & (correct < 1)
     numbers = np.unique(answers, return_inverse=True)[1]
-    kept, false = (np.bincount(numbers, weights=x) for x in (taken, taken & (correct < 1)))
+    claims, false = (np.bincount(numbers, weights=x) for x in (taken, wrong))
     return {
-        "questions": len(kept),
+        "questions": len(claims),
         "answered": float(taken.mean()),
-        "wrong": float((taken & (correct < 1)).mean()),
-        "wrong_of_answered": float((false / np.maximum(kept, 1)).mean()),
+        "wrong": float(wrong.mean()),
+        "wrong_of_answered": float((false / np.maximum(claims, 1)).mean()),
         "threshold": _finite(threshold),
-        "answers": _answers(threshold),
+        "answers": _answered(threshold),
     }
 
 
 def _options(p: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
-    """The sets of options: their threshold, and how large they are on the table."""
+    """The threshold of sets of options, and how large the sets are."""
     threshold = set_threshold(p, labels, risk)
     sets = option_sets(p, threshold)
     sizes = sets.sum(axis=1)
@@ -133,21 +152,181 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _answers(threshold: float) -> str:
+def _answered(threshold: float) -> str:
     return "some" if math.isfinite(threshold) else "none" if threshold > 0 else "all"
 
 
-def _guarantees(risk: float, level: float, *, by_category: bool) -> dict[str, str]:
-    each = " of its category" if by_category else ""
-    return {
-        AVERAGE: f"a new question{each} is answered wrongly with probability at most {risk}, on average over tables of "
-        "this size; rows and new questions are exchangeable (conformal risk control)",
-        OF_ANSWERS: f"with probability {level} over the draw of the table, at most {risk} of the answers "
-        f"given to new questions{each} are wrong; rows and new questions are independent and drawn alike (binomial "
-        "tests)",
-        OF_CLAIMS: f"of the claims kept of a new answer{each}, the expected fraction of false ones is at most {risk}, "
-        "on average over tables of this size; answers are exchangeable, their claims may depend on each other "
-        "(conformal risk control)",
-        "options": f"the set of a new question{each} holds the right option with probability at least "
-        f"{1 - risk:.10g}; rows and new questions are exchangeable (split-conformal)",
-    }
+def risk_threshold(confidence: Float[np.ndarray, " N"], correct: Float[np.ndarray, " N"], risk: float) -> float:
+    """The least threshold for which a new question is answered wrongly with probability at most `risk`.
+
+    Conformal risk control (Angelopoulos et al. 2024, arXiv 2208.02814, theorem 1) of the loss 1[c > t and wrong], which
+    falls in t and is at most 1: the least t with (#{i: c_i > t, wrong} + 1)/(n + 1) <= risk. The probability is over
+    the n questions and the new one together.
+
+    Args:
+        confidence: of n answers, any finite numbers.
+        correct: 1 for right, 0 for wrong.
+        risk: in (0, 1).
+
+    Returns:
+        The threshold: just above the confidence of a wrong answer, −inf, or inf where n is below 1/risk − 1.
+
+    Example:
+        >>> confidence = np.arange(20) / 20
+        >>> risk_threshold(confidence, (confidence > 0.4).astype(float), 0.1)
+        0.36
+    """
+    confidence = np.asarray(confidence, np.float64)
+    wrong = np.sort(confidence[np.asarray(correct) < 1])[::-1]
+    allowed = int(np.floor(risk * (len(confidence) + 1) * _ROUNDING)) - 1  # answers that may be wrong
+    if allowed < 0:
+        return float("inf")
+    return _above(float(wrong[allowed]), confidence) if allowed < len(wrong) else float("-inf")
+
+
+def selective_threshold(
+    confidence: Float[np.ndarray, " N"], correct: Float[np.ndarray, " N"], risk: float, level: float = 0.9
+) -> float:
+    """The threshold that answers most, for which with probability `level` at most `risk` of the answers are wrong.
+
+    Selection with guaranteed risk (Geifman and El-Yaniv 2017, arXiv 1705.08500) by tests at 20 thresholds: the j-th
+    largest confidence for j = n/20, 2n/20, ..., and −inf. Given the value t of one of them, the N_t answers with
+    confidence above t are independent draws from those above t, so that with a risk of r(t) their number of wrong ones
+    is binomial, ties or not. A threshold passes where at r(t) = `risk` so few would have a probability of at most
+    (1 − `level`)/20: the chance that any passes whose risk is larger is below 1 − `level` (Bonferroni). The questions
+    must be independent and drawn alike, not only exchangeable. A threshold that answers m of them without a wrong one
+    passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies above the t that passed and below the next confidence.
+
+    Args:
+        confidence, correct, risk: see `risk_threshold`.
+        level: probability over the n questions, in (0, 1).
+
+    Returns:
+        The threshold; inf where none passes.
+
+    Example:
+        >>> confidence = np.arange(400) / 400
+        >>> selective_threshold(confidence, (confidence > 0.4).astype(float), 0.1)
+        0.398
+    """
+    from scipy.stats import binom
+
+    confidence = np.asarray(confidence, np.float64)
+    order = np.sort(confidence)[::-1]
+    ranks = np.unique(np.arange(1, _RANKS) * len(order) // _RANKS)
+    thresholds = np.unique([-np.inf, *order[ranks]])  # from that which answers most
+    taken = confidence[None, :] > thresholds[:, None]
+    answered, wrong = taken.sum(axis=1), (taken & (np.asarray(correct) < 1)[None, :]).sum(axis=1)
+    passes = binom.cdf(wrong, answered, risk) <= (1 - level) / _RANKS
+    if not passes.any():
+        return float("inf")
+    threshold = float(thresholds[np.argmax(passes)])
+    return _above(threshold, confidence) if threshold > -np.inf else threshold
+
+
+def claim_threshold(
+    confidence: Float[np.ndarray, " M"], correct: Float[np.ndarray, " M"], answer: Int[np.ndarray, " M"], risk: float
+) -> float:
+    """The least threshold for which the expected fraction of false claims in a new answer is at most `risk`.
+
+    Of an answer the claims with confidence above t are kept. The fraction of false ones among them may rise and fall
+    with t, so it is bounded by its largest value at any higher threshold, max over u >= t of false(u)/max(kept(u), 1),
+    to which conformal risk control applies: the least t with (Σ of it over n answers + 1)/(n + 1) <= risk
+    (Angelopoulos et al. 2024, arXiv 2208.02814, theorem 1; claims as in Mohri and Hashimoto 2024, arXiv 2402.10978).
+
+    Args:
+        confidence: of M claims, finite.
+        correct: 1 for true, 0 for false.
+        answer: number of the answer that a claim belongs to; n answers in all.
+        risk: in (0, 1).
+
+    Returns:
+        The threshold: just above the confidence of a false claim, −inf, or inf where n is below 1/risk − 1.
+
+    Example:
+        >>> confidence, answer = np.tile([0.2, 0.6, 0.9], 40), np.arange(120) // 3
+        >>> claim_threshold(confidence, (confidence > 0.5).astype(float), answer, 0.1)
+        0.3
+    """
+    confidence, false = np.asarray(confidence, np.float64), np.asarray(correct) < 1
+    numbers = np.unique(answer, return_inverse=True)[1]
+    order = np.lexsort((-confidence, numbers))  # each answer's claims, the most confident one first
+    score, false, numbers = confidence[order], false[order], numbers[order]
+    n, first = int(numbers[-1]) + 1, np.searchsorted(numbers, numbers)
+    total = np.cumsum(false)
+    wrong = total - np.where(first > 0, total[first - 1], 0)
+    # Claims of equal confidence are kept together: what counts is the fraction after the last of them.
+    last = np.append((score[1:] != score[:-1]) | (numbers[1:] != numbers[:-1]), True)
+    fraction = np.where(last, wrong / (np.arange(len(score)) - first + 1), 0.0)
+    worst = np.zeros(len(score))
+    for begin, end in pairwise([*np.flatnonzero(np.diff(numbers, prepend=-1)), len(score)]):
+        worst[begin:end] = np.maximum.accumulate(fraction[begin:end])
+    rise = np.diff(worst, prepend=0.0)
+    rise[first == np.arange(len(score))] = worst[first == np.arange(len(score))]
+    # The sum as a function of the threshold: each rise counts where the threshold is below its confidence.
+    falling = np.argsort(-score, kind="stable")
+    values, start = np.unique(-score[falling], return_index=True)
+    ends = np.append(start[1:], len(score)) - 1
+    sums = np.cumsum(rise[falling])[ends]  # at thresholds just below values
+    allowed = sums + 1 <= risk * (n + 1) * _ROUNDING
+    if risk * (n + 1) * _ROUNDING < 1:
+        return float("inf")
+    return float("-inf") if allowed.all() else _above(float(-values[int(np.argmin(allowed))]), confidence)
+
+
+def set_threshold(probabilities: Float[np.ndarray, "N O"], labels: Int[np.ndarray, " N"], risk: float) -> float:
+    """The probability that an option of the set needs, so that the right one is in it with probability 1 − `risk`.
+
+    Split-conformal prediction (Vovk et al. 2005; the score 1 − p of Sadinle et al. 2019, arXiv 1609.00451): the
+    ⌊risk (n + 1)⌋-th least probability of a right option. The probability is over the n questions and the new one.
+
+    Args:
+        probabilities: of the options of n questions.
+        labels: number of the right option.
+        risk: in (0, 1).
+
+    Returns:
+        The threshold, for `option_sets`: just below the probability of a right option; −inf, which takes every option,
+        where n is below 1/risk − 1.
+
+    Example:
+        >>> right = np.arange(1, 20) / 40
+        >>> set_threshold(np.stack([right, 1 - right], axis=1), np.zeros(19, int), 0.1)
+        0.04
+    """
+    probabilities = np.asarray(probabilities, np.float64)
+    right = np.sort(probabilities[np.arange(len(labels)), labels])
+    place = int(np.floor(risk * (len(right) + 1) * _ROUNDING))
+    if not place:
+        return float("-inf")
+    value = float(right[place - 1])
+    lower = probabilities[probabilities < value]
+    return _between(value, float(lower.max()) if lower.size else min(value, 0.0))
+
+
+def option_sets(probabilities: Float[np.ndarray, "N O"], threshold: float) -> Bool[np.ndarray, "N O"]:
+    """Which options are in the set of each question: those whose probability reaches the threshold."""
+    return np.asarray(probabilities) >= threshold
+
+
+def _between(value: float, limit: float) -> float:
+    """The shortest decimal strictly between a score and its neighbour on either side, the nearest to the score.
+
+    It lies strictly between them in float32 too, if there is such a number; otherwise nearer to the score, so that
+    float32 rounds it to the score. Without a number between them it is the score itself.
+    """
+    sign = 1 if limit > value else -1
+    for number, end in ((np.float32, limit), (np.float64, value + (limit - value) / 2)):
+        low, high = sorted((number(value), number(end)))
+        for digits in range(324):
+            step = sign * 10.0**-digits
+            for decimal in (round(value, digits), round(value + step, digits)):
+                if low < number(decimal) < high:
+                    return decimal
+    return value
+
+
+def _above(value: float, scores: Float[np.ndarray, " N"]) -> float:
+    """A threshold that exceeds `value`, a score, and no higher one; below 1 if there is no higher one."""
+    higher = scores[scores > value]
+    return _between(value, float(higher.min()) if len(higher) else max(value, 1.0))

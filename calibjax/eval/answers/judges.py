@@ -1,20 +1,21 @@
 """Judges of free-text answers."""
 
 import functools
+import importlib
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from calibjax.eval.answers.named import find_function
 from calibjax.runtime.errors import UserError, about, require_directory
 
 Judge = Callable[[str, str, Sequence[str]], float]
-"""(prompt, answer, right answers) -> 1 for right, 0 for wrong, or a share between."""
+"""(prompt, answer, right answers) -> 1 for right, 0 for wrong, or a value between."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 STRING_MATCH = "string-match"
-_ASKED = (
+_QUESTION = (
     "Question: {question}\nCorrect answers: {right}\nGiven answer: {answer}\n"
     "Is the given answer correct? Reply with Yes or No.\nReply:"
 )
@@ -23,10 +24,9 @@ _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
 
 
 def string_match(prompt: str, answer: str, right: Sequence[str]) -> float:
-    """1.0 where the answer is one of the right ones, but for case, punctuation, articles and spaces.
+    """1.0 where the answer is one of the right ones, but for case, punctuation, articles, spaces and a label "A:".
 
-    So TriviaQA counts exact matches (Joshi et al., 2017, https://arxiv.org/abs/1705.03551, section 6.1). A label "A:"
-    before the answer is left out.
+    So TriviaQA counts exact matches (Joshi et al., 2017, https://arxiv.org/abs/1705.03551, section 6.1).
 
     Example:
         >>> string_match("Which vegetable?", " The onion.", ["Onion", "Allium cepa"])
@@ -44,11 +44,7 @@ def plain_text(text: str) -> str:
 
 
 def references(document: Mapping[str, Any]) -> list[str]:
-    """The right answers of a question of TriviaQA or TruthfulQA.
-
-    Raises:
-        UserError: the document has none in a form that is known.
-    """
+    """The right answers of a question of TriviaQA or TruthfulQA; raises `UserError` for other forms."""
     if "correct_answers" in document:
         return list(document["correct_answers"])
     answer = document.get("answer")
@@ -62,17 +58,13 @@ def references(document: Mapping[str, Any]) -> list[str]:
     )
 
 
+@functools.cache
 def model_judge(path: str) -> Judge:
     """A language model as the judge: 1.0 where, of "Yes" and "No", it finds "Yes" the likelier reply.
 
-    It is asked whether an answer is correct, given the question and the right answers, as plain text without a chat
-    template; the longest questions lose their start. It is loaded at the first answer, in bfloat16 on one device.
-
-    Args:
-        path: directory or hub id of a model, as of `load_model`.
-
-    Raises:
-        UserError: there is no such model.
+    The question is whether an answer is correct, given the right answers, as plain text without a chat template; the
+    longest lose their start. The model, a directory or hub id, is loaded at the first answer, in bfloat16 on one
+    device; raises `UserError` if there is none.
     """
     from calibjax.data import is_hub_id
     from calibjax.models.load import stored_dtype
@@ -83,7 +75,7 @@ def model_judge(path: str) -> Judge:
         stored_dtype(path)
 
     @functools.cache
-    def asked() -> Any:
+    def load() -> Any:
         from calibjax.eval.tasks.harness import HarnessLM
         from calibjax.eval.tokens import identity_head
         from calibjax.models import load_model
@@ -92,24 +84,36 @@ def model_judge(path: str) -> Judge:
         return HarnessLM(lm, {"judge": identity_head(lm)}, batch_size=2)
 
     def judge(prompt: str, answer: str, right: Sequence[str]) -> float:
-        from calibjax.eval.tasks.scoring import Continuation
-
-        text = _ASKED.format(question=prompt, right="; ".join(right), answer=answer.strip())
-        pairs = [Continuation(*asked().encode(text, reply)) for reply in (" Yes", " No")]
-        yes, no = (score.log_probs[0].sum() for score in asked().scorer.score(pairs))
-        return float(yes > no)
+        text = _QUESTION.format(question=prompt, right="; ".join(right), answer=answer.strip())
+        model = load()
+        yes, no = model.scorer.score([model.encode(text, reply) for reply in (" Yes", " No")])
+        return float(yes.log_probs[0].sum() > no.log_probs[0].sum())
 
     return judge
 
 
 def find_judge(name: str) -> Judge:
-    """The judge of a name: "string-match", a model (directory, or hub id org/name), or your "package.module:function".
-
-    Raises:
-        UserError: there is no such model or function.
-    """
+    """The judge of a name: "string-match", a model (directory, or hub id org/name), or your "package.module:function";
+    raises `UserError` if there is no such model or function."""
     if ":" not in name and ("/" in name or Path(name).is_dir()):
         return model_judge(name)
     return find_function(
         "--judge", name, {STRING_MATCH: string_match}, "(prompt, answer, right answers) -> 0 to 1; or a model"
     )
+
+
+def find_function(option: str, name: str, known: Mapping[str, Function], contract: str) -> Function:
+    """The function of a name in `known`, or "package.module:function" of the user; `option` and `contract`, what such a
+    function takes and returns, are for the `UserError` where there is none."""
+    if name in known:
+        return known[name]
+    module, _, function = name.partition(":")
+    try:
+        value = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{option} {name}: expected {', '.join(known)}, or package.module:function, {contract} ({error})."
+        ) from error
+    if not callable(value):
+        raise UserError(f"{option} {name}: expected a function, got {type(value).__name__}.")
+    return cast(Function, value)

@@ -1,4 +1,4 @@
-"""The registry of confidences in whole answers: each is a pure function of `Evidence`.
+"""The registry of confidences in written answers: each is a pure function of `Evidence`. Sources: docs/answers.md.
 
 Example:
     >>> import jax.numpy as jnp
@@ -13,150 +13,86 @@ Example:
     discrete_semantic_entropy 0.594
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from calibjax.eval.answers.confidence import WORDS, AnswerConfidence, answer_confidence
-from calibjax.eval.answers.probes import PROBES, TARGETS
-from calibjax.eval.answers.samples import entropy_confidence, semantic_confidence, two_way_confidence
+from calibjax.eval.answers.confidence import (
+    answer_confidence,
+    entropy_confidence,
+    semantic_confidence,
+    two_way_confidence,
+)
+from calibjax.eval.answers.probes import PROBES
 from calibjax.runtime.arrays import AnyArray
 
 
 class Evidence(NamedTuple):
-    """What is known of the answers to N questions; a method reads the fields that it names, the others may be None.
+    """What is known of the answers to N questions; a method needs the fields of `Method.reads`.
 
     Attributes:
-        options: `[N, O]`, log-probability of each option of a multiple choice, nats; −inf where there is none.
         tokens: `[N, T]`, log-probability of each token of the answer, nats; −inf where there is none.
         clusters: int `[N, K]`, which of the K samples mean the same (`calibjax.eval.answers.clusters`).
         answer: int `[N]`, the cluster of the answer.
         sample_log_probs: `[N, K]`, log-probability of each sample divided by its length, nats.
-        asked: `[N, 2]`, log-probability of "yes" and of "no" to a question whether the answer is right.
+        two_way: `[N, 2]`, log-probability of "yes" and of "no" to a question whether the answer is right.
         stated: `[N]`, the confidence that the model stated in words or numbers, in [0, 1]; NaN where it cannot be read.
-        probed: `[N]`, log-odds that a probe of the hidden states gives (`calibjax.eval.answers.probes`).
+        log_odds: `[N]`, by a probe of the hidden states (`calibjax.eval.answers.probes`).
     """
 
-    options: Float[AnyArray, "N O"] | None = None
     tokens: Float[AnyArray, "N T"] | None = None
     clusters: Int[AnyArray, "N K"] | None = None
     answer: Int[AnyArray, " N"] | None = None
     sample_log_probs: Float[AnyArray, "N K"] | None = None
-    asked: Float[AnyArray, "N 2"] | None = None
+    two_way: Float[AnyArray, "N 2"] | None = None
     stated: Float[AnyArray, " N"] | None = None
-    probed: Float[AnyArray, " N"] | None = None
+    log_odds: Float[AnyArray, " N"] | None = None
 
 
 class Method(NamedTuple):
-    """One confidence: an entry of `METHODS`.
-
-    Attributes:
-        function: from `Evidence` to the confidence, float32 `[N]` in [0, 1]; pure and jittable.
-        reads: the fields of `Evidence` that it needs.
-        words: description, as reports print it.
-        source: the paper.
-    """
+    """One confidence: a jittable function from `Evidence` to float32 `[N]` in [0, 1], and the fields that it reads."""
 
     function: Callable[[Evidence], Float[Array, " N"]]
     reads: tuple[str, ...]
-    words: str
-    source: str
 
 
-def _of(how: AnswerConfidence, field: str, source: str) -> Method:
-    """An entry of `answer_confidence`."""
-
-    def function(evidence: Evidence) -> Array:
-        values = getattr(evidence, field)
-        return answer_confidence(how, values, None if field == "clusters" else values > -jnp.inf)
-
-    return Method(function, (field,), WORDS[how], source)
+def _method(function: Callable[..., Any], *reads: str) -> Method:
+    """A function that takes the fields that it reads, in their order."""
+    return Method(lambda evidence: function(*(getattr(evidence, field) for field in reads)), reads)
 
 
-def _given(value: Array | None) -> Array:
-    assert value is not None, "a method was called without a field that it reads"
-    return value
+def _token_method(name: Any) -> Method:
+    return _method(lambda tokens: answer_confidence(name, tokens, tokens > -jnp.inf), "tokens")
 
 
-def _stated(value: Array) -> Array:
-    """One half, which says nothing, where the model stated nothing that can be read."""
-    return jnp.where(jnp.isnan(value), 0.5, jnp.asarray(value, jnp.float32)).astype(jnp.float32)
+def _sample_method(name: Any) -> Method:
+    return _method(functools.partial(answer_confidence, name), "clusters")
+
+
+def _stated_confidence(stated: Float[AnyArray, " N"]) -> Float[Array, " N"]:
+    """One half, which says nothing, where the statement cannot be read."""
+    return jnp.where(jnp.isnan(stated), 0.5, jnp.asarray(stated, jnp.float32)).astype(jnp.float32)
+
+
+def _probe_confidence(log_odds: Float[AnyArray, " N"]) -> Float[Array, " N"]:
+    return jax.nn.sigmoid(jnp.asarray(log_odds, jnp.float32))
 
 
 METHODS: dict[str, Method] = {
-    "options": _of("options", "options", "Hendrycks et al. 2021"),
-    "margin": _of("margin", "options", "Scheffer et al. 2001"),
-    "negentropy": _of("negentropy", "options", "Shannon 1948"),
-    "full_vocabulary": _of("full_vocabulary", "options", "arXiv 2508.00264"),
-    "arithmetic_mean": _of("arithmetic_mean", "tokens", "arXiv 2409.19817"),
-    "product": _of("product", "tokens", "the chain rule"),
-    "minimum": _of("minimum", "tokens", "Manakul et al. 2023, arXiv 2303.08896"),
-    "length_normalised": _of("length_normalised", "tokens", "Malinin and Gales 2021, arXiv 2002.07650"),
-    "agreement": _of("agreement", "clusters", "Wang et al. 2023, arXiv 2203.11171"),
-    "entropy": _of("entropy", "clusters", "Lyu et al. 2025, arXiv 2402.13904"),
-    "first_second": _of("first_second", "clusters", "Lyu et al. 2025, arXiv 2402.13904"),
-    "consistency": Method(
-        lambda e: semantic_confidence(_given(e.clusters), _given(e.answer)),
-        ("clusters", "answer"),
-        "fraction of the samples that mean the same as the answer",
-        "Manakul et al. 2023, arXiv 2303.08896",
-    ),
-    "semantic_confidence": Method(
-        lambda e: semantic_confidence(_given(e.clusters), _given(e.answer), _given(e.sample_log_probs)),
-        ("clusters", "answer", "sample_log_probs"),
-        "fraction of the samples' probability that means the same as the answer",
-        "Farquhar et al. 2024, doi 10.1038/s41586-024-07421-0",
-    ),
-    "semantic_entropy": Method(
-        lambda e: entropy_confidence(_given(e.clusters), _given(e.sample_log_probs)),
-        ("clusters", "sample_log_probs"),
-        "1 minus the entropy over meanings, of log K, weighted by probability",
-        "Farquhar et al. 2024, doi 10.1038/s41586-024-07421-0",
-    ),
-    "discrete_semantic_entropy": Method(
-        lambda e: entropy_confidence(_given(e.clusters)),
-        ("clusters",),
-        "1 minus the entropy over meanings, of log K",
-        "Farquhar et al. 2024, doi 10.1038/s41586-024-07421-0",
-    ),
-    "p_true": Method(
-        lambda e: two_way_confidence(_given(e.asked)),
-        ("asked",),
-        "probability that the model calls its answer true",
-        "Kadavath et al. 2022, arXiv 2207.05221",
-    ),
-    "p_not_none": Method(
-        lambda e: two_way_confidence(_given(e.asked)),
-        ("asked",),
-        "probability that the model prefers its answer to none of the above",
-        "Kadavath et al. 2022, arXiv 2207.05221",
-    ),
-    "verbalised": Method(
-        lambda e: _stated(_given(e.stated)),
-        ("stated",),
-        "confidence that the model states as a number",
-        "Lin et al. 2022, arXiv 2205.14334",
-    ),
-    "verbalised_words": Method(
-        lambda e: _stated(_given(e.stated)),
-        ("stated",),
-        "confidence that the model states in words",
-        "Lin et al. 2022, arXiv 2205.14334",
-    ),
-    **{
-        name: Method(
-            lambda e: jax.nn.sigmoid(jnp.asarray(_given(e.probed), jnp.float32)),
-            ("probed",),
-            f"probe of hidden states ({probe.feature}) for {TARGETS[probe.target][0]}",
-            TARGETS[probe.target][1],
-        )
-        for name, probe in PROBES.items()
-    },
+    **{name: _token_method(name) for name in ("arithmetic_mean", "product", "minimum", "length_normalised")},
+    **{name: _sample_method(name) for name in ("agreement", "entropy", "first_second")},
+    "consistency": _method(semantic_confidence, "clusters", "answer"),
+    "semantic_confidence": _method(semantic_confidence, "clusters", "answer", "sample_log_probs"),
+    "semantic_entropy": _method(entropy_confidence, "clusters", "sample_log_probs"),
+    "discrete_semantic_entropy": _method(entropy_confidence, "clusters"),
+    "p_true": _method(two_way_confidence, "two_way"),
+    "p_not_none": _method(two_way_confidence, "two_way"),
+    "verbalised": _method(_stated_confidence, "stated"),
+    "verbalised_words": _method(_stated_confidence, "stated"),
+    **{name: _method(_probe_confidence, "log_odds") for name in PROBES},
 }
 """Name -> method. 1/perplexity of an answer is length_normalised."""
-
-WRITTEN = tuple(name for name, method in METHODS.items() if "options" not in method.reads)
-"""The methods for written answers."""

@@ -1,21 +1,27 @@
-"""The registry of probes: what a probe reads of the hidden states, and what it is taught to predict.
+"""Probes: what they read of the hidden states of a written answer, and what they are fitted to predict.
 
 A probe is named `probe_TARGET_FEATURE`: `probe_correct_question` is P(IK) of Kadavath et al. (2022), the probability,
 from the question alone, that the answer will be right; `probe_agreement_mean` costs one forward pass and no sample. The
 log-odds of the confidence are a linear function of the feature (`calibjax.train.probes`).
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from calibjax.eval.answers.perturbed import Logits, perturbed_features
+from calibjax.models import LanguageModel, decoder
+from calibjax.runtime.distributed import to_host
 
 _LAYERS = 4
+_ROWS, _WIDTH = 16, 32  # rows a step, and what the width is a multiple of: few shapes
+_STEPS, _REACH = 5, 0.25
+Logits = Callable[[Float[Array, "*B D"]], Float[Array, "*B V"]]
+"""From hidden states after the final norm to logits, float32."""
 
 
 class Places(NamedTuple):
@@ -51,8 +57,8 @@ def _perturbed(states: States, places: Places) -> Float[Array, "B F"]:
 
     def add(step: Array, total: Array) -> Array:
         place = jnp.minimum(places.start + step, places.end - 1)
-        found = perturbed_features(states[-1][rows, place - 1], places.tokens[rows, place], places.logits)
-        return total + jnp.where((step < counts)[:, None], found, 0.0)
+        features = perturbed_features(states[-1][rows, place - 1], places.tokens[rows, place], places.logits)
+        return total + jnp.where((step < counts)[:, None], features, 0.0)
 
     shape = jax.eval_shape(add, jnp.int32(0), jnp.float32(0)).shape
     return jax.lax.fori_loop(0, jnp.max(counts), add, jnp.zeros(shape)) / counts[:, None].astype(jnp.float32)
@@ -69,20 +75,131 @@ FEATURES: dict[str, Callable[[States, Places], Float[Array, "B F"]]] = {
 of the answers: the last token of the question, the last one of the answer, the mean over the answer's tokens, the last
 token in four layers, evenly spaced, and the mean over the answer's tokens of `perturbed_features`."""
 
-TARGETS: dict[str, tuple[str, str]] = {
-    "correct": ("whether the answer is right", "Kadavath et al. 2022, arXiv 2207.05221"),
-    "agreement": ("the fraction of samples that mean the same as the answer", "arXiv 2604.19444"),
-    "capability": ("the fraction of samples that are right", "arXiv 2602.13540"),
-}
-"""Name -> (what is predicted, source). "agreement" needs no labels."""
+TARGETS = ("correct", "agreement", "capability")
+"""Whether the answer is right (Kadavath et al. 2022, arXiv 2207.05221); the fraction of samples that mean the same as
+the answer, which needs no labels (arXiv 2604.19444); and the fraction of samples that are right (arXiv 2602.13540)."""
 
 
 class Probe(NamedTuple):
-    """An entry of `PROBES`: names in `TARGETS` and `FEATURES`."""
+    """Names in `TARGETS` and `FEATURES`."""
 
     target: str
     feature: str
 
 
 PROBES = {f"probe_{target}_{feature}": Probe(target, feature) for target in TARGETS for feature in FEATURES}
-"""Name -> probe."""
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _features(config: Any, dtype: Any, names: tuple[str, ...], params: Any, tokens: Any, start: Any, end: Any):
+    segments = (jnp.arange(tokens.shape[1])[None, :] < end[:, None]).astype(jnp.int32)
+    states = decoder.hidden_states(config, params, tokens, segment_ids=segments, layers="all", dtype=dtype)
+    places = Places(start, end, tokens, functools.partial(decoder.unembed, config, params))
+    return tuple(FEATURES[name](states.astype(jnp.float32), places) for name in names)
+
+
+def answer_features(
+    lm: LanguageModel, contexts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], names: Collection[str]
+) -> dict[str, Float[np.ndarray, "N F"]]:
+    """Features of N answers, float32 by their name in `FEATURES`, each read after its context in one forward pass.
+
+    Contexts and answers are token ids, none empty, that together fit the model.
+    """
+    if not names or not len(contexts):
+        return {name: np.zeros((0, 0), np.float32) for name in names}
+    ordered = tuple(sorted(names))
+    longest = max(len(context) + len(answer) for context, answer in zip(contexts, answers, strict=True))
+    width = min(-(-longest // _WIDTH) * _WIDTH, lm.config.max_positions)
+    parts = []
+    for first in range(0, len(contexts), _ROWS):
+        chosen = range(first, min(first + _ROWS, len(contexts)))
+        rows = [*chosen, *[chosen[-1]] * (_ROWS - len(chosen))]
+        start = np.array([len(contexts[row]) for row in rows], np.int32)
+        end = start + np.array([len(answers[row]) for row in rows], np.int32)
+        tokens = np.zeros((_ROWS, width), np.int32)
+        for place, row in enumerate(rows):
+            tokens[place, : end[place]] = [*contexts[row], *answers[row]]
+        values = to_host(_features(lm.config, lm.dtype, ordered, lm.params, tokens, start, end))
+        parts.append([np.asarray(value)[: len(chosen)] for value in values])
+    return {name: np.concatenate(rows) for name, rows in zip(ordered, zip(*parts, strict=True), strict=True)}
+
+
+def perturbed_features(hidden: Float[Array, "B D"], tokens: Int[Array, " B"], logits: Logits) -> Float[Array, "B 71"]:
+    """71 features of the distribution of a token, and of what perturbations of the hidden state do to it (CCPS).
+
+    Khanmohammadi et al. 2025, arXiv 2505.21772: the hidden state moves in the direction in which the token becomes
+    unlikely fastest; a token that the model has reason to give stays likely for longer.
+
+    With z(h) the logits, p = softmax z(h), t the token, g = −∇_h log p_t and u = g/‖g‖, the states are h_0 = h and
+    h_k = h + r_k u, r_k = k/5 · ‖h‖/4, k = 1, ..., 5; z_k and p_k are theirs. In this order:
+
+    - 8 of h_0: log p_t, p_t, z_t, max p, max z, the entropy of p, the largest logit less the second, ‖z‖;
+    - 4 of h_0: the largest probability less the second, the standard deviation of z, ‖h‖, whether t is the argmax;
+    - ‖g‖; the smallest k/5 at which the argmax is another one, 6/5 if it never is; and the area (1/5) Σ_k (f_{k−1} +
+      f_k)/2 under the fall f_k = max(log p_{0,t} − log p_{k,t}, 0), their "perturbation energy";
+    - mean, standard deviation, minimum and maximum over k = 1, ..., 5 of each of 14: the first eight for h_k;
+      log p_{0,t} − log p_{k,t}; whether the argmax changed; KL(p_0‖p_k); the Jensen-Shannon divergence of p_0 and p_k;
+      the cosines of z_0 with z_k and of h with h_k.
+
+    The paper's radii go to 20, whatever the model; here to a quarter of ‖h‖, which has a meaning in any width. Its 75
+    features have the distance ‖h_k − h‖ too, which is r_k.
+
+    Args:
+        hidden: the states after the final norm that predict the tokens, float32.
+        tokens: of the answer, in [0, V).
+        logits: V is at least 2. Memory is that of 6 B V logits.
+
+    Returns:
+        float32 `[B, 71]`, finite.
+    """
+    rows = jnp.arange(len(tokens))
+
+    def surprise(states: Array) -> Array:
+        return -jnp.sum(jax.nn.log_softmax(logits(states))[rows, tokens])
+
+    gradient = jax.grad(surprise)(hidden)
+    length, size = (jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (gradient, hidden))
+    unit = gradient / jnp.where(length > 0, length, 1.0)
+    fractions = jnp.arange(1, _STEPS + 1, dtype=jnp.float32) / _STEPS
+    moved = hidden[None] + fractions[:, None, None] * (_REACH * size * unit)[None]
+    z, z_k = logits(hidden), logits(moved)
+    log_p, log_p_k = jax.nn.log_softmax(z), jax.nn.log_softmax(z_k)
+    first, each = _state_features(z, log_p, tokens), _state_features(z_k, log_p_k, tokens)
+    p, top = jnp.exp(log_p), jnp.argmax(z, axis=-1)
+    two = jax.lax.top_k(p, 2)[0]
+    own = [two[:, 0] - two[:, 1], jnp.std(z, axis=-1), size[:, 0], (top == tokens).astype(jnp.float32)]
+    fall = first[0][None] - each[0]
+    changed = jnp.argmax(z_k, axis=-1) != top[None]
+    flip = jnp.min(jnp.where(changed, fractions[:, None], (_STEPS + 1) / _STEPS), axis=0)
+    falls = jnp.concatenate([jnp.zeros_like(fall[:1]), jnp.maximum(fall, 0.0)])
+    energy = jnp.mean((falls[:-1] + falls[1:]) / 2, axis=0)
+    mixed = jnp.logaddexp(log_p[None], log_p_k) - jnp.log(2.0)
+    shannon = (_divergence(log_p[None], mixed) + _divergence(log_p_k, mixed)) / 2
+    divergences = _divergence(log_p[None], log_p_k), shannon
+    cosines = _cosine(z[None], z_k), _cosine(hidden[None], moved)
+    over = jnp.stack([*each, fall, changed.astype(jnp.float32), *divergences, *cosines])
+    ways = (jnp.mean, jnp.std, jnp.min, jnp.max)
+    summaries = [way(values, axis=0) for values in over for way in ways]
+    return jnp.stack([*first, *own, length[:, 0], flip, energy, *summaries], axis=-1)
+
+
+def _state_features(z: Float[Array, "*K B V"], log_p: Float[Array, "*K B V"], tokens: Int[Array, " B"]) -> list[Array]:
+    """log p_t, p_t, z_t, max p, max z, entropy, margin of the logits, and their norm; `[*K, B]` each."""
+    two = jax.lax.top_k(z, 2)[0]
+    log_p_t, z_t = (values[..., jnp.arange(len(tokens)), tokens] for values in (log_p, z))
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    largest = jnp.exp(jnp.max(log_p, axis=-1))
+    return [
+        *(log_p_t, jnp.exp(log_p_t), z_t, largest, two[..., 0], entropy),
+        *(two[..., 0] - two[..., 1], jnp.linalg.norm(z, axis=-1)),
+    ]
+
+
+def _divergence(log_p: Float[Array, "_ B V"], log_q: Float[Array, "K B V"]) -> Float[Array, "K B"]:
+    """KL(p‖q)."""
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def _cosine(a: Float[Array, "1 B D"], b: Float[Array, "K B D"]) -> Float[Array, "K B"]:
+    lengths = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
+    return jnp.sum(a * b, axis=-1) / jnp.where(lengths > 0, lengths, 1.0)

@@ -9,26 +9,18 @@ import numpy as np
 
 from calibjax import metrics
 from calibjax.data import Sequences, check_ids
-from calibjax.eval.figures_json import row_json
-from calibjax.eval.layers.ablation import ablate
-from calibjax.eval.layers.directions import (
-    Recipe,
-    choose_edit,
-    choose_sets,
-    find_directions,
-    fit_figures,
-    null_space,
-    sweep,
-)
-from calibjax.eval.layers.layers import layer_outputs, layers_json, make_readout
-from calibjax.eval.layers.neurons import entropy_neurons
+from calibjax.eval.figures_json import row_json, subject_rows
+from calibjax.eval.layers.directions import Recipe, choose_edit, choose_sets, find_directions, null_space, sweep
+from calibjax.eval.layers.layers import interval_figures, layer_outputs, layers_json, make_readout
+from calibjax.eval.layers.neurons import ablate, entropy_neurons
 from calibjax.eval.report.schema import SCHEMA, Document
-from calibjax.eval.tasks.subjects import subject_rows
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import NOT_IDENTITY, BatchSize, Bins, Count, Range, check_options
 from calibjax.runtime.sharding import check_batch
+
+_SWEPT = ("ece", "mce", "accuracy", "confidence")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +93,8 @@ def evaluate_layers(
         >>> texts = [[(row + step) % 32 for step in range(20)] for row in range(40)]
         >>> data = calibjax.load_text(texts, lm, seq_len=16)
         >>> halves = calibjax.split_sequences(data, 0.5)
-        >>> found = calibjax.evaluate_layers(lm, *halves, context=calibjax.RunContext().silent())
-        >>> [row["layer"] for row in found["layers"]["curves"]]
+        >>> document = calibjax.evaluate_layers(lm, *halves, context=calibjax.RunContext().silent())
+        >>> [row["layer"] for row in document["layers"]["curves"]]
         [0, 1, 2]
     """
     context, halves = context or RunContext(), (fit, held_out)
@@ -146,11 +138,7 @@ def evaluate_layers(
     return {
         "schema": SCHEMA,
         "held_out": {"tokens": counts[1], "unit": "tokens", "clusters": "sequences", "methods": methods},
-        "layers": {
-            "tokens": sum(counts),
-            "readout": readout,
-            **layers,
-        },
+        "layers": {"tokens": sum(counts), "readout": readout, **layers},
         "subjects": subject_rows(subjects, outputs.confidence[-1], outputs.correct[-1]),
         "direction": {
             "recipe": options.direction,
@@ -164,27 +152,12 @@ def evaluate_layers(
             {
                 "layer": edit.layer,
                 "strength": edit.strength,
-                "fit": fit_figures(sums),
-                "held_out": _with_intervals(on_held_out[edit], context.seed),
+                "fit": metrics.summarise(sums),
+                "held_out": interval_figures(on_held_out[edit], _SWEPT, seed=context.seed),
             }
             for edit, sums in on_fit.items()
         ],
-        "neurons": [neuron.to_json() for neuron in neurons],
+        "neurons": [neuron._asdict() for neuron in neurons],
         "ablation": ablation,
         "run": {"command": "eval layers", "base_fingerprint": lm.fingerprint},
     }
-
-
-def _with_intervals(sums: metrics.CalibrationSums, seed: int) -> dict[str, Any]:
-    values = metrics.summarise(sums)
-    statistics = {
-        "ece": metrics.ece_from_sums,
-        "mce": metrics.mce_from_sums,
-        "accuracy": lambda s: s.whole()[2] / s.whole()[0],
-        "confidence": lambda s: s.whole()[1] / s.whole()[0],
-    }
-    out: Any = {}
-    for name, statistic in statistics.items():
-        low, high = metrics.bootstrap_interval(sums, statistic, seed=seed)
-        out[name] = {"value": values[name], "low": low, "high": high}
-    return out

@@ -47,7 +47,6 @@ class HeadBound:
     log_miss: float
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the bounds as plain data; entropies in nats."""
         bound = {**self.bound._asdict(), "uniform_entropy": math.log(self.vocab_size)}
         return {**dataclasses.asdict(self), "bound": bound}
 
@@ -70,32 +69,30 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
         raise UserError(
             f"head bound: {name} adds a bias to its logits ({lm.config.family}), which the bound leaves out."
         )
-    norm, width = dict(lm.params["final_norm"]), lm.config.hidden_size
+    norm, width, vocab_size = dict(lm.params["final_norm"]), lm.config.hidden_size, lm.config.vocab_size
+    softcap, is_layer_norm = lm.config.logit_softcap, lm.config.norm == "layer"
     norm["scale"] = norm["scale"] + lm.config.norm_offset
     gram = centred_gram(lm.unembedding)
-    scaled = through_final_norm(lm, gram)
-    bias_norm = 0.0
-    longest = float(_longest_row(lm.unembedding, norm, lm.config.norm == "layer"))
-    if lm.config.norm == "layer":
-        bias = np.asarray(norm["bias"], np.float64)
-        bias_norm = math.sqrt(max(float(bias @ gram @ bias), 0.0))
-    largest = scipy.linalg.eigvalsh(scaled, subset_by_index=[width - 1, width - 1])[0]
+    largest = scipy.linalg.eigvalsh(through_final_norm(lm, gram), subset_by_index=[width - 1, width - 1])[0]
     spectral_norm = math.sqrt(max(float(largest), 0.0))
-    logit_norm = spectral_norm * math.sqrt(width) + bias_norm
+    logit_norm = spectral_norm * math.sqrt(width)
+    if is_layer_norm:
+        bias = np.asarray(norm["bias"], np.float64)
+        logit_norm += math.sqrt(max(float(bias @ gram @ bias), 0.0))
+    bounds = [entropy_lower_bound(logit_norm, vocab_size)]
     # tanh brings logits closer to each other, so what bounds the gap of uncapped ones holds for capped ones too.
-    gap = longest * lm.config.vocab_size / (lm.config.vocab_size - 1)
-    gap = gap if lm.config.logit_softcap is None else min(gap, 2 * lm.config.logit_softcap)
-    log_ratio = math.log(lm.config.vocab_size - 1) - gap
-    bounds = [entropy_lower_bound(logit_norm, lm.config.vocab_size)]
-    if lm.config.logit_softcap is not None:
-        bounds.append(capped_entropy_lower_bound(lm.config.logit_softcap, lm.config.vocab_size))
+    gap = float(_longest_row(lm.unembedding, norm, is_layer_norm)) * vocab_size / (vocab_size - 1)
+    if softcap is not None:
+        gap = min(gap, 2 * softcap)
+        bounds.append(capped_entropy_lower_bound(softcap, vocab_size))
+    log_ratio = math.log(vocab_size - 1) - gap
     return HeadBound(
         model=name,
-        vocab_size=lm.config.vocab_size,
+        vocab_size=vocab_size,
         hidden_size=width,
         spectral_norm=spectral_norm,
         logit_norm=logit_norm,
-        softcap=lm.config.logit_softcap,
+        softcap=softcap,
         bound=max(bounds, key=lambda bound: bound.log_entropy),
         log_miss=float(log_ratio - np.logaddexp(0.0, log_ratio)),
     )

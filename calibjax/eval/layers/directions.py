@@ -89,22 +89,13 @@ def find_directions(
     context: RunContext | None = None,
 ) -> Directions:
     """The difference of the mean residuals of two sets after every block: the calibration direction of
-    arXiv 2511.00280.
-
-    Args:
-        lm: the frozen model.
-        sequences: with N scored targets.
-        read: of the predictions.
-        sets: masks of the N predictions, in the order of `LayerOutputs`.
-        batch_size: sequences per step.
-        context: progress.
-    """
+    arXiv 2511.00280. `sets` are masks of the N predictions, in the order of `LayerOutputs`."""
     arrays = scored_batch(sequences, read)
     for name, mask in zip(("first", "second"), sets, strict=True):
         arrays[name] = np.zeros(arrays["where"].shape, bool)
         arrays[name][arrays["where"]] = mask
-    shape = (lm.config.num_layers, lm.config.hidden_size)
-    total, length = np.zeros((2, *shape)), np.zeros(shape[0])
+    total = np.zeros((2, lm.config.num_layers, lm.config.hidden_size))
+    length = np.zeros(lm.config.num_layers)
     bar = (context or RunContext()).bar(title="direction", unit="sequence", total=len(sequences.tokens))
     for batch, real in eval_batches(arrays, batch_size):
         sums, lengths = to_host(_sums_of_batch(lm.config, lm.dtype, lm.params, batch))
@@ -115,9 +106,8 @@ def find_directions(
     difference = total[0] / counts[0] - total[1] / counts[1]
     gap = np.linalg.norm(difference, axis=-1)
     vectors = difference / np.maximum(gap, np.finfo(np.float64).tiny)[:, None]
-    mean_length = length / len(sets[0])
-    vectors, gap, mean_length = (x.astype(np.float32) for x in (vectors, gap, mean_length))
-    return Directions(vectors, gap, mean_length, counts)
+    fields = (x.astype(np.float32) for x in (vectors, gap, length / len(sets[0])))
+    return Directions(*fields, counts=counts)
 
 
 class NullSpace(NamedTuple):
@@ -179,30 +169,16 @@ def evaluate_edit(
     batch_size: int = 16,
     bins: int = 15,
     closed: Closed = "right",
-) -> CalibrationSums:
-    """Sums of the predictions of the model with `edit` added to its residual stream; one group per sequence, float64.
-
-    All edits share one compiled program; zeros are no edit.
-    """
-    return evaluate_edited(lm, sequences, read, edit, batch_size=batch_size, bins=bins, closed=closed)[0]
-
-
-def evaluate_edited(
-    lm: LanguageModel,
-    sequences: Sequences,
-    read: Readout,
-    edit: Float[np.ndarray, "L D"],
-    *,
-    batch_size: int = 16,
-    bins: int = 15,
-    closed: Closed = "right",
 ) -> tuple[CalibrationSums, Float[np.ndarray, " S"]]:
-    """`evaluate_edit`, and the sum of the predictions' entropies in each sequence, nats."""
+    """Sums of the predictions with `edit` added to the residual stream, and the sum of their entropies, nats.
+
+    One group per sequence, float64. All edits share one compiled program; zeros are no edit.
+    """
     arrays, parts, device_read = scored_batch(sequences, read), [], read._replace(ids=None)
     for batch, real in eval_batches(arrays, batch_size):
         args = (lm.params, device_read, jnp.asarray(edit), batch)
-        found = to_host(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
-        parts.append(jax.tree.map(lambda x, real=real: np.asarray(x[:real], np.float64), found))
+        outputs = to_host(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
+        parts.append(jax.tree.map(lambda x, real=real: np.asarray(x[:real], np.float64), outputs))
     return jax.tree.map(lambda *pieces: np.concatenate(pieces), *parts)
 
 
@@ -215,10 +191,9 @@ class Edit(NamedTuple):
 
 def edit_array(directions: Directions, edit: Edit) -> Float[np.ndarray, "L D"]:
     """The array that the decoder adds: row l − 1 is strength · (mean length there) · v_l, the others zero."""
-    rows = np.zeros_like(directions.vectors)
+    rows, index = np.zeros_like(directions.vectors), edit.layer - 1
     if edit.layer:
-        at = edit.layer - 1
-        rows[at] = edit.strength * directions.length[at] * directions.vectors[at]
+        rows[index] = edit.strength * directions.length[index] * directions.vectors[index]
     return rows
 
 
@@ -233,28 +208,22 @@ def sweep(
     context: RunContext | None = None,
     **options: Any,
 ) -> dict[Edit, CalibrationSums]:
-    """`evaluate_edit` of the unedited model, and of every layer with every strength.
+    """The sums of `evaluate_edit` for the unedited model, and for every layer with every strength.
 
     Args:
-        lm, sequences, read: as there.
+        lm, sequences, read, options: see `evaluate_edit`.
         directions: from `find_directions`.
         layers: 1 to L.
-        strengths: c in units of the residuals' mean norm at the layer; 0, the unedited model, is left out.
+        strengths: in units of the residuals' mean norm at the layer; 0, the unedited model, is left out.
         context: progress.
-        options: of `evaluate_edit`.
     """
     edits = [Edit(0, 0.0), *(Edit(layer, c) for layer in layers for c in strengths if c)]
     bar = (context or RunContext()).bar(edits, title="sweep", unit="edit")
-    return {edit: evaluate_edit(lm, sequences, read, edit_array(directions, edit), **options) for edit in bar}
+    return {edit: evaluate_edit(lm, sequences, read, edit_array(directions, edit), **options)[0] for edit in bar}
 
 
 def choose_edit(sums: dict[Edit, CalibrationSums], accuracy_loss: float = 0.01) -> Edit:
     """The edit with the smallest ECE among those that lose no more than `accuracy_loss` of the accuracy."""
-    rows = {edit: metrics.summarise(of_edit) for edit, of_edit in sums.items()}
+    rows = {edit: metrics.summarise(own) for edit, own in sums.items()}
     least = rows[Edit(0, 0.0)]["accuracy"] - accuracy_loss
     return min((edit for edit in rows if rows[edit]["accuracy"] >= least), key=lambda edit: rows[edit]["ece"])
-
-
-def fit_figures(sums: CalibrationSums) -> dict[str, float]:
-    """The figures of an edit on the half of the data that the choice is made on."""
-    return metrics.summarise(sums)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -111,7 +112,7 @@ def _layers_of_batch(config, dtype, params, read: Readout, batch):
     states = decoder.final_norm(config, params, residual, dtype)
     unembedding, sharding = read.unembedding.astype(dtype), readout_sharding(config, read)
 
-    def of_layer(hidden):
+    def read_layer(hidden):
         stats = vocab_stats(
             hidden,
             unembedding,
@@ -122,12 +123,10 @@ def _layers_of_batch(config, dtype, params, read: Readout, batch):
             statistics=_STATISTICS,
             sharding=sharding,
         )
-        return (
-            *(stats.confidence(), stats.require("argmax"), stats.require("correct"), stats.log_prob()),
-            *(stats.entropy(), stats.require("log_normalizer")),
-        )
+        argmax, correct, normalizer = map(stats.require, ("argmax", "correct", "log_normalizer"))
+        return stats.confidence(), argmax, correct, stats.log_prob(), stats.entropy(), normalizer
 
-    *outputs, normalizer = jax.lax.map(of_layer, states)  # one layer's logits at a time
+    *outputs, normalizer = jax.lax.map(read_layer, states)  # one layer's logits at a time
     kl = kl_divergences(
         states[-1],
         states[:-1],
@@ -171,12 +170,7 @@ def layer_outputs(
         bar.update(real)
     bar.close()
     fields = [np.concatenate(part, axis=1) for part in zip(*parts, strict=True)]
-    return LayerOutputs(*fields, group=group_of(arrays["where"]))
-
-
-def group_of(where: Bool[np.ndarray, "S K"]) -> Int[np.ndarray, " N"]:
-    """The sequence of each scored prediction."""
-    return np.broadcast_to(np.arange(len(where), dtype=np.int32)[:, None], where.shape)[where]
+    return LayerOutputs(*fields, group=np.nonzero(arrays["where"])[0].astype(np.int32))
 
 
 def settled_layer(agreement: Float[np.ndarray, " M"], fraction: float = 0.9) -> int:
@@ -214,13 +208,11 @@ def correction_phase(
 
     Args:
         sums: of each layer, over the same groups, `[G, bins]`.
-        agreement: of each layer, see `settled_layer`.
-        fraction: see there.
-        resamples: of the groups.
-        seed: of the bootstrap.
+        agreement, fraction: see `settled_layer`.
+        resamples, seed: of the bootstrap over groups.
     """
     settled, last = settled_layer(agreement, fraction), len(sums) - 1
-    errors = [float(metrics.ece_from_sums(metrics.total(of_layer))) for of_layer in sums]
+    errors = [float(metrics.ece_from_sums(metrics.total(own))) for own in sums]
     peak = settled + int(np.argmax(errors[settled:]))
     correction = metrics.error_comparison(sums[peak], sums[last], resamples=resamples, seed=seed)
     p_value = correction_test(sums[settled:], resamples=resamples, seed=seed)
@@ -236,18 +228,17 @@ def correction_test(sums: list[CalibrationSums], *, resamples: int = 1000, seed:
 
     Args:
         sums: of the layers to choose from and, at the end, of the last; over the same groups, `[G, bins]`.
-        resamples: of the groups.
-        seed: of the bootstrap.
+        resamples, seed: of the bootstrap.
 
     Returns:
         in (0, 1]; 1 if there is nothing to choose from, or a single group.
     """
     if len(sums) < 2 or len(sums[0].count) < 2:
         return 1.0
-    of_layers = CalibrationSums(*(np.stack(parts, axis=1) for parts in zip(*sums, strict=True)))
-    drawn = metrics.resample_sums(of_layers, resamples=resamples, seed=seed)
+    stacked = CalibrationSums(*(np.stack(parts, axis=1) for parts in zip(*sums, strict=True)))
+    drawn = metrics.resample_sums(stacked, resamples=resamples, seed=seed)
     drawn = drawn[:, :-1] - drawn[:, -1:]
-    errors = metrics.ece_from_sums(CalibrationSums(*(np.sum(part, axis=0) for part in of_layers)))
+    errors = metrics.ece_from_sums(CalibrationSums(*(np.sum(part, axis=0) for part in stacked)))
     drop = np.asarray(errors[:-1] - errors[-1], np.float64)
     spread = np.maximum(drawn.std(axis=0), np.finfo(np.float64).tiny)
     reached = np.max((drawn - drop) / spread, axis=1) >= np.max(drop / spread)
@@ -265,52 +256,49 @@ def layers_json(
 ) -> dict[str, Any]:
     """The curves as plain data: `{"curves": [row of each layer], "phase": {...}}`.
 
-    A row holds accuracy, confidence, ece, mce, nll, entropy and kl, each `{"value", "low", "high"}` with a 95% interval
-    over sequences (of ece and mce `metrics.error_interval`, of others bootstrap), and `agreement`, the fraction of
-    predictions equal to the last layer's.
+    A row holds accuracy, confidence, ece, mce, nll, entropy and kl, each as `interval_figures` has it, over sequences,
+    and `agreement`, the fraction of predictions equal to the last layer's.
     """
+    groups, correct = outputs.group, outputs.correct.astype(np.float32)
 
-    binning: dict[str, Any] = {"bins": bins, "closed": closed, "seed": seed}
-    sums = [_layer_sums(outputs, layer, outputs.log_prob, binning) for layer in range(len(outputs.confidence))]
+    def layer_sums(layer: int, log_prob: np.ndarray) -> CalibrationSums:
+        pairs = outputs.confidence[layer], correct[layer]
+        return metrics.pooled_sums(*pairs, log_prob=log_prob, groups=groups, bins=bins, closed=closed, seed=seed)
+
+    options: dict[str, Any] = {"resamples": resamples, "seed": seed}
+    sums = [layer_sums(layer, log_prob) for layer, log_prob in enumerate(outputs.log_prob)]
     agreement = (outputs.argmax == outputs.argmax[-1:]).mean(axis=1)
     rows: list[dict[str, Any]] = []
-    for layer, of_layer in enumerate(sums):
-        row = _with_intervals(of_layer, _score_figures, ("accuracy", "confidence", "nll"), resamples, seed)
-        norms: dict[str, metrics.Norm] = {"ece": "l1", "mce": "max"}
-        for name, norm in norms.items():
-            error = metrics.error_interval(of_layer, norm=norm, resamples=resamples, seed=seed)
-            row[name] = {"value": error.value, "low": error.low, "high": error.high}
+    for layer, own in enumerate(sums):
+        row = {
+            "layer": layer,
+            "agreement": float(agreement[layer]),
+            **interval_figures(own, tuple(_FIGURES), **options),
+        }
         for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
-            of_values = _layer_sums(outputs, layer, -values, binning)
-            row |= _with_intervals(of_values, _mean_nll, (name,), resamples, seed)
-        rows.append({"layer": layer, "agreement": float(agreement[layer]), **row})
-    phase = correction_phase(sums, agreement, settled_share, resamples=resamples, seed=seed)
-    of_phase = {**phase._asdict(), "correction": phase.correction._asdict(), "settled_share": settled_share}
-    return {"curves": rows, "phase": of_phase}
+            row[name] = interval_figures(layer_sums(layer, -values[layer]), ("nll",), **options)["nll"]
+        rows.append(row)
+    phase = correction_phase(sums, agreement, settled_share, **options)
+    phase_json = {**phase._asdict(), "correction": phase.correction._asdict(), "settled_share": settled_share}
+    return {"curves": rows, "phase": phase_json}
 
 
-def _layer_sums(outputs: LayerOutputs, layer: int, values: np.ndarray, binning: dict[str, Any]) -> CalibrationSums:
-    """The sums of one layer over the sequences, with `values` `[M, N]` in the place of log-probabilities."""
-    correct = outputs.correct[layer].astype(np.float32)
-    return metrics.pooled_sums(
-        outputs.confidence[layer], correct, log_prob=values[layer], groups=outputs.group, **binning
-    )
+_FIGURES: dict[str, Callable[[CalibrationSums], Any]] = {
+    "accuracy": lambda sums: sums.whole()[2] / sums.whole()[0],
+    "confidence": lambda sums: sums.whole()[1] / sums.whole()[0],
+    "nll": lambda sums: sums.nll / sums.whole()[0],
+    "ece": metrics.ece_from_sums,
+    "mce": metrics.mce_from_sums,
+}
 
 
-def _with_intervals(sums, statistic, names, resamples: int, seed: int) -> dict[str, Any]:
-    whole = statistic(CalibrationSums(*(np.asarray(x)[None] for x in metrics.total(sums))))[0]
-    drawn = metrics.resample_sums(sums, statistic, resamples=resamples, seed=seed)
-    intervals = (metrics.percentile_interval(values) for values in drawn.T)
-    return {
-        name: {"value": float(value), "low": low, "high": high}
-        for name, value, (low, high) in zip(names, whole, intervals, strict=True)
-    }
-
-
-def _score_figures(sums: CalibrationSums) -> np.ndarray:
-    count, confidence, correct, _ = sums.whole()
-    return np.stack([correct / count, confidence / count, sums.nll / count], axis=-1)
-
-
-def _mean_nll(sums: CalibrationSums) -> np.ndarray:
-    return (sums.nll / sums.whole()[0])[:, None]
+def interval_figures(
+    sums: CalibrationSums, names: Sequence[str], *, resamples: int = 1000, seed: int = 0
+) -> dict[str, dict[str, float]]:
+    """Figures of `metrics.summarise`, each as `{"value", "low", "high"}` with its 95% interval over groups."""
+    values = metrics.summarise(sums)
+    figures = {}
+    for name in names:
+        low, high = metrics.bootstrap_interval(sums, _FIGURES[name], resamples=resamples, seed=seed)
+        figures[name] = {"value": values[name], "low": low, "high": high}
+    return figures

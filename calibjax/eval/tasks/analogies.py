@@ -1,5 +1,6 @@
 """Analogies as multiple choice: a is to b as c is to one of four words, chosen by likelihood."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,35 @@ class AnalogyQuestion(NamedTuple):
     category: str
 
 
+def read_analogies(source: str) -> Rows:
+    """The rows of analogies; raises `UserError` if columns are missing."""
+    rows = read_source(source)
+    missing = {"category", "a", "b", "c", "d"} - set(rows.first)
+    if missing:
+        raise UserError(f"{source}: expected analogies with columns category, a, b, c, d; missing {sorted(missing)}.")
+    return rows
+
+
+def analogy_questions(
+    rows: Sequence[Mapping[str, str]], *, count: int | None = None, seed: int = 0
+) -> list[AnalogyQuestion]:
+    """Questions in a random order; arguments as `load_analogies`'s."""
+    fourth: dict[str, set[str]] = {}
+    for row in rows:
+        fourth.setdefault(row["category"], set()).add(row["d"])
+    rng = np.random.default_rng(seed)
+    questions = []
+    for row in (rows[int(i)] for i in rng.permutation(len(rows))[:count]):
+        others = sorted(fourth[row["category"]] - {row[name] for name in "abcd"})
+        if len(others) < CHOICES - 1:
+            continue
+        choices = [row["d"], *rng.choice(others, CHOICES - 1, replace=False)]
+        shuffled = rng.permutation(CHOICES)
+        words, right = tuple(str(choices[i]) for i in shuffled), int(np.argmin(shuffled))
+        questions.append(AnalogyQuestion(TEMPLATE.format(**row), words, right, str(row["category"])))
+    return questions
+
+
 def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, seed: int = 0) -> Analogies:
     """Reads the Google analogy set, or one with the same columns, as questions.
 
@@ -56,47 +86,44 @@ def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, 
         seed: of questions, wrong choices and their order.
 
     Raises:
-        UserError: columns are missing, or no question is left.
+        UserError: columns are missing, no question is left, or one is longer than the model reads.
     """
     questions = analogy_questions(list(read_analogies(source)), count=count, seed=seed)
     if not questions:
         raise UserError(f"{source}: no question with {CHOICES} different choices.")
-    pieces = [_tokens(lm, question.prompt, choice) for question in questions for choice in question.choices]
+    texts = [(question.prompt, f"{question.prompt} {word}") for question in questions for word in question.choices]
+    ids = [[lm.tokenizer(text)["input_ids"] for text in pair] for pair in texts]
+    longest = max(len(whole) for _, whole in ids) - 1
+    if longest > lm.config.max_positions:
+        raise UserError(f"an analogy has {longest + 1} tokens, the model reads {lm.config.max_positions}.")
+    tokens, targets, real = np.zeros((3, len(ids), longest), np.int32)
+    where = np.zeros(tokens.shape, bool)
+    for row, (prompt, whole) in enumerate(ids):
+        differs = (i for i, pair in enumerate(zip(whole, prompt, strict=False)) if pair[0] != pair[1])
+        common, length = next(differs, min(len(whole), len(prompt))), len(whole) - 1
+        tokens[row, :length], targets[row, :length], real[row, :length] = whole[:-1], whole[1:], 1
+        where[row, max(common, 1) - 1 : length] = True
+    positions = np.arange(longest, dtype=np.int32) * real
+    sequences = Sequences(tokens, targets, where, real, positions, np.arange(len(ids), dtype=np.int32))
     right, categories = [question.right for question in questions], [question.category for question in questions]
-    return Analogies(_sequences(lm, pieces), np.array(right), categories)
+    return Analogies(sequences, np.array(right), categories)
 
 
-def read_analogies(source: str) -> Rows:
-    """The rows of analogies; raises `UserError` if columns are missing."""
-    rows = read_source(source)
-    missing = {"category", "a", "b", "c", "d"} - set(rows.first)
-    if missing:
-        raise UserError(f"{source}: expected analogies with columns category, a, b, c, d; missing {sorted(missing)}.")
-    return rows
-
-
-def analogy_questions(
-    rows: Sequence[Mapping[str, str]], *, count: int | None = None, seed: int = 0
-) -> list[AnalogyQuestion]:
-    """Questions in a random order; arguments as `load_analogies`'s. Those with too few wrong choices are left out."""
-    fourth: dict[str, list[str]] = {}
-    for row in rows:
-        fourth.setdefault(row["category"], []).append(row["d"])
-    words = {category: sorted(set(found)) for category, found in fourth.items()}
-    rng = np.random.default_rng(seed)
-    questions = []
-    for row in (rows[int(i)] for i in rng.permutation(len(rows))[:count]):
-        own = {row[name] for name in "abcd"}
-        others = [word for word in words[row["category"]] if word not in own]
-        if len(others) < CHOICES - 1:
-            continue
-        choices = [row["d"], *rng.choice(others, CHOICES - 1, replace=False)]
-        shuffled = rng.permutation(CHOICES)
-        answers = tuple(str(choices[i]) for i in shuffled)
-        questions.append(
-            AnalogyQuestion(TEMPLATE.format(**row), answers, int(np.argmin(shuffled)), str(row["category"]))
-        )
-    return questions
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _log_probs(config: Any, dtype: Any, greedy: bool, frozen: Any, batch: Any, scale: Any):
+    stats = vocab_stats(
+        batch_hidden(config, frozen, batch, dtype),
+        frozen.unembedding.astype(dtype),
+        batch["targets"],
+        scale=scale,
+        bias=frozen.bias,
+        softcap=config.logit_softcap,
+        where=batch["where"],
+        statistics=("log_normalizer", "target_logit", "max_logit"),
+        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
+    )
+    each = stats.require("target_logit") - stats.require("max_logit") if greedy else stats.log_prob()
+    return jnp.sum(jnp.where(batch["where"], each, 0.0), axis=1)
 
 
 def choice_log_probs(
@@ -111,13 +138,12 @@ def choice_log_probs(
 
     At temperature 0 the values are Σ (z_y − max_v z_v), which orders the choices as the limit of small temperatures.
     """
-    frozen = freeze(lm)
+    frozen, parts = freeze(lm), []
     scale = jnp.float32(1 / temperature if temperature else 1)
-    parts = []
     context = context or RunContext()
     bar = context.bar(title=context.title or "analogies", unit="choice", total=len(sequences.tokens))
     for batch, real in eval_batches(sequences.arrays(), batch_size):
-        parts.append(to_host(_scores(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
+        parts.append(to_host(_log_probs(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
         bar.update(real)
     bar.close()
     return np.concatenate(parts).astype(np.float64).reshape(-1, CHOICES)
@@ -126,14 +152,9 @@ def choice_log_probs(
 def accuracy(
     log_probs: Float[np.ndarray, "Q C"], right: Int[np.ndarray, " Q"], temperature: float
 ) -> Float[np.ndarray, " Q"]:
-    """Probability of drawing the correct choice among the choices; at temperature 0 the most likely one is taken.
-
-    Ties are divided equally.
-    """
-    if temperature:
-        chances = np.exp(log_probs - log_probs.max(axis=1, keepdims=True))
-    else:
-        chances = (log_probs == log_probs.max(axis=1, keepdims=True)).astype(float)
+    """Probability of drawing the correct choice; at temperature 0 of the most likely one, ties divided equally."""
+    most = log_probs.max(axis=1, keepdims=True)
+    chances = np.exp(log_probs - most) if temperature else (log_probs == most).astype(float)
     chances /= chances.sum(axis=1, keepdims=True)
     return chances[np.arange(len(right)), right]
 
@@ -151,13 +172,8 @@ def evaluate_analogies(
     results: dict[str, dict[str, Any]] = {}
     groups = np.array(analogies.categories)
     for temperature in temperatures:
-        scores = choice_log_probs(
-            lm,
-            analogies.sequences,
-            temperature,
-            batch_size=batch_size,
-            context=context.titled(f"{context.title or 'analogies'} at {temperature:g}"),
-        )
+        titled = context.titled(f"{context.title or 'analogies'} at {temperature:g}")
+        scores = choice_log_probs(lm, analogies.sequences, temperature, batch_size=batch_size, context=titled)
         each = accuracy(scores, analogies.right, temperature)
         results[f"{temperature:g}"] = {
             "accuracy": float(each.mean()),
@@ -166,44 +182,3 @@ def evaluate_analogies(
             "categories": {name: float(each[groups == name].mean()) for name in sorted(set(analogies.categories))},
         }
     return results
-
-
-def _score(config: Any, dtype: Any, greedy: bool, frozen: Any, batch: Any, scale: Any):
-    stats = vocab_stats(
-        batch_hidden(config, frozen, batch, dtype),
-        frozen.unembedding.astype(dtype),
-        batch["targets"],
-        scale=scale,
-        bias=frozen.bias,
-        softcap=config.logit_softcap,
-        where=batch["where"],
-        statistics=("log_normalizer", "target_logit", "max_logit"),
-        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
-    )
-    each = stats.require("target_logit") - stats.require("max_logit") if greedy else stats.log_prob()
-    return jnp.sum(jnp.where(batch["where"], each, 0.0), axis=1)
-
-
-_scores = jax.jit(_score, static_argnums=(0, 1, 2))
-
-
-def _tokens(lm: LanguageModel, prompt: str, answer: str) -> tuple[list[int], int]:
-    """The ids of prompt and answer, and the number of leading ids that belong to the prompt."""
-    whole, alone = lm.tokenizer(f"{prompt} {answer}")["input_ids"], lm.tokenizer(prompt)["input_ids"]
-    same = next((i for i, (x, y) in enumerate(zip(whole, alone, strict=False)) if x != y), min(len(whole), len(alone)))
-    return whole, max(same, 1)
-
-
-def _sequences(lm: LanguageModel, pieces: Sequence[tuple[list[int], int]]) -> Sequences:
-    longest = max(len(ids) for ids, _ in pieces) - 1
-    if longest > lm.config.max_positions:
-        raise UserError(f"an analogy has {longest + 1} tokens, the model reads {lm.config.max_positions}.")
-    shape = (len(pieces), longest)
-    tokens, targets, real = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    where = np.zeros(shape, bool)
-    for row, (ids, prompt) in enumerate(pieces):
-        length = len(ids) - 1
-        tokens[row, :length], targets[row, :length], real[row, :length] = ids[:-1], ids[1:], 1
-        where[row, prompt - 1 : length] = True
-    positions = np.arange(longest, dtype=np.int32) * real
-    return Sequences(tokens, targets, where, real, positions, np.arange(len(pieces), dtype=np.int32))

@@ -16,18 +16,6 @@ _AT_ONCE = 32
 """Tokens generated between checks for a stop sequence."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class HeadSampling(Sampling):
-    """`Sampling` from the calibrated distribution of a head.
-
-    Attributes:
-        head: fitted on the model that writes.
-    """
-
-    head: FittedHead
-    calibrated: bool = True
-
-
 class Continued(NamedTuple):
     """Continuation of a context.
 
@@ -59,16 +47,16 @@ def continue_contexts(
     *,
     until: Sequence[str] = (),
     max_new_tokens: int = 256,
-    max_length: int | None = None,
     batch_size: int = 16,
     sampling: Sampling = Sampling(),
+    head: FittedHead | None = None,
 ) -> Iterator[tuple[int, Continued]]:
     """Yields the index of each context and its continuation, batch by batch; arguments are checked before the first.
 
     With `sampling.count` above 1 each context is yielded so many times, with one sample each, and `sampling.numbers`
     are those of the contexts.
 
-    Contexts are cut to their last `max_length - max_new_tokens` tokens. A row ends at a stop sequence, at a stop token
+    Contexts are cut to the last tokens that fit beside `max_new_tokens`. A row ends at a stop sequence, at a stop token
     of the model or after `max_new_tokens`; rows that have ended are not computed further.
 
     Args:
@@ -76,14 +64,14 @@ def continue_contexts(
         contexts: token ids, none empty.
         until: stop sequences; a space at the very start of the text does not count as one.
         max_new_tokens: largest number of new tokens.
-        max_length: of context and continuation together; None: the model's `max_positions`.
         batch_size: rows per step.
         sampling: how tokens are chosen; by default the most likely one.
+        head: of `sampling.calibrated`.
 
     Raises:
         UserError: no context fits beside `max_new_tokens`, or a context is empty.
     """
-    room = room_for_context(max_new_tokens, max_length or lm.config.max_positions)
+    room = room_for_context(max_new_tokens, lm.config.max_positions)
     if any(not len(context) for context in contexts):
         raise UserError("expected contexts of at least one token; an empty text has none.")
     prompts = [list(context)[-room:] for context in contexts]
@@ -93,9 +81,9 @@ def continue_contexts(
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             own = numbers if sampling.numbers is None else [sampling.numbers[n] for n in numbers]
-            drawn = dataclasses.replace(sampling, numbers=tuple(own))
-            found = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, drawn)
-            yield from zip([n for n in numbers for _ in range(sampling.count)], found, strict=True)
+            numbered = dataclasses.replace(sampling, numbers=tuple(own))
+            results = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, numbered, head)
+            yield from zip([n for n in numbers for _ in range(sampling.count)], results, strict=True)
 
     return batches()
 
@@ -105,50 +93,45 @@ def _continue(
     prompts: list[list[int]],
     until: Sequence[str],
     max_new_tokens: int,
-    rows: int,
+    batch_size: int,
     sampling: Sampling,
+    head: FittedHead | None,
 ) -> list[Continued]:
-    """Continues at most `rows` prompts together, each `sampling.count` times."""
+    """Continues at most `batch_size` prompts together, each `sampling.count` times."""
     count, stops = sampling.count, default_stop_tokens(lm)
     assert sampling.numbers is not None
     starts = [prompt for prompt in prompts for _ in range(count)]
-    written: list[list[int]] = [[] for _ in starts]
+    tokens: list[list[int]] = [[] for _ in starts]
     log_probs: list[list[float]] = [[] for _ in starts]
     # Later rounds continue samples of their own, numbered by prompt and sample.
     numbers = [number * count + k for number in sampling.numbers for k in range(count)]
     open_rows, done = list(range(len(starts))), 0
     while open_rows and done < max_new_tokens:
         step = min(_AT_ONCE, max_new_tokens - done)
+        inputs, own, each, size = prompts, list(sampling.numbers), count, batch_size
         if done:
-            given, own, each, size = (
-                [starts[r] + written[r] for r in open_rows],
-                [numbers[r] for r in open_rows],
-                1,
-                rows * count,
-            )
-        else:
-            given, own, each, size = prompts, list(sampling.numbers), count, rows
-        missing = size - len(given)  # one shape, whatever the number of unfinished rows
+            inputs, own = [starts[row] + tokens[row] for row in open_rows], [numbers[row] for row in open_rows]
+            each, size = 1, batch_size * count
+        missing = size - len(inputs)  # one shape, whatever the number of unfinished rows
         now = dataclasses.replace(
             sampling,
             key=None if sampling.key is None else jax.random.fold_in(sampling.key, done),
             count=each,
             numbers=(*own, *own[-1:] * missing),
         )
-        head = sampling.head if isinstance(sampling, HeadSampling) else None
-        filled = [*given, *given[-1:] * missing]
-        out = generate(lm, filled, head=head, max_new_tokens=step, sampling=now)
-        tokens, logs, where = to_host((out.tokens, out.base_log_probs, out.where))
+        padded = [*inputs, *inputs[-1:] * missing]
+        out = generate(lm, padded, head=head, max_new_tokens=step, sampling=now)
+        new_tokens, new_log_probs, where = to_host((out.tokens, out.base_log_probs, out.where))
         for place, row in enumerate(open_rows):
-            written[row] += tokens[place][where[place]].tolist()
-            log_probs[row] += logs[place][where[place]].tolist()
+            tokens[row] += new_tokens[place][where[place]].tolist()
+            log_probs[row] += new_log_probs[place][where[place]].tolist()
         done += step
         open_rows = [
             row
             for row in open_rows
-            if written[row][-1] not in stops and _first_stop(_decode(lm, written[row]), until) is None
+            if tokens[row][-1] not in stops and _first_stop(_decode(lm, tokens[row]), until) is None
         ]
-    return [_cut(lm, *pair, until) for pair in zip(written, log_probs, strict=True)]
+    return [_cut(lm, *pair, until) for pair in zip(tokens, log_probs, strict=True)]
 
 
 def _decode(lm: LanguageModel, tokens: Sequence[int]) -> str:

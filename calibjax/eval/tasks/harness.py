@@ -15,7 +15,7 @@ from lm_eval.models.utils import _add_special_kwargs, has_bos_prefix, normalize_
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from calibjax.data.chat_template import render_chat
-from calibjax.eval.tasks.continuation import continue_contexts
+from calibjax.eval.tasks.continuation import continue_contexts, room_for_context
 from calibjax.eval.tasks.scoring import Continuation, Scorer
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
@@ -25,13 +25,8 @@ from calibjax.runtime.progress import progress_bar
 
 
 class Chat(NamedTuple):
-    """Prompts are messages in the model's chat template, with examples before a question as turns of their own.
-
-    They are those of the harness with `--apply_chat_template`.
-
-    Attributes:
-        system: text of a system message, before the description of a task.
-    """
+    """Prompts are messages in the model's chat template, with examples as turns of their own, as by the harness's
+    `--apply_chat_template`; `system` is the text of a system message before the description of a task."""
 
     system: str | None = None
 
@@ -46,11 +41,10 @@ class HarnessLM(TemplateLM):
     Args:
         lm: the frozen model, with its tokenizer.
         heads: name -> head, at least one.
-        batch_size: rows a step.
-        max_length: tokens read at most; what is longer loses its start, as in the harness. None: the model's positions.
-        max_gen_toks: tokens generated at most, where a task does not say.
+        batch_size, max_length: as of `Scorer`.
+        max_gen_toks: largest number of generated tokens, where a task gives none.
         seed: seed of the samples that tasks request.
-        chat: how `prompt` and `message` write prompts; None: as plain text.
+        chat: None: prompts are plain text.
     """
 
     def __init__(
@@ -66,7 +60,7 @@ class HarnessLM(TemplateLM):
     ):
         super().__init__()
         self.chat = chat
-        self.lm, self.max_gen_toks, self._key = lm, max_gen_toks, jax.random.key(seed)
+        self.lm, self.heads, self.max_gen_toks, self._key = lm, dict(heads), max_gen_toks, jax.random.key(seed)
         self.tokenizer: Any = lm.tokenizer
         self.scorer = Scorer(lm, heads, batch_size=batch_size, max_length=max_length)
         self._encoded: dict[str, list[int]] = {}
@@ -145,9 +139,9 @@ class HarnessLM(TemplateLM):
             text for context, continuation in arguments for text in (context.rstrip(), context + continuation)
         )
         first = self.tokenizer.decode(self.prefix_token_id)
-        together = [text for text in texts if text and not has_bos_prefix(text, first)]
-        ids = self.tokenizer(together, verbose=False)["input_ids"] if together else []
-        self._encoded = dict(zip(together, ids, strict=True))
+        plain = [text for text in texts if text and not has_bos_prefix(text, first)]
+        ids = self.tokenizer(plain, verbose=False)["input_ids"] if plain else []
+        self._encoded = dict(zip(plain, ids, strict=True))
         try:
             return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         finally:
@@ -157,10 +151,9 @@ class HarnessLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         answers: dict[int, tuple[float, bool]] = {}
-        given = [Continuation(context, tokens) for _, context, tokens in requests]
-        stream = self.scorer.stream(given)
+        stream = self.scorer.stream([Continuation(context, tokens) for _, context, tokens in requests])
         for number, score in progress_bar(
-            stream, title="log-likelihoods", unit="request", disable=disable_tqdm, total=len(given)
+            stream, title="log-likelihoods", unit="request", disable=disable_tqdm, total=len(requests)
         ):
             answers[number] = (float(score.log_probs[0].sum()), bool(score.greedy.all()))
             if requests[number][0] is not None:
@@ -189,11 +182,12 @@ class HarnessLM(TemplateLM):
         answers: dict[int, str] = {}
         bar = progress_bar(None, title="generating", unit="request", disable=disable_tqdm, total=len(requests))
         groups: dict[str, list[int]] = {}
-        for number in range(len(requests)):
-            groups.setdefault(repr(arguments[number][1]), []).append(number)
+        for number, (_, options) in enumerate(arguments):
+            groups.setdefault(repr(options), []).append(number)
         for numbers in groups.values():
             options = self.generation_options(arguments[numbers[0]][1])
-            contexts = [self.tok_encode(arguments[number][0]) for number in numbers]
+            room = room_for_context(options["max_new_tokens"], self.max_length)
+            contexts = [self.tok_encode(arguments[number][0])[-room:] for number in numbers]
             for place, continued in continue_contexts(self.lm, contexts, **options):
                 number = numbers[place]
                 answers[number] = continued.text
@@ -202,20 +196,19 @@ class HarnessLM(TemplateLM):
         bar.close()
         return [answers[number] for number in range(len(requests))]
 
-    def generation_options(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def generation_options(self, generation_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of `continue_contexts` for the generation_kwargs of a task."""
-        options: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
-        drawn = options.pop("do_sample") and options["temperature"] > 0
-        taken = {
+        options: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, self.max_gen_toks))
+        samples = options.pop("do_sample") and options["temperature"] > 0
+        arguments = {
             "until": [*options.pop("until"), self.tokenizer.decode([self.eot_token_id])],
             "max_new_tokens": options.pop("max_gen_toks"),
-            "max_length": self.max_length,
             "batch_size": self.scorer.batch_size,
         }
-        if not drawn:
-            return taken
+        if not samples:
+            return arguments
         temperature = float(options.pop("temperature"))
         top_k, top_p = options.pop("top_k", None), options.pop("top_p", None)
         if options:
             raise UserError(f"generation options that calibjax does not take: {', '.join(options)}.")
-        return {**taken, "sampling": Sampling(temperature=temperature, top_k=top_k, top_p=top_p, key=self._key)}
+        return {**arguments, "sampling": Sampling(temperature=temperature, top_k=top_k, top_p=top_p, key=self._key)}

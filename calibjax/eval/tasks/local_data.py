@@ -7,9 +7,9 @@ the download by these functions. They read the files under data/ of `CALIBJAX_AS
 import functools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax.data import read_source
 from calibjax.eval.tasks.analogies import analogy_questions
@@ -17,18 +17,17 @@ from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
+    from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks import TaskManager
 
 TASKS = Path(__file__).parent / "definitions"
 """Task files over local data."""
-
-
 _FOLDERS = ("mmlu/default", "arc", "hellaswag", "truthfulqa", "triviaqa")
 """Folders of the harness's definitions that `definitions/` includes."""
 
 
 def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "TaskManager":
-    """Returns the harness's task definitions and ours.
+    """The harness's task definitions and ours.
 
     If `names` need no others, only the definitions that ours include are read: reading all ten thousand takes seconds.
     """
@@ -43,12 +42,55 @@ def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "Tas
     return lm_eval.tasks.TaskManager(include_path=str(TASKS), metadata=metadata)
 
 
-def find(name: str, assets: str | Path | None = None) -> Path:
-    """Returns the path of a benchmark's file, such as "mmlu/mmlu.jsonl.gz", in the folder data/ of the assets.
+class BenchmarkTask(NamedTuple):
+    """A task by its name in `--tasks`: its parts (of MMLU the subjects), and where its questions come from."""
 
-    Raises:
-        UserError: neither `assets` nor CALIBJAX_ASSETS is given, or the file is not there.
-    """
+    parts: dict[str, "ConfigurableTask"]
+    source: str
+
+
+def check_tasks(names: tuple[str, ...], assets: Path | None) -> "TaskManager":
+    """lm-eval's tasks; raises `UserError` for names that are none of them."""
+    manager = task_manager(names, assets)
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown or not names:
+        raise UserError(
+            f"--tasks {', '.join(unknown)}: expected names of lm-eval's tasks, such as mmlu, arc_easy, hellaswag, "
+            "truthfulqa_mc1, triviaqa; `lm_eval ls tasks` lists them."
+        )
+    return manager
+
+
+def load_tasks(
+    names: tuple[str, ...], manager: "TaskManager", assets: Path | None, log: Callable[[str], None]
+) -> dict[str, BenchmarkTask]:
+    tasks = {}
+    for name in names:
+        has_local = f"{name}_local" in manager.all_tasks and assets_folder(assets) is not None
+        local = f"{name}_local" if has_local else name
+        at_hand = local.endswith("_local") or (TASKS / f"{local}.yaml").is_file()
+        try:
+            parts: dict[str, Any] = dict(manager.load([local])["tasks"])
+        except UserError:
+            raise
+        except Exception as error:  # of the hub, of datasets, of a task file: whatever goes wrong is the task's
+            where = (
+                "" if at_hand else " Its questions come from the hub; --assets names a folder that has some of them."
+            )
+            raise UserError(
+                f"--tasks {name}: cannot be loaded: {str(error).strip().splitlines()[0]}.{where}"
+            ) from error
+        tasks[name] = BenchmarkTask(parts, "local data" if at_hand else "hub")
+        count = sum(len(task.eval_docs) for task in parts.values())
+        log(
+            f"task {name}: {count:,} questions{f' in {len(parts)} parts' if len(parts) > 1 else ''}, "
+            f"{tasks[name].source}"
+        )
+    return tasks
+
+
+def find(name: str, assets: str | Path | None = None) -> Path:
+    """The path of a file in the folder data/ of the assets; raises `UserError` if it is not there."""
     folder = assets_folder(assets)
     if folder is None:
         raise UserError(f"data/{name}: set CALIBJAX_ASSETS, or give --assets, to the folder that holds it.")
@@ -59,7 +101,7 @@ def find(name: str, assets: str | Path | None = None) -> Path:
 
 
 def assets_folder(assets: str | Path | None = None) -> Path | None:
-    """Returns the folder of local data: the argument, or that of CALIBJAX_ASSETS; None without either."""
+    """The argument, or the folder that CALIBJAX_ASSETS names."""
     folder = assets or os.environ.get("CALIBJAX_ASSETS")
     return Path(folder) if folder else None
 
@@ -78,20 +120,20 @@ def _splits(**splits: Iterable[Mapping[str, Any]]) -> "DatasetDict":
 @functools.lru_cache(maxsize=4)
 def _subjects(path: Path) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
     """The rows of each subject and split."""
-    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    subjects: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in _rows(path):
-        found.setdefault((row["subject"], row["split"]), []).append(row)
-    return found
+        subjects.setdefault((row["subject"], row["split"]), []).append(row)
+    return subjects
 
 
 def mmlu(subject: str, assets: str | None = None, **_: Any) -> "DatasetDict":
-    """Returns one subject of MMLU: 5 questions in dev, the others in test."""
+    """One subject of MMLU: 5 questions in dev, the others in test."""
     rows = _subjects(find("mmlu/mmlu.jsonl.gz", assets))
     return _splits(**{split: rows.get((subject, split), []) for split in ("dev", "test")})
 
 
 def arc(level: str, assets: str | None = None, **_: Any) -> "DatasetDict":
-    """Returns ARC; `level` is "easy" or "challenge". Options are labelled A, B, ... in their order."""
+    """ARC; `level` is "easy" or "challenge". Options are labelled A, B, ... in their order."""
     rows = _rows(find(f"llm_foundry_eval/arc_{level}.jsonl.gz", assets))
     return _splits(
         test=[
@@ -106,26 +148,27 @@ def arc(level: str, assets: str | None = None, **_: Any) -> "DatasetDict":
 
 
 def hellaswag(assets: str | None = None, **_: Any) -> "DatasetDict":
-    """Returns HellaSwag; the file holds contexts and endings as lm-eval cleans them."""
+    """HellaSwag; the file holds contexts and endings as lm-eval cleans them."""
     rows = _rows(find("hellaswag_val/hellaswag_val.jsonl.gz", assets))
     return _splits(validation=[{**row, "label": str(row["gold"])} for row in rows])
 
 
 def truthfulqa(assets: str | None = None, **_: Any) -> "DatasetDict":
-    """Returns TruthfulQA, multiple choice or generation. Options are the listed answers, the best one first."""
+    """TruthfulQA, multiple choice or generation. Options are the listed answers, the best one first."""
     rows = _rows(find("truthfulqa/truthfulqa.jsonl.gz", assets))
-    mc1 = [{"choices": row["mc1_choices"], "labels": _one_hot(row["mc1_label"], row["mc1_choices"])} for row in rows]
-    mc2 = [{"choices": row["mc2_choices"], "labels": row["mc2_labels"]} for row in rows]
-    both = zip(rows, mc1, mc2, strict=True)
-    return _splits(validation=[{**row, "mc1_targets": one, "mc2_targets": two} for row, one, two in both])
-
-
-def _one_hot(index: int, choices: list[str]) -> list[int]:
-    return [int(place == index) for place in range(len(choices))]
+    documents = []
+    for row in rows:
+        one_hot = [int(place == row["mc1_label"]) for place in range(len(row["mc1_choices"]))]
+        targets = {
+            "mc1_targets": {"choices": row["mc1_choices"], "labels": one_hot},
+            "mc2_targets": {"choices": row["mc2_choices"], "labels": row["mc2_labels"]},
+        }
+        documents.append({**row, **targets})
+    return _splits(validation=documents)
 
 
 def triviaqa(assets: str | None = None, **_: Any) -> "DatasetDict":
-    """Returns TriviaQA: questions without context, and all aliases of their answers."""
+    """TriviaQA: questions without context, and all aliases of their answers."""
     rows = _rows(find("triviaqa/triviaqa_sm_sub.jsonl.gz", assets))
     return _splits(
         validation=[
@@ -139,13 +182,17 @@ def triviaqa(assets: str | None = None, **_: Any) -> "DatasetDict":
 
 
 def analogies(assets: str | None = None, seed: int = 0, **_: Any) -> "DatasetDict":
-    """Returns the Google analogies, each with three wrong words of its category, drawn by `seed`."""
-    rows = _rows(find("analogies/analogies.jsonl.gz", assets))
-    questions = analogy_questions(rows, seed=seed)
+    """The Google analogies, each with three wrong words of its category, drawn by `seed`."""
+    questions = analogy_questions(_rows(find("analogies/analogies.jsonl.gz", assets)), seed=seed)
     return _splits(
         test=[
-            {"query": asked.prompt, "choices": list(asked.choices), "gold": asked.right, "category": asked.category}
-            for asked in questions
+            {
+                "query": question.prompt,
+                "choices": question.choices,
+                "gold": question.right,
+                "category": question.category,
+            }
+            for question in questions
         ]
     )
 
@@ -160,12 +207,11 @@ third sentence, or a name at its second place within a sentence."""
 
 
 def stories(kind: str, assets: str | None = None, **_: Any) -> "DatasetDict":
-    """Returns words of stories, one of each story that has it; every third story is in train, to calibrate on."""
-    train: list[dict[str, str]] = []
-    test: list[dict[str, str]] = []
+    """Words of stories, one of each story that has it; every third story is in train, to calibrate on."""
+    splits: dict[str, list[dict[str, str]]] = {"train": [], "test": []}
     for number, row in enumerate(_rows(find("tinystories_sample/tinystories_sample.jsonl.gz", assets))):
-        found = re.match(_STORY_WORDS[kind], row["text"])
-        if found:
-            questions = test if number % 3 else train
-            questions.append({"question": row["text"][: found.start(2)].rstrip(), "answer": found[2]})
-    return _splits(train=train, test=test)
+        word = re.match(_STORY_WORDS[kind], row["text"])
+        if word:
+            question = {"question": row["text"][: word.start(2)].rstrip(), "answer": word[2]}
+            splits["test" if number % 3 else "train"].append(question)
+    return _splits(**splits)

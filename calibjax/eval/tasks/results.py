@@ -1,18 +1,22 @@
-"""Figures of a benchmark as plain data: over all questions, and per subject."""
+"""Figures of benchmarks as plain data: of each task, of each subject, and of all tasks together."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from calibjax import metrics
+from calibjax.eval.answers.confidence import WORDS
 from calibjax.eval.compare.contenders import Outcome, Result
 from calibjax.eval.compare.results import comparison_json
-from calibjax.eval.figures_json import ece_json, wilson_interval
-from calibjax.eval.tasks.evaluate import Answers
-from calibjax.eval.tasks.subjects import subject_rows
+from calibjax.eval.figures_json import ece_json, subject_rows, wilson_interval
+from calibjax.eval.report.schema import SCHEMA, Document
+from calibjax.eval.tasks.answer_files import Answers
 from calibjax.metrics import CalibrationSums, Closed
+
+if TYPE_CHECKING:
+    from calibjax.eval.tasks.evaluator import TaskEvaluator
 
 _FURTHER = {
     "ks_error": metrics.ks_calibration_error,
@@ -21,6 +25,40 @@ _FURTHER = {
     "excess_aurc": metrics.excess_aurc,
 }
 """Figures of a row beside those of a comparison, without intervals."""
+
+
+def tasks_document(
+    evaluators: Mapping[str, "TaskEvaluator"], answers: Mapping[str, Answers], names: Sequence[str]
+) -> Document:
+    """The contents of metrics.json of `evaluate_tasks`; `names` are those of the methods."""
+    sets, read_from = {}, {}
+    binning: dict[str, Any] = {}
+    fitted = any(evaluator.fit for evaluator in evaluators.values())
+    for name, evaluator in evaluators.items():
+        options, own = evaluator.options, answers[name]
+        binning = {"bins": options.bins, "closed": options.closed, "seed": evaluator.context.seed}
+        methods = names[: len(own.confidence)]
+        method = options.text if (own.choice < 0).all() else options.options
+        read_from[name] = f"{method} ({WORDS[str(method)]})"
+        if not fitted and {"temperature", "ats"} & set(names):
+            read_from[name] += "; temperatures calibrate tokens"
+        if method == options.text:
+            read_from[name] += f"; judge: {options.judge}"
+        sets[name] = {
+            **answers_json(own, methods, **binning),
+            "title": name,
+            "confidence": read_from[name] + (f"; {evaluator.fit}" if evaluator.fit else ""),
+            "shots": evaluator.shots(next(iter(evaluator.task.parts.values()))),
+            "source": evaluator.task.source,
+            "subjects": subjects_json(own, methods, **binning),
+        }
+    if len(sets) == 1:
+        return {"schema": SCHEMA, "held_out": next(iter(sets.values())), "tasks": sets}
+    shared = min(len(own.confidence) for own in answers.values())  # options have no further confidences
+    together = answers_json(Answers.join(list(answers.values()), shared), names[:shared], **binning)
+    last = ["temperature over the options of each task"] if fitted else []
+    confidence = "; ".join([*dict.fromkeys(read_from.values()), *last])
+    return {"schema": SCHEMA, "held_out": {**together, "title": "all tasks", "confidence": confidence}, "tasks": sets}
 
 
 def answers_json(
@@ -84,25 +122,19 @@ def subjects_json(
     if len(set(answers.subject)) < 2:
         return []
     rows: list[dict[str, Any]] = []
-    of_subjects = subject_rows(answers.subject.tolist(), answers.confidence[0], answers.correct[0] > 0)
-    each = [  # one group per question, computed once: a subject is a slice
-        CalibrationSums(
-            *(
-                np.asarray(field, np.float64)
-                for field in metrics.calibration_sums(confidence[:, None], correct[:, None], bins=bins, closed=closed)
-            )
-        )
-        for confidence, correct in zip(answers.confidence, answers.correct, strict=True)
-    ]
-    for subject in of_subjects:
-        mine = answers.subject == subject["subject"]
-        row: dict[str, Any] = {**subject, "methods": {}}
-        rows.append(row)
+    binning: dict[str, Any] = {"bins": bins, "closed": closed}
+    pairs = zip(answers.confidence[..., None], answers.correct[..., None], strict=True)
+    # One group per question, computed once: a subject is a slice.
+    groups = [metrics.calibration_sums(*pair, **binning) for pair in pairs]
+    each = [CalibrationSums(*(np.asarray(field, np.float64) for field in sums)) for sums in groups]
+    for row in subject_rows(answers.subject.tolist(), answers.confidence[0], answers.correct[0] > 0):
+        mine = answers.subject == row["subject"]
+        methods = {}
         for name, sums in zip(names, each, strict=True):
             own = CalibrationSums(*(field[mine] for field in sums))
             ece = metrics.error_interval(own, resamples=resamples, seed=seed)
-            of_method = {"confidence": metrics.summarise(own)["confidence"], **ece_json(ece)}
-            row["methods"][name] = of_method
+            methods[name] = {"confidence": metrics.summarise(own)["confidence"], **ece_json(ece)}
+        rows.append({**row, "methods": methods})
     return rows
 
 

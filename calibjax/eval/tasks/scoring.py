@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from calibjax.runtime.sharding import context_mesh, local_rows, place_rows, take
 
 _READS = 256
 """Positions whose logits are computed at a time."""
-_SHORTEST = 16
 _GROWTH = 4
 """Largest number of tokens of a row that several requests share, over that of one of them."""
 
@@ -75,7 +75,7 @@ class Scorer:
 
     Args:
         lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes, and each process reads those of
-            its own devices. Of several processes all score the same requests, and have all scores.
+            its own devices. All processes score the same requests, and have all scores.
         heads: name -> head; `identity_head` for the base model.
         batch_size: rows per step.
         max_length: largest number of tokens of a row; None: `max_positions`.
@@ -96,7 +96,7 @@ class Scorer:
             raise UserError(f"max_length: expected 1 to {longest}, the positions of the model, got {max_length}.")
         for head in heads.values():
             check_base(lm, head)
-        self.lm, self.names, self.max_length = lm, tuple(heads), max_length or longest
+        self.lm, self.max_length = lm, max_length or longest
         self._mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
         groups = 1 if self._mesh is None else self._mesh.shape.get("data", 1) * self._mesh.shape.get("fsdp", 1)
         self.batch_size = -(-batch_size // groups) * groups
@@ -104,11 +104,21 @@ class Scorer:
         self._params = [head.params for head in heads.values()]
         self._factors = [jnp.float32(head.log_factor) for head in heads.values()]
         self._frozen = freeze(lm, *self._configs)
-        of_rows = any(config.attends or config.pooling == "sequence" for config in self._configs)
-        self._shares = not of_rows and not any(lm.config.local_layers)
+        reads_rows = any(config.attends or config.pooling == "sequence" for config in self._configs)
+        self._shares = not reads_rows and not any(lm.config.local_layers)
 
-    def check(self, requests: Sequence[Continuation]) -> None:
-        """Raises `UserError` if a request has no token, no context, too many tokens, or one beyond the vocabulary."""
+    def score(self, requests: Sequence[Continuation]) -> list[Score]:
+        """Returns the scores of `stream` in the order of the requests."""
+        scores = dict(self.stream(requests))
+        return [scores[number] for number in range(len(requests))]
+
+    def stream(self, requests: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
+        """Yields the index of each request and its score, batch by batch, longest first.
+
+        Raises:
+            UserError: before any work, for a request without tokens or context, with more tokens than the model reads,
+                or with one beyond the vocabulary.
+        """
         for number, request in enumerate(requests):
             if not len(request.context) or not 1 <= len(request.tokens) <= self.max_length:
                 raise UserError(
@@ -121,59 +131,46 @@ class Scorer:
                     f"request {number}: expected token ids below {self.lm.config.vocab_size}, the model's vocabulary, "
                     f"got {largest}. Does the text hold a token that was added to the tokenizer only?"
                 )
-
-    def score(self, requests: Sequence[Continuation]) -> list[Score]:
-        """Returns the scores of `stream` in the order of the requests."""
-        found = dict(self.stream(requests))
-        return [found[number] for number in range(len(requests))]
-
-    def stream(self, requests: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
-        """Yields the index of each request and its score, batch by batch, longest first; checks arguments first."""
-        self.check(requests)
         return self._stream(requests)
 
     def _stream(self, requests: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
         rows = sorted(self._rows(requests), key=lambda row: -len(row.tokens))
         with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
             for start in range(0, len(rows), self.batch_size):
-                part = rows[start : start + self.batch_size]
-                yield from self._batch(requests, part, self._width(len(part[0].tokens)))
+                yield from self._batch(requests, rows[start : start + self.batch_size])
 
     def _rows(self, requests: Sequence[Continuation]) -> list["_Row"]:
-        """What is read of the requests, in rows."""
-        of_read: dict[tuple[tuple[int, ...], int], dict[int, int]] = {}
+        """The requests in rows; those that are read alike share one, or a branch of one."""
+        alike: dict[tuple[tuple[int, ...], int], dict[int, int]] = {}
         for number, (context, tokens) in enumerate(requests):
             read = tuple((*context, *tokens[:-1])[-self.max_length :])
             scored = 0 if self._shares else len(tokens)  # heads of a whole row depend on what is scored in it
-            of_read.setdefault((read, scored), {})[number] = len(tokens)
+            alike.setdefault((read, scored), {})[number] = len(tokens)
         groups, before, size = [], (), 0
-        for (read, _), numbers in sorted(of_read.items()):
-            kept = _common(before, read)
-            if not (groups and self._joins(kept, len(read), size, len(groups[-1][0][0]))):
+        for (read, _), numbers in sorted(alike.items()):
+            common = _common(before, read)
+            if not (groups and self._joins(common, len(read), size, len(groups[-1][0][0]))):
                 groups.append([])
-                kept = size = 0
+                common = size = 0
             groups[-1].append((read, numbers))
-            before, size = read, size + len(read) - kept
+            before, size = read, size + len(read) - common
         return [_lay_out(group) for group in groups]
 
-    def _joins(self, kept: int, length: int, size: int, first: int) -> bool:
-        """Whether a request joins a row of `size` tokens: `kept` of its tokens are there, `first` are of its first one.
+    def _joins(self, common: int, length: int, size: int, first: int) -> bool:
+        """Whether a request joins a row of `size` tokens, with which it has `common` tokens in common; `first`: tokens
+        of the row's first request.
 
-        The others attend to every column before them. A token costs about as much as attention to D columns.
+        Its other tokens attend to every column before them. A token costs about as much as attention to D columns.
         """
-        new = length - kept
+        new = length - common
         columns = size * new + (new * new - length * length) / 2  # attended to beyond those in a row of its own
         shorter = size + new <= min(self.max_length, _GROWTH * first)
-        return self._shares and shorter and kept * self.lm.config.hidden_size >= columns
+        return self._shares and shorter and common * self.lm.config.hidden_size >= columns
 
-    def _width(self, length: int) -> int:
-        """Rounds up to one of 16, 24, 32, 48, 64, ...: at most 50% of padding, and few compiled programs."""
-        width = _SHORTEST
-        while width < length:
-            width = width * 3 // 2 if width & (width - 1) == 0 else width * 4 // 3
-        return min(width, self.max_length)
-
-    def _batch(self, requests, rows: Sequence["_Row"], width: int) -> Iterator[tuple[int, Score]]:
+    def _batch(self, requests: Sequence[Continuation], rows: Sequence["_Row"]) -> Iterator[tuple[int, Score]]:
+        # 16, 24, 32, 48, 64, ... columns: at most 50% of padding, and few compiled programs.
+        widths = (width for n in itertools.count(4) for width in (2**n, 3 * 2 ** (n - 1)))
+        width = min(next(width for width in widths if width >= len(rows[0].tokens)), self.max_length)
         tokens, segments, positions, until = np.zeros((4, self.batch_size, width), np.int32)
         until[:] = width
         where = np.zeros(tokens.shape, bool)
@@ -199,15 +196,14 @@ class Scorer:
             _read(lm.config, lm.dtype, self._frozen, *states, places[start : start + _READS])
             for start in range(0, len(places), _READS)
         ]
-        parts = zip(*to_host(pieces), strict=True)
-        log_probs, greedy = (np.concatenate(part, axis=-1) for part in parts)
-        at = 0
+        log_probs, greedy = (np.concatenate(part, axis=-1) for part in zip(*to_host(pieces), strict=True))
+        start = 0
         for number, length in order:
             context, continuation = requests[number]
-            end = at + len(continuation)
+            end = start + len(continuation)
             cut = len(context) + len(continuation) - 1 - length
-            yield number, Score(log_probs[:, at:end], greedy[at:end], cut)
-            at = end
+            yield number, Score(log_probs[:, start:end], greedy[start:end], cut)
+            start = end
 
 
 def _common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
@@ -220,14 +216,14 @@ def _lay_out(group: Sequence[tuple[tuple[int, ...], Mapping[int, int]]]) -> _Row
     """The row of sequences in lexical order, each with its requests and the number of tokens that they score."""
     row, before, path = _Row([], [], [], {}), (), []
     for read, numbers in [*group, ((), {})]:
-        kept = _common(before, read)
-        for column in path[kept:]:
+        common = _common(before, read)
+        for column in path[common:]:
             row.until[column] = len(row.tokens)
-        end = len(row.tokens) + len(read) - kept
-        path[kept:] = range(len(row.tokens), end)
-        row.tokens.extend(read[kept:])
-        row.positions.extend(range(kept, len(read)))
-        row.until.extend(path[kept:])
+        end = len(row.tokens) + len(read) - common
+        path[common:] = range(len(row.tokens), end)
+        row.tokens.extend(read[common:])
+        row.positions.extend(range(common, len(read)))
+        row.until.extend(path[common:])
         row.columns.update({number: path[-count:] for number, count in numbers.items()})
         before = read
     return row
@@ -251,7 +247,7 @@ def _read(model, dtype, frozen: Frozen, hidden, log_scales, places):
     row, position, token = places.T
     states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
 
-    def of_head(log_scale) -> tuple[Any, Any]:
+    def head_outputs(log_scale) -> tuple[Any, Any]:
         stats = vocab_stats(
             states,
             unembedding,
@@ -264,5 +260,5 @@ def _read(model, dtype, frozen: Frozen, hidden, log_scales, places):
         )
         return stats.log_prob(), stats.require("correct")
 
-    log_probs, correct = jax.lax.map(of_head, log_scales[:, row, position])
+    log_probs, correct = jax.lax.map(head_outputs, log_scales[:, row, position])
     return log_probs, correct[0]

@@ -5,18 +5,20 @@ import zipfile
 
 import numpy as np
 import pytest
+from tiny import make_lm
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
-
-from tiny import make_lm, write_model
-
-from calibjax.eval.answers.clusters import exact_clusters
-from calibjax.eval.tasks.evaluate import Answers, Calibration
-from calibjax.eval.tasks.evidence import Asking, Questions, sampled
-from calibjax.eval.tasks.harness import HarnessLM
-from calibjax.eval.tasks.kept import claim_answers, read_answers, read_fit, write_answers, write_fit
+from calibjax.eval.tasks.answer_files import (
+    Answers,
+    TemperatureFit,
+    claim_answers,
+    read_answers,
+    read_fit,
+    read_samples,
+    write_answers,
+    write_fit,
+    write_samples,
+)
 from calibjax.heads import FittedHead, HeadConfig
-from calibjax.models import load_model
 from calibjax.runtime.checksums import seal
 from calibjax.runtime.errors import UserError
 
@@ -59,7 +61,7 @@ def one_bit_each(whole):
 
 
 def test_a_fit(tmp_path):
-    file, fit = tmp_path / "answers" / "task.fit.json", Calibration((1.0, 0.5), 20, "train")
+    file, fit = tmp_path / "answers" / "task.fit.json", TemperatureFit((1.0, 0.5), 20, "train")
     write_fit(file, fit)
     assert read_fit(file) == fit
     values = ("[]", '{"scales": [1]}', '{"scales": ["x"], "questions": 2, "source": "a"}')
@@ -70,23 +72,19 @@ def test_a_fit(tmp_path):
             read_fit(file)
 
 
-ASKING = Asking(("consistency",), 2, 1.0, exact_clusters, None)
-QUESTIONS = Questions("part", [4], ["?"], [[1]], ["a"], np.zeros((1, 1), np.float32), [[2]])
-
-
 def refused_samples(folder, damaged):
-    (folder / "part-4.json").write_bytes(damaged)
+    file = folder / "part-4.json"
+    file.write_bytes(damaged)
     with pytest.raises(UserError, match=r"part-4.json: expected 2 samples .*Remove this file to draw them again"):
-        sampled(None, ASKING._replace(folder=folder), QUESTIONS, {}, 0)
+        read_samples(file, 1, 2)
 
 
 def test_samples(tmp_path):
     """Those that were drawn, or an error, whichever bit has changed."""
-    lm = HarnessLM(load_model(write_model(tmp_path / "model")), {}, batch_size=2)
-    asking, writing = ASKING._replace(folder=tmp_path), {"max_new_tokens": 2, "max_length": 8, "batch_size": 2}
-    drawn = sampled(lm, asking, QUESTIONS, writing, 0)
-    assert sampled(None, asking, QUESTIONS, {}, 1) == drawn
-    for damaged in one_bit_each((tmp_path / "part-4.json").read_bytes()):
+    file, drawn = tmp_path / "part-4.json", [[("a \u00e9", -1.25), ("", -0.5)]]
+    write_samples(file, drawn)
+    assert read_samples(file, 1, 2) == drawn
+    for damaged in one_bit_each(file.read_bytes()):
         refused_samples(tmp_path, damaged)
 
 

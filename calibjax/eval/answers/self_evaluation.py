@@ -1,4 +1,4 @@
-"""Asking a model about its own answer: prompts, and strict readers of what it replies."""
+"""Self-evaluation: questions to a model about its own answer, and strict readers of its replies."""
 
 import re
 from collections.abc import Callable
@@ -19,10 +19,10 @@ _FRACTION = re.compile(r"0?\.\d+|1\.0+|0\.0*", re.ASCII)
 
 
 def read_number(reply: str) -> float | None:
-    """The confidence in a reply that is nothing but a number; None for any other reply.
+    """The confidence in a reply whose first line is nothing but a number; None for any other reply.
 
-    Read is the first line: 0 to 100 as per cent, with or without the sign; a number with a decimal point from 0 to 1 as
-    a probability. So "1" is 1%, and "1.0" certainty.
+    0 to 100 is per cent, with or without the sign; a number with a decimal point from 0 to 1 is a probability: "1" is
+    1%, and "1.0" certainty.
 
     Example:
         >>> [read_number(reply) for reply in (" 85%.", "0.7", "1.0", "1", "150", "maybe 80")]
@@ -31,8 +31,8 @@ def read_number(reply: str) -> float | None:
     line = _first_line(reply)
     if _FRACTION.fullmatch(line):
         return float(line)
-    found = _PERCENT.fullmatch(line)
-    return float(found[1]) / 100 if found else None
+    percent = _PERCENT.fullmatch(line)
+    return float(percent[1]) / 100 if percent else None
 
 
 def read_words(reply: str) -> float | None:
@@ -59,7 +59,7 @@ class TwoWay(NamedTuple):
 
 
 class Stated(NamedTuple):
-    """A question whose reply is generated, and its reader, which returns a confidence or None."""
+    """A question whose reply is generated, and its reader."""
 
     prompt: str
     read: Callable[[str], float | None]
@@ -83,4 +83,3 @@ STATED = {
         read_words,
     ),
 }
-"""Name of a method -> its question."""

@@ -1,0 +1,205 @@
+"""The answers to a task, and the files of a run: a killed run resumes from them, and other commands read the tables."""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from calibjax.data.write import write_rows
+from calibjax.heads import FittedHead
+from calibjax.models import LanguageModel
+from calibjax.runtime.checksums import array_digests, json_digest, seal, unseal
+from calibjax.runtime.distributed import on_first
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import new_file, read_json, write_file
+
+Value = TypeVar("Value")
+Samples = list[list[tuple[str, float]]]
+"""Per question and sample: the text, and the mean log-probability of its tokens."""
+_PER_METHOD = ("confidence", "correct", "choice", "log_prob")
+_PER_QUESTION = ("subject", "cut", "question", "answer", "details")
+
+
+class Answers(NamedTuple):
+    """Answers to N questions with M confidences: one per head, and for written answers the further methods after them.
+
+    Attributes:
+        confidence: float32 `[M, N]`.
+        correct: float32 `[M, N]`.
+        choice: int32 `[M, N]`, the chosen option; -1 for written answers, which no head changes.
+        log_prob: float32 `[M, N]`, nats, of the right option in the distribution that the confidence is read from; NaN
+            for written answers and where several options are right.
+        subject: `[N]`, "" where a question has none.
+        harness: metric of the harness -> its values for the first head, `[N]`.
+        cut: `[N]`, tokens at the start of the prompt that the model could not read.
+        too_long: number of questions left out because an option is longer than the model reads.
+        question, answer: `[N]`, texts: the question without examples, and the answer of the first head.
+        details: `[N]`, JSON: `right`, the right answers; of multiple choice also `options`, and where one is right and
+            the confidence is among the options, their log-likelihoods `logits` under the first head, and its `label`.
+    """
+
+    confidence: Float[np.ndarray, "M N"]
+    correct: Float[np.ndarray, "M N"]
+    choice: Int[np.ndarray, "M N"]
+    log_prob: Float[np.ndarray, "M N"]
+    subject: np.ndarray
+    harness: dict[str, np.ndarray]
+    cut: Int[np.ndarray, " N"]
+    too_long: int
+    question: np.ndarray
+    answer: np.ndarray
+    details: np.ndarray
+
+    @classmethod
+    def join(cls, parts: Sequence["Answers"], methods: int | None = None) -> "Answers":
+        """Concatenates answers; `methods`: only the first so many rows of M."""
+        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_QUESTION}
+        columns |= {name: np.concatenate([getattr(p, name)[:methods] for p in parts], axis=1) for name in _PER_METHOD}
+        measured = [part.harness for part in parts if part.harness]  # a part without questions has no metrics
+        names = [name for name in (measured[0] if measured else ()) if all(name in values for values in measured)]
+        harness = {name: np.concatenate([values[name] for values in measured]) for name in names}
+        return cls(**columns, harness=harness, too_long=sum(part.too_long for part in parts))
+
+
+class TemperatureFit(NamedTuple):
+    """Temperature scaling over the options: the factor of each head, the number of questions, and their source."""
+
+    scales: tuple[float, ...]
+    questions: int
+    source: str
+
+    def __str__(self) -> str:
+        temperatures = " and ".join(f"{1 / scale:.9g}" for scale in self.scales[1:])
+        at_bound = min(self.scales) < 1.01 * math.exp(-6)
+        bound = ", the largest: no sign of the right option" if at_bound else ""
+        fitted = f"fitted on {self.questions:,} questions ({self.source})"
+        return f"temperature over the options {temperatures}{bound}, {fitted}"
+
+
+def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, FittedHead]) -> None:
+    """Writes which model and heads the answers in `directory` belong to, or checks that they are the same.
+
+    Raises:
+        UserError: the model or a head has other weights than when `directory` was begun.
+    """
+    digests = {name: json_digest([head.log_factor, array_digests(head.params)]) for name, head in heads.items()}
+    own, file = {"base_fingerprint": lm.fingerprint, "heads": digests}, directory / "model.json"
+
+    def claim() -> None:
+        if not file.is_file():
+            write_file(file, json.dumps(own, indent=2) + "\n")
+            return
+        try:
+            same = read_json(file) == own
+        except ValueError as error:
+            raise UserError(f"{file}: not readable ({error}). Choose another --out, or remove this one.") from error
+        if not same:
+            raise UserError(
+                f"--out {directory}: its answers are of a model or head with other weights. Choose another directory, "
+                "or remove this one."
+            )
+
+    on_first(claim)
+
+
+def resumed(
+    file: Path | None, read: Callable[[Path], Value], compute: Callable[[], Value], write: Callable[[Path, Value], None]
+) -> Value:
+    """The value in `file`, if it is there; otherwise computes and writes it. None: computes it."""
+    if file is not None and on_first(file.is_file):
+        return read(file)
+    value = compute()
+    if file is not None:
+        on_first(functools.partial(write, file, value))
+    return value
+
+
+def write_answers(file: Path, answers: Answers) -> None:
+    file.parent.mkdir(exist_ok=True)
+    fields = answers._asdict()
+    fields |= {f"harness_{name}": value for name, value in fields.pop("harness").items()}
+    with new_file(file) as out:
+        np.savez_compressed(out, **fields)
+
+
+def read_answers(file: Path) -> Answers:
+    """Reads what `write_answers` wrote; raises `UserError` if the file is damaged."""
+    try:
+        with np.load(file) as arrays:
+            fields: dict[str, Any] = {name: arrays[name] for name in Answers._fields if name != "harness"}
+            prefix = "harness_"
+            harness = {name.removeprefix(prefix): arrays[name] for name in arrays.files if name.startswith(prefix)}
+        answers = Answers(**{**fields, "too_long": int(fields["too_long"])}, harness=harness)
+        shape = answers.confidence.shape
+        per_method = [getattr(answers, name) for name in _PER_METHOD]
+        per_question = [*(getattr(answers, name) for name in _PER_QUESTION), *harness.values()]
+        if len(shape) != 2 or any(rows.shape != shape or rows.dtype.kind not in "fi" for rows in per_method):
+            raise ValueError("expected numbers of every method and question")
+        if any(column.shape != shape[1:] for column in per_question):
+            raise ValueError(f"expected columns of {shape[1]} questions")
+        if not all((rows >= 0).all() and (rows <= 1 + 1e-6).all() for rows in (answers.confidence, answers.correct)):
+            raise ValueError("expected confidences and judgements from 0 to 1")
+        return answers
+    except Exception as error:  # of zipfile, zlib, tokenize and numpy, as of an array that fits no memory
+        raise UserError(f"{file}: not answers ({error}). Remove this file to ask its questions again.") from error
+
+
+def write_table(file: Path, names: Sequence[str], answers: Answers) -> None:
+    """Writes a line per question, as `compare` and `decide` read it.
+
+    `confidence` and `correct` are those of the first method. Each method has a column with its confidence, and
+    `correct_NAME` where methods choose differently.
+    """
+    details = [json.loads(text) for text in answers.details.tolist()]
+    if not all("label" in row for row in details):
+        details = [{key: row[key] for key in ("right", "options") if key in row} for row in details]
+    columns: dict[str, Any] = {"question": answers.question, "answer": answers.answer}
+    if all(answers.subject):
+        columns["category"] = answers.subject
+    columns |= {"confidence": answers.confidence[0], "correct": answers.correct[0]}
+    columns |= dict(zip(names, answers.confidence, strict=True))
+    if (answers.correct != answers.correct[0]).any():
+        columns |= {f"correct_{name}": correct for name, correct in zip(names, answers.correct, strict=True)}
+    lists = [(x if x.dtype.kind == "U" else x.astype(np.float64)).tolist() for x in columns.values()]
+    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*lists, strict=True)]
+    write_rows(file, lambda: iter([{**row, **more} for row, more in zip(rows, details, strict=True)]))
+
+
+def write_fit(file: Path, fit: TemperatureFit) -> None:
+    file.parent.mkdir(exist_ok=True)
+    write_file(file, json.dumps(seal(fit._asdict())) + "\n")
+
+
+def read_fit(file: Path) -> TemperatureFit:
+    """Reads what `write_fit` wrote; raises `UserError` if the file is damaged."""
+    try:
+        fit = TemperatureFit(**unseal(read_json(file)))
+        return fit._replace(scales=tuple(map(float, fit.scales)))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{file}: not a fitted temperature ({error}). Remove this file to fit it again.") from error
+
+
+def write_samples(file: Path, samples: Samples) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_file(file, json.dumps(seal({"samples": samples})))
+
+
+def read_samples(file: Path, questions: int, count: int) -> Samples:
+    """Reads `count` samples of each question; raises `UserError` if the file is damaged or has another number."""
+    try:
+        rows = [[(text, float(mean)) for text, mean in row] for row in unseal(read_json(file))["samples"]]
+        if [len(row) for row in rows] != [count] * questions:
+            raise ValueError("another number of samples")
+        if not all(isinstance(text, str) and -math.inf < mean <= 0 for row in rows for text, mean in row):
+            raise ValueError("not a text and its mean log-probability")
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{file}: expected {count} samples of each of {questions} questions ({error}). Remove this file to draw "
+            "them again."
+        ) from error
+    return rows

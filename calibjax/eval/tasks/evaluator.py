@@ -1,0 +1,519 @@
+"""One task of lm-eval, from top to bottom: requests, log-likelihoods, confidence under each head, answers."""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from calibjax import recalibrate
+from calibjax.eval.answers.clusters import clusters_of, find_clustering
+from calibjax.eval.answers.confidence import answer_confidence, semantic_confidence
+from calibjax.eval.answers.judges import find_judge, references
+from calibjax.eval.answers.methods import METHODS, Evidence
+from calibjax.eval.answers.probes import PROBES, answer_features
+from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, Stated, TwoWay
+from calibjax.eval.tasks.answer_files import Answers, Samples, TemperatureFit, read_samples, resumed, write_samples
+from calibjax.eval.tasks.continuation import Continued, continue_contexts, room_for_context
+from calibjax.eval.tasks.scoring import Continuation, Score
+from calibjax.models.generate import Sampling
+from calibjax.recalibrate import Predictions
+from calibjax.runtime.context import RunContext
+from calibjax.runtime.distributed import check_same, from_first
+from calibjax.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
+    from calibjax.eval.tasks.harness import HarnessLM
+    from calibjax.eval.tasks.local_data import BenchmarkTask
+    from calibjax.eval.tasks.options import TasksOptions
+
+BATCH = 256
+"""Questions whose log-probabilities are stored at a time."""
+_MAX_CALIBRATION = 1_000
+"""Largest number of questions of a part that a temperature or a probe is fitted on."""
+_REPLY_TOKENS = 12
+_confidence = jax.jit(answer_confidence, static_argnums=0)
+
+
+class Batch(NamedTuple):
+    """Up to `BATCH` questions of a part of a task, as requests.
+
+    Attributes:
+        part: name of the part.
+        task: definition of the part.
+        subject: of questions that have no column category.
+        numbers: indices of the questions in the task's data, with those that are left out.
+        documents, prompts: of each question that the model can read.
+        options: of multiple choice, what is scored: a continuation for each option of each question.
+    """
+
+    part: str
+    task: "ConfigurableTask"
+    subject: str
+    numbers: list[int]
+    documents: list[Any]
+    prompts: list[Any]
+    options: list[list[Continuation]]
+
+
+class Written(NamedTuple):
+    """Answers that the model wrote to a batch: the questions without examples, the tokens of the prompts as far as they
+    are read, how many tokens of each prompt are not, and the answers."""
+
+    questions: list[str]
+    contexts: list[list[int]]
+    cut: list[int]
+    answers: list[Continued]
+
+    def texts(self) -> list[str]:
+        return [answer.text.strip() for answer in self.answers]
+
+
+class TaskEvaluator:
+    """Evaluates a model on one task.
+
+    Args:
+        model: the model with its heads; the first head is that of the harness's own metrics.
+        name: of the task.
+        task: its parts.
+        options: with the preset applied (`TasksOptions.resolved`).
+        context: seed and log; with a directory, samples are saved there.
+
+    Attributes:
+        probe_names: probes among the confidences.
+        fit: temperature scaling over the options, applied to their log-likelihoods; None: none.
+        probes: name -> parameters of each fitted probe.
+    """
+
+    def __init__(
+        self, model: "HarnessLM", name: str, task: "BenchmarkTask", options: "TasksOptions", context: RunContext
+    ):
+        self.model, self.name, self.task, self.options, self.context = model, name, task, options, context
+        self.judge, self.clustering = find_judge(options.judge), find_clustering(options.same, model.lm)
+        written = all(part.OUTPUT_TYPE == "generate_until" for part in task.parts.values())
+        self.probe_names = [method for method in options.confidence if method in PROBES and written]
+        self.fit: TemperatureFit | None = None
+        self.probes: Mapping[str, Any] = {}
+
+    # Requests.
+
+    def check(self) -> None:
+        """Raises `UserError` if a part is neither multiple choice nor free text, has too few examples, or allows longer
+        answers than the model's context."""
+        for task in self.task.parts.values():
+            kind, name, shots = task.OUTPUT_TYPE, task.config.task, self.shots(task)
+            if self.options.fit and kind != "multiple_choice":
+                raise UserError(f"task {name}: --fit fits a temperature over options, and this task has none.")
+            if kind not in ("multiple_choice", "generate_until"):
+                raise UserError(f"task {name}: expected multiple choice or free text, got {kind}.")
+            split = _example_split(task)
+            evaluated = task.config.test_split or task.config.validation_split
+            examples = 0 if split is None or split == evaluated else len(task.dataset[split])
+            if shots > examples:
+                raise UserError(
+                    f"task {name}: {shots} examples before a question are asked for, and its data has {examples}. Give "
+                    "--shots 0."
+                )
+            if kind == "generate_until":
+                room_for_context(self.generation_options(task)["max_new_tokens"], self.model.max_length)
+
+    def shots(self, task: "ConfigurableTask") -> int:
+        """Returns the number of examples before a question."""
+        shots = self.options.shots_for(self.name)
+        return task.config.num_fewshot or 0 if shots is None else shots
+
+    def question_numbers(self, task: "ConfigurableTask") -> list[int]:
+        """Indices of the questions to evaluate: up to `limit`, drawn from those that nothing is fitted on."""
+        numbers = np.arange(len(task.eval_docs))
+        if (self.options.fit or self.probe_names) and self.calibration_split(task) is None:
+            numbers = np.setdiff1d(numbers, _set_aside(len(numbers), self.context.seed))
+        count = min(len(numbers), self.options.limit or len(numbers))
+        chosen = np.random.default_rng(self.context.seed).choice(len(numbers), count, replace=False)
+        return numbers[np.sort(chosen)].tolist()
+
+    def calibration_split(self, task: "ConfigurableTask") -> str | None:
+        """Name of a split that is neither evaluated nor the source of examples; None if there is none."""
+        evaluated = task.config.test_split or task.config.validation_split
+        examples = _example_split(task) if self.shots(task) else None
+        splits = (task.config.validation_split, task.config.training_split, task.fewshot_cfg.split)
+        return next((split for split in splits if split and split not in (evaluated, examples)), None)
+
+    def calibration_questions(self, task: "ConfigurableTask") -> tuple[Any, list[int]]:
+        """Documents, and indices of up to 1,000 of them to fit on, drawn with the seed.
+
+        They are those of `calibration_split`, or a fifth of the task's own, which `question_numbers` leaves out.
+        """
+        seed, split = self.context.seed, self.calibration_split(task)
+        if split is None:
+            documents: Any = task.eval_docs
+            numbers = _set_aside(len(documents), seed)
+        else:
+            process = task.config.process_docs
+            documents = task.dataset[split] if process is None else process(task.dataset[split])
+            numbers = np.arange(len(documents))
+        if len(numbers) > _MAX_CALIBRATION:
+            numbers = np.sort(np.random.default_rng((seed, 2)).choice(numbers, _MAX_CALIBRATION, replace=False))
+        return documents, numbers.tolist()
+
+    def requests(self, part: str, documents: Any, numbers: Sequence[int]) -> Iterator[Batch]:
+        """Yields the questions of a part with their prompts, without those that have an option too long to be read."""
+        task, lm = self.task.parts[part], self.model
+        subject = str(task.config.task_alias or part) if len(self.task.parts) > 1 else ""
+        for start in range(0, len(numbers), BATCH):
+            own = list(numbers[start : start + BATCH])
+            task.set_fewshot_seed(self.context.seed)
+            questions = [documents[number] for number in own]
+            prompts = [lm.prompt(task, question, self.shots(task)) for question in questions]
+            check_same([str(len(own)), *prompts], f"the questions of {task.config.task}")
+            options: list[list[Continuation]] = []
+            if task.OUTPUT_TYPE == "multiple_choice":
+                for question, prompt in zip(questions, prompts, strict=True):
+                    requests: Any = task.construct_requests(question, prompt, apply_chat_template=lm.chat is not None)
+                    options.append([lm.encode(*request.args) for request in requests])
+                readable = [n for n, pairs in enumerate(options) if max(len(p.tokens) for p in pairs) <= lm.max_length]
+                questions, prompts, options = ([rows[n] for n in readable] for rows in (questions, prompts, options))
+            yield Batch(part, task, subject, own, questions, prompts, options)
+
+    def _calibration_batches(self) -> list[Batch]:
+        parts = self.task.parts.items()
+        return [batch for name, task in parts for batch in self.requests(name, *self.calibration_questions(task))]
+
+    # Answers.
+
+    def answers(self, parts: Collection[str], tick: Callable[[int], Any]) -> Iterator[tuple[str, Answers]]:
+        """Asks the questions of some parts and yields the answers to each part, in any order.
+
+        Small parts are scored together: a batch has one shape however few questions are in it, and 57 subjects of 5
+        questions would otherwise fill a sixth of their batches.
+
+        Args:
+            parts: names of parts.
+            tick: called with the number of questions done.
+        """
+
+        def choose(batches: Sequence[Batch]) -> list[Answers]:
+            results = [self._chosen(*scored) for scored in self._score_options(batches)]
+            tick(sum(len(batch.numbers) for batch in batches))
+            return results
+
+        def write(batch: Batch) -> Answers:
+            result = self._written(batch)
+            tick(len(batch.numbers))
+            return result
+
+        together: list[Batch] = []
+        for part in parts:
+            task = self.task.parts[part]
+            numbers = self.question_numbers(task)
+            batches = self.requests(part, task.eval_docs, numbers)
+            if task.OUTPUT_TYPE != "multiple_choice":
+                yield part, Answers.join([write(batch) for batch in batches])
+            elif len(numbers) > BATCH:
+                yield part, Answers.join([choose([batch])[0] for batch in batches])
+            else:
+                if sum(len(batch.numbers) for batch in together) + len(numbers) > BATCH:
+                    yield from zip([batch.part for batch in together], choose(together), strict=True)
+                    together = []
+                together += batches
+        yield from zip([batch.part for batch in together], choose(together), strict=True)
+
+    # Multiple choice.
+
+    def _score_options(
+        self, batches: Sequence[Batch]
+    ) -> Iterator[tuple[Batch, list[list[Score]], Float[np.ndarray, "M _ K"]]]:
+        """Yields each batch, the scores of its options, and their log-likelihoods under each head, padded with −inf.
+
+        An option's log-likelihood is summed over its tokens, or their mean (`options_per_token`).
+        """
+        flat = [pair for batch in batches for pairs in batch.options for pair in pairs]
+        remaining = iter(self.model.scorer.score(flat))
+        for batch in batches:
+            scores = [list(islice(remaining, len(pairs))) for pairs in batch.options]
+            width = max(-(-max(map(len, scores), default=1) // 4) * 4, 4)  # few shapes
+            log_probs = np.full((len(self.model.heads), BATCH, width), -np.inf, np.float32)
+            for question, options in enumerate(scores):
+                for place, score in enumerate(options):
+                    total = score.log_probs.sum(axis=1)
+                    per_token = self.options.options == "options_per_token"
+                    log_probs[:, question, place] = total / score.log_probs.shape[1] if per_token else total
+            yield batch, scores, log_probs
+
+    def _confidences(self, method: Any, log_probs: Float[np.ndarray, "M _ K"]) -> Float[np.ndarray, "M _"]:
+        there = np.isfinite(log_probs)
+        return np.stack([_confidence(method, *pair) for pair in zip(log_probs, there, strict=True)])
+
+    def _chosen(self, batch: Batch, scores: list[list[Score]], log_probs: Float[np.ndarray, "M _ K"]) -> Answers:
+        """The most likely options and their confidence."""
+        task, method, n = batch.task, self.options.options, len(batch.documents)
+        if self.fit is not None:
+            log_probs = np.asarray(self.fit.scales, np.float32)[:, None, None] * log_probs
+        confidence = self._confidences(method, log_probs)[:, :n]
+        log_probs = log_probs[:, :n]
+        choice = log_probs.argmax(axis=-1)
+        distribution = log_probs
+        if method != "full_vocabulary":
+            distribution = log_probs - np.logaddexp.reduce(log_probs, axis=-1, keepdims=True)
+        correct, log_prob = np.zeros(choice.shape, np.float32), np.full(choice.shape, np.nan, np.float32)
+        harness, texts = [], []
+        for number, (document, own) in enumerate(zip(batch.documents, scores, strict=True)):
+            right, options = right_options(task, document), [str(option) for option in task.doc_to_choice(document)]
+            details: dict[str, Any] = {"right": [options[place] for place in right], "options": options}
+            correct[:, number] = np.isin(choice[:, number], right)
+            if len(right) == 1:
+                log_prob[:, number] = distribution[:, number, right[0]]
+                if method != "full_vocabulary":
+                    details |= {"logits": log_probs[0, number, : len(options)].tolist(), "label": right[0]}
+            question = (
+                document.get("question") or document.get("query") if task.multiple_input else task.doc_to_text(document)
+            )
+            texts.append((str(question or ""), options[choice[0, number]], json.dumps(details)))
+            results = [(float(score.log_probs[0].sum()), bool(score.greedy.all())) for score in own]
+            harness.append(task.process_results(document, results))
+        columns = zip(*texts, strict=True) if texts else ((), (), ())
+        return Answers(
+            confidence,
+            correct,
+            choice.astype(np.int32),
+            log_prob,
+            _subjects(batch),
+            _numbers(harness),
+            np.array([max(score.cut for score in own) for own in scores], np.int32),
+            len(batch.numbers) - n,
+            *(np.array(column, str) for column in columns),
+        )
+
+    def fit_temperature(self) -> TemperatureFit:
+        """Fits temperature scaling over the options to each head but the first, on the calibration questions.
+
+        The factor s minimises the negative log-likelihood of the right option, −log softmax(s a)_right over the
+        options' log-likelihoods a (summed, or per token). It never changes the choice.
+
+        Raises:
+            UserError: no calibration question has exactly one right option.
+        """
+        rows, labels = [], []
+        for batch, _, log_probs in self._score_options(self._calibration_batches()):
+            for number, document in enumerate(batch.documents):
+                right = right_options(batch.task, document)
+                if len(right) == 1:
+                    rows.append(log_probs[:, number])
+                    labels.append(right[0])
+        parts = self.task.parts
+        if not labels:
+            raise UserError(f"--fit: no calibration question of {', '.join(parts)} has exactly one right option.")
+        width = max(row.shape[1] for row in rows)
+        rows = [np.pad(row, ((0, 0), (0, width - row.shape[1])), constant_values=-np.inf) for row in rows]
+        scales = [1.0]
+        for logits in np.stack(rows, axis=1)[1:]:
+            state = recalibrate.METHODS["temperature"].fit(Predictions(logits=logits, labels=np.asarray(labels)))
+            scales.append(float(np.exp(state.log_scale)))
+        splits = {self.calibration_split(task) for task in parts.values()}
+        own = "a fifth of the questions, which are not asked"
+        return TemperatureFit(
+            tuple(scales), len(labels), own if None in splits else ", ".join(sorted(map(str, splits)))
+        )
+
+    # Written answers.
+
+    def generation_options(self, task: "ConfigurableTask") -> dict[str, Any]:
+        """Returns the arguments of `continue_contexts` for an answer: greedy, whatever the task requests."""
+        given: dict[str, Any] = dict(task.config.generation_kwargs or {})
+        if self.options.max_new_tokens is not None:
+            given = {name: value for name, value in given.items() if not name.startswith("max_")}
+            given["max_gen_toks"] = self.options.max_new_tokens
+        return {**self.model.generation_options(given), "sampling": Sampling()}
+
+    def _write(self, batch: Batch) -> Written:
+        """Greedy answers, and the contexts that they are scored in: those in which they were generated."""
+        options = self.generation_options(batch.task)
+        whole = [self.model.tok_encode(prompt + self.model.word_end) for prompt in batch.prompts]
+        room = room_for_context(options["max_new_tokens"], self.model.max_length)
+        contexts = [context[-room:] for context in whole]
+        cut = [len(context) - len(read) for context, read in zip(whole, contexts, strict=True)]
+        answers = dict(continue_contexts(self.model.lm, contexts, **options))
+        questions = [str(batch.task.doc_to_text(document)) for document in batch.documents]
+        return Written(questions, contexts, cut, [answers[number] for number in range(len(contexts))])
+
+    def _judge(self, batch: Batch, texts: Sequence[Sequence[str]]) -> Float[np.ndarray, "N K"]:
+        """Judgements of K answers to each question, in one process only: a judge may cost money, and may judge
+        differently when it is called again."""
+        rows = list(zip(batch.prompts, texts, map(references, batch.documents), strict=True))
+        return from_first(
+            lambda: [[self.judge(prompt, text, right) for text in own] for prompt, own, right in rows],
+            np.zeros((len(texts), len(texts[0]) if texts else 1), np.float32),
+        )
+
+    def _written(self, batch: Batch) -> Answers:
+        """Written answers, and their confidence by the probability of their tokens and by the further methods."""
+        written, n = self._write(batch), len(batch.documents)
+        pairs = zip(written.contexts, written.answers, strict=True)
+        scores = self.model.scorer.score([Continuation(context, answer.tokens) for context, answer in pairs])
+        shape = (len(self.model.heads), BATCH, self.generation_options(batch.task)["max_new_tokens"])
+        log_probs = np.full(shape, -np.inf, np.float32)
+        for number, score in enumerate(scores):
+            log_probs[:, number, : score.log_probs.shape[1]] = score.log_probs
+        confidence = self._confidences(self.options.text, log_probs)[:, :n]
+        if self.options.confidence and n:
+            confidence = np.concatenate([confidence, self._further_confidences(batch, written, log_probs[0, :n])])
+        correct = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
+        texts, documents = written.texts(), batch.documents
+        return Answers(
+            confidence,
+            np.broadcast_to(correct, confidence.shape).copy(),
+            np.full(confidence.shape, -1, np.int32),
+            np.full(confidence.shape, np.nan, np.float32),
+            _subjects(batch),
+            _numbers([batch.task.process_results(*pair) for pair in zip(documents, ([t] for t in texts), strict=True)]),
+            np.array(written.cut, np.int32),
+            0,
+            np.array(written.questions, str),
+            np.array(texts, str),
+            np.array([json.dumps({"right": list(references(document))}) for document in documents], str),
+        )
+
+    def _further_confidences(
+        self, batch: Batch, written: Written, log_probs: Float[np.ndarray, "N T"]
+    ) -> Float[np.ndarray, "Q N"]:
+        """The confidences of `options.confidence`; `log_probs`: of the answers' tokens under the base model."""
+        names, texts = self.options.confidence, written.texts()
+        evidence: dict[str, Any] = {"tokens": log_probs}
+        if any("clusters" in METHODS[name].reads for name in names):
+            samples = self._samples(batch, written)
+            sampled = [[text for text, _ in row] for row in samples]
+            pair = clusters_of(self.clustering, written.questions, texts, sampled)
+            evidence["clusters"], evidence["answer"] = pair
+            evidence["sample_log_probs"] = np.array([[mean for _, mean in row] for row in samples], np.float32)
+        features = self._features(written, {PROBES[name].feature for name in self.probe_names})
+        rows = []
+        for name in names:
+            if name in PROBES:
+                fitted = self.probes[name]
+                evidence["log_odds"] = features[PROBES[name].feature] @ fitted["weights"] + fitted["bias"]
+            elif name in TWO_WAY:
+                evidence["two_way"] = self._reply_log_probs(TWO_WAY[name], written)
+            elif name in STATED:
+                evidence["stated"] = self._stated(name, STATED[name], written)
+            method = METHODS[name]
+            fields = {field: evidence[field] for field in method.reads}
+            rows.append(np.asarray(jax.jit(method.function)(Evidence(**fields)), np.float32))
+        return np.stack(rows)
+
+    def _samples(self, batch: Batch, written: Written, suffix: str = "") -> Samples:
+        """Samples of each question, which depend on nothing but its number, its context and the seed."""
+        count, directory, lm = self.options.samples, self.context.directory, self.model
+        options = self.generation_options(batch.task)
+        head = list(lm.heads.values())[-1] if self.options.sample_calibrated else None
+        sampling = Sampling(
+            temperature=self.options.sampling_temperature,
+            key=jax.random.key(self.context.seed),
+            count=count,
+            numbers=tuple(batch.numbers),
+            calibrated=head is not None,
+        )
+        options |= {"sampling": sampling, "head": head, "batch_size": max(options["batch_size"] // count, 1)}
+
+        def draw() -> Samples:
+            samples: Samples = [[] for _ in batch.numbers]
+            for number, continued in continue_contexts(lm.lm, written.contexts, **options):
+                samples[number].append((continued.text.strip(), float(np.mean(continued.log_probs))))
+            return samples
+
+        file = None
+        if directory is not None and batch.numbers:
+            file = directory / "answers" / "samples" / f"{batch.part}{suffix}-{batch.numbers[0]}.json"
+        return resumed(file, lambda file: read_samples(file, len(batch.numbers), count), draw, write_samples)
+
+    def _features(self, written: Written, names: Collection[str]) -> dict[str, Float[np.ndarray, "N F"]]:
+        tokens = [answer.tokens for answer in written.answers]
+        return answer_features(self.model.lm, written.contexts, tokens, names)
+
+    def _prompts(self, template: str, written: Written) -> list[str]:
+        """Prompts that show the model its own answers."""
+        pairs = zip(written.questions, written.texts(), strict=True)
+        return [self.model.message(template.format(question=question, answer=text)) for question, text in pairs]
+
+    def _reply_log_probs(self, question: TwoWay, written: Written) -> Float[np.ndarray, "N 2"]:
+        """Log-probability of the reply for an answer and of that against it."""
+        replies = [question.yes, question.no]
+        if self.model.chat is not None:
+            replies = [reply.strip() for reply in replies]
+        prompts = self._prompts(question.prompt, written)
+        scores = self.model.scorer.score([self.model.encode(prompt, reply) for prompt in prompts for reply in replies])
+        return np.array([score.log_probs[0].sum() for score in scores], np.float32).reshape(-1, 2)
+
+    def _stated(self, name: str, question: Stated, written: Written) -> Float[np.ndarray, " N"]:
+        """The confidence in each reply; NaN for those that cannot be read, whose number is logged."""
+        lm = self.model
+        room = room_for_context(_REPLY_TOKENS, lm.max_length)
+        contexts = [lm.tok_encode(prompt)[-room:] for prompt in self._prompts(question.prompt, written)]
+        options: dict[str, Any] = {"max_new_tokens": _REPLY_TOKENS, "batch_size": lm.scorer.batch_size}
+        replies = dict(continue_contexts(lm.lm, contexts, until=["\n"], **options))
+        values = [question.read(replies[number].text) for number in range(len(contexts))]
+        if unread := values.count(None):
+            self.context.log(f"{name}: {unread:,} of {len(values):,} replies could not be read; their confidence is .5")
+        return np.array([np.nan if value is None else value for value in values], np.float32)
+
+    def probe_data(self, names: Sequence[str]) -> dict[str, tuple[Float[np.ndarray, "N F"], Float[np.ndarray, " N"]]]:
+        """Answers the calibration questions: probe -> its features and their targets in [0, 1], of N answers."""
+        batches = self._calibration_batches()
+        if not batches:
+            parts = ", ".join(self.task.parts)
+            raise UserError(f"--confidence {', '.join(names)}: {parts} has no questions to fit on.")
+        features: list[dict[str, np.ndarray]] = []
+        targets: list[dict[str, np.ndarray]] = []
+        needed = {PROBES[name].target for name in names}
+        for batch in batches:
+            written, own = self._write(batch), {}
+            features.append(self._features(written, {PROBES[name].feature for name in names}))
+            if "correct" in needed:
+                own["correct"] = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
+            samples = self._samples(batch, written, "-fit") if needed & {"agreement", "capability"} else []
+            texts = [[text for text, _ in row] for row in samples]
+            if "agreement" in needed:
+                clusters = clusters_of(self.clustering, written.questions, written.texts(), texts)
+                own["agreement"] = np.asarray(semantic_confidence(*map(jnp.asarray, clusters)))
+            if "capability" in needed:
+                own["capability"] = self._judge(batch, texts).mean(axis=1)
+            targets.append(own)
+
+        def joined(rows: list[dict[str, np.ndarray]], key: str) -> np.ndarray:
+            return np.concatenate([row[key] for row in rows])
+
+        return {name: (joined(features, PROBES[name].feature), joined(targets, PROBES[name].target)) for name in names}
+
+
+def _set_aside(count: int, seed: int) -> Int[np.ndarray, " n"]:
+    """A fifth of `count` questions, drawn at random, to fit on."""
+    return np.sort(np.random.default_rng((seed, 1)).choice(count, count // 5, replace=False))
+
+
+def _example_split(task: "ConfigurableTask") -> str | None:
+    splits = (task.fewshot_cfg.split, task.config.training_split, task.config.validation_split)
+    return next((split for split in splits if split and split != task.config.test_split), None)
+
+
+def right_options(task: "ConfigurableTask", document: dict[str, Any]) -> list[int]:
+    """Returns the correct options of a question; several in TruthfulQA's mc2."""
+    if task.config.task == "truthfulqa_mc2":
+        return np.flatnonzero(document["mc2_targets"]["labels"]).tolist()
+    right: Any = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+    choices = task.doc_to_choice(document)
+    answers = right if isinstance(right, list) else [right]
+    return [choices.index(answer) if isinstance(answer, str) else int(answer) for answer in answers]
+
+
+def _subjects(batch: Batch) -> np.ndarray:
+    return np.array([str(document.get("category", batch.subject)) for document in batch.documents], str)
+
+
+def _numbers(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Returns the metrics that have one number per question."""
+    names = [name for name in (rows[0] if rows else {}) if all(np.ndim(row[name]) == 0 for row in rows)]
+    return {name: np.array([float(row[name]) for row in rows]) for name in names}

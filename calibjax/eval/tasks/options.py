@@ -1,0 +1,123 @@
+"""Options of `evaluate_tasks`, and the protocols of the papers as presets."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from calibjax.eval.answers.clusters import find_clustering
+from calibjax.eval.answers.confidence import OptionConfidence, TextConfidence
+from calibjax.eval.answers.judges import STRING_MATCH, find_judge
+from calibjax.eval.answers.methods import METHODS
+from calibjax.eval.answers.probes import PROBES
+from calibjax.models.generate import TEMPERATURES
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, BatchSize, Bins, Count, Range, named
+
+Temperature = Annotated[float, Range(*TEMPERATURES)]
+
+
+class Preset(NamedTuple):
+    """A protocol: examples before a question of each task (others: as the task says), confidences, bins."""
+
+    shots: Mapping[str, int]
+    options: OptionConfidence
+    text: TextConfidence
+    bins: int
+    closed: Literal["right", "left", "none"]
+
+
+PRESETS = {
+    "plain": Preset({}, "options", "length_normalised", 15, "right"),
+    "ats": Preset({"mmlu": 5}, "options", "arithmetic_mean", 15, "none"),
+    "label-smoothing": Preset({}, "full_vocabulary", "length_normalised", 15, "right"),
+}
+"""The harness's own prompts; arXiv 2409.19817; arXiv 2508.00264. docs/benchmarks.md says what each is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TasksOptions:
+    """Options of `evaluate_tasks`.
+
+    Attributes:
+        fit: fit temperature scaling over the options of each task, on calibration questions of the task: a split that
+            is neither asked nor gives examples, or else a fifth of the questions, which are then not asked. Of a head,
+            too, the options' log-likelihoods get a fitted temperature. Tasks of written answers have no options.
+        preset: how prompts are built and confidence is read: plain (zero-shot, softmax over the options), ats
+            (5-shot MMLU, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
+            label-smoothing (probability of the option among the whole vocabulary).
+        assets: folder whose data/ holds the questions; by default CALIBJAX_ASSETS.
+        shots: examples before each question of every task.
+        options: confidence of a chosen option, in place of the preset's: options (by summed log-likelihoods),
+            options_per_token (by their mean per token, for options of different lengths), margin (over the second),
+            negentropy (of the options' distribution) or full_vocabulary.
+        text: confidence of a written answer, in place of the preset's.
+        confidence: further confidences in written answers, such as consistency, semantic_entropy, p_true, verbalised or
+            probe_correct_answer (docs/answers.md), separated by commas or spaces; they are rows of the tables, and
+            columns of answers/TASK.jsonl. Probes are fitted on calibration questions, as --fit has them, and kept in
+            probes/.
+        samples: answers sampled for each question, where a confidence needs them.
+        sampling_temperature: temperature of these samples.
+        sample_calibrated: draw them from the calibrated distribution of --head; otherwise from the base model's.
+        same: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of the model's
+            hidden states), or package.module:function.
+        judge: how written answers are judged: string-match, a model (directory or hub id) that is asked, or
+            package.module:function.
+        max_new_tokens: largest number of tokens of a written answer.
+        limit: use only so many questions of each task (of MMLU: of each subject), drawn at random.
+        batch_size: rows per step, rounded up to a multiple of the mesh axes data and fsdp.
+        max_length: largest number of tokens that the model reads; longer prompts lose their start.
+        bins: number of equal-width bins of the expected calibration error, in place of the preset's.
+        closed: the bin of a confidence on an edge, in place of the preset's.
+    """
+
+    fit: bool = False
+    preset: Literal["plain", "ats", "label-smoothing"] = "plain"
+    assets: Path | None = None
+    shots: Annotated[int, Range(0, INT_MAX)] | None = None
+    options: OptionConfidence | None = named("option-confidence", None)
+    text: TextConfidence | None = named("text-confidence", None)
+    confidence: tuple[str, ...] = ()
+    samples: Annotated[int, Range(2, 1024)] = 8
+    sampling_temperature: Temperature = 1.0
+    sample_calibrated: bool = False
+    same: str = "normalised"
+    judge: str = STRING_MATCH
+    max_new_tokens: Count | None = None
+    limit: Count | None = None
+    batch_size: BatchSize = dataclasses.field(default=32, metadata=NOT_IDENTITY)
+    max_length: Count | None = None
+    bins: Bins | None = dataclasses.field(default=None, metadata=NOT_IDENTITY)
+    closed: Literal["right", "left", "none"] | None = dataclasses.field(default=None, metadata=NOT_IDENTITY)
+
+    def check_methods(self, heads: bool) -> None:
+        """Raises `UserError` for options that are unknown or cannot be used together."""
+        if self.fit and self.resolved().options == "full_vocabulary":
+            raise UserError("--fit: expected a confidence among the options; give --option-confidence options.")
+        if self.sample_calibrated and not heads:
+            raise UserError("--sample-calibrated: expected --head, whose distribution is sampled.")
+        if self.fit and set(self.confidence) & set(PROBES):
+            raise UserError(
+                "--fit: it is for the options of multiple choice, and probes for written answers: run each."
+            )
+        unknown = [name for name in self.confidence if name not in METHODS]
+        if unknown:
+            raise UserError(f"--confidence {', '.join(unknown)}: expected some of {', '.join(METHODS)}.")
+        find_judge(self.judge)
+        if self.same != "hidden":
+            find_clustering(self.same)
+
+    def resolved(self) -> "TasksOptions":
+        """The options with those of the preset filled in; for `shots` see `shots_for`."""
+        preset = PRESETS[self.preset]
+        return dataclasses.replace(
+            self,
+            options=self.options or preset.options,
+            text=self.text or preset.text,
+            bins=self.bins or preset.bins,
+            closed=self.closed or preset.closed,
+        )
+
+    def shots_for(self, task: str) -> int | None:
+        """Examples before a question of a task; None: as the task says."""
+        return PRESETS[self.preset].shots.get(task.removesuffix("_local")) if self.shots is None else self.shots
