@@ -296,7 +296,7 @@ def test_the_layer_of_vllm_compares_the_base_model(tmp_path, llama):
     for matrix, given, message in (
         (weight, hidden, None),
         (weight.flip(0), hidden, "another base model: the unembedding differs"),
-        (weight, torch.ones(3, 7), "hidden size 12, the model served has 7"),
+        (weight, torch.ones(3, 7), "hidden size 12, the model given has 7"),
     ):
         calibration = _Calibration(read_export(tmp_path / "head"))
         layer = SimpleNamespace(weight=matrix, shard_indices=shard)

@@ -10,7 +10,7 @@ import numpy as np
 from calibjax import metrics
 from calibjax.commands.common import ColumnOptions, JsonOptions
 from calibjax.data.table import PredictionTable, read_table, table_rows
-from calibjax.data.write import WRITTEN, write_rows
+from calibjax.data.write import WRITABLE, write_rows
 from calibjax.eval.compare.contenders import Outcome, uncalibrated
 from calibjax.eval.report.tables import UNCONVERGED, TextTable, short
 from calibjax.eval.report.terminal import print_result
@@ -44,8 +44,8 @@ class ApplyOptions(ColumnOptions, JsonOptions):
 
     def check(self) -> None:
         """Raises `UserError` for a file of another kind, one that cannot be written, or the table itself."""
-        if self.out.suffix not in WRITTEN:
-            raise UserError(f"--out {self.out}: expected a file ending in {', '.join(WRITTEN)}.")
+        if self.out.suffix not in WRITABLE:
+            raise UserError(f"--out {self.out}: expected a file ending in {', '.join(WRITABLE)}.")
         with about("--out"):
             check_new_file(self.out)
         if self.out.exists() and self.table.exists() and self.out.samefile(self.table):

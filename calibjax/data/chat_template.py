@@ -22,15 +22,11 @@ if TYPE_CHECKING:
 def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Returns `tokenizer.apply_chat_template(messages, tokenize=False, **options)`.
 
-    Args:
-        tokenizer: tokenizer with a chat template.
-        messages: at least one message, of JSON values, none of them null.
-        options: of JSON values: `add_generation_prompt`, `continue_final_message`, `tools`, `documents` and variables
-            of the template.
+    Messages, at least one, and options are JSON values, none of them null. Options are `add_generation_prompt`,
+    `continue_final_message`, `tools`, `documents` and variables of the template.
 
     Raises:
-        UserError: if the template raises an error, or takes more than `template_process.SECONDS` of time or `MEMORY`
-            bytes.
+        UserError: the template raises an error, or takes more than `template_process.SECONDS` or `MEMORY` bytes.
     """
     try:
         template = tokenizer.get_chat_template(tools=options.get("tools"))
@@ -80,13 +76,13 @@ class _Renderer:
         try:
             self._process.stdin.write(line)
             self._process.stdin.flush()
-            found = self._process.stdout.readline()
+            answer = self._process.stdout.readline()
         except BrokenPipeError:
-            found = ""
-        if not found:
+            answer = ""
+        if not answer:
             self.close()
             return None
-        return json.loads(found)
+        return json.loads(answer)
 
     def close(self) -> None:
         """Ends the process; the next request starts another."""

@@ -23,7 +23,7 @@ class Choices(NamedTuple):
     """Tokenised multiple-choice questions.
 
     Attributes:
-        sequences: one sequence per question; `where` is True only at its last input, whose target is the right letter.
+        sequences: one per question; `where` is True only at its last input, whose target is the right letter.
         letters: token ids of the letters, in the order of the choices.
         cue: text before the letter.
         subjects: subject of each question from the column "subject", "" if there is none.
@@ -50,25 +50,22 @@ def choice_sequences(
     """Renders questions without few-shot examples, and samples from those that fit the model's context.
 
     A question is `"{question}\\nA. {choice}\\nB. {choice}\\n...\\nAnswer: "` and a letter, the common format of MMLU
-    (Hendrycks et al., 2021, https://arxiv.org/abs/2009.03300). If some letter is not a single token there, the space,
-    the colon or both are omitted. All rows must have the same number of choices.
+    (Hendrycks et al., 2021, arXiv 2009.03300). If some letter is not a single token there, the space, the colon or both
+    are omitted. All rows must have the same number of choices.
 
     Args:
         rows: result of `read_source` with the columns question, choices and answer, and optionally subject.
         tokenizer: tokenizer of transformers.
         max_tokens: largest number of inputs of the model; longer questions are dropped.
-        limit: number of questions to keep, drawn at random without replacement. None: all.
+        limit: number of questions to draw at random, without replacement and in the order of the rows. None: all.
         seed: seed of the draw.
 
-    Returns:
-        The questions in the order of the rows.
-
     Raises:
-        UserError: if a row is not a question, a letter is never a single token, or no question is short enough.
+        UserError: a row is not a question, a letter is never a single token, or no question is short enough.
     """
     count = len(_choices(rows.first, rows.name))
     cue, letters = _letter_ids(tokenizer, count)
-    texts, answers, places, subjects = [], [], [], []
+    texts, places, subjects = [], [], []
     for place, row in rows.placed():
         choices, answer = _choices(row, place), row.get("answer")
         if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
@@ -81,8 +78,7 @@ def choice_sequences(
         if not is_text(text):
             raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
         texts.append(text)
-        answers.append(answer)
-        places.append(place)
+        places.append((place, letters[answer]))
         subjects.append(str(row.get("subject", "")))
     encoded: Any = tokenizer(texts, verbose=False)
     ids = [np.asarray(tokens, np.int32) for tokens in encoded["input_ids"]]
@@ -93,18 +89,18 @@ def choice_sequences(
             f"{rows.name}: every question is longer than the model's context of {max_tokens} tokens (the shortest "
             f"has {shortest}). Use a model with a longer context, or shorter questions."
         )
-    kept = short
+    chosen = short
     if limit is not None and limit < len(short):
-        kept = np.sort(np.random.default_rng(seed).choice(short, limit, replace=False))
-    for index in kept:
-        if ids[index][-1] != letters[answers[index]]:
-            raise UserError(f"{places[index]}: the last token of the question is not the letter.")
-    examples = [Example(ids[i], np.arange(len(ids[i])) == len(ids[i]) - 1, int(i)) for i in kept]
+        chosen = np.sort(np.random.default_rng(seed).choice(short, limit, replace=False))
+    for place, letter, tokens in ((*places[i], ids[i]) for i in chosen):
+        if tokens[-1] != letter:
+            raise UserError(f"{place}: the last token of the question is not the letter.")
+    examples = [Example(ids[i], np.arange(len(ids[i])) == len(ids[i]) - 1, int(i)) for i in chosen]
     return Choices(
-        sequences=make_sequences(examples, max(len(ids[i]) for i in kept), layout="pad"),
+        sequences=make_sequences(examples, max(len(ids[i]) for i in chosen), layout="pad"),
         letters=letters,
         cue=cue,
-        subjects=tuple(subjects[index] for index in kept),
+        subjects=tuple(subjects[i] for i in chosen),
         too_long=len(ids) - len(short),
         read=len(ids),
     )

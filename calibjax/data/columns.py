@@ -2,6 +2,7 @@
 
 import contextlib
 import decimal
+import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -35,14 +36,13 @@ _WORDS: dict[str, float] = {**dict.fromkeys(_RIGHT, 1.0), **dict.fromkeys(_WRONG
 _NULLS = ("none", "nan", "null", "n/a", "na", "<na>", "nat")
 _LARGEST = float(np.finfo(np.float32).max)
 _TINY = 1e-12  # lower bound of probabilities, so that logarithms are finite
-_LEAST_PERCENT = 10.0  # the maximum of a column of percentages is above it, so that ratings of 1 to 10 are none
+_LEAST_PERCENT = 10.0  # percentages have a maximum above it, ratings of 1 to 10 do not
 
 
 class ColumnReader:
-    """Turns columns of one file into arrays, and remembers which rows cannot be read.
+    """Turns columns of the file `path` into arrays, and remembers which rows cannot be read.
 
     Attributes:
-        path: the file, for messages.
         broken: bool `[N]`, the rows that cannot be read; they are left out if `skip_broken`.
         first_broken: what is wrong with the first of them.
         notes: lines that say how cells were read where that is a choice.
@@ -58,8 +58,7 @@ class ColumnReader:
         if not bad.any():
             return
         row = int(np.argmax(bad))
-        cell = cells[row]
-        message = f"{self.path}: {name}: row {row} holds {_shown(cell)}, expected {expected}"
+        message = f"{self.path}: {name}: row {row} holds {_shown(cells[row])}, expected {expected}"
         if not self.skip_broken:
             raise UserError(f"{message}. Correct or remove the row.")
         self.first_broken = self.first_broken or message
@@ -102,9 +101,10 @@ class ColumnReader:
         """
         values = self.numbers(name, cells, _WORDS if words else None).astype(np.float64)
         known = values[~self.broken]
+        within = known.size > 0 and known.min() >= 0 and _LEAST_PERCENT < known.max() <= 100
         if divisor != 1:
             values = values / divisor
-        elif not words and known.size and _are_percentages(known):
+        elif not words and within and not ((known > 0) & (known < 1)).any():
             values = values / 100
             self.notes.append(f"{name}: numbers from 0 to 100 are divided by 100")
         bad = np.asarray(~((values >= 0) & (values <= 1)) & ~self.broken)
@@ -117,13 +117,12 @@ class ColumnReader:
 
         A row without a label is refused: several of them would be taken for one group.
         """
-        if isinstance(cells, np.ndarray) and cells.ndim != 1:
-            raise UserError(f"{self.path}: {name}: expected one label for each row, got shape {cells.shape}.")
-        if (
-            isinstance(cells, np.ndarray) and cells.dtype.kind == "f"
-        ):  # with the digits of their dtype: .1, not .10000000149
-            cells = cells.astype(str).astype(np.float64)
-        texts = [_label(cell) for cell in (list(cells) if isinstance(cells, np.ndarray) else cells)]
+        if isinstance(cells, np.ndarray):
+            if cells.ndim != 1:
+                raise UserError(f"{self.path}: {name}: expected one label for each row, got shape {cells.shape}.")
+            if cells.dtype.kind == "f":  # with the digits of their dtype: .1, not .10000000149
+                cells = cells.astype(str).astype(np.float64)
+        texts = [_label(cell) for cell in cells]
         self.refuse(name, np.array([text is None for text in texts], bool), cells, "a label: Unicode text or a number")
         if words := {text for text in texts if text and text.casefold() in _NULLS}:
             self.notes.append(
@@ -194,7 +193,7 @@ def assign_columns(path: Path, names: Sequence[str], columns: Mapping[str, str])
     """Role -> column of the file, for the roles that it has; `columns` are those that the user named.
 
     Raises:
-        UserError: a role that there is not, a column that the file lacks, or several columns for one role.
+        UserError: an unknown role, a column that the file lacks, or several columns for one role.
     """
     assigned = {}
     shown = ", ".join(name if name == name.strip() else repr(name) for name in names[:12]) or "none"
@@ -208,21 +207,21 @@ def assign_columns(path: Path, names: Sequence[str], columns: Mapping[str, str])
         if role in assigned:
             continue
         exact = [name for name in names if name in spellings]
-        similar = exact or [name for name in names if _plain(name) in map(_plain, spellings)]
+        similar = [name for name in names if _plain(name) in map(_plain, spellings)]
         # Columns of one name in a CSV file have their numbers after it.
         numbered = [name for name in names if re.sub(r" \(\d+\)$", "", name) in spellings]
-        similar = similar or (numbered if len(numbered) > 1 else [])
-        if len(similar) > 1:
+        candidates = exact or similar or (numbered if len(numbered) > 1 else [])
+        if len(candidates) > 1:
             raise UserError(
-                f"{path}: several columns could be {role}: {', '.join(similar)}. Choose one: --columns {role}=NAME."
+                f"{path}: several columns could be {role}: {', '.join(candidates)}. Choose one: --columns {role}=NAME."
             )
-        if similar:
-            assigned[role] = similar[0]
+        if candidates:
+            assigned[role] = candidates[0]
     return assigned
 
 
-def options_of(path: Path, names: Sequence[str], prefix: str) -> list[str]:
-    """The columns prefix_0, prefix_1, ..., in their order; empty if there are none."""
+def option_columns(path: Path, names: Sequence[str], prefix: str) -> list[str]:
+    """The columns prefix_0, prefix_1, ..., in their order, if there are any."""
     pattern = re.compile(rf"{prefix}_(\d+)", re.IGNORECASE)
     by_number = {int(match[1]): name for name in names if (match := pattern.fullmatch(name.strip()))}
     if by_number and (sorted(by_number) != list(range(len(by_number))) or len(by_number) < 2):
@@ -232,14 +231,12 @@ def options_of(path: Path, names: Sequence[str], prefix: str) -> list[str]:
     return [by_number[k] for k in range(len(by_number))]
 
 
-def is_read(name: str, asked: Collection[str]) -> bool:
-    """Whether a column may have a role; `asked` are the names that the user gave to roles."""
-    spellings = (spelling for of_role in ROLES.values() for spelling in of_role)
+def is_read(name: str, named: Collection[str]) -> bool:
+    """Whether a column may have a role; `named` are the columns that the user gave, "NAME" or "NAME/100"."""
     return (
-        _plain(name) in map(_plain, spellings)
+        _plain(name) in map(_plain, itertools.chain(*ROLES.values()))
         or re.fullmatch(r"(logit|p)_\d+", name.strip(), re.IGNORECASE) is not None
-        or name in asked
-        or any(re.fullmatch(re.escape(name) + r"/[\d.]+", column) for column in asked)
+        or any(re.fullmatch(re.escape(name) + r"(/[\d.]+)?", column) for column in named)
     )
 
 
@@ -271,11 +268,6 @@ def _number(cell: Any, decimal_comma: bool, words: Mapping[str, float]) -> float
         raise ValueError(number)
     value = float(number.replace(",", ".") if decimal_comma else number)
     return value if number == text else value / 100
-
-
-def _are_percentages(values: np.ndarray) -> bool:
-    between = (values > 0) & (values < 1)
-    return bool(values.min() >= 0 and _LEAST_PERCENT < values.max() <= 100 and not between.any())
 
 
 def _label(cell: Any) -> str | None:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32
 
 from calibjax.data.formats import Format
-from calibjax.data.render import Rendered, make_render
+from calibjax.data.render import Rendered, render_row
 from calibjax.data.source import Rows, Skipped
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.progress import progress_bar
@@ -52,12 +52,12 @@ def tokenize_rows(
     max_tokens: int | None = None,
     skipped: Skipped | None = None,
 ) -> Iterator[Example]:
-    """Tokenises rows lazily, in batches of at most 1,000 rows and a million characters.
+    """Tokenises rows lazily, in batches of at most 1,000 rows and a million characters; yields one example per row.
 
     Plain text gives exactly `tokenizer(text)["input_ids"]`, and the loss includes every token but the first. A text of
     more than a million characters is tokenised in parts that overlap and are joined where both give the same tokens.
 
-    For prompts and conversations (see `make_render` for their text), the loss includes the answers of the assistant and
+    For prompts and conversations (see `render_row` for their text), the loss includes the answers of the assistant and
     the special token that ends each of them. If nothing follows the last answer, the tokenizer's end-of-sequence token
     is appended, if it has one.
 
@@ -65,15 +65,11 @@ def tokenize_rows(
         rows: result of `read_source`, or any sequence of dicts.
         format: result of `recognise`.
         tokenizer: tokenizer of `transformers`; it must be a fast one unless the rows are plain text.
-        max_tokens: tokens of a row that are needed; the rest of a text of more than a million characters is not
-            tokenised where it is plain text.
+        max_tokens: tokens of a row that are needed; the rest of a long plain text is not tokenised.
         skipped: counts the rows that are left out, if `rows.skip_broken`.
 
-    Returns:
-        An iterator over one example per row, in order.
-
     Raises:
-        UserError: if an option does not apply, or (while iterating) a row does not match the format.
+        UserError: an option does not apply, or (while iterating) a row does not match the format.
     """
     if not format.is_plain and not tokenizer.is_fast:
         raise UserError(
@@ -82,14 +78,13 @@ def tokenize_rows(
         )
     source = rows if isinstance(rows, Rows) else Rows(rows, "the data")
     skipped = Skipped() if skipped is None else skipped
-    render = make_render(format, tokenizer)
     # The output of a chat template already holds the special tokens.
     add_special_tokens = format.is_plain or format.prompt_template is not None or not tokenizer.chat_template
 
     def rendered() -> Iterator[Rendered]:
         for place, row in source.placed(skipped):
             try:
-                yield render(place, row)
+                yield render_row(row, format, tokenizer, place)
             except UserError as error:
                 if not source.skip_broken:
                     raise UserError(f"{error} To leave out such rows, give --skip-broken.") from error
@@ -146,14 +141,14 @@ def _encode(
     texts = [item.text for item in rendered]
     encoded: Any = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False, **options)
     ranges = encoded["offset_mapping"] if offsets else [None] * len(texts)
-    for ids, of_text in zip(encoded["input_ids"], ranges, strict=True):
-        yield np.asarray(ids, np.int32), None if of_text is None else np.asarray(of_text, np.int64).reshape(-1, 2)
+    for ids, places in zip(encoded["input_ids"], ranges, strict=True):
+        yield np.asarray(ids, np.int32), None if places is None else np.asarray(places, np.int64).reshape(-1, 2)
 
 
 def _encode_long(
     text: str, tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool, max_tokens: int | None
 ) -> _Encoded:
-    """Tokenises a text in parts, as far as its first `max_tokens` tokens; the result is that of the whole text.
+    """Tokenises a text in parts, up to `max_tokens` tokens; the result is that of the whole text.
 
     Each part begins within the one before it. In the middle of their overlap both have enough context to give the same
     tokens, and there they are joined; where they differ, a longer overlap is tried.
@@ -166,7 +161,7 @@ def _encode_long(
 
     before, after = _special_tokens(encode) if add_special_tokens else (np.zeros(0, np.int32),) * 2
     ids, offsets = encode(text[:_PART])
-    kept, count, end, overlap = [], len(before), min(_PART, len(text)), _OVERLAP
+    parts, count, end, overlap = [], len(before), min(_PART, len(text)), _OVERLAP
     while end < len(text) and (max_tokens is None or count + len(ids) < max_tokens):
         start = end - overlap
         more, more_offsets = encode(text[start : start + _PART])
@@ -183,12 +178,11 @@ def _encode_long(
                 ids, offsets = encode(text, add_special_tokens)
                 return ids[:max_tokens], offsets[:max_tokens]
             continue
-        kept.append((ids[:first], offsets[:first]))
+        parts.append((ids[:first], offsets[:first]))
         count += int(first)
         ids, offsets, overlap, end = more[other:], more_offsets[other:], _OVERLAP, min(start + _PART, len(text))
-    around = [np.zeros((len(x), 2), np.int64) for x in (before, after)]
-    parts = [(before, around[0]), *kept, (ids, offsets), (after, around[1])]
-    ids, offsets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    first, last = ((special, np.zeros((len(special), 2), np.int64)) for special in (before, after))
+    ids, offsets = (np.concatenate(arrays) for arrays in zip(first, *parts, (ids, offsets), last, strict=True))
     return ids[:max_tokens], offsets[:max_tokens]
 
 

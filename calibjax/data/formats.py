@@ -29,8 +29,7 @@ class Format:
     Attributes:
         kind: "text" for plain text, "document" for plain text that is a whole file, "instruction" or "prompt" for a
             prompt and its response, "chat" for a list of messages.
-        columns: columns that are read. The last one holds the text, the response or the messages; those before it hold
-            the prompt.
+        columns: columns that are read. The last one holds the text, the response or the messages; others the prompt.
         prompt_template: format string over the columns of the row, such as "{instruction} {input} ", which is the
             prompt in place of the chat template; for instructions and prompts.
         score_template_text: whether the loss includes what the chat template writes between its generation prompt and
@@ -60,21 +59,16 @@ def recognise(
     prompt_template: str | None = None,
     score_template_text: bool = False,
 ) -> Format:
-    """Recognises the format of rows.
-
-    The first format that matches the columns of the first row is used: chat, instructions, prompts, plain text.
+    """Returns the first format that matches the columns of the first row: chat, instructions, prompts, plain text.
 
     Args:
         rows: result of `read_source`, or any sequence of dicts.
         text_column: column to read as plain text, whatever other columns exist.
         prompt_template, score_template_text: fields of the format.
 
-    Returns:
-        The format.
-
     Raises:
-        UserError: if there are no rows, `text_column` is missing, no format matches the columns, or `prompt_template`
-            does not apply to the format or is not a format string.
+        UserError: there are no rows, `text_column` is missing, no format matches the columns, or `prompt_template` does
+            not apply to the format or is not a format string.
     """
     format = _recognise(rows, text_column)
     if prompt_template is not None:

@@ -17,16 +17,14 @@ from calibjax.runtime.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHORTEST, _LONGEST, _MULTIPLE = 128, 1024, 64
-"""Of the length that `choose_seq_len` returns, in tokens; longer sequences take much memory for attention."""
+_SHORTEST, _LONGEST, _MULTIPLE = 128, 1024, 64  # of the length that `choose_seq_len` returns, in tokens
 _ROWS_MEASURED = 1000
 
 
 def choose_seq_len(rows: Rows, format: Format, tokenizer: "PreTrainedTokenizerBase", max_positions: int | None) -> int:
-    """Returns a length of sequences that holds 95% of the rows.
+    """Returns a length of sequences that holds 95% of the first 1,000 rows, at most the model's `max_positions`.
 
-    It is the 95th percentile of the tokens of the first 1,000 rows, rounded up to a multiple of 64, and between 128 and
-    1,024; for plain text, which can be cut anywhere, 128. It is at most `max_positions`, the model's context.
+    It is a multiple of 64 between 128 and 1,024; for plain text, which can be cut anywhere, 128.
     """
     length = _SHORTEST
     if not format.is_plain:
@@ -45,37 +43,22 @@ def load_sequences(
     format: Format | None = None,
     max_sequences: int | None = None,
 ) -> tuple[Sequences, str]:
-    """Recognises the format of rows, tokenises them and makes sequences.
+    """Recognises the format of rows, unless it is given, tokenises them and makes sequences.
 
-    Args:
-        rows: result of `read_source`.
-        tokenizer: tokenizer of `transformers`.
-        seq_len: tokens per sequence; see `make_sequences`.
-        layout: "pack", "pad" or "full"; see `make_sequences`.
-        format: result of `recognise`; None: recognised here.
-        max_sequences: keep only the first `max_sequences` sequences.
+    For the arguments and errors see `recognise`, `tokenize_rows` and `make_sequences`.
 
     Returns:
         The sequences, and a description: a line with the format, the counts of rows, sequences, tokens and skipped
         rows, and the chat template; and a line on rows that were cut, if any were.
-
-    Raises:
-        UserError: as for `recognise`, `tokenize_rows` and `make_sequences`.
     """
     format = recognise(rows) if format is None else format
     count, skipped = _Count(seq_len), Skipped()
-    tokenised = tokenize_rows(
-        rows,
-        format,
-        tokenizer,
-        max_tokens=tokens_needed(seq_len, layout, max_sequences, format.kind == "document"),
-        skipped=skipped,
-    )
-    examples = count.watch(tokenised)
+    needed = tokens_needed(seq_len, layout, max_sequences, format.kind == "document")
+    examples = count.watch(tokenize_rows(rows, format, tokenizer, max_tokens=needed, skipped=skipped))
     sequences = make_sequences(examples, seq_len, layout=layout, max_sequences=max_sequences)
-    kept = len(np.unique(sequences.source)) if layout == "full" else count.predicted
+    used = len(np.unique(sequences.source)) if layout == "full" else count.predicted
     description = (
-        f"{rows.name}: {format}, {count.rows:,} rows read, {count.rows - kept:,} of them dropped "
+        f"{rows.name}: {format}, {count.rows:,} rows read, {count.rows - used:,} of them dropped "
         f"({'too short' if layout == 'full' else 'nothing to predict'}); {len(sequences.source):,} sequences of "
         f"{seq_len} tokens ({layout}), {int(sequences.where.sum()):,} tokens to predict"
     )
@@ -100,20 +83,17 @@ def load_text(
     text_column: str | None = None,
     max_sequences: int | None = None,
 ) -> Sequences:
-    """Reads a text, or takes token ids, as sequences of tokens for a model.
+    """Reads a text, or takes token ids, as `Sequences` of `seq_len` − 1 inputs and their targets for a model.
 
     Args:
         source: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id; or lists
             of token ids, one text each, of at least two tokens.
         lm: the `LanguageModel`; its tokenizer and its longest context are used.
-        seq_len: tokens per sequence, at least 2; None: a length that holds 95% of the rows with answers, 128 of plain
+        seq_len: tokens per sequence, at least 2; None: a length that holds 95% of the rows with answers, 128 for plain
             text; see `choose_seq_len`.
         layout: "pack", "pad" or "full"; see `calibjax.data.make_sequences`.
         text_column: read this column as plain text; by default the format is recognised.
         max_sequences: keep only the first sequences.
-
-    Returns:
-        `Sequences`, S of `seq_len` − 1 inputs and their targets.
 
     Raises:
         UserError: the source cannot be read, holds nothing to predict, or does not fit the model.
@@ -127,14 +107,8 @@ def load_text(
         if seq_len is None:
             # In the layout "full" shorter rows are dropped: it has a length of its own.
             seq_len = 128 if layout == "full" else choose_seq_len(rows, format, lm.tokenizer, longest)
-        return load_sequences(
-            rows,
-            lm.tokenizer,
-            seq_len=seq_len,
-            layout=layout,
-            format=format,
-            max_sequences=max_sequences,
-        )[0]
+        options: Any = {"layout": layout, "format": format, "max_sequences": max_sequences}
+        return load_sequences(rows, lm.tokenizer, seq_len=seq_len, **options)[0]
     seq_len = min(128, longest) if seq_len is None else seq_len
     return make_sequences(_examples(source, lm.config.vocab_size), seq_len, layout=layout, max_sequences=max_sequences)
 
@@ -152,10 +126,7 @@ def _examples(texts: Sequence[Sequence[int]], vocab_size: int) -> Iterator[Examp
 
 
 class _Count:
-    """Counts the examples that pass through `watch`: all, those with a token in the loss, and those that are cut.
-
-    Of the tokens in the loss, `scored`, those are `lost` that `make_sequences` leaves out.
-    """
+    """Counts the examples that pass through `watch`, and of the tokens in the loss those that are cut off."""
 
     def __init__(self, seq_len: int) -> None:
         self._seq_len = seq_len

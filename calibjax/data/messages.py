@@ -41,13 +41,12 @@ def read_conversation(row: Mapping[str, Any], format: Format, place: str) -> Con
     Raises:
         UserError: a message is none, or has parts that are no text, an unknown weight, or calls that cannot be read.
     """
-    parts: list[tuple[str, list[Any]]]
     options: dict[str, Any] = {}
     if format.kind == "chat" or isinstance(row.get(format.columns[0]), list):
         parts = [_turns(row, column, place) for column in format.columns]
         options = _template_options(row, place)
     else:
-        parts = _turns_of_texts(row, format, place)
+        parts = _text_turns(row, format, place)
     messages, answers = [], []
     if isinstance(row.get("system"), str) and row["system"]:
         messages.append({"role": "system", "content": string_at(row, "system", place)})
@@ -75,7 +74,7 @@ def _turns(row: Mapping[str, Any], column: str, place: str) -> tuple[str, list[A
     return where, list(turns)
 
 
-def _turns_of_texts(row: Mapping[str, Any], format: Format, place: str) -> list[tuple[str, list[Any]]]:
+def _text_turns(row: Mapping[str, Any], format: Format, place: str) -> list[tuple[str, list[Any]]]:
     """A prompt and its response as messages, after those of the column `history`: pairs of prompt and response."""
     prompt, *inputs, response = format.columns
     text = string_at(row, prompt, place)
@@ -85,10 +84,9 @@ def _turns_of_texts(row: Mapping[str, Any], format: Format, place: str) -> list[
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise UserError(f"{place}, column 'history': expected pairs of prompt and response, got {str(pairs)[:60]!r}.")
-    turns = [(text, string_at(row, response, place))]
     return [
-        (place, [{"role": "user", "content": asked}, {"role": "assistant", "content": said}])
-        for asked, said in [*pairs, *turns]
+        (place, [{"role": "user", "content": request}, {"role": "assistant", "content": answer}])
+        for request, answer in [*pairs, (text, string_at(row, response, place))]
     ]
 
 
@@ -107,9 +105,7 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     trained = message.pop("train", message.pop("training", None))  # axolotl's
     weight = message.pop("weight", trained)
     if weight not in (None, 0, 1) or (weight and role not in ("assistant", "gpt", "function_call")):
-        raise UserError(
-            f"{where}: expected a weight of 0 or 1, and 1 only for the assistant, got {weight!r} for {role!r}."
-        )
+        raise UserError(f"{where}: expected a weight of 0, or 1 only for the assistant, got {weight!r} for {role!r}.")
     content = _text(content, where)
     call = message.pop("function_call", None)
     if role == "function_call":  # ShareGPT's: the value is the call
@@ -127,10 +123,8 @@ def _text(content: Any, where: str) -> str:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise UserError(
-                f"{where}: expected the content to be a string or a list of text parts, got {str(part)[:60]!r}. "
-                "Only text is read."
-            )
+            shown = str(part)[:60]
+            raise UserError(f"{where}: expected text or a list of text parts, got {shown!r}. Only text is read.")
     return "".join(part["text"] for part in parts)
 
 

@@ -1,7 +1,7 @@
 """Batches from arrays: reshuffled each epoch, determined by the seed, and resumable at any batch."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def batches(
         An iterator over dicts with the keys of `arrays`.
 
     Raises:
-        UserError: if an argument is out of range, or the arrays differ in their number of rows.
+        UserError: an argument is out of range, or the arrays differ in their number of rows.
     """
     import grain
 
@@ -61,10 +61,21 @@ def batches(
         assert epochs is not None
         steps = max(epochs * rows // batch_size, 1)
     last = steps * batch_size if epochs is None else epochs * rows  # total number of rows
-    order = _Order(rows, batch_size, last, seed if shuffle else None)
-    indices = grain.MapDataset.range(steps).map(order.map)
+    gather = _gather(arrays, batch_size, part)
+
+    @functools.lru_cache(maxsize=2)
+    def order(epoch: int) -> np.ndarray:
+        return np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
+
+    def batch(step: Any) -> Batch:
+        # Whole batches, because grain's shuffle works row by row, which is slow next to the step of a small model.
+        drawn = np.arange(step * batch_size, min((step + 1) * batch_size, last))
+        epochs = drawn // rows
+        parts = [order(int(epoch))[drawn[epochs == epoch] % rows] for epoch in np.unique(epochs)]
+        return gather(np.concatenate(parts))
+
     read = grain.ReadOptions(num_threads=0)  # all arrays are in memory: threads and prefetching bring nothing
-    return iter(indices.map(_Gather(arrays, batch_size, part).map).to_iter_dataset(read))
+    return iter(grain.MapDataset.range(steps).map(batch).to_iter_dataset(read))
 
 
 def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -79,58 +90,32 @@ def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, An
 
     Returns:
         An iterator over (batch, number of real rows in it). Real rows come before padding.
-
-    Raises:
-        UserError: as for `batches`, or if `where` is missing.
     """
     rows, mesh = _check(arrays, batch_size), context_mesh()
-    gather = _Gather(arrays, batch_size, local_rows(mesh, batch_size)).map
+    gather = _gather(arrays, batch_size, local_rows(mesh, batch_size))
     parts = (np.arange(start, min(start + batch_size, rows)) for start in range(0, rows, batch_size))
     return ((place_rows(mesh, gather(part)), len(part)) for part in parts)
 
 
-class _Order:
-    """Maps the number of a batch to its rows, with one permutation per epoch.
+def _gather(arrays: Arrays, batch_size: int, part: np.ndarray | None) -> Callable[[np.ndarray], Batch]:
+    """A function that gathers the rows of a batch, with one indexing operation per array, and pads it."""
+    held = {name: np.asarray(array) for name, array in arrays.items()}
+    places = np.arange(batch_size) if part is None else part
 
-    It maps whole batches because grain's shuffle works row by row, which is slow next to the step of a small model.
-    """
-
-    def __init__(self, rows: int, batch_size: int, last: int, seed: int | None):
-        self._rows, self._batch_size, self._last, self._seed = rows, batch_size, last, seed
-        self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if self._seed is None:
-            return np.arange(self._rows)
-        return np.random.default_rng([self._seed, epoch]).permutation(self._rows)
-
-    def map(self, element: Any) -> np.ndarray:
-        drawn = np.arange(element * self._batch_size, min((element + 1) * self._batch_size, self._last))
-        epochs = drawn // self._rows
-        parts = [self._epoch(int(epoch))[drawn[epochs == epoch] % self._rows] for epoch in np.unique(epochs)]
-        return np.concatenate(parts)
-
-
-class _Gather:
-    """Gathers the rows of a batch with one indexing operation per array."""
-
-    def __init__(self, arrays: Arrays, batch_size: int, part: np.ndarray | None):
-        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
-        self._batch_size = batch_size
-        self._part = np.arange(batch_size) if part is None else part
-
-    def map(self, element: Any) -> Batch:
-        missing = self._batch_size - len(element)
-        indices = np.pad(element, (0, missing))[self._part]
-        batch = {key: array[indices] for key, array in self._arrays.items()}
+    def gather(rows: np.ndarray) -> Batch:
+        missing = batch_size - len(rows)
+        indices = np.pad(rows, (0, missing))[places]
+        batch = {key: array[indices] for key, array in held.items()}
         if missing:
             if "where" not in batch:
                 raise UserError(
-                    f"the last batch has {len(element)} rows of {self._batch_size}, and its padding requires an array "
-                    "'where'. Add one, or choose a batch_size that divides the number of rows."
+                    f"the last batch has {len(rows)} rows of {batch_size}, and its padding requires an array 'where'. "
+                    "Add one, or choose a batch_size that divides the number of rows."
                 )
-            batch["where"][self._part >= len(element)] = False
+            batch["where"][places >= len(rows)] = False
         return batch
+
+    return gather
 
 
 def _check(arrays: Arrays, batch_size: int) -> int:

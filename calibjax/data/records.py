@@ -7,11 +7,11 @@ beside them or in a file of its own, a list where a response has several choices
 
 With `tokens`, each token of a text that the server scored is a row: `logits` are the log-probabilities of the K most
 likely tokens, from the first, and of all others together as one more outcome; `label` is the place of the text's token.
-Temperature scaling of such logits takes the others for one token: it is exact only where their probability is small.
+Temperature scaling of such logits is exact only where the probability of the others is small.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from calibjax.data.source import Placed, Row, Rows
@@ -23,17 +23,19 @@ _IDS = ("custom_id", "id")
 
 
 def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
-    """Rows of a table; those of records are flat, with `tokens` one for each token, and others are as they are.
+    """Rows of a table: those of records are flat, with `tokens` one for each token; others are unchanged.
 
     Raises:
         UserError: `tokens` of rows that are no responses; while iterating, a record without log-probabilities.
     """
-    first = rows.first
-    if _is_response(first):
+    columns = rows.first
+    if any(_records(_body(columns).get(n)) for n in ("choices", "output", "logprobs", "completion_probabilities")):
         flatten: Callable[[Row], list[Row]] = _scored_tokens if tokens else _answers
     elif tokens:
-        raise UserError(f"{rows.name}: --tokens: expected responses of a server with choices, got {', '.join(first)}.")
-    elif "doc_id" in first and "filtered_resps" in first:
+        raise UserError(
+            f"{rows.name}: --tokens: expected responses of a server with choices, got {', '.join(columns)}."
+        )
+    elif "doc_id" in columns and "filtered_resps" in columns:
         flatten = _options
     else:
         return rows
@@ -44,11 +46,11 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
             try:
                 flat = flatten(row)
                 if flatten is _options:
-                    question = f"{row['doc_id']} {row.get('doc_hash')}"
-                    if filters.setdefault(question, row.get("filter")) != row.get("filter"):
+                    first = filters.setdefault(f"{row['doc_id']} {row.get('doc_hash')}", row.get("filter"))
+                    if first != row.get("filter"):
                         raise UserError(
-                            f"question {row['doc_id']} is there for the filters {filters[question]} and "
-                            f"{row.get('filter')}: keep the rows of one filter."
+                            f"question {row['doc_id']} is there for the filters {first} and {row.get('filter')}: keep "
+                            "the rows of one filter."
                         )
             except UserError as error:
                 yield place, UserError(f"{place}: {error}")
@@ -57,7 +59,8 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
                 yield place, UserError(f"{place}: not a record as in the first row ({type(error).__name__}: {error}).")
                 continue
             for one in flat:
-                yield place, one if len(flat) == 1 else {"group": _name(row, number), **one}
+                group = str(row.get("custom_id") or _body(row).get("id") or number)
+                yield place, one if len(flat) == 1 else {"group": group, **one}
 
     return Rows(read, name=rows.name, skip_broken=rows.skip_broken)
 
@@ -79,17 +82,14 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
 
     def read() -> Iterator[Placed]:
         count = 0
-        for place, row in rows.placed():
-            key = str(count if name is None else row.get(name, _body(row).get(name)))
-            count += 1
+        for count, (place, row) in enumerate(rows.placed(), 1):
+            key = str(count - 1 if name is None else row.get(name, _body(row).get(name)))
             more = {column: value for column, value in known.get(key, {}).items() if column != name}
             if not more:
                 yield place, UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}).")
             elif both := more.keys() & row.keys():
-                yield (
-                    place,
-                    UserError(f"{place}: the column {min(both)} is in {truth.name} as well; remove one of them."),
-                )
+                text = f"{place}: the column {min(both)} is in {truth.name} as well; remove one of them."
+                yield place, UserError(text)
             else:
                 yield place, {**row, **more}
         if name is None and count != len(known):
@@ -101,14 +101,14 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
 class _Choice(NamedTuple):
     """An answer of a server with the `reasoning` before it, or a text that it scored, whose first log_prob is None.
 
-    `top` are the most likely tokens at each place with their log-probabilities; it may be empty.
+    `top` are the most likely tokens at each place with their log-probabilities, or empty.
     """
 
     text: str | None
     reasoning: str
-    tokens: Sequence[str]
-    log_probs: Sequence[float | None]
-    top: Sequence[Mapping[str, float] | None]
+    tokens: list[str]
+    log_probs: list[float | None]
+    top: list[Any]
 
 
 def _body(row: Row) -> Mapping[str, Any]:
@@ -121,14 +121,6 @@ def _body(row: Row) -> Mapping[str, Any]:
 
 def _records(value: Any) -> list[Mapping[str, Any]]:
     return value if isinstance(value, list) and value and isinstance(value[0], Mapping) else []
-
-
-def _is_response(row: Row) -> bool:
-    return any(_records(_body(row).get(name)) for name in ("choices", "output", "logprobs", "completion_probabilities"))
-
-
-def _name(row: Row, number: int) -> str:
-    return str(row.get("custom_id") or _body(row).get("id") or number)
 
 
 def _scalars(row: Row) -> dict[str, Any]:
@@ -144,11 +136,11 @@ def _read_choices(row: Row) -> list[_Choice]:
     parts = [part for item in _records(body.get("output")) for part in _records(item.get("content"))]
     if parts:  # OpenAI's Responses
         items = [item for part in parts for item in part.get("logprobs") or ()]
-        return [_of_items(items, "".join(part.get("text") or "" for part in parts), "")]
+        return [_from_items(items, "".join(part.get("text") or "" for part in parts), "")]
     items = _records(body.get("logprobs")) or _records(body.get("completion_probabilities"))
     message = body.get("message") or {}
     text = message.get("content") or body.get("content") or body.get("response")
-    return [_of_items(items, text, message.get("thinking") or "")]
+    return [_from_items(items, text, message.get("thinking") or "")]
 
 
 def _read_choice(choice: Mapping[str, Any]) -> _Choice:
@@ -156,13 +148,13 @@ def _read_choice(choice: Mapping[str, Any]) -> _Choice:
     text = message.get("content") if message else choice.get("text")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     if not held.get("token_logprobs"):
-        return _of_items(held.get("content") or [], text, reasoning)
+        return _from_items(held.get("content") or [], text, reasoning)
     log_probs = held["token_logprobs"]
     top = held.get("top_logprobs") or [None] * len(log_probs)
     return _Choice(text, reasoning, held.get("tokens") or [], log_probs, top)
 
 
-def _of_items(items: list[Mapping[str, Any]], text: str | None, reasoning: str) -> _Choice:
+def _from_items(items: list[Mapping[str, Any]], text: str | None, reasoning: str) -> _Choice:
     """A choice whose tokens are objects with `token`, `logprob` and `top_logprobs`."""
     if not items:
         raise UserError("the response holds no log-probabilities; ask the server for them (logprobs=true, or =5).")
@@ -174,7 +166,7 @@ def _answers(row: Row) -> list[Row]:
     correct = row.get("correct")
     if isinstance(correct, list) and len(correct) != len(several):
         raise UserError(f"correct: expected one value for each of {len(several)} choices, got {len(correct)}.")
-    flat = []
+    flat: list[Any] = []
     for number, choice in enumerate(several):
         echoed = choice.log_probs[0] is None and bool(choice.top)
         start = _prompt_tokens(row) if echoed else _reasoning_tokens(choice)
@@ -182,8 +174,9 @@ def _answers(row: Row) -> list[Row]:
         if not log_probs:
             raise UserError("the answer has no tokens.")
         answer = {"answer": choice.text, "tokens": len(log_probs), **aggregated(log_probs)}
-        of_choice = {"correct": correct[number]} if isinstance(correct, list) else {}
-        flat.append({**answer, **_scalars(row), **of_choice})
+        flat.append({**answer, **_scalars(row)})
+        if isinstance(correct, list):
+            flat[-1]["correct"] = correct[number]
     return flat
 
 
@@ -208,7 +201,7 @@ def _reasoning_tokens(choice: _Choice) -> int:
 
 
 def aggregated(log_probs: list[float]) -> dict[str, float]:
-    """Confidences in an answer of n tokens from their log-probabilities, at most 0; see `answer_confidence`."""
+    """Confidences in an answer of n tokens from their log-probabilities; see `answer_confidence`."""
     total = math.fsum(log_probs)
     normalised = math.exp(total / len(log_probs))
     return {
@@ -223,9 +216,7 @@ def aggregated(log_probs: list[float]) -> dict[str, float]:
 def _prompt_tokens(row: Row) -> int:
     usage = _body(row).get("usage") or {}
     if "prompt_tokens" not in usage:
-        raise UserError(
-            "the response echoes its prompt, and usage.prompt_tokens, which says how long it is, is missing."
-        )
+        raise UserError("the response echoes its prompt, but usage.prompt_tokens, its length, is missing.")
     return int(usage["prompt_tokens"])
 
 
@@ -233,7 +224,7 @@ def _scored_tokens(row: Row) -> list[Row]:
     choices = _records(_body(row).get("choices"))
     prompts = [held for held in (_body(row), *choices) if held.get("prompt_logprobs")]
     if prompts:
-        texts = [_of_prompt(held["prompt_logprobs"], held.get("prompt_token_ids")) for held in prompts]
+        texts = [_from_prompt(held["prompt_logprobs"], held.get("prompt_token_ids")) for held in prompts]
         ends = [len(text.tokens) for text in texts]
     else:
         texts = _read_choices(row)
@@ -243,38 +234,35 @@ def _scored_tokens(row: Row) -> list[Row]:
             "--tokens: expected a text that the server scored (echo=true, logprobs=5; or prompt_logprobs=5): of tokens "
             "that a model wrote itself, nothing says which were right."
         )
-    return [{**one, **_scalars(row)} for text, end in zip(texts, ends, strict=True) for one in _rows_of_text(text, end)]
+    return [{**one, **_scalars(row)} for text, end in zip(texts, ends, strict=True) for one in _token_rows(text, end)]
 
 
-def _of_prompt(places: list[Mapping[str, Any] | None], ids: list[int] | None) -> _Choice:
+def _from_prompt(places: list[Mapping[str, Any] | None], ids: list[int] | None) -> _Choice:
     """vLLM's `prompt_logprobs`: at each place, token id -> log-probability and rank; the text's own token is first."""
-    tokens: list[str] = ["the first"]
-    log_probs: list[float | None] = [None]
-    top: list[Mapping[str, float] | None] = [None]
+    choice = _Choice(None, "", ["the first"], [None], [None])
     for number, held in enumerate(places[1:], 1):
         assert held is not None
         token = str(ids[number]) if ids else next(iter(held))
         ranks = {name: item["rank"] for name, item in held.items()}
         if any(rank > len(held) for name, rank in ranks.items() if name != token):
             raise UserError(f"prompt_logprobs: place {number}: the order of the keys has changed; save it as it was.")
-        tokens.append(token)
-        log_probs.append(held[token]["logprob"])
-        top.append({name: item["logprob"] for name, item in held.items() if ranks[name] <= len(held)})
-    return _Choice(None, "", tokens, log_probs, top)
+        choice.tokens.append(token)
+        choice.log_probs.append(held[token]["logprob"])
+        choice.top.append({name: item["logprob"] for name, item in held.items() if ranks[name] <= len(held)})
+    return choice
 
 
-def _rows_of_text(text: _Choice, end: int) -> Iterator[Row]:
+def _token_rows(text: _Choice, end: int) -> Iterator[Row]:
     """A row for each token but the first, up to `end`, where the answer begins."""
     fewest = min(len(top or ()) for top in text.top[1:end])
     for place in range(1, end):
         # A server lists the text's own token beside the K most likely ones: it belongs to the others.
         ranked = sorted((text.top[place] or {}).items(), key=lambda item: -item[1])[:fewest]
-        names = [name for name, _ in ranked]
-        others = 1.0 - math.fsum(math.exp(value) for _, value in ranked)
-        logits = [float(value) for _, value in ranked] + [math.log(max(others, 1e-12))]
+        names, logits = [name for name, _ in ranked], [float(value) for _, value in ranked]
+        others = 1.0 - math.fsum(map(math.exp, logits))
         token = text.tokens[place]
         label = names.index(token) if token in names else len(names)
-        yield {"token": token, "logits": logits, "label": label}
+        yield {"token": token, "logits": [*logits, math.log(max(others, 1e-12))], "label": label}
 
 
 def _options(row: Row) -> list[Row]:

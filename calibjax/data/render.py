@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,46 +25,34 @@ class Rendered(NamedTuple):
     answers: tuple[tuple[int, int], ...] | None
 
 
-Render = Callable[[str, Mapping[str, Any]], Rendered]
-
-
-def make_render(format: Format, tokenizer: "PreTrainedTokenizerBase") -> Render:
-    """Returns a function `(place, row) -> Rendered`; a place, such as "line 7", is for messages.
+def render_row(row: Mapping[str, Any], format: Format, tokenizer: "PreTrainedTokenizerBase", place: str) -> Rendered:
+    """Renders a row; `place`, such as "line 7", is for messages.
 
     Prompts and conversations are rendered with the tokenizer's chat template. Without one, or with a prompt template,
     the text is prompt + response. The default prompt is the instruction and, if there is one, the input, each followed
     by a blank line. In a conversation, every message that is not from the assistant is a prompt.
     """
     if format.is_plain:
-        return lambda place, row: Rendered(string_at(row, format.columns[0], place), None)
-
-    if (template := format.prompt_template) is not None:
-
-        def render_template(place: str, row: Mapping[str, Any]) -> Rendered:
-            prompt = _fill(template, row, place)
-            response = string_at(row, format.columns[-1], place)
-            return Rendered(prompt + response, ((len(prompt), len(prompt) + len(response)),))
-
-        return render_template
-
-    def render(place: str, row: Mapping[str, Any]) -> Rendered:
-        conversation = read_conversation(row, format, place)
-        try:
-            if tokenizer.chat_template:
-                rendered = _Chat(tokenizer, conversation).rendered(format.score_template_text)
-            else:
-                rendered = _without_chat_template(conversation, tokenizer)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from error
-        if not is_text(rendered.text):
-            raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
-        return rendered
-
-    return render
+        return Rendered(string_at(row, format.columns[0], place), None)
+    if format.prompt_template is not None:
+        prompt = _fill(format.prompt_template, row, place)
+        text = prompt + string_at(row, format.columns[-1], place)
+        return Rendered(text, ((len(prompt), len(text)),))
+    conversation = read_conversation(row, format, place)
+    try:
+        if tokenizer.chat_template:
+            rendered = _Chat(tokenizer, conversation).rendered(format.score_template_text)
+        else:
+            rendered = _without_chat_template(conversation, tokenizer)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    if not is_text(rendered.text):
+        raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
+    return rendered
 
 
 def describe_template(format: Format, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Returns how `make_render` renders rows, "" for plain text."""
+    """Returns how `render_row` renders rows, "" for plain text."""
     if format.is_plain:
         return ""
     if format.prompt_template is not None:
@@ -126,9 +114,8 @@ class _Chat:
     def rendered(self, score_template_text: bool) -> Rendered:
         """Returns the text with its answers; raises `UserError` if the template leaves out something of the row."""
         self._check_context()
-        ranges = None
-        if not any(_extras(self._messages[index]) for index in self._answers):
-            ranges = self._locate_all()
+        extras = any(_extras(self._messages[index]) for index in self._answers)
+        ranges = None if extras else self._locate_all()
         if ranges is None:
             ranges = [self._locate(index) for index in self._answers]
         if score_template_text:
@@ -149,20 +136,18 @@ class _Chat:
                 continue
             names = [call.get("function", call)["name"] for call in message.get("tool_calls", ())]
             absent = message["content"].strip() not in self._text
-            if absent and self._mark in self._render(self._marked(index)):
-                absent = False  # written in another form, such as JSON
+            # A mark shows whether it is written in another form, such as JSON.
+            absent = absent and self._mark not in self._render(self._marked(index))
             if absent or not all(name in self._text for name in names):
                 raise _changed(index, f"it leaves out text of the role {message['role']!r}")
 
+    def _with(self, index: int, message: Message) -> list[Message]:
+        """The messages, one of them replaced."""
+        return [*self._messages[:index], message, *self._messages[index + 1 :]]
+
     def _marked(self, index: int) -> list[Message]:
         """The messages, with a mark as the whole content of one of them."""
-        marked = {"role": self._messages[index]["role"], "content": self._mark}
-        return [*self._messages[:index], marked, *self._messages[index + 1 :]]
-
-    def _without(self, index: int, key: str) -> list[Message]:
-        """The messages, one of them without a field."""
-        message = {name: value for name, value in self._messages[index].items() if name != key}
-        return [*self._messages[:index], message, *self._messages[index + 1 :]]
+        return self._with(index, {"role": self._messages[index]["role"], "content": self._mark})
 
     def _locate_all(self) -> list[tuple[int, int]] | None:
         """Locates answers that the template writes as they are, but for white space around them; None if it differs."""
@@ -195,15 +180,17 @@ class _Chat:
             if len(others) != 1 or not self._text.startswith(whole) or not whole.endswith(others[0]):
                 continue
             end = len(whole) - len(others[0])
-            starts = (len(before) if whole.startswith(before) else None, self._prompt_end(whole, index))
             bare = before.rstrip()  # some templates write a space or a line end before text only
-            starts = (*starts, len(bare) if whole.startswith(bare) else None)
+            starts = [len(before) if whole.startswith(before) else None, self._prompt_end(whole, index)]
+            starts += [len(bare) if whole.startswith(bare) else None]
             start = next((each for each in starts if each is not None and each <= end), None)
             if start is None:
                 continue
-            missing = [key for key in _extras(message) if self._render(self._without(index, key)) == self._text]
-            missing += _missing(message, whole[start:end])
-            if missing:
+            for key in _extras(message):
+                less = {name: value for name, value in message.items() if name != key}
+                if self._render(self._with(index, less)) == self._text:
+                    raise _changed(index, f"it leaves out or rewrites the {key}")
+            if missing := _missing(message, whole[start:end]):
                 raise _changed(index, f"it leaves out or rewrites the {missing[0]}")
             return start, end
         raise _changed(index, "it changes the text around it")

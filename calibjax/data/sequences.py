@@ -1,8 +1,8 @@
 """Sequences of one fixed length from examples."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Literal, NamedTuple
+import math
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32
@@ -11,7 +11,6 @@ from calibjax.data.examples import Example
 from calibjax.runtime.errors import UserError
 
 Layout = Literal["pack", "pad", "full"]
-_LAYOUTS = ("pack", "pad", "full")
 # Sequences that are packed together. More give less padding and take longer; with 256, padding is 3% on Alpaca.
 _GROUP = 256
 
@@ -59,15 +58,10 @@ def check_context(seq_len: int, max_positions: int | None) -> None:
 
 
 def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = None) -> None:
-    """Raises `UserError` if no target counts, or one that counts, or a token, is not in the vocabulary.
-
-    Where the ids of tokens are others, there are `input_ids` of them.
-    """
+    """Raises `UserError` if no target counts, or one that counts, or a token (of `input_ids`), is out of range."""
     counted = sequences.where & (sequences.targets != -100)
     if not counted.any():
-        raise UserError(
-            "sequences: expected at least one target that counts (`where` is True, and it is not -100), got none."
-        )
+        raise UserError("sequences: expected at least one target that counts (`where` True, not -100), got none.")
     for name, ids, read, size in (
         ("tokens", sequences.tokens, sequences.segment_ids > 0, input_ids or vocab_size),
         ("targets", sequences.targets, counted, vocab_size),
@@ -76,12 +70,12 @@ def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = Non
         if outside.size:
             raise UserError(
                 f"{name}: expected ids from 0 to {size - 1}, got {outside[0]}. Were the sequences made with the "
-                "tokenizer of another model, or does the text hold a token that was added to the tokenizer only?"
+                "tokenizer of another model, or with a token that was added to the tokenizer only?"
             )
 
 
 def tokens_needed(seq_len: int, layout: Layout, max_sequences: int | None, is_document: bool) -> int | None:
-    """Returns how many tokens of a row of plain text `make_sequences` can use at most; None for all of them."""
+    """The largest number of tokens of a row of plain text that `make_sequences` uses; None for all of them."""
     if layout == "full" and not is_document:
         return seq_len
     return None if max_sequences is None else -(-max_sequences // _GROUP) * _GROUP * (seq_len - 1) + 1
@@ -112,34 +106,38 @@ def make_sequences(
         layout: "pack", "pad" or "full".
         max_sequences: keep only the first `max_sequences` sequences, at least 1.
 
-    Returns:
-        The sequences, at least one.
-
     Raises:
-        UserError: if an argument is out of range, or no sequence remains.
+        UserError: an argument is out of range, or no sequence remains.
     """
     if seq_len < 2:
         raise UserError(f"seq_len: expected at least 2 (an input and its target), got {seq_len}.")
-    if layout not in _LAYOUTS:
-        raise UserError(f"layout: expected one of {', '.join(_LAYOUTS)}, got {layout!r}.")
+    if layout not in get_args(Layout):
+        raise UserError(f"layout: expected one of {', '.join(get_args(Layout))}, got {layout!r}.")
     if max_sequences is not None and max_sequences < 1:
         raise UserError(f"max_sequences: expected at least 1, got {max_sequences}.")
     length = seq_len - 1
     pieces = (piece for example in examples for piece in _cut(example, length, full=layout == "full"))
-    if layout == "pack":
-        sequences = _pack(pieces, length, max_sequences)
-    else:
-        sequences = _pad(list(islice(pieces, max_sequences)), length)
-    if len(sequences.tokens) == 0:
-        raise UserError(
-            f"no sequence of {seq_len} tokens has anything to predict (layout {layout!r}). "
-            + (
-                "Give a smaller seq_len, or layout='pack'."
-                if layout == "full"
-                else "Is all of the text empty, or are the prompts longer? Give a larger seq_len."
-            )
-        )
-    return sequences.take(slice(max_sequences))
+    groups = _first_fit(pieces, length) if layout == "pack" else ([[piece]] for piece in pieces)
+    arrays, source, smallest_row = [], [], {}
+    for group in groups:
+        arrays.append(_filled(group, length))
+        for packed in group:
+            source.append(min(piece.row for piece in packed))
+            for piece in packed:
+                smallest_row[piece.row] = min(smallest_row.get(piece.row, source[-1]), source[-1])
+        if len(source) >= (max_sequences or math.inf):
+            break
+    if not source:
+        hint = "Is all of the text empty, or are the prompts longer? Give a larger seq_len."
+        hint = "Give a smaller seq_len, or layout='pack'." if layout == "full" else hint
+        raise UserError(f"no sequence of {seq_len} tokens has anything to predict (layout {layout!r}). {hint}")
+    # Sequences that rows connect are of one group. A row has at most one piece shorter than a sequence, so it is in at
+    # most one sequence with other rows, and one step to the smallest row of that sequence is enough.
+    row = np.array([smallest_row[each] for each in source], np.int32)
+    order = np.argsort(row, kind="stable")[:max_sequences]
+    fields = np.concatenate(arrays)[order]
+    tokens, targets, where, segment_ids, positions = (np.ascontiguousarray(fields[..., k]) for k in range(5))
+    return Sequences(tokens, targets, where.astype(bool), segment_ids, positions, row[order])
 
 
 class _Piece(NamedTuple):
@@ -161,65 +159,30 @@ def _cut(example: Example, length: int, *, full: bool) -> Iterator[_Piece]:
             yield _Piece(np.stack([inputs, targets, where], axis=1).astype(np.int32), example.row)
 
 
-def _pad(pieces: Sequence[_Piece], length: int) -> Sequences:
-    pairs = np.zeros((len(pieces), length, 3), np.int32)
-    lengths = np.array([len(piece.pairs) for piece in pieces], np.int32)
-    for index, piece in enumerate(pieces):
-        pairs[index, : len(piece.pairs)] = piece.pairs
-    real = (np.arange(length, dtype=np.int32) < lengths[:, None]).astype(np.int32)
-    positions = np.arange(length, dtype=np.int32) * real
-    return _sequences(pairs, real, positions, np.array([piece.row for piece in pieces], np.int32))
-
-
-def _pack(pieces: Iterator[_Piece], length: int, max_sequences: int | None) -> Sequences:
-    """Packs pieces in groups, as many as `max_sequences` needs: no sequence of a later group comes before them."""
-    groups, sizes, source, leader = [], [], [], {}
-    for group in _groups(pieces, length):
-        arrays = np.zeros((len(group), length, 5), np.int32)  # inputs, targets, where; segment ids, positions
-        for index, packed in enumerate(group):
-            end, smallest = 0, min(piece.row for piece in packed)
-            for segment, piece in enumerate(packed, 1):
-                start, end = end, end + len(piece.pairs)
-                arrays[index, start:end, :3], arrays[index, start:end, 3] = piece.pairs, segment
-                arrays[index, start:end, 4] = np.arange(len(piece.pairs))
-                leader[piece.row] = min(leader.get(piece.row, smallest), smallest)
-            source.append(smallest)
-        groups.append(arrays)
-        sizes.append(len(group))
-        if max_sequences is not None and sum(sizes) >= max_sequences:
-            break
-    if not groups:
-        return _pad([], length)
-    # Sequences that rows connect are of one group. A row has at most one piece shorter than a sequence, so it is in at
-    # most one sequence with other rows, and one step to the smallest row of that sequence is enough.
-    row = np.array([leader[smallest] for smallest in source], np.int32)
-    order = np.argsort(row, kind="stable")[:max_sequences]
-    arrays = np.concatenate(groups)[order]
-    return _sequences(arrays[..., :3], arrays[..., 3].copy(), arrays[..., 4].copy(), row[order])
-
-
-def _groups(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Piece]]]:
-    """First fit: a piece goes to the first sequence with room, and the first that finds none begins a new group."""
-    packed: list[list[_Piece]] = []
+def _first_fit(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Piece]]]:
+    """Groups of sequences: a piece goes to the first one with room; where none has, it begins a new group."""
+    group: list[list[_Piece]] = []
     free = np.full(_GROUP, length)
     for piece in pieces:
         at = int(np.argmax(free >= len(piece.pairs)))
         if free[at] < len(piece.pairs):
-            yield packed
-            packed, at, free = [], 0, np.full(_GROUP, length)
-        if at == len(packed):
-            packed.append([])
-        packed[at].append(piece)
+            yield group
+            group, at, free = [], 0, np.full(_GROUP, length)
+        if at == len(group):
+            group.append([])
+        group[at].append(piece)
         free[at] -= len(piece.pairs)
-    if packed:
-        yield packed
+    if group:
+        yield group
 
 
-def _sequences(
-    pairs: Int32[np.ndarray, "S T k"],
-    segment_ids: Int32[np.ndarray, "S T"],
-    positions: Int32[np.ndarray, "S T"],
-    source: Int32[np.ndarray, " S"],
-) -> Sequences:
-    tokens, targets, where = (np.ascontiguousarray(pairs[..., k]) for k in range(3))
-    return Sequences(tokens, targets, where.astype(bool), segment_ids, positions, source)
+def _filled(group: list[list[_Piece]], length: int) -> Int32[np.ndarray, "S T 5"]:
+    """Inputs, targets, where, segment ids and positions of sequences, each of the pieces packed in it."""
+    arrays = np.zeros((len(group), length, 5), np.int32)
+    for array, packed in zip(arrays, group, strict=True):
+        end = 0
+        for segment, piece in enumerate(packed, 1):
+            start, end = end, end + len(piece.pairs)
+            array[start:end, :3], array[start:end, 3] = piece.pairs, segment
+            array[start:end, 4] = np.arange(end - start)
+    return arrays

@@ -11,10 +11,9 @@ import json
 import os
 import re
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -48,14 +47,17 @@ class Rows(Iterable[Row]):
         Raises:
             UserError: for a row that cannot be read, unless it is left out, or a file that is damaged.
         """
-        skipped = Skipped() if skipped is None else skipped
-        for place, row in self.data() if callable(self.data) else _enumerated(self.data):
+        if callable(self.data):
+            rows = self.data()
+        else:
+            rows = ((f"row {index} (the first is row 0)", row) for index, row in enumerate(self.data))
+        for place, row in rows:
             if not isinstance(row, UserError):
                 yield place, row
-            elif self.skip_broken:
-                skipped.add(row)
-            else:
+            elif not self.skip_broken:
                 raise row
+            elif skipped is not None:
+                skipped.add(row)
 
     def __iter__(self) -> Iterator[Row]:
         return (row for _, row in self.placed())
@@ -73,15 +75,11 @@ class Skipped:
     """Rows that were left out: how many, and what was wrong with the first."""
 
     count: int = 0
-    first: str = field(default="")
+    first: str = ""
 
     def add(self, error: UserError) -> None:
         self.first = self.first or str(error)
         self.count += 1
-
-
-def _enumerated(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
-    return ((f"row {index} (the first is row 0)", row) for index, row in enumerate(rows))
 
 
 def read_source(
@@ -92,23 +90,22 @@ def read_source(
     Args:
         source: a `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, `.parquet` or `.txt` file (each but Parquet also with
             `.gz`); a directory of such files, or with such files in its subdirectories, read in the order of their
-            names (other files are ignored); a directory that `datasets.save_to_disk` wrote; or the id of a dataset on
-            the Hugging Face Hub, with its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`) and a branch,
-            tag or commit after an at sign (`"org/name@revision"`). Text is UTF-8, or UTF-16 with a byte order mark. A
-            `.json` file is an array of objects, one object, or one object per line. Cells of CSV are separated by
-            commas, or else by semicolons, tabs or vertical bars, or as its first line says (`sep=;`); they are text. A
-            `.txt` file is one row, `{"text": <the whole file>}`.
+            names; a directory that `datasets.save_to_disk` wrote; or the id of a dataset on the Hugging Face Hub, with
+            its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`) and a branch, tag or commit after an at
+            sign (`"org/name@revision"`). Text is UTF-8, or UTF-16 with a byte order mark. A `.json` file is an array of
+            objects, one object, or one object per line. Cells of CSV are separated by commas, or else by semicolons,
+            tabs or vertical bars, or as its first line says (`sep=;`); they are text. A `.txt` file is one row,
+            `{"text": <the whole file>}`.
         split: split of a Hub dataset, "train" by default. In a directory, only files are read whose names, or whose
-            subdirectories' names, begin with `split`; it is required where the names are of several splits. A single
-            file has no splits.
-        rows: keep only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
+            subdirectories' names, begin with `split`; it is required where the names are of several splits.
+        rows: read only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
         skip_broken: leave out lines of JSON and rows of CSV that cannot be read, instead of raising their error.
 
     Returns:
         The rows, at least one.
 
     Raises:
-        UserError: if the source is missing, empty, damaged or of an unknown kind, or an option does not apply. A broken
+        UserError: the source is missing, empty, damaged or of an unknown kind, or an option does not apply. A broken
             row raises when it is reached; the message names its file and line.
     """
     if rows is not None and rows < 1:
@@ -133,17 +130,15 @@ def read_source(
     def read() -> Iterator[Placed]:
         return islice((placed for file in files for placed in _read_file(file)), rows)
 
-    found = Rows(read, name=str(source), documents=_suffix(files[0]) == ".txt", skip_broken=skip_broken)
-    _ = found.first
-    return found
+    opened = Rows(read, name=str(source), documents=_suffix(files[0]) == ".txt", skip_broken=skip_broken)
+    _ = opened.first
+    return opened
 
 
 def is_hub_id(source: str | Path) -> bool:
     """Whether `read_source` looks for a source on the hub: nothing has this path, and it has the form of an id."""
-    text = str(source)
-    return (
-        not os.path.lexists(user_path(source)) and _suffix(Path(text)) not in _READERS and bool(_HUB_ID.fullmatch(text))
-    )
+    is_path = os.path.lexists(user_path(source)) or _suffix(Path(source)) in _READERS
+    return not is_path and _HUB_ID.fullmatch(str(source)) is not None
 
 
 def _suffix(path: Path) -> str:
@@ -157,26 +152,22 @@ def _files_in(directory: Path, split: str | None) -> list[Path]:
     """The data files in a directory, or else those in its subdirectories."""
     files: list[Path] = []
     for pattern in ("*", "**/*"):
-        files = files or sorted(
-            file for file in directory.glob(pattern) if file.is_file() and _suffix(file) in _READERS
-        )
+        every = sorted(file for file in directory.glob(pattern) if file.is_file() and _suffix(file) in _READERS)
+        files = files or every
     if not files:
         raise UserError(f"{directory} holds no data file. Expected files ending in {_EXPECTED}.")
-    inside = {file: file.relative_to(directory) for file in files}
-    names = ", ".join(map(str, inside.values()))
+    inside = {file: file.relative_to(directory).parts for file in files}
+    names = ", ".join("/".join(parts) for parts in inside.values())
     if split is not None:
-        files = [file for file in files if any(part.startswith(split) for part in inside[file].parts)]
+        files = [file for file in files if any(part.startswith(split) for part in inside[file])]
         if not files:
             raise UserError(f"split={split!r}: no file in {directory} begins with it. There are: {names}.")
     else:
-        _check_one_split(directory, [match[1].lower() for file in files if (match := _split_of(inside[file]))], names)
+        matches = (next(filter(None, map(_SPLIT.match, reversed(parts))), None) for parts in inside.values())
+        _check_one_split(directory, [match[1].lower() for match in matches if match], names)
     if len({_suffix(file) == ".txt" for file in files}) > 1:
         raise UserError(f"{directory} mixes whole documents (.txt) with files of rows: {names}. Give one kind.")
     return files
-
-
-def _split_of(file: Path) -> re.Match[str] | None:
-    return next((match for part in reversed(file.parts) if (match := _SPLIT.match(part))), None)
 
 
 def _check_one_split(directory: Path, splits: list[str], names: str) -> None:
@@ -192,7 +183,7 @@ def _read_saved(directory: Path, split: str | None, rows: int | None) -> Rows:
     if isinstance(data, dict):
         if split is None:
             _check_one_split(directory, list(data), ", ".join(data))
-        if split is not None and split not in data:
+        elif split not in data:
             raise UserError(f"split={split!r}: {directory} does not hold it. There are: {', '.join(data)}.")
         data = data[split or next(iter(data))]
     elif split is not None:
@@ -241,7 +232,7 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
         ) from error
 
 
-_Found = Iterator[tuple[str, Row | str]]
+_Read = Iterator[tuple[str, Row | str]]
 """Places and rows; a string describes what is wrong with a row."""
 
 
@@ -271,7 +262,7 @@ def _shown(line: bytes) -> str:
     return repr(line[:60].decode("utf-8", "replace").strip())
 
 
-def _json(file: BinaryIO) -> _Found:
+def _json(file: BinaryIO) -> _Read:
     """An object per line; or an array of objects, or one object of several lines, which are read whole."""
     head = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]
     if head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"]", b""):
@@ -293,14 +284,14 @@ def _json(file: BinaryIO) -> _Found:
             yield f"line {number}", _json_object(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
 
 
-def _csv(file: BinaryIO, delimiter: str | None = None) -> _Found:
+def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
     csv.field_size_limit(sys.maxsize)
     # Bytes that are not UTF-8 become surrogates, so that the row that holds them can be named.
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     first = text.readline()
     start = 1
-    if said := re.fullmatch(r"sep=(.)\s*", first):
-        delimiter, first, start = said[1], text.readline(), 2
+    if stated := re.fullmatch(r"sep=(.)\s*", first):
+        delimiter, first, start = stated[1], text.readline(), 2
     lines = itertools.chain([first], text)
     delimiter = delimiter or _delimiter(first)
     rows = csv.reader(lines, delimiter=delimiter)
@@ -337,7 +328,7 @@ def is_text(text: str) -> bool:
         return False
 
 
-def _parquet(file: BinaryIO) -> _Found:
+def _parquet(file: BinaryIO) -> _Read:
     import pyarrow.parquet
 
     number = 0
@@ -347,11 +338,11 @@ def _parquet(file: BinaryIO) -> _Found:
             number += 1
 
 
-def _document(file: BinaryIO) -> _Found:
+def _document(file: BinaryIO) -> _Read:
     yield "the file", {"text": io.TextIOWrapper(file, encoding="utf-8-sig").read()}
 
 
-_READERS: dict[str, tuple[str, Callable[[BinaryIO], _Found]]] = {
+_READERS: dict[str, tuple[str, Callable[[BinaryIO], _Read]]] = {
     ".jsonl": ("json", _json),
     ".ndjson": ("json", _json),
     ".json": ("json", _json),
@@ -384,7 +375,6 @@ def _read_hub(name: str, split: str, rows: int | None) -> Rows:
                 split=split,
                 revision=revision or None,
                 streaming=streaming,
-                cache_dir=_cache_directory(),
             )
             if rows is not None:
                 data = list(islice(data, rows))
@@ -418,21 +408,3 @@ def _offline_if_unreachable(repository: str) -> Iterator[None]:
         yield
     finally:
         config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
-
-
-_temporary_cache: tempfile.TemporaryDirectory | None = None
-
-
-def _cache_directory() -> str | None:
-    """None, which is the default of `datasets` (it respects HF_DATASETS_CACHE), or a temporary directory instead."""
-    from datasets import config
-
-    global _temporary_cache
-    cache = Path(config.HF_DATASETS_CACHE)
-    with contextlib.suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
-        if os.access(cache, os.W_OK | os.X_OK):
-            return None
-    if _temporary_cache is None:
-        _temporary_cache = tempfile.TemporaryDirectory(prefix="calibjax-datasets-")
-    return _temporary_cache.name

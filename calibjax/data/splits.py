@@ -11,8 +11,6 @@ from calibjax.data.sequences import Sequences
 from calibjax.runtime.errors import UserError
 
 _SHORTEST_TEXT = 8  # predictions; shorter texts are equal by chance
-
-
 SplitOrder = Literal["shuffled", "sequential"]
 
 
@@ -21,21 +19,20 @@ def split_sequences(
 ) -> tuple[Sequences, Sequences]:
     """Splits sequences: `int(fit_fraction * S)` for fitting, the rest held out. A row is never on both sides.
 
-    "shuffled": rows are drawn at random for fitting until they have this many sequences. "sequential": the first rows
-    are for fitting. Either way the cut is at the nearest end of a row, and sequences keep their order within a part. A
-    single row, such as one text file, is always cut between two sequences, its start for fitting.
+    The cut is at the nearest end of a row, and sequences keep their order within a part. A single row, such as one text
+    file, is always cut between two sequences, its start for fitting.
 
     Args:
         sequences: S sequences.
         fit_fraction: between 0 and 1, both excluded.
-        order: which rows are for fitting.
+        order: "shuffled": rows are drawn at random for fitting; "sequential": the first rows are for fitting.
         seed: seed of "shuffled", an integer >= 0.
 
     Returns:
         (fit, held_out), neither empty.
 
     Raises:
-        UserError: if the fraction is out of range or gives an empty part.
+        UserError: the fraction is out of range or gives an empty part.
     """
     cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
     _, group, counts = np.unique(_groups(sequences), return_inverse=True, return_counts=True)
@@ -51,18 +48,15 @@ def split_sequences(
 def count_repeats(fit: Sequences, held_out: Sequences) -> tuple[int, int]:
     """Counts texts of the held-out part that the fitting part has as well, so that they were not held out.
 
-    A text is the part of a row within one sequence. Rows are cut from their start, so equal rows give equal texts.
-
-    Args:
-        fit: sequences to fit on.
-        held_out: sequences to evaluate on.
+    A text is the part of a row within one sequence, of at least 8 predictions. Rows are cut from their start, so equal
+    rows give equal texts.
 
     Returns:
-        (texts of `held_out` with an equal text in `fit`, texts of `held_out`), of those with at least 8 predictions.
+        (texts of `held_out` with an equal text in `fit`, texts of `held_out`).
     """
     seen = set(_texts(fit))
-    found = [text in seen for text in _texts(held_out)]
-    return sum(found), len(found)
+    repeated = [text in seen for text in _texts(held_out)]
+    return sum(repeated), len(repeated)
 
 
 def _texts(sequences: Sequences) -> Iterator[bytes]:
@@ -74,21 +68,13 @@ def _texts(sequences: Sequences) -> Iterator[bytes]:
 
 
 def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, " n"]]:
-    """Divides sequences into folds of about equal size. All sequences of one row are in one fold.
+    """Divides at least 2 sequences into folds of about equal size. All sequences of one row are in one fold.
 
-    Rows are drawn at random and follow one another; a row belongs to the fold in which it starts. A single row, such as
-    one text file, is divided into consecutive parts.
-
-    Args:
-        sequences: S >= 2 sequences.
-        folds: at most so many, at least 2. Folds without a row are left out.
-        seed: seed of the draw, an integer >= 0.
+    Rows are drawn at random by `seed`; a row belongs to the fold in which it starts. A single row, such as one text
+    file, is divided into consecutive parts.
 
     Returns:
-        The indices of each fold, ascending; at least two folds.
-
-    Raises:
-        UserError: fewer than two sequences.
+        The indices of each fold, ascending: at least two and at most `folds` folds, none of them empty.
     """
     total = len(sequences.source)
     if total < 2:
@@ -117,40 +103,29 @@ def limit_tokens(sequences: Sequences, most: int, seed: int) -> Sequences:
 
 
 def concatenate(sets: list[Sequences]) -> Sequences:
-    """Joins sets of sequences of one length; rows of different sets stay different.
-
-    Raises:
-        UserError: there is no set, or their sequences have different lengths.
-    """
-    if not sets:
-        raise UserError("sets: expected at least one set of sequences, got none.")
-    lengths = {of_set.tokens.shape[1] for of_set in sets}
-    if len(lengths) > 1:
+    """Joins sets of sequences of one length; rows of different sets stay different."""
+    lengths = {each.tokens.shape[1] for each in sets}
+    if len(lengths) != 1:
         raise UserError(f"sets: expected sequences of one length, got {sorted(length + 1 for length in lengths)}.")
-    first, offsets = 0, []
-    for of_set in sets:
-        offsets.append(of_set.source + np.int32(first))
-        first = int(offsets[-1].max()) + 1
+    first, sources = 0, []
+    for each in sets:
+        sources.append(each.source + np.int32(first))
+        first = int(sources[-1].max()) + 1
     joined = (np.concatenate(fields) for fields in zip(*sets, strict=True))
-    return Sequences(*joined)._replace(source=np.concatenate(offsets))
+    return Sequences(*joined)._replace(source=np.concatenate(sources))
 
 
 def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
-    """Chooses sequences at random for validation; the rest is for training.
+    """Draws sequences for validation by `seed` >= 0; the rest is for training.
 
-    Whole rows are drawn, at least one, until the next row would exceed `int(fraction * S)` sequences. From a single
-    row, such as one text file, sequences are drawn.
-
-    Args:
-        sequences: S sequences.
-        fraction: fraction of sequences for validation, between 0 and 1, both excluded.
-        seed: seed of the draw, an integer >= 0.
+    Whole rows are drawn, at least one, until the next row would exceed `int(fraction * S)` sequences, 0 < fraction < 1.
+    From a single row, such as one text file, sequences are drawn.
 
     Returns:
         (train, validation): indices into the sequences, ascending, neither empty.
 
     Raises:
-        UserError: if the fraction or seed is out of range, or a part is empty.
+        UserError: the fraction or seed is out of range, or a part is empty.
     """
     if seed < 0:
         raise UserError(f"seed: expected an integer >= 0, got {seed}.")
@@ -178,8 +153,6 @@ def _part_size(fraction: float, total: int, name: str) -> int:
     check_fraction(fraction, name)
     size = int(fraction * total)
     if size == 0:
-        raise UserError(
-            f"{name}={fraction} of {total} sequence{'s'[: total > 1]} is none. Give more text, shorter sequences, or a "
-            "larger fraction."
-        )
+        hint = "Give more text, shorter sequences, or a larger fraction."
+        raise UserError(f"{name}={fraction} of {total} sequence{'s'[: total > 1]} is none. {hint}")
     return size

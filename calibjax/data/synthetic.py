@@ -18,8 +18,7 @@ class TopicLanguage(NamedTuple):
     """A hidden Markov mixture of Markov chains: a hidden topic drifts, and each topic has its own transitions.
 
     The next token depends on the last one and on the topic, which must be inferred from all tokens so far. Some (topic,
-    token) contexts have one likely successor, others dozens, so overconfidence differs between contexts and temperature
-    scaling cannot remove it.
+    token) contexts have one likely successor, others dozens, so overconfidence differs between contexts.
 
     Attributes:
         transitions: `[K, V, V]`, P(next token | topic, token); rows sum to 1.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from calibjax.data.columns import Cells, ColumnReader, assign_columns, is_read, options_of
+from calibjax.data.columns import Cells, ColumnReader, assign_columns, is_read, option_columns
 from calibjax.data.records import flat_rows, with_truth
 from calibjax.data.source import Placed, Rows, Skipped, read_source
 from calibjax.data.splits import check_fraction
@@ -28,8 +28,7 @@ class PredictionTable:
     """Predictions of a file.
 
     Attributes:
-        predictions: numbers with the precision of the file, at least float32. With `categories` where the file has
-            them: a checksum of each label, the same in every file.
+        predictions: numbers with the precision of the file, at least float32; its `categories` are checksums of labels.
         groups: `[N]`, numbered from 0 by first appearance, or None.
         categories: `[N]`, labels as text, or None.
         probabilities: float64 `[N, K]`, as the file has them, or None. `predictions.logits` are then their logarithms.
@@ -58,7 +57,7 @@ class PredictionTable:
 
 
 class _File(NamedTuple):
-    """Columns of a file that may be read, the names of all of its columns, and the number of its rows."""
+    """Columns of a file that may have a role, the names of all of its columns, and the number of its rows."""
 
     columns: dict[str, Cells]
     names: list[str]
@@ -83,10 +82,10 @@ def read_table(
             `logits`, lists, or `logit_0` ... `logit_{K−1}` (or probabilities that sum to 1, `probs` or `p_0` ...) and
             `label` (0 to K − 1). A logit of −inf is an option that is impossible, as are those that a list lacks.
             Optionally `group`, labels of dependent rows (questions, users, domains), and `category`, labels of kinds
-            of questions (subjects, domains) that new data will have too; labels are text. Or `.npz` with arrays of
-            these names, logits `[N, K]`, and optionally `features` `[N, D]` and `unembedding` `[K, D]`. Logits take
-            precedence over confidences. Columns that have none of these names are not read. Or responses of a server
-            with log-probabilities, or samples of lm-eval, in `.jsonl` or `.json`; see `calibjax.data.records`.
+            of questions (subjects, domains) that new data will have too; labels are text. Logits take precedence over
+            confidences. Or `.npz` with arrays of these names, logits `[N, K]`, and optionally `features` `[N, D]` and
+            `unembedding` `[K, D]`. Or responses of a server with log-probabilities, or samples of lm-eval, in `.jsonl`
+            or `.json`; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers; a
             confidence that is named takes precedence over logits.
@@ -94,11 +93,8 @@ def read_table(
         tokens: of responses of a server with a scored text, a row for each token; see `flat_rows`.
         truth: file with further columns of the rows, such as `correct`; see `with_truth`.
 
-    Returns:
-        `PredictionTable`.
-
     Raises:
-        UserError: if the file cannot be read; columns are missing; a value is not a number in its range, or a label is
+        UserError: the file cannot be read; columns are missing; a value is not a number in its range, or a label is
             missing (the message names its row, counted from 0); or there is no row.
     """
     path = user_path(path)
@@ -131,16 +127,18 @@ def read_table(
     for name in {"features", "unembedding"} & set(cells):
         predictions = predictions._replace(**{name: reader.matrix(names[name], cells[name]).astype(np.float32)})
     labels = {name: reader.labels(names[name], cells[name]) for name in ("group", "category") if name in cells}
-    _check_lengths(path, names, cells)
-    return _finished(PredictionTable(predictions, None, None, probabilities), labels, reader, file)
+    lengths = {names[role]: len(column) for role, column in cells.items() if role != "unembedding"}
+    if len(set(lengths.values())) > 1:
+        raise UserError(f"{path}: expected the same number of rows in every array, got {lengths}.")
+    table, rows = PredictionTable(predictions, None, None, probabilities), np.flatnonzero(~reader.broken)
+    return _with_labels(table.take(rows), rows, labels, reader, file)
 
 
-def _finished(
-    table: PredictionTable, labels: Mapping[str, np.ndarray], reader: ColumnReader, file: _File
+def _with_labels(
+    table: PredictionTable, rows: np.ndarray, labels: Mapping[str, np.ndarray], reader: ColumnReader, file: _File
 ) -> PredictionTable:
-    """The rows that could be read, with their labels numbered."""
-    path, rows = reader.path, np.flatnonzero(~reader.broken)
-    table = table.take(rows)
+    """A table of the rows that could be read, with their labels numbered."""
+    path = reader.path
     if not len(rows):
         raise UserError(f"{path}: expected at least one row, got none.")
     count = file.skipped.count + int(reader.broken.sum())
@@ -158,7 +156,7 @@ def _finished(
 def _logits(reader: ColumnReader, names: Mapping[str, str], file: _File) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Probabilities and their logarithms, or None and logits, `[N, K]`; None and None if the file has neither."""
     for role, prefix in (("logits", "logit"), ("probs", "p")):
-        options = options_of(reader.path, file.names, prefix)
+        options = option_columns(reader.path, file.names, prefix)
         if role in names:
             name, cells = names[role], file.columns[names[role]]
             values = reader.lists(name, cells)
@@ -173,27 +171,14 @@ def _logits(reader: ColumnReader, names: Mapping[str, str], file: _File) -> tupl
     return None, None
 
 
-def _check_lengths(path: Path, names: Mapping[str, str], cells: Mapping[str, Cells]) -> None:
-    """Raises `UserError` unless the arrays of an .npz file have a row each for the same predictions."""
-    lengths = {names[role]: len(column) for role, column in cells.items() if role != "unembedding"}
-    if len(set(lengths.values())) > 1:
-        raise UserError(f"{path}: expected the same number of rows in every array, got {lengths}.")
-
-
 def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple[PredictionTable, PredictionTable]:
-    """Splits a table at random by `seed` into (fit, held out). Rows of one group stay on one side.
-
-    Raises:
-        UserError: if the fraction is not between 0 and 1 or leaves a part empty.
-    """
+    """Splits a table at random by `seed` into (fit, held out), neither empty. Rows of one group stay on one side."""
     check_fraction(fit_fraction, "--fit-fraction")
     rows = len(table)
     if not 1 <= fit_fraction * rows <= rows - 1:
-        raise UserError(
-            f"--fit-fraction: {fit_fraction} of {rows:,} rows leaves one part empty: expected {1 / rows:.3g} to "
-            f"{1 - 1 / rows:.3g}."
-        )
-    group = np.arange(len(table)) if table.groups is None else table.groups
+        expected = f"expected {1 / rows:.3g} to {1 - 1 / rows:.3g}"
+        raise UserError(f"--fit-fraction: {fit_fraction} of {rows:,} rows leaves one part empty: {expected}.")
+    group = np.arange(rows) if table.groups is None else table.groups
     sizes = np.bincount(group)
     if len(sizes) < 2:
         raise UserError("all rows are of one group: groups are not split, so expected at least two.")
@@ -211,7 +196,7 @@ def _numbered(groups: np.ndarray) -> np.ndarray:
 
 
 def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
-    """A number of each label that does not depend on the other labels: a fitted method meets them in another file."""
+    """A number of each label that is the same in every file, where a fitted method meets it again."""
     names, inverse = np.unique(labels, return_inverse=True)
     numbers = np.array([zlib.crc32(name.encode()) & 0x7FFFFFFF for name in names.tolist()], np.int32)
     if len(np.unique(numbers)) < len(numbers):
@@ -239,7 +224,7 @@ def table_rows(
 
 
 def _read_columns(
-    path: Path, asked: Collection[str], skip_broken: bool, tokens: bool, truth: str | Path | None
+    path: Path, named: Collection[str], skip_broken: bool, tokens: bool, truth: str | Path | None
 ) -> _File:
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _KINDS:
@@ -247,18 +232,18 @@ def _read_columns(
     if suffix == ".npz" and truth is not None:
         raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
     if suffix == ".npz":
-        arrays, listed = _load_npz(path, lambda name: is_read(name, asked))
+        arrays, listed = _load_npz(path, lambda name: is_read(name, named))
         lengths = [len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"]
         return _File(dict(arrays), listed, max(lengths, default=0), Skipped())
     if suffix == ".parquet" and truth is None:
-        return _read_parquet(path, asked)
+        return _read_parquet(path, named)
     columns: dict[str, list[Any]] = {}
     names: dict[str, bool] = {}
     skipped, count = Skipped(), 0
     for _, row in table_rows(path, skip_broken=skip_broken, tokens=tokens, truth=truth).placed(skipped):
         for name, cell in row.items():
             if name not in names:
-                names[name] = is_read(name, asked)
+                names[name] = is_read(name, named)
                 if names[name]:
                     columns[name] = [None] * count
             if names[name]:
@@ -279,7 +264,7 @@ def _load_npz(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, np.n
         raise UserError(f"{path} cannot be read as an .npz file ({error}).") from error
 
 
-def _read_parquet(path: Path, asked: Collection[str]) -> _File:
+def _read_parquet(path: Path, named: Collection[str]) -> _File:
     import pyarrow
     import pyarrow.parquet
 
@@ -288,7 +273,7 @@ def _read_parquet(path: Path, asked: Collection[str]) -> _File:
             names = file.schema_arrow.names
             if repeated := sorted({name for name in names if names.count(name) > 1}):
                 raise UserError(f"{path}: expected different names of columns, got several of {', '.join(repeated)}.")
-            table = file.read([name for name in names if is_read(name, asked)])
+            table = file.read([name for name in names if is_read(name, named)])
             columns = {name: _arrow_cells(table.column(name)) for name in table.column_names}
             return _File(columns, names, file.metadata.num_rows, Skipped())
     except (pyarrow.ArrowException, OSError, OverflowError, UnicodeError) as error:

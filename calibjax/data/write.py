@@ -12,7 +12,7 @@ import numpy as np
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file
 
-WRITTEN = (".csv", ".tsv", ".jsonl", ".parquet", ".npz")
+WRITABLE = (".csv", ".tsv", ".jsonl", ".parquet", ".npz")
 """Suffixes of the files that `write_rows` writes."""
 
 
@@ -20,7 +20,7 @@ def write_rows(out: Path, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> No
     """Writes rows with the union of their columns; those that a row lacks are empty.
 
     Args:
-        out: a new file, or one that is replaced; its suffix, one of `WRITTEN`, is the format. In .csv and .tsv, a list
+        out: a new file, or one that is replaced; its suffix, one of `WRITABLE`, is the format. In .csv and .tsv, a list
             or an object is written as JSON; .jsonl has the columns of each row.
         rows: called once or twice; yields all rows from the first.
 
@@ -45,7 +45,7 @@ def write_rows(out: Path, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> No
 
 
 def _cell(value: Any) -> Any:
-    return value if isinstance(value, str | float) or value is None else json.dumps(value)
+    return value if isinstance(value, str | float | None) else json.dumps(value)
 
 
 def _write_columns(out: Path, file: Any, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
@@ -56,6 +55,7 @@ def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -
     merged = dict(params)
     for module, (a, b) in _pairs(folder, tensors).items():
         rule, layer = _rule(config, module, folder)
+        place = () if layer is None else (layer,)
         update = _scale(settings, module, len(a)) * (b.astype(np.float32) @ a.astype(np.float32))
         stored = update if rule.transpose else update.T  # as the base model's file holds the kernel
         kernels = [target for target in rule.targets if target in params]
@@ -63,26 +63,16 @@ def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -
         layout = rule.layout(config)
         expected = (params[kernels[0]].shape[-2], int(ends[-1]))
         if update.T.shape != expected:
-            raise UserError(
-                f"{folder}: {module} has an update {update.T.shape}, expected {expected} (inputs, outputs)."
-            )
+            raise UserError(f"{folder}: {module} has {update.T.shape} inputs and outputs, expected {expected}.")
         edges = [0, *(int(end) // layout.groups for end in ends)]
         for target, start, end in zip(kernels, edges, edges[1:], strict=False):
-            merged[target] = _added(merged[target], layout.take(stored, slice(start, end)), layer)
-    return merged, _digest(settings, tensors)
-
-
-def _added(kernel: Any, update: ArrayLike, layer: int | None) -> Any:
-    place = () if layer is None else (layer,)
-    return kernel.at[place].set((kernel[place].astype(jnp.float32) + update).astype(kernel.dtype))
-
-
-def _digest(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
+            kernel, part = merged[target], layout.take(stored, slice(start, end))
+            merged[target] = kernel.at[place].set((kernel[place].astype(jnp.float32) + part).astype(kernel.dtype))
     scales = {name: settings.get(name) for name in ("lora_alpha", "alpha_pattern", "use_rslora")}
-    found = hashlib.sha256(json.dumps(scales, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.shape} {tensor.dtype}".encode() + np.ascontiguousarray(tensor).tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode() + np.ascontiguousarray(tensor).tobytes())
+    return merged, digest.hexdigest()
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -90,9 +80,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         settings = read_json(folder / _SETTINGS)
         tensors = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"{folder}: expected an adapter of PEFT, {_SETTINGS} and {_WEIGHTS}, which can be read ({error})."
-        ) from error
+        raise UserError(f"{folder}: expected an adapter of PEFT, {_SETTINGS} and {_WEIGHTS} ({error}).") from error
     if not isinstance(settings, dict):
         raise UserError(f"{folder / _SETTINGS}: expected a JSON object.")
     for name, allowed in _PLAIN.items():
@@ -106,33 +94,33 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def _pairs(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """A `[r, in]` and B `[out, r]` of each module, by its name in the base model."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    modules: dict[str, dict[str, np.ndarray]] = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name.removeprefix(_PREFIX))
         if match is None or tensor.ndim != 2:
             raise UserError(f"{folder}: expected matrices lora_A and lora_B of modules, got {name} {tensor.shape}.")
-        found.setdefault(match[1], {})[match[2]] = tensor
-    for module, pair in found.items():
+        modules.setdefault(match[1], {})[match[2]] = tensor
+    for module, pair in modules.items():
         if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
             raise UserError(f"{folder}: {module}: expected lora_A and lora_B of one rank.")
         if not all(np.isfinite(tensor.astype(np.float32)).all() for tensor in pair.values()):
             raise UserError(f"{folder}: {module} holds NaN or infinity.")
-    if not found:
+    if not modules:
         raise UserError(f"{folder}: the adapter holds no tensor.")
-    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
+    return {module: (pair["A"], pair["B"]) for module, pair in modules.items()}
 
 
 def _rule(config: DecoderConfig, module: str, folder: Path) -> tuple[Rule, int | None]:
     """The rule and the layer of a module's kernel."""
     family = FAMILIES[config.family]
     for rule in family.rules:
-        if rule.experts(config) == (None,) and len(rule.targets) and rule.targets[0].endswith("kernel"):
+        if rule.experts(config) == (None,) and rule.targets[0].endswith("kernel"):
             for layer in range(config.num_layers) if rule.stacked else (None,):
                 if f"{module}.weight" == rule.full_name(family.prefix, layer):
                     return rule, layer
     raise UserError(
-        f"{folder}: the adapter is of {module}, and this {config.family} model has no such projection in its "
-        f"{config.num_layers} layers. Is it an adapter of another model?"
+        f"{folder}: this {config.family} model of {config.num_layers} layers has no projection {module}: is it the "
+        "adapter of another model?"
     )
 
 

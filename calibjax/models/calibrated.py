@@ -11,7 +11,6 @@ from calibjax.data import Sequences
 from calibjax.heads import FittedHead
 from calibjax.models import decoder
 from calibjax.models.frozen import batch_stats, freeze
-from calibjax.models.load import is_base
 from calibjax.models.model import LanguageModel
 from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.arrays import AnyArray
@@ -29,7 +28,7 @@ class TokenConfidence(NamedTuple):
 
 def check_base(lm: FrozenModel, head: FittedHead) -> None:
     """Raises `UserError` where the head was not fitted on this model."""
-    if not is_base(lm, head.fingerprint):
+    if head.fingerprint != lm.fingerprint:
         raise UserError(
             f"the head was fitted on another base model (fingerprint {head.fingerprint[:12]}..., this one has "
             f"{lm.fingerprint[:12]}...)."
@@ -47,10 +46,9 @@ def _inputs(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str,
     if tokens.ndim != 2:
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
     segment_ids = jnp.ones_like(tokens) if segment_ids is None else as_indices(segment_ids)
-    batch = {"tokens": tokens, "segment_ids": segment_ids, "where": segment_ids > 0}
-    batch["positions"] = decoder.segment_positions(segment_ids)
-    batch["targets"] = jnp.zeros_like(tokens)
-    return batch
+    positions, targets = decoder.segment_positions(segment_ids), jnp.zeros_like(tokens)
+    places = {"segment_ids": segment_ids, "positions": positions, "where": segment_ids > 0}
+    return {"tokens": tokens, "targets": targets, **places}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -78,8 +76,8 @@ def calibrated_logprobs(
 ) -> Float[Array, "B T V"]:
     """Calibrated log-probabilities of the token after each position: log softmax(s_t z_t).
 
-    The most likely token is that of `lm.logits(tokens)`, always. The whole vocabulary is returned; where only the
-    confidence is wanted, `calibrated_confidence` never forms it.
+    The most likely token is that of `lm.logits(tokens)`, always. `calibrated_confidence` does not form the whole
+    vocabulary.
 
     Args:
         lm: the base model.
@@ -94,8 +92,7 @@ def calibrated_logprobs(
         UserError: the head belongs to another model, or tokens do not fit the model.
     """
     batch = _inputs(lm, head, tokens, segment_ids)
-    # By the base model's own program, at the price of a second forward pass: another program rounds otherwise, and
-    # would choose otherwise between near ties.
+    # A second forward pass by the base model's own program: another one rounds and breaks near ties differently.
     z = lm.logits(tokens, segment_ids=segment_ids)
     frozen = freeze(lm, head.config)
     return _logprobs(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch, z)
@@ -117,15 +114,13 @@ def calibrated_confidence(
     *,
     segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> TokenConfidence:
-    """Calibrated probability of the most likely next token at each position. Arguments as `calibrated_logprobs`'s.
+    """Calibrated probability of the most likely next token at each position; see `calibrated_logprobs`.
 
-    The logits are not formed as a whole; where two of them tie to the last digit of float32, the token can be the other
-    one of `lm.logits`.
+    Where two logits tie to the last digit of float32, the token can be the other one of `lm.logits`.
 
     Returns:
         `TokenConfidence`, `[B, T]` each: argmax (int32, -1 on padding), confidence (float32 in [0, 1], 0 on padding)
-        and temperature (float32 > 0). Of `Sequences`, positions whose target does not count are padding too: what
-        remains is what `evaluate` counts.
+        and temperature (float32 > 0). Of `Sequences`, positions whose target does not count are padding too.
     """
     batch = _inputs(lm, head, tokens, segment_ids)
     frozen = freeze(lm, head.config)

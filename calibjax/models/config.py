@@ -25,8 +25,6 @@ class DecoderConfig(BlockConfig):
         logit_softcap: `c` in `c * tanh(logits / c)`, or `None`.
         logit_divisor: positive divisor of the logits before bias and soft-cap, or `None`.
         embedding_scale: factor on the embeddings, rounded to the compute dtype; or `None`.
-        hidden_limit: positive `c`: hidden states after the final norm are clipped to [-c, c], as by the recalibrator
-            `feature_clipping`; or `None`.
         local_layers: for each layer, whether its attention is local; empty if none is.
         window: number of tokens, including itself, that a token attends to in a local layer. `None`: all before it.
         local_rope: rotary positions of local layers, with the same fraction as `rope`. `None`: `rope`.
@@ -44,7 +42,6 @@ class DecoderConfig(BlockConfig):
     logit_softcap: float | None = None
     logit_divisor: float | None = None
     embedding_scale: float | None = None
-    hidden_limit: float | None = None
     local_layers: tuple[bool, ...] = ()
     window: int | None = None
     local_rope: Rope | None = None
@@ -53,7 +50,7 @@ class DecoderConfig(BlockConfig):
         super().__post_init__()
         if self.num_layers > MOST_LAYERS:
             raise UserError(f"num_layers: expected at most {MOST_LAYERS}, got {self.num_layers}.")
-        for name in ("logit_softcap", "logit_divisor", "hidden_limit"):
+        for name in ("logit_softcap", "logit_divisor"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"{name}: expected None or a positive number, got {value}.")

@@ -1,6 +1,6 @@
 """The one decoder for all families: embedding, a scan over blocks, final norm, unembedding.
 
-All functions are pure. They take a configuration, a tree of parameters and tokens, and return arrays. The tree holds
+All functions are pure. The tree of parameters holds
 
     embedding [V, D], position_embedding [P, D] if learned, layers.<...> [L, ...], final_norm.<...> [D],
     unembedding [V, D] if it is not tied to the embedding, unembedding_bias [V] if the model has one.
@@ -44,15 +44,8 @@ _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_savea
 class Decoder(nn.Module):
     """A transformer decoder up to its final norm. The parameters of the blocks are stacked along a first axis L.
 
-    Most callers use the functions below. Called on tokens with their segment ids and positions, the module returns
-    hidden states as `hidden_states` does. With a cache in which `reserve` has reserved columns for the tokens, or to
-    `keep` them, it also returns their keys and values in all layers.
-
-    Args:
-        config: configuration of the decoder.
-        dtype: compute dtype.
-        param_dtype: dtype of the parameters that `init` creates.
-        remat: rematerialisation in the backward pass; see `hidden_states`.
+    Returns hidden states as `hidden_states` does. With a cache in which `reserve` has reserved columns for the tokens,
+    or with `keep`, it also returns their keys and values in all layers.
     """
 
     config: DecoderConfig
@@ -86,10 +79,11 @@ class Decoder(nn.Module):
             block: Block, hidden: Array, layer: tuple[Array, Past | None, Array | None], contexts: _Contexts
         ) -> tuple[Array, Any]:
             local, past, added = layer
+            context = contexts[0] if len(contexts) == 1 else choose_context(local.astype(jnp.int32), *contexts)
             if keep:
-                hidden, new = block(hidden, _choose(local, contexts), past, keep)
+                hidden, new = block(hidden, context, past, keep)
                 return constrain_batch(hidden), new
-            hidden = constrain_batch(block(hidden, _choose(local, contexts)))
+            hidden = constrain_batch(block(hidden, context))
             if added is not None:
                 hidden = hidden + added.astype(hidden.dtype)[None, None, :]
             return hidden, None if layers == "last" else hidden
@@ -109,7 +103,7 @@ class Decoder(nn.Module):
         past = None if cache is None else cache.past
         blocks = Block(cfg, self.dtype, self.param_dtype, name="layers")
         last, outputs = scan(blocks, hidden, (local, past, edit), contexts)
-        last = _limited(cfg, make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last))
+        last = make_norm(cfg, self.dtype, self.param_dtype, name="final_norm")(last)
         if not cfg.tie_embeddings:
             # Declared here so that one initialisation makes the whole tree; the module does not use it.
             self.param("unembedding", nn.initializers.normal(0.02), (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
@@ -161,20 +155,25 @@ def hidden_states(
             `"full"`: the whole block, of which only the input is stored.
         lora: low-rank adapters that `params` holds beside the kernels; see `init_adapters`.
         condition: vector added to the embeddings of a row's tokens, `[B, D]`.
-        edit: vectors added to the residual stream of every token after each block, `[L, D]`. `None` equals zeros, at no
-            cost.
-        until: of each token, the first column of its row that does not attend to it any more, `[B, T]`; None: there is
-            none. With it, and `positions` that continue those of the tokens before, one row holds a tree of
-            continuations, depth first. Not with windows.
+        edit: vectors added to the residual stream of every token after each block, `[L, D]`.
+        until: first column of its row that no longer attends to the token, `[B, T]`. With `positions` that continue
+            those of the tokens before, one row holds a tree of continuations, depth first. Not with windows.
 
     Returns:
         `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"` and `"residual"`, in `dtype`.
 
     Raises:
-        UserError: if shapes differ, tokens are not integers, T is larger than `config.max_positions`, or `until` is
-            given for a model with windows.
+        UserError: shapes differ, tokens are not integers, T is larger than `config.max_positions`, or `until` is given
+            for a model with windows.
     """
-    _check_inputs(config, tokens, segment_ids, positions, layers, edit, until)
+    _check_inputs(config, tokens, {"segment_ids": segment_ids, "positions": positions, "until": until})
+    if until is not None and any(config.local_layers):
+        raise UserError("until: expected None for a model with attention windows.")
+    if layers not in get_args(Layers):
+        raise UserError(f"layers: expected one of {', '.join(get_args(Layers))}; got {layers!r}.")
+    blocks = [config.num_layers, config.hidden_size]
+    if edit is not None and list(edit.shape) != blocks:
+        raise UserError(f"edit: expected one row for each block, {blocks}, got {list(edit.shape)}.")
     module = Decoder(config, dtype, remat=remat)
     module = module if lora is None else lora.adapt(module)
     if positions is None:
@@ -198,10 +197,7 @@ def extend(
     segment_ids: Int[Array, "B T"],
     dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Runs the decoder on the tokens that follow those in a cache, or on the first ones.
-
-    The result equals that of `hidden_states` on all tokens at once. Attention is over all columns of the cache; empty
-    columns are masked.
+    """Runs the decoder on the tokens that follow those in a cache, or on the first ones, as `hidden_states` on all.
 
     Args:
         config: configuration of the decoder; static under `jax.jit`.
@@ -229,13 +225,9 @@ def extend(
 def final_norm(
     config: DecoderConfig, params: Params, residual: Float[Array, "*B D"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*B D"]:
-    """Applies the norm that precedes the unembedding, and `hidden_limit`, to residual streams of any layer."""
+    """Applies the norm that precedes the unembedding to residual streams of any layer."""
     norm = make_norm(config, dtype, residual.dtype, name="final_norm")
-    return _limited(config, cast(Array, norm.apply({"params": params["final_norm"]}, residual)))
-
-
-def _limited(config: DecoderConfig, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    return hidden if config.hidden_limit is None else jnp.clip(hidden, -config.hidden_limit, config.hidden_limit)
+    return cast(Array, norm.apply({"params": params["final_norm"]}, residual))
 
 
 def unembedding(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
@@ -250,15 +242,9 @@ def unembedding_bias(params: Params) -> Float[Array, " V"] | None:
 
 
 def unembed(config: DecoderConfig, params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Computes logits from hidden states: `softcap(hidden @ unembedding.T + bias)`.
+    """Computes logits `[..., V]` from hidden states `[..., D]`: `softcap(hidden @ unembedding.T + bias)`.
 
-    Args:
-        config: configuration of the decoder.
-        params: parameters of the decoder.
-        hidden: hidden states `[..., D]`; their dtype is the compute dtype.
-
-    Returns:
-        Logits `[..., V]`, accumulated and returned in float32.
+    The dtype of `hidden` is the compute dtype; logits are accumulated and returned in float32.
     """
     with _matmul_precision(hidden.dtype):
         logits = jnp.einsum(
@@ -288,39 +274,21 @@ def logits(
 
 
 def init_params(config: DecoderConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-    """Returns random parameters: matrices and embeddings N(0, 0.02²), scales one, biases zero.
-
-    Args:
-        config: configuration of the decoder.
-        key: `jax.random` key.
-        dtype: dtype of the parameters.
-
-    Returns:
-        The tree described at the top of this module.
-    """
+    """Returns random parameters: matrices and embeddings N(0, 0.02²), scales one, biases zero."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     init = jax.jit(lambda key: Decoder(config, param_dtype=dtype).init(key, tokens, None, tokens)["params"])
     return init(key)
 
 
 def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) -> dict[str, Any]:
-    """Returns float32 adapters whose product is zero: A from He's uniform distribution, B zero.
-
-    Args:
-        config: configuration of the decoder.
-        lora: configuration of the adapters.
-        key: `jax.random` key.
-
-    Returns:
-        A tree that holds only the adapters; `lora.join` adds them to the parameters.
-    """
+    """Returns a tree of float32 adapters, which `lora.join` adds: A from He's uniform distribution, B zero."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     module = lora.adapt(Decoder(config))
     return jax.jit(lambda key: adapters_of(module.init(key, tokens, None, tokens)["params"]))(key)
 
 
 def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-    """Returns the shapes and dtypes of the parameter tree as `jax.ShapeDtypeStruct`s, without computing it."""
+    """Returns the tree of parameters as `jax.ShapeDtypeStruct`s."""
     leaves, tree = _shapes(config, jnp.dtype(dtype))
     return jax.tree.unflatten(tree, leaves)
 
@@ -346,41 +314,21 @@ def _layer_contexts(
     return (local,) if all(config.local_layers) else (unlimited, local)
 
 
-def _choose(local: Array, contexts: _Contexts) -> SequenceContext:
-    return contexts[0] if len(contexts) == 1 else choose_context(local.astype(jnp.int32), *contexts)
-
-
 def _matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager:
     # By default, TPUs and recent GPUs multiply float32 matrices in bfloat16 or TF32.
     return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
 
 
-def _check_inputs(
-    config: DecoderConfig,
-    tokens: Array,
-    segment_ids: Array | None,
-    positions: Array | None,
-    layers: str,
-    edit: Array | None,
-    until: Array | None,
-) -> None:
+def _check_inputs(config: DecoderConfig, tokens: Array, places: Mapping[str, Array | None]) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
     if not tokens.size:
         raise UserError(f"tokens: expected at least one, got {list(tokens.shape)}.")
-    for name, value in (("segment_ids", segment_ids), ("positions", positions), ("until", until)):
+    for name, value in places.items():
         if value is not None and value.shape != tokens.shape:
             raise UserError(f"{name}: expected the tokens' shape {list(tokens.shape)}, got {list(value.shape)}.")
-    if until is not None and any(config.local_layers):
-        raise UserError("until: expected None for a model with attention windows.")
     if tokens.shape[1] > config.max_positions:
         raise UserError(
             f"tokens: expected at most {config.max_positions} positions for this model, got {tokens.shape[1]}; "
             "use shorter sequences."
-        )
-    if layers not in get_args(Layers):
-        raise UserError(f"layers: expected one of {', '.join(get_args(Layers))}; got {layers!r}.")
-    if edit is not None and edit.shape != (config.num_layers, config.hidden_size):
-        raise UserError(
-            f"edit: expected one row for each block, {[config.num_layers, config.hidden_size]}, got {list(edit.shape)}."
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import blake3
 import numpy as np
+from flax import traverse_util
 from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
@@ -16,19 +17,17 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.rules import transposed
 
 VERSION = 3
-"""Version of fingerprints. Those of version 1 have no prefix, and hash each tensor as one piece by `sha256`."""
+"""Version of fingerprints, which begin with it."""
 
 _CHUNK = 2**18
 """Numbers in a chunk, about: chunks are read, hashed and copied by threads while they are in the cache."""
 
 
 def fingerprint(config: DecoderConfig, tensors: Iterable[tuple[str, ArrayLike]]) -> str:
-    """Hashes a model: `sha256` over the configuration and the digests of all tensors, sorted by name.
-
-    The result does not depend on the division into files or on the order of the tensors.
+    """Hashes a model: SHA-256 of the configuration and of the digests of all tensors, sorted by name.
 
     Args:
-        config: configuration, of which fields other than defaults are hashed, as JSON with sorted keys.
+        config: configuration; fields that are not defaults are hashed, as JSON with sorted keys.
         tensors: pairs of name and array in any order, such as `named_tensors` yields.
 
     Returns:
@@ -55,17 +54,11 @@ def chunks(name: str, shape: Sequence[int]) -> list[tuple[slice, ...]]:
     return [(slice(start, min(start + step, rows)), *(slice(0, n) for n in others)) for start in range(0, rows, step)]
 
 
-def in_file_order(name: str, values: np.ndarray) -> np.ndarray:
-    """Returns a chunk as most files hold it, without a copy: kernels as `[..., out, in]`; the inverse of itself."""
-    return values.swapaxes(-1, -2) if name.endswith(".kernel") and values.ndim > 1 else values
-
-
 def chunk_digest(name: str, values: np.ndarray) -> bytes:
-    """Returns the BLAKE3 digest of the raw bytes of a chunk of the tensor `name`, in the order of files."""
-    ordered = in_file_order(name, values)
-    if not ordered.flags.c_contiguous:
-        ordered = transposed(values) if values.flags.c_contiguous else np.ascontiguousarray(ordered)
-    return blake3.blake3(ordered.reshape(-1).view(np.uint8).data).digest()
+    """Returns the BLAKE3 digest of the raw bytes of a chunk as most files hold it: kernels as `[..., out, in]`."""
+    if name.endswith(".kernel") and values.ndim > 1:
+        values = transposed(values) if values.flags.c_contiguous else values.swapaxes(-1, -2)
+    return blake3.blake3(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).digest()
 
 
 def tensor_digest(name: str, tensor: ArrayLike) -> str:
@@ -80,14 +73,6 @@ def join_chunks(name: str, dtype: np.dtype, shape: Sequence[int], digests: bytes
     return hashlib.sha256(json.dumps([name, str(dtype), list(shape)]).encode() + digests).hexdigest()
 
 
-def first_tensor_digest(name: str, tensor: ArrayLike) -> str:
-    """Returns the digest of a tensor in version 1: the `sha256` of its name, shape, dtype and raw bytes."""
-    array = np.ascontiguousarray(tensor)
-    digest = hashlib.sha256(json.dumps([name, str(array.dtype), array.shape]).encode())
-    digest.update(array.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
-
-
 def join_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """Returns the digests of all tensors `names`, of which each process has computed some in `digests`."""
     if len(digests) == len(names):
@@ -97,23 +82,14 @@ def join_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict[str, 
     return {name: row.tobytes().hex() for name, row in zip(names, joined, strict=True)}
 
 
-def combine_digests(config: DecoderConfig, digests: Mapping[str, str], version: int = VERSION) -> str:
-    """Returns the fingerprint of a model from the digests of its tensors by name, which are of the same version."""
+def combine_digests(config: DecoderConfig, digests: Mapping[str, str]) -> str:
+    """Returns the fingerprint of a model from the digests of its tensors by name."""
     canonical = [distinctive(config), sorted(digests.items())]
-    digest = hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
-    return digest if version == 1 else f"{version}:{digest}"
-
-
-def is_first_version(fingerprint: str) -> bool:
-    """Whether a fingerprint is of version 1."""
-    return ":" not in fingerprint
+    return f"{VERSION}:{hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()}"
 
 
 def distinctive(config: Any) -> dict[str, Any]:
-    """Returns the fields of a configuration that differ from their defaults, as JSON values.
-
-    A new option with a default therefore does not change the fingerprints of models.
-    """
+    """The fields of a configuration that are not defaults, as JSON: new fields do not change earlier fingerprints."""
     given = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -125,21 +101,19 @@ def distinctive(config: Any) -> dict[str, Any]:
 def named_tensors(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a parameter tree on the host with dotted names; stacked tensors layer by layer."""
     for path, leaf in dotted_leaves(params):
-        array = np.asarray(leaf)
-        if path.startswith("layers."):
-            for layer, piece in enumerate(array):
-                yield layer_name(path, layer), piece
-        else:
-            yield path, array
+        yield from by_layer(path, np.asarray(leaf)).items()
 
 
-def dotted_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested dictionaries as pairs of dotted path and leaf, sorted by key."""
-    for key, value in sorted(tree.items()):
-        if isinstance(value, Mapping):
-            yield from dotted_leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def by_layer(path: str, array: Any) -> dict[str, Any]:
+    """The tensors of the parameter at `path` by the names of their digests; stacked tensors layer by layer."""
+    if path.startswith("layers."):
+        return {layer_name(path, layer): piece for layer, piece in enumerate(array)}
+    return {path: array}
+
+
+def dotted_leaves(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the leaves of nested dictionaries as pairs of dotted path and leaf, sorted by path."""
+    return sorted(traverse_util.flatten_dict(dict(tree), sep=".").items())
 
 
 def layer_name(path: str, layer: int | None) -> str:

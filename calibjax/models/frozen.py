@@ -26,8 +26,8 @@ class Frozen(NamedTuple):
 
     Attributes:
         params: parameters of the model; None if batches hold hidden states.
-        unembedding: `[V, D]`; None: what the model gives are logits.
-        covariance: covariance of the logits (`heads.logit_covariance`) if a head reads log_std_logits, else None.
+        unembedding: `[V, D]`; None where the model gives logits.
+        covariance: `heads.logit_covariance` if a head reads log_std_logits, else None.
         bias: bias of the logits, `[V]`, or None.
     """
 
@@ -40,7 +40,7 @@ class Frozen(NamedTuple):
 def freeze(lm: FrozenModel, *heads: HeadConfig, hidden_given: bool = False) -> Frozen:
     """Returns the arrays of `lm` that a step with these heads needs, without the decoder if batches hold hidden states.
 
-    One for all heads of a step: a compiled step divides and gathers each of its arguments, even if they are one array.
+    Heads of one step share them: a compiled step divides and gathers each of its arguments, even if they are one array.
     """
     covariance = None
     reads = sorted({name for head in heads for name in head.features} & {"log_std_logits", "argmax_embedding"})
@@ -66,21 +66,12 @@ def batch_hidden(config: Config, frozen: Frozen, batch: Mapping[str, Array], dty
     """
     if "hidden" in batch:
         return batch["hidden"].astype(dtype)
-    if frozen.params is None:
-        raise ValueError("batch: expected `hidden`, because this Frozen has no decoder parameters.")
+    assert frozen.params is not None, "this Frozen has no decoder, and the batch no hidden states"
     if isinstance(config, FunctionConfig):
         return jax.lax.stop_gradient(constrain_batch(config(frozen.params, batch)).astype(dtype))
-    return jax.lax.stop_gradient(
-        decoder.hidden_states(
-            config,
-            frozen.params,
-            batch["tokens"],
-            segment_ids=batch["segment_ids"],
-            positions=batch["positions"],
-            until=batch.get("until"),
-            dtype=dtype,
-        )
-    )
+    places: dict[str, Any] = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
+    hidden = decoder.hidden_states(config, frozen.params, batch["tokens"], **places, dtype=dtype)
+    return jax.lax.stop_gradient(hidden)
 
 
 def frozen_features(
@@ -143,10 +134,8 @@ def batch_stats(
     If a mesh is set (`jax.set_mesh`), tokens and vocabulary are divided according to `vocab_sharding`.
 
     Args:
-        config: configuration of the decoder; static.
-        head: configuration of the head; static.
-        head_params: parameters of the head.
-        frozen: arrays of the model.
+        config, head: configurations of decoder and head; static.
+        head_params, frozen: parameters of the head, and arrays of the model.
         batch: `targets` (int), `where` (bool), `segment_ids` (int), and `hidden` `[B, T, D]` or `tokens` and
             `positions`; all others `[B, T]`.
         dtype: compute dtype of the frozen model.
@@ -202,7 +191,7 @@ def stats_at(
         return stats
 
     def spread(x: Array) -> Array:
-        """Back to the tokens' positions, with what `vocab_stats` gives a token that does not count elsewhere."""
+        """Back to the tokens' positions; elsewhere what `vocab_stats` gives for a token that does not count."""
         empty = jnp.full(batch["where"].size, -1 if x.dtype == jnp.int32 else 0, x.dtype)
         return empty.at[place].set(x, mode="drop").reshape(shape)
 

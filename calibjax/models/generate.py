@@ -1,7 +1,7 @@
-"""Generation of text, with the calibrated confidence of every token.
+"""Generation of text with the calibrated confidence of every token, in one compiled program.
 
-One compiled program: the decoder processes the prompts once, then a loop adds one token to every row, reading cached
-keys and values of earlier tokens. The head runs in the same step.
+The decoder processes the prompts once; then a loop runs decoder and head on one token of every row, with cached keys
+and values of earlier tokens.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from calibjax.models import decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, freeze
-from calibjax.models.gguf_file import is_gguf
+from calibjax.models.gguf import is_gguf
 from calibjax.models.gguf_tokenizer import gguf_stop_tokens
 from calibjax.models.model import LanguageModel
 from calibjax.nn.kv_cache import Cache, fork
@@ -63,8 +63,7 @@ class Generation(NamedTuple):
 
     def texts(self, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
         """Returns each row as text, without special tokens."""
-        tokens, where = np.asarray(self.tokens), np.asarray(self.where)
-        rows = [row[kept].tolist() for row, kept in zip(tokens, where, strict=True)]
+        rows = (row[row >= 0].tolist() for row in np.asarray(self.tokens))
         return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
@@ -104,26 +103,21 @@ class Sampling:
     def __post_init__(self):
         low, high = TEMPERATURES
         if self.temperature != 0 and not low <= self.temperature <= high:
-            raise UserError(
-                f"temperature: expected 0 for the most likely token, or a number from {low:g} to {high:g}, got "
-                f"{self.temperature}."
-            )
+            raise UserError(f"temperature: expected 0 or a number from {low:g} to {high:g}, got {self.temperature}.")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k: expected at least 1, got {self.top_k}.")
         if self.top_p is not None and not 0 < np.float32(self.top_p) <= 1:
             raise UserError(f"top_p: expected a number in (0, 1], got {self.top_p}.")
         if not self.temperature and (self.top_k is not None or self.top_p is not None or self.calibrated):
-            raise UserError("top_k, top_p and drawing from the calibrated distribution need a temperature above 0.")
+            raise UserError("top_k, top_p and calibrated need a temperature above 0.")
         if self.count < 1 or (self.count > 1 and not self.temperature):
             raise UserError(f"count: expected 1, or more than one with a temperature above 0, got {self.count}.")
         if self.temperature and self.key is None:
-            raise UserError(
-                "key: draws need one, such as jax.random.key(0); or temperature=0 for the most likely token."
-            )
+            raise UserError("key: sampling needs one, such as jax.random.key(0); temperature=0 does not sample.")
 
 
 class _State(NamedTuple):
-    """State of the loop: the number of tokens, the rows that have ended, the tokens, and the caches of `_run`."""
+    """State of the loop: number of tokens, rows that have ended, tokens, and the caches of `_run`."""
 
     count: Int[Array, ""]
     done: Bool[Array, " B"]
@@ -139,9 +133,9 @@ def sampling_logits(
 ) -> Float[Array, "B V"]:
     """Returns the logits of the distribution to sample from: `-inf` for tokens that are excluded.
 
-    The order is that of transformers: divided by the temperature, cut to the `top_k` largest (Fan et al., 2018,
-    https://arxiv.org/abs/1805.04833, section 5.4), then to the fewest whose probabilities sum to `top_p` at least
-    (Holtzman et al., 2020, https://arxiv.org/abs/1904.09751, section 3.1). Ties with the last token kept are kept.
+    As in transformers: divided by the temperature, cut to the `top_k` largest (Fan et al., 2018, arXiv 1805.04833,
+    section 5.4), then to the fewest whose probabilities sum to `top_p` at least (Holtzman et al., 2020,
+    arXiv 1904.09751, section 3.1). Ties with the last token are included.
 
     Args:
         logits: `[B, V]`, float32.
@@ -166,8 +160,8 @@ def sampling_logits(
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered)
         larger = jnp.cumsum(probabilities, axis=-1) - probabilities
-        kept = jnp.maximum(jnp.sum(larger < top_p, axis=-1, keepdims=True), 1)
-        logits = jnp.where(logits >= jnp.take_along_axis(ordered, kept - 1, axis=-1), logits, -jnp.inf)
+        count = jnp.maximum(jnp.sum(larger < top_p, axis=-1, keepdims=True), 1)
+        logits = jnp.where(logits >= jnp.take_along_axis(ordered, count - 1, axis=-1), logits, -jnp.inf)
     return logits
 
 
@@ -184,14 +178,9 @@ class DecodingProgram(NamedTuple):
 
 
 class DecodingInputs(NamedTuple):
-    """Arrays that `decode_batch` reads, of JAX or on the host.
+    """Arrays that `decode_batch` reads: model and head, prompts `[B, T]`, stop tokens `[E]`, and sampling.
 
-    Attributes:
-        frozen, head_params, log_factor: the model and its head.
-        tokens, segment_ids: int32 [B, T], the prompts.
-        stop_tokens: int32 [E], filled up with -1.
-        numbers: int32 [B], of the prompts.
-        key, temperature, top_p: of the sampling; temperature None takes the most likely token.
+    `numbers` are those of the prompts, `[B]`; with the temperature None the most likely token is chosen.
     """
 
     frozen: Frozen
@@ -208,7 +197,7 @@ class DecodingInputs(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def decode_batch(program: DecodingProgram, inputs: DecodingInputs) -> Generation:
-    """Processes the prompts, then adds a token to every row in a loop; rows B·K of the result as in `generate`."""
+    """Processes the prompts, then adds a token to every row in a loop; the rows are those of `generate`."""
     rows = len(inputs.tokens)
     unembedding = inputs.frozen.unembedding.astype(program.dtype)
     row_keys = jax.vmap(lambda number: jax.random.fold_in(inputs.key, number))(inputs.numbers)
@@ -251,13 +240,10 @@ def _run(
     segment_ids: Int[Array, "B T"],
     caches: tuple[Cache, ...] = (),
 ) -> tuple[Float[Array, "B V"], Float[Array, " B"], tuple[Cache, ...]]:
-    """Runs model and head on tokens that begin their rows, or follow those in the caches of the model and of the head.
-
-    Returns the last column's logits and log_scale, and the caches; there is one of the head if it attends.
-    """
+    """Logits and log_scale of the last column, and the caches of the model and, if it attends, of the head."""
     config, head, frozen = program.config, program.head, inputs.frozen
     assert frozen.params is not None
-    cache, *of_head = caches or (None, None)
+    cache, head_cache = (*caches, None, None)[:2]
     hidden, cache = decoder.extend(config, frozen.params, tokens, cache, segment_ids=segment_ids, dtype=program.dtype)
     features = head_features(
         head.features, hidden, unembedding, covariance=frozen.covariance, bias=frozen.bias, softcap=config.logit_softcap
@@ -265,7 +251,7 @@ def _run(
     apply: Any = functools.partial(head.build().apply, {"params": inputs.head_params})
     caches = (cache,)
     if head.attends:
-        log_scale, new = apply(features, segment_ids=segment_ids, cache=of_head[0], keep=True)
+        log_scale, new = apply(features, segment_ids=segment_ids, cache=head_cache, keep=True)
         caches = (cache, new)
     else:
         log_scale = apply(features)
@@ -289,9 +275,8 @@ def _choose(
         drawn_from = sampling_logits(
             calibrated if program.sample_calibrated else logits, inputs.temperature, program.top_k, inputs.top_p
         )
-        # Samples of a row do not depend on the other rows.
+        # As jax.random.categorical, with a key for each row: its samples do not depend on the other rows.
         keys = jax.vmap(lambda key: jax.random.fold_in(key, state.count))(row_keys)
-        # As jax.random.categorical.
         token = _first_largest(
             drawn_from + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         )
@@ -335,9 +320,7 @@ def generate(
     """Continues prompts and returns the calibrated confidence of every token.
 
     `base_log_probs` and `confidence` refer to the whole distribution: `sampling` changes only the choice of tokens.
-
-    Where the model was loaded on a mesh, rows are divided over its data and fsdp axes, weights and caches as described
-    in `calibjax.runtime.sharding`.
+    Where the model was loaded on a mesh, rows are divided over its data and fsdp axes.
 
     Args:
         lm: the base model.
@@ -345,7 +328,7 @@ def generate(
         head: head fitted on the model, with a temperature per token; None for the uncalibrated model.
         max_new_tokens: N, at least 1; with the longest prompt, at most the model's `max_positions`.
         sampling: how tokens are chosen; by default the most likely one.
-        stop_tokens: ids that end a row, kept as its last token; None: those of the model's generation_config.json, or
+        stop_tokens: ids that end a row, as its last token; None: those of the model's generation_config.json, or
             else the tokenizer's end of sequence; () for none.
 
     Returns:
@@ -360,17 +343,17 @@ def generate(
     if numbers is not None and len(numbers) != len(ids):
         raise UserError(f"numbers: expected one for each of {len(ids)} prompts, got {len(numbers)}.")
     if head is not None:
-        _check_head(lm, head)
-    longest = max(map(len, ids))
-    if max_new_tokens < 1 or longest + max_new_tokens > lm.config.max_positions:
-        if longest >= lm.config.max_positions:
+        check_base(lm, head)
+        if head.config.pooling == "sequence":
             raise UserError(
-                f"prompt: the longest has {longest} tokens, and the model has {lm.config.max_positions} positions: "
-                "expected a shorter one."
+                "head: with pooling 'sequence' the temperature is of a finished text; fit one with pooling 'token'."
             )
+    longest = max(map(len, ids))
+    room = lm.config.max_positions - longest
+    if not 1 <= max_new_tokens <= room:
         raise UserError(
-            f"max_new_tokens: expected 1 to {lm.config.max_positions - longest}, what the model's "
-            f"{lm.config.max_positions} positions leave beside a prompt of {longest} tokens; got {max_new_tokens}."
+            f"max_new_tokens: expected 1 to {room} beside a prompt of {longest} tokens; got {max_new_tokens}."
+            + (" Give a shorter prompt." if room < 1 else "")
         )
     stops = default_stop_tokens(lm) if stop_tokens is None else _whole_numbers("stop_tokens", stop_tokens)
     mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
@@ -412,14 +395,11 @@ def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
             stops = read_json(file).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise UserError(f"{file}: not a JSON object ({error}).") from error
-        for stop in stops if isinstance(stops, list) else [] if stops is None else [stops]:
-            if type(stop) is not int or not 0 <= stop <= LARGEST_SIZE:
-                raise UserError(f"{file}: eos_token_id: expected token ids, got {str(stops)[:60]}.")
-    if stops is None and lm.has_tokenizer:
-        stops = lm.tokenizer.eos_token_id
-    if stops is None:
-        return ()
-    return (stops,) if isinstance(stops, int) else tuple(stops)
+    stops = lm.tokenizer.eos_token_id if stops is None and lm.has_tokenizer else stops
+    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if not all(type(stop) is int and 0 <= stop <= LARGEST_SIZE for stop in stops):
+        raise UserError(f"{file}: eos_token_id: expected token ids, got {str(stops)[:60]}.")
+    return tuple(stops)
 
 
 def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
@@ -439,7 +419,7 @@ def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int
 
 
 def _whole_numbers(name: str, values: Any) -> list[int]:
-    """The values as integers; a fraction would be cut off, and what int32 does not hold would wrap, without a word."""
+    """The values as integers; raises `UserError` for fractions, and for what int32 does not hold."""
     try:
         array = np.asarray(values)
     except ValueError:  # rows of different lengths
@@ -451,7 +431,7 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
 
 
 def _padded(ids: Sequence[Sequence[int]], rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and segment ids of prompts, padded on the left; `rows` must divide among devices: the last is repeated."""
+    """Tokens and segment ids of prompts, padded on the left; the last prompt is repeated up to `rows`."""
     width = -(-max(map(len, ids)) // _PROMPT_COLUMNS) * _PROMPT_COLUMNS
     tokens, segment_ids = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
     for row in range(rows):
@@ -459,12 +439,3 @@ def _padded(ids: Sequence[Sequence[int]], rows: int) -> tuple[np.ndarray, np.nda
         tokens[row, width - len(prompt) :] = prompt
         segment_ids[row, width - len(prompt) :] = 1
     return tokens, segment_ids
-
-
-def _check_head(lm: LanguageModel, head: FittedHead) -> None:
-    check_base(lm, head)
-    if head.config.pooling == "sequence":
-        raise UserError(
-            "head: one with pooling 'sequence' has a temperature for a finished text only; fit one with pooling "
-            "'token' to generate with."
-        )

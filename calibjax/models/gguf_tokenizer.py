@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibjax.models.gguf_file import GgufFile, read_gguf
+from calibjax.models.gguf import GgufFile, Strings, read_gguf
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.platforms import torch_left_out
 
@@ -55,12 +55,10 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     tokens = _array(file, "tokens")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer: Tokenizer = builders[kind](file, tokens, vocabulary)
-    kinds = _array(file, "token_type", [1] * len(tokens))
-    if len(kinds) != len(tokens):
-        raise UserError(f"{path}: {_PREFIX}token_type: expected {len(tokens):,} values, got {len(kinds):,}.")
+    kinds = _array(file, "token_type", len(tokens)) if f"{_PREFIX}token_type" in file.metadata else ()
     added = [
         AddedToken(token, normalized=False, special=kind == _CONTROL)
-        for token, kind in zip(tokens, kinds, strict=True)
+        for token, kind in zip(tokens, kinds, strict=False)
         if kind in (_CONTROL, _USER_DEFINED) and token
     ]
     tokenizer.add_tokens(added)
@@ -96,21 +94,16 @@ def gguf_stop_tokens(path: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(number for number in numbers if number is not None))
 
 
-def _array(file: GgufFile, name: str, default: list[Any] | None = None) -> list[Any]:
-    value = file.metadata.get(f"{_PREFIX}{name}", default)
+def _array(file: GgufFile, name: str, count: int | None = None) -> list[Any]:
+    """The values of an array of metadata; raises `UserError` unless there are `count`."""
+    value = file.metadata.get(f"{_PREFIX}{name}")
     try:
-        if value is default and default is not None:
-            return default
-        return value.read() if hasattr(value, "read") else value.tolist()
+        values = value.read() if isinstance(value, Strings) else value.tolist()  # pyright: ignore
     except (AttributeError, ValueError) as error:
         raise UserError(f"{file.path}: {_PREFIX}{name}: expected an array ({error}).") from error
-
-
-def _pairs(file: GgufFile) -> list[tuple[str, str]]:
-    merges = [tuple(merge.split(" ")) for merge in _array(file, "merges")]
-    if not all(len(pair) == 2 for pair in merges):
-        raise UserError(f"{file.path}: {_PREFIX}merges: expected pairs of tokens.")
-    return merges  # pyright: ignore[reportReturnType]
+    if count is not None and len(values) != count:
+        raise UserError(f"{file.path}: {_PREFIX}{name}: expected {count:,} values, got {len(values):,}.")
+    return values
 
 
 def _byte_level(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]) -> Any:
@@ -122,7 +115,10 @@ def _byte_level(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]) -
             f"{file.path}: {_PREFIX}pre = {name!r}: how this tokenizer splits text is not known here; known: "
             f"{', '.join(sorted(_SPLITS))}. Convert the model's original files instead."
         )
-    tokenizer = Tokenizer(_bpe(file, models.BPE, vocabulary, _pairs(file), fuse_unk=False))
+    merges = [tuple(merge.split(" ")) for merge in _array(file, "merges")]
+    if not all(len(pair) == 2 for pair in merges):
+        raise UserError(f"{file.path}: {_PREFIX}merges: expected pairs of tokens.")
+    tokenizer = Tokenizer(_bpe(file, models.BPE, vocabulary, merges, fuse_unk=False))
     splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in _SPLITS[name]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -136,9 +132,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]
     """Pairs are merged in the order of the scores of what they give, as SentencePiece does."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = _array(file, "scores")
-    if len(scores) != len(tokens):
-        raise UserError(f"{file.path}: {_PREFIX}scores: expected {len(tokens):,} values, got {len(scores):,}.")
+    scores = _array(file, "scores", len(tokens))
     merges = []
     for number in sorted(range(len(tokens)), key=lambda number: (-scores[number], number)):
         token = tokens[number]
@@ -160,7 +154,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]
     return tokenizer
 
 
-def _bpe(file: GgufFile, bpe: Any, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
+def _bpe(file: GgufFile, bpe: Any, vocabulary: dict[str, int], merges: list[Any], **options: Any) -> Any:
     try:
         return bpe(vocab=vocabulary, merges=merges, **options)
     except Exception as error:  # the tokenizers package raises bare Exception

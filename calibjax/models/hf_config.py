@@ -24,32 +24,25 @@ _MOST_BYTES = 2**24
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Returns the settings of the language model in a config.json, before anything interprets them.
-
-    Sizes must be positive and fit: transformers makes lists as long as the number of layers.
-
-    Raises:
-        UserError: if the file is not a JSON object, too large, or a size is out of range.
-    """
+    """Returns the settings of the language model in a config.json; raises `UserError` if it is no JSON object."""
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise ValueError(f"larger than {_MOST_BYTES:,} bytes")
         settings = read_json(file)
         if not isinstance(settings, dict):
-            raise ValueError(f"found {str(settings)[:60]!r}")
+            raise ValueError(f"got {str(settings)[:60]!r}")
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: not a JSON object ({error}).") from error
-    return check_sizes(file, text_settings(settings))
+    return text_settings(settings)
 
 
-def check_sizes(file: Path, text: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings; raises `UserError` if a size is not positive or too large."""
+def check_sizes(file: Path, text: dict[str, Any]) -> None:
+    """Raises `UserError` if a size is not positive or too large: transformers makes a list entry for each layer."""
     for names, largest in ((_SIZES, LARGEST_SIZE), (_LAYERS, MOST_LAYERS)):
         for name in names:
             value = text.get(name)
             if value is not None and not (type(value) is int and 1 <= value <= largest):
                 raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {str(value)[:60]}.")
-    return text
 
 
 TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
@@ -77,12 +70,7 @@ def refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:
 def common_config(hf: Any, **ours: Any) -> DecoderConfig:
     """Returns the configuration from the keys that most families read; `ours` are fields that differ.
 
-    A configuration may hold keys of other families, which transformers ignores, so the presence of a key must not
-    decide whether it is read.
-
-    Args:
-        hf: configuration object of transformers.
-        ours: fields of `DecoderConfig`, which take precedence. `norm="layer"` reads `layer_norm_eps`.
+    A configuration may hold keys of other families, which transformers ignores: presence does not decide what is read.
     """
     heads = hf.num_attention_heads
     fields = {
@@ -138,7 +126,7 @@ def local_layers(hf: Any) -> dict[str, Any]:
         return {}
     if hf.sliding_window is None:
         raise UserError(
-            f"{hf.model_type} configuration: layer_types has sliding_attention, but no sliding_window is set."
+            f"{hf.model_type} configuration: layer_types has sliding_attention, but sliding_window is null."
         )
     return {"local_layers": local, "window": hf.sliding_window}
 
@@ -163,12 +151,9 @@ _ROPE_TYPES = {
 
 
 def rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = False) -> Rope:
-    """Returns the rotary positions of `parameters`, or of the configuration if `None`.
+    """Returns the rotary positions of `parameters`, those of one kind of layer, or of the whole configuration.
 
-    Args:
-        hf: configuration object of transformers.
-        parameters: parameters of one kind of layer, if kinds differ.
-        partial: whether the family reads `partial_rotary_factor`.
+    `partial`: whether the family reads `partial_rotary_factor`.
     """
     # transformers 5 has theta and scaling in `rope_parameters`. Older files have `rope_theta` and a separate
     # `rope_scaling`, which may name its kind `type`.
@@ -205,6 +190,12 @@ def rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = F
         scaling=None if kind in ("default", "dynamic") else kind,
         **fields,
     )
+
+
+def two_ropes(hf: Any) -> dict[str, Rope]:
+    """Returns our fields for `rope_parameters` by kind of layer."""
+    kinds = hf.rope_parameters
+    return {"rope": rope(hf, kinds["full_attention"]), "local_rope": rope(hf, kinds["sliding_attention"])}
 
 
 def _yarn(hf: Any, given: Mapping[str, Any]) -> dict[str, Any]:

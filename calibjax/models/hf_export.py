@@ -15,17 +15,16 @@ from safetensors.numpy import save_file
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
 from calibjax.models.fingerprint import dotted_leaves
-from calibjax.models.gguf_file import is_gguf, read_gguf
-from calibjax.models.gguf_model import gguf_settings
+from calibjax.models.gguf import gguf_settings, is_gguf, read_gguf
 from calibjax.models.gguf_tokenizer import gguf_stop_tokens, gguf_tokenizer
 from calibjax.models.hf_config import text_settings
-from calibjax.models.rules import Layout, Rule
+from calibjax.models.rules import Rule
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import new_directory, write_file
 from calibjax.runtime.platforms import torch_left_out
 
-_SHARD_BYTES = 2 * 10**9
+_FILE_BYTES = 2 * 10**9
 _COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 DESCRIPTION = "calibjax.json"
 """Description file of an Orbax checkpoint, see `orbax_checkpoint.save_checkpoint`."""
@@ -39,28 +38,23 @@ def save_model(
     *,
     like: Path,
     dtype: DTypeLike = jnp.float32,
-    shard_bytes: int = _SHARD_BYTES,
     replace: bool = False,
 ) -> None:
-    """Writes a model that transformers and `load_model` can read.
+    """Writes a model that transformers and `load_model` can read. All processes of a job must call this.
 
-    Tensors are fetched from the devices one at a time; the first process holds those of one file. The files are written
-    to a temporary directory that is renamed to `directory` when it is complete. All processes of a job must call this;
-    the first one writes.
+    Tensors are fetched from the devices one at a time; the first process writes, and holds those of one file.
 
     Args:
-        directory: output directory, new or empty.
+        directory: output directory, new or empty, or with `replace` an earlier export with the same files.
         config: configuration of the decoder.
         params: parameters in the tree of `init_params`; they may be sharded.
-        like: GGUF file or directory of a model of the same configuration, whose config.json and tokenizer files are
-            copied. The soft-cap of the logits may be another one: see `copy_settings`.
+        like: GGUF file or directory of a model of the same configuration, but for the soft-cap of the logits, whose
+            config.json and tokenizer files are copied.
         dtype: dtype of the written tensors: float32, bfloat16 or float16.
-        shard_bytes: largest size of a weights file in bytes.
-        replace: whether an earlier export with the same files may be replaced.
+        replace: see `directory`.
 
     Raises:
-        UserError: if `like` is not such a directory, `directory` cannot be written or replaced, or as for
-            `settings_files`.
+        UserError: `like` is no model, `directory` cannot be written or replaced, or as for `settings_files`.
     """
     source = like if is_gguf(like) else require_directory(like, "model")
     if not is_gguf(like) and not (source / "config.json").is_file():
@@ -74,7 +68,7 @@ def save_model(
         for rule, name, index in _tensors(config, leaves):
             shapes = [leaves[target].shape[len(index) :] for target in rule.targets]
             size = sum(int(np.prod(shape)) for shape in shapes) * dtype.itemsize
-            if files[-1] and held + size > shard_bytes:
+            if files[-1] and held + size > _FILE_BYTES:
                 files.append([])
                 held = 0
             files[-1].append((rule, name, index))
@@ -85,9 +79,9 @@ def save_model(
             weight_map |= {name: file for _, name, _ in tensors}
             values = {}
             for rule, name, index in tensors:
-                value = _assemble(rule, rule.layout(config), index, leaves, dtype)
+                pieces = to_host([leaves[target][index] if index else leaves[target] for target in rule.targets])
                 if is_first():
-                    values[name] = value
+                    values[name] = np.ascontiguousarray(rule.layout(config).join(pieces)).astype(dtype)
             if is_first():
                 save_file(values, fresh / file, metadata={"format": "pt"})
         if len(files) > 1 and is_first():
@@ -98,11 +92,9 @@ def save_model(
 def settings_files(source: Path) -> list[Path]:
     """Returns a model's configuration and tokenizer files, which are copied whenever its weights are written.
 
-    A GGUF file has none.
-
     Raises:
-        UserError: if one of them is a symbolic link to a file outside the model's directory. Links of a snapshot in the
-            hub's cache to blobs of the same repository are allowed.
+        UserError: one is a symbolic link to a file outside the model's directory, other than from a snapshot in the
+            hub's cache to blobs of the same repository.
     """
     skipped = {file for pattern in _NOT_COPIED for file in source.glob(pattern)}
     files = sorted({file for pattern in _COPIED for file in source.glob(pattern)} - skipped)
@@ -122,10 +114,10 @@ def settings_files(source: Path) -> list[Path]:
 
 
 def copy_settings(source: Path, target: Path, dtype: str, *, softcap: float | None = None) -> None:
-    """Copies `settings_files` and writes config.json: of the language model, with weights of `dtype`, not quantised.
+    """Copies `settings_files`, or writes them from a GGUF file's metadata, and writes config.json.
 
-    `softcap`: of the logits; written where the configuration has one. Those of most families have none. Of a GGUF
-    file, the same files are written from its metadata.
+    The configuration is that of the language model, with weights of `dtype`, not quantised, and with the soft-cap of
+    the logits `softcap` where it has one.
     """
     if is_gguf(source):
         written = _write_gguf_settings(source, target)
@@ -163,11 +155,3 @@ def _tensors(config: DecoderConfig, leaves: Mapping[str, Any]) -> Iterator[tuple
             for expert in rule.experts(config):
                 index = tuple(i for i in (layer, expert) if i is not None)
                 yield rule, rule.full_name(family.prefix, layer, expert), index
-
-
-def _assemble(
-    rule: Rule, layout: Layout, index: tuple[int, ...], leaves: Mapping[str, Any], dtype: np.dtype
-) -> np.ndarray:
-    pieces = [leaves[target][index] if index else leaves[target] for target in rule.targets]
-    joined = layout.join(to_host(pieces))
-    return np.ascontiguousarray(joined).astype(dtype)

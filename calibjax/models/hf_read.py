@@ -1,160 +1,89 @@
-"""Reading of the parameters of a model from safetensors: every byte once, in chunks, by threads and processes.
+"""Reading of the parameters of a model from safetensors or GGUF, in chunks, by threads.
 
 A chunk (`fingerprint.chunks`) is read, hashed, cast, checked and copied to the shards of this process, in our layout,
-while it is in the cache. Several processes divide the chunks of the whole model among themselves, and send each other
-what they have read, because networks between accelerators are faster than file systems.
+while it is in the cache. Each of several processes reads the chunks that its devices hold, and hashes its part of all.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from calibjax.models.fingerprint import chunk_digest, chunks, in_file_order, join_chunks, layer_name
+from calibjax.models.fingerprint import chunk_digest, chunks, join_chunks, layer_name
 from calibjax.models.hf_tensors import FLOATS, Index, Piece, Plan, TensorEntry, read_mxfp4
 from calibjax.models.rules import Layout, transpose_into
+from calibjax.runtime.distributed import together
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_sharding
-
-_ROUND = 2**25
-"""Bytes that all processes together read before they exchange them, if each has more than one chunk."""
 
 _ALIGNMENT = 64
 _TIED_ROWS = 4096
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A chunk of a parameter.
-
-    Args:
-        path: dotted path of the parameter.
-        piece: piece that it is a part of; its number among the pieces of the parameter is its layer.
-        index: place of the chunk in the piece.
-        number: number of the chunk in the model.
-    """
+class _Chunk(NamedTuple):
+    """A chunk of a piece of the parameter at `path`: its `index` in the piece, and its `number` in the model."""
 
     path: str
     piece: Piece
     index: Index
     number: int
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the chunk, without the axis of layers."""
-        return tuple(along.stop - along.start for along in self.index)
-
-    @property
-    def size(self) -> int:
-        """Number of its values."""
-        return math.prod(self.shape)
-
 
 def read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[str, jax.Array], dict[str, str]]:
     """Returns the parameters by dotted path, and the digests of all tensors by name.
 
-    The host holds the part of one parameter that belongs to the devices of this process, and `_ROUND` bytes. On CPUs,
-    arrays of JAX use the host's memory without another copy.
-
-    Args:
-        plan: result of `plan_tensors`.
-        dtype: dtype of the parameters.
-        mesh: devices to divide the parameters among; `None` for the default device.
+    The host holds the part of one parameter that belongs to the devices of this process. On CPUs, arrays of JAX use the
+    host's memory without another copy.
 
     Raises:
         UserError: in all processes that share the mesh, if a file is damaged or a weight is not finite.
     """
-    processes = 1 if mesh is None else jax.process_count()
-    every = _all_chunks(plan)
-    rounds = list(divide(every, dtype.itemsize, processes))
-    length = max(sum(chunk.size for chunk in part) for parts in rounds for part in parts)
-    table = np.zeros((len(every), 32), np.uint8)
-    params: dict[str, jax.Array] = {}
-    pending: dict[str, _Parameter] = {}
-    remaining = dict.fromkeys(plan.leaves, 0)
-    for chunk in every:
-        remaining[chunk.path] += 1
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
-        for parts in rounds:
-            for path in dict.fromkeys(chunk.path for part in parts for chunk in part):
-                if path not in pending:
-                    pending[path] = _Parameter(path, plan.leaves[path].shape, dtype, mesh)
-            if processes == 1:
-                run = functools.partial(_read_and_place, pending, table, dtype)
-                list(pool.map(run, parts[0]))
-            else:
-                read = _exchange(*_read_part(pool, parts[jax.process_index()], table, dtype, length))
-                for part, values in zip(parts, read, strict=True):
-                    list(pool.map(functools.partial(_place_from, pending, values), part, _offsets(part)))
-            for chunk in (chunk for part in parts for chunk in part):
-                remaining[chunk.path] -= 1
-                if not remaining[chunk.path]:
-                    params[chunk.path] = pending.pop(chunk.path).finish()
-    if processes > 1:
-        table = multihost_utils.process_allgather(table).max(axis=0)
-    return params, _join(plan, every, table)
-
-
-def _all_chunks(plan: Plan) -> list[Chunk]:
-    found = []
+    every = []
     for path, pieces in plan.pieces.items():
         for piece in pieces:
             shape = plan.leaves[path].shape[piece.layer is not None :]
             for index in chunks(layer_name(path, piece.layer), shape):
-                found.append(Chunk(path, piece, index, len(found)))
-    return found
+                every.append(_Chunk(path, piece, index, len(every)))
+    digests = np.zeros((len(every), 32), np.uint8)
+    processes, rank = (1, 0) if mesh is None else (jax.process_count(), jax.process_index())
+
+    def read_own() -> dict[str, jax.Array]:
+        params = {}
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
+            for path, group in itertools.groupby(every, key=lambda chunk: chunk.path):
+                parameter = _Parameter(path, plan.leaves[path].shape, dtype, mesh)
+                own = [c for c in group if c.number % processes == rank or any(parameter.overlaps(c))]
+                try:
+                    list(pool.map(functools.partial(_read_and_place, parameter, digests, dtype), own))
+                except OSError as error:
+                    raise UserError(str(error)) from error
+                params[path] = parameter.finish()
+        return params
+
+    params = together(read_own)
+    if processes > 1:
+        digests = multihost_utils.process_allgather(digests).max(axis=0)
+    tensor_digests = {}
+    for (path, layer), group in itertools.groupby(every, key=lambda chunk: (chunk.path, chunk.piece.layer)):
+        parts, name = list(group), layer_name(path, layer)
+        rows = digests[parts[0].number : parts[-1].number + 1]
+        shape = plan.leaves[path].shape[layer is not None :]
+        tensor_digests[name] = join_chunks(name, parts[0].piece.dtype, shape, rows.tobytes())
+    return params, tensor_digests
 
 
-def divide(chunks: Sequence[Chunk], itemsize: int, processes: int) -> Iterator[list[list[Chunk]]]:
-    """Yields rounds: the chunks that each process reads before they exchange them. Each chunk occurs once."""
-    parts: list[list[Chunk]] = [[]]
-    size, limit = 0, _ROUND // processes
-    for chunk in chunks:
-        if size and size + chunk.size * itemsize > limit:
-            if len(parts) == processes:
-                yield parts
-                parts = []
-            parts.append([])
-            size = 0
-        parts[-1].append(chunk)
-        size += chunk.size * itemsize
-    yield parts + [[] for _ in range(processes - len(parts))]
-
-
-def _join(plan: Plan, every: Sequence[Chunk], table: np.ndarray) -> dict[str, str]:
-    rows: dict[str, list[Chunk]] = {}
-    for chunk in every:
-        rows.setdefault(layer_name(chunk.path, chunk.piece.layer), []).append(chunk)
-    return {
-        name: join_chunks(
-            name,
-            of[0].piece.dtype,
-            plan.leaves[of[0].path].shape[of[0].piece.layer is not None :],
-            table[of[0].number : of[-1].number + 1].tobytes(),
-        )
-        for name, of in rows.items()
-    }
-
-
-# --- one process ---
-
-
-def _read_and_place(pending: "dict[str, _Parameter]", table: np.ndarray, dtype: np.dtype, chunk: Chunk) -> None:
-    pending[chunk.path].place(chunk, _read_checked(chunk, table, dtype))
-
-
-def _read_checked(chunk: Chunk, table: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the values of a chunk in `dtype`, and puts its digest into `table`."""
+def _read_and_place(parameter: "_Parameter", digests: np.ndarray, dtype: np.dtype, chunk: _Chunk) -> None:
     stored = read_chunk(chunk.piece, chunk.index)
-    table[chunk.number] = np.frombuffer(chunk_digest(chunk.path, stored), np.uint8)
+    digests[chunk.number] = np.frombuffer(chunk_digest(chunk.path, stored), np.uint8)
     with np.errstate(over="ignore"):
         values = stored.astype(dtype, copy=False)
     if not _is_finite(values):
@@ -162,7 +91,7 @@ def _read_checked(chunk: Chunk, table: np.ndarray, dtype: np.dtype) -> np.ndarra
         entries = chunk.piece.entries
         entry = entries[chunk.index[0].start if len(entries) > 1 else 0]
         raise UserError(f"{entry.file}: {entry.name} {cause} {dtype.name}.")
-    return values
+    parameter.place(chunk, values)
 
 
 def _is_finite(array: np.ndarray) -> bool:
@@ -176,69 +105,6 @@ def _is_finite(array: np.ndarray) -> bool:
     )
 
 
-# --- several processes ---
-
-
-def _read_part(
-    pool: ThreadPoolExecutor, part: Sequence[Chunk], table: np.ndarray, dtype: np.dtype, length: int
-) -> tuple[np.ndarray, UserError | None]:
-    """Returns the values of the chunks of one process, `[length]`, and the first error."""
-    values = np.zeros(length, dtype)
-
-    def read(chunk: Chunk, offset: int) -> None:
-        ordered = in_file_order(chunk.path, _read_checked(chunk, table, dtype))
-        values[offset : offset + chunk.size] = ordered.reshape(-1)
-
-    try:
-        list(pool.map(read, part, _offsets(part)))
-    except UserError as error:
-        return values, error
-    except OSError as error:
-        return values, UserError(str(error))
-    return values, None
-
-
-def _offsets(part: Sequence[Chunk]) -> list[int]:
-    return np.cumsum([0, *(chunk.size for chunk in part)])[:-1].tolist()
-
-
-def _exchange(values: np.ndarray, error: UserError | None) -> np.ndarray:
-    """Returns the values `[n]` of all processes, `[P, n]`; raises in all of them if one has an error.
-
-    Each device gathers its part of the values from its counterparts in the other processes.
-    """
-    processes, local = jax.process_count(), jax.local_device_count()
-    sent = np.zeros((local, values.nbytes // local + 1), np.uint8)  # at least one byte more than the values
-    sent.reshape(-1)[: values.nbytes] = values.view(np.uint8)
-    sent[-1, -1] = error is not None
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    mesh = Mesh(np.array(devices).reshape(processes, local), ("process", "local"))
-    mine = mesh.devices[jax.process_index()]
-    rows = [jax.device_put(row[None, None], device) for row, device in zip(sent, mine, strict=True)]
-    divided = NamedSharding(mesh, PartitionSpec("process", "local"))
-    whole = jax.make_array_from_single_device_arrays((processes, *sent.shape), divided, rows)
-    shards = {shard.device: shard.data for shard in _gather(mesh)(whole).addressable_shards}
-    gathered = np.concatenate([np.asarray(shards[device])[:, 0] for device in mine], axis=1)
-    failed = np.flatnonzero(gathered[:, -1])
-    if len(failed):
-        raise error or UserError(f"process {failed[0]} failed; see its own error message.")
-    return gathered[:, : values.nbytes].view(values.dtype)
-
-
-@functools.cache
-def _gather(mesh: Mesh) -> Any:
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec(None, "local")))
-
-
-def _place_from(pending: "dict[str, _Parameter]", values: np.ndarray, chunk: Chunk, offset: int) -> None:
-    shape = in_file_order(chunk.path, np.empty(chunk.shape, np.void)).shape
-    ordered = values[offset : offset + chunk.size].reshape(shape)
-    pending[chunk.path].place(chunk, in_file_order(chunk.path, ordered))
-
-
-# --- shards ---
-
-
 class _Parameter:
     """The part of a parameter that the devices of this process hold, while it is filled."""
 
@@ -249,17 +115,27 @@ class _Parameter:
         self._dtype, self._bits = dtype, np.dtype(f"u{dtype.itemsize}")  # numpy copies numbers of its own dtypes faster
         self._shards = {key: _aligned([b - a for a, b in key], self._bits) for key in map(self._key, indices)}
 
-    def place(self, chunk: Chunk, values: np.ndarray) -> None:
-        """Copies the values of a chunk to the shards that hold some of them."""
-        layer, values = chunk.piece.layer, values.view(self._bits)
-        at = [(along.start, along.stop) for along in chunk.index]
+    def overlaps(self, chunk: _Chunk) -> Iterator[tuple[np.ndarray, Index]]:
+        """Yields the part of each shard that a chunk fills, and the index of these values in the chunk."""
+        layer = chunk.piece.layer
         for key, shard in self._shards.items():
-            held = key[layer is not None :]
-            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(at, held, strict=True)]
-            if all(start < stop for start, stop in both):
-                source = tuple(slice(s - a, e - a) for (s, e), (a, _) in zip(both, at, strict=True))
-                target = tuple(slice(s - a, e - a) for (s, e), (a, _) in zip(both, held, strict=True))
-                _copy((shard if layer is None else shard[layer])[target], values[source])
+            target, source = [], []
+            for along, (low, high) in zip(chunk.index, key[layer is not None :], strict=True):
+                start, stop = max(along.start, low), min(along.stop, high)
+                target.append(slice(start - low, stop - low))
+                source.append(slice(start - along.start, stop - along.start))
+            if all(part.start < part.stop for part in source):
+                yield (shard if layer is None else shard[layer])[tuple(target)], tuple(source)
+
+    def place(self, chunk: _Chunk, values: np.ndarray) -> None:
+        """Copies the values of a chunk to the shards that hold some of them."""
+        values = values.view(self._bits)
+        for target, source in self.overlaps(chunk):
+            part = values[source]
+            if part.ndim > 1 and part.strides[-1] > part.strides[-2] == part.itemsize:
+                transpose_into(target, part.swapaxes(-1, -2))
+            else:
+                target[...] = part
 
     def finish(self) -> jax.Array:
         """Returns the parameter on its devices."""
@@ -280,22 +156,12 @@ class _Parameter:
         return tuple(along.indices(n)[:2] for along, n in zip(whole, self._shape, strict=True))
 
 
-def _copy(target: np.ndarray, values: np.ndarray) -> None:
-    if values.ndim > 1 and values.strides[-1] > values.strides[-2] == values.itemsize:
-        transpose_into(target, values.swapaxes(-1, -2))
-    else:
-        target[...] = values
-
-
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An array that JAX can use on a CPU without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
-
-
-# --- files ---
 
 
 def read_chunk(piece: Piece, index: Index) -> np.ndarray:

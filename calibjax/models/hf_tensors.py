@@ -1,14 +1,13 @@
-"""Mapping of a checkpoint's tensors to our parameter tree, planned from names and shapes.
+"""Mapping of a checkpoint's tensors to our parameter tree, planned from names and shapes before any weight is read.
 
-The plan is made before any weight is read. Every tensor of the checkpoint must be used or be a known buffer, and every
-parameter of the model must be filled exactly once; otherwise an error is raised.
+Every tensor must be used or be a known buffer, and every parameter must be filled exactly once.
 """
 
 import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import abstract_params
 from calibjax.models.families import FAMILIES
-from calibjax.models.fingerprint import dotted_leaves, layer_name
+from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.rules import Layout, Rule
 from calibjax.runtime.errors import UserError
 
@@ -35,18 +34,17 @@ _BUFFERS = re.compile(
 )
 """Names, without prefix, of tensors that are no parameters: they follow from the configuration."""
 _OTHER_HEADS = re.compile(r"(v_head|value_head|reward_head|score|classifier)\..*")
-"""Names of tensors of heads that read the decoder's states and are not part of a language model."""
+"""Names of tensors of heads that are not part of a language model."""
 
 Index = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a checkpoint's header: name, shape, safetensors dtype such as `"BF16"`, and file.
+    """A tensor in a checkpoint's header: name, shape, safetensors dtype such as `"BF16"`, file, and offset in bytes.
 
-    `offset` is that of its first byte in the file. `read` returns the values at an index of a tensor that is not stored
-    as an array of `dtype` in the order of `shape`. `scales` are the scales of a tensor that is stored as MXFP4; see
-    `merge_mxfp4`.
+    `read` returns the values at an index of a tensor that is not stored as an array of `dtype` in the order of `shape`.
+    `scales` are those of a tensor that is stored as MXFP4; see `merge_mxfp4`.
     """
 
     name: str
@@ -62,11 +60,8 @@ class TensorEntry:
 class Piece:
     """A tensor of the checkpoint, or a part of one, that fills a parameter or one layer of it.
 
-    Args:
-        entries: the tensor in the checkpoint; several are those of the experts of a layer, which are stacked.
-        layer: layer that it fills, or `None` if the parameter is not stacked.
-        layout: layout of the parameters within the tensor.
-        columns: columns of this parameter in each group of the layout.
+    Several `entries` are those of the experts of a layer, which are stacked. `columns` are those of this parameter in
+    each group of the layout.
     """
 
     entries: tuple[TensorEntry, ...]
@@ -89,7 +84,7 @@ class Plan:
         leaves: shape and dtype of each parameter by dotted path.
         pieces: pieces that fill each path; one per layer for stacked parameters.
         must_equal: two tensors that the model ties and the checkpoint stores separately, or `None`.
-        left_out: number of tensors of each part that is not the language model: of a multimodal model, or a value head.
+        left_out: number of tensors of each part that is not the language model.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct]
@@ -97,44 +92,32 @@ class Plan:
     must_equal: tuple[TensorEntry, TensorEntry] | None
     left_out: dict[str, int]
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the pieces in `fingerprint`, in their order."""
-        return [layer_name(path, piece.layer) for path, pieces in self.pieces.items() for piece in pieces]
-
 
 def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
-    """Assigns the tensors of a checkpoint to the parameters of a model.
-
-    Args:
-        config: configuration of the model, whose family has the rules.
-        entries: all tensors of all files of the checkpoint.
-
-    Returns:
-        The plan.
+    """Assigns the tensors of a checkpoint, `entries` of all of its files, to the parameters of a model.
 
     Raises:
-        UserError: if tensors are unknown, missing, duplicated, of wrong shape or not floating-point. The message lists
-            up to ten names of each kind.
+        UserError: tensors are unknown, missing, duplicated, of wrong shape or not floating-point. The message lists up
+            to ten names of each kind.
     """
     family = FAMILIES[config.family]
     leaves = dict(dotted_leaves(abstract_params(config)))
     problems: dict[str, list[str]] = collections.defaultdict(list)
-    found: dict[str, TensorEntry] = {}
+    by_name: dict[str, TensorEntry] = {}
     named, left_out = _language_model(list(entries))
     for name, entry in named:
         if _OTHER_HEADS.fullmatch(name):
-            left_out[name.split(".")[0]] = left_out.get(name.split(".")[0], 0) + 1
+            left_out[name.split(".")[0]] += 1
             continue
         name = name.removeprefix(family.prefix)
         if _BUFFERS.fullmatch(name):
             continue
-        if name in found:
-            first = found[name]
+        if name in by_name:
+            first = by_name[name]
             problems["duplicate"].append(f"{entry.name} ({entry.file.name}) and {first.name} ({first.file.name})")
-        found.setdefault(name, entry)
+        by_name.setdefault(name, entry)
 
-    tied = _take_tied(config, found)
+    tied = _take_tied(config, by_name)
     pieces: dict[str, list[Piece]] = {path: [] for path in leaves}
     for rule in family.rules:
         if not all(target in leaves for target in rule.targets):
@@ -142,7 +125,7 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
         for layer in range(config.num_layers) if rule.stacked else (None,):
             entries = []
             for expert in rule.experts(config):
-                entry = found.pop(rule.source.format(layer, expert), None)
+                entry = by_name.pop(rule.source.format(layer, expert), None)
                 if entry is None:
                     problems["missing"].append(rule.full_name(family.prefix, layer, expert))
                 else:
@@ -150,28 +133,31 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
             if len(entries) == len(rule.experts(config)):
                 for target, piece in _fill(rule, config, tuple(entries), layer, leaves, problems):
                     pieces[target].append(piece)
-    problems["unknown"].extend(entry.name for entry in found.values())
+    problems["unknown"].extend(entry.name for entry in by_name.values())
     if tied is not None and tied[0].shape != tied[1].shape:
         problems["wrong shape"].append(f"{tied[1].name} {list(tied[1].shape)}, expected {list(tied[0].shape)}")
     if any(problems.values()):
-        report = "; ".join(f"{kind}: {_listing(names)}" for kind, names in problems.items() if names)
+        report = ""
+        for kind, names in problems.items():
+            if names:
+                more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+                report += f" {kind}: {', '.join(names[:_MOST_NAMED])}{more};"
         raise UserError(
-            f"The weights do not match this {config.family} configuration. {report}. "
+            f"The weights do not match this {config.family} configuration.{report[:-1]}. "
             "Check that the files are complete and come from the same model."
         )
-    return Plan(leaves, pieces, tied, left_out)
+    return Plan(leaves, pieces, tied, dict(left_out))
 
 
-def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorEntry]], dict[str, int]]:
+def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorEntry]], collections.Counter]:
     """Returns the tensors of the language model with their names in it, and how many each other part has.
 
-    A checkpoint of one model has no other part. In one of a multimodal model, the names of the language model are
-    `language_model.model...` and `language_model.lm_head...`, or as newer versions of transformers write them,
-    `model.language_model...` and `lm_head...`.
+    In a multimodal model they are `language_model.model...` and `language_model.lm_head...`, or as newer versions of
+    transformers write them, `model.language_model...` and `lm_head...`.
     """
-    if not any("language_model." in entry.name for entry in entries):
-        return [(entry.name, entry) for entry in entries], {}
     text, left_out = [], collections.Counter()
+    if not any("language_model." in entry.name for entry in entries):
+        return [(entry.name, entry) for entry in entries], left_out
     for entry in entries:
         name = entry.name.removeprefix("model.")
         own = name.removeprefix("language_model.")
@@ -179,19 +165,19 @@ def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorE
             text.append((own if own.startswith(("lm_head.", "model.")) else f"model.{own}", entry))
         else:
             left_out[name.split(".")[0]] += 1
-    return text, dict(left_out)
+    return text, left_out
 
 
-def _take_tied(config: DecoderConfig, found: dict[str, TensorEntry]) -> tuple[TensorEntry, TensorEntry] | None:
-    """Removes a tied model's second copy of its embedding from `found`; returns both copies if there are two."""
+def _take_tied(config: DecoderConfig, by_name: dict[str, TensorEntry]) -> tuple[TensorEntry, TensorEntry] | None:
+    """Removes a tied model's second copy of its embedding from `by_name`; returns both copies if there are two."""
     if not config.tie_embeddings:
         return None
     source = {rule.targets: rule.source for rule in FAMILIES[config.family].rules}
-    copy = found.pop(source["unembedding",], None)
+    copy = by_name.pop(source["unembedding",], None)
     if copy is None:
         return None
     # `safetensors.torch.save_model` writes a shared tensor under one of its names, which may be this one.
-    embedding = found.setdefault(source["embedding",], copy)
+    embedding = by_name.setdefault(source["embedding",], copy)
     return None if embedding is copy else (embedding, copy)
 
 
@@ -267,8 +253,3 @@ def read_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         values = np.ldexp(values, scales[..., None].astype(np.int32) - 127)
     return values.reshape(len(scales), -1).astype(jnp.bfloat16).T
-
-
-def _listing(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

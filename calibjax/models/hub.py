@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from calibjax.runtime.errors import UserError
 
@@ -11,29 +11,20 @@ _NAME = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w./-]*))?")
 
 
 class Repository(NamedTuple):
-    """A repository, and a branch, tag or commit of it; None: the newest of its main branch."""
+    """A repository, and a branch, tag or commit of it; None for the newest of its main branch."""
 
     name: str
     revision: str | None
 
 
 def repository_of(path: str | Path) -> Repository | None:
-    """Reads `name`, `org/name` or `org/name@revision`; None where something has this path, or it has another form."""
-    found = _NAME.fullmatch(str(path))
-    return None if found is None or Path(path).exists() else Repository(found[1], found[2])
+    """Reads `name`, `org/name` or `org/name@revision`; None where this path exists, or it has another form."""
+    match = _NAME.fullmatch(str(path))
+    return None if match is None or Path(path).exists() else Repository(match[1], match[2])
 
 
 def download(repository: Repository, what: str, files: Sequence[str], skipped: Sequence[str] = ()) -> Path:
-    """Downloads files once into the cache of huggingface_hub, which resumes and verifies.
-
-    Args:
-        repository: of models.
-        what: names the role in errors.
-        files: patterns of the files.
-        skipped: patterns of files to leave out.
-
-    Returns:
-        The folder of one commit.
+    """Downloads files of a repository of models, by their patterns, into the cache; returns the folder.
 
     Raises:
         UserError: there is no such repository or revision, it is not open to this user, or neither the Hub nor a
@@ -42,11 +33,8 @@ def download(repository: Repository, what: str, files: Sequence[str], skipped: S
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                repository.name, revision=repository.revision, allow_patterns=[*files], ignore_patterns=[*skipped]
-            )
-        )
+        patterns: Any = {"allow_patterns": [*files], "ignore_patterns": [*skipped]}
+        return Path(snapshot_download(repository.name, revision=repository.revision, **patterns))
     except Exception as error:  # httpx's errors are no OSErrors
         raise UserError(
             f"{what}: {repository.name} is not a local directory and could not be downloaded from the Hugging Face hub "
@@ -74,16 +62,7 @@ def check_upload(name: str) -> None:
 
 
 def upload(name: str, files: Mapping[str, bytes], message: str, *, private: bool = False) -> str:
-    """Writes files to a repository of models in one commit, and makes the repository where there is none.
-
-    Args:
-        name: org/name.
-        files: content by name.
-        message: of the commit.
-        private: of a new repository.
-
-    Returns:
-        The hash of the commit.
+    """Writes files, content by name, to a new or existing repository of models; returns the hash of the commit.
 
     Raises:
         UserError: as `check_upload`, or the Hub refuses it or cannot be reached; nothing was committed then.

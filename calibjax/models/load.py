@@ -1,13 +1,10 @@
 """Loading of a `LanguageModel` from a directory or the Hugging Face hub, without unpickling or running any file."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from flax import traverse_util
@@ -18,37 +15,28 @@ from safetensors import SafetensorError, safe_open
 from calibjax.models.adapter import merge_adapter
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES, config_from_hf
-from calibjax.models.fingerprint import (
-    combine_digests,
-    first_tensor_digest,
-    is_first_version,
-    layer_name,
-    named_tensors,
-    tensor_digest,
-)
-from calibjax.models.gguf_file import is_gguf
-from calibjax.models.gguf_model import gguf_config, gguf_entries
-from calibjax.models.hf_read import read_chunk, read_params, tied_differ
+from calibjax.models.fingerprint import combine_digests, layer_name
+from calibjax.models.gguf import gguf_config, gguf_entries, is_gguf
+from calibjax.models.hf_read import read_params, tied_differ
 from calibjax.models.hf_tensors import Plan, TensorEntry, merge_mxfp4, plan_tensors
 from calibjax.models.hub import download, repository_of
 from calibjax.models.model import LanguageModel
 from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
-from calibjax.models.own import FrozenModel
 from calibjax.models.tokenizer import find_tokenizer
 from calibjax.runtime.distributed import is_first, together
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import read_json
 from calibjax.runtime.sharding import as_mesh
 
-# float16 is not supported: hidden states of many models exceed its range, and JAX's attention requires a GPU for it.
 _DTYPES = ("float32", "bfloat16")
+"""Not float16: hidden states of many models exceed its range, and JAX's attention requires a GPU for it."""
 _SHORT = {"BF16": "bfloat16", "F16": "float16"}
 """Dtypes of safetensors with fewer bits than float32."""
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 # Subfolders and `consolidated*` hold the same weights in the authors' own layout.
 _HUB_SKIPPED = ["*/*", "consolidated*"]
-_log = logging.getLogger(__name__)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -68,90 +56,53 @@ def load_model(
         adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
 
     Returns:
-        The model. Its fingerprint is that of the stored weights, independent of `dtype`; with an adapter, of both
-        files.
+        The model. Its fingerprint is that of the stored weights (and of the adapter), independent of `dtype`.
 
     Raises:
-        UserError: if the model does not exist; its architecture, configuration or tensors are not supported; files are
-            missing, damaged or pickled; its tokenizer has ids beyond the vocabulary; or a weight is not finite. Other
-            files of the tokenizer than tokenizer.json are read when `LanguageModel.tokenizer` is first used.
+        UserError: the model does not exist; its architecture, configuration or tensors are not supported; files are
+            missing, damaged or pickled; its tokenizer has ids beyond the vocabulary; or a weight is not finite. Files
+            of the tokenizer beside tokenizer.json are read when `LanguageModel.tokenizer` is first used.
     """
     if dtype is None or not any(jnp.dtype(name) == dtype for name in _DTYPES):
         raise UserError(f"dtype: expected {' or '.join(_DTYPES)}, got {getattr(dtype, '__name__', dtype)}.")
     dtype, mesh = jnp.dtype(dtype), None if mesh is None else as_mesh(mesh)
     folder = _find_folder(path)
     description = read_description(folder) if is_checkpoint(folder) else None
-    config, plan = (config_from_hf(folder), None) if description else together(functools.partial(_plan, folder))
+    config, plan = (config_from_hf(folder), None) if description else together(lambda: _plan(folder, warn=is_first()))
     tokenizer = find_tokenizer(folder, FAMILIES[config.family].native, config)
-    if plan is not None and plan.left_out and is_first():
+    if plan is None:
+        assert description is not None
+        params, fingerprint = restore_params(folder, description, config, dtype, mesh)
+    else:
+        params, digests = read_params(plan, dtype, mesh)
+        params, fingerprint = traverse_util.unflatten_dict(params, sep="."), combine_digests(config, digests)
+    if adapter is not None:
+        flat = traverse_util.flatten_dict(params, sep=".")
+        flat, digest = merge_adapter(config, flat, require_directory(adapter, "adapter"))
+        params = traverse_util.unflatten_dict(flat, sep=".")
+        version, base = fingerprint.split(":")
+        fingerprint = f"{version}:{hashlib.sha256(f'{base} {digest}'.encode()).hexdigest()}"
+    return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
+
+
+def _plan(folder: Path, warn: bool = False) -> tuple[DecoderConfig, Plan]:
+    """The configuration of a model and where its tensors go; untied where the files hold two different matrices."""
+    config = read_config(folder)
+    entries = _read_entries(folder, config)
+    plan = plan_tensors(config, entries)
+    if warn and plan.left_out:
         parts = ", ".join(f"{part} ({count:,} tensors)" for part, count in sorted(plan.left_out.items()))
         _log.warning("%s: the language model is loaded; left out: %s.", folder, parts)
-    if plan is not None and config != read_config(folder) and is_first():
+    if not tied_differ(plan):
+        return config, plan
+    if warn:
         _log.warning(
             "%s: config.json ties the embedding and lm_head, but the files hold different values: both are used, "
             "as in transformers. Set tie_word_embeddings to false in config.json.",
             folder,
         )
-    if plan is None:
-        assert description is not None
-        params, fingerprint = restore_params(folder, description, config, dtype, mesh)
-    else:
-        params, digests = together(functools.partial(read_params, plan, dtype, mesh))
-        params, fingerprint = traverse_util.unflatten_dict(params, sep="."), combine_digests(config, digests)
-    if adapter is not None:
-        flat, digest = merge_adapter(
-            config, traverse_util.flatten_dict(params, sep="."), require_directory(adapter, "adapter")
-        )
-        params = traverse_util.unflatten_dict(flat, sep=".")
-        version, colon, base = fingerprint.rpartition(":")
-        fingerprint = version + colon + hashlib.sha256(f"{base} {digest}".encode()).hexdigest()
-    return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
-
-
-def _plan(folder: Path) -> tuple[DecoderConfig, Plan]:
-    """The configuration of a model and where its tensors go; untied where the files hold two different matrices."""
-    config = read_config(folder)
-    entries = _read_entries(folder, config)
-    plan = plan_tensors(config, entries)
-    if not tied_differ(plan):
-        return config, plan
     config = dataclasses.replace(config, tie_embeddings=False)
     return config, plan_tensors(config, entries)
-
-
-def is_base(lm: FrozenModel, recorded: str) -> bool:
-    """Whether `recorded` is the fingerprint of the model; one of version 1 is computed from the model's files.
-
-    Raises:
-        UserError: if `recorded` is of version 1 and the model is a converted one, whose files do not have it.
-    """
-    if recorded == lm.fingerprint or not is_first_version(recorded) or not isinstance(lm, LanguageModel):
-        return recorded == lm.fingerprint
-    if lm.path is not None:
-        return recorded == _first_fingerprint(lm.path, lm.fingerprint)
-    digests = {name: first_tensor_digest(name, tensor) for name, tensor in named_tensors(lm.params)}
-    return recorded == combine_digests(lm.config, digests, version=1)
-
-
-@functools.lru_cache(maxsize=8)
-def _first_fingerprint(folder: Path, expected: str) -> str | None:
-    """The fingerprint of version 1 of the model in a directory; `None` if its fingerprint is not `expected`."""
-    if is_checkpoint(folder):
-        fingerprint = read_description(folder)["fingerprint"]
-        if not is_first_version(fingerprint):
-            raise UserError(
-                f"{folder}: a head of an earlier version cannot be compared with a converted model. Load the model "
-                "that it was converted from, or fit the head again."
-            )
-        return fingerprint
-    config, plan = _plan(folder)
-    first, now = {}, {}
-    for path, pieces in plan.pieces.items():
-        for piece in pieces:
-            shape = plan.leaves[path].shape[piece.layer is not None :]
-            name, tensor = layer_name(path, piece.layer), read_chunk(piece, tuple(slice(0, n) for n in shape))
-            first[name], now[name] = first_tensor_digest(name, tensor), tensor_digest(name, tensor)
-    return combine_digests(config, first, version=1) if combine_digests(config, now) == expected else None
 
 
 def stored_dtype(path: str | Path) -> str:
@@ -175,7 +126,7 @@ def tensor_dtypes(path: str | Path) -> dict[str, str]:
     """
     folder = _find_folder(path)
     if is_checkpoint(folder):
-        return dict(read_description(folder).get("tensor_dtypes", {}))
+        return dict(read_description(folder)["tensor_dtypes"])
     _, plan = _plan(folder)
     common = stored_dtype(folder)
     pieces = [(layer_name(path, piece.layer), piece) for path, pieces in plan.pieces.items() for piece in pieces]
@@ -184,16 +135,11 @@ def tensor_dtypes(path: str | Path) -> dict[str, str]:
 
 
 def read_config(path: str | Path) -> DecoderConfig:
-    """Returns the configuration of the model in a directory or a GGUF file; no weights are read.
-
-    Raises:
-        UserError: as for `config_from_hf`, or if the GGUF file cannot be read.
-    """
+    """Returns the configuration of the model in a directory or a GGUF file, for errors see `config_from_hf`."""
     return gguf_config(Path(path)) if is_gguf(path) else config_from_hf(path)
 
 
 def _read_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
-    """The tensors of a model's files."""
     return gguf_entries(path, config) if is_gguf(path) else _read_headers(_find_weights(path))
 
 
@@ -237,31 +183,19 @@ def _read_index(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _open(file: Path) -> Any:
-    """`safe_open`, which reports every failure to open a file as "No such file or directory"."""
-    try:
-        return safe_open(file, framework="numpy")
-    except FileNotFoundError:
-        with file.open("rb"):  # raises what the system says
-            raise UserError(f"{file} could not be opened, though it can be now: start again.") from None
-
-
 def _read_headers(files: list[Path]) -> list[TensorEntry]:
-    return merge_mxfp4(_read_stored(files))
-
-
-def _read_stored(files: list[Path]) -> Iterator[TensorEntry]:
+    entries = []
     for file in files:
         try:
-            with _open(file) as handle:
-                names = list(handle.keys())
-            # Its header is valid, and its tensors fill the file: `safe_open` refuses every other.
-            with file.open("rb") as opened:
+            # `safe_open` refuses every header that is not valid, or whose tensors do not fill the file.
+            with file.open("rb") as opened, safe_open(file, framework="numpy") as handle:
                 length = int.from_bytes(opened.read(8), "little")
                 header = json.loads(opened.read(length))
+                names = list(handle.keys())
             for name in names:
                 stored = header[name]
                 offset = 8 + length + stored["data_offsets"][0]
-                yield TensorEntry(name, tuple(stored["shape"]), stored["dtype"], file, offset)
+                entries.append(TensorEntry(name, tuple(stored["shape"]), stored["dtype"], file, offset))
         except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{file}: damaged or cut short ({error}). Download it again.") from error
+    return merge_mxfp4(entries)

@@ -22,15 +22,12 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Configuration of low-rank adapters. Hashable, so it can be a static argument of `jax.jit`.
+    """Configuration of low-rank adapters, hashable.
 
     Args:
         rank: rank of A `[in, rank]` and B `[rank, out]`, at least 1.
         alpha: positive; the product A B is weighted by alpha / rank.
         targets: adapted kernels: "attention", "mlp", or "all" for both.
-
-    Raises:
-        UserError: for a value out of range.
     """
 
     rank: int = 16
@@ -46,14 +43,9 @@ class LoraConfig:
             raise UserError(f"LoRA: targets must be one of {', '.join(_TARGETS)}, got {self.targets!r}.")
 
     def check(self, config: DecoderConfig) -> None:
-        """Raises `UserError` for a rank above the model's width, and for adapters of a mixture of experts.
-
-        Adapters of such a rank are larger than the weights.
-        """
+        """Raises `UserError` for a rank above the model's width, and for adapters of a mixture of experts."""
         if self.rank > config.hidden_size:
-            raise UserError(
-                f"--lora-rank: expected 1 to {config.hidden_size}, the width of the model, got {self.rank}."
-            )
+            raise UserError(f"--lora-rank: expected 1 to {config.hidden_size}, the model's width, got {self.rank}.")
         if config.mixture is not None and self.targets != "attention":
             raise UserError(
                 f"--lora-targets {self.targets}: the experts and the router of {config.family} have no adapters; "
@@ -73,12 +65,11 @@ class LoraConfig:
 
     def merge(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the parameters with adapters added to kernels; sums are in float32, results in the kernel's dtype."""
-        merged = _flat(params)
-        pieces = _flat(adapters)
+        merged, pieces = _flat(params), _flat(adapters)
         for path, a in pieces.items():
             if path[-1].endswith(_A):
-                name = path[-1].removesuffix(_A)
-                kernel, b = (*path[:-1], name), pieces[(*path[:-1], name + _B)]
+                kernel = (*path[:-1], path[-1].removesuffix(_A))
+                b = pieces[(*path[:-1], kernel[-1] + _B)]
                 update = jnp.einsum("lir,lro->lio", a, b, precision="highest") * (self.alpha / self.rank)
                 merged[kernel] = (merged[kernel].astype(jnp.float32) + update).astype(merged[kernel].dtype)
         return traverse_util.unflatten_dict(merged)

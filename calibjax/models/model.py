@@ -73,19 +73,10 @@ class LanguageModel:
         *,
         dtype: DTypeLike = jnp.float32,
     ) -> "LanguageModel":
-        """Makes a model from parameters in memory.
-
-        Args:
-            config: configuration of the decoder.
-            params: parameters in the tree of `init_params`.
-            tokenizer: tokenizer of transformers, or `None`.
-            dtype: compute dtype.
-
-        Returns:
-            The model, with the fingerprint of the given parameters.
+        """Makes a model from parameters in memory, in the tree of `init_params`.
 
         Raises:
-            UserError: if the parameters do not match `config`, or the tokenizer has ids beyond its vocabulary.
+            UserError: the parameters do not match `config`, or the tokenizer has ids beyond its vocabulary.
         """
         expected = {path: leaf.shape for path, leaf in dotted_leaves(decoder.abstract_params(config))}
         given = {path: np.shape(leaf) for path, leaf in dotted_leaves(params)}
@@ -128,20 +119,14 @@ class LanguageModel:
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer, read from its files at the first use.
-
-        Raises:
-            UserError: if the model has no tokenizer, or transformers cannot read its files.
-        """
+        """The model's tokenizer, read from its files at the first use; raises `UserError` if there is none."""
         if isinstance(self._tokenizer, StoredTokenizer):
             return self._tokenizer.loaded
         if self._tokenizer is not None:
             return self._tokenizer
         if self.path is None:
             raise UserError("This model was made in memory without a tokenizer; pass `tokenizer=` to `from_params`.")
-        raise UserError(
-            f"{self.path} holds no tokenizer; expected tokenizer.json or another tokenizer file of transformers."
-        )
+        raise UserError(f"{self.path} holds no tokenizer; expected tokenizer.json or another file of transformers.")
 
     @property
     def unembedding(self) -> Float[Array, "V D"]:
@@ -161,10 +146,7 @@ class LanguageModel:
         positions: Int[AnyArray, "B T"] | None = None,
         layers: Layers = "last",
     ) -> Float[Array, "*L B T D"]:
-        """Returns hidden states in the model's compute dtype; see `calibjax.models.hidden_states`.
-
-        Given `Sequences`, each packed text attends to itself alone.
-        """
+        """Returns hidden states in the compute dtype; see `calibjax.models.hidden_states`. Packed texts are apart."""
         tokens, places = _inputs(tokens, segment_ids, positions)
         return _hidden_states(self.config, self.params, tokens, **places, layers=layers, dtype=self.dtype)
 
@@ -175,7 +157,7 @@ class LanguageModel:
         segment_ids: Int[AnyArray, "B T"] | None = None,
         positions: Int[AnyArray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Returns logits `[B, T, V]` in float32; see `calibjax.models.logits`. Sequences as in `hidden_states`."""
+        """Returns logits `[B, T, V]` in float32; see `calibjax.models.logits`. Packed texts are apart."""
         tokens, places = _inputs(tokens, segment_ids, positions)
         return _logits(self.config, self.params, tokens, **places, dtype=self.dtype)
 
@@ -187,15 +169,14 @@ class LanguageModel:
         scale: Float[AnyArray, "B T"] | float | None = None,
         statistics: Sequence[str] | None = None,
     ) -> VocabStats:
-        """Returns `calibjax.vocab_stats` of the model's logits: with its bias, its soft-cap and the mask of the loss.
+        """Returns `calibjax.vocab_stats` `[B, T]` of the model's logits: with its bias, soft-cap and the loss mask.
+
+        `stats.mean(values)` is the mean over the tokens that count, as `evaluate` takes it.
 
         Args:
             hidden: `hidden_states(sequences)`.
             sequences: their targets, and `where` they count.
             scale, statistics: as `calibjax.vocab_stats`'.
-
-        Returns:
-            `VocabStats`, `[B, T]`. `stats.mean(values)` is the mean over the tokens that count, as `evaluate` takes it.
         """
         return vocab_stats(
             hidden,

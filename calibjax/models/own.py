@@ -1,7 +1,4 @@
-"""Models of one's own: any function of tokens, and hidden states or logits that are already computed.
-
-`fit_ats`, `evaluate` and `calibrated_confidence` read of a model what `FrozenModel` names, and nothing else.
-"""
+"""Models of other libraries: any function of tokens, and hidden states or logits that are already computed."""
 
 import dataclasses
 import hashlib
@@ -26,7 +23,7 @@ _ROW = 64  # predictions in a sequence that `from_arrays` makes of `[N, D]`
 
 
 class FrozenModel(Protocol):
-    """What is read of a frozen model. `LanguageModel` has it, and so has what `from_function` returns.
+    """A frozen model, such as `LanguageModel` or what `from_function` returns.
 
     Attributes:
         config: hashable, with `hidden_size`, `vocab_size`, `max_positions` and `logit_softcap`.
@@ -53,7 +50,7 @@ class FrozenModel(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FunctionConfig:
-    """The sizes of a `FunctionModel`, and its function with the names of the keywords that it takes."""
+    """The function of a `FunctionModel`, the names of its keywords, and its sizes."""
 
     apply: Callable[..., Any]
     keywords: tuple[str, ...]
@@ -98,8 +95,8 @@ def from_function(
 
     Args:
         apply: pure function `(params, tokens [B, T]) -> hidden states [B, T, D]` after the final norm; or, without
-            `unembedding`, `-> logits [B, T, V]`, which are then held for one batch. Where it has parameters named
-            `segment_ids` or `positions` (int32 `[B, T]`), it is given those of packed sequences.
+            `unembedding`, `-> logits [B, T, V]`, held for one batch. Parameters of it that are named `segment_ids` or
+            `positions` (int32 `[B, T]`) get those of packed sequences.
         params: pytree of arrays, its first argument. Arrays on the devices of a run's mesh stay as they are sharded
             there; others are copied to every device.
         unembedding: W `[V, D]`: the logits are softcap(h Wᵀ + b).
@@ -122,23 +119,18 @@ def from_function(
     keywords = tuple(name for name in ("segment_ids", "positions") if name in takes)
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     given = jax.eval_shape(apply, params, tokens, **dict.fromkeys(keywords, tokens))
-    if not hasattr(given, "shape") or given.shape[:2] != (1, 8) or len(given.shape) != 3:
-        found = getattr(given, "shape", f"a {type(given).__name__}")
-        raise UserError(f"apply: expected one array [B, T, D] (or logits [B, T, V]) of tokens [1, 8], got {found}.")
-    width, entries = given.shape[2], given.shape[2]
+    shape = getattr(given, "shape", ())
+    if shape[:2] != (1, 8) or len(shape) != 3:
+        got = shape or f"a {type(given).__name__}"
+        raise UserError(f"apply: expected one array [B, T, D] (or logits [B, T, V]) of tokens [1, 8], got {got}.")
+    width = entries = shape[2]
     if unembedding is not None:
         entries, columns = np.shape(unembedding)
         if columns != width:
             hint = "; transpose it" if entries == width else ""
             raise UserError(f"unembedding: expected [V, {width}], got {list(np.shape(unembedding))}{hint}.")
-    config = FunctionConfig(
-        apply=apply,
-        keywords=keywords,
-        hidden_size=width,
-        vocab_size=entries,
-        input_ids=entries,
-        logit_softcap=softcap,
-    )
+    sizes = {"hidden_size": width, "vocab_size": entries, "input_ids": entries}
+    config = FunctionConfig(apply=apply, keywords=keywords, **sizes, logit_softcap=softcap)
     weights = [None if x is None else jnp.asarray(x) for x in (unembedding, bias)]
     compute = jnp.float32 if weights[0] is None else weights[0].dtype
     name = _digest((params, weights, softcap)) if fingerprint is None else fingerprint
@@ -164,9 +156,9 @@ def from_arrays(
         where: bool, of the leading shape; False for predictions that do not count.
 
     Returns:
-        (model, data), for `fit_ats` and `evaluate`; split the data with `split_sequences`. Heads fit every model with
-        the same unembedding, such as that of further arrays. Of `[N, D]`, 64 consecutive predictions are one sequence:
-        a unit of splits and intervals; heads that attend read each prediction alone.
+        (model, data), for `fit_ats` and `evaluate`. Heads fit every model with the same unembedding, such as that of
+        further arrays. Of `[N, D]`, 64 consecutive predictions are one sequence, a unit of splits and intervals; heads
+        that attend read each prediction alone.
 
     Raises:
         UserError: shapes that do not fit.
@@ -182,9 +174,7 @@ def from_arrays(
     counted = np.ones(targets.shape, bool) if where is None else np.asarray(where)
     if values.ndim not in (2, 3) or not targets.shape == counted.shape == values.shape[:-1]:
         shapes = f"values {values.shape}, targets {targets.shape}, where {counted.shape}"
-        raise UserError(
-            f"expected values [N, D] or [S, T, D] and targets (and where) of their leading shape, got {shapes}."
-        )
+        raise UserError(f"expected values [N, D] or [S, T, D], and targets and where of their shape, got {shapes}.")
     flat, length = values.reshape(-1, values.shape[-1]), values.shape[1] if values.ndim == 3 else _ROW
     rows = -(-len(flat) // length)
 

@@ -14,7 +14,7 @@ class Rule:
 
     Args:
         source: name without the family's prefix; `{}` stands for the layer, and a second `{}` for the expert. Without
-            one, a tensor of experts has all of them along its first axis.
+            that, a tensor has all experts along its first axis.
         targets: dotted paths in our tree; several targets are concatenated along the output axis of the tensor.
         transpose: whether the file holds `[out, in]`. Ours is `[in, out]`, or `[V, D]` for embeddings.
         by_head: whether the targets are concatenated within each head instead of as a whole.
@@ -50,9 +50,8 @@ class Rule:
 class Layout:
     """Layout of our parameters in a tensor of a checkpoint: `take` extracts a parameter, `join` is the inverse.
 
-    Args:
-        transpose: whether the last two axes of the tensor are swapped.
-        groups: number of groups of the output axis (our last axis); parameters are concatenated within each group.
+    With `transpose`, the last two axes of the tensor are swapped. Parameters are concatenated within each of the
+    `groups` of the output axis, which is our last axis.
     """
 
     transpose: bool = False
@@ -71,8 +70,7 @@ class Layout:
         return tensor.swapaxes(-1, -2) if self.transpose else tensor
 
 
-_WORDS = 8
-"""Words of eight bytes in a line of the cache."""
+_WORDS = 8  # words of eight bytes in a line of the cache
 
 
 def transposed(tensor: np.ndarray) -> np.ndarray:
@@ -86,8 +84,8 @@ def transposed(tensor: np.ndarray) -> np.ndarray:
 def transpose_into(target: np.ndarray, tensor: np.ndarray) -> None:
     """Copies `tensor.swapaxes(-1, -2)` to an array of the same dtype, whose last axis is contiguous.
 
-    Rows are first interleaved, so that the numbers of a column lie in one word of eight bytes; then the words are
-    transposed in blocks of one line of the cache. This is five times as fast as numpy copies the numbers one by one.
+    Rows are interleaved into words of eight bytes, and these are transposed in blocks of one line of the cache: five
+    times as fast as numpy.
     """
     *leading, rows, columns = tensor.shape
     lanes = 8 // tensor.itemsize if tensor.itemsize in (2, 4) and rows % (8 // tensor.itemsize) == 0 else 1

@@ -1,5 +1,6 @@
 """Sequences sampled from the model itself, for likelihood objectives that require samples of the model."""
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +35,8 @@ def sample_sequences(
     Args:
         lm: the model; on a mesh, rows are divided as by `generate`.
         sequences: S sequences of T tokens, of which only the first `prompt` tokens are read.
-        prompt: number of tokens at least 1; `where` is False for them in the result.
-        temperature: sampling temperature; 1 for the model's own distribution, 0 for the most likely token.
+        prompt: number of tokens, at least 1; `where` is False for them in the result.
+        temperature: sampling temperature; 0 for the most likely token.
         batch_size: sequences per batch.
         context: seed of the samples, progress and its title.
 
@@ -43,7 +44,7 @@ def sample_sequences(
         Sequences of the same shape, one text each, padded at the end.
 
     Raises:
-        UserError: if the prompt leaves no token to sample, or is longer than the first text of a sequence.
+        UserError: the prompt leaves no token to sample, or is longer than the first text of a sequence.
     """
     context = context or RunContext()
     count, length = sequences.tokens.shape
@@ -61,21 +62,18 @@ def sample_sequences(
     bar = context.bar(title=context.title or "sampling", unit="sequence", total=count)
     for number, begin in enumerate(range(0, count, batch_size)):
         rows = np.arange(begin, begin + batch_size) % count  # the last batch is filled up to one shape for all
+        key = jax.random.fold_in(jax.random.key(context.seed), number) if temperature else None
         generated = generate(
             lm,
             tokens[rows, :prompt].tolist(),
             max_new_tokens=length + 1 - prompt,
-            sampling=Sampling(
-                temperature=temperature,
-                key=jax.random.fold_in(jax.random.key(context.seed), number) if temperature else None,
-            ),
+            sampling=Sampling(temperature=temperature, key=key),
             stop_tokens=stops,
         )
-        drawn, counts = to_host((generated.tokens, generated.where))
-        real = min(batch_size, count - begin)
-        kept = slice(begin, begin + real)
-        where[kept, prompt:] = counts[:real]
-        tokens[kept, prompt:] = np.where(where[kept, prompt:], drawn[:real], 0)
+        drawn = to_host(generated.tokens)[: count - begin]
+        real = len(drawn)
+        where[begin : begin + real, prompt:] = drawn >= 0
+        tokens[begin : begin + real, prompt:] = np.maximum(drawn, 0)
         bar.update(real)
     bar.close()
     inputs = where[:, 1:]  # an input is valid if it has a target
@@ -99,21 +97,13 @@ def mix_samples(
     batch_size: int = 16,
     context: RunContext | None = None,
 ) -> Sequences:
-    """Replaces a fraction of the sequences, chosen by the seed, with samples of the model.
+    """Replaces a fraction in [0, 1] of the sequences, chosen by the seed, with samples; see `sample_sequences`.
 
-    The samples are stored in `directory` and reused when a run resumes.
-
-    Args:
-        lm, sequences, prompt, batch_size, context: see `sample_sequences`.
-        fraction: in [0, 1].
-        directory: holds `samples.npz`; created if missing.
+    The samples are stored in `directory`, as `samples.npz`, and reused when a run resumes.
     """
     context = context or RunContext()
-    rows = np.sort(
-        np.random.default_rng(context.seed).permutation(len(sequences.tokens))[
-            : round(fraction * len(sequences.tokens))
-        ]
-    )
+    order = np.random.default_rng(context.seed).permutation(len(sequences.tokens))
+    rows = np.sort(order[: round(fraction * len(order))])
     if not len(rows):
         return sequences
     file, made_of = directory / "samples.npz", json.dumps([lm.fingerprint, fraction, prompt, batch_size, context.seed])
@@ -123,12 +113,12 @@ def mix_samples(
                 return _replace(sequences, rows, {name: stored[name] for name in Sequences._fields})
     drawn = sample_sequences(lm, sequences.take(rows), prompt=prompt, batch_size=batch_size, context=context)
 
-    def keep() -> None:
+    def save() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         with new_file(file) as fresh:
             np.savez_compressed(fresh, made_of=made_of, rows=rows, **drawn._asdict())
 
-    on_first(keep)
+    on_first(save)
     return _replace(sequences, rows, drawn._asdict())
 
 
@@ -139,6 +129,7 @@ def _replace(sequences: Sequences, rows: np.ndarray, drawn: Mapping[str, np.ndar
     return Sequences(**fields)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _log_probs(config: Any, dtype: Any, frozen: Frozen, batch: Mapping[str, Any]):
     stats = vocab_stats(
         batch_hidden(config, frozen, batch, dtype),
@@ -153,13 +144,10 @@ def _log_probs(config: Any, dtype: Any, frozen: Frozen, batch: Mapping[str, Any]
     return stats.log_prob()
 
 
-_jitted_log_probs = jax.jit(_log_probs, static_argnums=(0, 1))
-
-
 def log_probs(lm: LanguageModel, sequences: Sequences, *, batch_size: int = 16) -> Float[np.ndarray, "S T"]:
     """log p of every target under the model, nats, float32 `[S, T]`; 0 where `where` is False."""
     frozen = freeze(lm)
     parts = []
     for batch, real in eval_batches(sequences.arrays(), batch_size):
-        parts.append(to_host(_jitted_log_probs(lm.config, lm.dtype, frozen, batch))[:real])
+        parts.append(to_host(_log_probs(lm.config, lm.dtype, frozen, batch))[:real])
     return np.concatenate(parts)

@@ -29,36 +29,30 @@ _LARGEST = 2**30  # bytes of weights; the format holds 2 GiB
 
 
 def head_program(head: FittedHead) -> bytes:
-    """The head alone, from its features to log inverse temperatures.
+    """The head alone as a serialized program.
 
-    Args:
-        head: a fitted head.
-
-    Returns:
-        A serialized program of features (float32 `[B, T, F]`, see `HeadConfig.features`) and mask (bool `[B, T]`, False
-        for padding) to log_scale (float32 `[B, T]`).
+    Its inputs are features (float32 `[B, T, F]`, see `HeadConfig.features`) and mask (bool `[B, T]`, False for
+    padding); its output is log_scale (float32 `[B, T]`).
     """
-    module, factor = head.config.build(), np.float32(head.log_factor)
 
     def log_scale(features: Float[Array, "B T F"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-        segments = mask.astype(jnp.int32)
-        found = module.apply({"params": head.params}, features, where=mask, segment_ids=segments)
-        return jnp.asarray(found) + factor
+        return _log_scale(head, features, mask)
 
     return _serialized(log_scale, None, (("float32", head.config.width), ("bool", None)))
 
 
+def _log_scale(head: FittedHead, features: Float[Array, "B T F"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    segments = mask.astype(jnp.int32)
+    log_scale = head.config.build().apply({"params": head.params}, features, where=mask, segment_ids=segments)
+    return jnp.asarray(log_scale) + np.float32(head.log_factor)
+
+
 def model_program(lm: LanguageModel, head: FittedHead) -> bytes:
-    """A small model with its head, from tokens to calibrated log-probabilities.
+    """A small model, of at most 1 GiB, with its head as a serialized program.
 
-    Args:
-        lm: the base model, at most 1 GiB of weights.
-        head: fitted on it.
-
-    Returns:
-        A serialized program of tokens (int32 `[B, T]`) and mask (bool `[B, T]`, False for padding) to log-probabilities
-        (float32 `[B, T, V]`, see `calibrated_logprobs`) and log_scale (float32 `[B, T]`). T is at most the model's
-        largest number of positions.
+    Its inputs are tokens (int32 `[B, T]`) and mask (bool `[B, T]`, False for padding), T at most the model's largest
+    number of positions. Its outputs are log-probabilities (float32 `[B, T, V]`, see `calibrated_logprobs`) and
+    log_scale (float32 `[B, T]`).
 
     Raises:
         UserError: the head belongs to another model, or the model is larger.
@@ -71,7 +65,6 @@ def model_program(lm: LanguageModel, head: FittedHead) -> bytes:
             "Export the head alone."
         )
     frozen, softcap = freeze(lm, head.config), lm.config.logit_softcap
-    module, factor = head.config.build(), np.float32(head.log_factor)
 
     def log_probs(
         tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]
@@ -88,8 +81,7 @@ def model_program(lm: LanguageModel, head: FittedHead) -> bytes:
             softcap=softcap,
             logits=logits,
         )
-        found = module.apply({"params": head.params}, features, where=mask, segment_ids=segments)
-        log_scale = jnp.asarray(found) + factor
+        log_scale = _log_scale(head, features, mask)
         return scaled_log_probs(logits, log_scale), log_scale
 
     return _serialized(log_probs, lm.config.max_positions, (("int32", None), ("bool", None)))

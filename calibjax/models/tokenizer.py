@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibjax.models.config import DecoderConfig
-from calibjax.models.gguf_file import Strings, is_gguf, read_gguf
+from calibjax.models.gguf import Strings, is_gguf, read_gguf
 from calibjax.models.gguf_tokenizer import gguf_tokenizer
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
@@ -25,13 +25,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredTokenizer:
-    """Tokenizer files that are there; `find_tokenizer` makes it.
-
-    Args:
-        folder: the model's directory, or its GGUF file.
-        native: whether transformers knows the family.
-        config: the model's, whose vocabulary holds all ids.
-    """
+    """The tokenizer of a model's directory or GGUF file; `native` if transformers knows the family."""
 
     folder: Path
     native: bool
@@ -63,8 +57,7 @@ def find_tokenizer(folder: Path, native: bool, config: DecoderConfig) -> StoredT
     """Returns the tokenizer of a directory, None if there is none; its tokenizer.json is read and checked at once.
 
     Raises:
-        UserError: if tokenizer.json cannot be read, or by `check_tokenizer`; where there are other files only, also if
-            transformers cannot read them.
+        UserError: by `check_tokenizer`, or tokenizer.json or, without one, the other files cannot be read.
     """
     if is_gguf(folder):
         tokens = read_gguf(folder).metadata.get("tokenizer.ggml.tokens")
@@ -92,14 +85,10 @@ def find_tokenizer(folder: Path, native: bool, config: DecoderConfig) -> StoredT
     added = tokenizer.get_added_tokens_decoder()
     check_tokenizer(tokenizer, config, added)
     if beyond := sorted(index for index in added if index >= config.vocab_size):
+        first = added[beyond[0]].content
         _log.warning(
-            "%s: %d added tokens of the tokenizer are beyond the model's vocabulary of %d, from %r (%d) on: a text "
-            "that holds one is refused.",
-            folder,
-            len(beyond),
-            config.vocab_size,
-            added[beyond[0]].content,
-            beyond[0],
+            f"{folder}: {len(beyond)} added tokens of the tokenizer are beyond the model's vocabulary of "
+            f"{config.vocab_size}, from {first!r} ({beyond[0]}) on: a text that holds one is refused."
         )
     return stored
 
@@ -111,7 +100,7 @@ def check_tokenizer(tokenizer: Any, config: DecoderConfig, added: Container[int]
     if largest >= config.vocab_size:
         raise UserError(
             f"The tokenizer's largest id is {largest} ({token!r}), but the model has vocab_size {config.vocab_size}: "
-            "the tokenizer belongs to another model."
+            "it belongs to another model."
         )
 
 

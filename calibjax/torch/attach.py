@@ -38,9 +38,8 @@ class Attached:
         self._hidden: Tensor | None = None
         device = model.get_output_embeddings().weight.device
         self.head.to(device)
-        self._covariance = (
-            logit_covariance(self._unembedding(), self._bias()) if self._reads("log_std_logits") else None
-        )
+        reads_covariance = "log_std_logits" in self.head.features
+        self._covariance = logit_covariance(self._unembedding(), self._bias()) if reads_covariance else None
         self._hooks = [
             model.base_model.register_forward_hook(self._keep_hidden),
             model.register_forward_hook(self._calibrate_output, with_kwargs=True),
@@ -53,27 +52,22 @@ class Attached:
 
     @torch.no_grad()
     def score(self, tokens: Tensor, attention_mask: Tensor | None = None) -> TokenScores:
-        """Scores given tokens `[B, T]` with one forward pass.
-
-        Args:
-            tokens: token ids.
-            attention_mask: `[B, T]`, 0 for padding. None: no padding.
-        """
+        """Scores token ids `[B, T]` with one forward pass; `attention_mask` `[B, T]` is 0 for padding."""
         calibrate, self._calibrate = self._calibrate, True
         try:
             output = self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
         finally:
             self._calibrate = calibrate
         log_probs = output.logits[:, :-1].to(torch.float32).log_softmax(-1)
-        of_target = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
-        scores = (of_target, log_probs.amax(-1).exp(), torch.exp(-output.log_scale[:, :-1]))
+        target_log_probs = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
+        scores = (target_log_probs, log_probs.amax(-1).exp(), torch.exp(-output.log_scale[:, :-1]))
         if attention_mask is None:
             return TokenScores(*scores)
         real = (attention_mask[:, 1:] * attention_mask[:, :-1]).bool()
         return TokenScores(*(torch.where(real, x, 0.0) for x in scores))
 
     def generate(self, inputs: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Generated:
-        """Generates by `model.generate`, then scores prompt and answer with one more forward pass.
+        """Generates by `model.generate` with `options`, then scores prompt and answer with one more forward pass.
 
         Args:
             inputs: token ids `[B, T]`; padding on the left.
@@ -90,9 +84,6 @@ class Attached:
             new = ((ends.cumsum(1) - ends.long()) == 0).to(new.dtype)
         mask = torch.cat([mask.repeat_interleave(beams, 0), new], dim=1)
         return Generated(sequences, self.score(sequences, mask))
-
-    def _reads(self, feature: str) -> bool:
-        return feature in self.head.features
 
     def _unembedding(self) -> Tensor:
         return self.model.get_output_embeddings().weight.detach().to(torch.float32) / (
@@ -111,13 +102,11 @@ class Attached:
         if hidden is None or not hasattr(output, "logits"):
             raise HeadError("the head needs a forward pass of the whole model that returns a ModelOutput.")
         logits, keep = output.logits, kwargs.get("logits_to_keep", 0)
-        rows = (
-            slice(-keep, None) if isinstance(keep, int) and keep else keep if isinstance(keep, Tensor) else slice(None)
-        )
-        all_logits = logits
-        if self.head.reads_sequence and logits.shape[1] != hidden.shape[1] and len(self.head.features) > 1:
+        rows = keep if isinstance(keep, Tensor) else slice(-keep if keep else None, None)
+        all_logits, reads_sequence = logits, self.head.reads_sequence
+        if reads_sequence and logits.shape[1] != hidden.shape[1] and len(self.head.features) > 1:
             all_logits = self._logits(hidden)
-        elif not self.head.reads_sequence:
+        elif not reads_sequence:
             hidden = hidden[:, rows]
         features = head_features(
             self.head.features,
@@ -130,11 +119,11 @@ class Attached:
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             raise HeadError("attention_mask: expected [B, T]; a head does not support masks of other shapes.")
-        past = self._past(getattr(output, "past_key_values", None)) if self.head.reads_sequence else None
+        past = self._past(getattr(output, "past_key_values", None)) if reads_sequence else None
         if past is not None and mask is not None:
             mask = mask[:, : past[0].layers[past[1]].get_seq_length() + hidden.shape[1]]
-        log_scale = self.head(features, mask if self.head.reads_sequence else None, past)
-        log_scale = log_scale[:, rows] if self.head.reads_sequence else log_scale
+        log_scale = self.head(features, mask if reads_sequence else None, past)
+        log_scale = log_scale[:, rows] if reads_sequence else log_scale
         if self._calibrate:
             output.logits = scaled_logits(logits, log_scale)
         output.log_scale = log_scale
@@ -186,9 +175,7 @@ def attach(model: Any, directory: str | Path, *, logits: str = "calibrated", che
     export = read_export(directory)
     if export.head.pooling == "sequence":
         raise HeadError("pooling 'sequence': the temperature depends on later tokens; it cannot be used in decoding.")
-    found, expected = model.config.get_text_config().hidden_size, export.head.hidden_size
-    if found != expected:
-        raise HeadError(f"this head was fitted on a model of hidden size {expected}, the model given has {found}.")
+    export.check_hidden_size(model.config.get_text_config().hidden_size)
     if check:
         _check_base(model, export)
     return Attached(model, export, logits == "calibrated")

@@ -27,24 +27,18 @@ class TemperatureHead(nn.Module):
     """A fitted head: log inverse temperature of each token from features of the frozen model.
 
     Args:
-        config: `head` of head.json.
+        description: head.json.
         tensors: parameters by their names in JAX; matrices are stored `[inputs, outputs]`.
-        log_factor: common factor on every scale, as its log; not clipped.
-        constants: `constants` of head.json: largest inverse temperature before that factor, and sizes of the block.
     """
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        log_factor: float,
-        constants: Mapping[str, Any],
-    ):
+    def __init__(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]):
         super().__init__()
+        config, constants = description["head"], description["constants"]
         self.kind, self.features = str(config["kind"]), tuple(config["features"])
         self.pooling, self.normalize = config["pooling"], bool(config["normalize"])
         self.bounds = (math.log(config["min_scale"]), math.log(constants["max_scale"]))
-        self.log_factor, self.hidden_size = float(log_factor), int(config["hidden_size"])
+        # A common factor on every scale, which is not clipped.
+        self.log_factor, self.hidden_size = float(description["log_factor"]), int(config["hidden_size"])
         for name, tensor in tensors.items():
             self.register_buffer(name.replace(".", "_"), tensor.to(torch.float32), persistent=True)
         if self.kind == "transformer":
@@ -90,9 +84,8 @@ class TemperatureHead(nn.Module):
         log_scale = (hidden @ self._get("output.kernel"))[..., 0] + self._get("output.bias")
         if self.pooling == "sequence":
             counts = torch.ones_like(log_scale) if mask is None else mask.to(log_scale.dtype)
-            log_scale = ((log_scale * counts).sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)).expand(
-                log_scale.shape
-            )
+            mean = (log_scale * counts).sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)
+            log_scale = mean.expand(log_scale.shape)
         return log_scale.clamp(low, high) + self.log_factor
 
     def _get(self, name: str) -> Tensor:
@@ -142,6 +135,12 @@ class Export(NamedTuple):
     base: Mapping[str, Any]
     probe: Mapping[str, Tensor]
 
+    def check_hidden_size(self, given: int) -> None:
+        """Raises `HeadError` for a base model of another hidden size."""
+        expected = self.head.hidden_size
+        if given != expected:
+            raise HeadError(f"this head was fitted on a model of hidden size {expected}, the model given has {given}.")
+
 
 def load_head(directory: str | Path) -> TemperatureHead:
     """Reads the head of an export, of a directory or `org/name@revision` on the Hub; raises `HeadError` otherwise."""
@@ -167,7 +166,7 @@ def read_export(path: str | Path) -> Export:
         tensors = load(contents["head.safetensors"])
         params = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PROBE)}
         probe = {name[len(_PROBE) :]: tensor for name, tensor in tensors.items() if name.startswith(_PROBE)}
-        head = TemperatureHead(description["head"], params, description["log_factor"], description["constants"])
+        head = TemperatureHead(description, params)
         _check_head(head)
         return Export(head, description["base"], {name: probe[name] for name in ("tokens", "hidden", "unembedding")})
     except Exception as error:  # safetensors raises its own error for malformed headers
@@ -179,20 +178,20 @@ def _check_head(head: TemperatureHead) -> None:
     """Raises where a kind or a feature is unknown, or parameters are missing, of other shapes or not finite."""
     if head.kind not in ("constant", "linear", "mlp", "transformer") or not {*head.features} <= FEATURES:
         raise ValueError(f"an unknown kind or feature: {head.kind}, {', '.join(head.features)}")
-    found = head(torch.zeros(1, 2, head.width))
-    if not all(buffer.isfinite().all() for buffer in head.buffers()) or not found.isfinite().all():
+    output = head(torch.zeros(1, 2, head.width))
+    if not all(tensor.isfinite().all() for tensor in (*head.buffers(), output)):
         raise ValueError("a parameter is not finite")
 
 
 def _local(path: str | Path) -> Path:
     """The directory of this path; where there is none, that of the files of a repository of the Hugging Face Hub."""
-    found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", str(path))
-    if found is None or Path(path).exists():
+    match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", str(path))
+    if match is None or Path(path).exists():
         return Path(path)
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(found[1], revision=found[2], allow_patterns=[*_FILES, "checksums.json"]))
+        return Path(snapshot_download(match[1], revision=match[2], allow_patterns=[*_FILES, "checksums.json"]))
     except Exception as error:  # httpx's errors are no OSErrors
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise HeadError(f"{path}: no such directory, and the Hugging Face Hub gave none ({reason}).") from error

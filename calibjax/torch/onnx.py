@@ -10,17 +10,10 @@ from calibjax.torch.heads import load_head
 
 
 def to_onnx(path: str | Path) -> bytes:
-    """Returns the head of an export as an ONNX model; needs onnx and onnxscript.
+    """Returns the head of an export as an ONNX model; path and errors as of `load_head`. Needs onnx and onnxscript.
 
-    Args:
-        path: as of `load_head`.
-
-    Returns:
-        A model of `features` (float32 `[B, T, F]`) and `mask` (bool `[B, T]`, False for padding) to `log_scale`
-        (float32 `[B, T]`), B and T of any size.
-
-    Raises:
-        HeadError: as `load_head`.
+    Its inputs are `features` (float32 `[B, T, F]`) and `mask` (bool `[B, T]`, False for padding), its output is
+    `log_scale` (float32 `[B, T]`); B and T are of any size.
     """
     head = load_head(path).eval()
     features, mask = torch.zeros(2, 3, head.width), torch.ones(2, 3, dtype=torch.bool)

@@ -38,14 +38,11 @@ def register(directory: str | Path) -> None:
 
 
 def calibrated_model(base: type, directory: str | Path) -> type:
-    """A model of tpu-inference whose logits are calibrated.
+    """A subclass of a model of tpu-inference, whose `compute_logits` returns s * logits in float32.
 
     Args:
         base: a class with `compute_logits`, from hidden states `[N, D]` to logits `[N, V]`, and `load_weights`.
         directory: as of `load_head`.
-
-    Returns:
-        A subclass: `compute_logits` returns s * logits in float32, and `load_weights` compares the base model.
 
     Raises:
         HeadError: no such head, or one that reads other tokens or rows of the unembedding. `load_weights` raises it for
@@ -53,8 +50,8 @@ def calibrated_model(base: type, directory: str | Path) -> type:
     """
     export = read_export(directory)
     head, base_model = export.head, export.base
-    of_logits = head.kind == "constant" or {*head.features} <= _FEATURES
-    if head.reads_sequence or head.pooling == "sequence" or not of_logits:
+    is_known = head.kind == "constant" or {*head.features} <= _FEATURES
+    if head.reads_sequence or head.pooling == "sequence" or not is_known:
         raise HeadError(
             "tpu-inference: expected a linear or an mlp head, pooled by token, of the features "
             f"{', '.join(sorted(_FEATURES))}; this {head.kind} head reads {', '.join(head.features)}."
@@ -109,16 +106,14 @@ def _in_jax(export: Export) -> Callable[[Any, Any], Any]:
 
     def log_scale(hidden: Any, logits: Any) -> Any:
         if head.kind == "constant":
-            found = jnp.broadcast_to(params["log_scale"], hidden.shape[:-1])
-        else:
-            x = features(hidden, logits)
-            if head.kind == "mlp":
-                if head.normalize:
-                    x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
-                gate, up = jnp.split(dot(x, "gate_up_kernel"), 2, axis=-1)
-                x = jax.nn.silu(gate) * up
-            found = dot(x, "output_kernel")[..., 0] + params["output_bias"]
-        return jnp.clip(found, *head.bounds) + head.log_factor
+            return jnp.broadcast_to(jnp.clip(params["log_scale"], *head.bounds) + head.log_factor, hidden.shape[:-1])
+        x = features(hidden, logits)
+        if head.kind == "mlp":
+            if head.normalize:
+                x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+            gate, up = jnp.split(dot(x, "gate_up_kernel"), 2, axis=-1)
+            x = jax.nn.silu(gate) * up
+        return jnp.clip(dot(x, "output_kernel")[..., 0] + params["output_bias"], *head.bounds) + head.log_factor
 
     return log_scale
 
@@ -148,10 +143,7 @@ def _check_base(compute_logits: Callable[[Any], Any], export: Export) -> None:
         with jax.default_matmul_precision("highest"):
             logits = compute_logits(jnp.asarray(hidden, jnp.float32))
     except TypeError as error:  # of a dot product of other sizes
-        raise HeadError(
-            f"this head was fitted on a model of hidden size {hidden.shape[1]}, not on this one."
-        ) from error
-    found = np.asarray(logits, np.float64)[:, tokens]
+        raise HeadError(f"this head was fitted on a model of hidden size {hidden.shape[1]}.") from error
     limit = 1e-3 if logits.dtype == jnp.float32 else 5e-2
-    if not np.linalg.norm(found - expected) <= limit * np.linalg.norm(expected):
+    if not np.linalg.norm(np.asarray(logits, np.float64)[:, tokens] - expected) <= limit * np.linalg.norm(expected):
         raise HeadError("this head was fitted on another base model: its logits differ. Fit a head for this one.")

@@ -7,7 +7,7 @@
 `CALIBJAX_LOGITS=unchanged`: tokens are sampled as without the plugin; the log-probabilities returned are calibrated.
 `CALIBJAX_LOGITS=processor`: the layer stays, and `calibjax.torch.vllm_processor` calibrates.
 The first two change log-probabilities of `--logprobs-mode raw_logprobs`, vLLM's default: before penalties and the
-temperature of a request. On TPUs, `calibjax.torch.tpu_inference` is asked for the JAX models that it knows.
+temperature of a request. On TPUs, `calibjax.torch.tpu_inference` serves the JAX models that it knows.
 """
 
 import inspect
@@ -56,7 +56,7 @@ class _Calibration:
     """A head beside the unembedding that vLLM holds."""
 
     def __init__(self, export: Export):
-        self.head, self._base, self._probe = export.head, export.base, export.probe
+        self._export, self.head, self._base = export, export.head, export.base
         self._covariance: Tensor | None = None
         self._is_ready = False
 
@@ -71,26 +71,18 @@ class _Calibration:
 
     def _prepare(self, lm_head: Any, hidden: Tensor, bias: Tensor | None) -> None:
         """Compares the base model, and moves the head to its device."""
-        if hidden.shape[-1] != self.head.hidden_size:
-            raise HeadError(
-                f"this head was fitted on a model of hidden size {self.head.hidden_size}, the model served has "
-                f"{hidden.shape[-1]}."
-            )
+        self._export.check_hidden_size(hidden.shape[-1])
         weight, shard = lm_head.weight, lm_head.shard_indices
         start, stop = shard.org_vocab_start_index, shard.org_vocab_end_index
         if {"argmax_embedding", "log_std_logits"} & {*self.head.features} and stop - start < self._base["vocab_size"]:
-            raise HeadError(
-                "features argmax_embedding and log_std_logits need the whole unembedding: no tensor parallelism."
-            )
-        tokens = self._probe["tokens"].long()
+            raise HeadError("features argmax_embedding and log_std_logits need the whole unembedding on one device.")
+        tokens = self._export.probe["tokens"].long()
         here = (tokens >= start) & (tokens < stop)
-        found = weight[(tokens[here] - start).to(weight.device)].to(torch.float32).cpu()
-        expected = self._probe["unembedding"][here]
+        rows = weight[(tokens[here] - start).to(weight.device)].to(torch.float32).cpu()
+        expected = self._export.probe["unembedding"][here]
         limit = 1e-6 if weight.dtype == torch.float32 else 1e-2
-        if len(found) and not float((found - expected).norm()) <= limit * float(expected.norm()):
-            raise HeadError(
-                "this head was fitted on another base model: the unembedding differs. Fit a head for this one."
-            )
+        if len(rows) and not float((rows - expected).norm()) <= limit * float(expected.norm()):
+            raise HeadError("this head was fitted on another base model: the unembedding differs. Fit one for this.")
         if "log_std_logits" in self.head.features:
             rows = weight[: stop - start].to(torch.float32) / (self._base["logit_divisor"] or 1.0)
             self._covariance = logit_covariance(rows, None if bias is None else bias.to(torch.float32))

@@ -25,7 +25,7 @@ from calibjax.torch.vllm import HEAD, LOGITS
 _First: Any = import_module("vllm.v1.sample.logits_processor").LogitsProcessor
 _Second: Any = import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor
 
-_OF_LOGITS = {"logit_statistics", "max_logit", "log_std_logits"}
+_LOGIT_FEATURES = {"logit_statistics", "max_logit", "log_std_logits"}
 # Settings of a request that change logits before a processor in one of the model runners, and what leaves them alone.
 _UNCHANGED = {
     "allowed_token_ids": (None,),
@@ -87,7 +87,7 @@ class CalibratedLogits(_First, _Second):
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Nothing is kept from one step to the next."""
+        """Does nothing: there is no state between steps."""
 
     @torch.no_grad()
     def apply(self, logits: Tensor, context: Any = None) -> Tensor:
@@ -106,20 +106,16 @@ class CalibratedLogits(_First, _Second):
 def _check(export: Export, hidden_size: int, vocab_size: int) -> None:
     """Raises `HeadError` for a head that logits alone do not serve, or of a model of other sizes."""
     head, base = export.head, export.base
-    if (
-        head.reads_sequence
-        or head.pooling == "sequence"
-        or not (head.kind == "constant" or {*head.features} <= _OF_LOGITS)
-    ):
+    reads_logits = head.kind == "constant" or {*head.features} <= _LOGIT_FEATURES
+    if head.reads_sequence or head.pooling == "sequence" or not reads_logits:
         raise HeadError(
             f"{HEAD}: a logits processor sees logits only, and this {head.kind} head reads {', '.join(head.features)}. "
             f"Use {LOGITS}=calibrated, without --logits-processors."
         )
     if base["logit_softcap"] is not None and "log_std_logits" in head.features and head.kind != "constant":
         raise HeadError(f"{HEAD}: log_std_logits is taken before the model's soft-cap. Use {LOGITS}=calibrated.")
-    expected, found = (base["hidden_size"], base["vocab_size"]), (hidden_size, vocab_size)
-    if expected != found:
+    if (base["hidden_size"], base["vocab_size"]) != (hidden_size, vocab_size):
         raise HeadError(
-            f"this head was fitted on a model of hidden size {expected[0]} with {expected[1]} tokens, the model served "
-            f"has {found[0]} and {found[1]}."
+            f"this head was fitted on a model of hidden size {base['hidden_size']} with {base['vocab_size']} tokens, "
+            f"the model served has {hidden_size} and {vocab_size}."
         )

@@ -13,7 +13,6 @@ import orbax.checkpoint as ocp
 
 from calibjax.heads import FittedHead, HeadConfig, check_log_factor
 from calibjax.models.hub import download, repository_of
-from calibjax.models.load import is_base
 from calibjax.models.own import FrozenModel
 from calibjax.runtime.checksums import (
     CHECKSUMS,
@@ -248,7 +247,7 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
     if digests is None and "checksums" in description:
         raise UserError(f"{directory / CHECKSUMS} is missing. {_HEAD_REMEDY}")
-    if lm is not None and not is_base(lm, fingerprint):
+    if lm is not None and fingerprint != lm.fingerprint:
         raise UserError(
             f"{directory}: this head was fitted on another base model (fingerprint {fingerprint[:12]}..., the model "
             f"given has {lm.fingerprint[:12]}...). Load the model it was fitted on, or fit a head for this one."

@@ -26,6 +26,7 @@ from calibjax.cli import main
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hf_export import copy_settings, save_model, settings_files
 from calibjax.models.orbax_checkpoint import save_checkpoint
+from calibjax.runtime.checksums import write_checksums
 from calibjax.runtime.sharding import make_mesh, param_sharding
 from calibjax.train.checkpoint import Checkpoints
 
@@ -97,24 +98,25 @@ def test_checkpoints_that_cannot_be_read(tmp_path, converted, capsys):
     (copy / "checksums.json").unlink()
     with pytest.raises(UserError, match=r"checksums\.json is missing"):
         load_model(copy)
-    file, settings = copy / "calibjax.json", copy / "config.json"
-    stored = json.loads(file.read_text())
-    del stored["checksums"]  # as earlier versions wrote it
-    text = json.dumps(stored)
-    for content, message in (
-        ("{", "not a checkpoint's description"),
-        ("[1]", "not a checkpoint's description"),
-        (json.dumps(stored | {"schema": 9}), "schema 9, this calibjax reads 1"),
-        (json.dumps({"schema": 1}), "schema 1"),
-    ):
-        file.write_text(content)
+    shutil.copy(converted / "checksums.json", copy)
+    arrays = json.loads((copy / "checksums.json").read_text())["arrays"]
+
+    def edit(name, content, message):
+        (copy / name).write_text(content)
+        with pytest.raises(UserError, match="checksum differs"):
+            load_model(copy)
+        (copy / "checksums.json").unlink()
+        write_checksums(copy, arrays)
         with pytest.raises(UserError, match=message):
             load_model(copy)
-    file.write_text(text)
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"rms_norm_eps": 1e-3}))
-    with pytest.raises(UserError, match=r"config\.json is not the one"):
-        load_model(copy)
-    shutil.copy(converted / "config.json", settings)
+        for original in (name, "checksums.json"):
+            shutil.copy(converted / original, copy)
+
+    stored = json.loads((copy / "calibjax.json").read_text())
+    for content in ("{", "[1]", json.dumps(stored | {"schema": 9}), json.dumps({"schema": 3})):
+        edit("calibjax.json", content, "not a checkpoint's description")
+    settings = json.loads((copy / "config.json").read_text())
+    edit("config.json", json.dumps(settings | {"rms_norm_eps": 1e-3}), r"config\.json is not the one")
     data = max((copy / "params").rglob("*"), key=lambda f: f.stat().st_size if f.is_file() else -1)
     data.write_bytes(data.read_bytes()[:20])
     with pytest.raises(UserError, match=r"params: cannot be read"):

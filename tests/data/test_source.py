@@ -2,12 +2,11 @@
 
 import gzip
 import json
-import os
 
 import datasets
 import pytest
 
-from calibjax.data import read_source, source
+from calibjax.data import read_source
 from calibjax.data.source import Skipped
 from calibjax.runtime.errors import UserError
 
@@ -293,14 +292,3 @@ class TestHub:
         monkeypatch.setattr(datasets, "load_dataset", load)
         with pytest.raises(UserError, match=r"neither a local file or directory nor .*no route"):
             read_source("someone/texts")
-
-
-def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    assert source._cache_directory() is None
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
-    instead = source._cache_directory()
-    assert instead is not None
-    assert os.access(instead, os.W_OK)
-    assert list(read_source(write(tmp_path / "a.jsonl", JSONL))) == ROWS

@@ -88,7 +88,7 @@ def test_joined_sets_keep_their_rows_apart():
     longer = make_sequences([0])._replace(tokens=np.zeros((1, 2), np.int32))
     with pytest.raises(UserError, match=r"sequences of one length, got \[2, 3\]"):
         concatenate([make_sequences([0]), longer])
-    with pytest.raises(UserError, match="at least one set"):
+    with pytest.raises(UserError, match="sequences of one length"):
         concatenate([])
 
 

@@ -355,7 +355,7 @@ CALLS = {"tool_calls": [{"function": CALL}]}
         ({"messages": [USER, ANSWER], "tools": [{"name": "weather"}]}, HERMES, "does not write the tools"),
         ({"messages": [USER, ANSWER | CALLS]}, None, "tool_calls: only a chat template can write this"),
         ({"messages": [USER, ANSWER | {"content": [{"type": "image"}]}]}, HERMES, "message 1: .*Only text is read"),
-        ({"messages": [USER, ANSWER | {"weight": 2}]}, HERMES, "a weight of 0 or 1.* got 2"),
+        ({"messages": [USER, ANSWER | {"weight": 2}]}, HERMES, "a weight of 0, or 1.* got 2"),
         ({"messages": [USER | {"weight": 1}, ANSWER]}, HERMES, "1 only for the assistant, got 1 for 'user'"),
         ({"messages": [USER, ANSWER | {"tool_calls": "[{"}]}, HERMES, "message 1: expected JSON"),
         ({"messages": [USER, ANSWER | {"tool_calls": [3]}]}, HERMES, "expected a tool call with a function's name"),

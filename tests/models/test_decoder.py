@@ -8,11 +8,9 @@ import pytest
 from assets import MODELS, model_path
 
 from calibjax import models
-from calibjax.models import DecoderConfig, LanguageModel, decoder, load_model
+from calibjax.models import DecoderConfig, LanguageModel, load_model
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.nn.blocks import Rope
-from calibjax.recalibrate import METHODS, Predictions
-from calibjax.recalibrate.clipping import ClippingState
 from calibjax.runtime.errors import UserError
 
 LLAMA = DecoderConfig(
@@ -148,25 +146,6 @@ def test_logits_are_hidden_states_times_unembedding(config):
     np.testing.assert_allclose(run_logits(capped, params, tokens), expected, rtol=0, atol=1e-5)
 
 
-def test_clipped_hidden_states_are_feature_clipping():
-    """Everywhere that hidden states come from, and with the logits of the recalibrator."""
-    config, params, tokens = LLAMA, random_params(LLAMA), random_tokens(LLAMA)
-    whole, state = run_segments(config, tokens), ClippingState(np.float32(0.1), None)
-    clipped = dataclasses.replace(config, hidden_limit=0.1)
-    got = run_hidden(clipped, params, tokens, layers="all")
-    assert (np.abs(whole[-1]) > 0.1).mean() > 0.2
-    np.testing.assert_allclose(got[-1], np.clip(whole[-1], -0.1, 0.1), rtol=0, atol=1e-6)
-    np.testing.assert_allclose(got[:-1], whole[:-1], rtol=0, atol=1e-5)
-    residual = run_hidden(clipped, params, tokens, layers="residual")[-1]
-    np.testing.assert_allclose(models.final_norm(clipped, params, residual), got[-1], rtol=0, atol=1e-6)
-    data = Predictions(features=whole[-1].reshape(24, -1), unembedding=models.unembedding(config, params))
-    log_probs = jax.nn.log_softmax(run_logits(clipped, params, tokens)).reshape(24, -1)
-    np.testing.assert_allclose(log_probs, METHODS["feature_clipping"].apply(state, data), rtol=0, atol=1e-5)
-    segments = np.ones((2, 12), np.int32)
-    extended = decoder.extend(clipped, params, tokens, None, segment_ids=segments)[0]
-    np.testing.assert_allclose(extended, got[-1], rtol=0, atol=1e-5)
-
-
 @ALL_CONFIGS
 def test_dtypes_are_kept_under_strict_rules(config):
     tokens = jax.ShapeDtypeStruct((2, 6), jnp.int32)
@@ -294,7 +273,6 @@ def test_bad_configurations():
         ({"logit_softcap": -1.0}, "logit_softcap"),
         ({"attention_softcap": 0.0}, "attention_softcap"),
         ({"logit_divisor": 0.0}, "logit_divisor"),
-        ({"hidden_limit": -1.0}, "hidden_limit"),
         ({"local_layers": (True,)}, "local_layers: expected 3 values, got 1"),
         ({"window": 0}, "window: expected a whole number from 1 to"),
         ({"local_rope": Rope(fraction=0.5)}, "same fraction of rotated channels as rope"),

@@ -187,7 +187,7 @@ def test_every_parameter_has_exactly_one_rule(tmp_path, family, name):
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({"model_type": "gemma2", "hidden_activation": "relu2"}, "hidden_activation = 'relu2'"),
         ({"model_type": "gemma", "hidden_act": "relu2", "hidden_activation": "gelu"}, "hidden_act = 'relu2'"),
-        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "no sliding_window is set"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "sliding_window is null"),
         ({"model_type": "llama", "is_causal": False}, "is_causal = False is not supported; expected True"),
         ({"model_type": "llama", "rope_theta": None}, "expected a number for rope_theta, got null"),
         ({"model_type": "stablelm", "partial_rotary_factor": None}, "a number for partial_rotary_factor, got null"),

@@ -367,7 +367,7 @@ def test_mistakes(prompts, options, message):
             ({"temperature": bad}, f"temperature: expected 0 .* from 0.0001 to 10000, got {bad}")
             for bad in (-1.0, 1e-300, 1e-30, 1e5, float("nan"), float("inf"), float("-inf"))
         ),
-        ({"temperature": 1.0}, "key: draws need one"),
+        ({"temperature": 1.0}, "key: sampling needs one"),
         ({"top_k": 3}, "need a temperature above 0"),
         ({"calibrated": True}, "need a temperature above 0"),
         ({"top_k": 0, "temperature": 1.0}, "top_k: expected at least 1"),

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 from calibjax.commands import convert
 from calibjax.models import load_model
 from calibjax.models.generate import default_stop_tokens
-from calibjax.models.gguf_file import read_gguf
+from calibjax.models.gguf import read_gguf
 from calibjax.models.load import read_config
 from calibjax.runtime.errors import UserError
 
@@ -415,7 +415,7 @@ SIZES = {"context_length": 8, "embedding_length": 32, "block_count": 1, "attenti
         ([], "general.architecture 'None' is not supported"),
         (architecture("../../etc/passwd"), "is not supported; supported"),
         (architecture("llama"), "llama.context_length is missing"),
-        (architecture("llama", **SIZES | {"block_count": 10_000}), "expected a number of layers, with 1 tensors"),
+        (architecture("llama", **SIZES | {"block_count": 10_000}), "block_count: expected 1 to 1 layers"),
         (architecture("llama", **SIZES | {"attention__head_count": 0}), "expected a positive number, got 0"),
         (architecture("llama", **SIZES, swin_norm=5), "llama.swin_norm = 5 is not supported"),
         (architecture("llama", **SIZES, rope__dimension_count=4), "expected 16, got 4"),

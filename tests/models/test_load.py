@@ -2,9 +2,7 @@ import contextlib
 import dataclasses
 import json
 import re
-import resource
 import shutil
-import sys
 from pathlib import Path
 
 import chex
@@ -24,12 +22,12 @@ from calibjax.data import Rows, check_ids, load_sequences
 from calibjax.data.chat_template import render_chat
 from calibjax.eval.tasks.scoring import Continuation, Scorer
 from calibjax.eval.tokens import identity_head
-from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, fingerprint, hf_read, load_model
+from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, fingerprint, load_model
 from calibjax.models.fingerprint import chunks, tensor_digest
 from calibjax.models.generate import generate
 from calibjax.models.hf_read import read_chunk
-from calibjax.models.hf_tensors import Piece, plan_tensors
-from calibjax.models.load import _open, _read_headers, is_base
+from calibjax.models.hf_tensors import Piece
+from calibjax.models.load import _read_headers
 from calibjax.models.rules import Layout, transposed
 from calibjax.models.shapes import SHAPES
 from calibjax.models.tokenizer import find_tokenizer
@@ -221,17 +219,6 @@ def test_weights_too_large_for_the_dtype(tmp_path):
     tensors = change(llama_tensors(), "model.norm.weight", np.full(12, 1e60))
     with pytest.raises(UserError, match=r"model\.norm\.weight holds values too large for float32"):
         load_model(write_model(tmp_path, tensors))
-
-
-def test_a_file_that_cannot_be_opened_is_not_called_missing(tmp_path):
-    file = write_model(tmp_path) / "model.safetensors"
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            _open(file)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
@@ -463,40 +450,3 @@ def test_every_byte_is_in_one_chunk_and_changes_the_fingerprint(name):
         assert tensor_digest(name, changed) != before
     if len(shape) > 1:
         assert tensor_digest(name, count.reshape(shape[::-1])) != before
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 16])
-def test_each_chunk_is_read_by_one_process(tmp_path, processes, monkeypatch):
-    """Each process reads about its part of the bytes; the largest chunk is the most that one reads more."""
-    monkeypatch.setattr(hf_read, "_ROUND", 4_000)
-    monkeypatch.setattr(sys.modules[chunks.__module__], "_CHUNK", 64)
-    plan = plan_tensors(config_from_hf(write_model(tmp_path)), _read_headers([tmp_path / "model.safetensors"]))
-    every = hf_read._all_chunks(plan)
-    rounds = list(hf_read.divide(every, 4, processes))
-    assert all(len(parts) == processes for parts in rounds)
-    assert [chunk.number for parts in rounds for part in parts for chunk in part] == list(range(len(every)))
-    read = np.array([[4 * sum(chunk.size for chunk in part) for part in parts] for parts in rounds])
-    largest = 4 * max(chunk.size for chunk in every)
-    assert read.max() <= max(4_000 // processes, largest)
-    assert read[:-1].min(initial=4_000) > 4_000 // processes - largest
-    assert read.sum() == sum(4 * int(np.prod(leaf.shape)) for leaf in plan.leaves.values())
-
-
-def test_a_head_of_version_1_goes_with_its_model(tmp_path):
-    """The fingerprint of version 1 is that of earlier versions of calibjax for this model, computed by them."""
-    tensors = llama_tensors()
-    lm = load_model(write_model(tmp_path, tensors), jnp.bfloat16)
-    assert lm.fingerprint.startswith("3:")
-    recorded = "e9973e00a55bc1cd41737e6c3330bff971c32d7d34b7aef98956f4c2b0b0809c"
-    assert is_base(lm, lm.fingerprint)
-    assert is_base(lm, recorded)
-    same = LanguageModel.from_params(lm.config, load_model(tmp_path).params)
-    assert is_base(same, recorded)
-    assert same.fingerprint == lm.fingerprint
-    assert not is_base(lm, recorded[::-1])
-    # Neither the parameters in memory nor the files can be exchanged for others.
-    tensors["model.norm.weight"][3] += 1
-    other = tmp_path / "other"
-    other.mkdir()
-    assert not is_base(load_model(write_model(other, tensors)), recorded)
-    assert not is_base(dataclasses.replace(lm, path=other), recorded)

@@ -14,7 +14,7 @@ from tiny import make_lm, make_sequences, ragged, silent, write_model, write_tex
 
 from calibjax.cli import main
 from calibjax.data import load_sequences, read_source
-from calibjax.models import decoder, load_model
+from calibjax.models import decoder, hf_export, load_model
 from calibjax.models.hf_export import save_model
 from calibjax.models.lora import LoraConfig
 from calibjax.nn.experts import Mixture
@@ -216,7 +216,7 @@ def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
+def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
@@ -228,7 +228,8 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path):
     # Batches of all sequences: their order is nothing to agree on.
     train_rows, _ = split_validation(sequences, SftOptions(**options), 0)
     fitted = fit(tmp_path / "fit", lm, sequences=sequences, batch_size=len(train_rows), warmup_fraction=0.2, **options)
-    save_model(tmp_path / "tuned", fitted.config, fitted.params, like=source, shard_bytes=3000)
+    monkeypatch.setattr(hf_export, "_FILE_BYTES", 3000)
+    save_model(tmp_path / "tuned", fitted.config, fitted.params, like=source)
     assert len(list((tmp_path / "tuned").glob("*.safetensors"))) > 1
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     tuned = load_model(tmp_path / "tuned")

@@ -18,7 +18,7 @@ from calibjax.eval.report.terminal import print_result
 from calibjax.heads import HeadKind
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Remat
-from calibjax.models.gguf_file import is_gguf
+from calibjax.models.gguf import is_gguf
 from calibjax.models.hub import download, repository_of
 from calibjax.models.load import read_config
 from calibjax.models.shapes import SHAPES

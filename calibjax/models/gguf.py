@@ -1,30 +1,268 @@
-"""Models in GGUF files, described as Hugging Face checkpoints: settings of config.json, names and layouts of tensors.
+"""GGUF, the file format of llama.cpp: every header is checked before any tensor is read.
 
-The tables of `families` then read them as any other checkpoint. A new architecture is an entry of `ARCHITECTURES`. The
-names of tensors come from the package `gguf`; what llama.cpp's converter changes in their values is undone here.
+The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` has its constants
+and dequantises tensors. Its reader is not used: it makes an array of every token (733 MB and 10 s for Gemma 3 270M)
+and does not compare counts with the file's size.
+
+Models are described as Hugging Face checkpoints: settings of config.json, names and layouts of tensors. The tables of
+`families` then read them as any other checkpoint; what llama.cpp's converter changes in their values is undone here. A
+new architecture is an entry of `ARCHITECTURES`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
+import mmap
+import re
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from calibjax.models.config import DecoderConfig
+from calibjax.models.config import MOST_LAYERS, DecoderConfig
 from calibjax.models.families import FAMILIES, config_from_settings
-from calibjax.models.gguf_file import GgufFile, GgufTensor, check_layers, read_gguf, regrouped
 from calibjax.models.hf_tensors import Index, TensorEntry
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import LARGEST_SIZE, UserError
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Types of metadata values, as `struct` names them."""
+_STRING, _ARRAY = 8, 9
+_SPLIT = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
+_FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+"""Types of tensors that are not quantised, named as safetensors name them. Quantised values are float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a file: `shape` as numpy has it, the name of its `GGMLQuantizationType`, and its first byte."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    file: Path
+    offset: int
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of its values, as safetensors name it."""
+        return self.kind if self.kind in _FLOATS else "F32"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, which is the last axis."""
+        block, size = _sizes()[self.kind]
+        return self.shape[-1] // block * size
+
+    def read(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Returns rows of the tensor, seen as a matrix `[rows, columns]`, in `dtype`."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        stored = np.memmap(self.file, np.uint8, "r", self.offset, (math.prod(self.shape[:-1]), self.row_bytes))[rows]
+        stored = np.ascontiguousarray(stored)
+        if self.kind in _FLOATS:
+            return stored.view(_FLOATS[self.kind])
+        with np.errstate(over="ignore", invalid="ignore"):  # values are checked when they are placed
+            return dequantize(stored, GGMLQuantizationType[self.kind])
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """A parsed GGUF file, or the first of several that a model is split into, with the tensors of all by name.
+
+    In the metadata, an array of strings is a `Strings`, another array a numpy array.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """Returns the value of a key, checked to be of a Python type; `default` if the key is absent."""
+        value = self.metadata.get(key, default)
+        if value is not default and type(value) is not kind:
+            raise UserError(f"{self.path}: {key}: expected a value of type {kind.__name__}, got {str(value)[:60]}.")
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Strings:
+    """An array of strings in a file: `count` of them, the first at `offset`."""
+
+    path: Path
+    offset: int
+    count: int
+
+    def read(self) -> list[str]:
+        """Returns the strings; raises `UserError` if one is not UTF-8."""
+        reader = _Reader(self.path, self.offset)
+        return [reader.string() for _ in range(self.count)]
+
+
+class _Reader:
+    """Reads values one after another from a mapped file, and never beyond its end."""
+
+    def __init__(self, path: Path, at: int = 0):
+        self._path, self.at = path, at
+        with path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def bytes(self, count: int) -> bytes:
+        start, self.at = self.at, self.at + count
+        if self.at > len(self._data):
+            raise ValueError(f"byte {start:,} should be followed by {count:,} more, but the file ends")
+        return self._data[start : self.at]
+
+    def number(self, code: str) -> Any:
+        value = struct.unpack(f"<{code}", self.bytes(struct.calcsize(f"<{code}")))[0]
+        # The shortest decimal, 1e-05 and not 9.999999747378752e-06, is what the model's config.json has.
+        return float(str(np.float32(value))) if code == "f" else value
+
+    def string(self) -> str:
+        return self.bytes(self.number("Q")).decode()
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise ValueError(f"a value has the unknown type {kind}")
+        element, count = self.number("I"), self.number("Q")
+        if element == _STRING:
+            start = self.at
+            for _ in range(count):
+                self.bytes(self.number("Q"))
+            return Strings(self._path, start, count)
+        if element not in _SCALARS:
+            raise ValueError(f"an array has elements of type {element}")
+        dtype = np.dtype(_SCALARS[element]).newbyteorder("<")
+        return np.frombuffer(self.bytes(count * dtype.itemsize), dtype)
+
+
+@functools.cache
+def _sizes() -> dict[str, tuple[int, int]]:
+    """Types that can be read: values in a block, and bytes of one."""
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    sizes = {}
+    for kind, (block, size) in GGML_QUANT_SIZES.items():
+        with contextlib.suppress(NotImplementedError):
+            dequantize(np.zeros((1, size), np.uint8), kind)
+            sizes[kind.name] = block, size
+    return sizes
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether the path is that of a GGUF file, by its name."""
+    return Path(path).suffix == ".gguf" and not Path(path).is_dir()
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Reads the header of a GGUF file, and of the others that its model is split into. No tensor is read.
+
+    Raises:
+        UserError: the package `gguf` is missing; the file does not exist, is not GGUF, or is of another version or byte
+            order; it is cut short; a count, size, type or offset is impossible; or tensors overlap.
+    """
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"{path}: reading GGUF needs the package gguf: pip install 'calibjax[gguf]'.") from error
+    first = _read_one(path)
+    count = first.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return first
+    name = _SPLIT.fullmatch(path.name)
+    if name is None or int(name[2]) != count:
+        raise UserError(f"{path}: one of {count} files of a model; expected NAME-00001-of-{count:05d}.gguf, the first.")
+    others = [path.with_name(f"{name[1]}-{number:05d}-of-{name[2]}.gguf") for number in range(2, int(name[2]) + 1)]
+    missing = [other.name for other in others if not other.is_file()]
+    if missing:
+        raise UserError(f"{path}: other files of this model are missing beside it: {', '.join(missing[:5])}.")
+    tensors = dict(first.tensors)
+    for other in others:
+        more = _read_one(other).tensors
+        if repeated := tensors.keys() & more.keys():
+            raise UserError(f"{other}: holds {min(repeated)!r}, as another file of this model does.")
+        tensors |= more
+    return dataclasses.replace(first, tensors=tensors)
+
+
+def _read_one(path: Path) -> GgufFile:
+    if not path.exists():
+        raise UserError(f"model: {path} does not exist.")
+    try:
+        if not path.is_file():
+            raise ValueError("not a file")
+        return _parse(path, _Reader(path), path.stat().st_size)
+    except (OSError, ValueError, struct.error, OverflowError) as error:
+        raise UserError(f"{path}: not a GGUF file that can be read: {str(error)[:200]}. Download it again.") from error
+
+
+def _parse(path: Path, reader: _Reader, size: int) -> GgufFile:
+    if reader.bytes(4) != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    version = reader.number("I")
+    if version not in (2, 3):
+        known = "big-endian" if version in (2 << 24, 3 << 24) else f"of version {version}"
+        raise ValueError(f"it is {known}; expected version 2 or 3, little-endian")
+    tensor_count, key_count = reader.number("Q"), reader.number("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(key_count):
+        key = reader.string()
+        if key in metadata:
+            raise ValueError(f"the key {key[:60]!r} occurs twice")
+        metadata[key] = reader.value(reader.number("I"))
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment: expected a power of two, got {str(alignment)[:60]}")
+    described = [_tensor(path, reader) for _ in range(tensor_count)]
+    start = -(-reader.at // alignment) * alignment
+    tensors, used = {}, start
+    for tensor in sorted(described, key=lambda tensor: tensor.offset):
+        placed = dataclasses.replace(tensor, offset=start + tensor.offset)
+        if tensor.name in tensors:
+            raise ValueError(f"the tensor {tensor.name[:60]!r} occurs twice")
+        if tensor.offset % alignment or placed.offset < used:
+            raise ValueError(f"the tensor {tensor.name[:60]!r} overlaps another, or its offset is not aligned")
+        used = placed.offset + math.prod(tensor.shape[:-1]) * tensor.row_bytes
+        if used > size:
+            raise ValueError(f"the tensor {tensor.name[:60]!r} ends at byte {used:,}, and the file at {size:,}")
+        tensors[tensor.name] = placed
+    return GgufFile(path, metadata, tensors)
+
+
+def _tensor(path: Path, reader: _Reader) -> GgufTensor:
+    from gguf import GGMLQuantizationType
+
+    name, axes = reader.string(), reader.number("I")
+    if not 1 <= axes <= 4:
+        raise ValueError(f"the tensor {name[:60]!r} has {axes} axes; expected 1 to 4")
+    shape = tuple(reader.number("Q") for _ in range(axes))[::-1]
+    number, offset = reader.number("I"), reader.number("Q")
+    if not all(1 <= n <= LARGEST_SIZE for n in shape):
+        raise ValueError(f"the tensor {name[:60]!r} has the shape {list(shape)}")
+    kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
+    if kinds.get(number) not in _sizes():
+        raise ValueError(f"the tensor {name[:60]!r} has the type {kinds.get(number, number)}, which is not supported")
+    block, _ = _sizes()[kinds[number]]
+    if shape[-1] % block:
+        raise ValueError(f"the tensor {name[:60]!r} has rows of {shape[-1]}; expected a multiple of {block}")
+    return GgufTensor(name, shape, kinds[number], path, offset)
+
+
+# --- models ---
 
 Settings = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp writes one family.
+    """One family as llama.cpp writes it.
 
     Args:
         family: key of `FAMILIES`.
@@ -68,23 +306,20 @@ _SWITCHED_OFF = (0, 0.0, False)
 """Values with which an unknown key is ignored, because it then states that the model lacks something."""
 
 
-def _mixture(count: str) -> Callable[[Settings, GgufFile], None]:
-    def adapt(settings: Settings, file: GgufFile) -> None:
-        arch = file.metadata["general.architecture"]
-        settings[count] = file.get(f"{arch}.expert_count", int)
-        settings["num_experts_per_tok"] = file.get(f"{arch}.expert_used_count", int)
-
-    return adapt
+def _set_mixture(settings: Settings, file: GgufFile, count: str) -> None:
+    arch = file.metadata["general.architecture"]
+    settings[count] = file.get(f"{arch}.expert_count", int)
+    settings["num_experts_per_tok"] = file.get(f"{arch}.expert_used_count", int)
 
 
 def _adapt_llama(settings: Settings, file: GgufFile) -> None:
     if file.get("llama.expert_count", int, 0):
         settings["model_type"] = "mixtral"
-        _mixture("num_local_experts")(settings, file)
+        _set_mixture(settings, file, "num_local_experts")
 
 
 def _adapt_expert_size(settings: Settings, file: GgufFile) -> None:
-    _mixture("num_experts")(settings, file)
+    _set_mixture(settings, file, "num_experts")
     settings["intermediate_size"] = settings.get("moe_intermediate_size") or settings.get("intermediate_size")
     settings["moe_intermediate_size"] = settings["intermediate_size"]
 
@@ -98,17 +333,19 @@ def _adapt_gemma(settings: Settings, file: GgufFile, *, largest: int, local_base
     pattern = file.get(f"{arch}.attention.sliding_window_pattern", int, pattern)
     if pattern < 1:
         raise UserError(f"{file.path}: {arch}.attention.sliding_window_pattern: expected at least 1, got {pattern}.")
-    kinds = ("sliding_attention", "full_attention")
-    settings["layer_types"] = [kinds[(layer + 1) % pattern == 0] for layer in range(layers)]
+    _set_local(settings, [(layer + 1) % pattern != 0 for layer in range(layers)])
     if local_base is not None:
-        base = file.get(f"{arch}.rope.freq_base_swa", float, local_base)
-        local = {"rope_type": "default", "rope_theta": base}
-        whole = {"rope_theta": settings.pop("rope_theta"), **settings.pop("rope_scaling", {"rope_type": "default"})}
-        settings["rope_parameters"] = {"full_attention": whole, "sliding_attention": local}
+        _set_local_rope(settings, file.get(f"{arch}.rope.freq_base_swa", float, local_base))
 
 
-def _adapt_stablelm(settings: Settings, file: GgufFile) -> None:
-    settings["use_qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
+def _set_local(settings: Settings, local: list[bool]) -> None:
+    settings["layer_types"] = [("full_attention", "sliding_attention")[is_local] for is_local in local]
+
+
+def _set_local_rope(settings: Settings, theta: float) -> None:
+    whole = {"rope_theta": settings.pop("rope_theta"), **settings.pop("rope_scaling", {"rope_type": "default"})}
+    local = {"rope_type": "default", "rope_theta": theta}
+    settings["rope_parameters"] = {"full_attention": whole, "sliding_attention": local}
 
 
 def _adapt_gpt2(settings: Settings, file: GgufFile) -> None:
@@ -123,16 +360,10 @@ def _adapt_olmo2(settings: Settings, file: GgufFile) -> None:
     if settings["sliding_window"] is None:
         return
     pattern = file.metadata.get("olmo2.attention.sliding_window_pattern")
-    kinds = ("full_attention", "sliding_attention")
-    layers = settings["num_hidden_layers"]
-    local = [(layer + 1) % 4 != 0 for layer in range(layers)] if pattern is None else list(map(bool, pattern))
-    whole = {"rope_theta": settings.pop("rope_theta"), **settings.pop("rope_scaling", {"rope_type": "default"})}
-    sliding = {"rope_type": "default", "rope_theta": whole["rope_theta"]}
-    settings |= {
-        "model_type": "olmo3",
-        "layer_types": [kinds[is_local] for is_local in local],
-        "rope_parameters": {"full_attention": whole, "sliding_attention": sliding},
-    }
+    layers = range(settings["num_hidden_layers"])
+    settings["model_type"] = "olmo3"
+    _set_local(settings, [(layer + 1) % 4 != 0 for layer in layers] if pattern is None else list(map(bool, pattern)))
+    _set_local_rope(settings, settings["rope_theta"])
 
 
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
@@ -168,7 +399,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture("phi3", _WINDOW),
     "gpt2": Architecture("gpt2", fixed={"activation_function": "gelu_new"}, adapt=_adapt_gpt2),
     "stablelm": Architecture(
-        "stablelm", {"use_parallel_residual": "use_parallel_residual"}, {"qk_layernorm": False}, adapt=_adapt_stablelm
+        "stablelm",
+        {"use_parallel_residual": "use_parallel_residual"},
+        {"qk_layernorm": False},
+        adapt=lambda settings, file: settings.update(use_qkv_bias=settings["attention_bias"]),
     ),
     "granite": Architecture("granite", _GRANITE, interleaved=True),
     "olmo2": Architecture("olmo2", {**_WINDOW, "attention.sliding_window_pattern": ""}, adapt=_adapt_olmo2),
@@ -206,7 +440,9 @@ def gguf_settings(file: GgufFile) -> Settings:
         if setting not in settings:
             key = next(key for key, ours in KEYS.items() if ours == setting)
             raise UserError(f"{file.path}: {name}.{key} is missing.")
-    check_layers(file, settings["num_hidden_layers"])
+    layers, most = settings["num_hidden_layers"], min(MOST_LAYERS, len(file.tensors))
+    if type(layers) is not int or not 1 <= layers <= most:
+        raise UserError(f"{file.path}: {name}.block_count: expected 1 to {most} layers, got {str(layers)[:60]}.")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError(f"{file.path}: the tensor token_embd.weight is missing.")
@@ -246,9 +482,9 @@ def _rope(file: GgufFile, name: str, settings: Settings) -> Settings:
         return {}
     if values != head_dim:
         raise UserError(f"{file.path}: keys of {head_dim} channels and values of {values} are not supported.")
-    found: Settings = {}
+    rope: Settings = {}
     if name in ("phi3", "stablelm"):
-        found["partial_rotary_factor"] = rotated / head_dim
+        rope["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         raise UserError(f"{file.path}: {name}.rope.dimension_count: expected {head_dim}, got {rotated}.")
     kind = file.get(f"{name}.rope.scaling.type", str, "none")
@@ -267,7 +503,7 @@ def _rope(file: GgufFile, name: str, settings: Settings) -> Settings:
             "original_max_position_embeddings": original,
             "attention_factor": 1.0 if amplitude is None else amplitude,
         }
-        found["original_max_position_embeddings"] = original
+        rope["original_max_position_embeddings"] = original
     elif kind == "linear":
         scaling = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
@@ -277,8 +513,8 @@ def _rope(file: GgufFile, name: str, settings: Settings) -> Settings:
     elif kind != "none" and not (kind == "longrope" and factor == 1.0):
         raise UserError(f"{file.path}: {name}.rope.scaling.type {kind!r} is not supported.")
     if scaling:
-        found["rope_scaling"] = scaling
-    return found
+        rope["rope_scaling"] = scaling
+    return rope
 
 
 def _vector(tensor: GgufTensor, size: int) -> list[float]:
@@ -289,14 +525,13 @@ def _vector(tensor: GgufTensor, size: int) -> list[float]:
 
 def gguf_config(path: Path) -> DecoderConfig:
     """Returns the configuration of the model in a GGUF file; raises `UserError` if it cannot be read."""
-    file = read_gguf(path)
-    return config_from_settings(path, gguf_settings(file))
+    return config_from_settings(path, gguf_settings(read_gguf(path)))
 
 
 def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
-    """Returns the tensors of a GGUF file under the names of the family's checkpoints, for `plan_tensors`.
+    """Returns the tensors of a GGUF file under the names of the family's checkpoints, if it has them.
 
-    A tensor of all experts of a layer is one entry for each. A tensor that the family does not have keeps its name.
+    A tensor of all experts of a layer is one entry for each.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -337,30 +572,25 @@ def _entry(
     shift: float = 0.0,
     swapped: bool = False,
 ) -> TensorEntry:
-    """An entry of a tensor, or of one expert in it."""
+    """An entry `name` of a tensor, or of one expert in it.
+
+    With `groups` (a, b, c), rows `[..., b, a, c]` are stored as `[..., a, b, c]`; `shift` was added to the values;
+    `swapped` are the last two axes.
+    """
     first, shape = 0, tensor.shape
     if expert is not None and config.mixture and len(shape) == 3 and shape[0] == config.mixture.experts:
         first, shape = expert * shape[1], shape[1:]
-    read = functools.partial(_read, tensor, first, groups, shift, swapped)
+
+    def read(index: Index) -> np.ndarray:
+        rows, *columns = index[::-1] if swapped else index
+        places = slice(first + rows.start, first + rows.stop)
+        if groups is not None:
+            size = math.prod(tensor.shape[: max(len(tensor.shape) - 1, 1)])
+            places = first + np.arange(size).reshape(-1, *groups).swapaxes(1, 2).reshape(-1)[rows]
+        if not columns:
+            values = tensor.read(slice(None))[0][places]
+            return values - values.dtype.type(shift) if shift else values
+        values = tensor.read(places)[:, columns[0]]
+        return values.T if swapped else values
+
     return TensorEntry(name, shape[::-1] if swapped else shape, tensor.dtype, tensor.file, tensor.offset, read)
-
-
-def _read(
-    tensor: GgufTensor,
-    first: int,
-    groups: tuple[int, int, int] | None,
-    shift: float,
-    swapped: bool,
-    index: Index,
-) -> np.ndarray:
-    """Values of `index` in the layout of a Hugging Face checkpoint."""
-    if len(tensor.shape) == 1:
-        values = tensor.read(slice(None))[0]
-        values = values[regrouped(len(values), groups)][index[0]]
-        return values - values.dtype.type(shift) if shift else values
-    rows, columns = index[::-1] if swapped else index
-    if groups is None:
-        values = tensor.read(slice(first + rows.start, first + rows.stop))[:, columns]
-    else:
-        values = tensor.read(first + regrouped(math.prod(tensor.shape[:-1]), groups)[rows])[:, columns]
-    return values.T if swapped else values
