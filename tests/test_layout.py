@@ -27,6 +27,8 @@ FLOORS = (
     {"__main__"},
 )
 """A room imports from its own floor and from those before it; see CONTRIBUTING.md."""
+ROOMS, DEPTH, LONGEST, WIDEST = 16, 10, 80, 7
+"""Limits: rooms, floors, lines of a function without its docstring, parameters beside arrays."""
 PUBLIC = "__init__"  # calibjax/__init__.py: re-exports, imported by no other module
 LAZY = ("transformers", "datasets", "huggingface_hub", "tokenizers", "torch")
 FILES = {
@@ -111,8 +113,8 @@ def test_rooms_floors_and_direction_of_imports():
                 assert floor_of[there] <= floor_of[here], f"{module} imports {name}, which is on a higher floor"
     rooms = arrows_of_rooms()
     assert set(rooms) - {PUBLIC} <= set(floor_of)
-    assert len(rooms) - 1 <= 16
-    assert 1 + max(depths(rooms).values()) <= 10
+    assert len(rooms) - 1 <= ROOMS
+    assert 1 + max(depths(rooms).values()) <= DEPTH
 
 
 def test_heavy_packages_load_late():
@@ -188,7 +190,6 @@ ARRAYS = (
 ARRAYS = re.compile(rf"\b({'|'.join(ARRAYS.split())})\b")
 TREES = {"params", "head_params", "frozen", "frozens", "factor", "factors", "batch", "source", "carry", "state"}
 """Trees of arrays that are annotated as `Any`."""
-WIDEST, LONGEST = 7, 80
 WIDE = {
     "calibjax.lm_eval.CalibjaxLM.__init__": "its keywords are the names in --model_args, which lm-eval passes",
 }
@@ -241,12 +242,12 @@ def figures():
     width = {name: wide for name, (wide, _) in found.items() if name not in WIDE}
     length = {name: long for name, (_, long) in found.items()}
     return {
-        "rooms": str(len(rooms) - (PUBLIC in rooms)),
-        "floors": str(1 + max(depths(rooms).values())),
+        "rooms": f"{len(rooms) - (PUBLIC in rooms)} (at most {ROOMS})",
+        "floors": f"{1 + max(depths(rooms).values())} (at most {DEPTH})",
         "arrows between rooms": str(sum(map(len, rooms.values()))),
         "lines of code": f"{sum(len(file.read_text().splitlines()) for file in FILES.values()):,}",
-        "longest function": f"{max(length.values())} lines ({max(length, key=length.get)})",
-        "widest signature": f"{max(width.values())} parameters beside arrays ({max(width, key=width.get)})",
+        "longest function": f"{max(length.values())} lines of at most {LONGEST} ({max(length, key=length.get)})",
+        "widest signature": f"{max(width.values())} parameters of at most {WIDEST} ({max(width, key=width.get)})",
     }
 
 
@@ -257,7 +258,13 @@ def test_mutations_fit_the_sources():
     mutate.check()
 
 
-@pytest.mark.parametrize("module", WITH_EXAMPLES)
+HEAVY = ("calibjax.train", "calibjax.eval", "calibjax.metrics.scores", "calibjax.nn")
+"""Rooms whose examples train or compile for seconds."""
+
+
+@pytest.mark.parametrize(
+    "module", [pytest.param(name, marks=pytest.mark.slow if name.startswith(HEAVY) else ()) for name in WITH_EXAMPLES]
+)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0

@@ -109,8 +109,6 @@ def assert_products(function, argnums, count):
     ("argnums", "wanted", "softcap", "save", "count"),
     [
         ((3,), WHOLE, None, False, 1),
-        ((3,), WHOLE, 5.0, False, 1),
-        ((0,), SMOOTHING, None, False, 2),
         ((0, 3), SMOOTHING, None, False, 2),
         ((0,), ("log_normalizer", "target_logit"), 5.0, False, 2),
         ((0,), SMOOTHING, 5.0, False, 3),

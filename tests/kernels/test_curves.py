@@ -76,7 +76,7 @@ def node_bounds(z, scale, levels):
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 @pytest.mark.parametrize("nodes", [NODES, DENSE], ids=["octaves", "any"])
-@pytest.mark.parametrize("vocab", [1, 2, 129])
+@pytest.mark.parametrize("vocab", [1, 129])
 def test_the_sums_at_the_nodes_match_float64(implementation, nodes, vocab):
     z = rows_of_logits(vocab)
     options = {"chunk_size": 50} if implementation == "chunked" else {}
@@ -205,7 +205,7 @@ def problem(vocab=150, tokens=41, width=16, size=2.0):
     return hidden, unembedding, jnp.asarray(targets), jnp.asarray(rng.normal(size=vocab), jnp.float32)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("softcap", [None, pytest.param(3.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_and_its_gradient_in_the_scale(name, softcap):
     hidden, unembedding, targets, bias = problem()
@@ -281,7 +281,6 @@ def test_masked_tokens_and_a_pytree():
 
 SHARDINGS = {
     "1x1x8": lambda: VocabSharding(make_mesh((1, 1, 8))),
-    "2x2x2": lambda: VocabSharding(make_mesh((2, 2, 2))),
     "stored along D": lambda: VocabSharding(make_mesh((2, 2, 2)), width="fsdp"),
 }
 
@@ -302,8 +301,7 @@ def test_over_a_mesh(name, monkeypatch):
     np.testing.assert_array_equal(got.argmax, want.argmax)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("nodes", [NODES, DENSE], ids=["octaves", "any"])
+@pytest.mark.parametrize(("softcap", "nodes"), [(None, NODES), (3.0, DENSE)], ids=["octaves", "any"])
 def test_the_tpu_kernel_matches_float64(softcap, nodes, tpu):
     """Five blocks of the vocabulary, the last of 22 columns; a removed entry, a bias, and tokens that hold NaN."""
     hidden, unembedding, targets, bias = problem()

@@ -84,8 +84,9 @@ def test_mistakes_are_named():
         top_logits(hidden[:, :3], unembedding, 2)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1)])
-@pytest.mark.parametrize("stored", [(), ("fsdp",)])
+@pytest.mark.parametrize(
+    ("shape", "stored"), [((1, 1, 8), ()), ((1, 2, 4), ("fsdp",)), ((2, 2, 2), ("fsdp",)), ((8, 1, 1), ())]
+)
 def test_over_a_mesh(shape, stored):
     """The places, values and gradients of one device, ties included, and no device ever holds all of W."""
     sharding = VocabSharding(make_mesh(shape), width=stored)

@@ -270,41 +270,6 @@ def test_horizon_one_is_the_myopic_temperature(source):
     np.testing.assert_allclose(np.log(minimiser), source.myopic(TEMPERATURE), atol=1e-5)
 
 
-def test_variance_is_lower(source):
-    """Noise to signal of the gradient in logits that all positions share, at q = p, exactly.
-
-    A constant factor changes neither noise to signal nor the minimiser, so positions are compared together: what a
-    baseline does is to let all of them speak at the same loudness.
-    """
-    shared = np.exp(source.log_p)
-    one_hot_minus_q = np.eye(SYMBOLS)[source.x] - np.where(
-        np.arange(LENGTH)[None, :, None] == 0, source.first, source.chain[source.before]
-    )
-
-    def noise(weights):
-        gradient = np.zeros((len(shared), SYMBOLS, SYMBOLS))
-        for i in range(1, LENGTH):
-            rows = np.asarray(weights, np.float64)[:, i, None] * one_hot_minus_q[:, i]
-            np.add.at(gradient, (np.arange(len(shared)), source.before[:, i]), rows)
-        signal = (np.tensordot(source.p, gradient, 1) ** 2).sum()
-        return (source.p @ (gradient**2).sum(axis=(1, 2)) - signal) / signal
-
-    whole = np.exp((1 / TEMPERATURE - 1) * source.log_p.sum(axis=1))[:, None]
-    found = {"whole sequence": noise(np.broadcast_to(whole, shared.shape))}
-    for kind in ("none", "scalar", "position"):
-        found[kind] = noise(source.weights(Horizon(form="next_token", baseline=kind)))
-    found["horizon 2"] = noise(source.weights(Horizon(form="next_token", horizon=2)))
-    print({name: round(float(value), 2) for name, value in found.items()})
-    for kind in ("scalar", "position"):
-        assert found[kind] < 0.7 * found["whole sequence"]
-        assert found[kind] < 0.5 * found["none"]
-    assert found["horizon 2"] < 0.8 * found["position"]
-    clipped, unclipped = (np.asarray(source.weights(Horizon(form="next_token", clip=c))) for c in (1.0, None))
-    deviation = [np.sqrt(source.p @ w.var(axis=1)) for w in (clipped, unclipped)]
-    print(f"deviation of the weights: clipped {deviation[0]:.2f}, unclipped {deviation[1]:.2f}")
-    assert deviation[0] < 0.7 * deviation[1]
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def train(objective, steps, key, p, log_p, before, x):
     """A student from draws of the source, with the running baseline; the last table of logits."""
@@ -330,10 +295,9 @@ def train(objective, steps, key, p, log_p, before, x):
     return table
 
 
-@pytest.mark.parametrize("objective", [Horizon(), NEXT], ids=["suffix", "next_token"])
-def test_a_trained_student_beats_every_myopic_temperature(source, objective):
+def test_a_trained_student_beats_every_myopic_temperature(source):
     arrays = (jnp.asarray(a, jnp.float32) for a in (source.p / source.p.sum(), source.log_p))
-    table = train(objective, 1000, jax.random.key(0), *arrays, jnp.asarray(source.before), jnp.asarray(source.x))
+    table = train(NEXT, 1000, jax.random.key(0), *arrays, jnp.asarray(source.before), jnp.asarray(source.x))
     kl, myopic = source.kl(log_q(table, source.before, source.x)), source.best_myopic
     print(f"KL from p_T: student {kl:.4f}, best myopic {myopic:.4f}")
     assert kl < 0.1 * myopic  # 20 times less

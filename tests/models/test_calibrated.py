@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from tiny import VOCAB, WIDTH, dense_log_probs, make_lm, make_sequences, ragged
 
-import calibjax
 from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, calibrated_logprobs, load_head, save_head
 
 SEQUENCES = ragged(make_sequences(6))
@@ -213,10 +212,3 @@ def test_heads_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match="cannot read the head's parameters"):
         load_head(directory)
     gc.collect()  # its warnings belong here
-
-
-def test_public_names():
-    for name in ("load_model", "vocab_stats", "VocabStats", "losses", "heads", "metrics", "load_head", "save_head"):
-        assert hasattr(calibjax, name)
-    for name in ("ConstantTemperature", "LinearHead", "MLPHead", "TransformerHead", "calibrated_logprobs"):
-        assert callable(getattr(calibjax, name))

@@ -169,7 +169,7 @@ def draw(*, key=5, prompts=(PROMPTS[0],) * 1000, lm=None, scale=0.3, temperature
     return jax.tree.map(np.asarray, generate(lm, prompts, head=head, **options))
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64, np.int64])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64])
 def test_prompts_of_every_integer_dtype(dtype):
     prompts = [np.asarray(prompt, dtype) for prompt in PROMPTS]
     got, want = (generate(the_lm(), given, max_new_tokens=2) for given in (prompts, PROMPTS))

@@ -89,8 +89,9 @@ def dense_loss(params, kind, loss, hidden, unembedding, batch):
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [
-        *(("linear", "cross-entropy"), ("mlp", "joint"), ("linear", "label-smoothing"), ("linear", "selective")),
-        *(("mlp", "selective-balanced"), ("linear", "brier"), ("linear", "top-k-smoothing")),
+        *(("mlp", "joint"), ("mlp", "selective-balanced"), ("linear", "brier"), ("linear", "top-k-smoothing")),
+        *(pytest.param("linear", loss, marks=pytest.mark.slow) for loss in ("cross-entropy", "label-smoothing")),
+        pytest.param("linear", "selective", marks=pytest.mark.slow),
     ],
 )
 def test_gradient_equals_the_dense_formula(kind, loss):
