@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Returns `tokenizer.apply_chat_template(messages, tokenize=False, **options)`.
 
-    Messages, at least one, and options are JSON values, none of them null. Options are `add_generation_prompt`,
-    `continue_final_message`, `tools`, `documents` and variables of the template.
+    Messages, at least one, and options are JSON values, none of them null.
 
     Raises:
         UserError: the template raises an error, or takes more than `template_process.SECONDS` or `MEMORY` bytes.

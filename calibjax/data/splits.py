@@ -46,13 +46,10 @@ def split_sequences(
 
 
 def count_repeats(fit: Sequences, held_out: Sequences) -> tuple[int, int]:
-    """Counts texts of the held-out part that the fitting part has as well, so that they were not held out.
+    """Counts texts of the held-out part that the fitting part has as well; returns their number and that of all texts.
 
     A text is the part of a row within one sequence, of at least 8 predictions. Rows are cut from their start, so equal
     rows give equal texts.
-
-    Returns:
-        (texts of `held_out` with an equal text in `fit`, texts of `held_out`).
     """
     seen = set(_texts(fit))
     repeated = [text in seen for text in _texts(held_out)]
@@ -71,10 +68,7 @@ def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, 
     """Divides at least 2 sequences into folds of about equal size. All sequences of one row are in one fold.
 
     Rows are drawn at random by `seed`; a row belongs to the fold in which it starts. A single row, such as one text
-    file, is divided into consecutive parts.
-
-    Returns:
-        The indices of each fold, ascending: at least two and at most `folds` folds, none of them empty.
+    file, is divided into consecutive parts. Returns the ascending indices of 2 to `folds` folds, none empty.
     """
     total = len(sequences.source)
     if total < 2:

@@ -40,16 +40,12 @@ _PLAIN = {
 def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
     """Returns parameters with `scale * B A` added, in float32, to each adapted kernel, and the adapter's digest.
 
-    `scale` is alpha / r, or alpha / sqrt(r) with `use_rslora`; both may differ by module (`alpha_pattern`).
-
-    Args:
-        config: configuration of the base model.
-        params: its parameters by dotted path.
-        folder: directory of the adapter.
+    `params` are those of the base model by dotted path. `scale` is alpha / r, or alpha / sqrt(r) with `use_rslora`;
+    both may differ by module (`alpha_pattern`).
 
     Raises:
-        UserError: the files are missing or damaged, a setting is not supported, or a tensor belongs to no kernel of
-            the model or does not fit it.
+        UserError: the files are missing or damaged, a setting is not supported, or a tensor belongs to no kernel of the
+            model or does not fit it.
     """
     settings, tensors = _read(folder)
     merged = dict(params)

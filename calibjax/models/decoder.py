@@ -200,8 +200,7 @@ def extend(
     """Runs the decoder on the tokens that follow those in a cache, or on the first ones, as `hidden_states` on all.
 
     Args:
-        config: configuration of the decoder; static under `jax.jit`.
-        params: parameters of the decoder.
+        config, params: of the decoder.
         tokens: token ids in `[0, V)`, `[B, T]`.
         cache: cache of the tokens before, with T free columns (`calibjax.nn.kv_cache.fork` adds them), or None.
         segment_ids: segment of its row that each token continues or begins, `[B, T]`; 0 is padding.

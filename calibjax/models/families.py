@@ -39,12 +39,9 @@ if TYPE_CHECKING:
 class Family:
     """One `model_type` of Hugging Face.
 
-    Args:
-        read_config: converts their configuration to ours.
-        prefix: optional prefix of tensor names.
-        rules: rules of the tensors; a rule is skipped if a model's tree lacks its targets (such as an absent bias).
-        native: whether transformers knows the family. If not, `read_config` gets the fields of the JSON file, which
-            must be complete.
+    `read_config` converts their configuration to ours. Tensor names may begin with `prefix`. A rule is skipped if a
+    model's tree lacks its targets, such as an absent bias. Where transformers does not know the family (`native` is
+    False), `read_config` gets the fields of the JSON file, which must be complete.
     """
 
     read_config: Callable[[Any], DecoderConfig]

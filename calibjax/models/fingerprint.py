@@ -24,14 +24,11 @@ _CHUNK = 2**18
 
 
 def fingerprint(config: DecoderConfig, tensors: Iterable[tuple[str, ArrayLike]]) -> str:
-    """Hashes a model: SHA-256 of the configuration and of the digests of all tensors, sorted by name.
+    """Hashes a model: "3:", the version, and the SHA-256 of its configuration and of the digests of all tensors.
 
     Args:
         config: configuration; fields that are not defaults are hashed, as JSON with sorted keys.
         tensors: pairs of name and array in any order, such as `named_tensors` yields.
-
-    Returns:
-        "3:", the version, and 64 hexadecimal digits.
     """
     return combine_digests(config, {name: tensor_digest(name, tensor) for name, tensor in tensors})
 

@@ -131,16 +131,13 @@ def batch_stats(
 ) -> tuple[VocabStats, Float[Array, "B T"]]:
     """Frozen forward pass, head and vocabulary statistics of one batch, for training and evaluation.
 
-    If a mesh is set (`jax.set_mesh`), tokens and vocabulary are divided according to `vocab_sharding`.
+    If a mesh is set (`jax.set_mesh`), tokens and vocabulary are divided according to `vocab_sharding`. `config`,
+    `head`, `dtype` and `statistics` are static.
 
     Args:
-        config, head: configurations of decoder and head; static.
-        head_params, frozen: parameters of the head, and arrays of the model.
         batch: `targets` (int), `where` (bool), `segment_ids` (int), and `hidden` `[B, T, D]` or `tokens` and
             `positions`; all others `[B, T]`.
-        dtype: compute dtype of the frozen model.
         log_factor: added to every log_scale.
-        statistics: names of the statistics to compute, see `vocab_stats`.
 
     Returns:
         The statistics at the head's scale, and log_scale `[B, T]` including `log_factor`.

@@ -46,8 +46,7 @@ def save_model(
 
     Args:
         directory: output directory, new or empty, or with `replace` an earlier export with the same files.
-        config: configuration of the decoder.
-        params: parameters in the tree of `init_params`; they may be sharded.
+        config, params: of the decoder; the parameters may be sharded.
         like: GGUF file or directory of a model of the same configuration, but for the soft-cap of the logits, whose
             config.json and tokenizer files are copied.
         dtype: dtype of the written tensors: float32, bfloat16 or float16.

@@ -240,14 +240,11 @@ _FP4_PAIRS = np.stack([np.tile(_FP4, 16), np.repeat(_FP4, 16)], axis=-1)
 
 
 def read_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Returns the values of MXFP4 blocks: numbers of 4 bits, 32 of which share a scale `2 ** (byte - 127)`.
+    """Returns the bfloat16 values `[D, F]` of MXFP4 blocks: numbers of 4 bits, 32 of which share `2 ** (scale - 127)`.
 
     Args:
         blocks: bytes `[F, D / 32, 16]`.
         scales: bytes `[F, D / 32]`.
-
-    Returns:
-        `[D, F]`, bfloat16, which represents all values exactly within its range.
     """
     values = _FP4_PAIRS[blocks].reshape(*scales.shape, 32)
     with np.errstate(over="ignore"):

@@ -48,16 +48,13 @@ _REMEDY = "Convert the model again."
 def save_checkpoint(
     directory: Path, lm: LanguageModel, *, dtype: str, tensor_dtypes: Mapping[str, str] | None = None
 ) -> None:
-    """Writes a model as an Orbax checkpoint, to which each device contributes its part of the parameters.
+    """Writes a model as an Orbax checkpoint in a new or empty directory, to which each device contributes its part.
 
     Args:
-        directory: output directory, new or empty.
+        directory: output directory.
         lm: a model that was loaded from a directory; its parameters are written in their own dtype.
         dtype, tensor_dtypes: dtypes in the original files, of which the fingerprint is; see `load.stored_dtype` and
             `load.tensor_dtypes`.
-
-    Raises:
-        UserError: `directory` is not empty or cannot be written, or as for `copy_settings`.
     """
     import orbax.checkpoint as ocp
 

@@ -34,7 +34,7 @@ def sample_sequences(
 
     Args:
         lm: the model; on a mesh, rows are divided as by `generate`.
-        sequences: S sequences of T tokens, of which only the first `prompt` tokens are read.
+        sequences: S sequences of T tokens.
         prompt: number of tokens, at least 1; `where` is False for them in the result.
         temperature: sampling temperature; 0 for the most likely token.
         batch_size: sequences per batch.
@@ -42,9 +42,6 @@ def sample_sequences(
 
     Returns:
         Sequences of the same shape, one text each, padded at the end.
-
-    Raises:
-        UserError: the prompt leaves no token to sample, or is longer than the first text of a sequence.
     """
     context = context or RunContext()
     count, length = sequences.tokens.shape
