@@ -208,14 +208,10 @@ def sweep(
     context: RunContext | None = None,
     **options: Any,
 ) -> dict[Edit, CalibrationSums]:
-    """The sums of `evaluate_edit` for the unedited model, and for every layer with every strength.
+    """The sums of `evaluate_edit` for the unedited model, and for every layer (1 to L) with every strength.
 
-    Args:
-        lm, sequences, read, options: see `evaluate_edit`.
-        directions: from `find_directions`.
-        layers: 1 to L.
-        strengths: in units of the residuals' mean norm at the layer; 0, the unedited model, is left out.
-        context: progress.
+    Strengths are in units of the residuals' mean norm at the layer; 0 is left out. `options` are those of
+    `evaluate_edit`.
     """
     edits = [Edit(0, 0.0), *(Edit(layer, c) for layer in layers for c in strengths if c)]
     bar = (context or RunContext()).bar(edits, title="sweep", unit="edit")

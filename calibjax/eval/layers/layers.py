@@ -150,14 +150,11 @@ def layer_outputs(
     Runs on the current mesh (`jax.set_mesh`), if any, on which the model was loaded.
 
     Args:
-        lm: the frozen model.
+        lm: the frozen model of L blocks.
         sequences: only targets with `where` True are scored.
         read: see `make_readout`; with letters, targets must be among them.
         batch_size: sequences per step.
         context: progress.
-
-    Returns:
-        `LayerOutputs` of M = L + 1 layers.
     """
     arrays, parts, done = scored_batch(sequences, read), [], 0
     device_read = read._replace(ids=None)
@@ -204,13 +201,8 @@ def correction_phase(
     sums: list[CalibrationSums], agreement: np.ndarray, fraction: float = 0.9, *, resamples: int = 1000, seed: int = 0
 ) -> Phase:
     """Detects the phase of arXiv 2511.00280 (abstract and figure 1): layers after accuracy has settled, in which the
-    calibration error rises and falls again.
-
-    Args:
-        sums: of each layer, over the same groups, `[G, bins]`.
-        agreement, fraction: see `settled_layer`.
-        resamples, seed: of the bootstrap over groups.
-    """
+    calibration error rises and falls again. `sums` of each layer are over the same groups, `[G, bins]`; for `agreement`
+    and `fraction` see `settled_layer`."""
     settled, last = settled_layer(agreement, fraction), len(sums) - 1
     errors = [float(metrics.ece_from_sums(metrics.total(own))) for own in sums]
     peak = settled + int(np.argmax(errors[settled:]))
@@ -226,12 +218,8 @@ def correction_test(sums: list[CalibrationSums], *, resamples: int = 1000, seed:
     with max_l (D*_l − D_l)/σ_l of resamples D*, in which all layers are drawn together: the choice of the layer is
     corrected for, and so is their dependence (the maximum of Westfall and Young 1993, and of White 2000).
 
-    Args:
-        sums: of the layers to choose from and, at the end, of the last; over the same groups, `[G, bins]`.
-        resamples, seed: of the bootstrap.
-
-    Returns:
-        in (0, 1]; 1 if there is nothing to choose from, or a single group.
+    `sums` are over the same groups, `[G, bins]`, the last layer's at the end. The result is 1 if there is nothing to
+    choose from, or a single group.
     """
     if len(sums) < 2 or len(sums[0].count) < 2:
         return 1.0

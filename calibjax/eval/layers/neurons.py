@@ -56,12 +56,7 @@ def entropy_neurons(
     arXiv 2406.16254, section 3; Gurnee et al., 2024, arXiv 2401.12181). Of the `largest` share by |w| of each MLP, the
     `count` with the smallest variance. If the block normalises the MLP's output, its scale is included in w.
 
-    Args:
-        lm: the model.
-        space: from `null_space`.
-        layers: number of the last blocks, from 1 to L.
-        count: neurons of each.
-        largest: fraction of each MLP's neurons, by norm, to choose from.
+    `layers` is the number of the last blocks, from 1 to L, and `count` that of the neurons of each.
     """
     if not 1 <= layers <= lm.config.num_layers:
         raise UserError(f"layers: expected 1 to {lm.config.num_layers}, the model's blocks, got {layers}.")
