@@ -169,14 +169,9 @@ def flat_inputs(arrays: tuple[Any, ...], scale: Array, ignore_index: int) -> tup
 
 
 class Dispatch(NamedTuple):
-    """A checked call: what determines which implementation runs it.
+    """A checked call of an implementation, by its name or None, for the `wanted` fields of `VocabStats`.
 
-    Attributes:
-        implementation: the name that was requested, or None.
-        wanted: the wanted fields of `VocabStats`.
-        options: of the implementation.
-        shapes: `jax.ShapeDtypeStruct` of the inputs that it receives.
-        sharding: as in `vocab_stats`.
+    `shapes` are `jax.ShapeDtypeStruct` of the inputs that the implementation receives.
     """
 
     implementation: str | None

@@ -82,9 +82,7 @@ def linear_cross_entropy(
         label_smoothing: β in [0, 1], a Python number. 0 saves the mean of the logits.
         z_loss: weight of the squared log-normaliser, at least 0, a Python number.
         reduction: "none"; "sum"; or "mean" over the tokens that count, 0 where there are none.
-        execution: as in `vocab_stats`. Where the gradients are formed in the forward pass, `save_logits` makes one
-        block
-            of all tokens.
+        execution: as in `vocab_stats`. `save_logits` makes one block of all tokens.
 
     Returns:
         float32, `[...]` or a scalar. Tokens that do not count add exactly zero to loss and gradients, even with NaN in

@@ -26,22 +26,17 @@ def kl_divergences(
     """KL(p‖q_k) of the next-token distributions of `hidden` and of each of the `others`, in nats.
 
     KL(p‖q) = Σ_v p_v (z_v − z'_v) − lse(z) + lse(z'): with both normalizers known from `vocab_stats`, a sum over chunks
-    of the vocabulary and over its shards. Forward only. Memory beyond inputs and outputs: a float32 block `[N, K + 1,
-    C]` of the logits, C columns at a time. The error is about 1e-6 of the largest logit.
+    of the vocabulary and over its shards. Forward only. Memory beyond inputs and outputs: float32 logits of the K + 1
+    for a chunk. The error is about 1e-6 of the largest logit.
 
     Args:
-        hidden: of the reference p, `[..., D]`, floating point.
-        others: of the K others, `[K, ..., D]`.
+        hidden: of the reference p, `[..., D]`; `others`: of the K others, `[K, ..., D]`.
         unembedding: `[V, D]`, for all.
-        log_normalizer: log Σ_v exp(z_v) of `hidden`, `[...]`.
-        other_log_normalizers: of the others, `[K, ...]`.
+        log_normalizer: log Σ_v exp(z_v) of `hidden`, `[...]`; `other_log_normalizers`: of the others, `[K, ...]`.
         bias, softcap, sharding: as in `vocab_stats`.
 
     Returns:
         float32 `[K, ...]`, at least 0.
-
-    Raises:
-        ValueError: the unembedding cannot be divided among the devices of `sharding`.
     """
     hidden, others, unembedding, log_normalizer, other_log_normalizers = map(
         jnp.asarray, (hidden, others, unembedding, log_normalizer, other_log_normalizers)

@@ -30,8 +30,7 @@ def explain(
     """Explains which implementation `vocab_stats`, or `vocab_curves`, chooses, why, and what the call costs.
 
     Args:
-        hidden, unembedding, targets, bias, where: as in `vocab_stats`, or a `jax.ShapeDtypeStruct` each. Nothing is
-            computed.
+        hidden, unembedding, targets, bias, where: as in `vocab_stats`, or a `jax.ShapeDtypeStruct` each.
         softcap, statistics, sharding, execution: as in `vocab_stats`.
         scales: those of `vocab_curves`, to explain that operator instead.
 
@@ -40,8 +39,7 @@ def explain(
         with the cost of each; the products N·D·V by what is differentiated.
 
     Raises:
-        ValueError: as `vocab_stats` for shapes, dtypes and names that do not fit. A named implementation that cannot
-            run the call is no error here: the text contains the reason.
+        ValueError: as `vocab_stats`, but not for a named implementation that cannot run the call.
 
     Example:
         >>> import jax, jax.numpy as jnp

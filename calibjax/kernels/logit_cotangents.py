@@ -43,13 +43,9 @@ def dz_of_logits(
 ) -> Array:
     """dz of one block of logits.
 
-    Args:
-        options: of the call.
-        z: the logits in units of the soft-cap.
-        value: name -> per-token value of the block's shape, or None; see `token_values`.
-        hit: k -> whether a column of the block is that of the k-th one-hot, where "g{k}" has a value.
-        p: exp(s z − log_normalizer), where known.
-        slope: of the soft-cap at z, where known.
+    `z` are logits in units of the soft-cap; `value` maps a name to a per-token value of the block's shape, or None, see
+    `token_values`; `hit` says whether a column is that of the k-th one-hot, where "g{k}" has a value. Where known, `p`
+    is exp(s z − log_normalizer), `slope` that of the soft-cap at z.
     """
     dz, softmax, centred, uniform = None, value("softmax"), value("centred"), value("uniform")
     if softmax is not None:

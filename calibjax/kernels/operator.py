@@ -39,11 +39,8 @@ class Call(NamedTuple):
 class Residuals(NamedTuple):
     """Residuals of the forward pass for the gradients in hidden, unembedding and bias.
 
-    Attributes:
-        outputs: statistics by name.
-        rows: `Moments.rows`, or None.
-        saved: as `Implementation.forward` returns it.
-        differentiated: () for each of hidden, unembedding and bias that is differentiated, else None: static under jit.
+    `outputs` are statistics by name, `rows` and `saved` as `Implementation.forward` returns them. `differentiated` has
+    () for each of hidden, unembedding and bias that is differentiated, else None: static under jit.
     """
 
     inputs: Inputs

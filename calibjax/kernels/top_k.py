@@ -36,8 +36,7 @@ def top_logits(
 
     The indices come from one pass over chunks of the vocabulary, or of each device's part of it, that is not
     differentiated. Then those k rows of the unembedding are gathered and their logits computed again: the gradient is
-    that of k·N logits, whatever V. Memory beyond inputs and outputs: a float32 block `[N, C]`, and the rows `[N, k,
-    D]`.
+    that of k·N logits, whatever V.
 
     Args:
         hidden, unembedding, bias, softcap: as in `vocab_stats`.

@@ -156,7 +156,7 @@ def linear_loss(
         loss: an entry of `LOSSES`.
         hidden, unembedding, targets, scale, where: as in `vocab_stats`.
         hyper: values of hyper-parameters, see `Loss.arguments`; those left out have their defaults.
-        real: bool `[...]`, False in the padding; read by losses that are `per_micro_batch`. None: no padding.
+        real: bool `[...]`, False in the padding; read by losses that are `per_micro_batch`.
         **options: `bias`, `softcap` and `sharding` of `vocab_stats`.
 
     Returns:
@@ -198,9 +198,6 @@ def curve_loss(
 
     Returns:
         As `linear_loss`; differentiable in `scale`.
-
-    Raises:
-        ValueError: the loss reads the largest logits, and the curves have none.
 
     Example:
         >>> import jax.numpy as jnp

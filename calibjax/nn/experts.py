@@ -77,13 +77,10 @@ def route(logits: Float[Array, "N E"], mixture: Mixture) -> tuple[Float[Array, "
 class _Slots(NamedTuple):
     """The order in which copies of tokens are multiplied. All slots of a block have one expert.
 
-    Attributes:
-        token: token in each of S slots; any token in a slot that is not used.
-        expert: expert of each slot.
-        slot: slot of each token's K copies.
-        held: whether that copy is for one of the E experts.
-        sizes: number of slots of each expert; the last slots may belong to none.
-        block: number of slots in a block; None if the experts' slots follow each other without gaps.
+    `token` and `expert` are those of each of S slots (any token in a slot that is not used), `slot` that of each
+    token's K copies; `held`: whether that copy is for one of the E experts. `sizes`: number of slots of each expert;
+    the last slots may belong to none. `block`: number of slots in a block; None if the experts' slots follow each other
+    without gaps.
     """
 
     token: Int[Array, " S"]
@@ -138,11 +135,8 @@ def mix(
 ) -> Float[Array, "N D"]:
     """The weighted sum of each token's experts `down(activation(gate x, up x))`, in float32.
 
-    Args:
-        hidden: tokens `[N, D]`.
-        weights, chosen: from `route`; an index outside `[0, E)` contributes zero.
-        params: of `gate`, `up` and `down`: `kernel` `[E, in, out]` and optionally `bias` `[E, out]`.
-        activation: function of gate and up.
+    `weights` and `chosen` come from `route`; an index outside `[0, E)` contributes zero. `params` has for `gate`, `up`
+    and `down` a `kernel` `[E, in, out]` and optionally a `bias` `[E, out]`; `activation` is a function of gate and up.
     """
     blocked = platform().name != "tpu" and not use_ragged_dot.value
     slots = _arrange(chosen, params["up"]["kernel"].shape[0], blocked)
@@ -164,11 +158,7 @@ class Experts(nn.Module):
     If a mesh with `AXES` is set, the experts are divided over its tensor axis: each device applies its experts to the
     tokens of its rows, and the results are summed.
 
-    Args:
-        mixture: configuration of the experts.
-        width: width of each expert.
-        activation: activation of the gate.
-        use_bias: whether the projections of the experts have a bias.
+    `width` is that of each expert, `activation` that of the gate, `use_bias` of the experts' projections.
     """
 
     mixture: Mixture

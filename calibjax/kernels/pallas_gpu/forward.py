@@ -76,12 +76,8 @@ def _fold(
 ) -> tuple[dict[str, Array], list[Array]]:
     """The state after more logits, and their exponentials, relative to `best` or `shared` of that state.
 
-    Args:
-        state: name -> [64, 8], "shared" [64]; see `_states`.
-        z: logits of adjacent columns [64, multiple of 8], `FLOOR` where there is no column.
-        raw: [64, columns], what `total` adds for all of them.
-        scale: [64], s·log₂e.
-        start: index of the first column.
+    `state`: name -> [64, 8], "shared" [64]; see `_states`. `z`: logits of adjacent columns [64, multiple of 8] from
+    `start` on, `FLOOR` where there is no column; `raw` [64, columns] is what `total` adds. `scale` [64]: s·log₂e.
     """
     new = dict(state)
     for i, part in enumerate(part for x in z for part in _parts(x)):
@@ -142,11 +138,7 @@ class Exponentials(NamedTuple):
         """z and exp(s z − lse) of `count` columns from `start` on, both multiples of `SLICE`.
 
         The error of z is up to 2⁻⁸/s. Where p is 0, z is −inf, or such that its slope under the soft-cap is right to
-        2⁻⁸.
-
-        Args:
-            options: of the call.
-            log_normalizer: lse·log₂e, inf for tokens that do not count.
+        2⁻⁸. `log_normalizer`: lse·log₂e, inf for tokens that do not count.
         """
 
         def padded(x: Array, value: float = 0) -> Array:

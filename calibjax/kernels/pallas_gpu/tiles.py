@@ -167,16 +167,9 @@ def over_tiles(
 ) -> dict[str, Array]:
     """`results`, as `body` writes them, by name.
 
-    Args:
-        body: `(refs, rows=, piece=, tiles=)`, with the references of arguments, results and scratch by name; traced
-            once. It runs in a warpgroup for each unit of work: 64 tokens, `rows`, and a piece of the vocabulary. It
-            calls `tiles` once. The kernel has its name.
-        hidden, unembedding: [N, D] and [V, D], of 16 bits.
-        arguments: what else the body reads, in the memory of the GPU.
-        results: shapes.
-        scratch: shared memory that the body takes.
-        schedule: of the work.
-        interpret: as in `plgpu.kernel`.
+    `body(refs, rows=, piece=, tiles=)` is traced once, with the references of arguments (in the memory of the GPU),
+    results and scratch (shared memory) by name. It runs in a warpgroup for each unit of work: 64 tokens, `rows`, and a
+    piece of the vocabulary. It calls `tiles` once. The kernel has its name. `hidden` and `unembedding` have 16 bits.
     """
     blocks = schedule.blocks
     rings = {

@@ -107,14 +107,9 @@ def vmem_bytes(
 ) -> int:
     """On-chip bytes of a kernel. Operands and results are there twice: fetched or written while the last are in use.
 
-    Args:
-        kernel: a key of `PREFERENCES`.
-        blocks: of a grid step.
-        width: D.
-        itemsize: bytes of an entry of hidden states and unembedding.
-        saved: it writes or reads saved exponentials.
-        count: pieces of W that "fused" has on the chip, scales of "curves".
-        before: how often "unembedding" holds the sums of earlier tokens that it starts from, with `saved`.
+    `saved`: it writes or reads saved exponentials. `count`: pieces of W that "fused" has on the chip, scales of
+    "curves".
+    `before`: how often "unembedding" holds the sums of earlier tokens that it starts from, with `saved`.
     """
     tokens, columns, unit = blocks
     x = tokens * width * itemsize  # hidden states [tokens, D]

@@ -149,13 +149,8 @@ def pallas(
 ) -> dict[str, Array]:
     """The outputs of `kernel`, the program of a grid step, by name.
 
-    Args:
-        kernel: takes the references of inputs, outputs and scratch by their names; those called "state_..." are also
-            the dictionary `state`.
-        launch: how it runs.
-        inputs, outputs: as `Operands`.
-        scratch: name -> memory on chip.
-        aliases: input -> the output that takes its place.
+    The kernel takes the references of inputs, outputs and scratch (name -> memory on chip) by their names; those called
+    "state_..." are also the dictionary `state`. `aliases`: input -> the output that takes its place.
     """
 
     def run(*references: Any) -> None:

@@ -1,13 +1,11 @@
 """TPU kernel of the statistics at K scales that all tokens have: three sums per scale, of one logit each.
 
-The layout is that of `statistics`: logits [columns, tokens], running values [8, tokens] for each sum, merged over their
-eight sublanes at the end. The vector unit is the limit: six operations for a logit and scale, 97% of its slots on v6e,
-where the product takes 13% of the matrix units' time. A loop over groups of tokens forms the logits of one block of the
-vocabulary beside the sums of the block before.
+The layout is that of `statistics`. The vector unit is the limit: six operations for a logit and scale, 97% of its slots
+on v6e. A loop over groups of tokens forms the logits of one block of the vocabulary beside the sums of the block
+before.
 
 With scales in octaves (`stats.octaves`) an exponential is the square of the one an octave below, and the sums of one
-chain of octaves stay in registers while the columns of the block pass. With an exponential for each scale, as without
-octaves, the kernel takes 14% longer (static estimate, `kernels/RESULTS.md`).
+chain of octaves stay in registers while the columns of the block pass.
 """
 
 from typing import Any

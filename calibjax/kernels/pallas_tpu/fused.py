@@ -4,10 +4,9 @@ The vocabulary is the outer axis of the grid, tokens the inner one. dW [columns,
 stream past; dz is formed once (see `backward`) from transposed logits: it is the left operand of dz·h directly, and of
 dzᵀ·W after a transposition in registers.
 
-dh is a sum over the vocabulary, the outer axis: float32 [N, D] in HBM. Each step reads the block of its tokens, adds
-its part and writes it back, 8·N·D bytes for each block of the vocabulary. So a block of the vocabulary has as many
-columns as fit on the chip, in pieces whose logits are computed one after the other. The blocks of the vocabulary are
-added in order: results are the same from run to run. It also means that only one core is used.
+dh is a sum over the outer axis: float32 [N, D] in HBM. Each step reads the block of its tokens, adds its part and
+writes it back, 8·N·D bytes for each block of the vocabulary. So a block of the vocabulary has as many columns as fit on
+the chip, in pieces whose logits are computed one after the other. The blocks are added in order, and one core is used.
 """
 
 import functools

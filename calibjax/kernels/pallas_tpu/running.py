@@ -54,14 +54,10 @@ def moved(state, delta, scale):
 def added(state, pieces, raw, places, scale, target, reference):
     """`state` after adding pieces of logits, and their exponentials.
 
-    Args:
-        state: name -> running value [8, tokens] or [tokens, 128], see `states`.
-        pieces: logits, each of the shape of a running value; `FLOOR` beyond the vocabulary.
-        raw: the same logits as `total` adds them: 0 beyond the vocabulary.
-        places: index in the block of each piece's first column.
-        scale: s·log₂e.
-        target: index of the target's logit relative to the block's first column and to the sublane or lane.
-        reference: logit that is subtracted before the exponential.
+    `state` has running values [8, tokens] or [tokens, 128], see `states`; `pieces` are logits of the shape of one,
+    `FLOOR` beyond the vocabulary, and `raw` the same as `total` adds them, 0 there; `places` is the index in the block
+    of each piece's first column, `scale` s·log₂e, `target` the index of the target's logit relative to the block's
+    first column and to the sublane or lane, `reference` the logit that is subtracted before the exponential.
     """
     new, weights = dict(state), []
     for z, addend, k in zip(pieces, raw, places, strict=True):
