@@ -165,14 +165,6 @@ class Exponentials(NamedTuple):
         return z, p
 
 
-class _Results(NamedTuple):
-    """Results of the kernel."""
-
-    pieces: dict[str, Float[Array, "P N"] | Int[Array, "P N"]]  # of every piece of the vocabulary, see `_states`
-    exponentials: Float[Array, "M C"] | None  # bfloat16, N and V padded to whole tiles; see `Exponentials`
-    references: Float[Array, "S M"] | None  # `best` of each slice of them
-
-
 def _run(
     options: Options,
     needed: frozenset[str],
@@ -181,8 +173,11 @@ def _run(
     power: Array,
     schedule: Schedule,
     interpret: Any,
-) -> _Results:
-    """Runs the kernel: the states in units of the soft-cap, and with `save` the exponentials."""
+) -> tuple[dict[str, Array], Array | None, Array | None]:
+    """Runs the kernel: the states of every piece of the vocabulary [P, N], in units of the soft-cap.
+
+    With `save` also the exponentials, bfloat16 with N and V padded to whole tiles, and their references.
+    """
     hidden, unembedding, bias = inputs[:3]
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
     columns, padded = schedule.blocks.columns, schedule.padded_tokens
@@ -238,7 +233,7 @@ def _run(
     outputs = over_tiles(statistics, hidden, unembedding, arguments, results, scratch, schedule, interpret)
     pieces = {name: outputs["floats"][:, i, :tokens] for i, name in enumerate(floats)}
     pieces |= {"argmax": outputs["argmax"][:, :tokens]} if "argmax" in names else {}
-    return _Results(pieces, outputs.get("exponentials"), outputs.get("references"))
+    return pieces, outputs.get("exponentials"), outputs.get("references")
 
 
 def _merged(pieces: Moments, scale: Float[Array, " N"]) -> Moments:
@@ -271,20 +266,18 @@ def moments(
     scale, targets, unit = inputs.scale, inputs.targets, softcap_unit(options.softcap)
     power = scale * (LOG2_E * unit)
     inputs = inputs.masked() if save else inputs  # NaN would be saved
-    results = _run(options, needed, save, inputs, power, schedule, interpret)
+    states, exponentials, references = _run(options, needed, save, inputs, power, schedule, interpret)
     names = {"best": "max_logit"}
     powers = {"best": 1, "first": 1, "second": 2, "total": 1}
-    pieces = {
-        names.get(name, name): x * unit ** powers[name] if name in powers else x for name, x in results.pieces.items()
-    }
+    pieces = {names.get(name, name): x * unit ** powers[name] if name in powers else x for name, x in states.items()}
     merged = _merged(Moments(**{"argmax": None, **pieces}), scale)
     if targets is not None and (save or "target" in needed):
         merged = merged._replace(target=_target_logits(options.softcap, inputs, targets))
-    if results.exponentials is None or results.references is None:
+    if exponentials is None or references is None:
         return merged, None
     known = ((targets, merged.target), (merged.argmax, merged.max_logit))
     pairs = tuple((ids, z / unit) for ids, z in known if ids is not None and z is not None)
-    return merged, Exponentials(results.exponentials, results.references, power, pairs)
+    return merged, Exponentials(exponentials, references, power, pairs)
 
 
 def moments_and_rows(
