@@ -157,9 +157,10 @@ def test_temperature_scaling_is_kept_where_nothing_beats_it(tmp_path):
 def test_sets_are_predicted_by_heads_of_the_others(tmp_path):
     """Folds are the sets, temperature scaling is that of the other sets, and the last head is of all."""
     sets = {name: answered(LM, ragged(make_sequences(size, seed=size))) for name, size in (("a", 40), ("b", 24))}
-    fitted = fit(tmp_path, sequences=sets, loss="auto", alpha=1.0)
+    fitted = fit(tmp_path, sequences=sets, loss="auto", alpha=1.0, head="linear")
     assert fitted.report["sequences"] == {"a": 40, "b": 24}
-    single = {name: fit(tmp_path / name, sequences=sets[name], loss="joint", refit_temperature=False) for name in sets}
+    options = {"loss": "joint", "head": "constant", "refit_temperature": False}
+    single = {name: fit(tmp_path / name, sequences=sets[name], **options) for name in sets}
     nll = [
         nll_of(LM, sets[name], np.full(sets[name].tokens.shape, float(single[other].temperature.params["log_scale"])))
         * sets[name].where.sum()
