@@ -95,6 +95,24 @@ def test_layers_equal_the_dense_formula(letters):
     np.testing.assert_array_equal(outputs.group, np.nonzero(sequences.where)[0])
 
 
+def test_questions_of_any_length_are_read_as_they_are_alone():
+    lm, questions = make_lm(num_layers=3, max_positions=160), with_letters(make_sequences(7, length=150))
+    where = np.arange(150) == np.array([9, 140, 63, 64, 30, 127, 5])[:, None]  # one scored position each
+    questions = questions._replace(where=where)
+    read = make_readout(lm, LETTERS)
+    outputs = layer_outputs(lm, questions, read, batch_size=4, context=silent())
+    edit = np.full((3, lm.config.hidden_size), 0.1, np.float32)
+    sums, entropy = evaluate_edit(lm, questions, read, edit, batch_size=4)
+    for row, column in zip(*np.nonzero(where), strict=True):
+        alone = questions.take(slice(row, row + 1))
+        one = layer_outputs(lm, alone, read, batch_size=1, context=silent())
+        np.testing.assert_allclose(outputs.log_prob[:, row], one.log_prob[:, 0], rtol=1e-5, err_msg=f"{row} {column}")
+        sums_alone, entropy_alone = evaluate_edit(lm, alone, read, edit, batch_size=1)
+        np.testing.assert_allclose(sums.nll[row], sums_alone.nll[0], rtol=1e-5)
+        np.testing.assert_allclose(entropy[row], entropy_alone[0], rtol=1e-5)
+    np.testing.assert_array_equal(outputs.group, np.arange(7))
+
+
 def test_the_last_layer_is_the_model():
     outputs = layer_outputs(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
     sums, _ = evaluate_edit(

@@ -58,9 +58,9 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
     s = σ_max((W − mean row) diag(γ)) √D; a LayerNorm's x also sums to 0, and its bias b adds |(W − mean row) b|. With a
     soft-cap the logits lie within ±cap too; the larger of the two bounds counts.
 
-    By Jensen's inequality Σ_{u≠v} e^{z_u − z_v} is at least (V−1) e^{−(z_v − mean of the others)}, and z_v − mean z ≤
-    |(W_v − mean row) diag(γ)| √D, so the longest such row bounds the confidence of any prediction; it is never looser
-    than the bound by the spectral norm.
+    The spectral norm is a loose bound where one row matters. By Jensen's inequality Σ_{u≠v} e^{z_u − z_v} is at least
+    (V−1) e^{−(z_v − mean of the others)}, and z_v − mean z ≤ |(W_v − mean row) diag(γ)| √D, so the longest such row
+    bounds the confidence of any prediction; it is never looser than the bound by the spectral norm.
 
     Raises:
         UserError: the model adds a bias to its logits.

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from calibjax import metrics
-from calibjax.data import Sequences, eval_batches
+from calibjax.data import Sequences
 from calibjax.eval.layers.bounds import centred_gram, through_final_norm
-from calibjax.eval.layers.layers import Readout, readout_sharding, residual_at, scored_batch
+from calibjax.eval.layers.layers import Readout, batches_by_length, readout_sharding, residual_at, scored_batch
 from calibjax.kernels import vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import LanguageModel
@@ -97,10 +97,10 @@ def find_directions(
     total = np.zeros((2, lm.config.num_layers, lm.config.hidden_size))
     length = np.zeros(lm.config.num_layers)
     bar = (context or RunContext()).bar(title="direction", unit="sequence", total=len(sequences.tokens))
-    for batch, real in eval_batches(arrays, batch_size):
+    for batch, rows in batches_by_length(arrays, batch_size):
         sums, lengths = to_host(_sums_of_batch(lm.config, lm.dtype, lm.params, batch))
         total, length = total + sums.astype(np.float64), length + lengths.astype(np.float64)
-        bar.update(real)
+        bar.update(len(rows))
     bar.close()
     counts = int(sets[0].sum()), int(sets[1].sum())
     difference = total[0] / counts[0] - total[1] / counts[1]
@@ -174,12 +174,14 @@ def evaluate_edit(
 
     One group per sequence, float64. All edits share one compiled program; zeros are no edit.
     """
-    arrays, parts, device_read = scored_batch(sequences, read), [], read._replace(ids=None)
-    for batch, real in eval_batches(arrays, batch_size):
+    parts, order, device_read = [], [], read._replace(ids=None)
+    for batch, rows in batches_by_length(scored_batch(sequences, read), batch_size):
         args = (lm.params, device_read, jnp.asarray(edit), batch)
         outputs = to_host(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
-        parts.append(jax.tree.map(lambda x, real=real: np.asarray(x[:real], np.float64), outputs))
-    return jax.tree.map(lambda *pieces: np.concatenate(pieces), *parts)
+        parts.append(jax.tree.map(lambda x, rows=rows: np.asarray(x[: len(rows)], np.float64), outputs))
+        order.extend(rows)
+    place = np.argsort(order)
+    return jax.tree.map(lambda *pieces: np.concatenate(pieces)[place], *parts)
 
 
 class Edit(NamedTuple):
@@ -208,10 +210,14 @@ def sweep(
     context: RunContext | None = None,
     **options: Any,
 ) -> dict[Edit, CalibrationSums]:
-    """The sums of `evaluate_edit` for the unedited model, and for every layer (1 to L) with every strength.
+    """The sums of `evaluate_edit` for the unedited model, and for every layer with every strength.
 
-    Strengths are in units of the residuals' mean norm at the layer; 0 is left out. `options` are those of
-    `evaluate_edit`.
+    Args:
+        lm, sequences, read, options: see `evaluate_edit`.
+        directions: from `find_directions`.
+        layers: 1 to L.
+        strengths: in units of the residuals' mean norm at the layer; 0, the unedited model, is left out.
+        context: progress.
     """
     edits = [Edit(0, 0.0), *(Edit(layer, c) for layer in layers for c in strengths if c)]
     bar = (context or RunContext()).bar(edits, title="sweep", unit="edit")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,6 +90,29 @@ def scored_batch(sequences: Sequences, read: Readout) -> dict[str, np.ndarray]:
     return {**given, "index": index, "where": where, "targets": targets}
 
 
+def batches_by_length(arrays: dict[str, np.ndarray], batch_size: int) -> Iterator[tuple[Any, np.ndarray]]:
+    """Batches of rows of similar length, longest first, each without the columns after its last scored position.
+
+    Widths are powers of two from 64, for few compiled programs. Most questions are much shorter than the longest.
+
+    Args:
+        arrays: of `scored_batch`.
+        batch_size: rows per batch.
+
+    Returns:
+        (batch, numbers of its rows; those that fill up the last batch have none).
+    """
+    length = arrays["index"].max(axis=1, where=arrays["where"], initial=0) + 1
+    order = np.argsort(-length, kind="stable")
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        width = max(64, 1 << int(length[rows[0]] - 1).bit_length())
+        part = {name: x[rows] for name, x in arrays.items()}
+        part |= {name: part[name][:, :width] for name in ("tokens", "segment_ids", "positions")}
+        ((batch, _),) = eval_batches(part, batch_size)
+        yield batch, rows
+
+
 def residual_at(config, params, batch, dtype, *, layers, edit=None) -> Array:
     """Hidden states `[*M, B, K, D]` at the positions of `scored_batch`."""
     states = decoder.hidden_states(
@@ -150,23 +173,26 @@ def layer_outputs(
     Runs on the current mesh (`jax.set_mesh`), if any, on which the model was loaded.
 
     Args:
-        lm: the frozen model of L blocks.
+        lm: the frozen model.
         sequences: only targets with `where` True are scored.
         read: see `make_readout`; with letters, targets must be among them.
         batch_size: sequences per step.
         context: progress.
+
+    Returns:
+        `LayerOutputs` of M = L + 1 layers.
     """
-    arrays, parts, done = scored_batch(sequences, read), [], 0
+    arrays, parts, order = scored_batch(sequences, read), [], []
     device_read = read._replace(ids=None)
     bar = (context or RunContext()).bar(title="layers", unit="sequence", total=len(sequences.tokens))
-    for batch, real in eval_batches(arrays, batch_size):
+    for batch, rows in batches_by_length(arrays, batch_size):
         outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, device_read, batch))
-        where = arrays["where"][done : done + real]
-        parts.append([x[:, :real][:, where] for x in outputs])
-        done += real
-        bar.update(real)
+        parts.append([x[:, : len(rows)] for x in outputs])
+        order.extend(rows)
+        bar.update(len(rows))
     bar.close()
-    fields = [np.concatenate(part, axis=1) for part in zip(*parts, strict=True)]
+    place = np.argsort(order)
+    fields = [np.concatenate(part, axis=1)[:, place][:, arrays["where"]] for part in zip(*parts, strict=True)]
     return LayerOutputs(*fields, group=np.nonzero(arrays["where"])[0].astype(np.int32))
 
 
@@ -201,8 +227,13 @@ def correction_phase(
     sums: list[CalibrationSums], agreement: np.ndarray, fraction: float = 0.9, *, resamples: int = 1000, seed: int = 0
 ) -> Phase:
     """Detects the phase of arXiv 2511.00280 (abstract and figure 1): layers after accuracy has settled, in which the
-    calibration error rises and falls again. `sums` of each layer are over the same groups, `[G, bins]`; for `agreement`
-    and `fraction` see `settled_layer`."""
+    calibration error rises and falls again.
+
+    Args:
+        sums: of each layer, over the same groups, `[G, bins]`.
+        agreement, fraction: see `settled_layer`.
+        resamples, seed: of the bootstrap over groups.
+    """
     settled, last = settled_layer(agreement, fraction), len(sums) - 1
     errors = [float(metrics.ece_from_sums(metrics.total(own))) for own in sums]
     peak = settled + int(np.argmax(errors[settled:]))
@@ -218,8 +249,12 @@ def correction_test(sums: list[CalibrationSums], *, resamples: int = 1000, seed:
     with max_l (D*_l − D_l)/σ_l of resamples D*, in which all layers are drawn together: the choice of the layer is
     corrected for, and so is their dependence (the maximum of Westfall and Young 1993, and of White 2000).
 
-    `sums` are over the same groups, `[G, bins]`, the last layer's at the end. The result is 1 if there is nothing to
-    choose from, or a single group.
+    Args:
+        sums: of the layers to choose from and, at the end, of the last; over the same groups, `[G, bins]`.
+        resamples, seed: of the bootstrap.
+
+    Returns:
+        in (0, 1]; 1 if there is nothing to choose from, or a single group.
     """
     if len(sums) < 2 or len(sums[0].count) < 2:
         return 1.0

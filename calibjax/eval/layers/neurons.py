@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from calibjax import metrics
-from calibjax.data import Sequences, eval_batches
+from calibjax.data import Sequences
 from calibjax.eval.layers.directions import NullSpace, evaluate_edit
-from calibjax.eval.layers.layers import Readout, residual_at, scored_batch
+from calibjax.eval.layers.layers import Readout, batches_by_length, residual_at, scored_batch
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
@@ -56,7 +56,12 @@ def entropy_neurons(
     arXiv 2406.16254, section 3; Gurnee et al., 2024, arXiv 2401.12181). Of the `largest` share by |w| of each MLP, the
     `count` with the smallest variance. If the block normalises the MLP's output, its scale is included in w.
 
-    `layers` is the number of the last blocks, from 1 to L, and `count` that of the neurons of each.
+    Args:
+        lm: the model.
+        space: from `null_space`.
+        layers: number of the last blocks, from 1 to L.
+        count: neurons of each.
+        largest: fraction of each MLP's neurons, by norm, to choose from.
     """
     if not 1 <= layers <= lm.config.num_layers:
         raise UserError(f"layers: expected 1 to {lm.config.num_layers}, the model's blocks, got {layers}.")
@@ -193,7 +198,7 @@ def _with_rows(lm: LanguageModel, indices: Int[np.ndarray, " n"], rows: Float[np
 def _mean_output(lm: LanguageModel, sequences: Sequences, read: Readout, batch_size: int) -> Float[np.ndarray, " D"]:
     """Mean residual after the last block, float64."""
     total = np.zeros(lm.config.hidden_size)
-    for batch, _ in eval_batches(scored_batch(sequences, read), batch_size):
+    for batch, _ in batches_by_length(scored_batch(sequences, read), batch_size):
         total += np.asarray(to_host(_residual_sum(lm.config, lm.dtype, lm.params, batch)), np.float64)
     return total / sequences.where.sum()
 
