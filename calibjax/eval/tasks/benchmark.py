@@ -1,7 +1,6 @@
 """Accuracy and calibration of a model's answers on the benchmarks of lm-eval, from top to bottom."""
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,6 @@ def evaluate_tasks(
     heads = {"ats": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     options.check_methods(bool(heads))
     options = options.resolved()
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a line for every task, of what is meant here
     if not isinstance(tasks, Mapping):
         names, assets = tuple(tasks), assets_folder(options.assets)
         manager = together(functools.partial(check_tasks, names, assets))

@@ -198,9 +198,8 @@ class TaskEvaluator:
         """
 
         def choose(batches: Sequence[Batch]) -> list[Answers]:
-            results = [self._chosen(*scored) for scored in self._score_options(batches)]
-            tick(sum(len(batch.numbers) for batch in batches))
-            return results
+            tick(sum(len(batch.numbers) - len(batch.documents) for batch in batches))  # too long to be asked
+            return [self._chosen(*scored) for scored in self._score_options(batches, tick)]
 
         def write(batch: Batch) -> Answers:
             result = self._written(batch)
@@ -226,14 +225,22 @@ class TaskEvaluator:
     # Multiple choice.
 
     def _score_options(
-        self, batches: Sequence[Batch]
+        self, batches: Sequence[Batch], tick: Callable[[int], Any] = lambda _: None
     ) -> Iterator[tuple[Batch, list[list[Score]], Float[np.ndarray, "M _ K"]]]:
         """Yields each batch, the scores of its options, and their log-likelihoods under each head, padded with −inf.
 
-        An option's log-likelihood is summed over its tokens, or their mean (`options_per_token`).
+        An option's log-likelihood is summed over its tokens, or their mean (`options_per_token`). `tick` is called with
+        1 for each question when all its options are scored.
         """
-        flat = [pair for batch in batches for pairs in batch.options for pair in pairs]
-        remaining = iter(self.model.scorer.score(flat))
+        questions = [pairs for batch in batches for pairs in batch.options]
+        question = [number for number, pairs in enumerate(questions) for _ in pairs]
+        unscored, results = [len(pairs) for pairs in questions], {}
+        for number, score in self.model.scorer.stream([pair for pairs in questions for pair in pairs]):
+            results[number] = score
+            unscored[question[number]] -= 1
+            if not unscored[question[number]]:
+                tick(1)
+        remaining = (results[number] for number in range(len(question)))
         for batch in batches:
             scores = [list(islice(remaining, len(pairs))) for pairs in batch.options]
             width = max(-(-max(map(len, scores), default=1) // 4) * 4, 4)  # few shapes

@@ -5,6 +5,7 @@ the download by these functions. They read the files under data/ of `CALIBJAX_AS
 """
 
 import functools
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,7 @@ def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "Tas
     """
     import lm_eval.tasks
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every task that its metadata can be given
     metadata: dict[str, Any] = {} if assets is None else {"assets": str(assets)}
     theirs = Path(lm_eval.tasks.__file__).parent
     folders: list[str | Path] = [*(theirs / folder for folder in _FOLDERS), TASKS]
