@@ -1,11 +1,11 @@
-"""Makes the pictures of README.md and docs/plots.md: readme.png from a run of the quick start, plots.png from arrays.
+"""Makes readme.png, of README.md, from its run of `train ats`, and plots.png, of docs/plots.md, from arrays.
 
-    calibjax quickstart --out runs/quickstart
-    python docs/make_figures.py runs/quickstart
+    python docs/make_figures.py runs/smollm2
 
-Writes beside itself. The quick start takes one or two minutes on 2 cores, the pictures some seconds.
+Writes beside itself.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -30,26 +30,44 @@ def readme(run: Path) -> Figure:
     for ax, method, title in zip(axes, ("uncalibrated", "ats"), ("base model", "after calibration"), strict=False):
         plot.reliability(results, method=method, ax=ax)
         ax.set_title(f"{title}: ECE {results['held_out']['methods'][method]['ece']['value']:.3f}", fontsize=11)
-    heat_map(axes[2], [token for token in tokens if token["scored"]][:48])
+    answer = itertools.takewhile(lambda token: not token["text"].startswith("<|"), (t for t in tokens if t["scored"]))
+    heat_map(axes[2], list(answer))
     return figure
 
 
-def heat_map(ax, tokens, columns: int = 8) -> None:
-    """The tokens on a grid, above under the base model, below after calibration; wrong ones with a red bar."""
-    rows = -(-len(tokens) // columns)
+def heat_map(ax, tokens, width: int = 44, lines: int = 5) -> None:
+    """The first lines of the text, above under the base model, below after calibration; wrong tokens underlined in red.
+
+    Args:
+        ax: axes.
+        tokens: scored tokens of tokens.json.
+        width: characters of a line.
+        lines: of the text.
+    """
+    placed, x, y = [], 0, 0
+    for token in tokens:
+        text = token["text"].replace("\n", " ")
+        if x + len(text) > width:
+            x, y, text = 0, y + 1, text.lstrip(" ")
+        placed.append((x, y, text, token))
+        x += len(text)
     for side, title in enumerate(("base model", "after calibration")):
-        top = side * (rows + 1.3)
+        top = side * (lines + 1.5)
         ax.text(0, top - 0.15, f"confidence, {title}", fontsize=9, va="bottom")
-        for number, token in enumerate(tokens):
-            x, y, confidence = number % columns, top + number // columns, token["confidence"][side]
-            ax.fill_between([x + 0.02, x + 0.98], y + 0.04, y + 0.96, color=BLUES(confidence), linewidth=0)
+        for x, y, text, token in placed:
+            if y >= lines or not text:
+                continue
+            confidence = token["confidence"][side]
+            ax.fill_between([x, x + len(text)], top + y + 0.06, top + y + 0.94, color=BLUES(confidence), linewidth=0)
             if not token["right"]:
-                ax.plot([x + 0.06, x + 0.94], [y + 0.9, y + 0.9], color=WRONG, linewidth=2)
+                ax.plot([x + 0.2, x + len(text) - 0.2], [top + y + 0.88] * 2, color=WRONG, linewidth=1.5)
             colour = "white" if confidence > 0.6 else "black"
-            ax.text(x + 0.5, y + 0.5, token["text"].strip(), ha="center", va="center", fontsize=8.5, color=colour)
-    ax.set(xlim=(0, columns), ylim=(2 * rows + 1.4, -0.9))
+            middle = {"ha": "center", "va": "center", "family": "monospace"}
+            for place, letter in enumerate(text):
+                ax.text(x + place + 0.5, top + y + 0.47, letter, fontsize=8, color=colour, **middle)
+    ax.set(xlim=(0, width), ylim=(2 * lines + 1.6, -0.9))
     ax.set_axis_off()
-    ax.set_title("most likely token wrong: red bar", fontsize=11)
+    ax.set_title("most likely token wrong: underlined in red", fontsize=11)
 
 
 def plots() -> Figure:

@@ -10,7 +10,6 @@
 
 import dataclasses
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,7 +37,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import Positional
 from calibjax.train import AtsOptions, load_head, save_head
-from calibjax.train.ats import fit_temperature_head, train_head
+from calibjax.train.ats import fit_ats, fit_temperature_head, train_head
 from calibjax.train.curves import array_hash, token_curves
 from calibjax.train.options import make_plan
 
@@ -329,15 +328,31 @@ def compare_domains(study: Study, lm: LanguageModel, context: RunContext) -> dic
     }
     heads = {BASE: [identity_head(lm)]}
     for name, (fit, _) in parts.items():
-        fitted = fit_heads(lm, fit, {"ATS": study.head()}, study.seeds, context.within(name.replace("/", "-")))
-        heads |= {f"{method} from {name}": fitted[method] for method in fitted}
+        for method, head in fit_default(lm, fit, context.within(name.replace("/", "-"))).items():
+            heads[f"{method} from {name}"] = [head]
     sets = {}
     for target, (_, held_out) in parts.items():
-        own = {f"{method} from {name}": f"{method} from {target}" for method in (TEMPERATURE, "ATS") for name in parts}
-        against = {name: other for name, other in own.items() if name != other}
-        against[f"ATS from {target}"] = f"{TEMPERATURE} from {target}"
+        against = {f"ATS from {name}": f"{TEMPERATURE} from {name}" for name in parts}
+        against |= {f"{TEMPERATURE} from {name}": f"{TEMPERATURE} from {target}" for name in parts if name != target}
         sets[target] = evaluate_repeats(lm, held_out, heads, against, context=context)
     return sets
+
+
+def transfer_counts(sets: Mapping[str, Any]) -> str:
+    """On how many pairs of domains ATS has a lower or a higher figure than temperature scaling of the same text."""
+    lines = ["| ATS against temperature scaling | figure | lower | within noise | higher |", "|---|---|---|---|---|"]
+    for title, own in (("own domain", True), ("carried", False)):
+        rows = [
+            row["against"]
+            for target, figures in sets.items()
+            for name, row in figures["methods"].items()
+            if name.startswith("ATS from ") and (name == f"ATS from {target}") == own
+        ]
+        for figure in COMPARED:
+            lower = sum(row[figure]["high"] < 0 for row in rows)
+            higher = sum(row[figure]["low"] > 0 for row in rows)
+            lines.append(f"| {title} ({len(rows)}) | {figure} | {lower} | {len(rows) - lower - higher} | {higher} |")
+    return "\n".join(lines) + "\n"
 
 
 def subject_files(study: Study) -> list[Path]:
@@ -357,10 +372,7 @@ def subject_files(study: Study) -> list[Path]:
 
 
 def compare_amounts(study: Study, lm: LanguageModel, context: RunContext) -> dict[str, Any]:
-    """Of `amount`: temperature scaling and two heads, fitted on ever more tokens; every seed draws other sequences.
-
-    A head is fitted for `epochs`, but for at least 200 steps, and at most 2,000 where one epoch has fewer.
-    """
+    """Of `amount`: temperature scaling and ATS by its default, fitted on ever more tokens; every seed draws others."""
     (source,) = study.data
     fit, held_out = split_sequences(study.text.read(source, lm, print), study.fit_fraction, order="sequential")
     heads: dict[str, list[FittedHead]] = {BASE: [identity_head(lm)]}
@@ -371,16 +383,22 @@ def compare_amounts(study: Study, lm: LanguageModel, context: RunContext) -> dic
             if counts[-1] < tokens:
                 raise UserError(f"--tokens: expected at most the {counts[-1]:,} tokens to fit on, got {tokens:,}.")
             part = fit.take(np.sort(order[: 1 + int(np.searchsorted(counts, tokens))]))
-            batch = min(study.batch_size, len(part.tokens))
-            steps = math.ceil(len(part.tokens) / batch)  # of one epoch
-            epochs = max(min(study.epochs, 2000 // steps), math.ceil(200 / steps))
-            variants = {kind: study.head(head=kind, epochs=epochs, batch_size=batch) for kind in ("linear", "mlp")}
-            fitted = fit_heads(lm, part, variants, 1, context.within(f"{tokens}-{seed}"))
-            for name, repeats in fitted.items():
-                heads.setdefault(f"{name}, {tokens}", []).extend(repeats)
+            fitted = fit_default(lm, part, context.within(f"{tokens}-{seed}"))
+            for name, head in fitted.items():
+                heads.setdefault(f"{name}, {tokens}", []).append(head)
             jax.clear_caches()
-    against = {name: f"{TEMPERATURE}, {name.split(', ')[1]}" for name in heads if name.startswith(("linear", "mlp"))}
+    against = {name: f"{TEMPERATURE}, {name.split(', ')[1]}" for name in heads if name.startswith("ATS")}
     return {"held out": evaluate_repeats(lm, held_out, heads, against, context=context)}
+
+
+def fit_default(lm: LanguageModel, sequences: Sequences, context: RunContext) -> dict[str, FittedHead]:
+    """Temperature scaling and ATS as `fit_ats` fits them by default; those in the context's directory are loaded."""
+    places = {TEMPERATURE: context.within("temperature"), "ATS": context.within("ats")}
+    if not all((place.require_directory() / "head.json").is_file() for place in places.values()):
+        fitted = fit_ats(lm, sequences, AtsOptions(), context).heads.values()
+        for place, head in zip(places.values(), fitted, strict=True):
+            save_head(place.require_directory(), head)
+    return {name: load_head(place.require_directory(), lm) for name, place in places.items()}
 
 
 def main(study: Study) -> None:
@@ -394,6 +412,8 @@ def main(study: Study) -> None:
     run = {"transfer": compare_domains, "amount": compare_amounts}.get(study.name, compare_variants)
     sets = run(study, lm, context)
     tables = "\n".join(table(title, figures) for title, figures in sets.items())
+    if study.name == "transfer":
+        tables += "\n" + transfer_counts(sets)
     write_file(study.out / "metrics.json", json.dumps({"study": study.name, "sets": sets}, indent=2) + "\n")
     write_file(study.out / "table.md", tables)
     print(f"\n{tables}\nresults in {study.out}: table.md, metrics.json, heads/")

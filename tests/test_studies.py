@@ -27,7 +27,7 @@ from tiny import (
 from calibjax import fit_ats
 from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead, HeadConfig
-from calibjax.train import AtsOptions
+from calibjax.train import AtsOptions, options
 from calibjax.train.options import make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -134,10 +134,10 @@ def test_every_variant_is_a_head_of_one_loss(studies, name):
 
 
 def test_a_head_of_a_study_is_that_of_train_ats(studies, tmp_path):
-    options = AtsOptions(loss="label-smoothing", alpha=0.2, refit_temperature=False, epochs=2, batch_size=8, head="mlp")
-    heads = studies.fit_heads(LM, SEQUENCES, {"v": options}, 2, silent(tmp_path / "a"))
+    chosen = AtsOptions(loss="label-smoothing", alpha=0.2, refit_temperature=False, epochs=2, batch_size=8, head="mlp")
+    heads = studies.fit_heads(LM, SEQUENCES, {"v": chosen}, 2, silent(tmp_path / "a"))
     assert [len(repeats) for repeats in heads.values()] == [1, 2]
-    alone = fit_ats(LM, SEQUENCES, options, silent(tmp_path / "b", seed=1))
+    alone = fit_ats(LM, SEQUENCES, chosen, silent(tmp_path / "b", seed=1))
     for got, expected in ((heads["v"][1], alone.head), (heads[studies.TEMPERATURE][0], alone.temperature)):
         chex.assert_trees_all_equal(got.params, expected.params)
     assert any(np.any(a != b) for a, b in zip(*(jax.tree.leaves(h.params) for h in heads["v"]), strict=True))
@@ -145,21 +145,24 @@ def test_a_head_of_a_study_is_that_of_train_ats(studies, tmp_path):
 
 def test_a_study_of_transfer(studies, monkeypatch, tmp_path, capsys):
     on_one_device(monkeypatch)
+    monkeypatch.setattr(options, "AUTO", options.AUTO[:1])
     model, sets = write_model(tmp_path / "model"), [write_text(tmp_path / f"{n}.jsonl", seed=n) for n in range(2)]
     text = studies.DataOptions(seq_len=16)
     shared = {"model": str(model), "data": tuple(map(str, sets)), "out": tmp_path / "out", "text": text}
-    study = studies.Study(name="transfer", **shared, seeds=2, epochs=1, batch_size=8, quiet=True)
+    study = studies.Study(name="transfer", **shared, quiet=True)
     studies.main(study)
     written = (tmp_path / "out" / "metrics.json").read_text()
-    for target, of_set in json.loads(written)["sets"].items():
+    for of_set in json.loads(written)["sets"].values():
         rows = of_set["methods"]
         assert len(rows) == 5
         for source in "01":
             row = rows[f"ATS from {source}"]
-            own = rows[f"{'temperature scaling' if source == target else 'ATS'} from {target}"]
-            gap = row["nll"]["value"] - own["nll"]["value"]
+            scaled = rows[f"temperature scaling from {source}"]
+            gap = row["nll"]["value"] - scaled["nll"]["value"]
             np.testing.assert_allclose(row["against"]["nll"]["difference"], gap, atol=1e-12)
-    assert "| ATS from 0 |" in capsys.readouterr().out
-    monkeypatch.setattr(studies, "train_head", None)  # every head is there
+    printed = capsys.readouterr().out
+    assert "| ATS from 0 |" in printed
+    assert "| carried (2) | nll |" in printed
+    monkeypatch.setattr(studies, "fit_ats", None)  # every head is there
     studies.main(study)
     assert (tmp_path / "out" / "metrics.json").read_text() == written

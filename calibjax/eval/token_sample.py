@@ -52,7 +52,8 @@ def token_sample(
         lm: the frozen model, with a tokenizer.
         sequences: those of them are used that are nearest to an even spread and have enough scored targets.
         before, after: the two heads.
-        tokens, samples: largest number of scored tokens in all, and of sequences.
+        tokens: largest number of scored tokens of all samples.
+        samples: number of sequences, at most.
         alternatives: number of most likely tokens to list.
         batch_size: sequences per step.
 

@@ -125,6 +125,9 @@ def evaluate_tokens(
         bins, closed: of the reliability bins; see `calibjax.metrics`.
         keep_tokens: keep per-token outputs.
         context: progress and its title.
+
+    Returns:
+        name -> `MethodResult`.
     """
     context = context or RunContext()
     names = list(heads)
@@ -208,7 +211,7 @@ class Evaluation(NamedTuple):
     """What `evaluate` returns; prints as a table.
 
     Attributes:
-        tokens: number of predicted tokens.
+        tokens: how many tokens were predicted.
         figures: method -> "ece", "nll" (nats a token) and "brier" (of the most likely token), each with its 95%
             interval.
         document: JSON-able: every figure, as `held_out` of metrics.json.

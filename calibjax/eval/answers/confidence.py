@@ -170,8 +170,13 @@ def semantic_entropy(
     2024).
 
     With the log-probabilities of the samples it is the estimator of Farquhar et al. (doi 10.1038/s41586-024-07421-0,
-    Methods), who divide them by the samples' lengths; without, their discrete semantic entropy. Arguments are those of
-    `semantic_confidence`. Nats, from 0 to log K; 0 without samples.
+    Methods), who divide them by the samples' lengths; without, their discrete semantic entropy.
+
+    Args:
+        clusters, log_probs, where: see `semantic_confidence`.
+
+    Returns:
+        float32 `[N]`, nats, from 0 to log K; 0 without samples.
 
     Example:
         >>> f"{float(semantic_entropy(jnp.array([[0, 0, 1, 1]]))[0]):.4f}"
@@ -192,7 +197,11 @@ def entropy_confidence(
 ) -> Float[Array, " N"]:
     """1 − H/log K, H the `semantic_entropy` of K samples: 1 where all agree, 0 where all differ with equal mass.
 
-    In [0, 1]. A single sample has entropy 0 and confidence 1; without samples it is 0.
+    Args:
+        clusters, log_probs, where: see `semantic_confidence`.
+
+    Returns:
+        float32 `[N]` in [0, 1]. A single sample has entropy 0 and confidence 1; without samples 0.
 
     Example:
         >>> entropy_confidence(jnp.array([[0, 0, 1, 1], [0, 1, 2, 3]])).round(4).tolist()
@@ -207,7 +216,11 @@ def entropy_confidence(
 def two_way_confidence(log_probs: Float[AnyArray, "N 2"]) -> Float[Array, " N"]:
     """P(True): the probability of the first of two words among the two (Kadavath et al. 2022, arXiv 2207.05221).
 
-    `log_probs` are those of "yes, the answer is right" and of "no", nats.
+    Args:
+        log_probs: of "yes, the answer is right" and of "no", nats.
+
+    Returns:
+        float32 `[N]` in [0, 1].
 
     Example:
         >>> two_way_confidence(jnp.log(jnp.array([[0.3, 0.1]]))).round(4).tolist()

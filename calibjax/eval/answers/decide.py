@@ -163,8 +163,13 @@ def risk_threshold(confidence: Float[np.ndarray, " N"], correct: Float[np.ndarra
     falls in t and is at most 1: the least t with (#{i: c_i > t, wrong} + 1)/(n + 1) <= risk. The probability is over
     the n questions and the new one together.
 
-    Confidences are any finite numbers, `correct` is 1 or 0. The threshold is just above the confidence of a wrong
-    answer, −inf, or inf where n is below 1/risk − 1.
+    Args:
+        confidence: of n answers, any finite numbers.
+        correct: 1 for right, 0 for wrong.
+        risk: in (0, 1).
+
+    Returns:
+        The threshold: just above the confidence of a wrong answer, −inf, or inf where n is below 1/risk − 1.
 
     Example:
         >>> confidence = np.arange(20) / 20
@@ -190,8 +195,14 @@ def selective_threshold(
     is binomial, ties or not. A threshold passes where at r(t) = `risk` so few would have a probability of at most
     (1 − `level`)/20: the chance that any passes whose risk is larger is below 1 − `level` (Bonferroni). The questions
     must be independent and drawn alike, not only exchangeable. A threshold that answers m of them without a wrong one
-    passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies above the t that passed and below the next confidence;
-    it is inf where none passes. Arguments as of `risk_threshold`.
+    passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies above the t that passed and below the next confidence.
+
+    Args:
+        confidence, correct, risk: see `risk_threshold`.
+        level: probability over the n questions, in (0, 1).
+
+    Returns:
+        The threshold; inf where none passes.
 
     Example:
         >>> confidence = np.arange(400) / 400
@@ -223,8 +234,14 @@ def claim_threshold(
     to which conformal risk control applies: the least t with (Σ of it over n answers + 1)/(n + 1) <= risk
     (Angelopoulos et al. 2024, arXiv 2208.02814, theorem 1; claims as in Mohri and Hashimoto 2024, arXiv 2402.10978).
 
-    `answer` is the number of the answer that a claim belongs to; for the others see `risk_threshold`. The threshold is
-    just above the confidence of a false claim, −inf, or inf where n is below 1/risk − 1.
+    Args:
+        confidence: of M claims, finite.
+        correct: 1 for true, 0 for false.
+        answer: number of the answer that a claim belongs to; n answers in all.
+        risk: in (0, 1).
+
+    Returns:
+        The threshold: just above the confidence of a false claim, −inf, or inf where n is below 1/risk − 1.
 
     Example:
         >>> confidence, answer = np.tile([0.2, 0.6, 0.9], 40), np.arange(120) // 3
@@ -263,8 +280,14 @@ def set_threshold(probabilities: Float[np.ndarray, "N O"], labels: Int[np.ndarra
     Split-conformal prediction (Vovk et al. 2005; the score 1 − p of Sadinle et al. 2019, arXiv 1609.00451): the
     ⌊risk (n + 1)⌋-th least probability of a right option. The probability is over the n questions and the new one.
 
-    The threshold, for `option_sets`, is just below the probability of a right option; −inf, which takes every option,
-    where n is below 1/risk − 1.
+    Args:
+        probabilities: of the options of n questions.
+        labels: number of the right option.
+        risk: in (0, 1).
+
+    Returns:
+        The threshold, for `option_sets`: just below the probability of a right option; −inf, which takes every option,
+        where n is below 1/risk − 1.
 
     Example:
         >>> right = np.arange(1, 20) / 40

@@ -1,0 +1,69 @@
+"""What quantisation does to calibration: one model's GGUF file, requantised, evaluated on the same held-out text.
+
+    python eval/quantised.py model.gguf data.jsonl --types F32 Q8_0 Q4_0 --sequences 160 --out runs/quantised
+
+Every file holds the same weights, rounded by the reference quantisation of the package `gguf`. The temperature and the
+ATS head of the first type are evaluated under the others too: a head is usually fitted to the model before it is
+quantised. Prints a table in Markdown; the files stay in --out.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf.quants import dequantize, quantize
+
+import calibjax
+
+
+def requantised(source: Path, place: Path, kind: gguf.GGMLQuantizationType) -> Path:
+    """Writes the file with its matrices in another type; vectors stay float32, as llama.cpp has them."""
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(place, architecture)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            writer.add_key_value(
+                name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        target = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, quantize(values, target), raw_dtype=target)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return place
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("data")
+    parser.add_argument("--types", nargs="+", default=["F32", "Q8_0", "Q4_0"])
+    parser.add_argument("--sequences", type=int, default=160)
+    parser.add_argument("--out", type=Path, default=Path("runs/quantised"))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    first = None
+    print("| file | uncalibrated: NLL, ECE | own temperature | first file's temperature | own ATS | first file's ATS |")
+    print("|---|---|---|---|---|---|")
+    for kind in given.types:
+        place = given.out / f"{given.model.stem}.{kind}.gguf"
+        lm = calibjax.load_model(requantised(given.model, place, gguf.GGMLQuantizationType[kind]))
+        text = calibjax.load_text(given.data, lm, seq_len=256, max_sequences=given.sequences)
+        fit, held_out = calibjax.split_sequences(text, 0.6)
+        own = calibjax.fit_ats(lm, fit).heads
+        first = first or own
+        heads = own | {f"first {name}": dataclasses.replace(h, fingerprint=lm.fingerprint) for name, h in first.items()}
+        figures = calibjax.evaluate(lm, held_out, heads).figures
+        order = ("uncalibrated", "temperature", "first temperature", "ats", "first ats")
+        cells = [f"{figures[name]['nll'].value:.4f}, {figures[name]['ece'].value:.4f}" for name in order]
+        print(f"| {kind} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
